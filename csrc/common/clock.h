@@ -1,0 +1,40 @@
+// Time, behind an interface: the engine runs on the machine's monotonic clock or on a simulator's.
+#pragma once
+
+#include <ctime>
+
+#include <cstdint>
+#include <limits>
+
+namespace smddp {
+
+// Nanoseconds on a clock that never goes back. The origin has no meaning.
+using Nanoseconds = int64_t;
+
+class Clock {
+ public:
+  virtual ~Clock() = default;
+  virtual Nanoseconds now() const = 0;
+};
+
+class MonotonicClock final : public Clock {
+ public:
+  Nanoseconds now() const override {
+    timespec t{};
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return static_cast<Nanoseconds>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+  }
+};
+
+// A point in time that every wait receives.
+struct Deadline {
+  Nanoseconds at = std::numeric_limits<Nanoseconds>::max();
+  static Deadline never() { return {}; }
+  static Deadline after(const Clock& clock, Nanoseconds duration) {
+    const Nanoseconds now = clock.now();
+    return {duration > std::numeric_limits<Nanoseconds>::max() - now ? never().at : now + duration};
+  }
+  bool passed(const Clock& clock) const { return clock.now() >= at; }
+};
+
+}  // namespace smddp

@@ -1,0 +1,73 @@
+// Every setting of the library, in one table. Nothing else reads the environment.
+//
+// A line is  X(type, field, "ENVIRONMENT", default, "what it does; unit; when one would change it").
+// The table is read once, at first use, and never changes afterwards, so no setting is ever seen with two
+// values. docs and `python -m smddp.env` are generated from it. Text that does not parse is a Usage error
+// naming the variable and the text.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace smddp {
+
+// clang-format off
+#define SMDDP_SETTINGS(X)                                                                                     \
+  X(std::string, nodeId, "SMDDP_NODE_ID", "",                                                                 \
+    "Name of the node this rank belongs to. Ranks with different names never share memory. Set it to let one " \
+    "machine play several nodes; by default the kernel's boot id decides, confirmed by a shared-memory echo.") \
+  X(std::string, provider, "SMDDP_PROVIDER", "",                                                              \
+    "libfabric provider between nodes (efa, cxi, verbs;ofi_rxm, tcp, net, tcp;ofi_rxm, shm). A named provider " \
+    "that is missing is an error. Default: the first of that list that is there, shm excepted.")              \
+  X(std::string, interface, "SMDDP_INTERFACE", "",                                                            \
+    "Network interface between nodes, such as eth0. Default: the one that routes to MASTER_ADDR.")            \
+  X(bool, fabricRma, "SMDDP_FABRIC_RMA", true,                                                                \
+    "Use remote writes where the provider has them; 0 sends into posted receives instead.")                  \
+  X(std::string, log, "SMDDP_LOG", "warn",                                                                    \
+    "How much to print: error, warn, info (one line about the choices made), debug, trace.")                 \
+  X(std::string, simd, "SMDDP_SIMD", "auto",                                                                  \
+    "Instruction set of the reduction kernels: auto, scalar, avx2, avx512. Results do not depend on it.")    \
+  X(std::string, algorithm, "SMDDP_ALGORITHM", "",                                                            \
+    "Overrides the choice of algorithm, for all ranks alike, as collective=name[,...], for example "          \
+    "allreduce=ring. `python -m smddp.plan list` prints the names.")                                         \
+  X(bool, commMemory, "SMDDP_COMM_MEMORY", true,                                                              \
+    "Let DDP's gradient buckets live in node-shared memory, so that nothing is staged.")                     \
+  X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 32768,                                                     \
+    "Allreduces up to this many bytes exchange everything at once inside a node (one synchronisation).")     \
+  X(int64_t, chunkBytes, "SMDDP_CHUNK_BYTES", 262144,                                                         \
+    "Bytes of the vector that are staged at a time inside a node. Should stay in the L2 cache.")             \
+  X(int64_t, fabricChunkBytes, "SMDDP_FABRIC_CHUNK_BYTES", 1048576,                                           \
+    "Bytes of the vector that travel between nodes at a time; the stages of different chunks overlap.")      \
+  X(int64_t, fabricWindow, "SMDDP_FABRIC_WINDOW", 4,                                                          \
+    "Messages that may be under way to one peer on one channel before it has consumed any.")                 \
+  X(int64_t, poolBytes, "SMDDP_POOL_BYTES", 8388608,                                                          \
+    "Shared staging memory of one rank for one operation of one group. Pages are touched only when used.")   \
+  X(int64_t, inFlight, "SMDDP_IN_FLIGHT", 0,                                                                  \
+    "Operations of one group that run at the same time. 0: one on a single node, four across nodes.")        \
+  X(int64_t, fusionBytes, "SMDDP_FUSION_BYTES", 32768,                                                        \
+    "Waiting allreduces of one group are fused up to this many bytes. 0 turns fusion off.")                  \
+  X(int64_t, commMemoryCacheBytes, "SMDDP_COMM_MEMORY_CACHE_BYTES", 268435456,                                \
+    "Freed communication memory that is kept for reuse before it is returned to the system.")
+// clang-format on
+
+struct Settings {
+#define SMDDP_FIELD(type, field, env, value, doc) type field = value;
+  SMDDP_SETTINGS(SMDDP_FIELD)
+#undef SMDDP_FIELD
+};
+
+// Parsed on the first call (thread-safe); throws Usage while a variable does not parse.
+const Settings& settings();
+
+struct SettingRow {
+  std::string name, type, value, defaultValue, doc;
+  bool fromEnvironment;
+};
+// One row per line of the table, with the value in force and where it came from.
+std::vector<SettingRow> describeSettings();
+
+// A variable of the launcher (RANK, SMDDP_*, MASTER_ADDR, …); empty when unset.
+std::string environment(const char* name);
+
+}  // namespace smddp

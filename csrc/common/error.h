@@ -1,0 +1,76 @@
+// Errors that leave a function as exceptions, and the advice that goes with each family.
+//
+//   Usage      the caller asked for something that has no meaning; nothing was started. Fix the call.
+//   Mismatch   ranks disagree about which collective this is. The group is broken; fix the script.
+//   PeerLost   a rank died, left or became unreachable. The group is broken; rebuild it without that rank.
+//   Timeout    the deadline passed while somebody was still missing; the text says who.
+//   Aborted    abort() or shutdown() was called while the operation was in flight.
+//   Transport  the network or shared memory failed below us.
+//   Resource   the machine refused memory, descriptors or threads.
+//   Internal   our own invariant is broken; a bug report is welcome.
+//
+// "Not yet" (queue full, nothing arrived) is never an exception, it is a return value.
+#pragma once
+
+#include <cerrno>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include <fmt/format.h>
+
+namespace smddp {
+
+enum class ErrorKind : uint8_t {
+  Usage, Mismatch, PeerLost, Timeout, Aborted, Transport, Resource, Internal
+};
+
+constexpr const char* toString(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::Usage: return "UsageError";
+    case ErrorKind::Mismatch: return "CollectiveMismatchError";
+    case ErrorKind::PeerLost: return "PeerLostError";
+    case ErrorKind::Timeout: return "CollectiveTimeoutError";
+    case ErrorKind::Aborted: return "AbortedError";
+    case ErrorKind::Transport: return "TransportError";
+    case ErrorKind::Resource: return "ResourceError";
+    case ErrorKind::Internal: return "InternalError";
+  }
+  return "?";
+}
+
+// The one exception type of the library below process_group. Copyable, so that a Completion can keep the
+// first one and rethrow it in every thread that waits.
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorKind kind, const std::string& text) : std::runtime_error(text), kind_(kind) {}
+  ErrorKind kind() const noexcept { return kind_; }
+
+ private:
+  ErrorKind kind_;
+};
+
+template <typename... Args>
+[[noreturn]] void raise(ErrorKind kind, fmt::format_string<Args...> format, Args&&... args) {
+  throw Error(kind, fmt::format(format, std::forward<Args>(args)...));
+}
+
+// For the answers of system calls: appends strerror(errno).
+template <typename... Args>
+[[noreturn]] void raiseErrno(ErrorKind kind, fmt::format_string<Args...> format, Args&&... args) {
+  const int saved = errno;
+  throw Error(kind, fmt::format("{}: {}", fmt::format(format, std::forward<Args>(args)...),
+                                std::generic_category().message(saved)));
+}
+
+// SMDDP_CHECK guards our own invariants; it stays on in release builds and throws Internal.
+#define SMDDP_CHECK(condition, ...)                                                          \
+  do {                                                                                       \
+    if (__builtin_expect(!(condition), 0))                                                   \
+      ::smddp::raise(::smddp::ErrorKind::Internal, "{}:{}: {}: {}", __FILE_NAME__, __LINE__, \
+                     #condition, ::fmt::format(__VA_ARGS__));                                \
+  } while (false)
+
+}  // namespace smddp

@@ -1,0 +1,29 @@
+// Levelled logging: one write(2) per line, "smddp[rank 3][transport/fabric] text".
+//
+//   error   something failed and the user cannot learn it otherwise
+//   warn    the user should change something; also every fallback, once
+//   info    what was chosen and why, once per process group
+//   debug   one line per connection, group and plan built
+//   trace   one line per operation
+#pragma once
+
+#include <string>
+
+#include <fmt/format.h>
+
+namespace smddp {
+
+enum class LogLevel : int { Error = 0, Warn, Info, Debug, Trace };
+
+LogLevel logLevel();
+// The rank printed in front of every line; -1 (none) until the first group exists.
+void setLogRank(int rank);
+void writeLog(LogLevel level, const char* tag, const std::string& text);
+
+#define SMDDP_LOG(level, tag, ...)                                             \
+  do {                                                                         \
+    if (::smddp::LogLevel::level <= ::smddp::logLevel())                       \
+      ::smddp::writeLog(::smddp::LogLevel::level, tag, ::fmt::format(__VA_ARGS__)); \
+  } while (false)
+
+}  // namespace smddp
