@@ -1,0 +1,34 @@
+# Third-party libraries, each under one target name, and smddp_config: what every layer inherits
+# through smddp_common.
+find_package(Threads REQUIRED)
+find_package(PkgConfig REQUIRED)
+find_package(fmt 9 REQUIRED)                                        # fmt::fmt-header-only
+pkg_check_modules(hwy REQUIRED IMPORTED_TARGET libhwy>=1.0)         # PkgConfig::hwy
+find_package(nlohmann_json 3.10 REQUIRED)                           # nlohmann_json::nlohmann_json
+
+# Only the header of xxHash is used; with XXH_INLINE_ALL nothing is linked.
+find_path(XXHASH_INCLUDE_DIR xxhash.h REQUIRED)
+add_library(smddp_xxhash INTERFACE)
+target_include_directories(smddp_xxhash SYSTEM INTERFACE ${XXHASH_INCLUDE_DIR})
+target_compile_definitions(smddp_xxhash INTERFACE XXH_INLINE_ALL)
+
+find_package(Libfabric 1.17)                                        # Libfabric::libfabric
+if(Libfabric_FOUND)
+  set(SMDDP_HAVE_LIBFABRIC 1)
+  message(STATUS "smddp: libfabric ${Libfabric_VERSION}: ${Libfabric_LIBRARY}")
+else()
+  set(SMDDP_HAVE_LIBFABRIC 0)
+  message(WARNING
+    "libfabric >= 1.17 was not found: this build runs on a single node. For several nodes install "
+    "libfabric-dev, or set LIBFABRIC_HOME to the folder that has include/ and lib/, and configure again.")
+endif()
+
+add_library(smddp_config INTERFACE)
+target_include_directories(smddp_config INTERFACE "${PROJECT_SOURCE_DIR}/csrc")
+target_link_libraries(smddp_config INTERFACE fmt::fmt-header-only Threads::Threads)
+target_compile_definitions(smddp_config INTERFACE
+  SMDDP_HAVE_LIBFABRIC=${SMDDP_HAVE_LIBFABRIC} SMDDP_VERSION="${PROJECT_VERSION}")
+
+if(SMDDP_WITH_TORCH)
+  include(TorchOfPython)                                            # smddp_torch
+endif()

@@ -1,0 +1,50 @@
+# Finds libfabric and defines Libfabric::libfabric.
+#
+# In order: LIBFABRIC_HOME (cache variable, then environment), pkg-config, and where the EFA installer
+# puts its own copy. A LIBFABRIC_HOME that has no libfabric is an error, not a reason to look elsewhere:
+# the user meant that one.
+if(NOT LIBFABRIC_HOME AND DEFINED ENV{LIBFABRIC_HOME})
+  set(LIBFABRIC_HOME "$ENV{LIBFABRIC_HOME}")
+endif()
+
+function(smddp_find_libfabric_in prefix)
+  find_path(Libfabric_INCLUDE_DIR rdma/fabric.h PATHS "${prefix}/include" NO_DEFAULT_PATH)
+  find_library(Libfabric_LIBRARY fabric PATHS "${prefix}/lib" "${prefix}/lib64" NO_DEFAULT_PATH)
+endfunction()
+
+if(LIBFABRIC_HOME)
+  smddp_find_libfabric_in("${LIBFABRIC_HOME}")
+  if(NOT Libfabric_INCLUDE_DIR OR NOT Libfabric_LIBRARY)
+    message(FATAL_ERROR "LIBFABRIC_HOME=${LIBFABRIC_HOME} has no include/rdma/fabric.h or no "
+                        "lib/libfabric.so; point it at a libfabric installation, or unset it.")
+  endif()
+else()
+  pkg_check_modules(PC_LIBFABRIC QUIET libfabric)
+  if(PC_LIBFABRIC_FOUND)
+    find_path(Libfabric_INCLUDE_DIR rdma/fabric.h HINTS ${PC_LIBFABRIC_INCLUDEDIR})
+    find_library(Libfabric_LIBRARY fabric HINTS ${PC_LIBFABRIC_LIBDIR})
+  endif()
+  smddp_find_libfabric_in("/opt/amazon/efa")
+endif()
+
+# The API version stands in the header, so that it is the header we compile against that is judged.
+if(Libfabric_INCLUDE_DIR)
+  file(STRINGS "${Libfabric_INCLUDE_DIR}/rdma/fabric.h" version_lines
+       REGEX "#define FI_(MAJOR|MINOR)_VERSION")
+  string(REGEX REPLACE ".*FI_MAJOR_VERSION ([0-9]+).*" "\\1" major "${version_lines}")
+  string(REGEX REPLACE ".*FI_MINOR_VERSION ([0-9]+).*" "\\1" minor "${version_lines}")
+  set(Libfabric_VERSION "${major}.${minor}")
+endif()
+
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(Libfabric
+  REQUIRED_VARS Libfabric_LIBRARY Libfabric_INCLUDE_DIR
+  VERSION_VAR Libfabric_VERSION)
+
+if(Libfabric_FOUND AND NOT TARGET Libfabric::libfabric)
+  add_library(Libfabric::libfabric UNKNOWN IMPORTED)
+  set_target_properties(Libfabric::libfabric PROPERTIES
+    IMPORTED_LOCATION "${Libfabric_LIBRARY}"
+    INTERFACE_INCLUDE_DIRECTORIES "${Libfabric_INCLUDE_DIR}")
+endif()
+mark_as_advanced(Libfabric_INCLUDE_DIR Libfabric_LIBRARY)

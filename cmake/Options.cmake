@@ -1,0 +1,41 @@
+# Every option of the build, and the flags that hold for every target.
+
+set(PYTHON_EXECUTABLE "" CACHE FILEPATH "Python interpreter whose torch the module is built for")
+if(PYTHON_EXECUTABLE)
+  set(SMDDP_TORCH_DEFAULT ON)
+else()
+  set(SMDDP_TORCH_DEFAULT OFF)
+endif()
+
+option(SMDDP_WITH_TORCH "Build process_group and the module smddp._C" ${SMDDP_TORCH_DEFAULT})
+option(SMDDP_BUILD_TESTS "Build the C++ tests (needs GoogleTest)" ON)
+option(SMDDP_WARNINGS_AS_ERRORS "Treat compiler warnings as errors" ON)
+set(SMDDP_SANITIZE "" CACHE STRING "address, undefined, thread or empty; join two by a comma")
+set_property(CACHE SMDDP_SANITIZE PROPERTY STRINGS "" address undefined thread address,undefined)
+
+if(SMDDP_WITH_TORCH AND NOT PYTHON_EXECUTABLE)
+  message(FATAL_ERROR "SMDDP_WITH_TORCH needs -DPYTHON_EXECUTABLE=<a Python that can import torch>")
+endif()
+
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Release, RelWithDebInfo or Debug" FORCE)
+endif()
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+
+# CMake's RelWithDebInfo stops at -O2. NDEBUG stays off there: it is what developers and CI run.
+set(CMAKE_CXX_FLAGS_RELEASE "-O3 -DNDEBUG")
+set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -g1")
+
+# A fused multiply-add rounds once where a multiply and an add round twice. Left to the compiler, the
+# same sum would differ between instruction sets, and so between hosts.
+add_compile_options(-Wall -Wextra -ffp-contract=off)
+if(SMDDP_WARNINGS_AS_ERRORS)
+  add_compile_options(-Werror)
+endif()

@@ -1,0 +1,19 @@
+# SMDDP_SANITIZE on every target. Frame pointers keep the reports readable; the first finding ends the
+# test, because one that is only printed is one that nobody sees.
+if(SMDDP_SANITIZE)
+  if(SMDDP_SANITIZE MATCHES "thread" AND SMDDP_SANITIZE MATCHES "address")
+    message(FATAL_ERROR "SMDDP_SANITIZE: thread and address cannot be combined")
+  endif()
+  if(SMDDP_WITH_TORCH)
+    message(FATAL_ERROR "SMDDP_SANITIZE covers the core only: torch itself is not instrumented. "
+                        "Configure without PYTHON_EXECUTABLE.")
+  endif()
+  add_compile_options(-fsanitize=${SMDDP_SANITIZE} -fno-sanitize-recover=all
+                      -fno-omit-frame-pointer -g1)
+  add_link_options(-fsanitize=${SMDDP_SANITIZE})
+  if(SMDDP_SANITIZE MATCHES "thread")
+    # g++ warns that TSan does not model std::atomic_thread_fence; our code pairs fences with atomics.
+    add_compile_options(-Wno-tsan)
+  endif()
+  message(STATUS "smddp: sanitizers: ${SMDDP_SANITIZE}")
+endif()
