@@ -1,0 +1,145 @@
+// What algorithms are written with: a stage is a lane, so one writes what happens to one chunk and pipelining
+// follows.
+//
+//   Builder b(topology, limits, "two-phase shared-memory allreduce");
+//   b.arrive();
+//   b.eachChunk(bytes, limits.chunkBytes, [&](const Chunk& c) {
+//     b.stage("reduce");
+//     b.waitTeam(kCopied, c.index + 1);
+//     b.reduce({b.out(mine)}, contributions, final);
+//     b.signal(kReduced, c.index + 1);
+//   });
+//   return b.done();
+//
+// eachChunk calls the body for chunks 0 and 1 and takes the difference as the repeated block; it checks the
+// difference against the last full chunk, so a body that is not affine in the chunk index throws. The
+// tail, when the last chunk is shorter, is a block of its own, cut at the boundaries of a full chunk.
+//
+// Message numbers are counted here: put, receive and release name the next message of their channel.
+#pragma once
+
+#include <functional>
+#include <initializer_list>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "plan/plan.h"
+#include "plan/topology.h"
+
+namespace smddp::plan {
+
+// Shares and chunks are cut at multiples of this many bytes: a cache line, and a multiple of every element.
+inline constexpr int64_t kGranule = 64;
+
+struct Range {
+  int64_t offset = 0;
+  int64_t length = 0;
+};
+
+// Part i of `parts` nearly equal parts of [offset, offset + length), cut at granules and clipped to `limit`
+// bytes (the real length when `length` is that of a full chunk).
+Range share(Range whole, int i, int parts, int64_t limit);
+
+struct Chunk {
+  int64_t index = 0;
+  int64_t offset = 0;  // in the vector
+  int64_t length = 0;
+  int64_t fullLength = 0;
+  // My part of the chunk; offsets are in the vector. The tail is cut where a full chunk would be, because
+  // what its shares overwrite was laid out by full chunks.
+  Range share(int i, int parts) const {
+    return plan::share({offset, fullLength}, i, parts, length);
+  }
+  Range all() const { return {offset, length}; }
+};
+
+// Which arithmetic besides the operation a copy or reduction does: see Step.
+struct Scales {
+  bool pre = false;
+  bool post = false;
+};
+
+class Builder {
+ public:
+  Builder(const Topology& topology, const Limits& limits, std::string name);
+
+  const Topology& topology() const { return topology_; }
+  const Limits& limits() const { return limits_; }
+
+  // Memory. `local` is an index into topology().team().
+  static Ref in(int64_t offset) { return {Space::Input, 0, 0, {}, {offset, 0}}; }
+  static Ref out(int64_t offset) { return {Space::Output, 0, 0, {}, {offset, 0}}; }
+  Ref mateIn(int local, int64_t offset);
+  Ref mateOut(int local, int64_t offset);
+  // Declares a pool; every rank of a node must declare the same ones in the same order.
+  uint8_t pool(std::string name, int64_t slots, int64_t slotBytes);
+  static Ref slot(uint8_t pool, int local, int64_t index, int64_t offset) {
+    return {Space::Slot, pool, local, {index, 0}, {offset, 0}};
+  }
+
+  // The preamble. Copies written before arrive() run before the arrival is published. Exactly one arrive(),
+  // before the first stage.
+  void arrive();
+
+  // Steps go to this lane until the next call. Steps of a stage run in the order written.
+  void stage(const std::string& name);
+
+  // Zero-length copies and reductions are dropped; signals and messages never are.
+  void copy(std::vector<Ref> destinations, Ref source, int64_t length, Scales scales = {});
+  void reduce(std::vector<Ref> destinations, std::vector<Ref> sources, int64_t length,
+              Scales scales = {});
+  void signal(int counter, int64_t value);
+  void waitTeam(int counter, int64_t value);
+  void waitMate(int local, int counter, int64_t value);
+  void put(Rank peer, int stream, Ref source, int64_t length);
+  // Waits for the next message and names its bytes.
+  Ref receive(Rank peer, int stream, int64_t length);
+  void release(Rank peer, int stream);
+  // Until the first `count` puts of this execution on the channel have left their sources.
+  void flush(Rank peer, int stream, int64_t count);
+
+  // Cuts [0, bytes) into nearly equal chunks of at most chunkBytes. The body is called for some of them; it
+  // must write the same steps each time. An empty vector is one empty chunk.
+  void eachChunk(int64_t bytes, int64_t chunkBytes, const std::function<void(const Chunk&)>& body);
+
+  // The plan. Throws Internal when a rule above was broken.
+  Plan done();
+
+ private:
+  struct Written {
+    Step step;
+    std::vector<Ref> refs;
+  };
+  struct Stage {
+    std::string name;
+    std::vector<Block> blocks;
+  };
+  using Script = std::map<size_t, std::vector<Written>>;  // stage -> steps
+  struct ChannelCount {
+    int64_t puts = 0, receives = 0, releases = 0;
+  };
+  using Channels = std::map<std::pair<Rank, int>, ChannelCount>;
+
+  void write(Step step, std::vector<Ref> refs);
+  Step channelStep(Op op, Rank peer, int stream, int64_t value, int64_t length) const;
+  Script record(const std::function<void(const Chunk&)>& body, const Chunk& chunk);
+  static Channels advance(const Channels& start, const Channels& end, int64_t times);
+  void emit(Script script, int64_t trips);
+  void flushPending();
+
+  Topology topology_;
+  Limits limits_;
+  Plan plan_;
+  std::vector<Stage> stages_;
+  std::vector<Written> preamble_;
+  Script pending_;  // steps written outside eachChunk, not yet emitted
+  Script* target_ = &pending_;
+  int current_ = -1;
+  bool arrived_ = false;
+  bool inChunk_ = false;
+  Channels channels_;
+};
+
+}  // namespace smddp::plan

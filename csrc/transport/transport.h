@@ -1,0 +1,94 @@
+// Moving bytes between two processes: what the engine asks of shared memory, a fabric or the simulator.
+//
+// Three verbs. control() carries small messages to the peer's Sink, in order per peer. grant() is a control
+// message by convention (transport/channel.h): the receiver tells where a window of slots lies and how many were
+// consumed. put() writes one message into such a slot, together with a header and an immediate value that the
+// receiver's poll() reports once all its bytes are visible.
+//
+// Nothing is assumed about the order of puts among one another or against control messages.
+//
+// Threads: all calls come from the one thread that owns the engine at that time. Nothing here blocks.
+// Ownership: the caller keeps payload bytes untouched until onPutDone(token), and registered memory mapped until
+// the transport is destroyed. Destroying a transport cancels what is in flight.
+// Errors: an exception means the transport is unusable; trouble with one peer is reported by onPeerFailed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "common/types.h"
+
+namespace smddp::transport {
+
+// A process this transport has been introduced to; small, dense, given by connect().
+using PeerId = int32_t;
+
+using Bytes = std::span<const std::byte>;
+
+// Longest control message.
+inline constexpr size_t kMaxControlBytes = 1024;
+// Bytes of the header in front of every put's payload (wire.h gives it its fields).
+inline constexpr size_t kHeaderBytes = 48;
+
+// How a peer names memory of ours in its puts. Opaque to everyone but the transport that made it.
+struct RemoteKey {
+  uint64_t address = 0;
+  uint64_t key = 0;
+};
+
+// Where a put lands: `key` of the peer's region, `offset` bytes into it. The header comes first, then the payload.
+struct RemoteSlot {
+  RemoteKey region;
+  uint64_t offset = 0;
+};
+
+// Receives what poll() finds. Called on the thread that polls; must not call back into poll().
+class Sink {
+ public:
+  virtual ~Sink() = default;
+  // `message` is valid during the call only.
+  virtual void onControl(PeerId from, Bytes message) = 0;
+  // A put with this immediate value is complete in our memory.
+  virtual void onPut(uint32_t immediate) = 0;
+  // The payload of put(…, token) may be overwritten.
+  virtual void onPutDone(uint64_t token) = 0;
+  // No further message will arrive from this peer; said once.
+  virtual void onPeerFailed(PeerId peer, const std::string& cause) = 0;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  // What a peer needs in order to connect() to us: opaque bytes, at most 512.
+  virtual std::vector<std::byte> address() const = 0;
+  // Introduces a peer by its address(). Returns at once; a connection may come about later.
+  virtual PeerId connect(Bytes address, const std::string& description) = 0;
+
+  // Makes memory a target of puts. `memory` stays mapped for the life of the transport.
+  virtual RemoteKey registerMemory(std::span<std::byte> memory) = 0;
+
+  // False: no room now; poll() and try again.
+  [[nodiscard]] virtual bool control(PeerId peer, Bytes message) = 0;
+  // Header (kHeaderBytes, copied during the call) and payload to the peer's slot; its poll() then reports
+  // `immediate`. False: no room now; poll() and try again.
+  [[nodiscard]] virtual bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header,
+                                 Bytes payload, uint64_t token) = 0;
+
+  // Makes progress and reports what happened. Returns how many events there were.
+  virtual size_t poll(Sink& sink) = 0;
+
+  // A descriptor that becomes readable when poll() has something to do, or -1 when there is none and the
+  // caller must look from time to time. Sleep on it only right after prepareWait() returned true.
+  virtual int waitDescriptor() const { return -1; }
+  virtual bool prepareWait() { return true; }
+
+  // One line for the log: what was chosen and why.
+  virtual std::string describe() const = 0;
+};
+
+}  // namespace smddp::transport
