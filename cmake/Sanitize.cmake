@@ -9,7 +9,7 @@ if(SMDDP_SANITIZE)
                         "Configure without PYTHON_EXECUTABLE.")
   endif()
   add_compile_options(-fsanitize=${SMDDP_SANITIZE} -fno-sanitize-recover=all
-                      -fno-omit-frame-pointer -g1)
+                      -fno-omit-frame-pointer -O1 -g1)
   add_link_options(-fsanitize=${SMDDP_SANITIZE})
   if(SMDDP_SANITIZE MATCHES "thread")
     # g++ warns that TSan does not model std::atomic_thread_fence; our code pairs fences with atomics.

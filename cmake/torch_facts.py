@@ -1,29 +1,51 @@
-"""Prints what the build needs to know about the torch of the running interpreter, one fact a line."""
+"""Prints what the build needs to know about the torch of the running interpreter, one fact a line.
 
+setup.py imports this file too, so that both give the same answer and the same error sentences.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
 import sys
 import sysconfig
 
 SUPPORTED_MINORS = range(11, 16)
 
 
-def main() -> None:
+class UnusableTorchError(RuntimeError):
+    """The text is one sentence for the user: what is wrong and what to do."""
+
+
+def installed_release() -> str:
+    """Returns the release of the installed torch, such as "2.15", without importing it."""
     try:
-        import torch
-        from torch.utils import cpp_extension
-    except ImportError as error:
-        sys.exit(
-            f"{sys.executable} cannot import torch ({error}). smddp is built for one torch: install "
-            "it first, then run `pip install --no-build-isolation .`"
-        )
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise UnusableTorchError(
+            f"{sys.executable} has no torch. smddp is built for the torch it finds: install torch "
+            "first, then run `pip install --no-build-isolation .`"
+        ) from None
+    major, minor = (int(part) for part in version.split(".")[:2])
     if major != 2 or minor not in SUPPORTED_MINORS:
         first, last = SUPPORTED_MINORS[0], SUPPORTED_MINORS[-1]
-        sys.exit(
-            f"torch {torch.__version__} is not supported: smddp builds against torch 2.{first} to "
-            f"2.{last}. Install one of those and build again."
+        raise UnusableTorchError(
+            f"torch {version} is not supported: smddp builds against torch 2.{first} to 2.{last}. "
+            "Install one of those and build again."
         )
+    return f"{major}.{minor}"
+
+
+def print_facts() -> None:
+    """Prints version, module suffix, include folders and library folders."""
+    installed_release()
+    import torch
+    from torch.utils import cpp_extension
+
     if not torch.distributed.is_available():
-        sys.exit(f"torch {torch.__version__} of {sys.executable} was built without torch.distributed")
+        raise UnusableTorchError(
+            f"torch {torch.__version__} of {sys.executable} was built without torch.distributed; "
+            "install one that has it."
+        )
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     print(torch.__version__)
     print(sysconfig.get_config_var("EXT_SUFFIX"))
@@ -32,4 +54,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        print_facts()
+    except (UnusableTorchError, ImportError) as error:
+        sys.exit(f"smddp: {error}")

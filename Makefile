@@ -1,0 +1,90 @@
+# Every target brings what it needs: tools/setup.sh installs and builds what is missing and is quick when
+# nothing is. TORCH=2.11 picks another torch release (2.11 to 2.15).
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+DEFAULT_TORCH := 2.15
+TORCH ?= $(DEFAULT_TORCH)
+VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
+BUILD := build/torch-$(TORCH)
+PYTHON := $(VENV)/bin/python
+export TORCH
+
+CTEST := ctest --output-on-failure --no-tests=error -j2
+CXX_SOURCES = $$(git ls-files '*.h' '*.cc')
+
+.PHONY: help
+help:  ## show this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
+
+.PHONY: setup
+setup:  ## install what is missing, build, make `import smddp` work in the environment
+	@tools/setup.sh
+
+.PHONY: build
+build:  ## compile the C++ core, its tests and the module
+	@tools/setup.sh build
+
+.PHONY: test
+test: test-cpp test-python sanitize  ## all tests: C++, Python, and C++ again under the sanitizers
+
+.PHONY: test-fast
+test-fast: setup  ## the tests that take less than three minutes together
+	$(CTEST) --test-dir $(BUILD) --label-exclude slow
+	$(PYTHON) -m pytest -q -m "not slow"
+
+.PHONY: test-cpp
+test-cpp: build  ## the C++ tests
+	$(CTEST) --test-dir $(BUILD)
+
+.PHONY: test-python
+test-python: setup  ## the Python tests
+	$(PYTHON) -m pytest -q
+
+.PHONY: sanitize
+sanitize: sanitize-address,undefined sanitize-thread  ## the C++ tests under ASan with UBSan, and under TSan
+
+# The core without torch, which is not instrumented. setarch -R: ThreadSanitizer of g++ 12 cannot lay out
+# its shadow memory where the kernel randomises addresses with more than 28 bits.
+sanitize-%:
+	@tools/setup.sh packages
+	@tools/setup.sh core build/$* -DSMDDP_SANITIZE=$*
+	setarch -R $(CTEST) --test-dir build/$*
+
+.PHONY: demo
+demo: setup  ## train a real model on 2 nodes x 2 ranks of this machine, beside gloo
+	@$(PYTHON) examples/demo.py
+
+.PHONY: bench
+bench: setup  ## allreduce from 8 B to 64 MiB, beside gloo
+	$(PYTHON) -m smddp.bench
+
+.PHONY: lint
+lint:  ## check format, style and types
+	@tools/setup.sh lint
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	clang-format --dry-run -Werror $(CXX_SOURCES)
+
+.PHONY: tidy
+tidy: build  ## run clang-tidy over the core (minutes)
+	@tools/setup.sh lint
+	clang-tidy --quiet -p $(BUILD) $$(git ls-files 'csrc/*.cc' ':!csrc/process_group' ':!csrc/bindings')
+
+.PHONY: format
+format:  ## rewrite the sources in the project's format
+	@tools/setup.sh lint
+	$(PYTHON) -m ruff check --fix --select I .
+	$(PYTHON) -m ruff format .
+	clang-format -i $(CXX_SOURCES)
+
+.PHONY: wheel
+wheel:  ## build dist/smddp-*.whl for the torch of the environment
+	@tools/setup.sh environment
+	$(PYTHON) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+.PHONY: clean
+clean:  ## remove what was built; environments stay
+	rm -rf build dist *.egg-info smddp/_C.*.so

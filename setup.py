@@ -1,0 +1,78 @@
+"""Builds the wheel: setuptools drives CMake, which builds smddp._C for the torch of this interpreter.
+
+Everything static stands in pyproject.toml. What depends on the torch that is found is here: the version
+tag, the torch requirement, and the extension module itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+sys.path.insert(0, str(ROOT / "cmake"))
+from torch_facts import UnusableTorchError, installed_release  # noqa: E402
+
+
+class CMakeBuild(build_ext):
+    """Builds the CMake target _C and puts its module where setuptools expects it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        for tool in ("cmake", "ninja"):
+            if shutil.which(tool) is None:
+                sys.exit(f"smddp: {tool} is missing; install it and build again.")
+        # A development install shares the build folder of `make`, so that nothing is compiled twice.
+        folder = ROOT / "build" if self.editable_mode else Path(self.build_temp).resolve()
+        build = folder / f"torch-{installed_release()}"
+        if not (build / "CMakeCache.txt").exists():
+            self.configure(build)
+        subprocess.run(["cmake", "--build", str(build), "--target", "_C"], check=True)
+        package = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        install = ["cmake", "--install", str(build), "--component", "module", "--strip"]
+        subprocess.run([*install, "--prefix", str(package.parent)], check=True)
+
+    def configure(self, build: Path) -> None:
+        """Configures the build folder; what the user passes in SMDDP_CMAKE_ARGS wins."""
+        options = [
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DPYTHON_EXECUTABLE={sys.executable}",
+            "-DSMDDP_BUILD_TESTS=OFF",
+            "-DSMDDP_WARNINGS_AS_ERRORS=OFF",
+        ]
+        if shutil.which("ccache"):
+            options.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
+        options += shlex.split(os.environ.get("SMDDP_CMAKE_ARGS", ""))
+        source = ["-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+        subprocess.run(["cmake", *source, *options], check=True)
+
+
+def describe() -> tuple[str, list[str]]:
+    """Returns the version of the package and what it requires."""
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    found = re.search(r"project\(smddp VERSION ([0-9.]+)", cmake)
+    assert found is not None, "CMakeLists.txt names no version"
+    # A source distribution belongs to no torch; a wheel belongs to exactly one release of it.
+    if "sdist" in sys.argv:
+        return found[1], ["torch"]
+    try:
+        release = installed_release()
+    except UnusableTorchError as error:
+        sys.exit(f"smddp: {error}")
+    return f"{found[1]}+torch{release}", [f"torch=={release}.*"]
+
+
+version, requirements = describe()
+setup(
+    version=version,
+    install_requires=requirements,
+    ext_modules=[Extension("smddp._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)
