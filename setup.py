@@ -1,7 +1,7 @@
-"""Builds the wheel: setuptools drives CMake, which builds smddp._C for the torch of this interpreter.
+"""Builds the wheel: setuptools drives CMake, which builds smddp._C for the torch it runs with.
 
-Everything static stands in pyproject.toml. What depends on the torch that is found is here: the version
-tag, the torch requirement, and the extension module itself.
+Everything static stands in pyproject.toml. What depends on the torch that is found is here: the
+version tag, the torch requirement, and the extension module itself.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class CMakeBuild(build_ext):
     """Builds the CMake target _C and puts its module where setuptools expects it."""
 
     def build_extension(self, ext: Extension) -> None:
+        """Configures once, builds, and installs the module below the package's folder."""
         for tool in ("cmake", "ninja"):
             if shutil.which(tool) is None:
                 sys.exit(f"smddp: {tool} is missing; install it and build again.")
-        # A development install shares the build folder of `make`, so that nothing is compiled twice.
+        # A development install shares the build folder of `make`: nothing is compiled twice.
         folder = ROOT / "build" if self.editable_mode else Path(self.build_temp).resolve()
         build = folder / f"torch-{installed_release()}"
         if not (build / "CMakeCache.txt").exists():

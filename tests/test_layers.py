@@ -1,7 +1,7 @@
 """The layers of csrc, as a table that is checked against every #include.
 
-A folder may include the folders of its row and itself. What a feature of the system costs (a torch
-header half a minute of compile time, a thread a reader's certainty) is paid in one folder only.
+A folder may include the folders of its row and itself. What a feature costs (a torch header half a
+minute of compile time, a thread a reader's certainty) is paid in one folder only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 
-# Folder -> what it may include besides itself and common. transport/shm, fabric and sim are siblings that
-# never meet; "transport" is the interface in csrc/transport itself. Nothing but tests knows sim.
+# Folder -> what it may include besides itself and common. transport/shm, fabric and sim are siblings
+# that never meet; "transport" is the interface in csrc/transport itself. Only tests know sim.
 MAY_INCLUDE: dict[str, set[str]] = {
     "common": set(),
     "plan": set(),
