@@ -17,8 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 
-# Folder -> what it may include besides itself and common. transport/shm, fabric and sim are siblings
-# that never meet; "transport" is the interface in csrc/transport itself. Only tests know sim.
+# Folder -> what it may include besides itself and common. transport/shm, fabric and sim are
+# siblings that never meet; "transport" is the interface in csrc/transport itself. Only tests know
+# sim.
 MAY_INCLUDE: dict[str, set[str]] = {
     "common": set(),
     "plan": set(),

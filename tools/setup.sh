@@ -80,10 +80,12 @@ core() {
 develop() {
   build
   local key stamp=$venv/.development-install module
-  key=$(cat setup.py pyproject.toml cmake/torch_facts.py | sha256sum)
+  key=$({ ls -d smddp smdistributed; cat setup.py pyproject.toml cmake/torch_facts.py; } | sha256sum)
   if [ "$(cat $stamp 2>/dev/null)" != "$key" ]; then
     say "installing smddp into $venv in development mode"
-    $venv/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+    # setuptools warns about every editable install.
+    PYTHONWARNINGS=ignore \
+      $venv/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
     echo "$key" >$stamp
   fi
   # A link instead of the copy that pip made: the next build is in force at once, and switching
