@@ -1,0 +1,176 @@
+// Every byte layout that leaves the process between engines: the header of a put, the control
+// messages and the 32-bit immediate value. Little-endian, without padding; all ranks of a job run
+// the same version.
+//
+// Parsers trust nothing: they check the length before they read, and every value that is later used
+// as an index or a size. Unknown or malformed input gives nullopt and never an exception.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "common/types.h"
+#include "transport/transport.h"
+
+namespace smddp::transport {
+
+static_assert(std::endian::native == std::endian::little, "the wire is little-endian");
+
+inline constexpr uint8_t kWireVersion = 1;
+
+// What a rank was asked to do, reduced to what all ranks must agree on. Opaque to the transport;
+// the engine fills it in and compares it with its own.
+//
+//   byte  0            1       2      3       4              8                                16
+//         | collective | dtype | op   | flags | root         | bytes                          |
+struct CallFingerprint {
+  uint8_t collective = 0;
+  uint8_t dtype = 0;
+  uint8_t op = 0;
+  uint8_t flags = 0;
+  int32_t root = -1;
+  uint64_t bytes = 0;
+  friend bool operator==(const CallFingerprint&, const CallFingerprint&) = default;
+};
+static_assert(sizeof(CallFingerprint) == 16 && std::is_trivially_copyable_v<CallFingerprint>);
+
+// "SMD" and the version, as they stand in memory.
+inline constexpr uint32_t kPutMagic = 0x00444D53u | (uint32_t{kWireVersion} << 24);
+
+// In front of the payload in every slot.
+//
+//   byte  0               4               8                               16
+//         | magic+version | length        | group                         |
+//        16                               24                              32
+//         | number                        | collective…, root             |
+//        32                               40                              48
+//         | bytes                         | operation                     |
+struct PutHeader {
+  uint32_t magic = kPutMagic;
+  uint32_t length = 0;   // of the payload
+  uint64_t group = 0;
+  uint64_t number = 0;   // of the message on its channel, from 1
+  CallFingerprint call;
+  uint64_t operation = 0;  // sequence number of the operation in its group
+};
+static_assert(sizeof(PutHeader) == kHeaderBytes && std::is_trivially_copyable_v<PutHeader>);
+static_assert(std::has_unique_object_representations_v<PutHeader>);
+
+// Kinds below kFirstEngineKind belong to the channels, those from it on to the engine.
+enum class ControlKind : uint8_t { Open = 1, Grant = 2, Close = 3, Abort = 4 };
+inline constexpr uint8_t kFirstEngineKind = 64;
+
+// Begins every control message.
+//
+//   byte  0      1         2         4               8
+//         | kind | version | channel | tailBytes     |
+struct ControlHeader {
+  uint8_t kind = 0;
+  uint8_t version = kWireVersion;
+  uint16_t channel = 0;    // the receiver's channel id; unused by Abort
+  uint32_t tailBytes = 0;  // bytes behind the fixed part
+};
+static_assert(sizeof(ControlHeader) == 8 && std::is_trivially_copyable_v<ControlHeader>);
+
+// Receiver to sender: here is my window for your channel.
+//
+//   byte  0               8               16              20              24
+//         | header        | group         | source        | destination   |
+//        24      25       26         28       32          40
+//         | track | stream | reserved | window | slotBytes |
+//        40               48              56              64
+//         | region.address | region.key   | offset        |
+struct OpenMessage {
+  ControlHeader header{.kind = static_cast<uint8_t>(ControlKind::Open)};
+  uint64_t group = 0;
+  Rank source = 0;
+  Rank destination = 0;
+  uint8_t track = 0;
+  uint8_t stream = 0;
+  uint16_t reserved = 0;
+  uint32_t window = 0;     // slots
+  uint64_t slotBytes = 0;  // longest payload
+  RemoteKey region;
+  uint64_t offset = 0;     // of the first slot in the region
+};
+static_assert(sizeof(OpenMessage) == 64 && std::is_trivially_copyable_v<OpenMessage>);
+static_assert(std::has_unique_object_representations_v<OpenMessage>);
+
+// Receiver to sender: the first `consumed` messages gave their slots back.
+//
+//   byte  0               8               16              24
+//         | header        | group         | consumed      |
+struct GrantMessage {
+  ControlHeader header{.kind = static_cast<uint8_t>(ControlKind::Grant)};
+  uint64_t group = 0;
+  uint64_t consumed = 0;
+};
+static_assert(sizeof(GrantMessage) == 24 && std::is_trivially_copyable_v<GrantMessage>);
+
+// Sender to receiver: I close the channel after `sent` messages; when they are here, its id is
+// free.
+//
+//   byte  0               8               16              24
+//         | header        | group         | sent          |
+struct CloseMessage {
+  ControlHeader header{.kind = static_cast<uint8_t>(ControlKind::Close)};
+  uint64_t group = 0;
+  uint64_t sent = 0;
+};
+static_assert(sizeof(CloseMessage) == 24 && std::is_trivially_copyable_v<CloseMessage>);
+
+// To every peer: this group is broken; the text, tailBytes long, says why.
+//
+//   byte  0               8               16
+//         | header        | group         | text …
+struct AbortMessage {
+  ControlHeader header{.kind = static_cast<uint8_t>(ControlKind::Abort)};
+  uint64_t group = 0;
+};
+static_assert(sizeof(AbortMessage) == 16 && std::is_trivially_copyable_v<AbortMessage>);
+
+// `text` points into the parsed message.
+struct ParsedAbort {
+  uint64_t group = 0;
+  std::string_view text;
+};
+
+// Numbers on a channel are told apart by 16 bits, so a window must stay well below half their
+// range.
+inline constexpr uint32_t kMaxWindow = 1u << 14;
+
+// A header whose version is ours, whatever its kind: what a dispatcher reads first.
+std::optional<ControlHeader> parseControlHeader(Bytes message);
+std::optional<OpenMessage> parseOpen(Bytes message);
+std::optional<GrantMessage> parseGrant(Bytes message);
+std::optional<CloseMessage> parseClose(Bytes message);
+std::optional<ParsedAbort> parseAbort(Bytes message);
+// Checks magic and version; whether it is the message that was expected is the channel's business.
+std::optional<PutHeader> parsePutHeader(Bytes slot);
+
+// The text is cut to what fits into a control message.
+std::vector<std::byte> makeAbort(uint64_t group, std::string_view text);
+
+// The bytes of one of the structures above.
+template <typename T>
+Bytes bytesOf(const T& message) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  return std::as_bytes(std::span<const T, 1>(&message, 1));
+}
+
+// Immediate value:  31 … 16 receiver's channel id | 15 … 0 low bits of the message's number.
+constexpr uint32_t makeImmediate(uint16_t channel, uint64_t number) {
+  return uint32_t{channel} << 16 | (number & 0xFFFF);
+}
+constexpr uint16_t channelOf(uint32_t immediate) { return static_cast<uint16_t>(immediate >> 16); }
+// The number with these low bits that is nearest to `near`; 0 where that would lie below 1.
+constexpr uint64_t numberOf(uint32_t immediate, uint64_t near) {
+  const auto distance = static_cast<int16_t>(static_cast<uint16_t>(immediate - near));
+  return distance < 0 && near < static_cast<uint64_t>(-int64_t{distance}) ? 0 : near + distance;
+}
+
+}  // namespace smddp::transport
