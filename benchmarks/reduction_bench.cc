@@ -1,0 +1,72 @@
+// Throughput of the reduction kernels beside memcpy, in bytes of one buffer per second.
+//
+//   cmake --build <folder> --target reduction_bench
+//   <folder>/csrc/reduction/reduction_bench --benchmark_filter=float32
+//
+// A reduction of n sources moves (n + 1) / 2 times the bytes of a memcpy of the same buffer.
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <benchmark/benchmark.h>
+#include <fmt/format.h>
+
+#include "reduction/kernel_table.h"
+
+namespace smddp::reduction {
+namespace {
+
+// Zeros in every format, so that sums in place stay what they are.
+using Buffer = std::vector<double>;
+
+void runReduce(benchmark::State& state, SimdLevel level, DataType type, size_t numSrcs,
+               size_t numDsts) {
+  const size_t bytes = state.range(0);
+  std::vector<Buffer> buffers(numSrcs + 1, Buffer(bytes / sizeof(double)));
+  std::vector<const void*> srcs;
+  std::vector<void*> dsts;
+  for (size_t s = 0; s < numSrcs; ++s) srcs.push_back(buffers[s].data());
+  // Several destinations are the sources themselves, as in the zero-copy allreduce.
+  for (size_t d = 0; d < numDsts; ++d)
+    dsts.push_back(numDsts > 1 ? buffers[d].data() : buffers.back().data());
+  const size_t count = bytes / sizeOf(type);
+  for (auto _ : state) {
+    reduceWith(*kernelsOf(level), dsts, srcs, count, type, ReduceOp::SUM, {});
+    benchmark::ClobberMemory();
+  }
+  state.SetBytesProcessed(static_cast<int64_t>(state.iterations() * bytes));
+}
+
+void runMemcpy(benchmark::State& state) {
+  const size_t bytes = state.range(0);
+  Buffer from(bytes / sizeof(double)), to(from);
+  for (auto _ : state) {
+    std::memcpy(to.data(), from.data(), bytes);
+    benchmark::ClobberMemory();
+  }
+  state.SetBytesProcessed(static_cast<int64_t>(state.iterations() * bytes));
+}
+
+void registerSizes(benchmark::internal::Benchmark* benchmark) {
+  for (int64_t bytes : {8, 4 << 10, 256 << 10, 16 << 20}) benchmark->Arg(bytes);
+}
+
+const bool kRegistered = [] {
+  registerSizes(benchmark::RegisterBenchmark("memcpy", runMemcpy));
+  for (SimdLevel level : {SimdLevel::Scalar, SimdLevel::Avx2, SimdLevel::Avx512}) {
+    if (kernelsOf(level) == nullptr) continue;
+    for (DataType type : {DataType::float32, DataType::float16, DataType::bfloat16})
+      for (size_t numSrcs : {2, 4, 8})
+        for (size_t numDsts : {size_t{1}, numSrcs}) {
+          const std::string name =
+              fmt::format("{}/{}/{}to{}", toString(level), toString(type), numSrcs, numDsts);
+          registerSizes(benchmark::RegisterBenchmark(name.c_str(), [=](benchmark::State& state) {
+            runReduce(state, level, type, numSrcs, numDsts);
+          }));
+        }
+  }
+  return true;
+}();
+
+}  // namespace
+}  // namespace smddp::reduction
