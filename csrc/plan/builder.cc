@@ -157,6 +157,10 @@ void Builder::flush(Rank peer, int stream, int64_t count) {
   write(channelStep(Op::Flush, peer, stream, count, 0), {});
 }
 
+void Builder::flush(Rank peer, int stream) {
+  flush(peer, stream, channels_[{peer, stream}].puts);
+}
+
 Builder::Script Builder::record(const std::function<void(const Chunk&)>& body, const Chunk& chunk) {
   Script script;
   target_ = &script;

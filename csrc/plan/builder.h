@@ -99,6 +99,8 @@ class Builder {
   void release(Rank peer, int stream);
   // Until the first `count` puts of this execution on the channel have left their sources.
   void flush(Rank peer, int stream, int64_t count);
+  // The same for all puts written so far.
+  void flush(Rank peer, int stream);
 
   // Cuts [0, bytes) into nearly equal chunks of at most chunkBytes. The body is called for some of them; it
   // must write the same steps each time. An empty vector is one empty chunk.

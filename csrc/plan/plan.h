@@ -15,6 +15,9 @@
 //                                        sources of the first i puts may be overwritten.
 //   lane order      –                    the steps of a lane; the preamble precedes all lanes.
 //
+// To wait for a value of 0 or less is to wait for nothing: "the slot's last user is done" before there was one.
+// A rank may wait for its own counter; that orders two of its lanes.
+//
 // Every plan begins with the preamble [copies…] Signal(kArrival) Wait(team, kArrival). With the arrival signal a
 // rank publishes what it was asked to do; after the wait all ranks of the node have read the same
 // descriptions and take the same branch (error, staged or zero-copy, how many requests are fused).
