@@ -1,0 +1,52 @@
+// What a rank tells the others about itself when a group begins: one blob, a few hundred bytes.
+//
+// Transports and the engine put their parts in as opaque bytes. The parser assumes that the bytes
+// come from an enemy; what it lets through has the right form, not necessarily the right content.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "bootstrap/process_id.h"
+#include "common/config.h"
+#include "common/types.h"
+
+namespace smddp::bootstrap {
+
+struct Introduction {
+  std::string libraryVersion;
+  std::string host;
+  int32_t pid = 0;
+  ProcessId processId{};
+  // Candidates for shared memory have equal names (node_name.h). Equal agreements, if not 0, say
+  // that these processes have already reached one another's memory (locality.h).
+  std::string nodeName;
+  uint64_t nodeAgreement = 0;
+  // The settings that must be equal on all ranks and are not at their default, as "NAME=value\n"… .
+  std::string settings;
+  std::vector<std::byte> slab;      // how mates attach our memory
+  std::vector<std::byte> fabric;    // address for other nodes; empty: single node only
+  std::vector<std::byte> lifeline;  // Lifeline::address()
+  std::vector<std::byte> group;     // what concerns this group only
+};
+
+// Host, pid, node name, settings and version of this process; the caller adds the rest.
+Introduction introduceThisProcess(const Settings& settings, const ProcessId& id);
+
+// "rank 3 (node7, pid 4711)": how every error calls a rank.
+std::string describe(Rank rank, const Introduction& introduction);
+
+// Throws Usage when a field is too long.
+std::vector<std::byte> serialise(const Introduction& introduction);
+// Throws Mismatch when another version of the library wrote it, Transport when it is malformed;
+// both name `from`.
+Introduction parseIntroduction(std::span<const std::byte> blob, Rank from);
+
+// Throws Mismatch naming two ranks and the settings (or versions) in which they differ. All ranks
+// that check the same introductions throw the same text.
+void checkAgreement(const std::vector<Introduction>& introductions);
+
+}  // namespace smddp::bootstrap
