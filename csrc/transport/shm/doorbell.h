@@ -34,7 +34,8 @@ class Doorbell {
 
   // For other threads of this process.
   void ringSelf();
-  // On the thread that owns `mate`. Does nothing when the mate is dead.
+  // On the thread that owns `mate`. Does nothing when the mate is dead. Throws Resource when
+  // the mate sleeps in sleepOn() and no descriptor is left to wake it.
   static void ring(Mate& mate);
 
  private:

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -70,7 +71,7 @@ struct ProcessPage {
 
   alignas(64) std::atomic<Sleep> sleep{Sleep::Awake};
   std::atomic<int32_t> pipeDescriptor{-1};  // write end of the owner's wake-up pipe
-  std::atomic<uint64_t> pipeInode{0};       // what that descriptor must be, lest its number was reused
+  std::atomic<uint64_t> pipeInode{0};  // what that descriptor must be, lest its number was reused
 
   // ShmTransport: where its rings lie in the slab, and which incarnation reads them (odd while there is one).
   alignas(64) std::atomic<uint64_t> ringsOffset{0};
@@ -86,7 +87,8 @@ struct ProcessPage {
   void leave(std::string_view reason);
 };
 
-// Start time of a process in clock ticks since boot, 0 when there is no such process or it is a zombie.
-uint64_t startTimeOf(int32_t pid);
+// Start time of a process in clock ticks since boot; 0 when there is no such process or it is a zombie,
+// nothing when that cannot be learnt now (no descriptor free, no /proc).
+std::optional<uint64_t> startTimeOf(int32_t pid);
 
 }  // namespace smddp::transport::shm

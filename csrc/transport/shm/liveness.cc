@@ -1,0 +1,74 @@
+#include "transport/shm/liveness.h"
+
+#include <linux/futex.h>
+
+#include <cstring>
+
+#include "common/error.h"
+
+namespace smddp::transport::shm {
+namespace {
+
+constexpr Nanoseconds kMillisecond = 1'000'000;
+
+// The first word of a robust mutex is a contract between glibc and the kernel: the holder's thread id, and a
+// bit that the kernel sets when that thread dies. Looking at it costs a load and never disturbs the holder,
+// where pthread_mutex_trylock() would make every mate write to the line.
+uint32_t futexWord(const ProcessPage& page) {
+  return static_cast<uint32_t>(__atomic_load_n(&page.lifeline.__data.__lock, __ATOMIC_ACQUIRE));
+}
+
+Life publishDeath(ProcessPage& page) {
+  Life expected = Life::Running;
+  page.life.compare_exchange_strong(expected, Life::Died, std::memory_order_acq_rel);
+  return expected == Life::Running ? Life::Died : expected;
+}
+
+// True at most once per interval, and hardly more than a counter in between.
+bool timeToProbe(Mate::Probe& probe, bool held) {
+  if (held && ++probe.calls % 64 != 0) return false;
+  const Nanoseconds now = MonotonicClock().now();
+  if (now < probe.next) return false;
+  probe.next = now + (held ? 1000 : 10) * kMillisecond;
+  return true;
+}
+
+}  // namespace
+
+Lifeline::Lifeline(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) {
+  ProcessPage& page = slab_->page();
+  const int error = pthread_mutex_trylock(&page.lifeline);
+  SMDDP_CHECK(error == 0, "the lifeline is held already: {}", std::strerror(error));
+  page.lifelineHeld.store(1, std::memory_order_release);
+}
+
+Lifeline::~Lifeline() {
+  ProcessPage& page = slab_->page();
+  // In this order, so that no mate takes the released mutex for a death.
+  page.lifelineHeld.store(0, std::memory_order_release);
+  pthread_mutex_unlock(&page.lifeline);
+}
+
+Life lifeOf(Mate& mate) {
+  ProcessPage& page = mate.page();
+  const Life life = page.life.load(std::memory_order_acquire);
+  if (life != Life::Running) return life;
+  const bool held = page.lifelineHeld.load(std::memory_order_acquire) != 0;
+  if (held && (futexWord(page) & FUTEX_OWNER_DIED) != 0) return publishDeath(page);
+  if (!timeToProbe(mate.probe(), held) || page.startTime == 0) return Life::Running;
+  // Another start time: the number now belongs to a process that is not our mate.
+  return startTimeOf(page.pid).value_or(page.startTime) == page.startTime ? Life::Running
+                                                                          : publishDeath(page);
+}
+
+std::string describeLife(const Mate& mate) {
+  const ProcessPage& page = mate.page();
+  switch (page.life.load(std::memory_order_acquire)) {
+    case Life::Running: return fmt::format("pid {} is running", page.pid);
+    case Life::Left: return fmt::format("pid {} left: {}", page.pid, page.farewell.read());
+    case Life::Died: return fmt::format("pid {} died", page.pid);
+  }
+  return fmt::format("pid {} has overwritten its control page", page.pid);
+}
+
+}  // namespace smddp::transport::shm

@@ -1,0 +1,275 @@
+#include "transport/shm/segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "common/error.h"
+#include "transport/shm/region_allocator.h"
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace smddp::transport::shm {
+namespace {
+
+// Every mapping of this process, by nonce. Never destroyed: tensors may be freed while the process exits.
+struct Registry {
+  std::mutex mutex;
+  std::map<Nonce, std::weak_ptr<Segment>> mappings;  // guarded by mutex
+
+  std::shared_ptr<Segment> find(const Nonce& nonce) {
+    const std::lock_guard lock(mutex);
+    const auto it = mappings.find(nonce);
+    return it == mappings.end() ? nullptr : it->second.lock();
+  }
+
+  // The mapping that stands: two threads may attach the same segment at the same time.
+  std::shared_ptr<Segment> insert(std::shared_ptr<Segment> segment) {
+    const std::lock_guard lock(mutex);
+    auto& entry = mappings[segment->address().nonce];
+    if (auto earlier = entry.lock()) return earlier;
+    entry = segment;
+    return segment;
+  }
+
+  void erase(const Nonce& nonce) {
+    const std::lock_guard lock(mutex);
+    const auto it = mappings.find(nonce);
+    // Not expired: attached again between the end of the last shared_ptr and this line.
+    if (it != mappings.end() && it->second.expired()) mappings.erase(it);
+  }
+};
+
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+Nonce drawNonce() {
+  Nonce nonce;
+  size_t have = 0;
+  while (have < nonce.size()) {
+    const ssize_t got = getrandom(nonce.data() + have, nonce.size() - have, 0);
+    if (got < 0 && errno != EINTR) raiseErrno(ErrorKind::Transport, "getrandom failed");
+    if (got > 0) have += static_cast<size_t>(got);
+  }
+  return nonce;
+}
+
+bool outOfSomething(int error) {
+  return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOSPC || error == EFBIG;
+}
+
+FileDescriptor createMemfd(const char* name) {
+  // Without the flag newer kernels warn, or refuse where vm.memfd_noexec=2; older ones do not know it.
+  int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+  if (fd < 0 && errno == EINVAL) fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0 && outOfSomething(errno)) {
+    raiseErrno(ErrorKind::Resource,
+               "no shared memory: memfd_create failed; raise the limit of open files (ulimit -n)");
+  }
+  if (fd < 0) {
+    raiseErrno(
+        ErrorKind::Transport,
+        "no shared memory: memfd_create failed; allow it in the sandbox, or give every rank its "
+        "own SMDDP_NODE_ID");
+  }
+  return FileDescriptor(fd);
+}
+
+void setSize(int fd, size_t bytes) {
+  // Beyond this limit the kernel would answer ftruncate with a signal that ends the process.
+  rlimit limit{};
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
+    raise(ErrorKind::Resource,
+          "shared memory of {} bytes exceeds the limit on file sizes of {} bytes; raise it (ulimit "
+          "-f)",
+          bytes, static_cast<uint64_t>(limit.rlim_cur));
+  }
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+    raiseErrno(ErrorKind::Resource, "cannot make shared memory of {} bytes", bytes);
+  }
+}
+
+std::byte* map(int fd, size_t bytes) {
+  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (base == MAP_FAILED) {
+    raiseErrno(ErrorKind::Resource,
+               "cannot map {} bytes of shared memory; raise the limit of address space (ulimit -v)",
+               bytes);
+  }
+  return static_cast<std::byte*>(base);
+}
+
+FileDescriptor openMemoryOf(const SegmentAddress& address) {
+  const std::string path = fmt::format("/proc/{}/fd/{}", address.pid, address.fd);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd >= 0) return FileDescriptor(fd);
+  if (outOfSomething(errno)) {
+    raiseErrno(ErrorKind::Resource, "cannot open {}; raise the limit of open files (ulimit -n)",
+               path);
+  }
+  if (errno == EACCES || errno == EPERM) {
+    raiseErrno(ErrorKind::Transport,
+               "may not open {}: ranks of one node must run as the same user and must not be "
+               "undumpable; otherwise give every rank its own SMDDP_NODE_ID",
+               path);
+  }
+  raiseErrno(
+      ErrorKind::Transport,
+      "cannot open {}: process {} has ended, or it is in another PID namespace; in containers "
+      "share the PID namespace, or give every rank its own SMDDP_NODE_ID",
+      path, address.pid);
+}
+
+// Nothing that a mate published is trusted before it has been held against the file itself.
+void verify(int fd, const SegmentAddress& address, size_t bytes) {
+  struct stat status {};
+  if (fstat(fd, &status) != 0) {
+    raiseErrno(ErrorKind::Transport, "cannot examine the shared memory of process {}", address.pid);
+  }
+  const int seals = fcntl(fd, F_GET_SEALS);
+  const bool sealed = seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && (seals & F_SEAL_GROW) != 0;
+  if (!sealed || status.st_uid != geteuid() || static_cast<uint64_t>(status.st_size) != bytes) {
+    raise(
+        ErrorKind::Transport,
+        "descriptor {} of process {} is not the shared memory it published ({} bytes expected, {} "
+        "found); the process may have ended and its number been reused: restart the job",
+        address.fd, address.pid, bytes, status.st_size);
+  }
+}
+
+// Bytes that the machine could still hand out; nothing when it does not say.
+std::optional<uint64_t> availableMemory() {
+  const std::unique_ptr<FILE, int (*)(FILE*)> file(fopen("/proc/meminfo", "re"), fclose);
+  if (!file) return std::nullopt;
+  char line[128];
+  unsigned long long kib = 0;
+  while (fgets(line, sizeof line, file.get()) != nullptr) {
+    if (sscanf(line, "MemAvailable: %llu kB", &kib) == 1) return kib * 1024;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::shared_ptr<Segment> Segment::create(size_t bytes, const char* name) {
+  SMDDP_CHECK(bytes > 0 && bytes < size_t{1} << 46, "a segment of {} bytes", bytes);
+  bytes = roundUp(bytes, kPage);
+  FileDescriptor fd = createMemfd(name);
+  setSize(fd.get(), bytes + kHeaderPage);
+  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    raiseErrno(ErrorKind::Transport, "cannot seal shared memory");
+  }
+  const Nonce nonce = drawNonce();
+  const SegmentAddress address{getpid(), fd.get(), bytes, nonce};
+  std::byte* base = map(fd.get(), bytes + kHeaderPage);
+  auto segment = std::make_shared<Segment>(Private{}, address, base, std::move(fd));
+  // The header page is backed before it is touched: where memory is out, this throws instead of SIGBUS.
+  if (fallocate(segment->fd_.get(), 0, 0, static_cast<off_t>(kHeaderPage)) != 0) {
+    raiseErrno(ErrorKind::Resource, "no memory for {} bytes of shared memory", kHeaderPage);
+  }
+  std::memcpy(base, nonce.data(), nonce.size());
+  return registry().insert(std::move(segment));
+}
+
+std::shared_ptr<Segment> Segment::attach(const SegmentAddress& address) {
+  if (auto known = registry().find(address.nonce)) return known;
+  // A bound first: the size comes from another process and must not overflow below.
+  if (address.bytes == 0 || address.bytes >= uint64_t{1} << 46 || address.bytes % kPage != 0) {
+    raise(ErrorKind::Transport, "process {} published shared memory of {} bytes, which cannot be",
+          address.pid, address.bytes);
+  }
+  const size_t bytes = address.bytes + kHeaderPage;
+  const FileDescriptor fd = openMemoryOf(address);
+  verify(fd.get(), address, bytes);
+  std::byte* base = map(fd.get(), bytes);
+  auto segment = std::make_shared<Segment>(Private{}, address, base, FileDescriptor());
+  if (std::memcmp(base, address.nonce.data(), address.nonce.size()) != 0) {
+    raise(
+        ErrorKind::Transport,
+        "descriptor {} of process {} is another segment than the one it published; the process may "
+        "have restarted: restart the job",
+        address.fd, address.pid);
+  }
+  return registry().insert(std::move(segment));
+}
+
+Segment::Segment(Private, const SegmentAddress& address, std::byte* base, FileDescriptor fd)
+    : address_(address), base_(base), fd_(std::move(fd)) {}
+
+Segment::~Segment() {
+  registry().erase(address_.nonce);
+  munmap(base_, address_.bytes + kHeaderPage);
+}
+
+void Segment::requireOwner(size_t offset, size_t bytes, const char* what) const {
+  // A forked child has the descriptor too, but the memory is its parent's.
+  SMDDP_CHECK(fd_ && address_.pid == getpid(), "{} by a process that does not own the segment",
+              what);
+  SMDDP_CHECK(offset <= size() && bytes <= size() - offset, "{} of {} bytes at {} of {}", what,
+              bytes, offset, size());
+}
+
+void Segment::commit(size_t offset, size_t bytes) {
+  requireOwner(offset, bytes, "commit");
+  if (bytes == 0) return;
+  // The kernel would rather kill somebody than refuse, so ask before taking much.
+  constexpr size_t kMuch = size_t{64} << 20;
+  if (const auto available = bytes < kMuch ? std::nullopt : availableMemory();
+      available && *available < bytes) {
+    raise(ErrorKind::Resource,
+          "shared memory needs {} bytes, but only {} are available on this machine", bytes,
+          *available);
+  }
+  const size_t end = offset + bytes;
+  // In pieces: a signal makes the kernel undo the piece, which must not repeat for ever.
+  constexpr size_t kPiece = size_t{16} << 20;
+  for (size_t at = offset; at < end;) {
+    const size_t piece = std::min(kPiece, end - at);
+    if (fallocate(fd_.get(), 0, static_cast<off_t>(at + kHeaderPage), static_cast<off_t>(piece)) ==
+        0) {
+      at += piece;
+    } else if (errno != EINTR) {
+      raiseErrno(ErrorKind::Resource,
+                 "shared memory needs {} bytes; raise the memory limit of this container or lower "
+                 "SMDDP_POOL_BYTES",
+                 bytes);
+    }
+  }
+  // Saves a fault per page later. Kernels before 5.14 do not know it, and nothing depends on it.
+  const size_t first = offset / kPage * kPage;
+  madvise(data() + first, roundUp(end, kPage) - first, MADV_POPULATE_WRITE);
+}
+
+void Segment::discard(size_t offset, size_t bytes) {
+  requireOwner(offset, bytes, "discard");
+  const size_t begin = roundUp(offset, kPage);
+  const size_t end = (offset + bytes) / kPage * kPage;
+  if (begin >= end) return;
+  // Cannot fail on a memfd but for a signal, and then the pages merely stay.
+  while (fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                   static_cast<off_t>(begin + kHeaderPage), static_cast<off_t>(end - begin)) != 0 &&
+         errno == EINTR) {
+  }
+}
+
+void Segment::populate() { madvise(data(), size(), MADV_POPULATE_WRITE); }
+
+}  // namespace smddp::transport::shm
