@@ -9,9 +9,9 @@
 
 namespace smddp::reduction {
 
-// Gives the calling thread the default mode (nearest even, denormals kept, no traps) for its lifetime.
-// torch.set_flush_denormal and the like change one thread only; since any thread may run a reduction,
-// the numbers would otherwise depend on which one did.
+// Gives the calling thread the default mode (nearest even, denormals kept, no traps) for its own
+// lifetime. torch.set_flush_denormal and the like change one thread only; since any thread may run
+// a reduction, the numbers would otherwise depend on which one did.
 class DefaultFloatMode {
  public:
   DefaultFloatMode() : saved_(read()) {

@@ -10,8 +10,8 @@
 
 namespace smddp::reduction {
 
-// One reduction as the kernels see it. Plain pointers: an inline function of the standard library that
-// a kernel file instantiates under its own -m flags could be the copy the linker keeps for everybody.
+// One reduction as the kernels see it. Plain pointers: an inline function of the standard library
+// that a kernel file instantiates under its own -m flags could be the copy that the linker keeps.
 struct Job {
   void* const* dsts;
   size_t numDsts;

@@ -1,8 +1,9 @@
-// The loops, written once. Each kernels_<level>.cc compiles this file with its own -m flags, and the
-// widest register those allow decides the number of lanes.
+// The loops, written once. Each kernels_<level>.cc compiles this file with its own -m flags, and
+// the widest register those allow decides the number of lanes.
 //
-// Everything here is in an unnamed namespace and calls nothing but compiler builtins: a function that
-// two levels shared would be merged by the linker, and the baseline could end up with AVX-512 code.
+// Everything here is in an unnamed namespace and calls nothing but compiler builtins: a function
+// that two levels shared would be merged by the linker, and the baseline could end up with AVX-512
+// code.
 #pragma once
 
 #include "reduction/kernel_table.h"
@@ -46,7 +47,8 @@ template <ReduceOp kOp, typename T, int kLanes>
 SMDDP_INLINE Vector<T, kLanes> finish(Vector<T, kLanes> value, int64_t divisor) {
   if constexpr (kIsFloat<T>) {
     if constexpr (kOp == ReduceOp::AVG) value = value / (T)divisor;
-    // Whose payload the sum of two NaNs keeps depends on how the compiler ordered them: keep neither.
+    // Whose payload the sum of two NaNs keeps depends on how the compiler ordered them: keep
+    // neither.
     return value == value ? value : Vector<T, kLanes>{} + (T)__builtin_nan("");
   } else if constexpr (kOp == ReduceOp::AVG) {
     // In 64 bits, since the divisor need not fit the type: 300 ranks may average bytes.
@@ -65,8 +67,8 @@ SMDDP_INLINE void input(const void* src, size_t i, double factor, V (&values)[kV
     for (int v = 0; v < kVectors; ++v) values[v] = values[v] * (T)factor;
 }
 
-// kVectors * kLanes elements from position i on. All sources are read before anything is written, so
-// a destination may be a source. kSources = 0 takes the number from the job.
+// kVectors * kLanes elements from position i on. All sources are read before anything is written,
+// so a destination may be a source. kSources = 0 takes the number from the job.
 template <typename Format, ReduceOp kOp, int kSources, int kVectors, int kLanes>
 SMDDP_INLINE void step(const Job& job, const void* const* srcs, size_t i) {
   using T = typename Format::Arithmetic;
@@ -80,7 +82,8 @@ SMDDP_INLINE void step(const Job& job, const void* const* srcs, size_t i) {
     for (int v = 0; v < kVectors; ++v) sums[v] = combine<kOp, T, kLanes>(sums[v], next[v]);
   }
   for (int v = 0; v < kVectors; ++v) sums[v] = finish<kOp, T, kLanes>(sums[v], job.divisor);
-  // Registers go to all destinations at once: faster than filling one and copying it while in cache.
+  // Registers go to all destinations at once: faster than filling one and copying it while in
+  // cache.
   for (size_t d = 0; d < job.numDsts; ++d)
     Format::template store<kVectors, kLanes>((Element*)job.dsts[d] + i, sums);
 }

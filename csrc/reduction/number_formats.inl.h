@@ -1,8 +1,8 @@
 // How elements lie in memory and what they are computed in: loading and storing vectors of them.
 //
-// Vectors are the compiler's own (GCC and Clang alike), so the same text becomes SSE2, AVX2, AVX-512 or
-// NEON. Only float16 asks for instructions by name, where there are any. Part of kernels.inl.h; the
-// remark about unnamed namespaces there holds here.
+// Vectors are the compiler's own (GCC and Clang alike), so the same text becomes SSE2, AVX2,
+// AVX-512 or NEON. Only float16 asks for instructions by name, where there are any. Part of
+// kernels.inl.h; the remark about unnamed namespaces there holds here.
 #pragma once
 
 #include <cstddef>
@@ -70,8 +70,9 @@ struct Plain {
 
 // Two bytes in memory, float32 in registers. Bits says how a lane of 32 bits is converted.
 //
-// Widening a vector lane by lane costs shuffles. So vectors go in pairs: one takes the lower and one the
-// upper halves of the same 32-bit words. Lanes are out of order then, which no operation notices.
+// Widening a vector lane by lane costs shuffles. So vectors go in pairs: one takes the lower and
+// one the upper halves of the same 32-bit words. Lanes are out of order then, which no operation
+// notices.
 template <typename Bits>
 struct Half {
   using Element = uint16_t;
@@ -123,8 +124,8 @@ struct Bfloat16Bits {
   SMDDP_INLINE static Vector<float, kLanes> toFloat(Vector<uint32_t, kLanes> bits) {
     return (Vector<float, kLanes>)(bits << 16);
   }
-  // Rounds to nearest even; a carry out of the largest number gives infinity, as it should. The only
-  // NaN that kernels produce has nothing in its lower half, so the addition does not harm it.
+  // Rounds to nearest even; a carry out of the largest number gives infinity, as it should. The
+  // only NaN that kernels produce has nothing in its lower half, so the addition does not harm it.
   template <int kLanes>
   SMDDP_INLINE static Vector<uint32_t, kLanes> fromFloat(Vector<float, kLanes> value) {
     const auto bits = (Vector<uint32_t, kLanes>)value;
@@ -146,8 +147,8 @@ struct Float16Bits {
     // Comparisons are of signed numbers: SSE2 and AVX2 have no others.
     const auto magnitude = (Vector<int32_t, kLanes>)(half & 0x7fffu);
     const Words shifted = (half & 0x7fffu) << 13;
-    // A denormal is a multiple of 2^-24: put the fraction behind a leading one, so that its last bit
-    // is worth that much, then take the one away again.
+    // A denormal is a multiple of 2^-24: put the fraction behind a leading one, so that its last
+    // bit is worth that much, then take the one away again.
     const Words one = Words{} + (uint32_t)kSmallestNormal;
     const auto denormal = (Words)((Floats)(shifted | one) - (Floats)one);
     const Words bits = magnitude >= 0x7c00   ? shifted | 0x7f800000u

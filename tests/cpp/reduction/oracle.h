@@ -1,5 +1,5 @@
-// What a reduction should give, one element at a time and as plainly as possible: formats are decoded
-// and encoded by arithmetic on their definition, never by moving bits.
+// What a reduction should give, one element at a time and as plainly as possible: formats are
+// decoded and encoded by arithmetic on their definition, never by moving bits.
 #pragma once
 
 #include <cmath>
@@ -44,8 +44,8 @@ struct SmallFloat {
     if (magnitude == 0) return sign;
     if (std::isinf(magnitude)) return sign | kInfinity;
     const int exponent = std::max(std::ilogb(magnitude), 1 - kBias);
-    // In units of the last place; nearbyint rounds to even. A result of 2^(kFraction + 1) carries into
-    // the exponent by itself, and from the largest number into infinity.
+    // In units of the last place; nearbyint rounds to even. A result of 2^(kFraction + 1) carries
+    // into the exponent by itself, and from the largest number into infinity.
     const auto units =
         static_cast<int64_t>(std::nearbyint(std::ldexp(magnitude, kFraction - exponent)));
     const int64_t bits = (static_cast<int64_t>(exponent + kBias - 1) << kFraction) + units;
@@ -104,7 +104,8 @@ typename Format::Stored element(const std::vector<typename Format::Stored>& inpu
   return Format::encode(result);
 }
 
-// Ordinary numbers, mixed with arbitrary bits (denormals, huge numbers, NaNs) and the edges of the type.
+// Ordinary numbers, mixed with arbitrary bits (denormals, huge numbers, NaNs) and the edges of the
+// type.
 template <typename Format>
 typename Format::Stored randomElement(std::mt19937_64& random) {
   using Stored = typename Format::Stored;
