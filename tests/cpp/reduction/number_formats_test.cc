@@ -1,0 +1,146 @@
+// Formats and edge cases: what single values give.
+#include <bit>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "reduction/float_mode.h"
+#include "reduction/oracle.h"
+#include "reduction/reduce_one.h"
+
+namespace smddp::reduction {
+namespace {
+
+template <typename Format>
+class HalfTest : public testing::Test {
+ public:
+  static constexpr DataType kType =
+      std::is_same_v<Format, oracle::Float16> ? DataType::float16 : DataType::bfloat16;
+};
+using HalfFormats = testing::Types<oracle::Float16, oracle::Bfloat16>;
+TYPED_TEST_SUITE(HalfTest, HalfFormats);
+
+// Both formats order their non-negative numbers as their bits.
+TYPED_TEST(HalfTest, EveryValueSurvivesARoundTrip) {
+  for (uint32_t bits = 0; bits <= 0xffff; ++bits) {
+    const bool isNaN = (bits & 0x7fff) > TypeParam::kInfinity;
+    const uint16_t expected = isNaN ? TypeParam::kNaN : bits;
+    const Scale computed{.post = true, .divisor = 1};  // a plain copy would prove nothing
+    ASSERT_EQ(reduceOne<uint16_t>(this->kType, {uint16_t(bits)}, ReduceOp::AVG, computed),
+              expected);
+  }
+}
+
+TYPED_TEST(HalfTest, EveryValueAddsAsTheOracleSays) {
+  for (float second : {-0.0f, 1.0f, -1.0f, 0x1p-24f, 0x1p-14f, 0x1p-133f, 3.14159f, 65504.0f}) {
+    const uint16_t other = TypeParam::encode(second);
+    for (uint32_t bits = 0; bits <= 0xffff; ++bits) {
+      const std::vector<uint16_t> inputs{uint16_t(bits), other};
+      ASSERT_EQ(reduceOne<uint16_t>(this->kType, inputs, ReduceOp::SUM),
+                oracle::element<TypeParam>(inputs, ReduceOp::SUM, {}))
+          << bits << " + " << second;
+    }
+  }
+}
+
+// The point half-way between two neighbours goes to the even one; a float32 just off it does not.
+TYPED_TEST(HalfTest, RoundsToNearestEven) {
+  const uint16_t one = TypeParam::encode(1.0f);
+  const auto round = [&](float value) {
+    const Scale scale{.pre = true, .factor = value};
+    return reduceOne<uint16_t>(this->kType, {one}, ReduceOp::PREMUL_SUM, scale);
+  };
+  for (uint32_t bits = 0; bits < TypeParam::kInfinity; ++bits) {
+    const uint16_t lower = bits, upper = bits + 1;
+    // Above the largest number there is no neighbour, but the grid goes on: use the distance below.
+    const float from = TypeParam::decode(lower);
+    const float half = upper < TypeParam::kInfinity ? (TypeParam::decode(upper) - from) / 2
+                                                    : (from - TypeParam::decode(lower - 1)) / 2;
+    const float middle = from + half;
+    ASSERT_EQ(round(middle), lower % 2 == 0 ? lower : upper)
+        << "between " << lower << ", " << upper;
+    ASSERT_EQ(round(-middle), 0x8000 | (lower % 2 == 0 ? lower : upper));
+    ASSERT_EQ(round(std::nextafter(middle, 0.0f)), lower);
+    ASSERT_EQ(round(std::nextafter(middle, INFINITY)), upper);
+  }
+}
+
+TEST(SpecialValues, HalvesAreSummedInFloat32) {
+  const auto sum16 = [](std::vector<float> inputs) {
+    std::vector<uint16_t> bits;
+    for (float input : inputs) bits.push_back(oracle::Float16::encode(input));
+    return oracle::Float16::decode(reduceOne(DataType::float16, bits, ReduceOp::SUM));
+  };
+  EXPECT_EQ(sum16({2048, 1, 1}), 2050);             // rounding every step would give 2048
+  EXPECT_EQ(sum16({65504, 65504, -65504}), 65504);  // an intermediate overflow
+  EXPECT_EQ(sum16({65504, 15}), 65504);
+  EXPECT_EQ(sum16({65504, 16}), INFINITY);  // half-way to what would be the next number
+  EXPECT_EQ(sum16({-65504, -65504}), -INFINITY);
+}
+
+TEST(SpecialValues, FloatsFollowIeee) {
+  const float inf = INFINITY, nan = NAN, tiny = std::numeric_limits<float>::denorm_min();
+  const auto bits = [](float a, float b, ReduceOp op) {
+    return std::bit_cast<uint32_t>(reduceOne<float>(DataType::float32, {a, b}, op));
+  };
+  const auto bitsOf = [](float value) { return std::bit_cast<uint32_t>(value); };
+  EXPECT_EQ(bits(inf, -inf, ReduceOp::SUM), 0x7fc00000u);
+  EXPECT_EQ(bits(-nan, std::nanf("0x1234"), ReduceOp::SUM), 0x7fc00000u);
+  EXPECT_EQ(bits(-0.0f, -0.0f, ReduceOp::SUM), bitsOf(-0.0f));
+  EXPECT_EQ(bits(-0.0f, 0.0f, ReduceOp::SUM), bitsOf(0.0f));
+  EXPECT_EQ(bits(tiny, tiny, ReduceOp::SUM), 2u);
+  EXPECT_EQ(bits(std::numeric_limits<float>::max(), 1e38f, ReduceOp::SUM), bitsOf(inf));
+  for (ReduceOp op : {ReduceOp::MIN, ReduceOp::MAX}) {
+    EXPECT_EQ(bits(1, nan, op), 0x7fc00000u);
+    EXPECT_EQ(bits(nan, 1, op), 0x7fc00000u);
+    EXPECT_EQ(bits(-0.0f, 0.0f, op), bitsOf(-0.0f));
+    EXPECT_EQ(bits(0.0f, -0.0f, op), bitsOf(0.0f));
+  }
+  EXPECT_EQ(bits(-inf, 3, ReduceOp::MIN), bitsOf(-inf));
+  EXPECT_EQ(bits(inf, 0, ReduceOp::PRODUCT), 0x7fc00000u);
+}
+
+TEST(SpecialValues, IntegersWrapAndTruncate) {
+  constexpr int32_t kMin = INT32_MIN, kMax = INT32_MAX;
+  constexpr int64_t kMin64 = INT64_MIN;
+  const Scale half{.post = true, .divisor = 2};
+  const Scale by300{.post = true, .divisor = 300};
+  const auto of32 = [](std::vector<int32_t> inputs, ReduceOp op, const Scale& scale) {
+    return reduceOne(DataType::int32, inputs, op, scale);
+  };
+  const auto of8 = [](std::vector<uint8_t> inputs, ReduceOp op, const Scale& scale) {
+    return reduceOne(DataType::uint8, inputs, op, scale);
+  };
+  EXPECT_EQ(of32({kMax, 1}, ReduceOp::SUM, {}), kMin);
+  EXPECT_EQ(of32({kMin, -1}, ReduceOp::PRODUCT, {}), kMin);
+  EXPECT_EQ(of32({-3, -4}, ReduceOp::AVG, half), -3);
+  EXPECT_EQ(of32({kMax, 1}, ReduceOp::AVG, half), kMin / 2);
+  EXPECT_EQ(of32({kMin, kMax}, ReduceOp::MIN, {}), kMin);
+  EXPECT_EQ(reduceOne<int64_t>(DataType::int64, {kMin64, kMin64}, ReduceOp::SUM), 0);
+  EXPECT_EQ(of8({200, 100}, ReduceOp::SUM, {}), 44);
+  EXPECT_EQ(of8({200, 100}, ReduceOp::MAX, {}), 200);
+  EXPECT_EQ(of8({100, 100}, ReduceOp::AVG, by300), 0);
+}
+
+TEST(FloatMode, DoesNotReachTheResultAndIsGivenBack) {
+#if defined(__x86_64__)
+  const uint32_t before = _mm_getcsr();
+  const uint32_t odd = 0x1f80 | 0x8040 | 0x4000;  // flush and ignore denormals, round up
+  const float tiny = std::numeric_limits<float>::denorm_min();
+  _mm_setcsr(odd);
+  const float sum = reduceOne<float>(DataType::float32, {tiny, tiny}, ReduceOp::SUM);
+  const float rounded = reduceOne<float>(DataType::float32, {1.0f, 0x1p-30f}, ReduceOp::SUM);
+  const uint32_t after = _mm_getcsr();
+  _mm_setcsr(before);
+  EXPECT_EQ(std::bit_cast<uint32_t>(sum), 2u);
+  EXPECT_EQ(rounded, 1.0f);
+  EXPECT_EQ(after & ~0x3fu, odd);
+#else
+  GTEST_SKIP() << "sets the control register of x86-64";
+#endif
+}
+
+}  // namespace
+}  // namespace smddp::reduction
