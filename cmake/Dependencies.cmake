@@ -3,7 +3,6 @@
 find_package(Threads REQUIRED)
 find_package(PkgConfig REQUIRED)
 find_package(fmt 9 REQUIRED)                                        # fmt::fmt-header-only
-pkg_check_modules(hwy REQUIRED IMPORTED_TARGET libhwy>=1.0)         # PkgConfig::hwy
 find_package(nlohmann_json 3.10 REQUIRED)                           # nlohmann_json::nlohmann_json
 
 # Only the header of xxHash is used; with XXH_INLINE_ALL nothing is linked.

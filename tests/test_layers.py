@@ -51,7 +51,7 @@ ONLY_IN: dict[str, tuple[str, set[str]]] = {
     "threads": (r"\bstd::j?thread\b(?!::id)|\bpthread_create\b", {"engine", "bootstrap"}),
     "torch": (r"#include <(torch|c10|ATen)/", {"process_group", "bindings"}),
     "Python": (r"#include <(pybind11/|Python\.h)", {"process_group", "bindings"}),
-    "SIMD": (r"#include <(hwy/|\w*mmintrin\.h|arm_neon\.h)", {"reduction"}),
+    "SIMD": (r"#include <(\w*mmintrin\.h|arm_neon\.h)", {"reduction"}),
 }
 
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cc"})
