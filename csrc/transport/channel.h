@@ -68,20 +68,19 @@ class SendChannel {
   SendChannel(Transport& transport, const ChannelKey& key, PeerId peer, uint32_t serial)
       : transport_(transport), key_(key), peer_(peer), serial_(serial) {}
   void onOpen(const OpenMessage& message);
-  void onGrant(uint64_t consumed);
   void onPutDone(uint32_t lowBits);
 
   Transport& transport_;
   const ChannelKey key_;
   const PeerId peer_;
-  const uint32_t serial_;   // upper half of our tokens; never reused, so a late onPutDone finds nobody
-  uint16_t remoteId_ = 0;   // the receiver's channel id
+  const uint32_t serial_;  // upper half of our tokens; never reused, so a late token finds nobody
+  uint16_t remoteId_ = 0;  // the receiver's channel id
   RemoteKey region_;
   uint64_t offset_ = 0;
   int64_t slotBytes_ = 0;
-  uint64_t window_ = 0;     // 0: not open yet
+  uint64_t window_ = 0;  // 0: not open yet
   uint64_t sent_ = 0;
-  uint64_t consumed_ = 0;   // by the receiver, as far as it told us
+  uint64_t consumed_ = 0;  // by the receiver, as far as it told us
   uint64_t flushed_ = 0;
   std::vector<bool> done_;  // puts above flushed_ whose payload is free, by number % window
   bool closed_ = false;     // by closeGroup(); lives on while puts are in flight
@@ -111,7 +110,7 @@ class ReceiveChannel {
   friend class ChannelTable;
   ReceiveChannel(ChannelTable& table, const ChannelKey& key, PeerId peer, uint16_t id,
                  std::span<std::byte> memory, int64_t slotBytes, int64_t window);
-  bool onPut(uint32_t immediate);
+  void onPut(uint32_t immediate);
   uint64_t owed() const { return released_ - granted_; }
   bool grantIsDue() const;
   bool settled() const { return closed_ && senderClosed_ && arrived_ >= sentBySender_; }
@@ -119,18 +118,19 @@ class ReceiveChannel {
   ChannelTable& table_;
   const ChannelKey key_;
   const PeerId peer_;
-  const uint16_t id_;       // in immediate values
+  const uint16_t id_;  // in immediate values
   std::span<std::byte> memory_;
   const int64_t slotBytes_;
   const uint64_t window_;
   uint64_t arrived_ = 0;
-  uint64_t highest_ = 0;    // greatest number that is here, with or without those before it
+  uint64_t highest_ = 0;  // greatest number that is here, with or without those before it
   uint64_t released_ = 0;
-  uint64_t granted_ = 0;    // the part of released_ that the sender was told
-  std::vector<bool> here_;  // messages above arrived_, by number % window
-  std::vector<PutHeader> headers_;  // copied on arrival, so that a check and a use see the same bytes
-  bool listed_ = false;        // in the table's list of channels that owe a grant
-  bool closed_ = false;        // by closeGroup(): memory_ is no longer ours to read
+  uint64_t granted_ = 0;            // the part of released_ that the sender was told
+  std::vector<bool> here_;          // messages above arrived_, by number % window
+  std::vector<PutHeader> headers_;  // copied on arrival: check and use see the same bytes
+  bool listed_ = false;             // in the table's list of channels that owe a grant
+  bool hurried_ = false;            // by flushGrants(): do not batch what is owed
+  bool closed_ = false;             // by closeGroup(): memory_ is no longer ours to read
   bool senderClosed_ = false;
   uint64_t sentBySender_ = 0;  // how many messages it sent in all, once senderClosed_
 };
@@ -175,7 +175,7 @@ class ChannelTable final : private Sink {
   // Tells senders about everything that was released, batched or not. For the end of an operation.
   void flushGrants();
   // Something waits for room in the transport: do not sleep, poll() again.
-  bool hasBacklog() const { return backlog_ != 0 || grantRefused_; }
+  bool hasBacklog() const { return backlog_ != 0 || grantsDue_; }
 
   // Forgets the channels of a group; references to them end. An id of ours is used again only after
   // the sender closed its end too and all it sent has arrived. A group's number is used once in the
@@ -201,19 +201,22 @@ class ChannelTable final : private Sink {
   void onGrant(PeerId from, const GrantMessage& message);
   void onClose(PeerId from, const CloseMessage& message);
   void sendClose(PeerId peer, uint16_t remoteId, uint64_t group, uint64_t sent);
-  void bind(SendChannel& channel, const OpenMessage& message);
+  void bind(SendChannel& channel, PeerId from, const OpenMessage& message);
 
   uint16_t newId();
   void retireIfSettled(ReceiveChannel& channel);
   void noteOwed(ReceiveChannel& channel);
-  void sendGrants(bool all);
+  bool sendGrant(ReceiveChannel& channel);
+  void sendDueGrants();
   void sendBacklog();
+  // Takes a peer that broke the protocol for lost, once.
+  void fail(PeerId peer, const std::string& cause);
 
   Transport& transport_;
   ControlSink& above_;
 
   // Channels live in the tables by number; the maps by name hold those that were not closed.
-  std::unordered_map<uint32_t, std::unique_ptr<SendChannel>> sending_;      // by serial
+  std::unordered_map<uint32_t, std::unique_ptr<SendChannel>> sending_;       // by serial
   std::unordered_map<uint16_t, std::unique_ptr<ReceiveChannel>> receiving_;  // by id
   std::map<ChannelKey, SendChannel*> sendByKey_;
   std::map<ChannelKey, ReceiveChannel*> receiveByKey_;
@@ -221,13 +224,13 @@ class ChannelTable final : private Sink {
   std::map<ChannelKey, KeptOpen> keptOpens_;
   std::set<uint64_t> closedGroups_;  // an Open that comes later is answered by Close
   uint32_t lastSerial_ = 0;
-  uint32_t freshIds_ = 0;            // ids handed out for the first time so far
-  std::deque<uint16_t> freeIds_;     // oldest first
+  uint32_t freshIds_ = 0;         // ids handed out for the first time so far
+  std::deque<uint16_t> freeIds_;  // oldest first
 
   std::vector<ReceiveChannel*> owing_;  // released_ > granted_
-  bool grantRefused_ = false;
+  bool grantsDue_ = false;              // of some of these it must be told at the next chance
   std::map<PeerId, std::deque<std::vector<std::byte>>> outbox_;
-  size_t backlog_ = 0;                  // messages in outbox_
+  size_t backlog_ = 0;  // messages in outbox_
   std::set<PeerId> failed_;
 };
 

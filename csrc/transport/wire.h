@@ -51,9 +51,9 @@ inline constexpr uint32_t kPutMagic = 0x00444D53u | (uint32_t{kWireVersion} << 2
 //         | bytes                         | operation                     |
 struct PutHeader {
   uint32_t magic = kPutMagic;
-  uint32_t length = 0;   // of the payload
+  uint32_t length = 0;  // of the payload
   uint64_t group = 0;
-  uint64_t number = 0;   // of the message on its channel, from 1
+  uint64_t number = 0;  // of the message on its channel, from 1
   CallFingerprint call;
   uint64_t operation = 0;  // sequence number of the operation in its group
 };
@@ -95,7 +95,7 @@ struct OpenMessage {
   uint32_t window = 0;     // slots
   uint64_t slotBytes = 0;  // longest payload
   RemoteKey region;
-  uint64_t offset = 0;     // of the first slot in the region
+  uint64_t offset = 0;  // of the first slot in the region
 };
 static_assert(sizeof(OpenMessage) == 64 && std::is_trivially_copyable_v<OpenMessage>);
 static_assert(std::has_unique_object_representations_v<OpenMessage>);
@@ -142,6 +142,8 @@ struct ParsedAbort {
 // Numbers on a channel are told apart by 16 bits, so a window must stay well below half their
 // range.
 inline constexpr uint32_t kMaxWindow = 1u << 14;
+// Longest payload of one message.
+inline constexpr uint64_t kMaxSlotBytes = uint64_t{1} << 31;
 
 // A header whose version is ours, whatever its kind: what a dispatcher reads first.
 std::optional<ControlHeader> parseControlHeader(Bytes message);

@@ -1,0 +1,135 @@
+#include "transport/channel.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/error.h"
+#include "common/log.h"
+
+namespace smddp::transport {
+namespace {
+
+constexpr const char* kTag = "transport";
+
+}  // namespace
+
+std::string toString(const ChannelKey& key) {
+  return fmt::format("group {:x} track {} stream {} rank {} -> {}", key.group, key.track,
+                     key.stream, key.source, key.destination);
+}
+
+bool SendChannel::put(uint64_t number, Bytes payload, const CallFingerprint& call,
+                      uint64_t operation) {
+  SMDDP_CHECK(number == sent_ + 1, "{}: message {} after {}", toString(key_), number, sent_);
+  if (!open()) return false;
+  if (payload.size() > static_cast<uint64_t>(slotBytes_)) {
+    raise(ErrorKind::Mismatch,
+          "{}: a message of {} bytes, but rank {} has slots of {} bytes. SMDDP_FABRIC_CHUNK_BYTES "
+          "must be the same on all ranks.",
+          toString(key_), payload.size(), key_.destination, slotBytes_);
+  }
+  // The second bound keeps done_ as short as the window: a grant can overtake the completions.
+  if (sent_ - consumed_ >= window_ || sent_ - flushed_ >= window_) return false;
+
+  PutHeader header;
+  header.length = static_cast<uint32_t>(payload.size());
+  header.group = key_.group;
+  header.number = number;
+  header.call = call;
+  header.operation = operation;
+  const uint64_t slot = (number - 1) % window_;
+  const RemoteSlot where{region_, offset_ + slot * static_cast<uint64_t>(slotStride(slotBytes_))};
+  const uint64_t token = uint64_t{serial_} << 32 | static_cast<uint32_t>(number);
+  if (!transport_.put(peer_, where, makeImmediate(remoteId_, number), bytesOf(header), payload,
+                      token)) {
+    return false;
+  }
+  sent_ = number;
+  return true;
+}
+
+void SendChannel::onOpen(const OpenMessage& message) {
+  remoteId_ = message.header.channel;
+  region_ = message.region;
+  offset_ = message.offset;
+  slotBytes_ = static_cast<int64_t>(message.slotBytes);
+  window_ = message.window;
+  done_.assign(window_, false);
+}
+
+void SendChannel::onPutDone(uint32_t lowBits) {
+  const uint64_t number = flushed_ + (lowBits - static_cast<uint32_t>(flushed_));
+  if (number <= flushed_ || number > sent_ || done_[number % window_]) {
+    SMDDP_LOG(Debug, kTag, "{}: second completion of put {} ignored", toString(key_), number);
+    return;
+  }
+  done_[number % window_] = true;
+  // The bit is cleared as the prefix passes, ready for message number + window.
+  while (flushed_ < sent_ && done_[(flushed_ + 1) % window_]) done_[++flushed_ % window_] = false;
+}
+
+ReceiveChannel::ReceiveChannel(ChannelTable& table, const ChannelKey& key, PeerId peer, uint16_t id,
+                               std::span<std::byte> memory, int64_t slotBytes, int64_t window)
+    : table_(table),
+      key_(key),
+      peer_(peer),
+      id_(id),
+      memory_(memory),
+      slotBytes_(slotBytes),
+      window_(static_cast<uint64_t>(window)),
+      here_(window_, false),
+      headers_(window_) {}
+
+const PutHeader& ReceiveChannel::header(uint64_t number) const {
+  SMDDP_CHECK(number > released_ && number <= arrived_, "{}: message {} is not in ({}, {}]",
+              toString(key_), number, released_, arrived_);
+  const PutHeader& header = headers_[number % window_];
+  if (header.magic != kPutMagic || header.group != key_.group || header.number != number ||
+      header.length > static_cast<uint64_t>(slotBytes_)) {
+    raise(ErrorKind::Transport,
+          "{}: what arrived as message {} is not it (magic {:08x}, group {:x}, number {}, {} bytes "
+          "for slots of {}). The network or a different smddp version on rank {} damaged it.",
+          toString(key_), number, header.magic, header.group, header.number, header.length,
+          slotBytes_, key_.source);
+  }
+  return header;
+}
+
+std::span<const std::byte> ReceiveChannel::payload(uint64_t number) const {
+  const PutHeader& valid = header(number);
+  const uint64_t slot = (number - 1) % window_ * static_cast<uint64_t>(slotStride(slotBytes_));
+  return memory_.subspan(slot + kHeaderBytes, valid.length);
+}
+
+void ReceiveChannel::release(uint64_t count) {
+  SMDDP_CHECK(count <= arrived_, "{}: {} messages released, {} arrived", toString(key_), count,
+              arrived_);
+  if (count <= released_) return;
+  released_ = count;
+  table_.noteOwed(*this);
+}
+
+bool ReceiveChannel::grantIsDue() const {
+  if (owed() == 0) return false;
+  // Once its last message is seen, the sender cannot go on before it hears of us.
+  return hurried_ || 2 * owed() >= window_ || highest_ == granted_ + window_;
+}
+
+void ReceiveChannel::onPut(uint32_t immediate) {
+  const uint64_t number = numberOf(immediate, arrived_);
+  // The sender may be ahead of what it was granted by the window, never by more.
+  if (number <= arrived_ || number > granted_ + window_ || here_[number % window_]) {
+    SMDDP_LOG(Debug, kTag, "{}: message {} ignored, it is here or beyond the window",
+              toString(key_), number);
+    return;
+  }
+  here_[number % window_] = true;
+  highest_ = std::max(highest_, number);
+  if (!closed_) {
+    const uint64_t slot = (number - 1) % window_ * static_cast<uint64_t>(slotStride(slotBytes_));
+    std::memcpy(&headers_[number % window_], memory_.data() + slot, sizeof(PutHeader));
+  }
+  while (here_[(arrived_ + 1) % window_]) here_[++arrived_ % window_] = false;
+}
+
+}  // namespace smddp::transport
