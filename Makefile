@@ -3,6 +3,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# Steps share build folders, and each of them uses all cores already.
+.NOTPARALLEL:
 
 DEFAULT_TORCH := 2.15
 TORCH ?= $(DEFAULT_TORCH)

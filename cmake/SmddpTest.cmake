@@ -1,8 +1,13 @@
 # smddp_add_test(<name> SOURCES a_test.cc … LIBS smddp_plan … [LABELS slow])
 #
 # One GoogleTest executable, registered with ctest under its own name. The timeout is a safety net: a
-# test that waits has its own, much shorter deadline.
+# test that waits has its own, much shorter deadline. Sanitizers slow everything down several times.
 find_package(GTest REQUIRED)
+if(SMDDP_SANITIZE)
+  set(SMDDP_TEST_TIMEOUT 480)
+else()
+  set(SMDDP_TEST_TIMEOUT 120)
+endif()
 
 function(smddp_add_test name)
   cmake_parse_arguments(arg "" "" "SOURCES;LIBS;LABELS" ${ARGN})
@@ -13,5 +18,7 @@ function(smddp_add_test name)
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests/cpp")
   target_link_libraries(${name} PRIVATE ${arg_LIBS} GTest::gtest_main GTest::gmock)
   add_test(NAME ${name} COMMAND ${name})
-  set_tests_properties(${name} PROPERTIES TIMEOUT 120 LABELS "${arg_LABELS}")
+  set_tests_properties(${name} PROPERTIES
+    TIMEOUT ${SMDDP_TEST_TIMEOUT} LABELS "${arg_LABELS}"
+    ENVIRONMENT "UBSAN_OPTIONS=print_stacktrace=1;TSAN_OPTIONS=second_deadlock_stack=1")
 endfunction()
