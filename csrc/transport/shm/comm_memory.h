@@ -1,0 +1,109 @@
+// Memory for tensors that mates can read and write where it lies, so that nothing needs staging.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "common/config.h"
+#include "transport/shm/region_allocator.h"
+#include "transport/shm/slab.h"
+
+namespace smddp::transport::shm {
+
+// A place in the communication memory of some process. Trivially copyable, without padding: it is published in
+// shared memory. Copy it before use; MateMemory checks every field.
+struct Location {
+  SegmentAddress segment;
+  uint64_t offset = 0;
+  uint32_t index = 0;  // of the segment in its owner's ProcessPage::commSegments
+  uint32_t reserved = 0;
+};
+static_assert(sizeof(Location) == 48);
+
+// Hands out blocks of our own segments: one segment per large block, arenas for small ones. Every block is
+// backed when it is handed out, so touching it cannot fail. What is freed is kept for reuse up to a limit.
+//
+// Threads: any, tensors are freed everywhere. Outlives its blocks: whoever holds one keeps this alive.
+// In a forked child allocate() throws and free() does nothing: the memory is the parent's.
+class CommMemory {
+ public:
+  // The segments are announced in the control page of `slab`.
+  explicit CommMemory(std::shared_ptr<Slab> slab,
+                      size_t cacheBytes = static_cast<size_t>(settings().commMemoryCacheBytes));
+  ~CommMemory();
+  CommMemory(const CommMemory&) = delete;
+  CommMemory& operator=(const CommMemory&) = delete;
+
+  // Aligned to 64 bytes (large blocks to a page), contents arbitrary. Throws Resource; the caller then takes
+  // ordinary memory.
+  void* allocate(size_t bytes);
+  // Throws Internal for a pointer that allocate() did not return, or that is free already.
+  void free(void* block);
+  // Where mates find [pointer, pointer + bytes); nothing unless all of it lies in one block.
+  std::optional<Location> locate(const void* pointer, size_t bytes) const;
+
+  // Bytes held from the system: in use and cached.
+  size_t heldBytes() const;
+
+  static constexpr size_t kLargeBytes = size_t{1} << 20;
+  static constexpr size_t kLargeGranule = size_t{2} << 20;
+  static constexpr size_t kArenaBytes = size_t{4} << 20;
+  static constexpr size_t kAlignment = 64;
+
+ private:
+  struct Chunk {
+    std::shared_ptr<Segment> segment;
+    uint32_t index = 0;
+    std::optional<RegionAllocator> arena;  // none: the chunk is one large block
+    std::map<uint64_t, uint64_t> blocks;   // in use: offset -> bytes
+  };
+  using Chunks = std::map<uintptr_t, Chunk>;  // by address of the first byte
+
+  void* allocateLarge(size_t bytes);
+  void* allocateSmall(size_t bytes);
+  void* takeCached(size_t bytes);
+  void* takeFromArena(size_t bytes);
+  std::shared_ptr<Segment> makeSegment(size_t bytes);
+  Chunk& announce(std::shared_ptr<Segment> segment);
+  std::vector<Chunk> trimCache(size_t limit);
+  void release(std::vector<Chunk> chunks);
+  Chunks::iterator chunkOf(const void* pointer);
+
+  const std::shared_ptr<Slab> slab_;
+  const size_t cacheBytes_;
+  mutable std::mutex mutex_;  // guards all below
+  Chunks chunks_;
+  std::list<uintptr_t> cached_;  // free large blocks, oldest first
+  size_t cachedBytes_ = 0;
+  size_t heldBytes_ = 0;
+  std::vector<uint32_t> freeIndexes_;
+};
+
+// The communication memory of one mate, mapped piece by piece as it is first met. Belongs to the thread that
+// owns the engine. Mappings whose owner gave the segment up are dropped when the next one is met.
+class MateMemory {
+ public:
+  explicit MateMemory(std::shared_ptr<Mate> mate) : mate_(std::move(mate)) {}
+
+  // Valid until the owner frees the block. Throws Transport when the owner has no such memory (any more),
+  // Resource when it cannot be mapped.
+  std::byte* resolve(Location location, size_t bytes);
+  size_t mappings() const { return mappings_.size(); }
+
+ private:
+  void map(const Location& location);
+  void dropDead();
+
+  std::shared_ptr<Mate> mate_;
+  std::unordered_map<uint32_t, std::shared_ptr<Segment>> mappings_;  // by index
+};
+
+}  // namespace smddp::transport::shm

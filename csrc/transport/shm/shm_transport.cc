@@ -1,0 +1,285 @@
+#include "transport/shm/shm_transport.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "common/error.h"
+#include "transport/shm/doorbell.h"
+#include "transport/shm/liveness.h"
+
+namespace smddp::transport::shm {
+namespace {
+
+// A Mate's ring table, nullptr when what it published cannot be one.
+RingTable* ringTableOf(const Mate& mate) {
+  const uint64_t offset = mate.page().ringsOffset.load(std::memory_order_acquire);
+  const bool fits = offset >= sizeof(ProcessPage) && offset % alignof(RingTable) == 0 &&
+                    mate.size() >= sizeof(RingTable) && offset <= mate.size() - sizeof(RingTable);
+  return fits ? reinterpret_cast<RingTable*>(mate.data() + offset) : nullptr;
+}
+
+}  // namespace
+
+ShmTransport::ShmTransport(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) {
+  ProcessPage& page = slab_->page();
+  SMDDP_CHECK(page.ringsGeneration.load() % 2 == 0, "the slab has a transport already");
+  if (const uint64_t offset = page.ringsOffset.load(); offset != 0) {
+    rings_ = reinterpret_cast<RingTable*>(slab_->data() + offset);
+  } else {
+    const auto memory = slab_->allocate(sizeof(RingTable));
+    rings_ = reinterpret_cast<RingTable*>(memory.data());
+    page.ringsOffset.store(slab_->offsetOf(rings_), std::memory_order_release);
+  }
+  generation_ = page.ringsGeneration.fetch_add(1, std::memory_order_acq_rel) + 1;
+}
+
+ShmTransport::~ShmTransport() {
+  // Our last records first, then the news that we are gone: peers look in the opposite order.
+  for (const auto& peer : peers_) {
+    if (peer->outgoing) peer->outgoing->state.store(RingState::Closed, std::memory_order_release);
+  }
+  slab_->page().ringsGeneration.fetch_add(1, std::memory_order_acq_rel);
+  for (const auto& peer : peers_) {
+    if (peer->mate && !peer->failed) Doorbell::ring(*peer->mate);
+  }
+}
+
+std::vector<std::byte> ShmTransport::address() const {
+  const Address address{slab_->address(), generation_, 0};
+  const auto bytes = std::as_bytes(std::span(&address, 1));
+  return {bytes.begin(), bytes.end()};
+}
+
+PeerId ShmTransport::connect(Bytes bytes, const std::string& description) {
+  auto peer = std::make_unique<Peer>();
+  SMDDP_CHECK(bytes.size() == sizeof peer->address, "the address of {} has {} bytes", description,
+              bytes.size());
+  std::memcpy(&peer->address, bytes.data(), bytes.size());
+  peer->id = static_cast<PeerId>(peers_.size());
+  peer->description = description;
+  attach(*peer);
+  peers_.push_back(std::move(peer));
+  // It may have claimed its ring and written to it before we knew it.
+  claimsSeen_ = rings_->claims.load(std::memory_order_acquire) - 1;
+  return peers_.back()->id;
+}
+
+// A peer that cannot be reached has failed; that we cannot reach anybody, for want of resources, is an error.
+void ShmTransport::attach(Peer& peer) {
+  try {
+    peer.mate = Mate::attach(peer.address.slab);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::Transport) throw;
+    peer.trouble = error.what();
+    return;
+  }
+  // Peers claim low rings first: as many as there are peers get backing before anyone writes to them.
+  const size_t index = std::min<size_t>(peers_.size(), RingTable::kRings - 1);
+  slab_->commit(std::as_writable_bytes(std::span(&rings_->rings[index], 1)));
+  RingTable* table = ringTableOf(*peer.mate);
+  if (table != nullptr) peer.outgoing = claimRing(*table, peer.address.generation);
+  if (peer.outgoing == nullptr) {
+    peer.trouble =
+        fmt::format("no free ring in the shared memory of {}; a node has at most {} processes",
+                    peer.description, RingTable::kRings);
+  }
+}
+
+Ring* ShmTransport::claimRing(RingTable& table, uint32_t receiverGeneration) const {
+  for (Ring& ring : table.rings) {
+    RingState expected = RingState::Free;
+    if (ring.state.load(std::memory_order_relaxed) != expected ||
+        !ring.state.compare_exchange_strong(expected, RingState::Claiming,
+                                            std::memory_order_acq_rel)) {
+      continue;
+    }
+    ring.sender = slab_->address().nonce;
+    ring.senderGeneration = generation_;
+    ring.receiverGeneration = receiverGeneration;
+    ring.state.store(RingState::Open, std::memory_order_release);
+    table.claims.fetch_add(1, std::memory_order_acq_rel);
+    return &ring;
+  }
+  return nullptr;
+}
+
+RemoteKey ShmTransport::registerMemory(std::span<std::byte> memory) {
+  const uint64_t offset = slab_->offsetOf(memory.data());
+  SMDDP_CHECK(memory.size() <= slab_->size() - offset, "{} bytes reach beyond the slab",
+              memory.size());
+  return {offset, memory.size()};
+}
+
+bool ShmTransport::roomFor(Peer& peer, uint64_t payload) {
+  if (peer.failed || !peer.trouble.empty()) return false;
+  std::optional<bool> room = peer.outgoing->hasRoom(payload);
+  if (room == false) {
+    // Ask to be woken, and look again: the peer may have made room before it could see that.
+    peer.outgoing->refused.store(1, std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    room = peer.outgoing->hasRoom(payload);
+  }
+  if (!room) peer.trouble = fmt::format("{} corrupted its ring of messages", peer.description);
+  return room.value_or(false);
+}
+
+bool ShmTransport::control(PeerId id, Bytes message) {
+  SMDDP_CHECK(message.size() <= kMaxControlBytes, "a control message of {} bytes", message.size());
+  Peer& peer = *peers_.at(id);
+  if (!roomFor(peer, message.size())) return false;
+  peer.outgoing->push({RecordKind::Control, static_cast<uint32_t>(message.size()), 0, 0}, message);
+  Doorbell::ring(*peer.mate);
+  return true;
+}
+
+bool ShmTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, Bytes header,
+                       Bytes payload, uint64_t token) {
+  SMDDP_CHECK(header.size() == kHeaderBytes, "a header of {} bytes", header.size());
+  Peer& peer = *peers_.at(id);
+  if (!roomFor(peer, 0)) return false;
+  // The slot was named by the peer: a wrong one must not make us write over its control page or beyond.
+  const auto [begin, length] = slot.region;
+  const uint64_t bytes = kHeaderBytes + payload.size();
+  const uint64_t size = peer.mate->size();
+  if (begin < sizeof(ProcessPage) || begin > size || length > size - begin || bytes > length ||
+      slot.offset > length - bytes) {
+    peer.trouble =
+        fmt::format("{} granted a slot that does not lie in its memory: {} bytes at {} of {} at {}",
+                    peer.description, bytes, slot.offset, length, begin);
+    return false;
+  }
+  std::byte* target = peer.mate->data() + begin + slot.offset;
+  std::memcpy(target, header.data(), kHeaderBytes);
+  if (!payload.empty()) std::memcpy(target + kHeaderBytes, payload.data(), payload.size());
+  peer.outgoing->push({RecordKind::Put, 0, immediate, 0}, {});
+  done_.push_back(token);
+  Doorbell::ring(*peer.mate);
+  return true;
+}
+
+size_t ShmTransport::poll(Sink& sink) {
+  size_t events = 0;
+  reporting_.clear();
+  reporting_.swap(done_);
+  for (const uint64_t token : reporting_) sink.onPutDone(token);
+  events += reporting_.size();
+  if (rings_->claims.load(std::memory_order_acquire) != claimsSeen_) findIncoming();
+  // By index: a sink may connect() further peers.
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    if (!peers_[i]->failed) events += pollPeer(*peers_[i], sink);
+  }
+  return events;
+}
+
+// Matches rings with peers, and gives back those that belong to the past.
+void ShmTransport::findIncoming() {
+  claimsSeen_ = rings_->claims.load(std::memory_order_acquire);
+  for (Ring& ring : rings_->rings) {
+    const RingState state = ring.state.load(std::memory_order_acquire);
+    if (state != RingState::Open && state != RingState::Closed) continue;
+    const bool ours = ring.receiverGeneration == generation_;
+    if (!ours && state == RingState::Closed) release(ring);
+    if (!ours) continue;
+    const auto sender = std::find_if(peers_.begin(), peers_.end(), [&](const auto& peer) {
+      return peer->address.slab.nonce == ring.sender &&
+             peer->address.generation == ring.senderGeneration;
+    });
+    // Not known yet: its messages wait in the ring until we connect().
+    if (sender == peers_.end()) continue;
+    if (!(*sender)->failed) {
+      (*sender)->incoming = &ring;
+    } else if (state == RingState::Closed) {
+      release(ring);
+    }
+  }
+}
+
+size_t ShmTransport::pollPeer(Peer& peer, Sink& sink) {
+  // Looked at before draining: whatever it wrote before it went is still delivered.
+  const std::string gone = peer.trouble.empty() ? goneBecause(peer) : std::string();
+  // Its ring, if it came in the meantime, is older than its end.
+  if (!gone.empty() && peer.incoming == nullptr) findIncoming();
+  size_t events = peer.incoming != nullptr ? drain(peer, sink) : 0;
+  const std::string& cause = peer.trouble.empty() ? gone : peer.trouble;
+  if (cause.empty()) return events;
+  peer.failed = true;
+  if (peer.incoming != nullptr && peer.incoming->state.load() == RingState::Closed)
+    release(*peer.incoming);
+  peer.incoming = nullptr;
+  sink.onPeerFailed(peer.id, cause);
+  return events + 1;
+}
+
+size_t ShmTransport::drain(Peer& peer, Sink& sink) {
+  Ring& ring = *peer.incoming;
+  uint64_t tail = ring.tail.load(std::memory_order_relaxed);
+  const uint64_t head = ring.head.load(std::memory_order_acquire);
+  if (head == tail) return 0;
+  size_t events = 0;
+  // Up to what was there at first, so that a busy peer does not keep the others waiting.
+  while (head != tail && peer.trouble.empty()) {
+    uint64_t consumed = 0;
+    if (!deliver(peer, tail, head - tail, sink, consumed)) {
+      peer.trouble = fmt::format("{} corrupted its ring of messages", peer.description);
+      break;
+    }
+    tail += consumed;
+    ring.tail.store(tail, std::memory_order_release);
+    ++events;
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (ring.refused.load(std::memory_order_relaxed) != 0 && ring.refused.exchange(0) != 0 &&
+      peer.mate) {
+    Doorbell::ring(*peer.mate);
+  }
+  return events;
+}
+
+// One record. It is copied before it is checked: its writer could change it in between.
+bool ShmTransport::deliver(Peer& peer, uint64_t at, uint64_t available, Sink& sink,
+                           uint64_t& consumed) {
+  RecordHeader header;
+  if (available > Ring::kBytes || available < sizeof header) return false;
+  peer.incoming->copyOut(at, std::as_writable_bytes(std::span(&header, 1)));
+  if (header.bytes > kMaxControlBytes || Ring::recordBytes(header.bytes) > available) return false;
+  consumed = Ring::recordBytes(header.bytes);
+  switch (header.kind) {
+    case RecordKind::Control: {
+      std::array<std::byte, kMaxControlBytes> message;
+      const std::span<std::byte> used(message.data(), header.bytes);
+      peer.incoming->copyOut(at + sizeof header, used);
+      sink.onControl(peer.id, used);
+      return true;
+    }
+    case RecordKind::Put: sink.onPut(header.immediate); return header.bytes == 0;
+  }
+  return false;
+}
+
+// Empty while the peer is there.
+std::string ShmTransport::goneBecause(Peer& peer) const {
+  const bool running = lifeOf(*peer.mate) == Life::Running;
+  const ProcessPage& page = peer.mate->page();
+  if (running && page.ringsGeneration.load(std::memory_order_acquire) == peer.address.generation)
+    return {};
+  return fmt::format(
+      "{} ({})", peer.description,
+      running ? fmt::format("pid {} closed its transport", page.pid) : describeLife(*peer.mate));
+}
+
+// Only for the consumer, and only when the producer has closed the ring or died.
+void ShmTransport::release(Ring& ring) {
+  ring.head.store(0, std::memory_order_relaxed);
+  ring.tail.store(0, std::memory_order_relaxed);
+  ring.refused.store(0, std::memory_order_relaxed);
+  ring.state.store(RingState::Free, std::memory_order_release);
+}
+
+std::string ShmTransport::describe() const {
+  return fmt::format("shared memory: {} KiB rings in memfd segments, woken by futex",
+                     Ring::kBytes / 1024);
+}
+
+}  // namespace smddp::transport::shm
