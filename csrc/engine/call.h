@@ -1,0 +1,30 @@
+// The call a rank made, in 16 bytes that travel with arrivals and messages, and as the text of errors.
+#pragma once
+
+#include <cstring>
+#include <string>
+
+#include "collectives/collective.h"
+#include "engine/request.h"
+#include "transport/wire.h"
+
+namespace smddp::engine {
+
+inline transport::CallFingerprint fingerprint(const Request& request) {
+  transport::CallFingerprint call{};
+  call.collective = static_cast<uint8_t>(request.collective);
+  call.dtype = static_cast<uint8_t>(request.type);
+  call.op = static_cast<uint8_t>(request.op);
+  call.root = request.root;
+  call.bytes = static_cast<uint64_t>(request.bytes);
+  return call;
+}
+
+inline bool sameCall(const transport::CallFingerprint& a, const transport::CallFingerprint& b) {
+  return std::memcmp(&a, &b, sizeof a) == 0;
+}
+
+// "allreduce of 6553600 float32 (25.0 MiB), SUM"
+std::string describe(const transport::CallFingerprint& call);
+
+}  // namespace smddp::engine

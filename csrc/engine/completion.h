@@ -1,0 +1,63 @@
+// The outcome of one operation: the only thing that travels up.
+//
+// Set once, by the thread that owns the engine; read by any. It outlives the group: Work holds a share. The
+// first error is kept and every waiter gets the same one. The one continuation (torch's future) runs after
+// the result is visible, on the thread that completed the operation, which then holds no lock and does not own
+// the engine: a continuation may submit and wait for further operations.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "common/error.h"
+#include "common/types.h"
+
+namespace smddp::engine {
+
+class Completion {
+ public:
+  // [thread-safe]
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // [thread-safe] The error of a finished operation, if it failed.
+  const std::optional<Error>& error() const { return error_; }
+  // [thread-safe] The sender of a message received, once done.
+  Rank source() const { return source_; }
+  uint64_t sequence() const { return sequence_; }
+
+  // Runs `action` once, when the operation has ended; at once when it already has. [thread-safe]
+  void then(std::function<void()> action) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!done()) {
+        continuation_ = std::move(action);
+        return;
+      }
+    }
+    action();
+  }
+
+  // For the engine. Makes the result visible; the caller runs the returned continuation when it may.
+  std::function<void()> finish(std::optional<Error> error) {
+    const std::lock_guard lock(mutex_);
+    error_ = std::move(error);
+    done_.store(true, std::memory_order_release);
+    return std::exchange(continuation_, nullptr);
+  }
+  void setSource(Rank source) { source_ = source; }
+  void setSequence(uint64_t sequence) { sequence_ = sequence; }
+
+ private:
+  std::atomic<bool> done_{false};
+  std::optional<Error> error_;
+  Rank source_ = -1;
+  uint64_t sequence_ = 0;
+  std::mutex mutex_;
+  std::function<void()> continuation_;
+};
+
+using CompletionPtr = std::shared_ptr<Completion>;
+
+}  // namespace smddp::engine

@@ -1,0 +1,492 @@
+#include "engine/engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <exception>
+
+#include "common/log.h"
+#include "engine/call.h"
+
+namespace smddp::engine {
+namespace {
+
+// Before a sleep: see docs/threads.md for what each costs.
+constexpr int kPauses = 20;
+constexpr int kYields = 100;
+// Between two looks at peers and deadlines while nothing advances.
+constexpr Nanoseconds kLookPeriod = 5'000'000;
+// A waiter looks whether it can take ownership at least this often.
+constexpr auto kWaiterPeriod = std::chrono::milliseconds(1);
+// What a peer that is still computing may delay our exit by.
+constexpr Nanoseconds kFarewell = 2'000'000'000;
+// Control messages kept for groups that this rank has yet to make.
+constexpr size_t kMaxStashed = 1024;
+
+std::atomic<uint32_t> forkGeneration{0};
+
+uint32_t watchForks() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forkGeneration; });
+  static_cast<void>(registered);
+  return forkGeneration.load();
+}
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+// How long nothing has happened, and what to do about it.
+struct Engine::Patience {
+  explicit Patience(bool patient) : rounds(patient ? kPauses : 0) {}
+  // False: it is time to sleep.
+  bool spin() {
+    if (rounds++ < kPauses) {
+      pause();
+    } else if (rounds <= kPauses + kYields) {
+      sched_yield();
+    } else {
+      return false;
+    }
+    return true;
+  }
+  int rounds;
+};
+
+Engine::Engine(Options options)
+    : forkGeneration_(watchForks()), process_(std::make_unique<Process>(options.process)) {
+  process_->onControl([this](Peer& from, transport::Bytes message) { dispatch(from, message); });
+  if (options.progressThread) thread_ = std::thread([this] { progressLoop(); });
+}
+
+Engine::~Engine() { shutdown(); }
+
+void Engine::requireUsable() const {
+  if (!process_) raise(ErrorKind::Usage, "smddp has been shut down");
+  if (forkGeneration_ != forkGeneration.load(std::memory_order_relaxed)) {
+    raise(ErrorKind::Usage,
+          "smddp cannot be used in a process that was forked after init_process_group(); "
+          "initialise in the child instead, or start it with spawn");
+  }
+}
+
+void Engine::shutdown() {
+  if (forkGeneration_ != forkGeneration.load()) {
+    // The child of a fork owns neither the thread nor the connections.
+    if (thread_.joinable()) thread_.detach();
+    static_cast<void>(process_.release());
+    return;
+  }
+  if (!process_) return;
+  call([this] {
+    shutDown_ = true;
+    for (auto& [id, group] : groups_) {
+      group->leave();
+      remains_.push_back(group);
+    }
+    groups_.clear();
+    active_.clear();
+    collectContinuations();
+  });
+  // Peers may not have read the last bytes we sent; they have when they left, too.
+  const Deadline deadline = Deadline::after(process_->clock(), kFarewell);
+  const auto settled = [this] {
+    process_->poll();
+    process_->checkPeers();
+    return std::all_of(remains_.begin(), remains_.end(),
+                       [](const auto& group) { return !group->spansNodes() || group->abandoned(); });
+  };
+  bool done = false;
+  while (!done && thread_.joinable() && !deadline.passed(process_->clock())) {
+    call([&] { done = settled(); });
+    if (!done) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  {
+    const std::lock_guard lock(threadMutex_);
+    stop_ = true;
+  }
+  threadChanged_.notify_all();
+  process_->doorbell().ringSelf();
+  if (thread_.joinable()) thread_.join();
+  remains_.clear();
+  stash_.clear();
+  process_.reset();
+}
+
+// --- groups -----------------------------------------------------------------------------------------------
+
+std::pair<std::shared_ptr<Group>, bootstrap::Introduction> Engine::beginGroup(
+    const Group::Spec& spec) {
+  requireUsable();
+  auto group = std::make_shared<Group>(*process_, spec);
+  bootstrap::Introduction mine;
+  call([&] {
+    if (shutDown_) raise(ErrorKind::Usage, "smddp has been shut down");
+    reap();
+    mine = process_->introduce(group->publish());
+    mine.nodeAgreement = nodeAgreement_;
+  });
+  return {group, mine};
+}
+
+void Engine::finishGroup(const std::shared_ptr<Group>& group,
+                         const std::vector<bootstrap::Introduction>& introductions,
+                         const std::vector<std::string>& nodeOfRank) {
+  call([&] {
+    group->join(introductions, nodeOfRank);
+    groups_[group->id()] = group;
+    if (const auto kept = stash_.extract(group->id()); !kept.empty()) {
+      for (const Stashed& message : kept.mapped()) group->onControl(*message.from, message.message);
+    }
+  });
+  SMDDP_LOG(Info, "engine", "{}", group->describe());
+}
+
+std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group::Spec& spec,
+                                           Nanoseconds timeout) {
+  auto [group, mine] = beginGroup(spec);
+  bootstrap::Rendezvous rendezvous(store, spec.name, spec.me, spec.size, timeout);
+  auto introductions = rendezvous.exchange(mine);
+  const auto probe = [this](const bootstrap::Introduction& other, std::string* why) {
+    return process_->probe(other, why);
+  };
+  const bootstrap::Locality locality = rendezvous.agreeOnNodes(introductions, probe);
+  const auto& names = locality.nodeOfRank;
+  const bool severalNodes =
+      std::any_of(names.begin(), names.end(), [&](const auto& name) { return name != names[0]; });
+  if (severalNodes) {
+    // Endpoints are made only now: on a single node the network is never touched.
+    call([&] {
+      process_->openFabric();
+      mine = process_->introduce(mine.group);
+      mine.nodeAgreement = nodeAgreement_;
+    });
+    bootstrap::Rendezvous second(store, spec.name + ".fabric", spec.me, spec.size, timeout);
+    introductions = second.exchange(mine);
+  }
+  call([&] { nodeAgreement_ = locality.agreement; });
+  finishGroup(group, introductions, names);
+  return group;
+}
+
+void Engine::destroyGroup(const std::shared_ptr<Group>& group) {
+  if (!process_ || forkGeneration_ != forkGeneration.load()) return;
+  call([&] {
+    const auto found = groups_.find(group->id());
+    if (found == groups_.end() || found->second != group) return;
+    group->leave();
+    collectContinuations();
+    std::erase(active_, group.get());
+    remains_.push_back(group);
+    groups_.erase(found);
+    reap();
+  });
+  runContinuations();
+}
+
+// Gives back the memory of groups that nobody can touch any more.
+void Engine::reap() {
+  if (remains_.empty()) return;
+  process_->poll();
+  process_->checkPeers();
+  std::erase_if(remains_, [](const auto& group) { return group->abandoned(); });
+}
+
+void Engine::dispatch(Peer& from, transport::Bytes message) {
+  // Every control message of the engine has its group behind the header.
+  uint64_t id = 0;
+  if (message.size() < sizeof(transport::ControlHeader) + sizeof id) return;
+  std::memcpy(&id, message.data() + sizeof(transport::ControlHeader), sizeof id);
+  if (const auto found = groups_.find(id); found != groups_.end()) {
+    found->second->onControl(from, message);
+    activate(*found->second);
+    return;
+  }
+  const bool known = std::any_of(remains_.begin(), remains_.end(),
+                                 [&](const auto& group) { return group->id() == id; });
+  if (known || stash_.size() >= kMaxStashed) return;
+  auto& waiting = stash_[id];
+  if (waiting.size() < kMaxStashed) waiting.push_back({&from, {message.begin(), message.end()}});
+}
+
+// --- operations -------------------------------------------------------------------------------------------
+
+template <typename Operation>
+CompletionPtr Engine::submitAny(Group& group, Operation operation) {
+  requireUsable();
+  auto completion = std::make_shared<Completion>();
+  const bool willWait = operation.willWait;
+  if (tryOwn()) {
+    drainInbox();
+    group.submit(std::move(operation), completion);
+    activate(group);
+    if (willWait) {
+      runOwned([&] { return completion->done(); }, /*patient=*/false);
+    } else {
+      turn();
+    }
+    release();
+    runContinuations();
+  } else {
+    auto shared = std::make_shared<Operation>(std::move(operation));
+    post([this, &group, shared, completion] {
+      group.submit(std::move(*shared), completion);
+      activate(group);
+    });
+  }
+  if (willWait) wait(*completion);
+  return completion;
+}
+
+CompletionPtr Engine::submit(Group& group, Request request) {
+  return submitAny(group, std::move(request));
+}
+
+CompletionPtr Engine::submit(Group& group, Message message) {
+  return submitAny(group, std::move(message));
+}
+
+void Engine::wait(const Completion& completion) {
+  if (completion.done()) return;
+  requireUsable();
+  waitUntil([&] { return completion.done(); });
+}
+
+void Engine::abort(Group& group, const std::string& reason) {
+  if (forkGeneration_ != forkGeneration.load()) return;
+  call([&] {
+    group.fail(Error(ErrorKind::Aborted, reason));
+    collectContinuations();
+  });
+  runContinuations();
+}
+
+void Engine::call(const std::function<void()>& action) {
+  if (tryOwn()) {
+    std::exception_ptr error;
+    try {
+      drainInbox();
+      action();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    release();
+    if (error) std::rethrow_exception(error);
+    return;
+  }
+  struct Outcome {
+    std::atomic<bool> done{false};
+    std::exception_ptr error;
+  } outcome;
+  post([&] {
+    try {
+      action();
+    } catch (...) {
+      outcome.error = std::current_exception();
+    }
+    outcome.done.store(true, std::memory_order_release);
+  });
+  waitUntil([&] { return outcome.done.load(std::memory_order_acquire); });
+  if (outcome.error) std::rethrow_exception(outcome.error);
+}
+
+// --- ownership --------------------------------------------------------------------------------------------
+
+void Engine::post(std::function<void()> action) {
+  {
+    const std::lock_guard lock(inboxMutex_);
+    inbox_.push_back(std::move(action));
+    inboxSize_.store(inbox_.size());
+  }
+  process_->doorbell().ringSelf();
+  // The owner may have let go between our look and the push: then somebody must take it up.
+  if (tryOwn()) {
+    drainInbox();
+    release();
+  }
+}
+
+void Engine::drainInbox() {
+  while (inboxSize_.load(std::memory_order_acquire) > 0) {
+    std::vector<std::function<void()>> actions;
+    {
+      const std::lock_guard lock(inboxMutex_);
+      actions.swap(inbox_);
+      inboxSize_.store(0);
+    }
+    for (const auto& action : actions) action();
+    if (waiters_.load() > 0) {
+      const std::lock_guard lock(waitMutex_);
+      waitChanged_.notify_all();
+    }
+  }
+}
+
+void Engine::release() {
+  const bool busy = !active_.empty();
+  busy_.store(busy);
+  owned_.store(false);
+  if (waiters_.load() > 0) {
+    const std::lock_guard lock(waitMutex_);
+    waitChanged_.notify_all();
+  } else if (busy && thread_.joinable()) {
+    const std::lock_guard lock(threadMutex_);
+    threadChanged_.notify_one();
+  }
+  // What was posted while we let go has no other taker.
+  if (inboxSize_.load() > 0 && tryOwn()) {
+    drainInbox();
+    turn();
+    release();
+  }
+}
+
+void Engine::waitUntil(const std::function<bool()>& done) {
+  while (!done()) {
+    if (tryOwn()) {
+      runOwned(done, /*patient=*/false);
+      release();
+      runContinuations();
+      continue;
+    }
+    std::unique_lock lock(waitMutex_);
+    waiters_.fetch_add(1);
+    waitChanged_.wait_for(lock, kWaiterPeriod, [&] { return done() || !owned_.load(); });
+    waiters_.fetch_sub(1);
+  }
+  // Our presence may have kept the progress thread from taking up what is left.
+  if (busy_.load() && !owned_.load()) {
+    const std::lock_guard lock(threadMutex_);
+    threadChanged_.notify_one();
+  }
+}
+
+void Engine::activate(Group& group) {
+  if (std::find(active_.begin(), active_.end(), &group) == active_.end()) active_.push_back(&group);
+}
+
+bool Engine::turn() {
+  bool advanced = false;
+  bool messages = false;
+  for (size_t i = 0; i < active_.size(); ++i) {
+    advanced |= active_[i]->advance();
+    messages |= active_[i]->needsPolling();
+  }
+  if (messages && process_->poll() > 0) advanced = true;
+  if (advanced) {
+    collectContinuations();
+    if (waiters_.load(std::memory_order_relaxed) > 0) {
+      const std::lock_guard lock(waitMutex_);
+      waitChanged_.notify_all();
+    }
+  }
+  return advanced;
+}
+
+bool Engine::step() {
+  if (!tryOwn()) return false;
+  drainInbox();
+  process_->poll();
+  const bool advanced = turn();
+  if (!advanced) look();
+  release();
+  runContinuations();
+  return advanced;
+}
+
+// The slow path's look at everything that can go wrong.
+void Engine::look() {
+  process_->poll();
+  process_->checkPeers();
+  for (size_t i = 0; i < active_.size(); ++i) active_[i]->checkHealth();
+  collectContinuations();
+}
+
+void Engine::collectContinuations() {
+  const auto take = [this](Group& group) {
+    for (auto& action : group.takeContinuations()) continuations_.push_back(std::move(action));
+  };
+  for (Group* group : active_) take(*group);
+  for (auto& group : remains_) take(*group);
+  if (!continuations_.empty()) ended_.store(true);
+  std::erase_if(active_, [](Group* group) { return group->idle(); });
+}
+
+void Engine::runOwned(const std::function<bool()>& done, bool patient) {
+  Patience patience(patient);
+  while (true) {
+    drainInbox();
+    const bool advanced = turn();
+    if (done() || !continuations_.empty()) return;
+    // The progress thread leaves the field to a caller that waits, who pays no hand-over from then on.
+    if (patient && waiters_.load() > 0) return;
+    if (advanced) {
+      patience = Patience(patient);
+      continue;
+    }
+    if (patience.spin()) continue;
+    const Nanoseconds now = process_->clock().now();
+    if (now >= nextLook_) {
+      nextLook_ = now + kLookPeriod;
+      look();
+      if (done() || !continuations_.empty()) return;
+    }
+    process_->doorbell().prepare();
+    if (inboxSize_.load() > 0 || turn() || done()) {
+      process_->doorbell().cancel();
+      continue;
+    }
+    const bool network = std::any_of(active_.begin(), active_.end(),
+                                     [](Group* group) { return group->spansNodes(); });
+    process_->sleep(std::max<Nanoseconds>(nextLook_ - process_->clock().now(), 1), network);
+  }
+}
+
+// Called without ownership. A continuation is the user's code: what it throws is its own business.
+void Engine::runContinuations() {
+  while (ended_.load() && tryOwn()) {
+    std::vector<std::function<void()>> ready;
+    ready.swap(continuations_);
+    ended_.store(false);
+    release();
+    for (const auto& action : ready) {
+      try {
+        action();
+      } catch (const std::exception& error) {
+        SMDDP_LOG(Warn, "engine", "a callback of a finished operation threw: {}", error.what());
+      }
+    }
+  }
+}
+
+void Engine::progressLoop() {
+  pthread_setname_np(pthread_self(), "smddp-progress");
+  const transport::shm::Lifeline lifeline(process_->sharedSlab());
+  while (true) {
+    {
+      std::unique_lock lock(threadMutex_);
+      threadChanged_.wait(lock, [this] { return stop_ || (busy_.load() && waiters_.load() == 0); });
+      if (stop_) return;
+    }
+    if (!tryOwn()) {
+      std::this_thread::yield();
+      continue;
+    }
+    try {
+      runOwned([this] { return active_.empty(); }, /*patient=*/true);
+    } catch (const std::exception& error) {
+      for (Group* group : active_) group->fail(Error(ErrorKind::Internal, error.what()));
+      collectContinuations();
+    }
+    release();
+    runContinuations();
+  }
+}
+
+}  // namespace smddp::engine

@@ -1,0 +1,132 @@
+// Runs the operations of all groups of a process. Whoever holds the engine's ownership runs it.
+//
+// A caller that will wait anyway takes ownership and runs the executor itself until its operation is done: no
+// hand-over is paid. An asynchronous submitter takes the first steps; what is left goes to the one progress thread,
+// which is parked while a caller owns the engine or nothing is in flight. Somebody who finds the engine owned
+// leaves his request in the inbox, which the owner empties at every turn.
+//
+// Waiting adapts: a few pauses, at most a hundred yields, then sleep until a mate rings, the network has something
+// or it is time to look after the peers' health.
+//
+// Threads: all public functions from any thread. Continuations run without ownership, on the thread that completed
+// the operation; they may submit and wait.
+// Ends: shutdown() (or the destructor) leaves all groups and joins the thread. After fork() the child's copy
+// refuses every call.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "bootstrap/store.h"
+#include "engine/group.h"
+#include "engine/process.h"
+
+namespace smddp::engine {
+
+class Engine {
+ public:
+  struct Options {
+    Process::Options process;
+    // Without it nothing runs but in step() and in callers that wait: the simulator's tests.
+    bool progressThread = true;
+  };
+  explicit Engine(Options options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Meets the other ranks in the store. Throws Timeout, Mismatch, Transport, Resource.
+  std::shared_ptr<Group> createGroup(bootstrap::Store& store, const Group::Spec& spec,
+                                     Nanoseconds timeout);
+  // The same in two halves around an exchange done elsewhere.
+  std::pair<std::shared_ptr<Group>, bootstrap::Introduction> beginGroup(const Group::Spec& spec);
+  void finishGroup(const std::shared_ptr<Group>& group,
+                   const std::vector<bootstrap::Introduction>& introductions,
+                   const std::vector<std::string>& nodeOfRank);
+  // Idempotent. Operations in flight end with Aborted.
+  void destroyGroup(const std::shared_ptr<Group>& group);
+
+  CompletionPtr submit(Group& group, Request request);
+  CompletionPtr submit(Group& group, Message message);
+  // Until the operation has ended, well or not; its deadline is the operation's own.
+  void wait(const Completion& completion);
+  // Ends everything in flight on the group, on all ranks.
+  void abort(Group& group, const std::string& reason);
+  // Runs `action` on the engine's owner and returns when it has run. Exceptions pass through.
+  void call(const std::function<void()>& action);
+
+  // One turn, for engines without a thread. True when anything advanced.
+  bool step();
+
+  Process& process() { return *process_; }
+  // Leaves all groups, waits a moment for peers to have what we sent, joins the thread. Idempotent.
+  void shutdown();
+
+ private:
+  struct Patience;
+
+  bool tryOwn() {
+    return !owned_.load(std::memory_order_relaxed) &&
+           !owned_.exchange(true, std::memory_order_acquire);
+  }
+  void release();
+  void post(std::function<void()> action);
+  void drainInbox();
+  bool turn();
+  // Runs until `done` or until there is something the owner must give up ownership for.
+  void runOwned(const std::function<bool()>& done, bool patient);
+  void waitUntil(const std::function<bool()>& done);
+  void collectContinuations();
+  void runContinuations();
+  void look();
+  void progressLoop();
+  void activate(Group& group);
+  void dispatch(Peer& from, transport::Bytes message);
+  void reap();
+  void requireUsable() const;
+  template <typename Operation>
+  CompletionPtr submitAny(Group& group, Operation operation);
+
+  const uint32_t forkGeneration_;
+  std::unique_ptr<Process> process_;
+  std::atomic<bool> owned_{false};
+
+  // Owner only.
+  std::map<uint64_t, std::shared_ptr<Group>> groups_;  // by id
+  std::vector<Group*> active_;                          // groups with something in flight
+  std::vector<std::shared_ptr<Group>> remains_;         // left, memory still in use by others
+  std::vector<std::function<void()>> continuations_;
+  std::atomic<bool> ended_{false};  // continuations_ has some
+  struct Stashed {
+    Peer* from;
+    std::vector<std::byte> message;
+  };
+  std::map<uint64_t, std::deque<Stashed>> stash_;  // for groups that this rank has not made yet
+  uint64_t nodeAgreement_ = 0;
+  Nanoseconds nextLook_ = 0;
+
+  std::mutex inboxMutex_;
+  std::vector<std::function<void()>> inbox_;  // guarded by inboxMutex_
+  std::atomic<size_t> inboxSize_{0};
+
+  // Those who wait for the owner to finish something or to let go.
+  std::mutex waitMutex_;
+  std::condition_variable waitChanged_;
+  std::atomic<int> waiters_{0};
+
+  std::mutex threadMutex_;
+  std::condition_variable threadChanged_;
+  std::atomic<bool> busy_{false};  // something is in flight
+  bool stop_ = false;              // guarded by threadMutex_
+  bool shutDown_ = false;          // owner only
+  std::thread thread_;
+};
+
+}  // namespace smddp::engine

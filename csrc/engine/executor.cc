@@ -1,0 +1,351 @@
+#include "engine/executor.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine/call.h"
+
+namespace smddp::engine {
+
+using plan::Op;
+using plan::Ref;
+using plan::Space;
+using plan::Step;
+
+Buffer::Run Buffer::find(int64_t offset, int64_t length) const {
+  for (const auto& piece : *pieces_) {
+    const auto bytes = static_cast<int64_t>(piece.size());
+    if (offset < bytes) return {piece.data() + offset, std::min(length, bytes - offset)};
+    offset -= bytes;
+  }
+  raise(ErrorKind::Internal, "a plan reads {} bytes beyond its buffer", offset + length);
+}
+
+CachedPlan::CachedPlan(plan::Plan made)
+    : plan(std::move(made)),
+      channelOfStep(plan.steps.size(), kNone),
+      channelOfRef(plan.refs.size(), kNone) {
+  const auto find = [&](Rank peer, uint8_t stream) {
+    for (size_t i = 0; i < plan.channels.size(); ++i) {
+      if (plan.channels[i].peer == peer && plan.channels[i].stream == stream) {
+        return static_cast<uint16_t>(i);
+      }
+    }
+    return kNone;
+  };
+  for (size_t i = 0; i < plan.steps.size(); ++i) {
+    const Step& step = plan.steps[i];
+    if (step.op == Op::Put || step.op == Op::Receive || step.op == Op::Release ||
+        step.op == Op::Flush) {
+      channelOfStep[i] = find(step.who, step.stream);
+    }
+  }
+  for (size_t i = 0; i < plan.refs.size(); ++i) {
+    const Ref& ref = plan.refs[i];
+    if (ref.space == Space::Arrival) channelOfRef[i] = find(ref.owner, ref.pool);
+  }
+  const auto add = [&](const plan::Block& block) {
+    for (uint32_t i = block.firstStep; i < block.firstStep + block.numSteps; ++i) {
+      const Step& step = plan.steps[i];
+      if (step.op == Op::Put) putBytes += step.length * block.trips;
+      if (step.op == Op::Copy || step.op == Op::Reduce) {
+        moveBytes += step.length * step.numSources * block.trips;
+      }
+    }
+  };
+  add(plan.preamble);
+  for (const plan::Lane& lane : plan.lanes) {
+    for (const plan::Block& block : lane.blocks) add(block);
+  }
+}
+
+void Executor::start(const CachedPlan& plan, Binding binding, bool arrived) {
+  plan_ = &plan;
+  binding_ = std::move(binding);
+  preambleNext_ = arrived ? plan.plan.preamble.numSteps : 0;
+  positions_.assign(plan.plan.lanes.size(), {});
+  gathered_.clear();
+  done_ = false;
+  bindChannels();
+}
+
+void Executor::rebind(const CachedPlan& plan, Binding binding) {
+  start(plan, std::move(binding), /*arrived=*/true);
+}
+
+// Moves the channels on by what this execution declares, so that the next one on the track can be bound
+// whatever became of the bytes of this one.
+void Executor::bindChannels() {
+  bound_.clear();
+  for (const plan::ChannelUse& use : plan_->plan.channels) {
+    const auto found = std::find_if(track_.channels.begin(), track_.channels.end(), [&](auto& c) {
+      return c.peer == use.peer && c.stream == use.stream;
+    });
+    SMDDP_CHECK(found != track_.channels.end(), "no channel to rank {}", use.peer);
+    bound_.push_back({&*found, found->putsBefore, found->arrivalsBefore});
+    found->putsBefore += static_cast<uint64_t>(use.puts);
+    found->arrivalsBefore += static_cast<uint64_t>(use.arrivals);
+  }
+}
+
+bool Executor::advance() {
+  if (done_) return false;
+  bool advanced = false;
+  const plan::Block& preamble = plan_->plan.preamble;
+  while (preambleNext_ < preamble.numSteps) {
+    if (!execute(preamble.firstStep + preambleNext_, 0)) return advanced;
+    ++preambleNext_;
+    advanced = true;
+    // The group looks at what arrived before the lanes start.
+    if (preambleDone()) return true;
+  }
+  bool finished = true;
+  for (size_t lane = 0; lane < positions_.size(); ++lane) {
+    advanced |= advanceLane(lane);
+    finished &= positions_[lane].block == plan_->plan.lanes[lane].blocks.size();
+  }
+  // The sources of puts may be user memory: the operation ends when the network has let go of them.
+  if (finished && flushed()) {
+    done_ = true;
+    advanced = true;
+  }
+  return advanced;
+}
+
+bool Executor::advanceLane(size_t lane) {
+  const auto& blocks = plan_->plan.lanes[lane].blocks;
+  Position& at = positions_[lane];
+  bool advanced = false;
+  while (at.block < blocks.size()) {
+    const plan::Block& block = blocks[at.block];
+    if (!execute(block.firstStep + at.step, at.trip)) return advanced;
+    advanced = true;
+    if (++at.step < block.numSteps) continue;
+    at.step = 0;
+    if (++at.trip < block.trips) continue;
+    at.trip = 0;
+    ++at.block;
+  }
+  return advanced;
+}
+
+bool Executor::execute(uint32_t stepIndex, int64_t trip) {
+  const Step& step = plan_->plan.steps[stepIndex];
+  const int64_t value = step.value.at(trip);
+  switch (step.op) {
+    case Op::Copy:
+    case Op::Reduce:
+      move(step, trip);
+      return true;
+    case Op::Signal: {
+      TrackHeader& mine = *track_.headers[topology_.myLocal()];
+      if (step.counter == plan::kArrival) {
+        track_.arrivalOf(topology_.myLocal())
+            .number.store(track_.execution, std::memory_order_release);
+      } else {
+        mine.counters[step.counter].value.store(counterValue(track_.execution, value),
+                                                std::memory_order_release);
+      }
+      wake_();
+      return true;
+    }
+    case Op::Wait:
+      return counterReached(step, value);
+    case Op::Put:
+      return put(step, stepIndex, trip);
+    case Op::Receive:
+      return received(step, stepIndex, trip);
+    case Op::Release: {
+      const Bound& channel = bound(stepIndex);
+      channel.ends->receive->release(channel.arrivals + static_cast<uint64_t>(value));
+      return true;
+    }
+    case Op::Flush: {
+      const Bound& channel = bound(stepIndex);
+      return value <= 0 ||
+             channel.ends->send->flushed() >= channel.puts + static_cast<uint64_t>(value);
+    }
+  }
+  return false;
+}
+
+bool Executor::counterReached(const Step& step, int64_t value) const {
+  if (value <= 0) return true;
+  const auto reached = [&](int local) {
+    if (step.counter == plan::kArrival) {
+      return track_.arrivalOf(local).number.load(std::memory_order_acquire) >= track_.execution;
+    }
+    return track_.headers[local]->counters[step.counter].value.load(std::memory_order_acquire) >=
+           counterValue(track_.execution, value);
+  };
+  if (step.who != plan::kTeam) return reached(step.who);
+  for (int local = 0; local < topology_.teamSize(); ++local) {
+    if (local != topology_.myLocal() && !reached(local)) return false;
+  }
+  return true;
+}
+
+Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip,
+                              int64_t length) const {
+  const Ref& ref = plan_->plan.refs[refIndex];
+  const int64_t offset = ref.offset.at(trip) + skip;
+  switch (ref.space) {
+    case Space::Input:
+      return binding_.input.at(offset, length);
+    case Space::Output:
+      return binding_.output.at(offset, length);
+    case Space::MateInput:
+      return {binding_.mateInputs[ref.owner] + offset, length};
+    case Space::MateOutput:
+      return {binding_.mateOutputs[ref.owner] + offset, length};
+    case Space::Slot: {
+      const plan::Pool& pool = plan_->plan.pools[ref.pool];
+      const int64_t slot = ref.index.at(trip) % pool.slots;
+      return {track_.halfOf(ref.owner) + pool.offset + slot * pool.slotBytes + offset, length};
+    }
+    case Space::Arrival: {
+      const Bound& channel = bound_[plan_->channelOfRef[refIndex]];
+      const auto payload = channel.ends->receive->payload(
+          channel.arrivals + static_cast<uint64_t>(ref.index.at(trip)) + 1);
+      SMDDP_CHECK(offset + length <= static_cast<int64_t>(payload.size()),
+                  "a step reads {} bytes of a message of {}", offset + length, payload.size());
+      return {const_cast<std::byte*>(payload.data()) + offset, length};
+    }
+  }
+  return {};
+}
+
+// Copies and reductions, in as many runs as the buffers are made of.
+void Executor::move(const Step& step, int64_t trip) {
+  const bool scales = (step.preScale && binding_.op == ReduceOp::PREMUL_SUM) ||
+                      (step.postScale && binding_.op == ReduceOp::AVG);
+  const bool copies = step.numSources == 1 && !scales;
+  reduction::Scale scale = binding_.scale;
+  scale.pre = step.preScale && binding_.op == ReduceOp::PREMUL_SUM;
+  scale.post = step.postScale && binding_.op == ReduceOp::AVG;
+  const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
+  for (int64_t moved = 0; moved < step.length;) {
+    int64_t run = step.length - moved;
+    destinations_.clear();
+    sources_.clear();
+    for (uint32_t i = 0; i < step.numDestinations; ++i) {
+      const auto at = resolve(step.firstRef + i, trip, moved, run);
+      destinations_.push_back(at.data);
+      run = at.bytes;
+    }
+    for (uint32_t i = 0; i < step.numSources; ++i) {
+      const auto at = resolve(step.firstRef + step.numDestinations + i, trip, moved, run);
+      sources_.push_back(at.data);
+      run = at.bytes;
+    }
+    if (copies) {
+      for (void* destination : destinations_) {
+        if (destination != sources_.front()) {
+          std::memcpy(destination, sources_.front(), static_cast<size_t>(run));
+        }
+      }
+    } else {
+      reduction::reduce(destinations_, sources_, static_cast<size_t>(run / elementBytes),
+                        binding_.type, binding_.op, scale);
+    }
+    moved += run;
+  }
+}
+
+bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
+  const Bound& channel = bound(stepIndex);
+  const uint64_t number = channel.puts + static_cast<uint64_t>(step.value.at(trip));
+  // Another lane may share the channel: messages leave in the order of their numbers.
+  if (channel.ends->send->sent() + 1 != number) return false;
+  transport::Bytes payload;
+  if (step.length > 0) {
+    const auto run = resolve(step.firstRef, trip, 0, step.length);
+    payload = {run.data, static_cast<size_t>(run.bytes)};
+    if (run.bytes < step.length) {
+      if (!channel.ends->send->open()) return false;
+      auto& whole = gathered_.emplace_back(static_cast<size_t>(step.length));
+      for (int64_t moved = 0; moved < step.length;) {
+        const auto part = resolve(step.firstRef, trip, moved, step.length - moved);
+        std::memcpy(whole.data() + moved, part.data, static_cast<size_t>(part.bytes));
+        moved += part.bytes;
+      }
+      payload = whole;
+    }
+  }
+  const bool sent = channel.ends->send->put(number, payload, binding_.call, binding_.sequence);
+  if (!sent && payload.size() > 0 && !gathered_.empty() &&
+      payload.data() == gathered_.back().data()) {
+    gathered_.pop_back();
+  }
+  return sent;
+}
+
+bool Executor::received(const Step& step, uint32_t stepIndex, int64_t trip) {
+  const Bound& channel = bound(stepIndex);
+  const uint64_t number = channel.arrivals + static_cast<uint64_t>(step.value.at(trip));
+  if (channel.ends->receive->arrived() < number) return false;
+  const transport::PutHeader& header = channel.ends->receive->header(number);
+  if (!sameCall(header.call, binding_.call)) {
+    raise(ErrorKind::Mismatch, "rank {} is in {} while this rank is in {}", step.who,
+          describe(header.call), describe(binding_.call));
+  }
+  if (header.length != static_cast<uint64_t>(step.length)) {
+    raise(ErrorKind::Mismatch,
+          "rank {} sent {} bytes where its plan has {}: do all ranks run the same smddp with the "
+          "same settings?",
+          step.who, header.length, step.length);
+  }
+  return true;
+}
+
+bool Executor::flushed() const {
+  for (size_t i = 0; i < bound_.size(); ++i) {
+    const auto puts = static_cast<uint64_t>(plan_->plan.channels[i].puts);
+    if (puts > 0 && bound_[i].ends->send->flushed() < bound_[i].puts + puts) return false;
+  }
+  return true;
+}
+
+void Executor::addAwaited(const Step& step, int64_t trip, std::set<Rank>& awaited) const {
+  if (step.op != Op::Wait) {
+    if (step.who >= 0) awaited.insert(step.who);
+    return;
+  }
+  for (int local = 0; local < topology_.teamSize(); ++local) {
+    if (local == topology_.myLocal() || (step.who != plan::kTeam && step.who != local)) continue;
+    Step one = step;
+    one.who = local;
+    if (!counterReached(one, step.value.at(trip))) awaited.insert(topology_.team()[local]);
+  }
+}
+
+Standstill Executor::standstill() const {
+  Standstill found;
+  if (plan_ == nullptr || done_) return found;
+  const plan::Plan& plan = plan_->plan;
+  if (!preambleDone()) {
+    addAwaited(plan.steps[plan.preamble.firstStep + preambleNext_], 0, found.awaited);
+    found.where = "at the arrival";
+    return found;
+  }
+  for (size_t lane = 0; lane < positions_.size(); ++lane) {
+    const Position& at = positions_[lane];
+    const auto& blocks = plan.lanes[lane].blocks;
+    if (at.block == blocks.size()) continue;
+    addAwaited(plan.steps[blocks[at.block].firstStep + at.step], at.trip, found.awaited);
+    if (found.where.empty()) {
+      found.where = fmt::format("in stage \"{}\", chunk {}", plan.lanes[lane].name, at.trip);
+    }
+  }
+  if (!found.where.empty()) return found;
+  found.where = "for the last bytes to leave";
+  for (size_t i = 0; i < bound_.size(); ++i) {
+    const auto puts = static_cast<uint64_t>(plan.channels[i].puts);
+    if (puts > 0 && bound_[i].ends->send->flushed() < bound_[i].puts + puts) {
+      found.awaited.insert(bound_[i].ends->peer);
+    }
+  }
+  return found;
+}
+
+}  // namespace smddp::engine

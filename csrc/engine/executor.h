@@ -1,0 +1,140 @@
+// Runs a plan: binds its symbols to addresses and advances its lanes, without ever blocking.
+//
+// Owns nothing but positions; the track, the plan and the buffers outlive it. Runs on the thread that owns the
+// engine. An exception (mismatch, broken channel) leaves it where it was; the group then fails the operation
+// and does not run it again.
+#pragma once
+
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "engine/request.h"
+#include "engine/track.h"
+#include "plan/plan.h"
+#include "plan/topology.h"
+#include "reduction/reduce.h"
+
+namespace smddp::engine {
+
+// Memory that the executor addresses by offset: usually one run of bytes, else several.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(std::byte* flat) : flat_(flat) {}
+  explicit Buffer(const Pieces& pieces) {
+    if (pieces.size() == 1) {
+      flat_ = pieces.front().data();
+    } else {
+      pieces_ = &pieces;
+    }
+  }
+  struct Run {
+    std::byte* data;
+    int64_t bytes;
+  };
+  // The longest contiguous run from `offset`, at most `length` bytes.
+  Run at(int64_t offset, int64_t length) const {
+    if (pieces_ == nullptr) return {flat_ + offset, length};
+    return find(offset, length);
+  }
+
+ private:
+  Run find(int64_t offset, int64_t length) const;
+
+  std::byte* flat_ = nullptr;
+  const Pieces* pieces_ = nullptr;
+};
+
+// A plan and what can be known about it once, whatever it is bound to.
+struct CachedPlan {
+  explicit CachedPlan(plan::Plan plan);
+  plan::Plan plan;
+  std::vector<uint16_t> channelOfStep;  // index into plan.channels; kNone where there is none
+  std::vector<uint16_t> channelOfRef;
+  int64_t putBytes = 0;   // sent to other nodes by one execution
+  int64_t moveBytes = 0;  // read by its copies and reductions
+  static constexpr uint16_t kNone = 0xffff;
+};
+
+// The operation a plan is run for.
+struct Binding {
+  Buffer input;
+  Buffer output;
+  std::vector<std::byte*> mateInputs;   // by local index; zero-copy plans only
+  std::vector<std::byte*> mateOutputs;
+  DataType type = DataType::uint8;
+  ReduceOp op = ReduceOp::SUM;
+  reduction::Scale scale;  // factor and divisor
+  transport::CallFingerprint call;
+  uint64_t sequence = 0;
+};
+
+// Why nothing advances: where the first blocked lane stands, and whom any lane awaits.
+struct Standstill {
+  std::string where;
+  std::set<Rank> awaited;
+};
+
+class Executor {
+ public:
+  // Told after every signal, so that sleeping mates are woken.
+  using Wake = std::function<void()>;
+
+  Executor(const plan::Topology& topology, Track& track, Wake wake)
+      : topology_(topology), track_(track), wake_(std::move(wake)) {}
+
+  // Begins an execution at its preamble, or behind it when the arrival has already been seen. The
+  // track's execution number and channels must be those of this execution.
+  void start(const CachedPlan& plan, Binding binding, bool arrived);
+  // Does what can be done now. True when anything advanced.
+  bool advance();
+  bool preambleDone() const { return preambleNext_ == plan_->plan.preamble.numSteps; }
+  bool done() const { return done_; }
+  // Changes what the lanes will read and write, after the preamble and before the first lane step.
+  void rebind(const CachedPlan& plan, Binding binding);
+  Standstill standstill() const;
+
+ private:
+  struct Position {
+    uint32_t block = 0;
+    uint32_t step = 0;
+    int64_t trip = 0;
+  };
+  struct Bound {
+    ChannelEnds* ends;
+    uint64_t puts;      // put number 0 of this execution is message puts + 1
+    uint64_t arrivals;
+  };
+
+  bool advanceLane(size_t lane);
+  bool execute(uint32_t stepIndex, int64_t trip);
+  void move(const plan::Step& step, int64_t trip);
+  Buffer::Run resolve(uint32_t refIndex, int64_t trip, int64_t skip, int64_t length) const;
+  bool counterReached(const plan::Step& step, int64_t value) const;
+  bool put(const plan::Step& step, uint32_t stepIndex, int64_t trip);
+  bool received(const plan::Step& step, uint32_t stepIndex, int64_t trip);
+  bool flushed() const;
+  void addAwaited(const plan::Step& step, int64_t trip, std::set<Rank>& awaited) const;
+  Bound& bound(uint32_t stepIndex) { return bound_[plan_->channelOfStep[stepIndex]]; }
+  const Bound& bound(uint32_t stepIndex) const { return bound_[plan_->channelOfStep[stepIndex]]; }
+  void bindChannels();
+
+  const plan::Topology& topology_;
+  Track& track_;
+  Wake wake_;
+  const CachedPlan* plan_ = nullptr;
+  Binding binding_;
+  std::vector<Bound> bound_;
+  std::vector<Position> positions_;
+  uint32_t preambleNext_ = 0;
+  bool done_ = true;
+  // Messages whose source was not one run of bytes; kept until the execution ends.
+  std::vector<std::vector<std::byte>> gathered_;
+  // Scratch of move(), kept to save allocations.
+  std::vector<void*> destinations_;
+  std::vector<const void*> sources_;
+};
+
+}  // namespace smddp::engine

@@ -1,0 +1,491 @@
+#include "engine/group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "common/config.h"
+#include "common/log.h"
+#include "engine/call.h"
+
+namespace smddp::engine {
+namespace {
+
+using collectives::Collective;
+
+// Tracks for which a group reserves address space; how many it uses is decided when its nodes are known.
+constexpr int64_t kTracksAcrossNodes = 4;
+// The track number under which messages between two ranks travel.
+constexpr uint8_t kMessageTrack = 255;
+constexpr int64_t kMessageBytes = 64 << 10;
+constexpr int64_t kMessageWindow = 4;
+
+// Introduction::group.
+struct GroupBlob {
+  uint64_t regionOffset = 0;
+  uint64_t regionBytes = 0;
+  uint64_t groupId = 0;  // rank 0's counts
+};
+
+GroupBlob parseBlob(const bootstrap::Introduction& introduction) {
+  GroupBlob blob;
+  if (introduction.group.size() != sizeof blob) {
+    raise(ErrorKind::Transport, "the group's entry of pid {} on {} is malformed", introduction.pid,
+          introduction.host);
+  }
+  std::memcpy(&blob, introduction.group.data(), sizeof blob);
+  return blob;
+}
+
+plan::Limits limitsFromSettings() {
+  plan::Limits limits;
+  limits.chunkBytes = settings().chunkBytes;
+  limits.fabricChunkBytes = settings().fabricChunkBytes;
+  limits.window = settings().fabricWindow;
+  limits.poolBytes = settings().poolBytes;
+  return limits;
+}
+
+bool reduces(Collective collective) {
+  return collective == Collective::AllReduce || collective == Collective::ReduceScatter;
+}
+
+bool inPlace(Collective collective) {
+  return collective == Collective::AllReduce || collective == Collective::Broadcast;
+}
+
+}  // namespace
+
+Group::Group(Process& process, Spec spec)
+    : process_(process), spec_(std::move(spec)), limits_(limitsFromSettings()) {
+  layout_.tracks = std::max(settings().inFlight, kTracksAcrossNodes);
+  layout_.halfBytes = limits_.poolBytes;
+}
+
+std::vector<std::byte> Group::publish() {
+  region_ = process_.slab().allocate(layout_.bytes());
+  process_.slab().commit(region_.first(layout_.poolOffset(0, 0)));
+  new (region_.data()) RegionHeader;
+  for (int64_t t = 0; t < layout_.tracks; ++t) new (region_.data() + layout_.trackOffset(t)) TrackHeader;
+  GroupBlob blob{process_.slab().offsetOf(region_.data()), region_.size(), 0};
+  const auto random = bootstrap::randomProcessId();
+  std::memcpy(&blob.groupId, random.data(), sizeof blob.groupId);
+  std::vector<std::byte> bytes(sizeof blob);
+  std::memcpy(bytes.data(), &blob, sizeof blob);
+  return bytes;
+}
+
+void Group::join(const std::vector<bootstrap::Introduction>& introductions,
+                 const std::vector<std::string>& nodeOfRank) {
+  topology_.emplace(plan::Topology::fromNames(nodeOfRank, spec_.me));
+  id_ = parseBlob(introductions.front()).groupId;
+  members_.resize(static_cast<size_t>(spec_.size));
+  std::vector<std::byte*> regions(topology_->team().size());
+  for (Rank r = 0; r < spec_.size; ++r) {
+    Member& member = members_[r];
+    const bool sharesNode = topology_->nodeOf(r) == topology_->myNode();
+    std::byte* region = nullptr;
+    if (r == spec_.me) {
+      region = region_.data();
+    } else {
+      member.peer = &process_.meet(introductions[r], sharesNode);
+      if (!sharesNode) continue;
+      const GroupBlob blob = parseBlob(introductions[r]);
+      const auto& mate = *member.peer->mate;
+      if (blob.regionBytes != region_.size() || blob.regionOffset > mate.size() ||
+          blob.regionBytes > mate.size() - blob.regionOffset) {
+        raise(ErrorKind::Mismatch,
+              "rank {} ({}) shares {} bytes for group \"{}\", this rank {}: do all ranks run the "
+              "same smddp?",
+              r, member.peer->describe(), blob.regionBytes, spec_.name, region_.size());
+      }
+      region = mate.data() + blob.regionOffset;
+      mates_.push_back(member.peer);
+    }
+    member.region = reinterpret_cast<RegionHeader*>(region);
+    regions[topology_->localOf(r)] = region;
+  }
+  plans_ = std::make_unique<PlanCache>(*topology_, limits_);
+  matcher_ = std::make_unique<Matcher>(*this, id_, spec_.me, kMessageBytes);
+  const int64_t numTracks = settings().inFlight > 0 ? settings().inFlight
+                            : spansNodes()          ? kTracksAcrossNodes
+                                                    : 1;
+  for (int64_t t = 0; t < numTracks; ++t) {
+    auto active = std::make_unique<Active>();
+    active->track.index = t;
+    for (std::byte* region : regions) {
+      active->track.headers.push_back(
+          reinterpret_cast<TrackHeader*>(region + layout_.trackOffset(t)));
+      active->track.halves.push_back(
+          {region + layout_.poolOffset(t, 0), region + layout_.poolOffset(t, 1)});
+    }
+    active->executor =
+        std::make_unique<Executor>(*topology_, active->track, [this] { wakeTeam(); });
+    tracks_.push_back(std::move(active));
+  }
+}
+
+Group::~Group() {
+  for (auto window : windows_) process_.slab().free(window);
+  if (!region_.empty()) process_.slab().free(region_);
+}
+
+void Group::submit(Request request, CompletionPtr completion) {
+  const uint64_t sequence = ++sequence_;
+  completion->setSequence(sequence);
+  const auto call = fingerprint(request);
+  if (broken_) {
+    end(*completion, errorFor(call, sequence));
+    return;
+  }
+  const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
+  pending_.push_back({std::move(request), std::move(completion), deadline, sequence, call});
+}
+
+void Group::submit(Message message, CompletionPtr completion) {
+  if (broken_) {
+    end(*completion, *broken_);
+    return;
+  }
+  Exchange exchange;
+  exchange.deadline = Deadline::after(process_.clock(), message.timeout);
+  exchange.message = std::move(message);
+  exchange.completion = std::move(completion);
+  try {
+    matcher_->submit(std::move(exchange));
+  } catch (const Error& error) {
+    fail(error);
+  }
+}
+
+bool Group::advance() {
+  if (broken_) return false;
+  try {
+    bool advanced = false;
+    for (auto& active : tracks_) {
+      if (active->phase != Phase::Idle) advanced |= advanceTrack(*active);
+    }
+    while (!pending_.empty()) {
+      Active& next = *tracks_[started_ % tracks_.size()];
+      if (next.phase != Phase::Idle) break;
+      startNext(next);
+      advanceTrack(next);
+      advanced = true;
+    }
+    return matcher_->advance() || advanced;
+  } catch (const Error& error) {
+    fail(error);
+  } catch (const std::exception& error) {
+    fail(Error(ErrorKind::Internal, error.what()));
+  }
+  return true;
+}
+
+bool Group::advanceTrack(Active& active) {
+  bool advanced = false;
+  for (bool again = true; again;) {
+    again = false;
+    switch (active.phase) {
+      case Phase::Idle:
+        return advanced;
+      case Phase::Arriving:
+        if (allArrived(active)) {
+          agree(active);
+          again = true;
+        }
+        break;
+      case Phase::Preamble:
+        again = active.executor->advance();
+        if (active.executor->preambleDone()) agree(active);
+        break;
+      case Phase::Running:
+        again = active.executor->advance();
+        if (active.executor->done()) finishTrack(active);
+        break;
+    }
+    advanced |= again;
+  }
+  return advanced;
+}
+
+void Group::startNext(Active& active) {
+  ++started_;
+  ++active.track.execution;
+  active.operations.clear();
+  active.operations.push_back(std::move(pending_.front()));
+  pending_.pop_front();
+  takeFusable(active.operations);
+  gatherPieces(active);
+  const collectives::Shape staged = shapeOf(active, /*shared=*/false);
+  const bool mayShare = !plans_->ignoresSharing(staged);
+  Arrival& mine = active.track.arrivalOf(topology_->myLocal());
+  const bool shared = mayShare && myBuffersShared(active, &mine.input, &mine.output);
+  publishArrival(active, shared);
+  if (shared) {
+    // Which plan it will be is known when the others' buffers are.
+    mine.number.store(active.track.execution, std::memory_order_release);
+    wakeTeam();
+    active.phase = Phase::Arriving;
+  } else {
+    run(active, plans_->get(staged), /*arrived=*/false, /*shared=*/false);
+    active.phase = Phase::Preamble;
+  }
+}
+
+// Small allreduces that wait behind one of the same kind join it. Only inside one node, where the arrival
+// tells how many the others have; between nodes that would cost a round trip.
+size_t Group::takeFusable(std::vector<Operation>& taken) {
+  const Request& first = taken.front().request;
+  const int64_t limit = std::min(settings().fusionBytes, settings().oneShotBytes);
+  if (tracks_.size() > 1 || spansNodes() || first.collective != Collective::AllReduce) return 1;
+  int64_t bytes = first.bytes;
+  while (!pending_.empty() && taken.size() < kMaxFused) {
+    const Request& next = pending_.front().request;
+    bytes += next.bytes;
+    if (next.collective != first.collective || next.type != first.type || next.op != first.op ||
+        next.factor != first.factor || bytes > limit) {
+      break;
+    }
+    taken.push_back(std::move(pending_.front()));
+    pending_.pop_front();
+  }
+  return taken.size();
+}
+
+void Group::publishArrival(Active& active, bool shared) {
+  Arrival& mine = active.track.arrivalOf(topology_->myLocal());
+  mine.call = active.operations.front().call;
+  mine.ready = static_cast<uint32_t>(active.operations.size());
+  mine.shared = shared ? 1 : 0;
+  if (mine.ready == 1) return;
+  uint32_t end = 0;
+  for (size_t i = 0; i < active.operations.size(); ++i) {
+    mine.ends[i] = end += static_cast<uint32_t>(active.operations[i].request.bytes);
+  }
+}
+
+bool Group::allArrived(const Active& active) const {
+  for (int local = 0; local < topology_->teamSize(); ++local) {
+    if (active.track.arrivalOf(local).number.load(std::memory_order_acquire) <
+        active.track.execution) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Everyone's description is there: all ranks of the node decide alike from here on.
+void Group::agree(Active& active) {
+  const Track& track = active.track;
+  const Arrival& mine = track.arrivalOf(topology_->myLocal());
+  uint32_t fused = mine.ready;
+  bool shared = mine.shared != 0;
+  for (int local = 0; local < topology_->teamSize(); ++local) {
+    const Arrival& theirs = track.arrivalOf(local);
+    if (!sameCall(theirs.call, mine.call)) {
+      const Rank rank = topology_->team()[local];
+      raise(ErrorKind::Mismatch,
+            "rank {} ({}) is in {} while rank {} is in {}: all ranks must make the same calls in "
+            "the same order",
+            rank, members_[rank].peer->describe(), smddp::engine::describe(theirs.call), spec_.me,
+            smddp::engine::describe(mine.call));
+    }
+    fused = std::clamp<uint32_t>(theirs.ready, 1, fused);
+    shared &= theirs.shared != 0;
+  }
+  for (int local = 0; fused > 1 && local < topology_->teamSize(); ++local) {
+    const Arrival& theirs = track.arrivalOf(local);
+    if (std::equal(mine.ends.begin(), mine.ends.begin() + fused, theirs.ends.begin())) continue;
+    raise(ErrorKind::Mismatch, "rank {} and rank {} reduce tensors of different sizes",
+          topology_->team()[local], spec_.me);
+  }
+  const bool fewer = fused < active.operations.size();
+  while (active.operations.size() > fused) {
+    pending_.push_front(std::move(active.operations.back()));
+    active.operations.pop_back();
+  }
+  if (fewer) gatherPieces(active);
+  if (active.phase == Phase::Arriving || fewer) {
+    run(active, plans_->get(shapeOf(active, shared)), /*arrived=*/true, shared);
+  }
+  active.phase = Phase::Running;
+}
+
+void Group::run(Active& active, const PlanCache::Entry& entry, bool arrived, bool shared) {
+  commitStaging(active, entry.plan.plan);
+  ensureChannels(active, entry.plan.plan);
+  active.plan = &entry;
+  active.executor->start(entry.plan, bind(active, shared), arrived);
+}
+
+Binding Group::bind(Active& active, bool shared) {
+  const Request& first = active.operations.front().request;
+  Binding binding;
+  binding.output = Buffer(active.output);
+  binding.input = inPlace(first.collective) ? binding.output : Buffer(active.input);
+  binding.type = first.type;
+  binding.op = first.op;
+  binding.scale.factor = first.factor;
+  binding.scale.divisor = spec_.size;
+  binding.call = active.operations.front().call;
+  binding.sequence = active.operations.front().sequence;
+  if (!shared) return binding;
+  for (int local = 0; local < topology_->teamSize(); ++local) {
+    const Arrival& theirs = active.track.arrivalOf(local);
+    const auto resolve = [&](const SharedLocation& at, int64_t bytes) {
+      const SharedLocation copy = at;  // it lies in memory of another process: read once, then checked
+      return process_.mateMemory().resolve(copy.segment, copy.offset, static_cast<size_t>(bytes));
+    };
+    binding.mateOutputs.push_back(resolve(theirs.output, totalBytes(active.output)));
+    binding.mateInputs.push_back(inPlace(first.collective)
+                                     ? binding.mateOutputs.back()
+                                     : resolve(theirs.input, totalBytes(active.input)));
+  }
+  return binding;
+}
+
+void Group::gatherPieces(Active& active) {
+  active.input.clear();
+  active.output.clear();
+  for (const Operation& operation : active.operations) {
+    const auto append = [](Pieces& to, const Pieces& from) {
+      std::copy_if(from.begin(), from.end(), std::back_inserter(to),
+                   [](const auto& piece) { return !piece.empty(); });
+    };
+    append(active.input, operation.request.input);
+    append(active.output, operation.request.output);
+  }
+}
+
+collectives::Shape Group::shapeOf(const Active& active, bool shared) const {
+  const Request& first = active.operations.front().request;
+  int64_t bytes = 0;
+  for (const Operation& operation : active.operations) bytes += operation.request.bytes;
+  return {first.collective, bytes, first.root, shared};
+}
+
+bool Group::myBuffersShared(const Active& active, SharedLocation* input,
+                            SharedLocation* output) const {
+  const auto locate = [&](const Pieces& pieces, SharedLocation* at) {
+    if (pieces.size() != 1) return false;
+    const auto found =
+        process_.commMemory().locate(pieces.front().data(), pieces.front().size());
+    if (found) *at = {found->segment, found->offset};
+    return found.has_value();
+  };
+  if (!locate(active.output, output)) return false;
+  return inPlace(active.operations.front().request.collective) || locate(active.input, input);
+}
+
+void Group::commitStaging(Active& active, const plan::Plan& plan) {
+  const auto half = static_cast<size_t>(active.track.execution & 1);
+  const auto needed = static_cast<size_t>(plan.poolBytes);
+  if (needed <= active.committed[half]) return;
+  std::byte* from = active.track.halves[topology_->myLocal()][half];
+  process_.slab().commit({from + active.committed[half], needed - active.committed[half]});
+  active.committed[half] = needed;
+}
+
+void Group::ensureChannels(Active& active, const plan::Plan& plan) {
+  Track& track = active.track;
+  for (const plan::ChannelUse& use : plan.channels) {
+    auto ends = std::find_if(track.channels.begin(), track.channels.end(), [&](const auto& c) {
+      return c.peer == use.peer && c.stream == use.stream;
+    });
+    if (ends == track.channels.end()) {
+      track.channels.push_back({.peer = use.peer, .stream = use.stream});
+      ends = std::prev(track.channels.end());
+    }
+    const auto number = static_cast<uint8_t>(track.index);
+    if (use.puts > 0 && ends->send == nullptr) {
+      Peer& peer = *members_[use.peer].peer;
+      ends->send =
+          &peer.table->send(key(spec_.me, use.peer, number, use.stream), peer.id);
+    }
+    if (use.arrivals > 0 && ends->receive == nullptr) {
+      ends->receive = &openReceive(use.peer, number, use.stream, limits_.messageBytes);
+    }
+  }
+}
+
+transport::ReceiveChannel& Group::openReceive(Rank from, uint8_t track, uint8_t stream,
+                                              int64_t messageBytes) {
+  Peer& peer = *members_[from].peer;
+  const int64_t window = track == kMessageTrack ? kMessageWindow : limits_.window;
+  const auto bytes = static_cast<size_t>(window * transport::slotStride(messageBytes));
+  windows_.push_back(process_.slab().allocate(bytes));
+  process_.slab().commit(windows_.back());
+  const auto region = process_.registerMemory(peer, windows_.back());
+  return peer.table->receive(key(from, spec_.me, track, stream), peer.id, windows_.back(), region,
+                             0, messageBytes, window);
+}
+
+void Group::finishTrack(Active& active) {
+  if (spansNodes()) {
+    for (const ChannelEnds& ends : active.track.channels) {
+      if (ends.receive != nullptr) {
+        members_[ends.peer].peer->table->flushGrants();
+        break;
+      }
+    }
+  }
+  const PlanCache::Entry& entry = *active.plan;
+  AlgorithmUse& use = statistics_[entry.algorithm];
+  use.calls += active.operations.size();
+  for (const Operation& operation : active.operations) {
+    use.bytes += static_cast<uint64_t>(operation.request.bytes);
+  }
+  use.memoryBytes += static_cast<uint64_t>(entry.plan.moveBytes);
+  use.fabricBytes += static_cast<uint64_t>(entry.plan.putBytes);
+  use.zeroCopy += entry.plan.plan.zeroCopy ? active.operations.size() : 0;
+  active.phase = Phase::Idle;
+  for (Operation& operation : active.operations) end(*operation.completion, std::nullopt);
+  active.operations.clear();
+}
+
+void Group::end(Completion& completion, std::optional<Error> error) {
+  if (auto continuation = completion.finish(std::move(error))) {
+    ended_.push_back(std::move(continuation));
+  }
+}
+
+bool Group::idle() const {
+  return pending_.empty() && matcher_->idle() &&
+         std::all_of(tracks_.begin(), tracks_.end(),
+                     [](const auto& active) { return active->phase == Phase::Idle; });
+}
+
+void Group::wakeTeam() {
+  for (Peer* mate : mates_) process_.wake(*mate);
+}
+
+void Group::sendControl(Rank peer, transport::Bytes message) {
+  Peer& to = *members_[peer].peer;
+  to.table->control(to.id, message);
+}
+
+transport::SendChannel& Group::sendChannel(Rank peer) {
+  Peer& to = *members_[peer].peer;
+  return to.table->send(key(spec_.me, peer, kMessageTrack, 0), to.id);
+}
+
+transport::ReceiveChannel& Group::receiveChannel(Rank peer) {
+  auto& channel = messageChannels_[peer];
+  if (channel == nullptr) channel = &openReceive(peer, kMessageTrack, 0, kMessageBytes);
+  return *channel;
+}
+
+void Group::finish(Exchange& exchange) { end(*exchange.completion, std::nullopt); }
+
+std::string Group::describe() const {
+  std::string layout;
+  for (const auto& node : topology_->nodes()) {
+    layout += fmt::format("{}{}", layout.empty() ? "" : " + ", node.size());
+  }
+  return fmt::format("group \"{}\": rank {} of {}, {} node{} ({} rank{}), {} operation{} in flight",
+                     spec_.name, spec_.me, spec_.size, topology_->numNodes(),
+                     spansNodes() ? "s" : "", layout, spec_.size > 1 ? "s" : "", tracks_.size(),
+                     tracks_.size() > 1 ? "s" : "");
+}
+
+}  // namespace smddp::engine

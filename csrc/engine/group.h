@@ -1,0 +1,172 @@
+// A communicator: the ranks of one c10d process group, and the operations they have in flight.
+//
+// Operations run in the order submitted; execution n runs on track n % tracks, and begins when that track is
+// free. At its arrival the ranks of a node read one another's descriptions of the call and all take the same
+// branch: mismatch, staged or zero-copy, how many waiting requests are fused.
+//
+// Threads: everything on the thread that owns the engine, except where marked.
+// Ends: leave() tells mates and peers; its memory is given back when nobody can use it any more (Remains).
+// Errors: the first one breaks the group for good. It is published to every rank, every operation in flight ends
+// with it, and later ones at once.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "bootstrap/rendezvous.h"
+#include "engine/completion.h"
+#include "engine/executor.h"
+#include "engine/matcher.h"
+#include "engine/plan_cache.h"
+#include "engine/process.h"
+#include "engine/region.h"
+#include "engine/request.h"
+#include "engine/track.h"
+
+namespace smddp::engine {
+
+// How often an algorithm ran, and what it moved.
+struct AlgorithmUse {
+  uint64_t calls = 0;
+  uint64_t bytes = 0;        // of the vectors
+  uint64_t memoryBytes = 0;  // read by its copies and reductions
+  uint64_t fabricBytes = 0;  // sent to other nodes
+  uint64_t zeroCopy = 0;     // calls that staged nothing
+};
+
+class Group final : private Matcher::Host {
+ public:
+  struct Spec {
+    std::string name;
+    Rank me = 0;
+    int size = 1;
+  };
+
+  // Two halves, so that something else than a store can stand between them (the simulator's tests):
+  // what this rank publishes, then what everybody published and who shares a node.
+  Group(Process& process, Spec spec);
+  std::vector<std::byte> publish();
+  void join(const std::vector<bootstrap::Introduction>& introductions,
+            const std::vector<std::string>& nodeOfRank);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  const Spec& spec() const { return spec_; }
+  uint64_t id() const { return id_; }
+  const plan::Topology& topology() const { return *topology_; }
+  bool spansNodes() const { return topology_->numNodes() > 1; }
+
+  void submit(Request request, CompletionPtr completion);
+  void submit(Message message, CompletionPtr completion);
+  // Does what can be done now; true when anything advanced. Never throws: trouble breaks the group.
+  bool advance();
+  bool idle() const;
+  // Whether anything in flight involves the network or messages.
+  bool needsPolling() const { return spansNodes() || !matcher_->idle(); }
+  // The slow path's look at deadlines, peers and mates.
+  void checkHealth();
+  void onControl(Peer& from, transport::Bytes message);
+  // Breaks the group with this error unless it is broken already.
+  void fail(const Error& cause);
+  const std::optional<Error>& error() const { return broken_; }
+  // Operations that ended since the last call: their continuations are to be run.
+  std::vector<std::function<void()>> takeContinuations() { return std::exchange(ended_, {}); }
+  // No operation follows: mates need not wait for us, peers are told.
+  void leave();
+  // Whether no mate and no peer can still touch the group's memory.
+  bool abandoned();
+
+  const std::map<std::string, AlgorithmUse>& statistics() const { return statistics_; }
+  // "2 nodes x 2 ranks, …": one line for the log.
+  std::string describe() const;
+
+ private:
+  struct Member {
+    Peer* peer = nullptr;  // null for this rank
+    RegionHeader* region = nullptr;  // of mates, and mine
+  };
+  struct Operation {
+    Request request;
+    CompletionPtr completion;
+    Deadline deadline;
+    uint64_t sequence = 0;
+    transport::CallFingerprint call;
+  };
+  enum class Phase { Idle, Arriving, Preamble, Running };
+  // What runs on a track.
+  struct Active {
+    Track track;
+    std::unique_ptr<Executor> executor;
+    Phase phase = Phase::Idle;
+    std::vector<Operation> operations;  // several when fused
+    Pieces input, output;               // of all of them
+    const PlanCache::Entry* plan = nullptr;
+    std::array<size_t, 2> committed{};  // bytes of each staging half that have backing
+  };
+
+  bool advanceTrack(Active& active);
+  void startNext(Active& active);
+  size_t takeFusable(std::vector<Operation>& taken);
+  void publishArrival(Active& active, bool shared);
+  bool allArrived(const Active& active) const;
+  void agree(Active& active);
+  void run(Active& active, const PlanCache::Entry& entry, bool arrived, bool shared);
+  Binding bind(Active& active, bool shared);
+  void gatherPieces(Active& active);
+  collectives::Shape shapeOf(const Active& active, bool shared) const;
+  bool myBuffersShared(const Active& active, SharedLocation* input, SharedLocation* output) const;
+  void ensureChannels(Active& active, const plan::Plan& plan);
+  void commitStaging(Active& active, const plan::Plan& plan);
+  void finishTrack(Active& active);
+  void end(Completion& completion, std::optional<Error> error);
+  Error errorFor(const transport::CallFingerprint& call, uint64_t sequence) const;
+  void checkAwaited(const std::set<Rank>& awaited);
+  void checkDeadlines();
+  Standstill standstillOf(const Active& active) const;
+  void wakeTeam();
+
+  // Matcher::Host.
+  void sendControl(Rank peer, transport::Bytes message) override;
+  transport::SendChannel& sendChannel(Rank peer) override;
+  transport::ReceiveChannel& receiveChannel(Rank peer) override;
+  void finish(Exchange& exchange) override;
+
+  transport::ReceiveChannel& openReceive(Rank peer, uint8_t track, uint8_t stream,
+                                         int64_t messageBytes);
+  transport::ChannelKey key(Rank source, Rank destination, uint8_t track, uint8_t stream) const {
+    return {id_, track, stream, source, destination};
+  }
+
+  Process& process_;
+  const Spec spec_;
+  plan::Limits limits_;
+  RegionLayout layout_;
+  std::span<std::byte> region_;
+  uint64_t id_ = 0;
+  std::optional<plan::Topology> topology_;
+  std::vector<Member> members_;  // by group rank
+  std::vector<Peer*> mates_;
+  std::unique_ptr<PlanCache> plans_;
+  std::unique_ptr<Matcher> matcher_;
+  std::vector<std::unique_ptr<Active>> tracks_;
+  std::deque<Operation> pending_;
+  uint64_t started_ = 0;   // executions
+  uint64_t sequence_ = 0;  // collectives submitted
+  std::map<Rank, transport::ReceiveChannel*> messageChannels_;
+  std::vector<std::span<std::byte>> windows_;  // receive windows in the slab
+  std::set<Rank> suspects_;  // awaited and lost
+  std::optional<Error> broken_;
+  bool left_ = false;
+  // What a broken group's network may still read or write.
+  std::vector<std::shared_ptr<void>> inFlight_;
+  std::vector<std::function<void()>> ended_;
+  std::map<std::string, AlgorithmUse> statistics_;
+};
+
+}  // namespace smddp::engine

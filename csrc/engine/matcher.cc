@@ -1,0 +1,281 @@
+#include "engine/matcher.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/error.h"
+
+namespace smddp::engine {
+namespace {
+
+using transport::Bytes;
+using transport::ControlHeader;
+
+constexpr uint8_t kAnnounce = transport::kFirstEngineKind;
+constexpr uint8_t kAccept = transport::kFirstEngineKind + 1;
+// More than any sane program has open; a peer that exceeds it is broken.
+constexpr size_t kMaxAnnounced = 1 << 16;
+
+//   byte  0               8               16              24      28        32
+//         | header        | group         | id            | tag   | reserved | bytes |
+struct OfferMessage {
+  ControlHeader header;
+  uint64_t group = 0;
+  uint64_t id = 0;
+  int32_t tag = 0;
+  uint32_t reserved = 0;
+  int64_t bytes = 0;
+};
+static_assert(sizeof(OfferMessage) == 40 && std::is_trivially_copyable_v<OfferMessage>);
+
+}  // namespace
+
+void Matcher::submit(Exchange exchange) {
+  exchange.bytes = totalBytes(exchange.message.buffer);
+  if (!exchange.message.send) {
+    post(std::move(exchange));
+    return;
+  }
+  if (exchange.message.peer == me_) {
+    sendToSelf(std::move(exchange));
+    return;
+  }
+  exchange.id = nextId_++;
+  OfferMessage offer;
+  offer.header.kind = kAnnounce;
+  offer.group = group_;
+  offer.id = exchange.id;
+  offer.tag = exchange.message.tag;
+  offer.bytes = exchange.bytes;
+  const Rank peer = exchange.message.peer;
+  offered_[peer].emplace(exchange.id, std::move(exchange));
+  host_.sendControl(peer, transport::bytesOf(offer));
+}
+
+void Matcher::post(Exchange exchange) {
+  const Rank wanted = exchange.message.peer;
+  const auto self = std::find_if(toSelf_.begin(), toSelf_.end(), [&](const Exchange& send) {
+    return (wanted == me_ || wanted == kAnySource) && send.message.tag == exchange.message.tag;
+  });
+  if (self != toSelf_.end()) {
+    Exchange send = std::move(*self);
+    toSelf_.erase(self);
+    copyToSelf(send, exchange);
+    return;
+  }
+  for (auto& [from, messages] : announced_) {
+    if (wanted != kAnySource && wanted != from) continue;
+    const auto found = std::find_if(messages.begin(), messages.end(), [&](const Announced& m) {
+      return m.tag == exchange.message.tag;
+    });
+    if (found == messages.end()) continue;
+    const Announced message = *found;
+    messages.erase(found);
+    accept(from, message, std::move(exchange));
+    return;
+  }
+  posted_.push_back(std::move(exchange));
+}
+
+bool Matcher::onControl(Rank from, Bytes message) {
+  OfferMessage offer;
+  if (message.size() != sizeof offer) return false;
+  std::memcpy(&offer, message.data(), sizeof offer);
+  if (offer.header.kind == kAccept) {
+    accepted(from, offer.id);
+    return true;
+  }
+  if (offer.header.kind != kAnnounce || offer.bytes < 0) return false;
+  announced(from, {offer.id, offer.tag, offer.bytes});
+  return true;
+}
+
+void Matcher::announced(Rank from, const Announced& message) {
+  const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Exchange& receive) {
+    return (receive.message.peer == from || receive.message.peer == kAnySource) &&
+           receive.message.tag == message.tag;
+  });
+  if (found != posted_.end()) {
+    Exchange receive = std::move(*found);
+    posted_.erase(found);
+    accept(from, message, std::move(receive));
+    return;
+  }
+  auto& waiting = announced_[from];
+  if (waiting.size() >= kMaxAnnounced) {
+    raise(ErrorKind::Transport, "rank {} has {} messages that nobody receives", from,
+          waiting.size());
+  }
+  waiting.push_back(message);
+}
+
+void Matcher::accept(Rank from, const Announced& message, Exchange exchange) {
+  if (message.bytes != exchange.bytes) {
+    raise(ErrorKind::Mismatch,
+          "rank {} sends {} bytes with tag {} to rank {}, which receives {}: the tensors on both "
+          "sides must have the same size",
+          from, message.bytes, message.tag, me_, exchange.bytes);
+  }
+  OfferMessage answer;
+  answer.header.kind = kAccept;
+  answer.group = group_;
+  answer.id = message.id;
+  host_.sendControl(from, transport::bytesOf(answer));
+  exchange.completion->setSource(from);
+  receiving_[from].push_back(std::move(exchange));
+}
+
+void Matcher::accepted(Rank from, uint64_t id) {
+  auto& offers = offered_[from];
+  const auto found = offers.find(id);
+  if (found == offers.end()) {
+    raise(ErrorKind::Transport, "rank {} accepts a message that was never offered", from);
+  }
+  sending_[from].push_back(std::move(found->second));
+  offers.erase(found);
+}
+
+void Matcher::sendToSelf(Exchange send) {
+  const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Exchange& receive) {
+    return (receive.message.peer == me_ || receive.message.peer == kAnySource) &&
+           receive.message.tag == send.message.tag;
+  });
+  if (found == posted_.end()) {
+    toSelf_.push_back(std::move(send));
+    return;
+  }
+  Exchange receive = std::move(*found);
+  posted_.erase(found);
+  copyToSelf(send, receive);
+}
+
+void Matcher::copyToSelf(Exchange& send, Exchange& receive) {
+  if (send.bytes != receive.bytes) {
+    raise(ErrorKind::Mismatch, "rank {} sends itself {} bytes with tag {} and receives {}", me_,
+          send.bytes, send.message.tag, receive.bytes);
+  }
+  const Buffer from(send.message.buffer);
+  const Buffer to(receive.message.buffer);
+  for (int64_t moved = 0; moved < send.bytes;) {
+    const auto source = from.at(moved, send.bytes - moved);
+    const auto target = to.at(moved, source.bytes);
+    std::memmove(target.data, source.data, static_cast<size_t>(target.bytes));
+    moved += target.bytes;
+  }
+  receive.completion->setSource(me_);
+  host_.finish(send);
+  host_.finish(receive);
+}
+
+bool Matcher::advance() {
+  bool advanced = false;
+  for (auto& [peer, queue] : sending_) {
+    if (!queue.empty()) advanced |= pumpSend(peer, queue);
+  }
+  for (auto& [peer, queue] : receiving_) {
+    if (!queue.empty()) advanced |= pumpReceive(peer, queue);
+  }
+  return advanced;
+}
+
+bool Matcher::pumpSend(Rank peer, Queue& queue) {
+  transport::SendChannel& channel = host_.sendChannel(peer);
+  bool advanced = false;
+  for (Exchange& exchange : queue) {
+    const Buffer buffer(exchange.message.buffer);
+    while (exchange.moved < exchange.bytes) {
+      const int64_t wanted = std::min(messageBytes_, exchange.bytes - exchange.moved);
+      const auto run = buffer.at(exchange.moved, wanted);
+      if (!channel.put(channel.sent() + 1, {run.data, static_cast<size_t>(run.bytes)}, {},
+                       exchange.id)) {
+        break;
+      }
+      exchange.moved += run.bytes;
+      exchange.lastPut = channel.sent();
+      advanced = true;
+    }
+    if (exchange.moved < exchange.bytes) break;
+  }
+  while (!queue.empty() && queue.front().moved == queue.front().bytes &&
+         channel.flushed() >= queue.front().lastPut) {
+    Exchange exchange = std::move(queue.front());
+    queue.pop_front();
+    host_.finish(exchange);
+    advanced = true;
+  }
+  return advanced;
+}
+
+bool Matcher::pumpReceive(Rank peer, Queue& queue) {
+  transport::ReceiveChannel& channel = host_.receiveChannel(peer);
+  bool advanced = false;
+  while (!queue.empty()) {
+    Exchange& exchange = queue.front();
+    const Buffer buffer(exchange.message.buffer);
+    while (exchange.moved < exchange.bytes && channel.arrived() > channel.released()) {
+      const uint64_t number = channel.released() + 1;
+      const auto payload = channel.payload(number);
+      const auto length = static_cast<int64_t>(payload.size());
+      if (length > exchange.bytes - exchange.moved) {
+        raise(ErrorKind::Transport, "rank {} sent more bytes than it had announced", peer);
+      }
+      for (int64_t copied = 0; copied < length;) {
+        const auto run = buffer.at(exchange.moved + copied, length - copied);
+        std::memcpy(run.data, payload.data() + copied, static_cast<size_t>(run.bytes));
+        copied += run.bytes;
+      }
+      exchange.moved += length;
+      channel.release(number);
+      advanced = true;
+    }
+    if (exchange.moved < exchange.bytes) return advanced;
+    Exchange finished = std::move(exchange);
+    queue.pop_front();
+    host_.finish(finished);
+    advanced = true;
+  }
+  return advanced;
+}
+
+bool Matcher::idle() const {
+  const auto empty = [](const auto& queues) {
+    return std::all_of(queues.begin(), queues.end(),
+                       [](const auto& entry) { return entry.second.empty(); });
+  };
+  return posted_.empty() && toSelf_.empty() && empty(offered_) && empty(sending_) &&
+         empty(receiving_);
+}
+
+void Matcher::forEach(const std::function<void(Exchange&)>& visit) {
+  for (Exchange& exchange : posted_) visit(exchange);
+  for (Exchange& exchange : toSelf_) visit(exchange);
+  for (auto& [peer, offers] : offered_) {
+    for (auto& [id, exchange] : offers) visit(exchange);
+  }
+  for (auto* queues : {&sending_, &receiving_}) {
+    for (auto& [peer, queue] : *queues) {
+      for (Exchange& exchange : queue) visit(exchange);
+    }
+  }
+}
+
+void Matcher::clear() {
+  posted_.clear();
+  toSelf_.clear();
+  announced_.clear();
+  offered_.clear();
+  sending_.clear();
+  receiving_.clear();
+}
+
+std::vector<Rank> Matcher::awaited() {
+  std::vector<Rank> ranks;
+  forEach([&](Exchange& exchange) {
+    // A receive from anyone may know its sender by now.
+    const Rank source = exchange.completion->source();
+    ranks.push_back(!exchange.message.send && source >= 0 ? source : exchange.message.peer);
+  });
+  return ranks;
+}
+
+}  // namespace smddp::engine

@@ -1,0 +1,93 @@
+// Send and recv between two ranks of a group. Not a plan, because who meets whom is not known beforehand.
+//
+//   sender                               receiver
+//   Announce(tag, id, bytes)   ────►     kept until a recv of this source and tag is posted
+//                              ◄────     Accept(id)
+//   data messages              ────►     in the order of the Accepts, straight into the buffer
+//
+// A message travels only when its buffer is known, so nothing unexpected ever has to be stored and messages
+// with different tags cannot block one another. Messages of one sender and one tag match in the order sent.
+// Runs on the thread that owns the engine. An exception is the end of the group.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <vector>
+
+#include "engine/completion.h"
+#include "engine/executor.h"
+#include "engine/request.h"
+#include "transport/channel.h"
+
+namespace smddp::engine {
+
+// One message that was asked for here and has not ended.
+struct Exchange {
+  Message message;
+  CompletionPtr completion;
+  Deadline deadline;
+  uint64_t id = 0;
+  int64_t bytes = 0;
+  int64_t moved = 0;       // handed to the channel, or taken out of it
+  uint64_t lastPut = 0;    // number of its last data message
+};
+
+class Matcher {
+ public:
+  // What the matcher asks of its group.
+  class Host {
+   public:
+    virtual ~Host() = default;
+    virtual void sendControl(Rank peer, transport::Bytes message) = 0;
+    virtual transport::SendChannel& sendChannel(Rank peer) = 0;
+    virtual transport::ReceiveChannel& receiveChannel(Rank peer) = 0;
+    virtual void finish(Exchange& exchange) = 0;
+  };
+
+  Matcher(Host& host, uint64_t group, Rank me, int64_t messageBytes)
+      : host_(host), group_(group), me_(me), messageBytes_(messageBytes) {}
+
+  void submit(Exchange exchange);
+  // A control message of the kinds below. False when it is none of ours.
+  bool onControl(Rank from, transport::Bytes message);
+  // Moves data. True when anything advanced.
+  bool advance();
+  bool idle() const;
+  // Every exchange that has not ended, for errors and deadlines.
+  void forEach(const std::function<void(Exchange&)>& visit);
+  void clear();
+  // Ranks whose next move the open exchanges need; kAnySource when a recv takes anyone's.
+  std::vector<Rank> awaited();
+
+ private:
+  struct Announced {
+    uint64_t id;
+    int32_t tag;
+    int64_t bytes;
+  };
+  using Queue = std::deque<Exchange>;
+
+  void post(Exchange exchange);
+  void announced(Rank from, const Announced& message);
+  void accept(Rank from, const Announced& message, Exchange exchange);
+  void accepted(Rank from, uint64_t id);
+  void sendToSelf(Exchange send);
+  void copyToSelf(Exchange& send, Exchange& receive);
+  bool pumpSend(Rank peer, Queue& queue);
+  bool pumpReceive(Rank peer, Queue& queue);
+
+  Host& host_;
+  const uint64_t group_;
+  const Rank me_;
+  const int64_t messageBytes_;
+  uint64_t nextId_ = 1;
+  std::deque<Exchange> posted_;                        // receives without a sender yet
+  std::map<Rank, std::deque<Announced>> announced_;    // messages without a receiver yet
+  std::map<Rank, std::map<uint64_t, Exchange>> offered_;  // our sends, not accepted yet
+  std::map<Rank, Queue> sending_;
+  std::map<Rank, Queue> receiving_;
+  std::deque<Exchange> toSelf_;                        // our sends to ourselves, not received yet
+};
+
+}  // namespace smddp::engine

@@ -1,0 +1,174 @@
+#include "engine/process.h"
+
+#include <cstring>
+
+#include "bootstrap/local_address.h"
+#include "common/config.h"
+#include "common/log.h"
+#include "transport/fabric/fabric.h"
+
+namespace smddp::engine {
+namespace {
+
+using transport::shm::SegmentAddress;
+
+// How long a sleeper may sleep while the network can only be polled.
+constexpr Nanoseconds kPollingSleep = 100'000;
+// How long leaving may take: what peers sent us is read, so that closing sockets loses nothing they need.
+constexpr Nanoseconds kQuietTime = 20'000'000;
+
+SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
+  SegmentAddress address;
+  if (introduction.slab.size() != sizeof address) {
+    raise(ErrorKind::Transport, "the memory address of pid {} on {} has {} bytes instead of {}",
+          introduction.pid, introduction.host, introduction.slab.size(), sizeof address);
+  }
+  std::memcpy(&address, introduction.slab.data(), sizeof address);
+  return address;
+}
+
+}  // namespace
+
+std::string Peer::describe() const {
+  return fmt::format("pid {} on {}", introduction.pid, introduction.host);
+}
+
+void Process::Link::onControl(transport::PeerId from, transport::Bytes message) {
+  const auto found = peers.find(from);
+  if (found != peers.end() && owner.handler_) owner.handler_(*found->second, message);
+}
+
+void Process::Link::onPeerFailed(transport::PeerId peer, const std::string& cause) {
+  const auto found = peers.find(peer);
+  if (found != peers.end() && !found->second->lost) found->second->lost = cause;
+}
+
+Process::Process(Options options)
+    : options_(std::move(options)),
+      id_(bootstrap::randomProcessId()),
+      slab_(transport::shm::Slab::create(options_.slabBytes)),
+      doorbell_(slab_),
+      commMemory_(std::make_shared<transport::shm::CommMemory>(slab_)),
+      local_(std::make_unique<Link>(*this,
+                                    std::make_unique<transport::shm::ShmTransport>(slab_))) {}
+
+Process::~Process() {
+  if (fabric_) {
+    // A socket that is closed with unread bytes in it resets the connection, and the peer may then lose what
+    // it has not read yet.
+    Nanoseconds quietSince = clock().now();
+    const Deadline deadline = Deadline::after(clock(), 10 * kQuietTime);
+    while (options_.lifelines && clock().now() - quietSince < kQuietTime &&
+           !deadline.passed(clock())) {
+      try {
+        if (pollFabric() > 0) quietSince = clock().now();
+      } catch (const Error&) {
+        break;
+      }
+    }
+  }
+  if (lifeline_) lifeline_->leave();
+}
+
+bootstrap::Introduction Process::introduce(std::vector<std::byte> group) {
+  bootstrap::Introduction mine = bootstrap::introduceThisProcess(settings(), id_);
+  if (!options_.nodeName.empty()) mine.nodeName = options_.nodeName;
+  mine.slab = local_->transport->address();
+  if (fabric_) mine.fabric = fabric_->transport->address();
+  if (lifeline_) mine.lifeline = lifeline_->address();
+  mine.group = std::move(group);
+  return mine;
+}
+
+bool Process::probe(const bootstrap::Introduction& other, std::string* why) {
+  const std::lock_guard lock(probeMutex_);
+  if (probed_.contains(other.processId)) return true;
+  try {
+    probed_[other.processId] = transport::shm::Mate::attach(slabAddress(other));
+    return true;
+  } catch (const Error& error) {
+    *why = error.what();
+    return false;
+  }
+}
+
+void Process::openFabric() {
+  if (fabric_) return;
+  fabric_ = std::make_unique<Link>(
+      *this, options_.fabric ? options_.fabric() : transport::fabric::create());
+  if (options_.lifelines) {
+    lifeline_ = std::make_unique<bootstrap::Lifeline>(
+        id_, bootstrap::localAddress(settings(), environment("MASTER_ADDR")));
+  }
+  SMDDP_LOG(Info, "transport/fabric", "{}", describeFabric());
+}
+
+std::string Process::describeFabric() const {
+  return fabric_ ? fabric_->transport->describe() : "";
+}
+
+Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
+  auto& slot = peers_[other.processId];
+  if (slot) return *slot;
+  auto peer = std::make_unique<Peer>();
+  peer->introduction = other;
+  const std::string name = peer->describe();
+  if (sharesNode) {
+    std::string why;
+    if (!probe(other, &why)) {
+      raise(ErrorKind::Transport, "the memory of {} cannot be mapped any more: {}", name, why);
+    }
+    const std::lock_guard lock(probeMutex_);
+    peer->mate = probed_[other.processId];
+  }
+  Link& link = linkOf(*peer);
+  peer->id = link.transport->connect(sharesNode ? other.slab : other.fabric, name);
+  peer->table = &link.table;
+  if (!sharesNode && lifeline_) lifeline_->connect(other.lifeline, name);
+  link.peers[peer->id] = peer.get();
+  slot = std::move(peer);
+  return *slot;
+}
+
+transport::RemoteKey Process::registerMemory(const Peer& peer, std::span<std::byte> memory) {
+  return linkOf(peer).transport->registerMemory(memory);
+}
+
+size_t Process::poll() { return local_->table.poll() + pollFabric(); }
+
+size_t Process::pollFabric() { return fabric_ ? fabric_->table.poll() : 0; }
+
+void Process::checkPeers() {
+  if (lifeline_) {
+    lifeline_->poll([&](const bootstrap::Lifeline::Departure& departure) {
+      const auto found = peers_.find(departure.process);
+      if (found != peers_.end() && !found->second->lost) found->second->lost = departure.cause;
+    });
+  }
+  for (auto& [id, peer] : peers_) {
+    if (!peer->mate || peer->lost) continue;
+    if (transport::shm::lifeOf(*peer->mate) != transport::shm::Life::Running) {
+      peer->lost = transport::shm::describeLife(*peer->mate);
+    }
+  }
+}
+
+void Process::sleep(Nanoseconds timeout, bool network) {
+  if (local_->table.hasBacklog() || (fabric_ && fabric_->table.hasBacklog())) {
+    timeout = std::min(timeout, kPollingSleep);
+  }
+  if (!network || !fabric_) {
+    doorbell_.sleep(timeout);
+    return;
+  }
+  const int descriptor = fabric_->transport->waitDescriptor();
+  if (descriptor < 0) {
+    doorbell_.sleep(std::min(timeout, kPollingSleep));
+  } else if (fabric_->transport->prepareWait()) {
+    doorbell_.sleepOn(descriptor, timeout);
+  } else {
+    doorbell_.cancel();
+  }
+}
+
+}  // namespace smddp::engine

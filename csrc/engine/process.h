@@ -1,0 +1,134 @@
+// What a process has once, for all its groups: shared memory, transports, lifelines, and the other processes it
+// has met. A process meets another one once; sub-groups reuse memory and connections.
+//
+// Threads: made and used by the thread that owns the engine, except where marked. Ranks may be threads of one
+// operating-system process (tests): each then has a Process of its own.
+// Ends with the engine; mates see that we left, remote peers are said goodbye.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bootstrap/introduction.h"
+#include "bootstrap/lifeline.h"
+#include "common/clock.h"
+#include "transport/channel.h"
+#include "transport/shm/comm_memory.h"
+#include "transport/shm/doorbell.h"
+#include "transport/shm/liveness.h"
+#include "transport/shm/shm_transport.h"
+#include "transport/shm/slab.h"
+#include "transport/transport.h"
+
+namespace smddp::engine {
+
+using bootstrap::ProcessId;
+
+// Another process, as this one knows it.
+struct Peer {
+  bootstrap::Introduction introduction;
+  std::shared_ptr<transport::shm::Mate> mate;  // set when it shares memory with us
+  // How control messages and channels reach it; of the shared-memory or of the fabric transport.
+  transport::PeerId id = -1;
+  transport::ChannelTable* table = nullptr;
+  // Why no further message will come from it, once known.
+  std::optional<std::string> lost;
+
+  std::string describe() const;  // "pid 40122 on ip-10-0-1-7"
+};
+
+class Process {
+ public:
+  struct Options {
+    std::shared_ptr<Clock> clock = std::make_shared<MonotonicClock>();
+    // Instead of a libfabric endpoint; the simulator's.
+    std::function<std::unique_ptr<transport::Transport>()> fabric;
+    // Instead of SMDDP_NODE_ID and the boot id.
+    std::string nodeName;
+    size_t slabBytes = transport::shm::Slab::kDefaultReserve;
+    // TCP connections that tell when a remote process is gone.
+    bool lifelines = true;
+  };
+  // Receives control messages that are not about channels. `from` is never null.
+  using ControlHandler = std::function<void(Peer& from, transport::Bytes message)>;
+
+  explicit Process(Options options);
+  ~Process();
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  const Clock& clock() const { return *options_.clock; }
+  const ProcessId& id() const { return id_; }
+  transport::shm::Slab& slab() { return *slab_; }
+  const std::shared_ptr<transport::shm::Slab>& sharedSlab() const { return slab_; }
+  transport::shm::Doorbell& doorbell() { return doorbell_; }
+  // [thread-safe]
+  transport::shm::CommMemory& commMemory() { return *commMemory_; }
+  const std::shared_ptr<transport::shm::CommMemory>& sharedCommMemory() { return commMemory_; }
+  transport::shm::MateMemory& mateMemory() { return mateMemory_; }
+
+  // What we publish. The addresses between nodes are in it only after openFabric().
+  bootstrap::Introduction introduce(std::vector<std::byte> group);
+  // Can this process's memory be mapped here? Remembers the mapping. [thread-safe]
+  bool probe(const bootstrap::Introduction& other, std::string* why);
+  // Creates the endpoint and the lifelines; once. Throws Usage when built without libfabric.
+  void openFabric();
+  // The peer behind an introduction; connected by shared memory when `sharesNode`, else by the fabric.
+  Peer& meet(const bootstrap::Introduction& other, bool sharesNode);
+  // The key under which peers on the same table write into our slab.
+  transport::RemoteKey registerMemory(const Peer& peer, std::span<std::byte> memory);
+
+  void onControl(ControlHandler handler) { handler_ = std::move(handler); }
+
+  // Moves messages. Returns how many events there were.
+  size_t poll();
+  // The part of poll() that only groups across nodes need at every turn.
+  size_t pollFabric();
+  // Looks for peers that are gone; not for the fast path.
+  void checkPeers();
+  // Sleeps until a mate rings, a message comes or `timeout` is over. The caller has called
+  // doorbell().prepare() and looked once more.
+  void sleep(Nanoseconds timeout, bool network);
+  void wake(Peer& peer) { transport::shm::Doorbell::ring(*peer.mate); }
+
+  // One line about what was chosen between nodes; empty on a single node.
+  std::string describeFabric() const;
+
+ private:
+  // One transport with its channels; tells peers of this transport by their number.
+  struct Link final : transport::ControlSink {
+    Link(Process& process, std::unique_ptr<transport::Transport> moved)
+        : owner(process), transport(std::move(moved)), table(*transport, *this) {}
+    void onControl(transport::PeerId from, transport::Bytes message) override;
+    void onPeerFailed(transport::PeerId peer, const std::string& cause) override;
+
+    Process& owner;
+    std::unique_ptr<transport::Transport> transport;
+    transport::ChannelTable table;
+    std::map<transport::PeerId, Peer*> peers;
+    std::map<const std::byte*, transport::RemoteKey> registered;
+  };
+
+  Link& linkOf(const Peer& peer) { return peer.mate ? *local_ : *fabric_; }
+
+  Options options_;
+  ProcessId id_;
+  std::shared_ptr<transport::shm::Slab> slab_;
+  transport::shm::Doorbell doorbell_;
+  std::shared_ptr<transport::shm::CommMemory> commMemory_;
+  transport::shm::MateMemory mateMemory_;
+  ControlHandler handler_;
+  std::map<ProcessId, std::unique_ptr<Peer>> peers_;
+  std::mutex probeMutex_;
+  std::map<ProcessId, std::shared_ptr<transport::shm::Mate>> probed_;  // guarded by probeMutex_
+  std::unique_ptr<Link> local_;
+  std::unique_ptr<Link> fabric_;
+  std::unique_ptr<bootstrap::Lifeline> lifeline_;
+};
+
+}  // namespace smddp::engine

@@ -1,0 +1,85 @@
+// What a rank shares with the ranks of its node for one group: a region of its slab. Written by its owner only,
+// read by its mates. The layout is the same in every process of one build.
+//
+//   RegionHeader | tracks x TrackHeader | tracks x 2 halves of staging memory (page aligned)
+//
+// A *track* is what one operation at a time runs on; a group has as many tracks as operations in flight.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+#include "plan/plan.h"
+#include "transport/shm/segment.h"
+#include "transport/wire.h"
+
+namespace smddp::engine {
+
+inline constexpr size_t kCacheLine = 64;
+inline constexpr size_t kPage = 4096;
+// Requests that one execution may fuse.
+inline constexpr int kMaxFused = 16;
+
+// A team counter. The value is (execution << kValueBits) | value relative to the execution: counters
+// restart with every execution and yet never go back, and whoever has gone further satisfies every wait of
+// an earlier execution.
+struct alignas(kCacheLine) Counter {
+  std::atomic<uint64_t> value{0};
+};
+inline constexpr int kValueBits = 24;
+constexpr uint64_t counterValue(uint64_t execution, int64_t value) {
+  return execution << kValueBits | static_cast<uint64_t>(value);
+}
+
+// Where a buffer lies, for mates.
+struct SharedLocation {
+  transport::shm::SegmentAddress segment;
+  uint64_t offset = 0;
+};
+
+// What a rank publishes when it arrives at an execution: all that the ranks of a node must agree on. Release:
+// `number` is stored last; a mate that read it reads the rest. Executions use the two records in turn: a record is
+// written again only after everyone has arrived at the execution in between, hence has read it.
+struct alignas(kCacheLine) Arrival {
+  std::atomic<uint64_t> number{0};  // of the execution, from 1
+  transport::CallFingerprint call;
+  uint64_t sequence = 0;            // the caller's count of collectives on this group
+  uint32_t ready = 1;               // requests this rank could fuse, the first included
+  uint32_t shared = 0;              // 1: the locations below are valid
+  alignas(kCacheLine) std::array<uint32_t, kMaxFused> ends{};  // cumulative bytes of the ready requests
+  alignas(kCacheLine) SharedLocation input;
+  SharedLocation output;
+};
+
+struct TrackHeader {
+  std::array<Counter, plan::kNumCounters> counters;
+  std::array<Arrival, 2> arrivals;
+};
+
+struct alignas(kCacheLine) RegionHeader {
+  // The first error of this rank on this group; `broken` is stored after the text.
+  std::atomic<uint32_t> broken{0};
+  std::atomic<uint32_t> left{0};  // this rank has destroyed the group
+  uint32_t errorKind = 0;
+  char error[1000] = {};
+};
+
+struct RegionLayout {
+  int64_t tracks = 1;
+  int64_t halfBytes = 0;
+
+  static constexpr size_t roundUp(size_t n, size_t to) { return (n + to - 1) / to * to; }
+  size_t trackOffset(int64_t track) const {
+    return roundUp(sizeof(RegionHeader), kCacheLine) +
+           static_cast<size_t>(track) * sizeof(TrackHeader);
+  }
+  size_t poolOffset(int64_t track, int half) const {
+    return roundUp(trackOffset(tracks), kPage) +
+           static_cast<size_t>(track * 2 + half) *
+               roundUp(static_cast<size_t>(halfBytes), kPage);
+  }
+  size_t bytes() const { return poolOffset(tracks, 0); }
+};
+
+}  // namespace smddp::engine
