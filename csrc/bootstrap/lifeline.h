@@ -16,16 +16,15 @@
 // constructor and connect() throw; afterwards trouble is a Departure, never an exception.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <set>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "bootstrap/lifeline_wire.h"
 #include "bootstrap/process_id.h"
 #include "common/clock.h"
 #include "common/file_descriptor.h"
@@ -82,40 +81,46 @@ class Lifeline {
   void closeInChild() noexcept;
 
  private:
-  enum class State { Connecting, AwaitingHello, Connected };
+  enum class State {
+    Connecting,            // ours, under way
+    AwaitingHello,         // ours: the peer has not introduced us to itself yet; theirs: a stranger
+    AwaitingIntroduction,  // theirs, hello heard; our connect() has not been called yet. Not watched
+    Connected,
+  };
   struct Connection {
     FileDescriptor socket;
     State state;
-    bool accepted;  // they connected to us
-    bool known;     // `peer` is set: we connected, or they said who they are
-    ProcessId peer;
-    Deadline deadline;
-    std::vector<std::byte> received;  // of their hello
+    bool accepted;     // they connected to us
+    ProcessId peer{};  // of an accepted one: once its hello is heard
+    Deadline deadline{};
+    std::vector<std::byte> received{};  // of its hello
   };
-  // A process that connect() introduced.
   struct Peer {
     std::string description;
-    Deadline deadline;  // for its connection, while it has none
-    bool connected = false;
-    bool departed = false;
+    Deadline deadline;
+    enum { Expected, Connected, Departed } state = Expected;
   };
   using ConnectionId = uint64_t;
+  using Connections = std::map<ConnectionId, Connection>;
 
   void listen(const std::string& localAddress);
-  void acceptAll();
-  void serve(ConnectionId id);
-  bool finishConnecting(Connection& connection, std::string* cause);
-  bool readHello(Connection& connection, std::string* cause);
-  bool readGoodbye(Connection& connection, bool* orderly, std::string* cause);
-  bool sendHello(Connection& connection, std::string* cause);
-  bool admit(ConnectionId id, std::string* cause);
-  void setConnected(Connection& connection);
-  void end(ConnectionId id, bool orderly, const std::string& cause);
+  void dial(const ProcessId& process, const Endpoint& endpoint);
+  void accept();
+  void serve(Connections::iterator it);
+  void onWritable(Connections::iterator it);
+  void onHello(Connections::iterator it);
+  void onLaterBytes(Connections::iterator it);
+  void admit(Connections::iterator it);
+  void confirm(Connections::iterator it);
+  void fail(Connections::iterator it, const std::string& cause);
   void depart(const ProcessId& process, bool orderly, const std::string& cause);
-  void expire();
-  void watch(ConnectionId id, int fd, uint32_t events, bool isNew);
-  void rearm();
+  void drop(Connections::iterator it);
+  Connections::iterator find(const ProcessId& process);
   size_t numHalfOpen() const;
+  void expire();
+  void watch(ConnectionId id, int fd, int operation, uint32_t events);
+  void pauseListening(bool pause);
+  void rearm();
 
   const ProcessId self_;
   const Options options_;
@@ -123,10 +128,11 @@ class Lifeline {
   FileDescriptor epoll_;
   FileDescriptor timer_;  // makes epoll_ readable when a deadline passes
   FileDescriptor listener_;
-  std::vector<std::byte> address_;
-  bool listening_ = false;  // the listener is being watched
-  ConnectionId nextId_ = 2;
-  std::map<ConnectionId, Connection> connections_;
+  Endpoint endpoint_;
+  bool paused_ = false;          // the listener is not being watched
+  Deadline resumeListening_{0};  // not before this, after the machine ran out of descriptors
+  ConnectionId nextId_ = 2;      // 0 and 1 are the listener and the timer
+  Connections connections_;
   std::map<ProcessId, Peer> peers_;
   std::vector<Departure> departures_;  // found, not yet said
 };

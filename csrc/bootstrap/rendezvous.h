@@ -52,9 +52,9 @@ class Rendezvous {
 
  private:
   int64_t openEpoch();
-  int64_t joinEpoch(const Store::Value& mine, const Deadline& deadline);
+  void joinEpoch(const Store::Value& mine, const Deadline& deadline);
   std::vector<Store::Value> collect(const char* what, const Deadline& deadline);
-  Store::Value await(const std::string& key, const Deadline& deadline, const char* what);
+  Store::Value await(const std::string& awaited, const Deadline& deadline);
   [[noreturn]] void raiseMissing(const char* what);
   std::string key(const char* what, int64_t epoch) const;
   std::string key(const char* what, int64_t epoch, Rank rank) const;

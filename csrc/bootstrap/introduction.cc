@@ -1,0 +1,178 @@
+#include "bootstrap/introduction.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <string_view>
+
+#include "bootstrap/blob.h"
+#include "bootstrap/node_name.h"
+#include "common/error.h"
+
+namespace smddp::bootstrap {
+namespace {
+
+// What every version writes first and the same way: enough to say "you are another version".
+constexpr uint32_t kMagic = 0x50444d53;  // "SMDP"
+constexpr uint32_t kProtocolVersion = 1;
+
+constexpr size_t kMaxVersionBytes = 64;
+constexpr size_t kMaxHostBytes = 256;
+constexpr size_t kMaxSettingsBytes = 4096;
+constexpr size_t kMaxOpaqueBytes = 1024;
+
+// Plans, slot sizes and the order of operations follow from these: with different values two ranks
+// would wait for messages that the other never sends.
+constexpr std::array<std::string_view, 8> kMustAgree = {
+    "algorithm",    "oneShotBytes", "chunkBytes", "fabricChunkBytes",
+    "fabricWindow", "poolBytes",    "inFlight",   "fusionBytes"};
+
+bool mustAgree(std::string_view field) {
+  return std::find(kMustAgree.begin(), kMustAgree.end(), field) != kMustAgree.end();
+}
+
+// Defaults stay out: they are the same in the same version, and a blob is read by every rank.
+std::string settingsToAgreeOn(const Settings& settings) {
+  const Settings defaults;
+  std::string text;
+#define SMDDP_LINE(type, field, env, value, doc)               \
+  if (mustAgree(#field) && settings.field != defaults.field) { \
+    text += fmt::format("{}={}\n", env, settings.field);       \
+  }
+  SMDDP_SETTINGS(SMDDP_LINE)
+#undef SMDDP_LINE
+  return text;
+}
+
+std::map<std::string, std::string> parseSettings(std::string_view text) {
+  std::map<std::string, std::string> values;
+  while (!text.empty()) {
+    const auto line = text.substr(0, text.find('\n'));
+    text.remove_prefix(std::min(line.size() + 1, text.size()));
+    const size_t equals = std::min(line.find('='), line.size());
+    values[std::string(line.substr(0, equals))] = line.substr(std::min(equals + 1, line.size()));
+  }
+  return values;
+}
+
+// "SMDDP_CHUNK_BYTES is 65536 and its default, …"
+std::string differences(const std::string& first, const std::string& second) {
+  const auto a = parseSettings(first);
+  const auto b = parseSettings(second);
+  auto names = a;
+  names.insert(b.begin(), b.end());
+  const auto print = [](const auto& values, const std::string& name) {
+    const auto found = values.find(name);
+    return found == values.end() ? std::string("its default") : found->second;
+  };
+  std::string text;
+  for (const auto& [name, unused] : names) {
+    if (print(a, name) == print(b, name)) continue;
+    text += fmt::format("{}{} is {} and {}", text.empty() ? "" : ", ", name, print(a, name),
+                        print(b, name));
+  }
+  return text;
+}
+
+std::string hostName() {
+  std::array<char, kMaxHostBytes> name{};
+  if (::gethostname(name.data(), name.size() - 1) != 0) return "unknown host";
+  return name.data();
+}
+
+Introduction parseFields(BlobReader& reader) {
+  Introduction result;
+  result.host = reader.text("host", kMaxHostBytes);
+  result.pid = static_cast<int32_t>(reader.number<uint32_t>("pid"));
+  reader.raw("processId", result.processId);
+  result.nodeName = reader.text("nodeName", kMaxNodeNameBytes);
+  result.nodeAgreement = reader.number<uint64_t>("nodeAgreement");
+  result.settings = reader.text("settings", kMaxSettingsBytes);
+  result.slab = reader.bytes("slab", kMaxOpaqueBytes);
+  result.fabric = reader.bytes("fabric", kMaxOpaqueBytes);
+  result.lifeline = reader.bytes("lifeline", kMaxOpaqueBytes);
+  result.group = reader.bytes("group", kMaxOpaqueBytes);
+  reader.end();
+  return result;
+}
+
+}  // namespace
+
+Introduction introduceThisProcess(const Settings& settings, const ProcessId& id) {
+  Introduction result;
+  result.libraryVersion = SMDDP_VERSION;
+  result.host = hostName();
+  result.pid = ::getpid();
+  result.processId = id;
+  result.nodeName = nodeName(settings);
+  result.settings = settingsToAgreeOn(settings);
+  return result;
+}
+
+std::string describe(Rank rank, const Introduction& introduction) {
+  return fmt::format("rank {} ({}, pid {})", rank, introduction.host, introduction.pid);
+}
+
+std::vector<std::byte> serialise(const Introduction& introduction) {
+  BlobWriter writer;
+  writer.number(kMagic);
+  writer.number(kProtocolVersion);
+  writer.text("libraryVersion", introduction.libraryVersion, kMaxVersionBytes);
+  writer.text("host", introduction.host, kMaxHostBytes);
+  writer.number(static_cast<uint32_t>(introduction.pid));
+  writer.raw(introduction.processId);
+  writer.text("nodeName", introduction.nodeName, kMaxNodeNameBytes);
+  writer.number(introduction.nodeAgreement);
+  writer.text("settings", introduction.settings, kMaxSettingsBytes);
+  writer.bytes("slab", introduction.slab, kMaxOpaqueBytes);
+  writer.bytes("fabric", introduction.fabric, kMaxOpaqueBytes);
+  writer.bytes("lifeline", introduction.lifeline, kMaxOpaqueBytes);
+  writer.bytes("group", introduction.group, kMaxOpaqueBytes);
+  return writer.take();
+}
+
+Introduction parseIntroduction(std::span<const std::byte> blob, Rank from) {
+  try {
+    BlobReader reader(blob);
+    if (reader.number<uint32_t>("magic") != kMagic) throw BlobError("it begins with other bytes");
+    const auto protocol = reader.number<uint32_t>("protocolVersion");
+    const std::string version = reader.text("libraryVersion", kMaxVersionBytes);
+    if (protocol != kProtocolVersion) {
+      raise(ErrorKind::Mismatch,
+            "rank {} runs smddp {} (protocol {}), this rank {} (protocol {}); install the same "
+            "version "
+            "on all nodes",
+            from, version, protocol, SMDDP_VERSION, kProtocolVersion);
+    }
+    Introduction result = parseFields(reader);
+    result.libraryVersion = version;
+    return result;
+  } catch (const BlobError& error) {
+    raise(ErrorKind::Transport,
+          "what rank {} published in the store is not an introduction: {}; is another program "
+          "using the "
+          "same store and group name?",
+          from, error.what());
+  }
+}
+
+void checkAgreement(const std::vector<Introduction>& introductions) {
+  // Against rank 0 in rank order: every rank finds the same pair.
+  for (size_t rank = 1; rank < introductions.size(); ++rank) {
+    const Introduction& first = introductions.front();
+    const Introduction& other = introductions[rank];
+    const bool sameVersion = first.libraryVersion == other.libraryVersion;
+    if (sameVersion && first.settings == other.settings) continue;
+    const std::string who = describe(0, first) + " and " + describe(static_cast<Rank>(rank), other);
+    if (!sameVersion) {
+      raise(ErrorKind::Mismatch, "{} run smddp {} and {}; install the same version on all nodes",
+            who, first.libraryVersion, other.libraryVersion);
+    }
+    raise(ErrorKind::Mismatch, "{} have different settings: {}; set them alike on all ranks", who,
+          differences(first.settings, other.settings));
+  }
+}
+
+}  // namespace smddp::bootstrap

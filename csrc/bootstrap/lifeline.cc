@@ -1,0 +1,346 @@
+#include "bootstrap/lifeline.h"
+
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/timerfd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "common/error.h"
+#include "common/log.h"
+
+namespace smddp::bootstrap {
+namespace {
+
+constexpr uint64_t kListenerId = 0;
+constexpr uint64_t kTimerId = 1;
+constexpr Nanoseconds kSecond = 1'000'000'000;
+
+std::string textOf(int error) { return std::generic_category().message(error); }
+
+// All of it or an error; a fresh socket has room for a hello, so less is a failure too.
+bool sendAll(const FileDescriptor& socket, std::span<const std::byte> bytes) {
+  const auto sent = ::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  return sent == static_cast<ssize_t>(bytes.size());
+}
+
+// A host that vanished answers no probe. The first comes after 1 s of silence; whatever is
+// unanswered for 2 s ends the connection. (The kernel counts these intervals in whole seconds.)
+void watchForSilence(const FileDescriptor& socket) {
+  const auto option = [&](int level, int name, int value) {
+    if (::setsockopt(socket.get(), level, name, &value, sizeof(value)) != 0) {
+      SMDDP_LOG(Debug, "bootstrap", "socket option {}/{}: {}", level, name, textOf(errno));
+    }
+  };
+  option(SOL_SOCKET, SO_KEEPALIVE, 1);
+  option(IPPROTO_TCP, TCP_KEEPIDLE, 1);
+  option(IPPROTO_TCP, TCP_KEEPINTVL, 1);
+  option(IPPROTO_TCP, TCP_KEEPCNT, 2);
+  option(IPPROTO_TCP, TCP_USER_TIMEOUT, 2000);
+}
+
+}  // namespace
+
+Lifeline::Lifeline(const ProcessId& self, const std::string& localAddress, const Options& options)
+    : self_(self),
+      options_(options),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
+  if (!epoll_ || !timer_) raiseErrno(ErrorKind::Resource, "no descriptors left for lifelines");
+  watch(kTimerId, timer_.get(), EPOLL_CTL_ADD, EPOLLIN);
+  listen(localAddress);
+}
+
+Lifeline::~Lifeline() = default;
+
+void Lifeline::listen(const std::string& localAddress) {
+  endpoint_ = parseNumericAddress(localAddress);
+  const int family = endpoint_.storage.ss_family;
+  listener_ = FileDescriptor(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  socklen_t size = sizeof(endpoint_.storage);
+  if (!listener_ || ::bind(listener_.get(), endpoint_.address(), endpoint_.size()) != 0 ||
+      ::listen(listener_.get(), SOMAXCONN) != 0 ||
+      ::getsockname(listener_.get(), endpoint_.address(), &size) != 0) {
+    raiseErrno(ErrorKind::Transport, "cannot listen on {}", localAddress);
+  }
+  watch(kListenerId, listener_.get(), EPOLL_CTL_ADD, EPOLLIN);
+}
+
+std::vector<std::byte> Lifeline::address() const { return serialise({endpoint_, self_}); }
+
+void Lifeline::connect(std::span<const std::byte> address, const std::string& description) {
+  SMDDP_CHECK(static_cast<bool>(listener_), "connect() to {} after leave()", description);
+  const LifelineAddress peer = parseLifelineAddress(address, description);
+  if (peer.process == self_) return;
+  const Deadline deadline = Deadline::after(clock_, options_.connectTimeout);
+  if (!peers_.try_emplace(peer.process, Peer{description, deadline}).second) return;
+  if (self_ < peer.process) {
+    dial(peer.process, peer.endpoint);
+  } else if (const auto early = find(peer.process); early != connections_.end()) {
+    watch(early->first, early->second.socket.get(), EPOLL_CTL_ADD, EPOLLIN);
+    admit(early);
+  }
+  rearm();
+}
+
+void Lifeline::dial(const ProcessId& process, const Endpoint& endpoint) {
+  const int family = endpoint.storage.ss_family;
+  FileDescriptor socket(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket ||
+      (::connect(socket.get(), endpoint.address(), endpoint.size()) != 0 && errno != EINPROGRESS)) {
+    depart(process, false, "cannot connect: " + textOf(errno));
+    return;
+  }
+  const ConnectionId id = nextId_++;
+  watch(id, socket.get(), EPOLL_CTL_ADD, EPOLLOUT);
+  // Its time limit is the peer's.
+  connections_.emplace(id, Connection{std::move(socket), State::Connecting, false, process});
+}
+
+size_t Lifeline::poll(const std::function<void(const Departure&)>& onDeparture) {
+  std::array<epoll_event, 64> events;
+  const int count = ::epoll_wait(epoll_.get(), events.data(), events.size(), 0);
+  if (count <= 0 && departures_.empty()) return 0;
+  for (int i = 0; i < count; ++i) {
+    const uint64_t id = events[i].data.u64;
+    // An event of this batch may have ended the connection of another.
+    const auto it = connections_.find(id);
+    if (id == kListenerId) {
+      accept();
+    } else if (it != connections_.end()) {
+      serve(it);
+    }
+  }
+  expire();
+  pauseListening(numHalfOpen() >= options_.maxHalfOpen || !resumeListening_.passed(clock_));
+  rearm();
+  const std::vector<Departure> found = std::exchange(departures_, {});
+  // Said last, when everything is in order again: the callback may introduce peers or leave.
+  for (const auto& departure : found) onDeparture(departure);
+  return found.size();
+}
+
+void Lifeline::accept() {
+  // A bounded number at a time, so that a flood of visitors cannot keep us here.
+  for (size_t i = 0; i < options_.maxHalfOpen && numHalfOpen() < options_.maxHalfOpen; ++i) {
+    FileDescriptor socket(
+        ::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+        // Asking again at once would fail again; the visitor waits in the kernel's queue.
+        SMDDP_LOG(Warn, "bootstrap", "cannot accept a connection: {}; raise ulimit -n",
+                  textOf(errno));
+        resumeListening_ = Deadline::after(clock_, kSecond);
+      }
+      // Nobody is waiting, or the visitor is gone: if more are there, the next poll() finds them.
+      return;
+    }
+    const ConnectionId id = nextId_++;
+    watch(id, socket.get(), EPOLL_CTL_ADD, EPOLLIN);
+    const auto deadline = Deadline::after(clock_, options_.handshakeTimeout);
+    const auto [it, isNew] = connections_.emplace(
+        id, Connection{std::move(socket), State::AwaitingHello, true, {}, deadline});
+    // Its hello is usually there already, and then it never counts as half open.
+    serve(it);
+  }
+}
+
+void Lifeline::serve(Connections::iterator it) {
+  switch (it->second.state) {
+    case State::Connecting: return onWritable(it);
+    case State::AwaitingHello: return onHello(it);
+    case State::AwaitingIntroduction: return;
+    case State::Connected: return onLaterBytes(it);
+  }
+}
+
+void Lifeline::onWritable(Connections::iterator it) {
+  Connection& connection = it->second;
+  int error = 0;
+  socklen_t size = sizeof(error);
+  if (::getsockopt(connection.socket.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0)
+    error = errno;
+  if (error != 0) return fail(it, "cannot connect: " + textOf(error));
+  if (!sendAll(connection.socket, serialise(Hello{self_, connection.peer}))) {
+    return fail(it, "cannot send the hello: " + textOf(errno));
+  }
+  connection.state = State::AwaitingHello;
+  watch(it->first, connection.socket.get(), EPOLL_CTL_MOD, EPOLLIN);
+}
+
+void Lifeline::onHello(Connections::iterator it) {
+  Connection& connection = it->second;
+  // Not a byte more: what follows the hello is read by onLaterBytes().
+  std::array<std::byte, kHelloBytes> buffer;
+  const size_t missing = kHelloBytes - connection.received.size();
+  const auto got = ::recv(connection.socket.get(), buffer.data(), missing, MSG_DONTWAIT);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (got <= 0) return fail(it, got == 0 ? "it hung up before its hello" : textOf(errno));
+  connection.received.insert(connection.received.end(), buffer.begin(), buffer.begin() + got);
+  if (connection.received.size() < kHelloBytes) return;
+
+  const auto hello = parseHello(connection.received);
+  if (!hello || hello->to != self_) return fail(it, "its port belongs to another program");
+  if (!connection.accepted) {
+    if (hello->from != connection.peer) return fail(it, "its port belongs to another process");
+    return confirm(it);
+  }
+  // One connection per pair, from the smaller id: anything else is no peer of ours.
+  if (!(hello->from < self_) || find(hello->from) != connections_.end()) return drop(it);
+  connection.peer = hello->from;
+  connection.deadline = Deadline::never();
+  if (peers_.contains(connection.peer)) return admit(it);
+  // It heard of us before we heard of it. We will look at it again when connect() names it.
+  connection.state = State::AwaitingIntroduction;
+  watch(it->first, connection.socket.get(), EPOLL_CTL_DEL, 0);
+}
+
+void Lifeline::admit(Connections::iterator it) {
+  if (peers_.at(it->second.peer).state != Peer::Expected) return drop(it);
+  if (!sendAll(it->second.socket, serialise(Hello{self_, it->second.peer}))) {
+    return fail(it, "cannot send the hello: " + textOf(errno));
+  }
+  confirm(it);
+}
+
+void Lifeline::confirm(Connections::iterator it) {
+  Peer& peer = peers_.at(it->second.peer);
+  it->second.state = State::Connected;
+  peer.state = Peer::Connected;
+  watchForSilence(it->second.socket);
+  SMDDP_LOG(Debug, "bootstrap", "lifeline to {}", peer.description);
+}
+
+void Lifeline::onLaterBytes(Connections::iterator it) {
+  std::byte byte{};
+  const auto got = ::recv(it->second.socket.get(), &byte, 1, MSG_DONTWAIT);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (got < 0) return fail(it, "its connection broke: " + textOf(errno));
+  if (got == 0) return fail(it, "its process ended");
+  if (byte != kGoodbye) return fail(it, "it sent bytes that no lifeline carries");
+  depart(it->second.peer, true, "it left the group");
+  drop(it);
+}
+
+void Lifeline::fail(Connections::iterator it, const std::string& cause) {
+  const ProcessId process = it->second.peer;
+  drop(it);
+  // A stranger, whose peer is all zeros, has nobody who waits for it.
+  if (peers_.contains(process)) depart(process, false, cause);
+}
+
+void Lifeline::depart(const ProcessId& process, bool orderly, const std::string& cause) {
+  Peer& peer = peers_.at(process);
+  if (peer.state == Peer::Departed) return;
+  peer.state = Peer::Departed;
+  departures_.push_back({process, orderly, cause});
+  SMDDP_LOG(Debug, "bootstrap", "no lifeline to {} any more: {}", peer.description, cause);
+}
+
+void Lifeline::drop(Connections::iterator it) {
+  // By hand, and with shutdown: a forked child may hold a copy, which close() would leave alive.
+  if (it->second.state != State::AwaitingIntroduction) {
+    watch(it->first, it->second.socket.get(), EPOLL_CTL_DEL, 0);
+  }
+  ::shutdown(it->second.socket.get(), SHUT_RDWR);
+  connections_.erase(it);
+}
+
+Lifeline::Connections::iterator Lifeline::find(const ProcessId& process) {
+  return std::find_if(connections_.begin(), connections_.end(),
+                      [&](const auto& entry) { return entry.second.peer == process; });
+}
+
+size_t Lifeline::numHalfOpen() const {
+  return std::count_if(connections_.begin(), connections_.end(), [](const auto& entry) {
+    return entry.second.accepted && entry.second.state == State::AwaitingHello;
+  });
+}
+
+size_t Lifeline::numConnected() const {
+  return std::count_if(peers_.begin(), peers_.end(),
+                       [](const auto& entry) { return entry.second.state == Peer::Connected; });
+}
+
+void Lifeline::expire() {
+  for (auto it = connections_.begin(); it != connections_.end();) {
+    const auto current = it++;
+    if (current->second.deadline.passed(clock_)) drop(current);
+  }
+  for (auto& [process, peer] : peers_) {
+    if (peer.state != Peer::Expected || !peer.deadline.passed(clock_)) continue;
+    const auto it = find(process);
+    const bool ours = self_ < process;
+    if (it != connections_.end()) drop(it);
+    depart(process, false,
+           fmt::format("{} within {:.1f} s; does a firewall block the ports between the nodes?",
+                       ours ? "it could not be reached" : "it did not connect",
+                       static_cast<double>(options_.connectTimeout) * 1e-9));
+  }
+}
+
+void Lifeline::leave() {
+  for (auto& [id, connection] : connections_) {
+    if (connection.state == State::Connecting || connection.peer == ProcessId{}) continue;
+    // The peer expects a hello before anything else.
+    if (connection.state == State::AwaitingIntroduction) {
+      sendAll(connection.socket, serialise(Hello{self_, connection.peer}));
+    }
+    sendAll(connection.socket, std::span(&kGoodbye, 1));
+    // Unread bytes would turn the close into a reset, which may overtake the goodbye.
+    std::array<std::byte, kHelloBytes + 1> unread;
+    (void)::recv(connection.socket.get(), unread.data(), unread.size(), MSG_DONTWAIT);
+  }
+  while (!connections_.empty()) drop(connections_.begin());
+  listener_ = FileDescriptor();
+  peers_.clear();
+  departures_.clear();
+  rearm();
+}
+
+void Lifeline::closeInChild() noexcept {
+  for (auto& [id, connection] : connections_) connection.socket = FileDescriptor();
+  for (FileDescriptor* fd : {&listener_, &timer_, &epoll_}) *fd = FileDescriptor();
+}
+
+void Lifeline::watch(ConnectionId id, int fd, int operation, uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = id;
+  if (::epoll_ctl(epoll_.get(), operation, fd, &event) != 0) {
+    raiseErrno(ErrorKind::Resource, "cannot watch a lifeline");
+  }
+}
+
+void Lifeline::pauseListening(bool pause) {
+  if (pause == paused_ || !listener_) return;
+  watch(kListenerId, listener_.get(), EPOLL_CTL_MOD, pause ? 0U : EPOLLIN);
+  paused_ = pause;
+}
+
+void Lifeline::rearm() {
+  Nanoseconds earliest = departures_.empty() ? Deadline::never().at : 1;
+  if (!resumeListening_.passed(clock_)) earliest = std::min(earliest, resumeListening_.at);
+  for (const auto& [id, connection] : connections_) {
+    earliest = std::min(earliest, connection.deadline.at);
+  }
+  for (const auto& [process, peer] : peers_) {
+    if (peer.state == Peer::Expected) earliest = std::min(earliest, peer.deadline.at);
+  }
+  itimerspec when{};
+  if (earliest != Deadline::never().at) {
+    when.it_value.tv_sec = earliest / kSecond;
+    when.it_value.tv_nsec = earliest % kSecond;
+  }
+  // Setting it, to whatever, also makes it unreadable until it fires.
+  if (::timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr) != 0) {
+    raiseErrno(ErrorKind::Resource, "cannot set the lifelines' timer");
+  }
+}
+
+}  // namespace smddp::bootstrap

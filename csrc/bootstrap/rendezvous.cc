@@ -1,0 +1,183 @@
+#include "bootstrap/rendezvous.h"
+
+#include <atomic>
+#include <charconv>
+#include <exception>
+#include <string_view>
+#include <utility>
+
+#include "common/error.h"
+#include "common/log.h"
+
+namespace smddp::bootstrap {
+namespace {
+
+constexpr const char* kIn = "in";          // <epoch>/in/<rank>: an introduction
+constexpr const char* kNodes = "nodes";    // <epoch>/nodes/<rank>: a probe report
+constexpr const char* kClosed = "closed";  // <epoch>/closed: complete or superseded
+constexpr const char* kNext = "next";      // <epoch>/next: the epoch after it
+
+constexpr std::string_view kComplete = "complete";
+constexpr std::string_view kSuperseded = "superseded";
+
+Store::Value toValue(std::string_view text) {
+  const auto bytes = std::as_bytes(std::span(text));
+  return {bytes.begin(), bytes.end()};
+}
+
+std::string_view toText(const Store::Value& value) {
+  return {reinterpret_cast<const char*>(value.data()), value.size()};
+}
+
+double seconds(Nanoseconds duration) { return static_cast<double>(duration) * 1e-9; }
+
+ProbeReport probeCandidates(const std::vector<Introduction>& introductions, Rank me,
+                            const Rendezvous::Probe& probe) {
+  ProbeReport report;
+  for (Rank rank = 0; rank < static_cast<Rank>(introductions.size()); ++rank) {
+    if (rank == me || introductions[rank].nodeName != introductions[me].nodeName) continue;
+    std::string why = "unknown cause";
+    bool reached = false;
+    // Whatever goes wrong here is a fact about this pair. The others wait for our report.
+    try {
+      reached = probe(introductions[rank], &why);
+    } catch (const std::exception& error) {
+      why = error.what();
+    }
+    if (!reached) report.failures.push_back({rank, why});
+  }
+  return report;
+}
+
+void warnOnce(const std::vector<std::string>& warnings) {
+  static std::atomic<bool> warned{false};
+  if (warnings.empty() || warned.exchange(true)) return;
+  for (const auto& text : warnings) SMDDP_LOG(Warn, "bootstrap", "{}", text);
+}
+
+}  // namespace
+
+Rendezvous::Rendezvous(Store& store, std::string group, Rank me, int size, Nanoseconds timeout)
+    : store_(store), group_(std::move(group)), me_(me), size_(size), timeout_(timeout) {
+  SMDDP_CHECK(me >= 0 && me < size, "rank {} of {}", me, size);
+}
+
+std::vector<Introduction> Rendezvous::exchange(const Introduction& mine) {
+  const Deadline deadline = Deadline::after(clock_, timeout_);
+  const Store::Value blob = serialise(mine);
+  std::vector<Store::Value> values;
+  if (me_ == 0) {
+    epoch_ = openEpoch();
+    store_.set(key(kIn, epoch_, 0), blob);
+    values = collect(kIn, deadline);
+    store_.set(key(kClosed, epoch_), toValue(kComplete));
+  } else {
+    joinEpoch(blob, deadline);
+    values = collect(kIn, deadline);
+  }
+  std::vector<Introduction> introductions;
+  for (Rank rank = 0; rank < size_; ++rank) {
+    introductions.push_back(parseIntroduction(values[rank], rank));
+  }
+  checkAgreement(introductions);
+  return introductions;
+}
+
+int64_t Rendezvous::openEpoch() {
+  const int64_t epoch = store_.add(fmt::format("smddp/{}/epoch", group_), 1);
+  // An epoch that nobody closed was cut short; ranks of this meeting may already wait in it.
+  if (!store_.contains(key(kClosed, epoch - 1))) {
+    store_.set(key(kClosed, epoch - 1), toValue(kSuperseded));
+  }
+  store_.set(key(kNext, epoch - 1), toValue(std::to_string(epoch)));
+  return epoch;
+}
+
+void Rendezvous::joinEpoch(const Store::Value& mine, const Deadline& deadline) {
+  epoch_ = store_.add(fmt::format("smddp/{}/epoch", group_), 0);
+  for (;;) {
+    // Epoch 0 is the time before the first meeting. In a closed epoch slow ranks may still be
+    // reading.
+    if (epoch_ > 0 && !store_.contains(key(kClosed, epoch_))) {
+      store_.set(key(kIn, epoch_, me_), mine);
+      if (toText(await(key(kClosed, epoch_), deadline)) == kComplete) return;
+    }
+    const Store::Value next = await(key(kNext, epoch_), deadline);
+    int64_t number = 0;
+    const auto text = toText(next);
+    std::from_chars(text.data(), text.data() + text.size(), number);
+    if (number <= epoch_) {
+      raise(ErrorKind::Transport, "the store has \"{}\" under {}; is another program using it?",
+            text, key(kNext, epoch_));
+    }
+    epoch_ = number;
+  }
+}
+
+Locality Rendezvous::agreeOnNodes(const std::vector<Introduction>& introductions,
+                                  const Probe& probe) {
+  std::vector<ProbeReport> reports;
+  if (needsProbing(introductions)) {
+    const ProbeReport mine = probeCandidates(introductions, me_, probe);
+    store_.set(key(kNodes, epoch_, me_), serialise(mine));
+    const auto values = collect(kNodes, Deadline::after(clock_, timeout_));
+    for (Rank rank = 0; rank < size_; ++rank) {
+      reports.push_back(parseProbeReport(values[rank], rank, size_));
+    }
+  }
+  Locality result = decideLocality(introductions, reports, me_);
+  warnOnce(result.warnings);
+  return result;
+}
+
+std::vector<Store::Value> Rendezvous::collect(const char* what, const Deadline& deadline) {
+  std::vector<std::string> keys;
+  for (Rank rank = 0; rank < size_; ++rank) keys.push_back(key(what, epoch_, rank));
+  try {
+    return store_.multiGet(keys, left(deadline));
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::Timeout) raiseMissing(what);
+    throw;
+  }
+}
+
+Store::Value Rendezvous::await(const std::string& awaited, const Deadline& deadline) {
+  try {
+    return store_.get(awaited, left(deadline));
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::Timeout) raiseMissing(kIn);
+    throw;
+  }
+}
+
+void Rendezvous::raiseMissing(const char* what) {
+  std::string missing;
+  int count = 0;
+  // Before rank 0 has opened the meeting nobody can tell who else is late.
+  const bool opened = epoch_ > 0 && !store_.contains(key(kClosed, epoch_));
+  for (Rank rank = 0; rank < size_; ++rank) {
+    if (opened || what == kNodes ? store_.contains(key(what, epoch_, rank)) : rank != 0) continue;
+    missing += fmt::format("{}{}", count++ == 0 ? "" : ", ", rank);
+  }
+  // All are there, yet nobody said so: that is rank 0's part.
+  if (count == 0) missing = "0";
+  raise(
+      ErrorKind::Timeout,
+      "rank {} waited {:.1f} s in group {} for rank{} {} of {}: not started, stuck before init, or "
+      "stopped during it; look at their logs",
+      me_, seconds(timeout_), group_, count > 1 ? "s" : "", missing, size_);
+}
+
+std::string Rendezvous::key(const char* what, int64_t epoch) const {
+  return fmt::format("smddp/{}/{}/{}", group_, epoch, what);
+}
+
+std::string Rendezvous::key(const char* what, int64_t epoch, Rank rank) const {
+  return fmt::format("smddp/{}/{}/{}/{}", group_, epoch, what, rank);
+}
+
+Nanoseconds Rendezvous::left(const Deadline& deadline) const {
+  return std::max<Nanoseconds>(0, deadline.at - clock_.now());
+}
+
+}  // namespace smddp::bootstrap
