@@ -1,0 +1,41 @@
+// All algorithms. P ranks, N nodes, L ranks on a node, M bytes.
+//
+// "synchronisations" are waits for the node's team, each about a cache line's flight; "steps" are
+// network latencies on the critical path; bytes are those that one rank sends (network) or copies
+// and sums (memory).
+#pragma once
+
+#include "collectives/collective.h"
+
+namespace smddp::collectives {
+
+// One node. 1 synchronisation; reads L * M.
+plan::Plan allreduceOneShot(const plan::Topology&, const plan::Limits&, const Shape&);
+// One node. 3 synchronisations a chunk; copies 2 M (L-1)/L, sums M.
+plan::Plan allreduceTwoPhase(const plan::Topology&, const plan::Limits&, const Shape&);
+// One node, shared buffers. 2 synchronisations; reads M, writes M.
+plan::Plan allreduceZeroCopy(const plan::Topology&, const plan::Limits&, const Shape&);
+// Any nodes. 2 steps; sends 2 M/L (N-1)/N.
+plan::Plan allreduceDirect(const plan::Topology&, const plan::Limits&, const Shape&);
+// Any nodes. 2 (N-1) steps, neighbours only; sends 2 M/L (N-1)/N.
+plan::Plan allreduceRing(const plan::Topology&, const plan::Limits&, const Shape&);
+
+// One node. 2 synchronisations a chunk; the root copies M, the others M.
+plan::Plan broadcastSharedMemory(const plan::Topology&, const plan::Limits&, const Shape&);
+// Any nodes. N-1 steps, pipelined; sends M/L.
+plan::Plan broadcastChain(const plan::Topology&, const plan::Limits&, const Shape&);
+
+// One node. 2 synchronisations a chunk; copies (L+1) M, shared: L * M.
+plan::Plan allgatherSharedMemory(const plan::Topology&, const plan::Limits&, const Shape&);
+// Any nodes. 1 step; sends (N-1) M.
+plan::Plan allgatherMesh(const plan::Topology&, const plan::Limits&, const Shape&);
+
+// One node. 2 synchronisations a chunk; copies (L-1) M, sums L * M, shared: only the sum.
+plan::Plan reduceScatterSharedMemory(const plan::Topology&, const plan::Limits&, const Shape&);
+// Any nodes. 1 step; sends (N-1) M.
+plan::Plan reduceScatterDirect(const plan::Topology&, const plan::Limits&, const Shape&);
+
+// Any nodes. 1 synchronisation; with several nodes 1 step and a second synchronisation.
+plan::Plan barrierExchange(const plan::Topology&, const plan::Limits&, const Shape&);
+
+}  // namespace smddp::collectives
