@@ -1,0 +1,132 @@
+// Two-level allreduce with rings between nodes: one ring per rail, traffic between neighbours only.
+//
+// For each chunk, cut into one share per rail and each share into one shard per node, on node n of
+// N:
+//
+//   1. sum          inside the node I get the node's sum of my rail's share (node_stages.h).
+//   2. ring reduce  N-1 times: I send a partial shard to the next node, receive one from the
+//                   previous, and add mine to it. It begins with shard n-1; after it shard n is
+//                   complete here.
+//   3. ring gather  N-1 times: I send the newest complete shard to the next node and receive
+//                   another.
+//   4. gather       Inside the node everybody gets every share.
+//
+// 2 (N-1) network steps; every rank sends 2 M/L (N-1)/N bytes. A shard is summed in the order of
+// the ring, from the node after its owner on: another order for each shard, but the same on all
+// ranks and in every run. The two rings are lanes of their own, so that one chunk is reduced while
+// the one before it is gathered.
+#include "collectives/algorithms.h"
+#include "collectives/node_stages.h"
+
+namespace smddp::collectives {
+namespace {
+
+constexpr int kReduced = NodeStages::kFirstFree;
+constexpr int kPartials = 0, kResults = 1;  // streams
+
+int64_t preferredChunk(const plan::Topology& t, const plan::Limits& limits) {
+  const int64_t shards = int64_t{t.numRails()} * t.numNodes();
+  return std::min(limits.fabricChunkBytes, shards * wholeGranules(limits.messageBytes));
+}
+
+// The steps of one rank on a rail.
+class RingExchange {
+ public:
+  RingExchange(plan::Builder& b, NodeStages& node)
+      : b_(b), t_(b.topology()), node_(node), numNodes_(t_.numNodes()),
+        next_(t_.railPeer((t_.myNode() + 1) % numNodes_)),
+        previous_(t_.railPeer((t_.myNode() + numNodes_ - 1) % numNodes_)) {}
+
+  void sum(const plan::Chunk& c) {
+    b_.stage("sum");
+    if (numSteps() > 0) b_.flush(next_, kResults, (c.index + 1 - node_.depth()) * numSteps());
+    node_.sum(c);
+  }
+
+  void reduce(const plan::Chunk& c) {
+    b_.stage("ring reduce");
+    node_.awaitSum(c);
+    for (int step = 0; step < numSteps(); ++step) {
+      const plan::Range sent = shard(c, -1 - step);
+      const plan::Range added = shard(c, -2 - step);
+      const plan::Ref mine = node_.partial(c, added.offset);
+      b_.put(next_, kPartials, node_.partial(c, sent.offset), sent.length);
+      const plan::Ref theirs = b_.receive(previous_, kPartials, added.length);
+      const bool last = step == numSteps() - 1;
+      std::vector<plan::Ref> targets;
+      if (last) targets = node_.outputs(added.offset);
+      targets.push_back(mine);
+      b_.reduce(targets, {theirs, mine}, added.length, {.post = last});
+      b_.release(previous_, kPartials);
+    }
+    if (numSteps() == 0) finishAlone(c);
+    b_.signal(kReduced, c.index + 1);
+  }
+
+  void gather(const plan::Chunk& c) {
+    b_.stage("ring gather");
+    b_.waitMate(t_.myLocal(), kReduced, c.index + 1);
+    for (int step = 0; step < numSteps(); ++step) {
+      const plan::Range sent = shard(c, -step);
+      const plan::Range taken = shard(c, -1 - step);
+      b_.put(next_, kResults, node_.partial(c, sent.offset), sent.length);
+      const plan::Ref result = b_.receive(previous_, kResults, taken.length);
+      // The result takes the place of what I sent in the same step of the other ring.
+      b_.flush(next_, kPartials, c.index * numSteps() + step + 1);
+      std::vector<plan::Ref> targets = node_.outputs(taken.offset);
+      targets.push_back(node_.partial(c, taken.offset));
+      b_.copy(targets, result, taken.length);
+      b_.release(previous_, kResults);
+    }
+    node_.ready(c);
+  }
+
+  // The slots may be used again by a later plan, which knows nothing of these puts.
+  void finish() {
+    if (numSteps() == 0) return;
+    b_.stage("ring gather");
+    b_.flush(next_, kResults);
+  }
+
+ private:
+  int numSteps() const { return numNodes_ - 1; }
+  // The shard of the node `distance` further on.
+  plan::Range shard(const plan::Chunk& c, int distance) const {
+    return node_.shard(c, (t_.myNode() + distance + 2 * numNodes_) % numNodes_, numNodes_);
+  }
+  // On one node the node's sum is the result.
+  void finishAlone(const plan::Chunk& c) {
+    const plan::Range mine = shard(c, 0);
+    std::vector<plan::Ref> targets = node_.outputs(mine.offset);
+    targets.push_back(node_.partial(c, mine.offset));
+    b_.copy(targets, node_.partial(c, mine.offset), mine.length, {.post = true});
+  }
+
+  plan::Builder& b_;
+  const plan::Topology& t_;
+  NodeStages& node_;
+  int numNodes_;
+  Rank next_, previous_;
+};
+
+}  // namespace
+
+plan::Plan allreduceRing(const plan::Topology& t, const plan::Limits& limits, const Shape& shape) {
+  plan::Builder b(t, limits, "ring allreduce");
+  NodeStages node(b, shape, preferredChunk(t, limits));
+  b.arrive();
+  b.eachChunk(shape.bytes, node.chunkBytes(), [&](const plan::Chunk& c) {
+    node.copyIn(c);
+    if (t.onRail()) {
+      RingExchange exchange(b, node);
+      exchange.sum(c);
+      exchange.reduce(c);
+      exchange.gather(c);
+    }
+    node.gather(c);
+  });
+  if (t.onRail()) RingExchange(b, node).finish();
+  return b.done();
+}
+
+}  // namespace smddp::collectives
