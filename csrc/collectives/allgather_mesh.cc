@@ -1,0 +1,178 @@
+// Two-level all-gather, one hop between nodes: every rank's block goes straight to all other nodes,
+// on the rail that carries it (carried_blocks.h).
+//
+// For each chunk of a block:
+//
+//   1. copy in   I copy my input to my place in my output and, staged, to my slot, for my mates.
+//   2. send      The rank on each rail sends the chunks of its own block and of those it carries
+//                for mates to its peers on all other nodes.
+//   3. receive   It receives theirs, copies them to their places and, staged, to its slots; with
+//                shared buffers, to their places in all outputs of the node.
+//   4. gather    Everybody copies its mates' chunks and what the other rails have received from the
+//                slots; with shared buffers, its mates' chunks from their inputs.
+//   5. finish    With shared buffers I wait until nobody reads mine or writes to mine any more.
+//
+// 1 network step; a rail sends (N-1) M bytes for each block that it carries. Puts of the own block
+// leave from the input.
+#include "collectives/algorithms.h"
+#include "collectives/carried_blocks.h"
+
+namespace smddp::collectives {
+namespace {
+
+constexpr int kFilled = 1;    // chunk c of my block is in my slot
+constexpr int kSlotSent = 2;  // the slots that I send for mates may take chunk c
+constexpr int kReady = 3;     // chunk c of the blocks that I carry has arrived
+constexpr int kGathered = 4;  // I have chunk c of all blocks
+constexpr int kSent = 5;      // nothing that I send is read any more
+
+class Mesh {
+ public:
+  Mesh(plan::Builder& b, const Shape& shape)
+      : b_(b), t_(b.topology()), me_(t_.myLocal()), shape_(shape), blocks_(t_),
+        others_(otherNodes(t_)), depth_(pipelineDepth(b.limits())) {
+    // Nodes must cut alike, so the staging memory is counted as if it were needed on all of them.
+    const int64_t slots = depth_ * (1 + blocks_.allTurns());
+    chunkBytes_ = std::min({b.limits().fabricChunkBytes, b.limits().messageBytes,
+                            b.limits().poolBytes / slots});
+    chunkBytes_ = clipChunk(chunkBytes_, shape.bytes);
+    if (shape.shared) return;
+    own_ = b.pool("own chunks", depth_, chunkBytes_);
+    arrived_ = b.pool("arrived chunks", depth_ * blocks_.allTurns(), chunkBytes_);
+  }
+
+  int64_t chunkBytes() const { return chunkBytes_; }
+
+  void copyIn(const plan::Chunk& c) {
+    b_.stage("copy in");
+    std::vector<plan::Ref> targets{b_.out(place(t_.me(), c))};
+    if (!shape_.shared) {
+      b_.waitTeam(kGathered, c.index + 1 - depth_);
+      if (!t_.onRail()) b_.waitMate(blocks_.carrierOf(me_), kSlotSent, c.index + 1);
+      targets.push_back(ownSlot(me_, c));
+    }
+    b_.copy(targets, b_.in(c.offset), c.length);
+    if (!shape_.shared) b_.signal(kFilled, c.index + 1);
+  }
+
+  void send(const plan::Chunk& c) {
+    b_.stage("send");
+    const int64_t perChunk = blocks_.count(me_, t_.myNode());
+    if (perChunk > 1 && !shape_.shared) {
+      const int64_t sent = (c.index + 1 - depth_) * perChunk;
+      for (int n : others_) b_.flush(t_.railPeer(n), 0, sent);
+      b_.signal(kSlotSent, c.index + 1);
+    }
+    for (int64_t turn = 0; turn < perChunk; ++turn) {
+      const int mate = blocks_.local(me_, t_.myNode(), turn);
+      plan::Ref source = b_.in(c.offset);
+      if (mate != me_ && shape_.shared) source = b_.mateIn(mate, c.offset);
+      if (mate != me_ && !shape_.shared) {
+        b_.waitMate(mate, kFilled, c.index + 1);
+        source = ownSlot(mate, c);
+      }
+      for (int n : others_) b_.put(t_.railPeer(n), 0, source, c.length);
+    }
+  }
+
+  void receive(const plan::Chunk& c) {
+    b_.stage("receive");
+    if (!shape_.shared) b_.waitTeam(kGathered, c.index + 1 - depth_);
+    forEachArrival(me_, [&](int n, int local, int64_t slot) {
+      const Rank from = t_.node(n)[local];
+      const plan::Ref chunk = b_.receive(t_.railPeer(n), 0, c.length);
+      std::vector<plan::Ref> targets{b_.out(place(from, c))};
+      if (shape_.shared) {
+        for (int mate : otherMates(t_)) targets.push_back(b_.mateOut(mate, place(from, c)));
+      } else {
+        targets.push_back(arrivedSlot(me_, c, slot));
+      }
+      b_.copy(targets, chunk, c.length);
+      b_.release(t_.railPeer(n), 0);
+    });
+    b_.signal(kReady, c.index + 1);
+  }
+
+  void gather(const plan::Chunk& c) {
+    b_.stage("gather");
+    for (int mate : otherMates(t_)) {
+      if (!shape_.shared) b_.waitMate(mate, kFilled, c.index + 1);
+      b_.copy({b_.out(place(t_.team()[mate], c))},
+              shape_.shared ? b_.mateIn(mate, c.offset) : ownSlot(mate, c), c.length);
+    }
+    for (int rail : otherMates(t_)) {
+      if (rail >= t_.numRails() || shape_.shared) continue;
+      b_.waitMate(rail, kReady, c.index + 1);
+      forEachArrival(rail, [&](int n, int local, int64_t slot) {
+        b_.copy({b_.out(place(t_.node(n)[local], c))}, arrivedSlot(rail, c, slot), c.length);
+      });
+    }
+    b_.signal(kGathered, c.index + 1);
+  }
+
+  // Nobody may return while its buffer is read or written.
+  void finish(int64_t numChunks) {
+    if (t_.onRail()) {
+      b_.stage("send");
+      for (int n : others_) b_.flush(t_.railPeer(n), 0);
+      b_.signal(kSent, 1);
+    }
+    if (!shape_.shared) return;
+    b_.stage("finish");
+    b_.waitTeam(kGathered, numChunks);
+    waitRails(b_, kReady, numChunks);
+    if (!t_.onRail()) b_.waitMate(blocks_.carrierOf(me_), kSent, 1);
+  }
+
+ private:
+  int64_t place(Rank r, const plan::Chunk& c) const { return r * shape_.bytes + c.offset; }
+  plan::Ref ownSlot(int mate, const plan::Chunk& c) const {
+    return b_.slot(own_, mate, c.index, 0);
+  }
+  plan::Ref arrivedSlot(int rail, const plan::Chunk& c, int64_t slot) const {
+    return b_.slot(arrived_, rail, c.index * blocks_.allTurns() + slot, 0);
+  }
+  // Calls visit(node, local, n-th arrival) in the order in which the rail receives.
+  template <typename Visit>
+  void forEachArrival(int rail, Visit visit) const {
+    int64_t slot = 0;
+    for (int64_t turn = 0; turn < blocks_.mostTurns(); ++turn) {
+      for (int n : others_) {
+        const int local = blocks_.local(rail, n, turn);
+        if (local >= 0) visit(n, local, slot++);
+      }
+    }
+  }
+
+  plan::Builder& b_;
+  const plan::Topology& t_;
+  int me_;
+  Shape shape_;
+  CarriedBlocks blocks_;
+  std::vector<int> others_;
+  int64_t depth_;
+  int64_t chunkBytes_ = 0;
+  uint8_t own_ = 0, arrived_ = 0;
+};
+
+}  // namespace
+
+plan::Plan allgatherMesh(const plan::Topology& t, const plan::Limits& limits, const Shape& shape) {
+  plan::Builder b(t, limits, "mesh allgather");
+  Mesh mesh(b, shape);
+  b.arrive();
+  int64_t numChunks = 0;
+  b.eachChunk(shape.bytes, mesh.chunkBytes(), [&](const plan::Chunk& c) {
+    numChunks = c.index + 1;
+    mesh.copyIn(c);
+    if (t.onRail()) {
+      mesh.send(c);
+      mesh.receive(c);
+    }
+    mesh.gather(c);
+  });
+  mesh.finish(numChunks);
+  return b.done();
+}
+
+}  // namespace smddp::collectives
