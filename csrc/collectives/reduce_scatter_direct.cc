@@ -1,0 +1,188 @@
+// Two-level reduce-scatter, one hop between nodes: the mirror image of the mesh all-gather. Each
+// rank's block is carried by a rail (carried_blocks.h).
+//
+// For each chunk of a block:
+//
+//   1. copy in   staged, I copy that chunk of all blocks that other rails carry to my slot. What I
+//                carry myself I read where it is.
+//   2. sum       The rank on each rail sums its node's contributions, local ranks ascending, for
+//                every block that it carries, and sends the sum to the block's node.
+//   3. serve     There the rank on the same rail adds up the sums of all nodes in the order of
+//                nodes, into its output or, for a mate beyond the rails, into a slot for it; with
+//                shared buffers, into the mate's output.
+//   4. copy out  Staged, the mate copies it from there.
+//   5. finish    With shared buffers I wait until nobody reads my input or writes to my output any
+//                more.
+//
+// 1 network step; a rail sends (N-1) M bytes for each block that it carries.
+#include "collectives/algorithms.h"
+#include "collectives/carried_blocks.h"
+
+namespace smddp::collectives {
+namespace {
+
+constexpr int kCopied = 1;    // my contributions to chunk c are in my slot
+constexpr int kSummed = 2;    // I have summed chunk c of all blocks that I carry
+constexpr int kOwnSum = 3;    // how many sums for my own node I have made
+constexpr int kServed = 4;    // chunk c of the blocks that I carry to my node is complete
+constexpr int kGathered = 5;  // I have copied chunk c of my block
+constexpr int64_t kContributionSlots = 2;
+
+class DirectSum {
+ public:
+  DirectSum(plan::Builder& b, const Shape& shape)
+      : b_(b), t_(b.topology()), me_(t_.myLocal()), shape_(shape), blocks_(t_),
+        others_(otherNodes(t_)), depth_(pipelineDepth(b.limits())) {
+    // Nodes must cut alike, so the staging memory is counted as if it were needed on all of them.
+    const int64_t numRanks = t_.numRanks();
+    const int64_t pieces = kContributionSlots * numRanks +
+                           depth_ * (blocks_.allTurns() + blocks_.mostTurns());
+    chunkBytes_ = std::min({b.limits().fabricChunkBytes, b.limits().messageBytes,
+                            b.limits().poolBytes / pieces});
+    chunkBytes_ = clipChunk(chunkBytes_, shape.bytes);
+    sums_ = b.pool("sums", depth_ * blocks_.allTurns(), chunkBytes_);
+    if (shape.shared) return;
+    contributions_ = b.pool("contributions", kContributionSlots, numRanks * chunkBytes_);
+    results_ = b.pool("results", depth_ * blocks_.mostTurns(), chunkBytes_);
+  }
+
+  int64_t chunkBytes() const { return chunkBytes_; }
+
+  void copyIn(const plan::Chunk& c) {
+    if (shape_.shared) return;
+    b_.stage("copy in");
+    waitRails(b_, kSummed, c.index + 1 - kContributionSlots);
+    for (Rank r = 0; r < t_.numRanks(); ++r) {
+      if (blocks_.carrierOf(t_.localOf(r)) == me_) continue;
+      b_.copy({b_.slot(contributions_, me_, c.index, r * chunkBytes_)}, b_.in(place(r, c)),
+              c.length);
+    }
+    b_.signal(kCopied, c.index + 1);
+  }
+
+  void sum(const plan::Chunk& c) {
+    b_.stage("sum");
+    for (int n : others_) {
+      b_.flush(t_.railPeer(n), 0, (c.index + 1 - depth_) * blocks_.count(me_, n));
+    }
+    b_.waitMate(me_, kServed, c.index + 1 - depth_);
+    if (!shape_.shared) b_.waitTeam(kCopied, c.index + 1);
+    const int64_t mine = blocks_.count(me_, t_.myNode());
+    for (int64_t turn = 0, slot = 0; turn < blocks_.mostTurns(); ++turn) {
+      // My own node's first: "serve" waits for it while a put may wait for somebody's "serve".
+      if (turn < mine) {
+        sumOf(t_.myNode(), turn, c, sumSlot(c, turn));
+        b_.signal(kOwnSum, c.index * mine + turn + 1);
+      }
+      for (int n : others_) {
+        if (turn >= blocks_.count(me_, n)) continue;
+        const plan::Ref target = sumSlot(c, mine + slot++);
+        sumOf(n, turn, c, target);
+        b_.put(t_.railPeer(n), 0, target, c.length);
+      }
+    }
+    b_.signal(kSummed, c.index + 1);
+  }
+
+  void serve(const plan::Chunk& c) {
+    b_.stage("serve");
+    const int64_t mine = blocks_.count(me_, t_.myNode());
+    for (int64_t turn = 0; turn < mine; ++turn) {
+      const int mate = blocks_.local(me_, t_.myNode(), turn);
+      b_.waitMate(me_, kOwnSum, c.index * mine + turn + 1);
+      std::vector<plan::Ref> sums(static_cast<size_t>(t_.numNodes()), sumSlot(c, turn));
+      for (int n : others_) {
+        sums[static_cast<size_t>(n)] = b_.receive(t_.railPeer(n), 0, c.length);
+      }
+      plan::Ref target = b_.out(c.offset);
+      if (mate != me_ && shape_.shared) target = b_.mateOut(mate, c.offset);
+      if (mate != me_ && !shape_.shared) {
+        b_.waitMate(mate, kGathered, c.index + 1 - depth_);
+        target = resultSlot(me_, c, turn);
+      }
+      b_.reduce({target}, sums, c.length, {.post = true});
+      for (int n : others_) b_.release(t_.railPeer(n), 0);
+    }
+    b_.signal(kServed, c.index + 1);
+  }
+
+  // Ranks beyond the rails.
+  void copyOut(const plan::Chunk& c) {
+    if (shape_.shared) return;
+    const int carrier = blocks_.carrierOf(me_);
+    b_.stage("copy out");
+    b_.waitMate(carrier, kServed, c.index + 1);
+    b_.copy({b_.out(c.offset)}, resultSlot(carrier, c, me_ / t_.numRails()), c.length);
+    b_.signal(kGathered, c.index + 1);
+  }
+
+  void finish(int64_t numChunks) {
+    if (t_.onRail()) {
+      b_.stage("sum");
+      for (int n : others_) b_.flush(t_.railPeer(n), 0);
+    }
+    if (!shape_.shared) return;
+    b_.stage("finish");
+    waitRails(b_, kSummed, numChunks);
+    if (!t_.onRail()) b_.waitMate(blocks_.carrierOf(me_), kServed, numChunks);
+  }
+
+ private:
+  int64_t place(Rank r, const plan::Chunk& c) const { return r * shape_.bytes + c.offset; }
+  plan::Ref sumSlot(const plan::Chunk& c, int64_t i) const {
+    return b_.slot(sums_, me_, c.index * blocks_.allTurns() + i, 0);
+  }
+  plan::Ref resultSlot(int rail, const plan::Chunk& c, int64_t turn) const {
+    return b_.slot(results_, rail, c.index * blocks_.mostTurns() + turn, 0);
+  }
+
+  // My node's sum of the block that I carry to node n in this turn.
+  void sumOf(int n, int64_t turn, const plan::Chunk& c, plan::Ref target) {
+    const Rank r = t_.node(n)[static_cast<size_t>(blocks_.local(me_, n, turn))];
+    std::vector<plan::Ref> contributions;
+    for (int mate = 0; mate < t_.teamSize(); ++mate) {
+      if (mate == me_) {
+        contributions.push_back(b_.in(place(r, c)));
+      } else if (shape_.shared) {
+        contributions.push_back(b_.mateIn(mate, place(r, c)));
+      } else {
+        contributions.push_back(b_.slot(contributions_, mate, c.index, r * chunkBytes_));
+      }
+    }
+    b_.reduce({target}, contributions, c.length, {.pre = true});
+  }
+
+  plan::Builder& b_;
+  const plan::Topology& t_;
+  int me_;
+  Shape shape_;
+  CarriedBlocks blocks_;
+  std::vector<int> others_;
+  int64_t depth_;
+  int64_t chunkBytes_ = 0;
+  uint8_t sums_ = 0, contributions_ = 0, results_ = 0;
+};
+
+}  // namespace
+
+plan::Plan reduceScatterDirect(const plan::Topology& t, const plan::Limits& limits,
+                               const Shape& shape) {
+  plan::Builder b(t, limits, "direct reduce_scatter");
+  DirectSum exchange(b, shape);
+  b.arrive();
+  int64_t numChunks = 0;
+  b.eachChunk(shape.bytes, exchange.chunkBytes(), [&](const plan::Chunk& c) {
+    numChunks = c.index + 1;
+    exchange.copyIn(c);
+    if (t.onRail()) {
+      exchange.sum(c);
+      exchange.serve(c);
+    } else {
+      exchange.copyOut(c);
+    }
+  });
+  exchange.finish(numChunks);
+  return b.done();
+}
+
+}  // namespace smddp::collectives
