@@ -1,0 +1,40 @@
+// Barrier.
+//
+//   1. arrive    the arrival, which every plan begins with, is the barrier of one node.
+//   2. exchange  with several nodes the first rank of each then sends an empty message to the first
+//                rank of every other one, waits for theirs,
+//   3. release   and tells its team.
+//
+// 1 synchronisation; with several nodes 1 step and a second synchronisation.
+#include "collectives/algorithms.h"
+#include "collectives/cutting.h"
+
+namespace smddp::collectives {
+namespace {
+
+constexpr int kExchanged = 1;
+constexpr int kLeader = 0;
+
+}  // namespace
+
+plan::Plan barrierExchange(const plan::Topology& t, const plan::Limits& limits, const Shape&) {
+  plan::Builder b(t, limits, "barrier");
+  b.arrive();
+  if (t.numNodes() == 1) return b.done();
+
+  b.stage("exchange");
+  if (t.myLocal() != kLeader) {
+    b.waitMate(kLeader, kExchanged, 1);
+    return b.done();
+  }
+  for (int node : otherNodes(t)) b.put(t.railPeer(node), 0, b.in(0), 0);
+  for (int node : otherNodes(t)) {
+    b.receive(t.railPeer(node), 0, 0);
+    b.release(t.railPeer(node), 0);
+  }
+  b.signal(kExchanged, 1);
+  for (int node : otherNodes(t)) b.flush(t.railPeer(node), 0);
+  return b.done();
+}
+
+}  // namespace smddp::collectives
