@@ -62,12 +62,6 @@ std::optional<ParsedAbort> parseAbort(Bytes message) {
   return ParsedAbort{abort->group, {reinterpret_cast<const char*>(tail.data()), tail.size()}};
 }
 
-std::optional<PutHeader> parsePutHeader(Bytes slot) {
-  const auto header = read<PutHeader>(slot);
-  if (!header || header->magic != kPutMagic) return std::nullopt;
-  return header;
-}
-
 std::vector<std::byte> makeAbort(uint64_t group, std::string_view text) {
   text = text.substr(0, kMaxControlBytes - sizeof(AbortMessage));
   AbortMessage head;

@@ -151,8 +151,6 @@ std::optional<OpenMessage> parseOpen(Bytes message);
 std::optional<GrantMessage> parseGrant(Bytes message);
 std::optional<CloseMessage> parseClose(Bytes message);
 std::optional<ParsedAbort> parseAbort(Bytes message);
-// Checks magic and version; whether it is the message that was expected is the channel's business.
-std::optional<PutHeader> parsePutHeader(Bytes slot);
 
 // The text is cut to what fits into a control message.
 std::vector<std::byte> makeAbort(uint64_t group, std::string_view text);
