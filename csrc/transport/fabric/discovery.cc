@@ -1,0 +1,145 @@
+#include "transport/fabric/discovery.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <map>
+
+#include "common/file_descriptor.h"
+#include "common/log.h"
+
+namespace smddp::transport::fabric {
+namespace {
+
+std::string numericAddress(const sockaddr* address) {
+  std::array<char, INET6_ADDRSTRLEN> text{};
+  const void* bytes = nullptr;
+  if (address == nullptr) return "";
+  if (address->sa_family == AF_INET) bytes = &reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
+  if (address->sa_family == AF_INET6) bytes = &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+  if (bytes == nullptr) return "";
+  return inet_ntop(address->sa_family, bytes, text.data(), text.size()) ? text.data() : "";
+}
+
+struct Interface {
+  std::string name;
+  bool up;
+};
+
+std::map<std::string, Interface> interfacesByAddress() {
+  std::map<std::string, Interface> found;
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return found;  // the choice is then made by order alone
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, &freeifaddrs);
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    const std::string address = numericAddress(entry->ifa_addr);
+    const bool up = (entry->ifa_flags & IFF_UP) && (entry->ifa_flags & IFF_RUNNING);
+    if (!address.empty()) found[address] = {entry->ifa_name, up};
+  }
+  return found;
+}
+
+// 1.18 where header and library have it: from there on EFA uses the card's own writes without being told.
+// Newer libraries then behave as 1.18 did.
+uint32_t apiVersion() {
+  const uint32_t header = FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION);
+  return std::min({header, fi_version(), static_cast<uint32_t>(FI_VERSION(1, 18))});
+}
+
+InfoPtr hintsAfter(int relaxations) {
+  InfoPtr hints(fi_allocinfo());
+  if (!hints) raise(ErrorKind::Resource, "fi_allocinfo: out of memory");
+  hints->caps = FI_MSG | (relaxations >= 3 ? 0 : FI_RMA);
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
+  hints->ep_attr->type = FI_EP_RDM;
+  hints->domain_attr->mr_mode =
+      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+  hints->domain_attr->data_progress = relaxations >= 1 ? FI_PROGRESS_UNSPEC : FI_PROGRESS_MANUAL;
+  hints->domain_attr->control_progress = hints->domain_attr->data_progress;
+  hints->domain_attr->threading = relaxations >= 2 ? FI_THREAD_UNSPEC : FI_THREAD_DOMAIN;
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  hints->domain_attr->av_type = FI_AV_TABLE;
+  // No order at all: on EFA that is what switches the reorder buffer off.
+  hints->tx_attr->msg_order = 0;
+  hints->rx_attr->msg_order = 0;
+  return hints;
+}
+
+ProviderInfo describeInfo(const fi_info& info, const std::map<std::string, Interface>& interfaces, int relaxed) {
+  ProviderInfo result;
+  const auto text = [](const char* s) { return std::string(s ? s : ""); };
+  result.provider = text(info.fabric_attr->prov_name);
+  result.fabric = text(info.fabric_attr->name);
+  result.domain = text(info.domain_attr->name);
+  result.version = info.fabric_attr->prov_version;
+  result.caps = info.caps;
+  result.mode = info.mode;
+  result.mrMode = info.domain_attr->mr_mode;
+  result.mrKeyBytes = info.domain_attr->mr_key_size;
+  result.cqDataBytes = info.domain_attr->cq_data_size;
+  result.iovLimit = info.tx_attr->iov_limit;
+  result.maxMessageBytes = info.ep_attr->max_msg_size;
+  result.relaxed = relaxed;
+  if (info.addr_format == FI_SOCKADDR_IN || info.addr_format == FI_SOCKADDR_IN6 || info.addr_format == FI_SOCKADDR) {
+    result.address = numericAddress(static_cast<const sockaddr*>(info.src_addr));
+    const auto found = interfaces.find(result.address);
+    if (found != interfaces.end()) result.interface = found->second.name, result.linkUp = found->second.up;
+  }
+  if (info.nic && info.nic->link_attr && info.nic->link_attr->state == FI_LINK_DOWN) result.linkUp = false;
+  return result;
+}
+
+}  // namespace
+
+Discovery discover() {
+  // Registered memory and fork() do not mix on older kernels unless EFA is told before its first use.
+  static const int forkSafe = ::setenv("FI_EFA_FORK_SAFE", "1", /*overwrite=*/0);
+  if (forkSafe != 0) SMDDP_LOG(Warn, "transport/fabric", "FI_EFA_FORK_SAFE could not be set");
+
+  Discovery found;
+  const auto interfaces = interfacesByAddress();
+  for (int relaxed = 0; relaxed <= static_cast<int>(std::size(kRelaxations)); ++relaxed) {
+    const InfoPtr hints = hintsAfter(relaxed);
+    fi_info* list = nullptr;
+    const int result = fi_getinfo(apiVersion(), nullptr, nullptr, 0, hints.get(), &list);
+    if (result == -FI_ENODATA) continue;
+    check(result, "fi_getinfo");
+    found.lists.emplace_back(list);
+    for (const fi_info* info = list; info != nullptr; info = info->next) {
+      found.offered.push_back(describeInfo(*info, interfaces, relaxed));
+      found.raw.push_back(info);
+    }
+  }
+  return found;
+}
+
+std::string routeTo(const std::string& host) {
+  if (host.empty()) return "";
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* list = nullptr;
+  if (getaddrinfo(host.c_str(), "9", &hints, &list) != 0) return "";
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(list, &freeaddrinfo);
+
+  const std::string target = numericAddress(list->ai_addr);
+  const bool loopback = target == "::1" || target.rfind("127.", 0) == 0;
+  if (loopback && host != "localhost" && host != target) return "";
+  // Connecting a datagram socket sends nothing: it only asks the kernel for the route.
+  const FileDescriptor probe(::socket(list->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  if (!probe || ::connect(probe.get(), list->ai_addr, list->ai_addrlen) != 0) return "";
+  sockaddr_storage own{};
+  socklen_t length = sizeof(own);
+  if (::getsockname(probe.get(), reinterpret_cast<sockaddr*>(&own), &length) != 0) return "";
+  return numericAddress(reinterpret_cast<const sockaddr*>(&own));
+}
+
+}  // namespace smddp::transport::fabric

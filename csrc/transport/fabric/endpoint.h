@@ -1,0 +1,101 @@
+// One reliable-datagram endpoint with everything that belongs to it.
+//
+// Knows libfabric and nothing of peers, order or fragments: those are fabric.cc's.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/fabric/discovery.h"
+#include "transport/fabric/fid.h"
+#include "transport/fabric/memory.h"
+#include "transport/fabric/operation.h"
+#include "transport/fabric/provider.h"
+
+namespace smddp::transport::fabric {
+
+// Receives what Endpoint::poll() finds.
+class Completions {
+ public:
+  virtual ~Completions() = default;
+  // A Control or Put operation is over; it is back in the pool when the call returns.
+  virtual void onSent(Operation& operation) = 0;
+  // Valid during the call only: the buffer is posted again right after it.
+  virtual void onReceived(Bytes message) = 0;
+  virtual void onRemoteWrite(uint32_t immediate) = 0;
+  // A Control or Put operation failed; likewise over.
+  virtual void onSendFailed(Operation& operation, const std::string& cause) = 0;
+};
+
+// Owns fabric, domain, address vector, completion queue, endpoint, registrations and the pool of operations.
+// Used by one thread at a time. Destruction cancels what is in flight and does not wait for it. After an exception
+// from poll() it can only be destroyed.
+class Endpoint {
+ public:
+  // Opens what `chosen` describes; `raw` is the same in libfabric's words.
+  Endpoint(const fi_info& raw, ProviderInfo chosen, const Options& options);
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  const ProviderInfo& provider() const { return provider_; }
+  Protocol protocol() const { return protocol_; }
+  Registry& registry() { return *registry_; }
+  BouncePool& bounces() { return *bounces_; }
+  // Longest message that a peer's posted receives take.
+  size_t messageBytes() const { return messageBytes_; }
+
+  // Our address in the provider's form, for insert() at the peers.
+  std::vector<std::byte> name() const;
+  fi_addr_t insert(Bytes name);
+
+  // An unused operation; null when all are in flight. Puts leave a few to control messages, so that grants get
+  // through while bulk data waits.
+  Operation* acquire(Operation::Kind kind);
+  void release(Operation& operation);
+
+  // Both return 0, -FI_EAGAIN when the provider has no room, or the error. The message is what lies in the slot
+  // (headBytes), then `tail`.
+  ssize_t send(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail, void* tailDescriptor);
+  ssize_t write(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail, void* tailDescriptor,
+                uint64_t address, uint64_t key, uint32_t immediate);
+
+  // Makes progress. Returns how many completions there were.
+  size_t poll(Completions& handler);
+
+  int waitDescriptor() const { return waitDescriptor_; }
+  bool prepareWait();
+
+ private:
+  void openQueue();
+  void openEndpoint(const Options& options);
+  void createOperations();
+  void postReceives();
+  void dispatch(const fi_cq_data_entry& entry, Completions& handler);
+  void readError(Completions& handler);
+
+  ProviderInfo provider_;
+  InfoPtr info_;
+  Protocol protocol_ = Protocol::Send;
+  size_t messageBytes_ = 0;
+  int waitDescriptor_ = -1;
+  int failedReceives_ = 0;
+
+  // In the order of creation, because they are closed in the reverse order.
+  Fabric fabric_;
+  Domain domain_;
+  std::unique_ptr<std::byte[]> slab_;  // slots of all operations
+  std::optional<BouncePool> bounces_;
+  std::optional<Registry> registry_;
+  std::vector<Operation> sends_, receives_;
+  AddressVector addresses_;
+  CompletionQueue queue_;
+  EndpointFid endpoint_;
+
+  std::vector<Operation*> freeSends_;
+  std::vector<Operation*> unposted_;  // receives that the provider had no room for
+};
+
+}  // namespace smddp::transport::fabric

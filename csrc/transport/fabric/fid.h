@@ -1,0 +1,94 @@
+// Owned libfabric objects: each closes itself, each create function throws with the provider's own words.
+//
+// An object must be closed before the one it was made from; members declared in the order of creation do that.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+
+#include "common/error.h"
+
+namespace smddp::transport::fabric {
+
+template <typename T>
+struct CloseFid {
+  // Nothing can be done about a failing close; the process keeps the object until it ends.
+  void operator()(T* object) const noexcept { fi_close(&object->fid); }
+};
+template <typename T>
+using Fid = std::unique_ptr<T, CloseFid<T>>;
+
+using Fabric = Fid<fid_fabric>;
+using Domain = Fid<fid_domain>;
+using AddressVector = Fid<fid_av>;
+using CompletionQueue = Fid<fid_cq>;
+using EndpointFid = Fid<fid_ep>;
+using MemoryRegion = Fid<fid_mr>;
+
+struct FreeInfo {
+  void operator()(fi_info* info) const noexcept { fi_freeinfo(info); }
+};
+using InfoPtr = std::unique_ptr<fi_info, FreeInfo>;
+
+// `result` is what libfabric returned: zero, or a negative fi_errno.
+inline void check(ssize_t result, const char* what) {
+  if (result >= 0) return;
+  raise(ErrorKind::Transport, "{}: {}", what, fi_strerror(static_cast<int>(-result)));
+}
+
+inline Fabric createFabric(fi_info& info) {
+  fid_fabric* object = nullptr;
+  check(fi_fabric(info.fabric_attr, &object, nullptr), "fi_fabric");
+  return Fabric(object);
+}
+
+inline Domain createDomain(fid_fabric& fabric, fi_info& info) {
+  fid_domain* object = nullptr;
+  check(fi_domain(&fabric, &info, &object, nullptr), "fi_domain");
+  return Domain(object);
+}
+
+inline AddressVector createAddressVector(fid_domain& domain) {
+  fi_av_attr attributes{};
+  attributes.type = FI_AV_TABLE;
+  fid_av* object = nullptr;
+  check(fi_av_open(&domain, &attributes, &object, nullptr), "fi_av_open");
+  return AddressVector(object);
+}
+
+// Null when the provider refuses this size or this wait object: the caller asks for less.
+inline CompletionQueue tryCreateCompletionQueue(fid_domain& domain, size_t size, fi_wait_obj wait) {
+  fi_cq_attr attributes{};
+  attributes.size = size;
+  attributes.format = FI_CQ_FORMAT_DATA;
+  attributes.wait_obj = wait;
+  fid_cq* object = nullptr;
+  return fi_cq_open(&domain, &attributes, &object, nullptr) == 0 ? CompletionQueue(object) : nullptr;
+}
+
+inline EndpointFid createEndpoint(fid_domain& domain, fi_info& info) {
+  fid_ep* object = nullptr;
+  check(fi_endpoint(&domain, &info, &object, nullptr), "fi_endpoint");
+  return EndpointFid(object);
+}
+
+inline MemoryRegion createMemoryRegion(fid_domain& domain, void* start, size_t bytes, uint64_t access,
+                                       uint64_t key) {
+  fid_mr* object = nullptr;
+  const int result = fi_mr_reg(&domain, start, bytes, access, 0, key, 0, &object, nullptr);
+  if (result != 0)
+    raise(ErrorKind::Resource,
+          "the fabric cannot register {} bytes of memory: {}; `ulimit -l` is the usual limit", bytes,
+          fi_strerror(-result));
+  return MemoryRegion(object);
+}
+
+}  // namespace smddp::transport::fabric

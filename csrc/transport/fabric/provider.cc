@@ -1,0 +1,212 @@
+#include "transport/fabric/provider.h"
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <tuple>
+
+#include <rdma/fabric.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+
+#include "common/error.h"
+
+namespace smddp::transport::fabric {
+namespace {
+
+// The modes we honour; a provider that demands another one is passed over.
+constexpr int kHonouredMrModes =
+    FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+constexpr uint64_t kHonouredModes = FI_CONTEXT | FI_CONTEXT2;
+
+struct KnownProvider {
+  const char* name;
+  int order;                 // lower is better
+  bool automatic;            // may be chosen without being named
+  const char* refusal;       // why it is never used; null when it may be
+};
+
+constexpr KnownProvider kKnownProviders[] = {
+    {"efa", 0, true, nullptr},
+    {"cxi", 1, true, nullptr},
+    {"verbs;ofi_rxm", 2, true, nullptr},
+    {"tcp", 3, true, nullptr},
+    {"net", 3, true, nullptr},  // what tcp was called before 1.18
+    {"tcp;ofi_rxm", 4, true, nullptr},
+    {"shm", 5, false, nullptr},
+    {"sockets", 9, false, "it is superseded by tcp and a thousand times slower"},
+    {"udp", 9, false, "it loses messages"},
+    {"ofi_rxd", 9, false, "it is not reliable under load"},
+};
+
+// Any other provider may be named by the user who knows it.
+constexpr KnownProvider kUnknownProvider{"", 8, false, nullptr};
+
+const KnownProvider& lookUp(std::string_view provider) {
+  for (const KnownProvider& known : kKnownProviders) {
+    if (provider == known.name) return known;
+  }
+  // A layered provider is as bad as the worst of its layers.
+  for (const KnownProvider& known : kKnownProviders) {
+    if (known.refusal != nullptr && provider.find(known.name) != provider.npos) return known;
+  }
+  return kUnknownProvider;
+}
+
+bool isNamed(const ProviderInfo& info, const std::string& name) {
+  const auto modern = [](std::string_view p) { return p == "net" ? std::string_view("tcp") : p; };
+  return modern(info.provider) == modern(name);
+}
+
+bool startsWithAny(std::string_view name, std::initializer_list<const char*> prefixes) {
+  return std::any_of(prefixes.begin(), prefixes.end(),
+                     [&](const char* prefix) { return name.rfind(prefix, 0) == 0; });
+}
+
+// Bridges and tunnels of container runtimes: they exist on every host with the same address.
+bool isVirtual(std::string_view interface) {
+  return startsWithAny(interface, {"docker", "virbr", "br-", "cni", "veth", "cali", "flannel", "podman", "lxc"});
+}
+
+bool isLoopback(const ProviderInfo& info) {
+  return info.interface == "lo" || info.address == "::1" || info.address.rfind("127.", 0) == 0;
+}
+
+// How well the interface suits; lower is better.
+int interfaceRank(const ProviderInfo& info, const std::string& route, const std::set<std::string>& routed) {
+  if (!route.empty() && info.address == route) return 0;
+  if (isLoopback(info)) return 6;
+  if (!info.linkUp) return 7;
+  if (startsWithAny(info.address, {"fe80:"})) return 5;
+  if (isVirtual(info.interface)) return 4;
+  if (routed.count(info.interface)) return 1;
+  return info.address.find(':') == std::string::npos ? 2 : 3;  // IPv4 before IPv6
+}
+
+std::string listOf(const std::set<std::string>& names) {
+  return names.empty() ? "nothing" : fmt::format("{}", fmt::join(names, ", "));
+}
+
+std::string whyUnusable(const ProviderInfo& info) {
+  if (const char* refusal = lookUp(info.provider).refusal) return refusal;
+  if (info.mrMode & ~kHonouredMrModes) return "it demands a memory registration mode that smddp does not have";
+  if (info.mode & ~kHonouredModes) return "it demands an application mode that smddp does not have";
+  if (info.mrKeyBytes > sizeof(uint64_t)) return "its memory keys are longer than 8 bytes";
+  if (!(info.caps & FI_MSG)) return "it has no messages";
+  return "";
+}
+
+[[noreturn]] void raiseNothingUsable(const std::vector<ProviderInfo>& offered, const Options& options) {
+  std::set<std::string> names, interfaces;
+  for (const ProviderInfo& info : offered) {
+    const std::string why = whyUnusable(info);
+    names.insert(why.empty() ? info.provider : fmt::format("{} (not used: {})", info.provider, why));
+    if (!info.interface.empty()) interfaces.insert(info.interface);
+    if (info.interface.empty()) interfaces.insert(info.domain);
+  }
+  const bool providerThere = std::any_of(offered.begin(), offered.end(), [&](const ProviderInfo& info) {
+    return whyUnusable(info).empty() &&
+           (options.provider.empty() ? lookUp(info.provider).automatic : isNamed(info, options.provider));
+  });
+  if (!options.interface.empty() && providerThere)
+    raise(ErrorKind::Usage,
+          "SMDDP_INTERFACE={} names an interface that {} does not offer here; there is {}", options.interface,
+          options.provider.empty() ? "libfabric" : options.provider, listOf(interfaces));
+  if (!options.provider.empty())
+    raise(ErrorKind::Usage,
+          "SMDDP_PROVIDER={} names a provider that libfabric does not offer here; there is {}. Unset it to "
+          "let smddp choose, or see `fi_info -p '{}'`",
+          options.provider, listOf(names), options.provider);
+  raise(ErrorKind::Usage,
+        "libfabric offers no provider that smddp can use between nodes; there is {}. Install a libfabric "
+        "with the tcp provider, and check that the network interface is up",
+        listOf(names));
+}
+
+// Whether the wish for an interface holds. It speaks of the kernel's interfaces; a card that has none is bound
+// by it only if a card was named.
+bool interfaceAllowed(const ProviderInfo& info, const std::string& wanted, bool namesCard) {
+  if (wanted.empty()) return true;
+  if (namesCard) return info.domain == wanted;
+  return info.interface.empty() || info.interface == wanted;
+}
+
+std::string explain(const ProviderInfo& info, const Options& options, int rank) {
+  std::string why = options.provider.empty() ? "first of the known providers" : "provider by SMDDP_PROVIDER";
+  if (!options.interface.empty() && !info.interface.empty())
+    why += ", interface by SMDDP_INTERFACE";
+  else if (!info.interface.empty() && rank <= 1)
+    why += ", interface that routes to MASTER_ADDR";
+  else if (!info.interface.empty())
+    why += ", first interface that is no bridge or loopback when there is another";
+  for (int i = 0; i < info.relaxed; ++i) why += fmt::format(", without {}", kRelaxations[i]);
+  return why;
+}
+
+}  // namespace
+
+Protocol protocolOf(const ProviderInfo& info, const Options& options) {
+  const bool usable = (info.caps & FI_RMA) && info.cqDataBytes >= sizeof(uint32_t) && !info.emulatedWrite;
+  return options.rma && usable ? Protocol::Write : Protocol::Send;
+}
+
+Choice choose(const std::vector<ProviderInfo>& offered, const Options& options, const std::string& route) {
+  std::set<std::string> routed;
+  bool namesCard = false, namesInterface = false;
+  for (const ProviderInfo& info : offered) {
+    if (!route.empty() && info.address == route) routed.insert(info.interface);
+    if (info.interface.empty() && info.domain == options.interface) namesCard = true;
+    if (info.interface == options.interface) namesInterface = true;
+  }
+  if (!options.interface.empty() && !namesCard && !namesInterface) raiseNothingUsable(offered, options);
+
+  // Provider, then what had to be given up, then the interface.
+  using Score = std::tuple<int, int, int, int>;
+  std::optional<Score> best;
+  std::vector<size_t> equals;
+  std::set<std::string> domains;  // the same card is offered more than once
+  for (size_t i = 0; i < offered.size(); ++i) {
+    const ProviderInfo& info = offered[i];
+    const KnownProvider& known = lookUp(info.provider);
+    if (!whyUnusable(info).empty()) continue;
+    if (options.provider.empty() ? !known.automatic : !isNamed(info, options.provider)) continue;
+    if (!interfaceAllowed(info, options.interface, namesCard)) continue;
+    // efa-direct is the same card without the software layer that we rely on for messages.
+    const int variant = info.fabric == "efa-direct" ? 1 : 0;
+    const Score score{known.order, variant, info.relaxed, interfaceRank(info, route, routed)};
+    if (!best || score < *best) {
+      best = score;
+      equals.clear();
+      domains.clear();
+    }
+    if (score == *best && domains.insert(info.domain).second) equals.push_back(i);
+  }
+  if (!best) raiseNothingUsable(offered, options);
+  // Cards without an interface are alike, and the ranks of a node share them out. Interfaces are not: all
+  // ranks must meet in one network.
+  const bool cards = offered[equals.front()].interface.empty();
+  const size_t chosen = cards ? equals[static_cast<size_t>(options.localRank) % equals.size()] : equals.front();
+  return {chosen, explain(offered[chosen], options, std::get<3>(*best))};
+}
+
+std::string describe(const ProviderInfo& info, Protocol protocol, const std::string& why) {
+  constexpr std::pair<int, const char*> kBits[] = {{FI_MR_LOCAL, "local"},
+                                                   {FI_MR_VIRT_ADDR, "virt_addr"},
+                                                   {FI_MR_ALLOCATED, "allocated"},
+                                                   {FI_MR_PROV_KEY, "prov_key"},
+                                                   {FI_MR_ENDPOINT, "endpoint"}};
+  std::vector<const char*> bits;
+  for (const auto& [bit, name] : kBits) {
+    if (info.mrMode & bit) bits.push_back(name);
+  }
+  const std::string place = info.interface.empty()
+                                ? fmt::format("domain {}", info.domain)
+                                : fmt::format("interface {} ({})", info.interface, info.address);
+  return fmt::format("{} {}.{}, {}, mr_mode {}, {}; {}", info.provider, FI_MAJOR(info.version),
+                     FI_MINOR(info.version), place, bits.empty() ? "none" : fmt::format("{}", fmt::join(bits, "|")),
+                     toString(protocol), why);
+}
+
+}  // namespace smddp::transport::fabric

@@ -1,0 +1,69 @@
+// Which provider, interface and protocol: a pure choice among what the machine offers.
+//
+// discovery.h asks libfabric and the kernel; everything here works on plain values, so that tests can judge
+// the choice for hardware that is not there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace smddp::transport::fabric {
+
+// What a user or a test may ask for; empty or true leaves the choice to us.
+struct Options {
+  std::string provider;
+  std::string interface;
+  std::string masterAddress;  // host that every rank can reach; decides the interface
+  int localRank = 0;          // spreads the ranks of a node over equal network cards
+  bool rma = true;            // false: never use remote writes
+};
+
+// One way to communicate, as fi_getinfo offers it.
+struct ProviderInfo {
+  std::string provider;   // "tcp;ofi_rxm"
+  std::string fabric;     // "efa", "192.0.2.0/24"
+  std::string domain;     // "eth0", "rdmap16s27-rdm"
+  std::string interface;  // kernel's network interface; empty for a card that has none
+  std::string address;    // numeric IP address; empty likewise
+  uint32_t version = 0;
+  uint64_t caps = 0;
+  uint64_t mode = 0;
+  int mrMode = 0;
+  size_t mrKeyBytes = 8;
+  size_t cqDataBytes = 8;
+  size_t iovLimit = 1;
+  size_t maxMessageBytes = SIZE_MAX;
+  bool linkUp = true;
+  // How many of kRelaxations were needed before the provider answered.
+  int relaxed = 0;
+  // Remote writes exist but are made of sends; known only once an endpoint is open.
+  bool emulatedWrite = false;
+};
+
+// What is given up, in this order, when a provider does not answer to the full wish.
+inline constexpr const char* kRelaxations[] = {"manual progress", "one thread per domain", "remote writes"};
+
+enum class Protocol : uint8_t { Write, Send };
+constexpr const char* toString(Protocol protocol) {
+  return protocol == Protocol::Write ? "remote writes" : "sends into posted receives";
+}
+
+// Remote writes with immediate data where the provider really has them.
+Protocol protocolOf(const ProviderInfo& info, const Options& options);
+
+struct Choice {
+  size_t index = 0;  // into the list that was given
+  std::string why;
+};
+
+// `route` is our own numeric address on the way to the master, empty when unknown.
+// Throws Usage when a named provider or interface is missing, or when nothing is usable; the text lists what
+// there is.
+Choice choose(const std::vector<ProviderInfo>& offered, const Options& options, const std::string& route);
+
+// "net 117.0, interface eth0 (192.0.2.2), mr_mode none, remote writes; why"
+std::string describe(const ProviderInfo& info, Protocol protocol, const std::string& why);
+
+}  // namespace smddp::transport::fabric

@@ -1,0 +1,46 @@
+#include "transport/fabric/wire.h"
+
+#include "common/error.h"
+
+namespace smddp::transport::fabric {
+namespace {
+
+constexpr uint32_t kAddressVersion = 0x73614101;
+
+struct AddressHeader {
+  uint32_t version;
+  Protocol protocol;
+  uint8_t providerBytes;
+  uint16_t nameBytes;
+  uint64_t id;
+};
+static_assert(sizeof(AddressHeader) == 16);
+
+}  // namespace
+
+std::vector<std::byte> encode(const Address& address) {
+  SMDDP_CHECK(address.provider.size() < 64 && address.name.size() < 400, "address of {} bytes",
+              address.name.size());
+  const AddressHeader header{kAddressVersion, address.protocol, static_cast<uint8_t>(address.provider.size()),
+                             static_cast<uint16_t>(address.name.size()), address.id};
+  const Bytes provider = std::as_bytes(std::span(address.provider));
+  std::vector<std::byte> bytes(sizeof(header));
+  std::memcpy(bytes.data(), &header, sizeof(header));
+  bytes.insert(bytes.end(), provider.begin(), provider.end());
+  bytes.insert(bytes.end(), address.name.begin(), address.name.end());
+  return bytes;
+}
+
+Address decodeAddress(Bytes bytes) {
+  const auto header = readStruct<AddressHeader>(bytes);
+  if (!header || header->version != kAddressVersion || header->protocol > Protocol::Send ||
+      bytes.size() != sizeof(*header) + header->providerBytes + header->nameBytes)
+    raise(ErrorKind::Transport,
+          "a peer's fabric address cannot be read; all ranks must run the same version of smddp");
+  const Bytes provider = bytes.subspan(sizeof(*header), header->providerBytes);
+  const Bytes name = bytes.last(header->nameBytes);
+  return {header->id, header->protocol, std::string(reinterpret_cast<const char*>(provider.data()), provider.size()),
+          {name.begin(), name.end()}};
+}
+
+}  // namespace smddp::transport::fabric

@@ -1,0 +1,65 @@
+// What our messages look like, and how an address travels. Hosts of one job have the same byte order.
+//
+// Everything read here comes from a peer: sizes and kinds are checked before use.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "transport/fabric/provider.h"
+#include "transport/transport.h"
+
+namespace smddp::transport::fabric {
+
+// The last byte is the version of the protocol.
+enum class MessageKind : uint32_t { Control = 0x73634301, Fragment = 0x73634601 };
+
+// In front of a control message. Messages of one sender are numbered from 0: fabrics reorder.
+struct ControlHeader {
+  MessageKind kind;
+  uint32_t unused;
+  uint64_t sender;
+  uint64_t sequence;
+};
+
+// In front of a piece of a put, where puts are made of sends. The pieces of a put may arrive in any order.
+struct FragmentHeader {
+  MessageKind kind;
+  uint32_t immediate;
+  uint64_t sender;
+  uint64_t number;  // of the put, at the sender
+  RemoteSlot slot;
+  uint64_t totalBytes;  // header and payload of the whole put
+  uint64_t offset;      // of this piece, from the beginning of the slot
+};
+
+static_assert(sizeof(ControlHeader) == 24 && sizeof(FragmentHeader) == 64);
+
+// The struct at the beginning of `message`; empty when it is too short.
+template <typename T>
+std::optional<T> readStruct(Bytes message) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  if (message.size() < sizeof(T)) return std::nullopt;
+  T value;
+  std::memcpy(&value, message.data(), sizeof(T));
+  return value;
+}
+
+// What Transport::address() gives.
+struct Address {
+  uint64_t id = 0;  // random; names the process in its messages
+  Protocol protocol = Protocol::Write;
+  std::string provider;
+  std::vector<std::byte> name;  // fi_getname
+};
+
+std::vector<std::byte> encode(const Address& address);
+// Throws Transport when the bytes are not an address of this version.
+Address decodeAddress(Bytes bytes);
+
+}  // namespace smddp::transport::fabric
