@@ -89,4 +89,4 @@ wheel:  ## build dist/smddp-*.whl for the torch of the environment
 
 .PHONY: clean
 clean:  ## remove what was built; environments stay
-	rm -rf build dist *.egg-info smddp/_C.*.so
+	rm -rf build dist *.egg-info smddp/_C.*.so smddp/_build.py

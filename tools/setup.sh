@@ -92,6 +92,7 @@ develop() {
   # between two torch releases costs nothing.
   module=$(cd $build/csrc/bindings && ls _C.*.so)
   ln -sfn "../$build/csrc/bindings/$module" "smddp/$module"
+  ln -sfn "../$build/csrc/bindings/_build.py" smddp/_build.py
 }
 
 lint() {

@@ -1,7 +1,7 @@
 // The outcome of one operation: the only thing that travels up.
 //
 // Set once, by the thread that owns the engine; read by any. It outlives the group: Work holds a share. The
-// first error is kept and every waiter gets the same one. The one continuation (torch's future) runs after
+// first error is kept and every waiter gets the same one. Continuations (torch's future, the profiler) run after
 // the result is visible, on the thread that completed the operation, which then holds no lock and does not own
 // the engine: a continuation may submit and wait for further operations.
 #pragma once
@@ -11,6 +11,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "common/error.h"
 #include "common/types.h"
@@ -32,19 +34,19 @@ class Completion {
     {
       const std::lock_guard lock(mutex_);
       if (!done()) {
-        continuation_ = std::move(action);
+        continuations_.push_back(std::move(action));
         return;
       }
     }
     action();
   }
 
-  // For the engine. Makes the result visible; the caller runs the returned continuation when it may.
-  std::function<void()> finish(std::optional<Error> error) {
+  // For the engine. Makes the result visible; the caller runs the returned continuations when it may.
+  std::vector<std::function<void()>> finish(std::optional<Error> error) {
     const std::lock_guard lock(mutex_);
     error_ = std::move(error);
     done_.store(true, std::memory_order_release);
-    return std::exchange(continuation_, nullptr);
+    return std::exchange(continuations_, {});
   }
   void setSource(Rank source) { source_ = source; }
   void setSequence(uint64_t sequence) { sequence_ = sequence; }
@@ -55,7 +57,7 @@ class Completion {
   Rank source_ = -1;
   uint64_t sequence_ = 0;
   std::mutex mutex_;
-  std::function<void()> continuation_;
+  std::vector<std::function<void()>> continuations_;
 };
 
 using CompletionPtr = std::shared_ptr<Completion>;

@@ -258,6 +258,13 @@ void Engine::wait(const Completion& completion) {
   waitUntil([&] { return completion.done(); });
 }
 
+bool Engine::waitFor(const Completion& completion, Nanoseconds timeout) {
+  requireUsable();
+  const Deadline deadline = Deadline::after(process_->clock(), timeout);
+  waitUntil([&] { return completion.done() || deadline.passed(process_->clock()); });
+  return completion.done();
+}
+
 void Engine::abort(Group& group, const std::string& reason) {
   if (forkGeneration_ != forkGeneration.load()) return;
   call([&] {

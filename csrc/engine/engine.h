@@ -57,6 +57,8 @@ class Engine {
   CompletionPtr submit(Group& group, Message message);
   // Until the operation has ended, well or not; its deadline is the operation's own.
   void wait(const Completion& completion);
+  // The same, but at most this long; false when the time is over.
+  bool waitFor(const Completion& completion, Nanoseconds timeout);
   // Ends everything in flight on the group, on all ranks.
   void abort(Group& group, const std::string& reason);
   // Runs `action` on the engine's owner and returns when it has run. Exceptions pass through.

@@ -106,7 +106,8 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
     regions[topology_->localOf(r)] = region;
   }
   plans_ = std::make_unique<PlanCache>(*topology_, limits_);
-  matcher_ = std::make_unique<Matcher>(*this, id_, spec_.me, kMessageBytes);
+  Matcher::Host& host = *this;
+  matcher_ = std::make_unique<Matcher>(host, id_, spec_.me, kMessageBytes);
   const int64_t numTracks = settings().inFlight > 0 ? settings().inFlight
                             : spansNodes()          ? kTracksAcrossNodes
                                                     : 1;
@@ -219,7 +220,7 @@ void Group::startNext(Active& active) {
   const collectives::Shape staged = shapeOf(active, /*shared=*/false);
   const bool mayShare = !plans_->ignoresSharing(staged);
   Arrival& mine = active.track.arrivalOf(topology_->myLocal());
-  const bool shared = mayShare && myBuffersShared(active, &mine.input, &mine.output);
+  const bool shared = mayShare && myBuffersShared(active, mine);
   publishArrival(active, shared);
   if (shared) {
     // Which plan it will be is known when the others' buffers are.
@@ -332,14 +333,14 @@ Binding Group::bind(Active& active, bool shared) {
   if (!shared) return binding;
   for (int local = 0; local < topology_->teamSize(); ++local) {
     const Arrival& theirs = active.track.arrivalOf(local);
-    const auto resolve = [&](const SharedLocation& at, int64_t bytes) {
-      const SharedLocation copy = at;  // it lies in memory of another process: read once, then checked
-      return process_.mateMemory().resolve(copy.segment, copy.offset, static_cast<size_t>(bytes));
+    Peer* peer = members_[topology_->team()[local]].peer;
+    const auto resolve = [&](const transport::shm::Location& at, const Pieces& mine) {
+      if (peer == nullptr) return mine.front().data();
+      return peer->memory->resolve(at, mine.front().size());
     };
-    binding.mateOutputs.push_back(resolve(theirs.output, totalBytes(active.output)));
-    binding.mateInputs.push_back(inPlace(first.collective)
-                                     ? binding.mateOutputs.back()
-                                     : resolve(theirs.input, totalBytes(active.input)));
+    binding.mateOutputs.push_back(resolve(theirs.output, active.output));
+    binding.mateInputs.push_back(inPlace(first.collective) ? binding.mateOutputs.back()
+                                                           : resolve(theirs.input, active.input));
   }
   return binding;
 }
@@ -364,17 +365,17 @@ collectives::Shape Group::shapeOf(const Active& active, bool shared) const {
   return {first.collective, bytes, first.root, shared};
 }
 
-bool Group::myBuffersShared(const Active& active, SharedLocation* input,
-                            SharedLocation* output) const {
-  const auto locate = [&](const Pieces& pieces, SharedLocation* at) {
+// Writes where mates find our buffers, if they lie in communication memory.
+bool Group::myBuffersShared(const Active& active, Arrival& mine) const {
+  const auto locate = [&](const Pieces& pieces, transport::shm::Location& at) {
     if (pieces.size() != 1) return false;
     const auto found =
         process_.commMemory().locate(pieces.front().data(), pieces.front().size());
-    if (found) *at = {found->segment, found->offset};
+    if (found) at = *found;
     return found.has_value();
   };
-  if (!locate(active.output, output)) return false;
-  return inPlace(active.operations.front().request.collective) || locate(active.input, input);
+  if (!locate(active.output, mine.output)) return false;
+  return inPlace(active.operations.front().request.collective) || locate(active.input, mine.input);
 }
 
 void Group::commitStaging(Active& active, const plan::Plan& plan) {
@@ -444,9 +445,7 @@ void Group::finishTrack(Active& active) {
 }
 
 void Group::end(Completion& completion, std::optional<Error> error) {
-  if (auto continuation = completion.finish(std::move(error))) {
-    ended_.push_back(std::move(continuation));
-  }
+  for (auto& action : completion.finish(std::move(error))) ended_.push_back(std::move(action));
 }
 
 bool Group::idle() const {

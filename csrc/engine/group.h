@@ -120,7 +120,7 @@ class Group final : private Matcher::Host {
   Binding bind(Active& active, bool shared);
   void gatherPieces(Active& active);
   collectives::Shape shapeOf(const Active& active, bool shared) const;
-  bool myBuffersShared(const Active& active, SharedLocation* input, SharedLocation* output) const;
+  bool myBuffersShared(const Active& active, Arrival& mine) const;
   void ensureChannels(Active& active, const plan::Plan& plan);
   void commitStaging(Active& active, const plan::Plan& plan);
   void finishTrack(Active& active);

@@ -8,7 +8,7 @@
 namespace smddp::engine {
 namespace {
 
-std::string join(const std::set<Rank>& ranks) {
+std::string list(const std::set<Rank>& ranks) {
   std::string text;
   for (const Rank r : ranks) text += fmt::format("{}{}", text.empty() ? "" : ", ", r);
   return text;
@@ -89,7 +89,7 @@ void Group::checkDeadlines() {
       fail(Error(ErrorKind::Timeout,
                  fmt::format(" (Timed out) after {:.1f} s, rank {} waits {} for rank{} {}", seconds,
                              spec_.me, at.where, at.awaited.size() == 1 ? "" : "s",
-                             join(at.awaited))));
+                             list(at.awaited))));
       return;
     }
   }

@@ -120,6 +120,7 @@ Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
     }
     const std::lock_guard lock(probeMutex_);
     peer->mate = probed_[other.processId];
+    peer->memory = std::make_unique<transport::shm::MateMemory>(peer->mate);
   }
   Link& link = linkOf(*peer);
   peer->id = link.transport->connect(sharesNode ? other.slab : other.fabric, name);

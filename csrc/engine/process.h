@@ -32,7 +32,9 @@ using bootstrap::ProcessId;
 // Another process, as this one knows it.
 struct Peer {
   bootstrap::Introduction introduction;
-  std::shared_ptr<transport::shm::Mate> mate;  // set when it shares memory with us
+  // Set when it shares memory with us.
+  std::shared_ptr<transport::shm::Mate> mate;
+  std::unique_ptr<transport::shm::MateMemory> memory;
   // How control messages and channels reach it; of the shared-memory or of the fabric transport.
   transport::PeerId id = -1;
   transport::ChannelTable* table = nullptr;
@@ -70,7 +72,6 @@ class Process {
   // [thread-safe]
   transport::shm::CommMemory& commMemory() { return *commMemory_; }
   const std::shared_ptr<transport::shm::CommMemory>& sharedCommMemory() { return commMemory_; }
-  transport::shm::MateMemory& mateMemory() { return mateMemory_; }
 
   // What we publish. The addresses between nodes are in it only after openFabric().
   bootstrap::Introduction introduce(std::vector<std::byte> group);
@@ -121,7 +122,6 @@ class Process {
   std::shared_ptr<transport::shm::Slab> slab_;
   transport::shm::Doorbell doorbell_;
   std::shared_ptr<transport::shm::CommMemory> commMemory_;
-  transport::shm::MateMemory mateMemory_;
   ControlHandler handler_;
   std::map<ProcessId, std::unique_ptr<Peer>> peers_;
   std::mutex probeMutex_;

@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "plan/plan.h"
-#include "transport/shm/segment.h"
+#include "transport/shm/comm_memory.h"
 #include "transport/wire.h"
 
 namespace smddp::engine {
@@ -32,12 +32,6 @@ constexpr uint64_t counterValue(uint64_t execution, int64_t value) {
   return execution << kValueBits | static_cast<uint64_t>(value);
 }
 
-// Where a buffer lies, for mates.
-struct SharedLocation {
-  transport::shm::SegmentAddress segment;
-  uint64_t offset = 0;
-};
-
 // What a rank publishes when it arrives at an execution: all that the ranks of a node must agree on. Release:
 // `number` is stored last; a mate that read it reads the rest. Executions use the two records in turn: a record is
 // written again only after everyone has arrived at the execution in between, hence has read it.
@@ -48,8 +42,8 @@ struct alignas(kCacheLine) Arrival {
   uint32_t ready = 1;               // requests this rank could fuse, the first included
   uint32_t shared = 0;              // 1: the locations below are valid
   alignas(kCacheLine) std::array<uint32_t, kMaxFused> ends{};  // cumulative bytes of the ready requests
-  alignas(kCacheLine) SharedLocation input;
-  SharedLocation output;
+  alignas(kCacheLine) transport::shm::Location input;
+  transport::shm::Location output;
 };
 
 struct TrackHeader {

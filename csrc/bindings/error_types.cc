@@ -1,0 +1,38 @@
+#include "bindings/error_types.h"
+
+#include "process_group/errors.h"
+
+namespace py = pybind11;
+
+namespace smddp::bindings {
+namespace {
+
+// Leaked: errors may be translated while the interpreter ends.
+py::dict& errorTypes() {
+  static auto* types = new py::dict;
+  return *types;
+}
+
+void translate(std::exception_ptr thrown) {
+  try {
+    std::rethrow_exception(std::move(thrown));
+  } catch (const process_group::BackendError& error) {
+    const char* name = toString(error.kind());
+    const py::object type = errorTypes().contains(name) ? errorTypes()[name].cast<py::object>()
+                                                        : py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
+    PyErr_SetString(type.ptr(), error.what_without_backtrace());
+  } catch (const Error& error) {
+    PyErr_SetString(error.kind() == ErrorKind::Usage ? PyExc_ValueError : PyExc_RuntimeError,
+                    error.what());
+  }
+}
+
+}  // namespace
+
+void bindErrorTypes(py::module& m) {
+  m.def("set_error_types", [](const py::dict& types) { errorTypes() = types; }, py::arg("types"));
+  // Global, not local to this module: Work.wait() is a function of torch's module.
+  py::register_exception_translator(&translate);
+}
+
+}  // namespace smddp::bindings

@@ -1,0 +1,82 @@
+// The Python module smddp._C: names only, no logic.
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include "bindings/error_types.h"
+#include "bindings/plan_tool.h"
+#include "common/config.h"
+#include "process_group/errors.h"
+#include "process_group/process_group.h"
+#include "reduction/reduce.h"
+#include "transport/fabric/fabric.h"
+
+namespace py = pybind11;
+using smddp::process_group::ProcessGroup;
+
+namespace {
+
+py::dict describeUse(const smddp::engine::AlgorithmUse& use) {
+  return py::dict(py::arg("calls") = use.calls, py::arg("bytes") = use.bytes,
+                  py::arg("memory_bytes") = use.memoryBytes,
+                  py::arg("fabric_bytes") = use.fabricBytes, py::arg("zero_copy") = use.zeroCopy);
+}
+
+void bindProcessGroup(py::module& m) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>(m, "ProcessGroup")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       std::chrono::milliseconds timeout, const std::string& name) {
+             return c10::make_intrusive<ProcessGroup>(store, rank, size, timeout, name);
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+           py::arg("name"), Release())
+      .def("describe", &ProcessGroup::describe, Release())
+      .def("statistics", [](ProcessGroup& group) {
+        std::map<std::string, smddp::engine::AlgorithmUse> uses;
+        {
+          const py::gil_scoped_release release;
+          uses = group.statistics();
+        }
+        py::dict result;
+        for (const auto& [name, use] : uses) result[py::str(name)] = describeUse(use);
+        return result;
+      });
+  m.def(
+      "empty",
+      [](const std::vector<int64_t>& sizes, at::ScalarType type) {
+        return smddp::process_group::emptyTensor(sizes, at::TensorOptions().dtype(type));
+      },
+      py::arg("sizes"), py::arg("dtype"));
+  m.def("shutdown", &smddp::process_group::shutdownEngine, Release());
+}
+
+void bindSettings(py::module& m) {
+  m.def("settings", [] {
+    py::list rows;
+    for (const auto& row : smddp::describeSettings()) {
+      rows.append(py::dict(py::arg("name") = row.name, py::arg("type") = row.type,
+                           py::arg("value") = row.value, py::arg("default") = row.defaultValue,
+                           py::arg("doc") = row.doc,
+                           py::arg("from_environment") = row.fromEnvironment));
+    }
+    return rows;
+  });
+  m.def("build_info", [] {
+    std::string reason;
+    const bool fabric = smddp::transport::fabric::available(&reason);
+    return py::dict(py::arg("version") = SMDDP_VERSION, py::arg("torch") = SMDDP_TORCH_VERSION,
+                    py::arg("simd") = smddp::reduction::toString(smddp::reduction::simdLevel()),
+                    py::arg("fabric") = fabric, py::arg("fabric_reason") = reason);
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  smddp::bindings::bindErrorTypes(m);
+  smddp::bindings::bindPlanTool(m);
+  bindProcessGroup(m);
+  bindSettings(m);
+}

@@ -1,0 +1,135 @@
+#include "process_group/checks.h"
+
+#include <c10/util/Exception.h>
+
+#include <stdexcept>
+
+#include "reduction/reduce.h"
+
+namespace smddp::process_group {
+namespace {
+
+template <typename... Args>
+[[noreturn]] void invalid(OpName op, fmt::format_string<Args...> format, Args&&... args) {
+  throw std::invalid_argument(
+      fmt::format("smddp: {}: {}", op, fmt::format(format, std::forward<Args>(args)...)));
+}
+
+std::string shapeOf(const at::Tensor& tensor) {
+  return c10::str(c10::toString(tensor.scalar_type()), " tensor of shape ", tensor.sizes());
+}
+
+}  // namespace
+
+void notImplemented(OpName op, const std::string& detail) {
+  C10_THROW_ERROR(NotImplementedError,
+                  fmt::format("smddp: {} is not implemented{}{}", op, detail.empty() ? "" : ": ",
+                              detail));
+}
+
+void requireDense(OpName op, const at::Tensor& tensor) {
+  if (!tensor.defined()) invalid(op, "a tensor is undefined");
+  if (tensor.layout() != c10::kStrided) {
+    invalid(op, "a tensor has layout {}; make it dense with to_dense()",
+            c10::str(tensor.layout()));
+  }
+  if (!tensor.device().is_cpu()) {
+    notImplemented(op, c10::str("for tensors on ", tensor.device(), "; move them to the CPU"));
+  }
+  if (!tensor.is_non_overlapping_and_dense()) {
+    invalid(op, "a {} has gaps or overlaps in memory (strides {}); pass tensor.contiguous()",
+            shapeOf(tensor), c10::str(tensor.strides()));
+  }
+}
+
+void requireContiguous(OpName op, const at::Tensor& tensor) {
+  requireDense(op, tensor);
+  if (!tensor.is_contiguous()) {
+    invalid(op, "a {} is not contiguous (strides {}); pass tensor.contiguous()", shapeOf(tensor),
+            c10::str(tensor.strides()));
+  }
+}
+
+const at::Tensor& onlyTensor(OpName op, const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() != 1) invalid(op, "expects one tensor per rank, got {}", tensors.size());
+  return tensors.front();
+}
+
+void requireSameType(OpName op, const at::Tensor& a, const at::Tensor& b) {
+  if (a.scalar_type() == b.scalar_type()) return;
+  C10_THROW_ERROR(TypeError,
+                  fmt::format("smddp: {}: all tensors of a call must have one dtype, got {} and {}",
+                              op, c10::toString(a.scalar_type()), c10::toString(b.scalar_type())));
+}
+
+void requireMultiple(OpName op, const at::Tensor& whole, const at::Tensor& part, int64_t parts,
+                     const char* wholeName, const char* partName) {
+  requireSameType(op, whole, part);
+  if (whole.numel() == part.numel() * parts) return;
+  invalid(op, "the {} must have {} times the elements of the {} (one part per rank), got {} and {}",
+          wholeName, parts, partName, whole.numel(), part.numel());
+}
+
+void requireList(OpName op, const std::vector<at::Tensor>& list, size_t count,
+                 const at::Tensor& like, const char* listName) {
+  if (list.size() != count) {
+    invalid(op, "the {} must have one tensor per rank ({}), got {}", listName, count, list.size());
+  }
+  for (const at::Tensor& tensor : list) {
+    requireContiguous(op, tensor);
+    requireSameType(op, tensor, like);
+    if (tensor.numel() != like.numel()) {
+      invalid(op, "all tensors of the {} must have {} elements, got {}", listName, like.numel(),
+              tensor.numel());
+    }
+  }
+}
+
+void requireRank(OpName op, int64_t rank, int64_t size, const char* what) {
+  if (rank < 0 || rank >= size) invalid(op, "{} rank {} is not in 0 … {}", what, rank, size - 1);
+}
+
+DataType reducibleType(OpName op, const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return DataType::float32;
+    case at::kDouble: return DataType::float64;
+    case at::kHalf: return DataType::float16;
+    case at::kBFloat16: return DataType::bfloat16;
+    case at::kInt: return DataType::int32;
+    case at::kLong: return DataType::int64;
+    case at::kByte: return DataType::uint8;
+    default: break;
+  }
+  notImplemented(op, fmt::format("for dtype {}", c10::toString(tensor.scalar_type())));
+}
+
+void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::Request& request) {
+  switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
+    case c10d::ReduceOp::SUM: request.op = ReduceOp::SUM; break;
+    case c10d::ReduceOp::AVG: request.op = ReduceOp::AVG; break;
+    case c10d::ReduceOp::PRODUCT: request.op = ReduceOp::PRODUCT; break;
+    case c10d::ReduceOp::MIN: request.op = ReduceOp::MIN; break;
+    case c10d::ReduceOp::MAX: request.op = ReduceOp::MAX; break;
+    case c10d::ReduceOp::PREMUL_SUM: {
+      request.op = ReduceOp::PREMUL_SUM;
+      const auto* factor =
+          dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+      if (factor == nullptr) invalid(name, "PREMUL_SUM without a factor");
+      request.factor = factor->tensor_factor.defined() ? factor->tensor_factor.item<double>()
+                                                       : factor->double_factor;
+      break;
+    }
+    default:
+      notImplemented(name, "with a bitwise reduce operation");
+  }
+  if (!reduction::supports(type, request.op)) {
+    C10_THROW_ERROR(TypeError, fmt::format("smddp: {}: {} of {} is undefined", name,
+                                           toString(request.op), toString(type)));
+  }
+}
+
+std::span<std::byte> bytesOf(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
+}
+
+}  // namespace smddp::process_group

@@ -1,0 +1,132 @@
+// c10d::Backend "smddp": checks a call, describes it as a Request, submits it, returns a Work.
+//
+// Threads: any; calls of one group must come in the same order on all ranks, as everywhere in c10d.
+// Ends with shutdown() (destroy_process_group) or the destructor; both are idempotent and do not wait for peers.
+// Errors: nonsense throws before anything moves (ValueError, TypeError, NotImplementedError); all else is the
+// Work's.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+#include "process_group/work.h"
+
+namespace smddp::process_group {
+
+// The engine of this process; made by the first call, ended by shutdownEngine() only: destructors of
+// static objects run when the threads and the Python interpreter may be gone.
+std::shared_ptr<engine::Engine> sharedEngine();
+// Leaves all groups. Called at interpreter exit; afterwards every call on a group fails.
+void shutdownEngine();
+
+// A tensor in communication memory (docs/architecture.md, zero copy), or an ordinary one, with one warning,
+// when there is no room. CPU only.
+at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+class ProcessGroup final : public c10d::Backend {
+ public:
+  struct Options final : c10d::Backend::Options {
+    explicit Options(std::chrono::milliseconds timeout)
+        : c10d::Backend::Options("smddp", timeout) {}
+  };
+
+  // Meets the other ranks through the store; blocks until all are there or the timeout is over.
+  ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+               std::chrono::milliseconds timeout, const std::string& name);
+  ~ProcessGroup() override;
+
+  const std::string getBackendName() const override { return "smddp"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
+      std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
+      std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                std::vector<std::vector<at::Tensor>>& inputs,
+                                                const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
+      std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+      const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int destination,
+                                      int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int source,
+                                      int tag) override;
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+
+  // Not there yet: each throws NotImplementedError with its name.
+  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>&,
+                                                  const c10d::AllreduceOptions&) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>&,
+                                        const c10d::ReduceOptions&) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>&,
+                                                     std::vector<at::Tensor>&,
+                                                     const c10d::AllgatherOptions&) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>&,
+                                        std::vector<at::Tensor>&,
+                                        const c10d::GatherOptions&) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>&,
+                                         std::vector<std::vector<at::Tensor>>&,
+                                         const c10d::ScatterOptions&) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&,
+                                               std::vector<int64_t>&,
+                                               const c10d::AllToAllOptions&) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>&, std::vector<at::Tensor>&,
+                                          const c10d::AllToAllOptions&) override;
+  void monitoredBarrier(const c10d::BarrierOptions&, bool waitAllRanks) override;
+
+  // DDP's reducer and FSDP2 ask these for the memory of their buckets.
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+
+  // What ran so far, by algorithm.
+  std::map<std::string, engine::AlgorithmUse> statistics();
+  // The layout of the group in one line, and what was chosen between nodes.
+  std::string describe();
+
+ private:
+  engine::Request newRequest(collectives::Collective collective, std::chrono::milliseconds timeout,
+                             bool asyncOp) const;
+  c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests);
+  c10::intrusive_ptr<Work> message(Work::Call call, const std::vector<at::Tensor>& tensors,
+                                   engine::Message message);
+  engine::Request gatherRequest(const char* name, const at::Tensor& output, const at::Tensor& input,
+                                const c10d::AllgatherOptions& options) const;
+  engine::Request scatterRequest(const char* name, const at::Tensor& output,
+                                 const at::Tensor& input,
+                                 const c10d::ReduceScatterOptions& options) const;
+  std::shared_ptr<engine::Group> group() const;
+
+  const std::shared_ptr<engine::Engine> engine_;
+  std::shared_ptr<engine::Group> group_;
+  std::atomic<bool> shutDown_{false};
+  std::atomic<uint64_t> sequence_{0};
+  std::atomic<int64_t> timeoutMs_;
+};
+
+}  // namespace smddp::process_group

@@ -1,0 +1,54 @@
+// c10d's store as the five calls that bootstrap asks of one.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <string>
+#include <vector>
+
+#include "bootstrap/store.h"
+#include "common/error.h"
+
+namespace smddp::process_group {
+
+class StoreAdapter final : public bootstrap::Store {
+ public:
+  explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  void set(const std::string& key, const Value& value) override {
+    const auto* first = reinterpret_cast<const uint8_t*>(value.data());
+    store_->set(key, std::vector<uint8_t>(first, first + value.size()));
+  }
+  Value get(const std::string& key, Nanoseconds timeout) override {
+    await({key}, timeout);
+    return convert(store_->get(key));
+  }
+  int64_t add(const std::string& key, int64_t amount) override { return store_->add(key, amount); }
+  bool contains(const std::string& key) override { return store_->check({key}); }
+  std::vector<Value> multiGet(const std::vector<std::string>& keys, Nanoseconds timeout) override {
+    if (!store_->hasExtendedApi()) return bootstrap::Store::multiGet(keys, timeout);
+    await(keys, timeout);
+    std::vector<Value> values;
+    for (const auto& value : store_->multiGet(keys)) values.push_back(convert(value));
+    return values;
+  }
+
+ private:
+  // How a store says that the time is over depends on its kind and version: any exception of wait() that
+  // leaves keys unset counts.
+  void await(const std::vector<std::string>& keys, Nanoseconds timeout) {
+    try {
+      store_->wait(keys, std::chrono::milliseconds(std::max<Nanoseconds>(timeout / 1'000'000, 1)));
+    } catch (const std::exception& error) {
+      raise(ErrorKind::Timeout, "the store has no {} yet: {}", keys.front(), error.what());
+    }
+  }
+  static Value convert(const std::vector<uint8_t>& bytes) {
+    const auto* first = reinterpret_cast<const std::byte*>(bytes.data());
+    return {first, first + bytes.size()};
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+}  // namespace smddp::process_group

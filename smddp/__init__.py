@@ -1,0 +1,88 @@
+"""smddp: collective communication for PyTorch, as the c10d backend "smddp".
+
+Importing it registers the backend; where torch autoloads backends not even that is needed::
+
+    torch.distributed.init_process_group(backend="smddp")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from smddp import _load
+from smddp._environment import complete_from_launcher
+from smddp.backend import BACKEND_NAME, register_backend
+from smddp.errors import (
+    AbortedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InternalError,
+    PeerLostError,
+    ResourceError,
+    TransportError,
+)
+
+if TYPE_CHECKING:
+    from smddp._C import AlgorithmUse
+
+__all__ = [
+    "AbortedError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "InternalError",
+    "PeerLostError",
+    "ResourceError",
+    "TransportError",
+    "describe",
+    "empty",
+    "statistics",
+]
+
+_load.check()
+complete_from_launcher()
+register_backend()
+
+
+def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns an uninitialised CPU tensor in communication memory.
+
+    The ranks of a node reduce such tensors where they lie; ordinary ones are staged through small shared
+    slots. Use it for tensors that are communicated again and again.
+
+    Args:
+        size: the shape, as for `torch.empty`.
+        dtype: torch's default dtype if None.
+
+    Returns:
+        A contiguous tensor; an ordinary one, with one warning, when there is no memory of that kind.
+    """
+    shape: list[int] = []
+    for extent in size:
+        shape.extend([extent] if isinstance(extent, int) else extent)
+    return _load.load().empty(shape, dtype or torch.get_default_dtype())
+
+
+def _backend_of(group: dist.ProcessGroup | None) -> Any:
+    group = group or dist.distributed_c10d._get_default_group()
+    backend = group._get_backend(torch.device("cpu"))
+    if not hasattr(backend, "statistics"):
+        raise ValueError(f'the group does not use backend "{BACKEND_NAME}" for CPU tensors')
+    return backend
+
+
+def statistics(group: dist.ProcessGroup | None = None) -> dict[str, AlgorithmUse]:
+    """Returns what this rank has run on a group so far (None: the default group), by algorithm.
+
+    Each entry has `calls`, `bytes` (of the vectors), `memory_bytes` (read by copies and reductions),
+    `fabric_bytes` (sent to other nodes) and `zero_copy` (calls that staged nothing).
+    """
+    return _backend_of(group).statistics()
+
+
+def describe(group: dist.ProcessGroup | None = None) -> str:
+    """Returns the layout of a group and what was chosen between nodes, in one line."""
+    return _backend_of(group).describe()

@@ -1,0 +1,39 @@
+"""Loads the compiled module, after making sure that it fits the torch that runs."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+
+def _release(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def check() -> None:
+    """Refuses a torch other than the one built for: the C++ classes of another have another layout.
+
+    Raises:
+        ImportError: with one sentence that says what to do.
+    """
+    import torch
+
+    from smddp import _build
+
+    if _release(_build.TORCH_VERSION) != _release(torch.__version__):
+        built = ".".join(_release(_build.TORCH_VERSION))
+        running = ".".join(_release(torch.__version__))
+        raise ImportError(
+            f"smddp was built for torch {built} and cannot be used with torch {running}: install the wheel "
+            f"for torch {running}, or build it with `pip install --no-build-isolation .`."
+        )
+
+
+def load() -> ModuleType:
+    """Returns smddp._C, after check()."""
+    check()
+    import smddp._C as module
+
+    from smddp import errors
+
+    module.set_error_types(errors.by_name())
+    return module

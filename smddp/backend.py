@@ -1,0 +1,67 @@
+"""The one place where backend "smddp" is registered with torch.distributed."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from smddp._environment import complete_environment
+
+if TYPE_CHECKING:
+    from smddp._C import ProcessGroup
+
+__all__ = ["BACKEND_NAME", "register_backend"]
+
+BACKEND_NAME = "smddp"
+
+
+def register_backend() -> None:
+    """Registers "smddp" for CPU and CUDA tensors. Idempotent; loads nothing compiled."""
+    if not dist.is_available() or BACKEND_NAME.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(
+        BACKEND_NAME, _create_process_group, extended_api=True, devices=["cpu", "cuda"]
+    )
+    # DDP asks its process group for the memory of its gradient buckets, unless told not to. It reads the
+    # variable when a model is wrapped; a value that the user has set stays.
+    if os.environ.get("SMDDP_COMM_MEMORY", "1") not in ("0", "false", "off"):
+        os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
+
+
+def _create_process_group(options: Any, _backend_options: Any) -> ProcessGroup:
+    """Creates one rank of a group; c10d calls it in init_process_group() and new_group()."""
+    from smddp import _load
+
+    module = _load.load()
+    complete_environment(options.group_rank, options.group_size)
+    _leave_at_exit(module)
+    timeout = options.timeout
+    if not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=float(timeout))
+    group = module.ProcessGroup(
+        options.store, options.group_rank, options.group_size, timeout, str(options.group_id)
+    )
+    return group
+
+
+_leaving = False
+
+
+def _leave_at_exit(module: Any) -> None:
+    """Leaves all groups when the interpreter ends, also without destroy_process_group()."""
+    global _leaving
+    if _leaving:
+        return
+    _leaving = True
+    owner = os.getpid()
+
+    def leave() -> None:
+        # A forked child runs the handlers it inherited; the groups are its parent's.
+        if os.getpid() == owner:
+            module.shutdown()
+
+    atexit.register(leave)

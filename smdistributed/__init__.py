@@ -1,0 +1,1 @@
+"""Import names of the original libraries; everything is in `smddp`."""

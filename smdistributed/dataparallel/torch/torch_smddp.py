@@ -1,0 +1,3 @@
+"""Importing this registers the c10d backend "smddp"."""
+
+import smddp  # noqa: F401
