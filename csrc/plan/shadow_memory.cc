@@ -7,8 +7,8 @@ namespace smddp::plan {
 void append(std::vector<Piece>& pieces, const Piece& piece) {
   if (!pieces.empty()) {
     Piece& last = pieces.back();
-    const bool isNext = piece.value.id == kUndefined ||
-                        piece.value.position == last.value.position + last.length;
+    const bool isNext =
+        piece.value.id == kUndefined || piece.value.position == last.value.position + last.length;
     if (last.value.id == piece.value.id && isNext) {
       last.length += piece.length;
       return;
@@ -48,9 +48,8 @@ std::optional<Conflict> ShadowMemory::read(int64_t offset, int64_t length, const
       conflict = Conflict{segment.write, true, it->first, size};
     }
     // Whoever is ordered after this read is ordered after those that it follows.
-    std::erase_if(segment.reads, [&](const Access& earlier) {
-      return isOver(earlier, by.clock, by.messages);
-    });
+    std::erase_if(segment.reads,
+                  [&](const Access& earlier) { return isOver(earlier, by.clock, by.messages); });
     segment.reads.push_back(by.access);
     append(pieces, {size, segment.value});
   }
@@ -74,7 +73,8 @@ std::optional<Conflict> ShadowMemory::write(int64_t offset, int64_t length, cons
   }
   segments_.erase(first, last);
   for (const Piece& piece : pieces) {
-    segments_.emplace_hint(last, offset, Segment{offset + piece.length, piece.value, by.access, {}});
+    segments_.emplace_hint(last, offset,
+                           Segment{offset + piece.length, piece.value, by.access, {}});
     offset += piece.length;
   }
   return conflict;

@@ -15,7 +15,8 @@ namespace smddp::plan {
 // A message under way. A put touches memory until somebody knows that it is over: whoever is ordered after
 // one of these moments does.
 struct Message {
-  VectorClock sent;
+  VectorClock sent;  // emptied when both ends have ended the execution
+  Epoch putAt;
   int64_t length = 0;
   std::vector<Epoch> received;  // the first Receive of each lane that covers it
   std::vector<Epoch> flushed;   // the first Flush of each lane that covers it

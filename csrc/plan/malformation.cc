@@ -1,0 +1,198 @@
+// The rules of plan.h that hold for a plan without running it.
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include <fmt/format.h>
+
+#include "plan/checker.h"
+#include "plan/print.h"
+
+namespace smddp::plan {
+namespace {
+
+// One rank's plan under inspection. `problem` keeps the first complaint.
+class Inspection {
+ public:
+  Inspection(const Topology& topology, const Limits& limits, const Execution& execution)
+      : topology_(topology),
+        limits_(limits),
+        execution_(execution),
+        plan_(execution.plans[topology.me()]) {}
+
+  std::string run() {
+    inspectPools();
+    inspectBlock(plan_.preamble, "preamble");
+    require(plan_.preamble.trips == 1, "the preamble has {} trips", plan_.preamble.trips);
+    require(arrivals_ == 1, "the preamble signals the arrival {} times", arrivals_);
+    for (const Lane& lane : plan_.lanes) {
+      for (const Block& block : lane.blocks) inspectBlock(block, lane.name);
+    }
+    return problem_;
+  }
+
+ private:
+  template <typename... Args>
+  void require(bool holds, fmt::format_string<Args...> format, Args&&... args) {
+    if (holds || !problem_.empty()) return;
+    problem_ =
+        fmt::format("rank {}: ", topology_.me()) + fmt::format(format, std::forward<Args>(args)...);
+  }
+
+  void inspectPools() {
+    for (const Pool& pool : plan_.pools) {
+      require(pool.slots > 0 && pool.slotBytes >= 0 && pool.offset >= 0 &&
+                  pool.offset + pool.slots * pool.slotBytes <= plan_.poolBytes,
+              "pool {} exceeds the {} bytes of all pools", pool.name, plan_.poolBytes);
+    }
+    require(plan_.poolBytes <= limits_.poolBytes, "pools of {} bytes, {} are allowed",
+            plan_.poolBytes, limits_.poolBytes);
+    // Mates address each other's slots by their own plan's pools.
+    const Plan& first = execution_.plans[topology_.team().front()];
+    const auto equal = [](const Pool& a, const Pool& b) {
+      return std::tie(a.slots, a.slotBytes, a.offset) == std::tie(b.slots, b.slotBytes, b.offset);
+    };
+    require(std::equal(plan_.pools.begin(), plan_.pools.end(), first.pools.begin(),
+                       first.pools.end(), equal),
+            "its pools differ from those of rank {}", topology_.team().front());
+  }
+
+  void inspectBlock(const Block& block, const std::string& stage) {
+    const bool inside = block.firstStep + uint64_t{block.numSteps} <= plan_.steps.size();
+    require(inside && block.trips >= 0, "stage {}: a block beyond the steps", stage);
+    if (!inside) return;
+    for (uint32_t i = block.firstStep; i < block.firstStep + block.numSteps; ++i) {
+      const Step& step = plan_.steps[i];
+      const uint64_t numRefs = uint64_t{step.numDestinations} + step.numSources;
+      require(step.firstRef + numRefs <= plan_.refs.size(), "stage {}: references beyond the end",
+              stage);
+      if (!problem_.empty()) return;
+      const std::string complaint = complaintAbout(step, &block == &plan_.preamble);
+      require(complaint.empty(), "stage {}, {}: {}", stage, printStep(plan_, step), complaint);
+    }
+  }
+
+  std::string complaintAbout(const Step& step, bool inPreamble) {
+    switch (step.op) {
+      case Op::Copy:
+      case Op::Reduce: return aboutMove(step);
+      case Op::Signal:
+      case Op::Wait: return aboutCounter(step, inPreamble);
+      case Op::Put:
+      case Op::Receive:
+      case Op::Release:
+      case Op::Flush: return aboutChannel(step);
+    }
+    return "an unknown operation";
+  }
+
+  std::string aboutMove(const Step& step) const {
+    if (step.numDestinations == 0 || step.numSources == 0) return "nothing to move";
+    if (step.op == Op::Copy && step.numSources != 1) return "a copy has one source";
+    if (step.length <= 0 || step.length % execution_.elementBytes != 0) return "a wrong length";
+    for (int i = 0; i < step.numDestinations; ++i) {
+      const Ref& ref = plan_.destination(step, i);
+      const bool isOwnSlot = ref.space == Space::Slot && ref.owner == topology_.myLocal();
+      const bool isOutput = ref.space == Space::Output || ref.space == Space::MateOutput;
+      if (!isOwnSlot && !isOutput) return "only outputs and own slots may be written";
+      if (const std::string text = aboutRef(ref); !text.empty()) return text;
+    }
+    return aboutSources(step);
+  }
+
+  std::string aboutSources(const Step& step) const {
+    for (int i = 0; i < step.numSources; ++i) {
+      if (const std::string text = aboutRef(plan_.source(step, i)); !text.empty()) return text;
+    }
+    return {};
+  }
+
+  std::string aboutRef(const Ref& ref) const {
+    const bool isMate = ref.space == Space::MateInput || ref.space == Space::MateOutput;
+    if (isMate && !plan_.zeroCopy) return "a mate's buffer in a plan that is not zero-copy";
+    if ((isMate || ref.space == Space::Slot) &&
+        (ref.owner < 0 || ref.owner >= topology_.teamSize())) {
+      return "no such mate";
+    }
+    if (ref.space == Space::Slot && ref.pool >= plan_.pools.size()) return "no such pool";
+    if (ref.offset.base % execution_.elementBytes != 0 ||
+        ref.offset.perTrip % execution_.elementBytes != 0) {
+      return "an offset inside an element";
+    }
+    return {};
+  }
+
+  std::string aboutCounter(const Step& step, bool inPreamble) {
+    if (step.counter >= kNumCounters) return "no such counter";
+    if (step.counter == kArrival && !inPreamble) return "the arrival belongs to the preamble";
+    if (step.op == Op::Signal && step.counter == kArrival) {
+      ++arrivals_;
+      if (step.value != Affine{1, 0}) return "the arrival is signalled by 1";
+    }
+    if (step.op == Op::Wait && step.who != kTeam &&
+        (step.who < 0 || step.who >= topology_.teamSize())) {
+      return "no such mate";
+    }
+    return {};
+  }
+
+  std::string aboutChannel(const Step& step) const {
+    if (step.who < 0 || step.who >= topology_.numRanks() ||
+        topology_.nodeOf(step.who) == topology_.myNode()) {
+      return "a channel leads to a rank of another node";
+    }
+    if (step.stream >= kNumStreams) return "no such stream";
+    const bool declared = std::any_of(
+        plan_.channels.begin(), plan_.channels.end(),
+        [&](const ChannelUse& use) { return use.peer == step.who && use.stream == step.stream; });
+    if (!declared) return "the plan does not declare this channel";
+    if (step.op != Op::Put) return {};
+    if (step.length < 0 || step.length > limits_.messageBytes) return "a message too long";
+    if (step.length % execution_.elementBytes != 0) return "a message that cuts an element";
+    if (step.numSources != 1 || step.numDestinations != 0) return "a put has one source";
+    return aboutSources(step);
+  }
+
+  const Topology& topology_;
+  const Limits& limits_;
+  const Execution& execution_;
+  const Plan& plan_;
+  int arrivals_ = 0;
+  std::string problem_;
+};
+
+// What both ends of every channel declare.
+std::string disagreement(const Execution& execution) {
+  std::map<std::tuple<Rank, Rank, int>, std::pair<int64_t, int64_t>> messages;  // from, to, stream
+  for (Rank r = 0; r < static_cast<Rank>(execution.plans.size()); ++r) {
+    for (const ChannelUse& use : execution.plans[r].channels) {
+      messages[{r, use.peer, use.stream}].first += use.puts;
+      messages[{use.peer, r, use.stream}].second += use.arrivals;
+    }
+  }
+  for (const auto& [key, count] : messages) {
+    if (count.first == count.second) continue;
+    const auto [from, to, stream] = key;
+    return fmt::format("stream {}: rank {} declares {} messages to rank {}, which expects {}",
+                       stream, from, count.first, to, count.second);
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string findMalformation(const std::vector<std::vector<Rank>>& nodes, const Limits& limits,
+                             const Execution& execution) {
+  const Topology first(nodes, 0);
+  const auto numRanks = static_cast<size_t>(first.numRanks());
+  SMDDP_CHECK(execution.plans.size() == numRanks && execution.inputBytes.size() == numRanks &&
+                  execution.outputBytes.size() == numRanks,
+              "{} plans for {} ranks", execution.plans.size(), numRanks);
+  for (Rank r = 0; r < first.numRanks(); ++r) {
+    std::string problem = Inspection(first.seenBy(r), limits, execution).run();
+    if (!problem.empty()) return problem;
+  }
+  return disagreement(execution);
+}
+
+}  // namespace smddp::plan
