@@ -29,12 +29,12 @@ Builder::Builder(const Topology& topology, const Limits& limits, std::string nam
 }
 
 Ref Builder::mateIn(int local, int64_t offset) {
-  plan_.zeroCopy = true;
+  shareBuffers();
   return {Space::MateInput, 0, local, {}, {offset, 0}};
 }
 
 Ref Builder::mateOut(int local, int64_t offset) {
-  plan_.zeroCopy = true;
+  shareBuffers();
   return {Space::MateOutput, 0, local, {}, {offset, 0}};
 }
 

@@ -71,6 +71,9 @@ class Builder {
   // Memory. `local` is an index into topology().team().
   static Ref in(int64_t offset) { return {Space::Input, 0, 0, {}, {offset, 0}}; }
   static Ref out(int64_t offset) { return {Space::Output, 0, 0, {}, {offset, 0}}; }
+  // Says that the plan is zero-copy, as mateIn and mateOut do: for a rank that happens to leave its mates'
+  // buffers alone while they use its own.
+  void shareBuffers() { plan_.zeroCopy = true; }
   Ref mateIn(int local, int64_t offset);
   Ref mateOut(int local, int64_t offset);
   // Declares a pool; every rank of a node must declare the same ones in the same order.
