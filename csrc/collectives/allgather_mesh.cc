@@ -36,7 +36,10 @@ class Mesh {
     chunkBytes_ = std::min({b.limits().fabricChunkBytes, b.limits().messageBytes,
                             b.limits().poolBytes / slots});
     chunkBytes_ = clipChunk(chunkBytes_, shape.bytes);
-    if (shape.shared) return;
+    if (shape.shared) {
+      b.shareBuffers();
+      return;
+    }
     own_ = b.pool("own chunks", depth_, chunkBytes_);
     arrived_ = b.pool("arrived chunks", depth_ * blocks_.allTurns(), chunkBytes_);
   }

@@ -61,6 +61,7 @@ plan::Plan allgatherSharedMemory(const plan::Topology& t, const plan::Limits& li
   plan::Builder b(t, limits, "shared-memory allgather");
   b.arrive();
   if (shape.shared) {
+    b.shareBuffers();
     gatherInputs(b, shape);
   } else {
     gatherThroughSlots(b, shape);

@@ -23,6 +23,7 @@ plan::Plan allreduceZeroCopy(const plan::Topology& t, const plan::Limits& limits
   const int me = t.myLocal();
   const plan::Range mine = plan::share({0, shape.bytes}, me, t.teamSize(), shape.bytes);
   plan::Builder b(t, limits, "zero-copy allreduce");
+  b.shareBuffers();
   b.arrive();
 
   b.stage("sum");

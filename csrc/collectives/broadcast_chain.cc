@@ -33,7 +33,10 @@ class Chain {
     chunkBytes_ = std::min({b.limits().fabricChunkBytes, b.limits().poolBytes / depth_,
                             rails * wholeGranules(b.limits().messageBytes)});
     chunkBytes_ = clipChunk(chunkBytes_, shape.bytes);
-    if (shared_) return;
+    if (shared_) {
+      b.shareBuffers();
+      return;
+    }
     const int64_t shareBytes = divideUp(granulesIn(chunkBytes_), rails) * kGranule;
     pool_ = onRootNode() ? b.pool("chunks", depth_, chunkBytes_)
                          : b.pool("shares", depth_, shareBytes);

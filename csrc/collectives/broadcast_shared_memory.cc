@@ -61,6 +61,7 @@ plan::Plan broadcastSharedMemory(const plan::Topology& t, const plan::Limits& li
   plan::Builder b(t, limits, "shared-memory broadcast");
   b.arrive();
   if (shape.shared) {
+    b.shareBuffers();
     copyFromRoot(b, shape, t.localOf(shape.root));
   } else {
     copyThroughSlots(b, shape, t.localOf(shape.root));

@@ -17,7 +17,11 @@ NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes)
   chunkBytes_ = clipChunk(std::min(chunkBytes, largestShare * rails), shape.bytes);
   shareBytes_ = divideUp(granulesIn(chunkBytes_), rails) * kGranule;
   partials_ = b.pool("partials", depth_, shareBytes_);
-  if (!shared_) contributions_ = b.pool("contributions", kContributionSlots, chunkBytes_);
+  if (shared_) {
+    b.shareBuffers();
+  } else {
+    contributions_ = b.pool("contributions", kContributionSlots, chunkBytes_);
+  }
 }
 
 void NodeStages::copyIn(const plan::Chunk& c) {

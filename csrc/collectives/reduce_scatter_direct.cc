@@ -41,7 +41,10 @@ class DirectSum {
                             b.limits().poolBytes / pieces});
     chunkBytes_ = clipChunk(chunkBytes_, shape.bytes);
     sums_ = b.pool("sums", depth_ * blocks_.allTurns(), chunkBytes_);
-    if (shape.shared) return;
+    if (shape.shared) {
+      b.shareBuffers();
+      return;
+    }
     contributions_ = b.pool("contributions", kContributionSlots, numRanks * chunkBytes_);
     results_ = b.pool("results", depth_ * blocks_.mostTurns(), chunkBytes_);
   }

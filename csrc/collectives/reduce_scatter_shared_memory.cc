@@ -71,6 +71,7 @@ plan::Plan reduceScatterSharedMemory(const plan::Topology& t, const plan::Limits
   plan::Builder b(t, limits, "shared-memory reduce_scatter");
   b.arrive();
   if (shape.shared) {
+    b.shareBuffers();
     sumInputs(b, shape);
   } else {
     sumThroughSlots(b, shape);
