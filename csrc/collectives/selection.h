@@ -1,0 +1,37 @@
+// Which algorithm serves a request: one table, readable by people, and a way to overrule it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "collectives/collective.h"
+
+namespace smddp::collectives {
+
+struct Choice {
+  const char* name;
+  Algorithm build;
+};
+
+// The first row of the table that serves the request, unless `overrides` says otherwise. Pure, so
+// that all ranks choose alike.
+//
+// overrides: collective=name[,...], for example "allreduce=ring,broadcast=chain". A collective may
+// be named several times: the first of its algorithms that can serve the request is taken. Throws
+// Usage when a name is unknown, or when a collective is overridden and none of its algorithms can
+// serve the request.
+const Choice& select(const plan::Topology& topology, const plan::Limits& limits, const Shape& shape,
+                     int64_t oneShotBytes, const std::string& overrides);
+
+struct AlgorithmInfo {
+  Collective collective;
+  std::string name;
+  std::string serves;  // which requests it can serve
+  std::string chosen;  // for which of them the table takes it
+};
+
+// The table, in its order.
+std::vector<AlgorithmInfo> listAlgorithms();
+
+}  // namespace smddp::collectives
