@@ -177,7 +177,8 @@ CommMemory::Chunks::iterator CommMemory::chunkOf(const void* pointer) {
   return at - chunk->first < chunk->second.segment->size() ? chunk : chunks_.end();
 }
 
-// Takes the oldest free blocks out until `limit` is kept, and all empty arenas but one (none for limit 0).
+// Takes the oldest free blocks out until `limit` is kept, and all empty arenas but one (none for
+// limit 0).
 std::vector<CommMemory::Chunk> CommMemory::trimCache(size_t limit) {
   std::vector<Chunk> dropped;
   const auto drop = [&](Chunks::iterator it) {
@@ -200,7 +201,8 @@ std::vector<CommMemory::Chunk> CommMemory::trimCache(size_t limit) {
   return dropped;
 }
 
-// Outside the lock, since unmapping is slow. The indexes are free again only after the mates were told.
+// Outside the lock, since unmapping is slow. The indexes are free again only after the mates were
+// told.
 void CommMemory::release(std::vector<Chunk> chunks) {
   for (const Chunk& chunk : chunks) {
     slab_->page().commSegments[chunk.index].store(0, std::memory_order_release);

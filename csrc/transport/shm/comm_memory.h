@@ -18,8 +18,8 @@
 
 namespace smddp::transport::shm {
 
-// A place in the communication memory of some process. Trivially copyable, without padding: it is published in
-// shared memory. Copy it before use; MateMemory checks every field.
+// A place in the communication memory of some process. Trivially copyable, without padding: it is
+// published in shared memory. Copy it before use; MateMemory checks every field.
 struct Location {
   SegmentAddress segment;
   uint64_t offset = 0;
@@ -28,11 +28,12 @@ struct Location {
 };
 static_assert(sizeof(Location) == 48);
 
-// Hands out blocks of our own segments: one segment per large block, arenas for small ones. Every block is
-// backed when it is handed out, so touching it cannot fail. What is freed is kept for reuse up to a limit.
+// Hands out blocks of our own segments: one segment per large block, arenas for small ones. Every
+// block is backed when it is handed out, so touching it cannot fail. What is freed is kept for
+// reuse up to a limit.
 //
-// Threads: any, tensors are freed everywhere. Outlives its blocks: whoever holds one keeps this alive.
-// In a forked child allocate() throws and free() does nothing: the memory is the parent's.
+// Threads: any, tensors are freed everywhere. Outlives its blocks: whoever holds one keeps this
+// alive. In a forked child allocate() throws and free() does nothing: the memory is the parent's.
 class CommMemory {
  public:
   // The segments are announced in the control page of `slab`.
@@ -42,8 +43,8 @@ class CommMemory {
   CommMemory(const CommMemory&) = delete;
   CommMemory& operator=(const CommMemory&) = delete;
 
-  // Aligned to 64 bytes (large blocks to a page), contents arbitrary. Throws Resource; the caller then takes
-  // ordinary memory.
+  // Aligned to 64 bytes (large blocks to a page), contents arbitrary. Throws Resource; the caller
+  // then takes ordinary memory.
   void* allocate(size_t bytes);
   // Throws Internal for a pointer that allocate() did not return, or that is free already.
   void free(void* block);
@@ -87,14 +88,15 @@ class CommMemory {
   std::vector<uint32_t> freeIndexes_;
 };
 
-// The communication memory of one mate, mapped piece by piece as it is first met. Belongs to the thread that
-// owns the engine. Mappings whose owner gave the segment up are dropped when the next one is met.
+// The communication memory of one mate, mapped piece by piece as it is first met. Belongs to the
+// thread that owns the engine. Mappings whose owner gave the segment up are dropped when the next
+// one is met.
 class MateMemory {
  public:
   explicit MateMemory(std::shared_ptr<Mate> mate) : mate_(std::move(mate)) {}
 
-  // Valid until the owner frees the block. Throws Transport when the owner has no such memory (any more),
-  // Resource when it cannot be mapped.
+  // Valid until the owner frees the block. Throws Transport when the owner has no such memory (any
+  // more), Resource when it cannot be mapped.
   std::byte* resolve(Location location, size_t bytes);
   size_t mappings() const { return mappings_.size(); }
 

@@ -1,11 +1,12 @@
 // Sleeping until a mate has something for us, and waking a mate that sleeps.
 //
-// The sleeper:  prepare(), look once more at everything it waits for, then sleep() or sleepOn(), or cancel()
-//               if something was there.
+// The sleeper:  prepare(), look once more at everything it waits for, then sleep() or sleepOn(),
+//               or cancel() if something was there.
 // The waker:    its stores (release), then ring(). A mate that is awake costs a fence and a load.
 //
-// Between prepare() and the look stands a full fence, and so between the waker's stores and its load of the
-// word: one of the two sees the other, and no wake-up is lost. Spurious wake-ups happen.
+// Between prepare() and the look stands a full fence, and so between the waker's stores and its
+// load of the word: one of the two sees the other, and no wake-up is lost. Spurious wake-ups
+// happen.
 #pragma once
 
 #include <memory>
@@ -16,8 +17,8 @@
 
 namespace smddp::transport::shm {
 
-// The doorbell of our own process; one per slab. Only one thread at a time sleeps, ringSelf() is for any
-// thread. Owns the wake-up pipe, made at the first sleepOn().
+// The doorbell of our own process; one per slab. Only one thread at a time sleeps, ringSelf() is
+// for any thread. Owns the wake-up pipe, made at the first sleepOn().
 class Doorbell {
  public:
   explicit Doorbell(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) {}

@@ -11,9 +11,9 @@ namespace {
 
 constexpr Nanoseconds kMillisecond = 1'000'000;
 
-// The first word of a robust mutex is a contract between glibc and the kernel: the holder's thread id, and a
-// bit that the kernel sets when that thread dies. Looking at it costs a load and never disturbs the holder,
-// where pthread_mutex_trylock() would make every mate write to the line.
+// The first word of a robust mutex is a contract between glibc and the kernel: the holder's thread
+// id, and a bit that the kernel sets when that thread dies. Looking at it costs a load and never
+// disturbs the holder, where pthread_mutex_trylock() would make every mate write to the line.
 uint32_t futexWord(const ProcessPage& page) {
   return static_cast<uint32_t>(__atomic_load_n(&page.lifeline.__data.__lock, __ATOMIC_ACQUIRE));
 }

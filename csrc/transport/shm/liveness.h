@@ -1,5 +1,6 @@
-// Who is still there. The kernel marks a robust mutex when its holder dies, before it takes the process apart:
-// mates see a death in about 0.1 ms, whatever the size of the process and whoever its parent is.
+// Who is still there. The kernel marks a robust mutex when its holder dies, before it takes the
+// process apart: mates see a death in about 0.1 ms, whatever the size of the process and whoever
+// its parent is.
 #pragma once
 
 #include <memory>
@@ -9,9 +10,10 @@
 
 namespace smddp::transport::shm {
 
-// Holds our lifeline. Construct and destroy it on one thread, which should live as long as the process: the
-// engine's progress thread. While nobody holds it, mates fall back to looking at /proc, which is slower.
-// The end of the thread without the destructor counts as the death of the process.
+// Holds our lifeline. Construct and destroy it on one thread, which should live as long as the
+// process: the engine's progress thread. While nobody holds it, mates fall back to looking at
+// /proc, which is slower. The end of the thread without the destructor counts as the death of the
+// process.
 class Lifeline {
  public:
   // Throws Internal when the slab's lifeline is held already.
@@ -24,8 +26,9 @@ class Lifeline {
   std::shared_ptr<Slab> slab_;
 };
 
-// Two loads while the mate is running and holds its lifeline; /proc is read at most every 10 ms (lifeline not
-// held) or every second (in case the kernel lacks robust lists). Publishes a death for all other mates.
+// Two loads while the mate is running and holds its lifeline; /proc is read at most every 10 ms
+// (lifeline not held) or every second (in case the kernel lacks robust lists). Publishes a death
+// for all other mates.
 Life lifeOf(Mate& mate);
 
 // "pid 12 left: …", "pid 12 died", for error texts.

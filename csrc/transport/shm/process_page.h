@@ -1,4 +1,5 @@
-// The control page: what every mate on the node may know about a process. It lies at the start of its slab.
+// The control page: what every mate on the node may know about a process. It lies at the start of
+// its slab.
 #pragma once
 
 #include <pthread.h>
@@ -16,7 +17,8 @@
 
 namespace smddp::transport::shm {
 
-// Text that its owner writes once and mates read at any time. The first writer wins; a later one is ignored.
+// Text that its owner writes once and mates read at any time. The first writer wins; a later one is
+// ignored.
 template <size_t kCapacity>
 class OnceText {
  public:
@@ -49,8 +51,8 @@ enum class Life : uint32_t { Running, Left, Died };
 enum class Sleep : uint32_t { Awake = 0, OnFutex = 1, OnPoll = 2 };
 
 // Shared between processes of the same build: magic and version are checked when a mate attaches.
-// Every field has one writer, the owner, except `life` (anyone may move Running to Died) and `sleep`
-// (anyone may clear it).
+// Every field has one writer, the owner, except `life` (anyone may move Running to Died) and
+// `sleep` (anyone may clear it).
 struct ProcessPage {
   static constexpr uint64_t kMagic = 0x3164706d6d647364;
   static constexpr uint32_t kVersion = 1;
@@ -64,7 +66,8 @@ struct ProcessPage {
   uint64_t startTime;  // of the process, as in /proc/<pid>/stat; 0 when it cannot be read
   Nonce nonce;
 
-  // Held by one thread for the life of the process (liveness.h). Mates only ever look at its futex word.
+  // Held by one thread for the life of the process (liveness.h). Mates only ever look at its futex
+  // word.
   alignas(64) pthread_mutex_t lifeline;
   std::atomic<uint32_t> lifelineHeld{0};
   std::atomic<Life> life{Life::Running};
@@ -73,7 +76,8 @@ struct ProcessPage {
   std::atomic<int32_t> pipeDescriptor{-1};  // write end of the owner's wake-up pipe
   std::atomic<uint64_t> pipeInode{0};  // what that descriptor must be, lest its number was reused
 
-  // ShmTransport: where its rings lie in the slab, and which incarnation reads them (odd while there is one).
+  // ShmTransport: where its rings lie in the slab, and which incarnation reads them (odd while
+  // there is one).
   alignas(64) std::atomic<uint64_t> ringsOffset{0};
   std::atomic<uint32_t> ringsGeneration{0};
 
@@ -83,12 +87,13 @@ struct ProcessPage {
   // Communication memory that is still mapped by the owner: first half of its nonce, 0 when gone.
   std::array<std::atomic<uint64_t>, kMaxCommSegments> commSegments{};
 
-  // Moves Running to Left, with the reason that mates will quote. Owner only; any thread; the first call counts.
+  // Moves Running to Left, with the reason that mates will quote. Owner only; any thread; the first
+  // call counts.
   void leave(std::string_view reason);
 };
 
-// Start time of a process in clock ticks since boot; 0 when there is no such process or it is a zombie,
-// nothing when that cannot be learnt now (no descriptor free, no /proc).
+// Start time of a process in clock ticks since boot; 0 when there is no such process or it is a
+// zombie, nothing when that cannot be learnt now (no descriptor free, no /proc).
 std::optional<uint64_t> startTimeOf(int32_t pid);
 
 }  // namespace smddp::transport::shm

@@ -26,12 +26,12 @@ struct RecordHeader {
 };
 static_assert(sizeof(RecordHeader) == 16);
 
-// Who may write. Free -> Claiming -> Open by the producer, Open -> Closed when the producer ends; the consumer
-// empties a closed ring and sets it free again.
+// Who may write. Free -> Claiming -> Open by the producer, Open -> Closed when the producer ends;
+// the consumer empties a closed ring and sets it free again.
 enum class RingState : uint32_t { Free, Claiming, Open, Closed };
 
-// Single producer, single consumer. Positions count bytes and never go back; each side trusts only its own and
-// checks the other's. Records are multiples of 16 bytes and may wrap around the end.
+// Single producer, single consumer. Positions count bytes and never go back; each side trusts only
+// its own and checks the other's. Records are multiples of 16 bytes and may wrap around the end.
 struct Ring {
   static constexpr uint64_t kBytes = 65536;
   static constexpr uint64_t kGranule = sizeof(RecordHeader);

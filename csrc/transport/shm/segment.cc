@@ -28,7 +28,8 @@
 namespace smddp::transport::shm {
 namespace {
 
-// Every mapping of this process, by nonce. Never destroyed: tensors may be freed while the process exits.
+// Every mapping of this process, by nonce. Never destroyed: tensors may be freed while the process
+// exits.
 struct Registry {
   std::mutex mutex;
   std::map<Nonce, std::weak_ptr<Segment>> mappings;  // guarded by mutex
@@ -77,7 +78,8 @@ bool outOfSomething(int error) {
 }
 
 FileDescriptor createMemfd(const char* name) {
-  // Without the flag newer kernels warn, or refuse where vm.memfd_noexec=2; older ones do not know it.
+  // Without the flag newer kernels warn, or refuse where vm.memfd_noexec=2; older ones do not know
+  // it.
   int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
   if (fd < 0 && errno == EINVAL) fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0 && outOfSomething(errno)) {
@@ -181,7 +183,8 @@ std::shared_ptr<Segment> Segment::create(size_t bytes, const char* name) {
   const SegmentAddress address{getpid(), fd.get(), bytes, nonce};
   std::byte* base = map(fd.get(), bytes + kHeaderPage);
   auto segment = std::make_shared<Segment>(Private{}, address, base, std::move(fd));
-  // The header page is backed before it is touched: where memory is out, this throws instead of SIGBUS.
+  // The header page is backed before it is touched: where memory is out, this throws instead of
+  // SIGBUS.
   if (fallocate(segment->fd_.get(), 0, 0, static_cast<off_t>(kHeaderPage)) != 0) {
     raiseErrno(ErrorKind::Resource, "no memory for {} bytes of shared memory", kHeaderPage);
   }

@@ -1,7 +1,9 @@
-// Memory that several processes of a node map: a memfd, reached through /proc/<pid>/fd/<fd> of its owner.
+// Memory that several processes of a node map: a memfd, reached through /proc/<pid>/fd/<fd> of its
+// owner.
 //
-// A memfd has no name in any file system, so nothing is left behind however a process ends, and the size of
-// /dev/shm does not matter. It is sealed against shrinking: a mate can never be made to fault by the owner.
+// A memfd has no name in any file system, so nothing is left behind however a process ends, and the
+// size of /dev/shm does not matter. It is sealed against shrinking: a mate can never be made to
+// fault by the owner.
 #pragma once
 
 #include <array>
@@ -13,7 +15,8 @@
 
 namespace smddp::transport::shm {
 
-// Drawn at random for every segment; tells a segment from whatever later reuses its pid and descriptor.
+// Drawn at random for every segment; tells a segment from whatever later reuses its pid and
+// descriptor.
 using Nonce = std::array<std::byte, 16>;
 
 // Where a mate finds a segment. Trivially copyable: it travels through bootstrap and shared memory.
@@ -24,10 +27,10 @@ struct SegmentAddress {
   Nonce nonce{};
 };
 
-// One mapping: our own memfd, or a mate's. Attaching a segment that this process has mapped already returns
-// that mapping, so ranks that are threads of one process work on the same addresses.
-// Threads: create, attach and the destructor may run on any thread; the bytes are the users' to synchronise.
-// Ends with the last shared_ptr; the memory itself with the last mapping on the node.
+// One mapping: our own memfd, or a mate's. Attaching a segment that this process has mapped already
+// returns that mapping, so ranks that are threads of one process work on the same addresses.
+// Threads: create, attach and the destructor may run on any thread; the bytes are the users' to
+// synchronise. Ends with the last shared_ptr; the memory itself with the last mapping on the node.
 class Segment {
   struct Private {};
 
@@ -35,7 +38,8 @@ class Segment {
   // Sparse: pages cost nothing until touched or committed. `name` is seen in /proc/<pid>/maps only.
   // Throws Resource when memory or descriptors are out.
   static std::shared_ptr<Segment> create(size_t bytes, const char* name);
-  // Throws Transport when this is not the segment that was published, Resource when we cannot map it.
+  // Throws Transport when this is not the segment that was published, Resource when we cannot map
+  // it.
   static std::shared_ptr<Segment> attach(const SegmentAddress& address);
 
   Segment(Private, const SegmentAddress& address, std::byte* base, FileDescriptor fd);
@@ -48,7 +52,8 @@ class Segment {
   size_t size() const { return address_.bytes; }
   const SegmentAddress& address() const { return address_; }
 
-  // Reserves backing for a range, so that touching it later cannot fail. Owner only; throws Resource.
+  // Reserves backing for a range, so that touching it later cannot fail. Owner only; throws
+  // Resource.
   void commit(size_t offset, size_t bytes);
   // Gives the whole pages of a range back; they read as zero from now on. Owner only.
   void discard(size_t offset, size_t bytes);

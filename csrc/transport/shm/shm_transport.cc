@@ -66,7 +66,8 @@ PeerId ShmTransport::connect(Bytes bytes, const std::string& description) {
   return peers_.back()->id;
 }
 
-// A peer that cannot be reached has failed; that we cannot reach anybody, for want of resources, is an error.
+// A peer that cannot be reached has failed; that we cannot reach anybody, for want of resources, is
+// an error.
 void ShmTransport::attach(Peer& peer) {
   try {
     peer.mate = Mate::attach(peer.address.slab);
@@ -75,7 +76,8 @@ void ShmTransport::attach(Peer& peer) {
     peer.trouble = error.what();
     return;
   }
-  // Peers claim low rings first: as many as there are peers get backing before anyone writes to them.
+  // Peers claim low rings first: as many as there are peers get backing before anyone writes to
+  // them.
   const size_t index = std::min<size_t>(peers_.size(), RingTable::kRings - 1);
   slab_->commit(std::as_writable_bytes(std::span(&rings_->rings[index], 1)));
   RingTable* table = ringTableOf(*peer.mate);
@@ -139,7 +141,8 @@ bool ShmTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, By
   SMDDP_CHECK(header.size() == kHeaderBytes, "a header of {} bytes", header.size());
   Peer& peer = *peers_.at(id);
   if (!roomFor(peer, 0)) return false;
-  // The slot was named by the peer: a wrong one must not make us write over its control page or beyond.
+  // The slot was named by the peer: a wrong one must not make us write over its control page or
+  // beyond.
   const auto [begin, length] = slot.region;
   const uint64_t bytes = kHeaderBytes + payload.size();
   const uint64_t size = peer.mate->size();

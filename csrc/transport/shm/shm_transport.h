@@ -1,5 +1,5 @@
-// Transport between the processes of a node: puts are copies into the peer's slab, everything else is a record
-// in a ring there.
+// Transport between the processes of a node: puts are copies into the peer's slab, everything else
+// is a record in a ring there.
 #pragma once
 
 #include <map>
@@ -14,12 +14,13 @@
 
 namespace smddp::transport::shm {
 
-// At most one at a time per slab. The rings of the slab stay where they are when this ends, so that a peer
-// that notices late writes into a closed ring and not into somebody's memory.
+// At most one at a time per slab. The rings of the slab stay where they are when this ends, so that
+// a peer that notices late writes into a closed ring and not into somebody's memory.
 //
-// A sleeping peer is woken through its Doorbell; our own is for the engine to sleep on (no waitDescriptor()).
-// A put is complete when the call returns, and reported by the next poll().
-// Errors: a peer that died, left, or wrote nonsense is reported once; nothing is sent to it any more.
+// A sleeping peer is woken through its Doorbell; our own is for the engine to sleep on (no
+// waitDescriptor()). A put is complete when the call returns, and reported by the next poll().
+// Errors: a peer that died, left, or wrote nonsense is reported once; nothing is sent to it any
+// more.
 class ShmTransport final : public Transport {
  public:
   explicit ShmTransport(std::shared_ptr<Slab> slab);

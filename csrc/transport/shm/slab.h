@@ -16,7 +16,8 @@
 namespace smddp::transport::shm {
 
 // Our own slab; one per process (several where ranks are threads). Allocation is thread-safe.
-// Ends with the last shared_ptr, which tells the mates that we left. Mates keep what they have mapped.
+// Ends with the last shared_ptr, which tells the mates that we left. Mates keep what they have
+// mapped.
 class Slab {
  public:
   // Address space, not memory. Enough for any number of groups; halved where the system refuses it.
@@ -47,8 +48,8 @@ class Slab {
   RegionAllocator regions_;  // guarded by mutex_
 };
 
-// The slab of another process, as seen from here. Owns the mapping and what this process remembers about that
-// one. Belongs to the thread that owns the engine. Stays readable after the mate died.
+// The slab of another process, as seen from here. Owns the mapping and what this process remembers
+// about that one. Belongs to the thread that owns the engine. Stays readable after the mate died.
 class Mate {
  public:
   // Throws Transport when the process is gone or runs another build, Resource when mapping fails.
