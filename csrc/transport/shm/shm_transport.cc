@@ -37,9 +37,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) 
 
 ShmTransport::~ShmTransport() {
   // Our last records first, then the news that we are gone: peers look in the opposite order.
-  for (const auto& peer : peers_) {
-    if (peer->outgoing) peer->outgoing->state.store(RingState::Closed, std::memory_order_release);
-  }
+  for (const auto& peer : peers_) close(*peer);
   slab_->page().ringsGeneration.fetch_add(1, std::memory_order_acq_rel);
   for (const auto& peer : peers_) {
     if (peer->mate && !peer->failed) Doorbell::ring(*peer->mate);
@@ -208,6 +206,7 @@ size_t ShmTransport::pollPeer(Peer& peer, Sink& sink) {
   const std::string& cause = peer.trouble.empty() ? gone : peer.trouble;
   if (cause.empty()) return events;
   peer.failed = true;
+  close(peer);
   if (peer.incoming != nullptr && peer.incoming->state.load() == RingState::Closed)
     release(*peer.incoming);
   peer.incoming = nullptr;
@@ -270,6 +269,13 @@ std::string ShmTransport::goneBecause(Peer& peer) const {
   return fmt::format(
       "{} ({})", peer.description,
       running ? fmt::format("pid {} closed its transport", page.pid) : describeLife(*peer.mate));
+}
+
+// Our end of what we send. From here on the ring is the receiver's, who may give it to somebody
+// else.
+void ShmTransport::close(Peer& peer) {
+  Ring* const ring = std::exchange(peer.outgoing, nullptr);
+  if (ring != nullptr) ring->state.store(RingState::Closed, std::memory_order_release);
 }
 
 // Only for the consumer, and only when the producer has closed the ring or died.

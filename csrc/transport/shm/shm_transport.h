@@ -65,6 +65,7 @@ class ShmTransport final : public Transport {
   size_t drain(Peer& peer, Sink& sink);
   bool deliver(Peer& peer, uint64_t at, uint64_t available, Sink& sink, uint64_t& consumed);
   std::string goneBecause(Peer& peer) const;
+  static void close(Peer& peer);
   static void release(Ring& ring);
 
   const std::shared_ptr<Slab> slab_;
