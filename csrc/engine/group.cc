@@ -7,6 +7,7 @@
 #include "common/config.h"
 #include "common/log.h"
 #include "engine/call.h"
+#include "engine/limits.h"
 
 namespace smddp::engine {
 namespace {
@@ -35,19 +36,6 @@ GroupBlob parseBlob(const bootstrap::Introduction& introduction) {
   }
   std::memcpy(&blob, introduction.group.data(), sizeof blob);
   return blob;
-}
-
-plan::Limits limitsFromSettings() {
-  plan::Limits limits;
-  limits.chunkBytes = settings().chunkBytes;
-  limits.fabricChunkBytes = settings().fabricChunkBytes;
-  limits.window = settings().fabricWindow;
-  limits.poolBytes = settings().poolBytes;
-  return limits;
-}
-
-bool reduces(Collective collective) {
-  return collective == Collective::AllReduce || collective == Collective::ReduceScatter;
 }
 
 bool inPlace(Collective collective) {

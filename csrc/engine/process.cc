@@ -17,10 +17,11 @@ constexpr Nanoseconds kPollingSleep = 100'000;
 // How long leaving may take: what peers sent us is read, so that closing sockets loses nothing they need.
 constexpr Nanoseconds kQuietTime = 20'000'000;
 
+// The address of shared memory begins with where the slab lies; the rest is the transport's.
 SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
   SegmentAddress address;
-  if (introduction.slab.size() != sizeof address) {
-    raise(ErrorKind::Transport, "the memory address of pid {} on {} has {} bytes instead of {}",
+  if (introduction.slab.size() < sizeof address) {
+    raise(ErrorKind::Transport, "the memory address of pid {} on {} has {} bytes, at least {} needed",
           introduction.pid, introduction.host, introduction.slab.size(), sizeof address);
   }
   std::memcpy(&address, introduction.slab.data(), sizeof address);

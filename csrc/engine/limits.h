@@ -1,0 +1,18 @@
+// What algorithms may count on, as the settings have it. Equal on all ranks: bootstrap compares the settings.
+#pragma once
+
+#include "common/config.h"
+#include "plan/plan.h"
+
+namespace smddp::engine {
+
+inline plan::Limits limitsFromSettings() {
+  plan::Limits limits;
+  limits.chunkBytes = settings().chunkBytes;
+  limits.fabricChunkBytes = settings().fabricChunkBytes;
+  limits.window = settings().fabricWindow;
+  limits.poolBytes = settings().poolBytes;
+  return limits;
+}
+
+}  // namespace smddp::engine

@@ -1,0 +1,74 @@
+// N ranks of a group as threads of one process, each with an engine of its own.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+#include "support/local_store.h"
+
+namespace smddp::test {
+
+inline constexpr Nanoseconds kTimeout = 60'000'000'000;
+
+// What a rank's body is given.
+struct RankContext {
+  Rank rank;
+  int size;
+  LocalStore& store;
+  engine::Engine& engine;
+  std::shared_ptr<engine::Group> group;
+
+  // Runs a collective and waits for it; throws its error.
+  void run(engine::Request request) const {
+    request.willWait = true;
+    if (request.timeout == 0) request.timeout = kTimeout;
+    const auto completion = engine.submit(*group, std::move(request));
+    if (completion->error()) throw *completion->error();
+  }
+};
+
+// layout[n] = ranks on node n: {2, 2} is two nodes of two ranks. Runs `body` on every rank and rethrows what
+// the first failing rank threw. Engines live until all bodies have ended.
+inline void runRanks(const std::vector<int>& layout,
+                     const std::function<void(RankContext&)>& body) {
+  std::vector<std::string> nodes;
+  for (size_t n = 0; n < layout.size(); ++n) {
+    for (int i = 0; i < layout[n]; ++i) nodes.push_back("id:node" + std::to_string(n));
+  }
+  const int size = static_cast<int>(nodes.size());
+  LocalStore store;
+  std::vector<std::exception_ptr> errors(nodes.size());
+  std::vector<std::unique_ptr<engine::Engine>> engines(nodes.size());
+  std::vector<std::thread> threads;
+  for (Rank rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        engine::Engine::Options options;
+        options.process.nodeName = nodes[rank];
+        engines[rank] = std::make_unique<engine::Engine>(options);
+        RankContext context{rank, size, store, *engines[rank], nullptr};
+        context.group = engines[rank]->createGroup(store, {"test", rank, size}, kTimeout);
+        body(context);
+      } catch (...) {
+        errors[rank] = std::current_exception();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  // All ranks leave before any waits for the others to have left.
+  threads.clear();
+  for (auto& engine : engines) {
+    threads.emplace_back([&] { engine.reset(); });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+}  // namespace smddp::test
