@@ -3,13 +3,6 @@
 find_package(Threads REQUIRED)
 find_package(PkgConfig REQUIRED)
 find_package(fmt 9 REQUIRED)                                        # fmt::fmt-header-only
-find_package(nlohmann_json 3.10 REQUIRED)                           # nlohmann_json::nlohmann_json
-
-# Only the header of xxHash is used; with XXH_INLINE_ALL nothing is linked.
-find_path(XXHASH_INCLUDE_DIR xxhash.h REQUIRED)
-add_library(smddp_xxhash INTERFACE)
-target_include_directories(smddp_xxhash SYSTEM INTERFACE ${XXHASH_INCLUDE_DIR})
-target_compile_definitions(smddp_xxhash INTERFACE XXH_INLINE_ALL)
 
 find_package(Libfabric 1.17)                                        # Libfabric::libfabric
 if(Libfabric_FOUND)

@@ -42,7 +42,7 @@ packages() {
   install_packages \
     g++ cmake ninja-build ccache pkg-config git ca-certificates util-linux iproute2 \
     python3-dev python3-venv \
-    libfabric-dev libfmt-dev libxxhash-dev nlohmann-json3-dev libgtest-dev libgmock-dev
+    libfabric-dev libfmt-dev libgtest-dev libgmock-dev
 }
 
 environment() {
