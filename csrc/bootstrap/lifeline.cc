@@ -118,8 +118,8 @@ size_t Lifeline::poll(const std::function<void(const Departure&)>& onDeparture) 
   }
   expire();
   pauseListening(numHalfOpen() >= options_.maxHalfOpen || !resumeListening_.passed(clock_));
-  rearm();
   const std::vector<Departure> found = std::exchange(departures_, {});
+  rearm();
   // Said last, when everything is in order again: the callback may introduce peers or leave.
   for (const auto& departure : found) onDeparture(departure);
   return found.size();

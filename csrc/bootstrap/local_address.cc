@@ -73,9 +73,10 @@ std::string addressOfInterface(const std::string& name) {
     }
   }
   if (!found.empty()) return found;
+  std::string others;
+  for (const auto& other : names) others += " " + other;
   raise(ErrorKind::Usage,
-        "SMDDP_INTERFACE={}: there is no such interface with an address; there is {}", name,
-        fmt::join(names, ", "));
+        "SMDDP_INTERFACE={}: there is no such interface with an address; there is{}", name, others);
 }
 
 // The source address the kernel would choose towards `to`. Connecting a datagram socket sends

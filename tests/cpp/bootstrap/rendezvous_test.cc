@@ -1,0 +1,305 @@
+#include "bootstrap/rendezvous.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include "bootstrap/node_name.h"
+#include "common/error.h"
+#include "support/local_store.h"
+
+namespace smddp::bootstrap {
+namespace {
+
+using test::LocalStore;
+using testing::Each;
+using testing::HasSubstr;
+
+constexpr Nanoseconds kPlenty = 20'000'000'000;
+constexpr Nanoseconds kShort = 100'000'000;
+
+// Runs each of these ranks on a thread and returns what each threw ("" for nothing).
+std::vector<std::string> runRanks(const std::vector<Rank>& ranks,
+                                  const std::function<void(Rank)>& body) {
+  std::vector<std::string> errors(ranks.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    threads.emplace_back([&, i] {
+      try {
+        body(ranks[i]);
+      } catch (const std::exception& error) {
+        errors[i] = error.what();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  return errors;
+}
+
+std::vector<Rank> firstRanks(int size) {
+  std::vector<Rank> ranks(size);
+  for (Rank r = 0; r < size; ++r) ranks[r] = r;
+  return ranks;
+}
+
+// A rank of a group that says which life it is in.
+Introduction introduce(Rank rank, const std::string& life) {
+  Introduction result;
+  result.libraryVersion = SMDDP_VERSION;
+  result.host = life;
+  result.pid = 1000 + rank;
+  result.processId.fill(static_cast<std::byte>(rank + 1));
+  result.nodeName = "machine";
+  return result;
+}
+
+// One meeting: everybody must see everybody in the same life.
+void meet(Store& store, Rank me, int size, const std::string& life, Nanoseconds timeout = kPlenty) {
+  Rendezvous rendezvous(store, "g", me, size, timeout);
+  const auto all = rendezvous.exchange(introduce(me, life));
+  ASSERT_EQ(all.size(), static_cast<size_t>(size));
+  for (Rank rank = 0; rank < size; ++rank) {
+    EXPECT_EQ(all[rank].host, life) << "rank " << me << " about rank " << rank;
+    EXPECT_EQ(all[rank].pid, 1000 + rank);
+  }
+}
+
+void pauseBriefly(std::mt19937& random) {
+  std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
+}
+
+TEST(Rendezvous, EverybodyMeetsEverybody) {
+  for (int size = 1; size <= 8; ++size) {
+    LocalStore store;
+    EXPECT_THAT(runRanks(firstRanks(size), [&](Rank me) { meet(store, me, size, "only"); }),
+                Each(""));
+  }
+}
+
+TEST(Rendezvous, CostsAConstantNumberOfCallsAndKeysPerRank) {
+  for (const int size : {2, 8}) {
+    LocalStore store;
+    runRanks(firstRanks(size), [&](Rank me) { meet(store, me, size, "only"); });
+    EXPECT_LE(store.numCalls(), 8U * size);
+    EXPECT_LE(store.numKeys(), 4U + size);
+  }
+}
+
+TEST(Rendezvous, TheSameStoreServesAgainAfterDestroy) {
+  // Ranks go through their lives at different speeds: a fast one is in its next meeting while a
+  // slow one still reads the last.
+  for (uint32_t seed = 0; seed < 30; ++seed) {
+    LocalStore store;
+    const int size = 2 + static_cast<int>(seed % 4);
+    const auto errors = runRanks(firstRanks(size), [&](Rank me) {
+      std::mt19937 random(seed * 100 + me);
+      for (int life = 0; life < 3; ++life) {
+        pauseBriefly(random);
+        meet(store, me, size, fmt::format("life {}", life));
+      }
+    });
+    EXPECT_THAT(errors, Each("")) << "seed " << seed;
+  }
+}
+
+TEST(Rendezvous, AnyAttemptThatWasCutShortIsForgotten) {
+  // Restarts in which only some ranks got as far as the store, with other sizes each time: neither
+  // what they left behind nor how often each came may matter. In the end all meet.
+  for (uint32_t seed = 0; seed < 40; ++seed) {
+    LocalStore store;
+    std::mt19937 random(seed);
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      const int size = 2 + static_cast<int>(random() % 4);
+      std::vector<Rank> present;
+      for (Rank r = 0; r < size; ++r) {
+        if (random() % 3 != 0) present.push_back(r);
+      }
+      if (present.size() == static_cast<size_t>(size)) present.pop_back();
+      const auto errors = runRanks(present, [&](Rank me) {
+        meet(store, me, size, fmt::format("cut {}", attempt), kShort / 10);
+      });
+      EXPECT_THAT(errors, Each(HasSubstr("waited"))) << "seed " << seed;
+    }
+    const int size = 2 + static_cast<int>(random() % 4);
+    const auto errors = runRanks(firstRanks(size), [&](Rank me) {
+      std::mt19937 mine(seed * 100 + me);
+      pauseBriefly(mine);
+      meet(store, me, size, "last");
+    });
+    EXPECT_THAT(errors, Each("")) << "seed " << seed;
+  }
+}
+
+TEST(Rendezvous, ACompleteMeetingOfEarlierProcessesIsNotMistakenForThis) {
+  LocalStore store;
+  runRanks(firstRanks(3), [&](Rank me) { meet(store, me, 3, "before"); });
+  // Everything that ranks 1 and 2 could read is there, but rank 0 of this life is not.
+  const auto errors = runRanks({1, 2}, [&](Rank me) { meet(store, me, 3, "now", kShort); });
+  EXPECT_THAT(errors, Each(HasSubstr("for rank 0 of 3")));
+}
+
+TEST(Rendezvous, MissingRanksAreNamedByAll) {
+  LocalStore store;
+  const auto errors = runRanks({0, 1, 3, 5}, [&](Rank me) {
+    // Rank 0 last, so that the others have timed out only after it has opened the meeting.
+    meet(store, me, 6, "now", me == 0 ? 5 * kShort : 10 * kShort);
+  });
+  for (const auto& text : errors) {
+    EXPECT_THAT(text, HasSubstr("for ranks 2, 4 of 6"));
+    EXPECT_THAT(text, HasSubstr("group g"));
+  }
+}
+
+TEST(Rendezvous, MissingRankZeroIsNamed) {
+  LocalStore store;
+  const auto errors = runRanks({1, 2}, [&](Rank me) { meet(store, me, 3, "now", kShort); });
+  EXPECT_THAT(errors, Each(HasSubstr("for rank 0 of 3")));
+}
+
+TEST(Rendezvous, GroupsDoNotSeeOneAnother) {
+  LocalStore store;
+  const auto errors = runRanks(firstRanks(4), [&](Rank me) {
+    const int half = me / 2;
+    Rendezvous rendezvous(store, half == 0 ? "left" : "right", me % 2, 2, kPlenty);
+    const auto all = rendezvous.exchange(introduce(me, "now"));
+    for (const auto& one : all) EXPECT_EQ((one.pid - 1000) / 2, half);
+  });
+  EXPECT_THAT(errors, Each(""));
+}
+
+TEST(Rendezvous, DisagreementIsTheSameErrorEverywhere) {
+  LocalStore store;
+  const auto errors = runRanks(firstRanks(3), [&](Rank me) {
+    Introduction mine = introduce(me, "now");
+    if (me == 2) mine.settings = "SMDDP_CHUNK_BYTES=1\n";
+    Rendezvous(store, "g", me, 3, kPlenty).exchange(mine);
+  });
+  EXPECT_THAT(errors[0], HasSubstr("SMDDP_CHUNK_BYTES"));
+  EXPECT_THAT(errors, Each(errors[0]));
+}
+
+TEST(Rendezvous, AMalformedIntroductionIsTheSameErrorEverywhere) {
+  LocalStore store;
+  const auto errors = runRanks(firstRanks(3), [&](Rank me) {
+    if (me != 1) {
+      meet(store, me, 3, "now");
+      return;
+    }
+    // A rank 1 that follows the protocol but writes nonsense.
+    store.get("smddp/g/0/next", kPlenty);
+    store.set("smddp/g/1/in/1", {std::byte{1}, std::byte{2}});
+  });
+  EXPECT_THAT(errors[0], HasSubstr("what rank 1 published"));
+  EXPECT_EQ(errors[2], errors[0]);
+}
+
+TEST(AgreeOnNodes, EveryPairIsTriedAndAllComeToTheSameResult) {
+  for (int size = 1; size <= 6; ++size) {
+    LocalStore store;
+    std::atomic<int> probes{0};
+    std::vector<Locality> results(size);
+    const auto errors = runRanks(firstRanks(size), [&](Rank me) {
+      Rendezvous rendezvous(store, "g", me, size, kPlenty);
+      Introduction mine = introduce(me, "now");
+      mine.nodeName = me % 2 == 0 ? "even" : "odd";
+      const auto all = rendezvous.exchange(mine);
+      results[me] = rendezvous.agreeOnNodes(all, [&](const Introduction& other, std::string*) {
+        EXPECT_EQ(other.nodeName, mine.nodeName);
+        EXPECT_NE(other.pid, mine.pid);
+        ++probes;
+        return true;
+      });
+    });
+    EXPECT_THAT(errors, Each(""));
+    const int even = (size + 1) / 2;
+    const int odd = size / 2;
+    EXPECT_EQ(probes, even * (even - 1) + odd * (odd - 1));
+    for (const auto& result : results) EXPECT_EQ(result.nodeOfRank, results[0].nodeOfRank);
+    if (size > 2) {
+      EXPECT_EQ(results[0].nodeOfRank[0], results[0].nodeOfRank[2]);
+      EXPECT_NE(results[0].nodeOfRank[0], results[0].nodeOfRank[1]);
+    }
+  }
+}
+
+TEST(AgreeOnNodes, AFailingOrThrowingProbeSplitsOnAllRanks) {
+  for (const bool throws : {false, true}) {
+    LocalStore store;
+    std::vector<Locality> results(3);
+    const auto errors = runRanks(firstRanks(3), [&](Rank me) {
+      Rendezvous rendezvous(store, "g", me, 3, kPlenty);
+      const auto all = rendezvous.exchange(introduce(me, "now"));
+      results[me] = rendezvous.agreeOnNodes(all, [&](const Introduction& other, std::string* why) {
+        if (me != 1 || other.pid != 1002) return true;
+        if (throws) throw std::runtime_error("permission denied");
+        *why = "permission denied";
+        return false;
+      });
+    });
+    EXPECT_THAT(errors, Each(""));
+    for (const auto& result : results) {
+      EXPECT_THAT(result.nodeOfRank, testing::ElementsAre("machine#0", "machine#1", "machine#2"));
+      ASSERT_EQ(result.warnings.size(), 1U);
+      EXPECT_THAT(result.warnings[0], HasSubstr("permission denied"));
+    }
+  }
+}
+
+TEST(AgreeOnNodes, AFailingProbeUnderAChosenNameIsAnErrorOnAllRanks) {
+  LocalStore store;
+  const auto errors = runRanks(firstRanks(3), [&](Rank me) {
+    Rendezvous rendezvous(store, "g", me, 3, kPlenty);
+    Introduction mine = introduce(me, "now");
+    Settings settings;
+    settings.nodeId = me < 2 ? "twice" : "once";
+    mine.nodeName = nodeName(settings);
+    const auto all = rendezvous.exchange(mine);
+    rendezvous.agreeOnNodes(all, [](const Introduction&, std::string* why) {
+      *why = "no such process";
+      return false;
+    });
+  });
+  EXPECT_THAT(errors[0], HasSubstr("SMDDP_NODE_ID"));
+  EXPECT_THAT(errors, Each(errors[0]));
+}
+
+TEST(AgreeOnNodes, ASubgroupOfAcquaintancesNeedsOneRoundAndNoProbe) {
+  LocalStore store;
+  const auto errors = runRanks(firstRanks(4), [&](Rank me) {
+    Introduction mine = introduce(me, "now");
+    Rendezvous world(store, "world", me, 4, kPlenty);
+    const auto wellDone = [](const Introduction&, std::string*) { return true; };
+    mine.nodeAgreement = world.agreeOnNodes(world.exchange(mine), wellDone).agreement;
+    if (me % 2 == 1) return;
+    Rendezvous sub(store, "sub", me / 2, 2, kPlenty);
+    const auto all = sub.exchange(mine);
+    const auto fail = [](const Introduction&, std::string*) -> bool {
+      throw std::logic_error("was probed again");
+    };
+    const Locality result = sub.agreeOnNodes(all, fail);
+    EXPECT_THAT(result.nodeOfRank, testing::ElementsAre("machine", "machine"));
+  });
+  EXPECT_THAT(errors, Each(""));
+  EXPECT_TRUE(store.contains("smddp/world/1/nodes/0"));
+  EXPECT_FALSE(store.contains("smddp/sub/1/nodes/0"));
+}
+
+TEST(AgreeOnNodes, ARankThatDiesBetweenTheRoundsIsNamed) {
+  LocalStore store;
+  const auto errors = runRanks(firstRanks(3), [&](Rank me) {
+    Rendezvous rendezvous(store, "g", me, 3, me == 2 ? kPlenty : 10 * kShort);
+    const auto all = rendezvous.exchange(introduce(me, "now"));
+    if (me == 2) return;
+    rendezvous.agreeOnNodes(all, [](const Introduction&, std::string*) { return true; });
+  });
+  EXPECT_THAT(errors[0], HasSubstr("for rank 2 of 3"));
+  EXPECT_THAT(errors[1], HasSubstr("for rank 2 of 3"));
+}
+
+}  // namespace
+}  // namespace smddp::bootstrap
