@@ -17,3 +17,11 @@ if(SMDDP_SANITIZE)
   endif()
   message(STATUS "smddp: sanitizers: ${SMDDP_SANITIZE}")
 endif()
+
+# The fuzzer steers by the coverage of the whole core, not only of its entry.
+if(SMDDP_FUZZ)
+  if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+    message(FATAL_ERROR "SMDDP_FUZZ needs clang: configure with -DCMAKE_CXX_COMPILER=clang++")
+  endif()
+  add_compile_options(-fsanitize=fuzzer-no-link)
+endif()

@@ -118,12 +118,9 @@ bool ChannelTable::sendGrant(ReceiveChannel& channel) {
   grant.header.channel = channel.id_;
   grant.group = channel.key_.group;
   grant.consumed = channel.released_;
-  // A grant must not overtake the Open before it; and one that waits can still grow.
+  // Not kept in the outbox when it is refused: a grant that waits can still grow.
   const bool gone = failed_.contains(channel.peer_);
-  if (!gone &&
-      (outbox_.contains(channel.peer_) || !transport_.control(channel.peer_, bytesOf(grant)))) {
-    return false;
-  }
+  if (!gone && !transport_.control(channel.peer_, bytesOf(grant))) return false;
   channel.granted_ = channel.released_;
   channel.hurried_ = false;
   return true;

@@ -279,20 +279,36 @@ TEST_F(ChannelTest, ASenderWithoutCreditIsGrantedAtOnce) {
   EXPECT_EQ(grantsSent(), (std::vector<uint64_t>{1})) << "the sender has one credit again";
 }
 
-TEST_F(ChannelTest, RefusedControlIsKeptInOrderAndGrantsGrowWhileTheyWait) {
+TEST_F(ChannelTest, RefusedControlIsKeptInOrder) {
   transport_.full = true;
-  ReceiveChannel& channel = receive(1);
-  table_.control(kPeer, makeAbort(1, "x"));
+  receive(1);
+  table_.control(kPeer, makeAbort(1, "second"));
+  table_.control(kPeer + 1, makeAbort(1, "to another peer"));
   EXPECT_TRUE(table_.hasBacklog());
-  arrive(makeImmediate(0, 1));
-  channel.release(1);
   transport_.full = false;
+  table_.control(kPeer, makeAbort(1, "third"));  // there is room now, but others wait
   table_.poll();
   EXPECT_FALSE(table_.hasBacklog());
-  ASSERT_EQ(transport_.controls.size(), 3u);
+  ASSERT_EQ(transport_.controls.size(), 4u);
   EXPECT_TRUE(parseOpen(transport_.controls[0].second));
-  EXPECT_TRUE(parseAbort(transport_.controls[1].second));
-  EXPECT_TRUE(parseGrant(transport_.controls[2].second));
+  EXPECT_EQ(parseAbort(transport_.controls[1].second)->text, "second");
+  EXPECT_EQ(parseAbort(transport_.controls[2].second)->text, "third");
+  EXPECT_EQ(transport_.controls[3].first, kPeer + 1);
+}
+
+TEST_F(ChannelTest, AGrantThatWaitsGrows) {
+  ReceiveChannel& channel = receive(2);
+  const uint16_t id = lastOpenedId();
+  arrive(makeImmediate(id, 1));
+  arrive(makeImmediate(id, 2));
+  transport_.full = true;
+  channel.release(1);
+  channel.release(2);
+  EXPECT_TRUE(table_.hasBacklog());
+  transport_.full = false;
+  table_.poll();
+  EXPECT_EQ(grantsSent(), (std::vector<uint64_t>{2}));
+  EXPECT_FALSE(table_.hasBacklog());
 }
 
 TEST_F(ChannelTest, FlushedGrantsThatWereRefusedAreSentLater) {

@@ -1,0 +1,83 @@
+// libFuzzer entry for all that is parsed from a peer: the layouts, and a table that hears them as messages.
+#include <cstdlib>
+#include <exception>
+
+#include "common/error.h"
+#include "transport/channel.h"
+
+namespace {
+
+using namespace smddp;
+using namespace smddp::transport;
+
+// Delivers one buffer as control messages and immediate values; accepts everything that is sent.
+class Input final : public Transport {
+ public:
+  explicit Input(Bytes bytes) : bytes_(bytes) {}
+  std::vector<std::byte> address() const override { return {}; }
+  PeerId connect(Bytes, const std::string&) override { return 0; }
+  RemoteKey registerMemory(std::span<std::byte>) override { return {}; }
+  bool control(PeerId, Bytes) override { return true; }
+  bool put(PeerId, const RemoteSlot&, uint32_t, Bytes, Bytes, uint64_t) override { return true; }
+  // The first byte says what comes next: a control message of that length, a put or a completion.
+  size_t poll(Sink& sink) override {
+    if (bytes_.empty()) return 0;
+    const auto what = static_cast<uint8_t>(bytes_[0]);
+    const Bytes rest = bytes_.subspan(1);
+    const size_t length = std::min<size_t>(what < 240 ? what : 8, rest.size());
+    uint64_t value = 0;
+    for (const std::byte b : rest.first(std::min<size_t>(length, 8))) {
+      value = value << 8 | static_cast<uint8_t>(b);
+    }
+    bytes_ = rest.subspan(length);
+    if (what < 240) {
+      sink.onControl(0, rest.first(length));
+    } else if (what < 248) {
+      sink.onPut(static_cast<uint32_t>(value));
+    } else {
+      sink.onPutDone(value);
+    }
+    return 1;
+  }
+  std::string describe() const override { return "fuzzer"; }
+
+ private:
+  Bytes bytes_;
+};
+
+struct Nobody final : ControlSink {
+  void onControl(PeerId, Bytes message) override {
+    if (!parseControlHeader(message)) std::abort();
+  }
+  void onPeerFailed(PeerId, const std::string&) override {}
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  const Bytes input = std::as_bytes(std::span(data, size));
+  if (const auto open = parseOpen(input); open && open->window > kMaxWindow) std::abort();
+  if (const auto abort = parseAbort(input); abort && abort->text.size() > size) std::abort();
+  (void)parseGrant(input);
+  (void)parseClose(input);
+
+  Input transport(input);
+  Nobody nobody;
+  ChannelTable table(transport, nobody);
+  constexpr int64_t kWindow = 4, kSlotBytes = 64;
+  std::vector<std::byte> memory(kWindow * slotStride(kSlotBytes), std::byte{0x5A});
+  ReceiveChannel& in = table.receive({1, 0, 0, 1, 0}, 0, memory, {}, 0, kSlotBytes, kWindow);
+  SendChannel& out = table.send({1, 0, 0, 0, 1}, 0);
+  const std::vector<std::byte> payload(8);
+  try {
+    while (table.poll() != 0) {
+      (void)out.put(out.sent() + 1, payload, {}, 0);
+      in.release(in.arrived());
+      if (out.flushed() > out.sent() || in.released() > in.arrived()) std::abort();
+    }
+    table.closeGroup(1);
+  } catch (const Error& e) {
+    if (e.kind() == ErrorKind::Internal) std::abort();  // a peer must never break our invariants
+  }
+  return 0;
+}
