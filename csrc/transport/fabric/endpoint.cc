@@ -1,9 +1,12 @@
 #include "transport/fabric/endpoint.h"
 
+#include <sys/epoll.h>
+
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <utility>
 
 #include "common/error.h"
 #include "common/log.h"
@@ -21,8 +24,9 @@ constexpr size_t kLargeMessageBytes = 64 * 1024;
 constexpr size_t kSmallMessageBytes = sizeof(ControlHeader) + kMaxControlBytes;
 // Remote writes complete here without a posted receive, so peers decide how many entries there are.
 constexpr size_t kQueueEntries = 12288;
-constexpr int kBatch = 16;
 constexpr int kMaxFailedReceives = 1000;
+// One look may stop between two messages of one connection, without a completion to show for it.
+constexpr int kLooksBeforeSleep = 3;
 
 // Options that headers after 1.17 name. Given by value, so that a build against an old header drives a
 // newer library just as well; a library that does not know them refuses, and that is fine.
@@ -69,11 +73,21 @@ void Endpoint::openQueue() {
     for (const size_t size : {kQueueEntries, size_t{0}}) {
       queue_ = tryCreateCompletionQueue(*domain_, size, wait);
       if (!queue_) continue;
-      if (wait == FI_WAIT_FD && fi_control(&queue_->fid, FI_GETWAIT, &waitDescriptor_) != 0) waitDescriptor_ = -1;
+      if (wait == FI_WAIT_FD) openEdge();
       return;
     }
   }
   raise(ErrorKind::Transport, "provider {} gives no completion queue", provider_.provider);
+}
+
+void Endpoint::openEdge() {
+  int descriptor = -1;
+  if (fi_control(&queue_->fid, FI_GETWAIT, &descriptor) != 0) return;
+  FileDescriptor edge(::epoll_create1(EPOLL_CLOEXEC));
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLET;
+  // Without it the caller looks from time to time, as with providers that have no descriptor.
+  if (edge && ::epoll_ctl(edge.get(), EPOLL_CTL_ADD, descriptor, &event) == 0) edge_ = std::move(edge);
 }
 
 void Endpoint::openEndpoint(const Options& options) {
@@ -212,8 +226,9 @@ ssize_t Endpoint::write(fi_addr_t to, Operation& operation, size_t headBytes, By
 
 size_t Endpoint::poll(Completions& handler) {
   postReceives();
+  size_t total = std::exchange(numFound_, 0);
+  for (size_t i = 0; i < total; ++i) dispatch(found_[i], handler);
   std::array<fi_cq_data_entry, kBatch> entries;
-  size_t total = 0;
   // Bounded, so that a flood does not keep the caller from its other work.
   for (int round = 0; round < kBatch; ++round) {
     const ssize_t count = fi_cq_read(queue_.get(), entries.data(), entries.size());
@@ -272,11 +287,22 @@ void Endpoint::readError(Completions& handler) {
 }
 
 bool Endpoint::prepareWait() {
+  if (numFound_ > 0 || !unposted_.empty()) return false;
+  if (!edge_) return true;
+  // First forget the events so far, then look: what comes after that look is a new event.
+  epoll_event event{};
+  ::epoll_wait(edge_.get(), &event, 1, 0);
   std::array<fid*, 1> fids = {&queue_->fid};
   const int result = fi_trywait(fabric_.get(), fids.data(), static_cast<int>(fids.size()));
   if (result == -FI_EAGAIN) return false;
   check(result, "fi_trywait");
-  return unposted_.empty();
+  for (int look = 0; look < kLooksBeforeSleep; ++look) {
+    const ssize_t count = fi_cq_read(queue_.get(), found_.data(), found_.size());
+    if (count == -FI_EAGAIN) continue;
+    if (count > 0) numFound_ = static_cast<size_t>(count);
+    return false;  // poll() also meets what is wrong, if something is
+  }
+  return true;
 }
 
 }  // namespace smddp::transport::fabric

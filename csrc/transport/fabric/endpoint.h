@@ -3,11 +3,13 @@
 // Knows libfabric and nothing of peers, order or fragments: those are fabric.cc's.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "common/file_descriptor.h"
 #include "transport/fabric/discovery.h"
 #include "transport/fabric/fid.h"
 #include "transport/fabric/memory.h"
@@ -65,11 +67,15 @@ class Endpoint {
   // Makes progress. Returns how many completions there were.
   size_t poll(Completions& handler);
 
-  int waitDescriptor() const { return waitDescriptor_; }
+  // See Transport. Only poll() tells what ended a sleep.
+  int waitDescriptor() const { return edge_.get(); }
   bool prepareWait();
 
  private:
+  static constexpr int kBatch = 16;
+
   void openQueue();
+  void openEdge();
   void openEndpoint(const Options& options);
   void createOperations();
   void postReceives();
@@ -80,7 +86,6 @@ class Endpoint {
   InfoPtr info_;
   Protocol protocol_ = Protocol::Send;
   size_t messageBytes_ = 0;
-  int waitDescriptor_ = -1;
   int failedReceives_ = 0;
 
   // In the order of creation, because they are closed in the reverse order.
@@ -93,6 +98,13 @@ class Endpoint {
   AddressVector addresses_;
   CompletionQueue queue_;
   EndpointFid endpoint_;
+
+  // An epoll set that reports each event of the queue's descriptor once (EPOLLET). The tcp provider of 1.17
+  // never takes its own signal back, so that its descriptor stays readable after the first completion.
+  FileDescriptor edge_;
+  // Completions that prepareWait() came across; poll() delivers them first.
+  std::array<fi_cq_data_entry, kBatch> found_{};
+  size_t numFound_ = 0;
 
   std::vector<Operation*> freeSends_;
   std::vector<Operation*> unposted_;  // receives that the provider had no room for

@@ -1,7 +1,6 @@
 #include "transport/fabric/provider.h"
 
 #include <algorithm>
-#include <array>
 #include <optional>
 #include <set>
 #include <string_view>
@@ -85,9 +84,18 @@ int interfaceRank(const ProviderInfo& info, const std::string& route, const std:
   return info.address.find(':') == std::string::npos ? 2 : 3;  // IPv4 before IPv6
 }
 
-std::string listOf(const std::set<std::string>& names) {
-  return names.empty() ? "nothing" : fmt::format("{}", fmt::join(names, ", "));
+// The names in one line; `none` when there are none.
+template <typename Names>
+std::string joined(const Names& names, const char* separator, const char* none) {
+  std::string text;
+  for (const auto& name : names) {
+    if (!text.empty()) text += separator;
+    text += name;
+  }
+  return text.empty() ? none : text;
 }
+
+std::string listOf(const std::set<std::string>& names) { return joined(names, ", ", "nothing"); }
 
 std::string whyUnusable(const ProviderInfo& info) {
   if (const char* refusal = lookUp(info.provider).refusal) return refusal;
@@ -205,7 +213,7 @@ std::string describe(const ProviderInfo& info, Protocol protocol, const std::str
                                 ? fmt::format("domain {}", info.domain)
                                 : fmt::format("interface {} ({})", info.interface, info.address);
   return fmt::format("{} {}.{}, {}, mr_mode {}, {}; {}", info.provider, FI_MAJOR(info.version),
-                     FI_MINOR(info.version), place, bits.empty() ? "none" : fmt::format("{}", fmt::join(bits, "|")),
+                     FI_MINOR(info.version), place, joined(bits, "|", "none"),
                      toString(protocol), why);
 }
 

@@ -1,5 +1,7 @@
 #include "transport/fabric/wire.h"
 
+#include <algorithm>
+
 #include "common/error.h"
 
 namespace smddp::transport::fabric {
@@ -24,10 +26,10 @@ std::vector<std::byte> encode(const Address& address) {
   const AddressHeader header{kAddressVersion, address.protocol, static_cast<uint8_t>(address.provider.size()),
                              static_cast<uint16_t>(address.name.size()), address.id};
   const Bytes provider = std::as_bytes(std::span(address.provider));
-  std::vector<std::byte> bytes(sizeof(header));
+  std::vector<std::byte> bytes(sizeof(header) + provider.size() + address.name.size());
   std::memcpy(bytes.data(), &header, sizeof(header));
-  bytes.insert(bytes.end(), provider.begin(), provider.end());
-  bytes.insert(bytes.end(), address.name.begin(), address.name.end());
+  const auto next = std::copy(provider.begin(), provider.end(), bytes.begin() + sizeof(header));
+  std::copy(address.name.begin(), address.name.end(), next);
   return bytes;
 }
 

@@ -8,7 +8,6 @@
 #include <poll.h>
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -20,6 +19,7 @@
 
 #include "common/clock.h"
 #include "common/error.h"
+#include "transport/recording_sink.h"
 #include "transport/transport.h"
 
 namespace smddp::transport::testing {
@@ -32,6 +32,8 @@ class Fixture {
   // Zeroed memory that transport(index) can register; lives until that transport is destroyed.
   virtual std::span<std::byte> allocate(int index, size_t bytes) = 0;
   virtual void destroy(int index) = 0;
+  // False where a peer that goes away takes others of the same process with it.
+  virtual bool survivesDestruction() const { return true; }
   // Called between polls, for kinds that have a clock of their own.
   virtual void advance() {}
 };
@@ -60,37 +62,6 @@ struct Kind {
 
 inline std::string kindName(const ::testing::TestParamInfo<Kind>& info) { return info.param.name; }
 inline void PrintTo(const Kind& kind, std::ostream* out) { *out << kind.name; }
-
-// Keeps everything that was reported.
-class RecordingSink : public Sink {
- public:
-  void onControl(PeerId from, Bytes message) override {
-    controls.emplace_back(from, std::vector<std::byte>(message.begin(), message.end()));
-  }
-  void onPut(uint32_t immediate) override { ++puts[immediate]; }
-  void onPutDone(uint64_t token) override {
-    ++done[token];
-    if (whenDone) whenDone(token);
-  }
-  void onPeerFailed(PeerId peer, const std::string& cause) override { failed[peer] = cause; }
-
-  std::vector<std::pair<PeerId, std::vector<std::byte>>> controls;
-  std::map<uint32_t, int> puts;
-  std::map<uint64_t, int> done;
-  std::map<PeerId, std::string> failed;
-  std::function<void(uint64_t)> whenDone;
-};
-
-// Bytes that differ with seed and position, so that a misplaced byte shows.
-inline std::vector<std::byte> pattern(size_t size, uint32_t seed) {
-  std::vector<std::byte> bytes(size);
-  uint32_t state = seed * 2654435761u + 12345u;
-  for (std::byte& b : bytes) {
-    state = state * 1664525u + 1013904223u;
-    b = static_cast<std::byte>(state >> 24);
-  }
-  return bytes;
-}
 
 class TransportSuite : public ::testing::TestWithParam<Kind> {
  protected:
@@ -399,6 +370,7 @@ TEST_P(TransportSuite, WaitDescriptorWakes) {
 TEST_P(TransportSuite, DestroyingWithWorkInFlightNeitherHangsNorHurtsTheOthers) {
   ASSERT_NO_FATAL_FAILURE(start(3));
   if (IsSkipped()) return;
+  if (!fixture_->survivesDestruction()) GTEST_SKIP() << "this kind does not survive it";
   const auto target = fixture_->allocate(1, 8 << 20);
   const RemoteKey key = at(1).registerMemory(target);
   const auto header = pattern(kHeaderBytes, 1);

@@ -1,0 +1,138 @@
+#include "transport/fabric/fabric.h"
+
+#include <gmock/gmock.h>
+
+#include "transport/transport_suite.h"
+
+namespace smddp::transport::testing {
+namespace {
+
+using fabric::Options;
+using ::testing::HasSubstr;
+
+class FabricFixture final : public HeapFixture {
+ public:
+  FabricFixture(std::vector<std::unique_ptr<Transport>> transports, bool survives)
+      : HeapFixture(std::move(transports)), survives_(survives) {}
+  bool survivesDestruction() const override { return survives_; }
+
+ private:
+  bool survives_;
+};
+
+Kind kindOf(const std::string& name, const Options& options) {
+  return {name, [options](int count) {
+            std::vector<std::unique_ptr<Transport>> transports;
+            for (int i = 0; i < count; ++i) transports.push_back(fabric::create(options));
+            // libfabric's shm 1.17 reads the memory of an endpoint of the same process that is gone.
+            return std::make_unique<FabricFixture>(std::move(transports), options.provider != "shm");
+          }};
+}
+
+Options optionsFor(const std::string& provider, bool rma = true) {
+  Options options;
+  options.provider = provider;
+  options.rma = rma;
+  if (provider != "shm") options.masterAddress = "127.0.0.1";
+  return options;
+}
+
+INSTANTIATE_TEST_SUITE_P(Fabric, TransportSuite,
+                         ::testing::Values(kindOf("tcp", optionsFor("tcp")),
+                                           kindOf("tcp_without_rma", optionsFor("tcp", false)),
+                                           kindOf("rxm", optionsFor("tcp;ofi_rxm")),
+                                           kindOf("rxm_without_rma", optionsFor("tcp;ofi_rxm", false)),
+                                           kindOf("shm", optionsFor("shm")),
+                                           kindOf("shm_without_rma", optionsFor("shm", false))),
+                         kindName);
+
+// One pair of transports over loopback, polled by hand.
+struct Pair {
+  explicit Pair(const Options& options) : a(fabric::create(options)), b(fabric::create(options)) {
+    toB = a->connect(b->address(), "b");
+    toA = b->connect(a->address(), "a");
+  }
+  bool pollUntil(const std::function<bool()>& condition) {
+    const MonotonicClock clock;
+    const Deadline deadline = Deadline::after(clock, 10'000'000'000);
+    while (!condition() && !deadline.passed(clock)) {
+      a->poll(atA);
+      b->poll(atB);
+    }
+    return condition();
+  }
+  std::vector<std::byte> memory = std::vector<std::byte>(1 << 20);  // outlives the transports
+  std::unique_ptr<Transport> a, b;
+  RecordingSink atA, atB;
+  PeerId toA, toB;
+};
+
+TEST(FabricTransport, ConnectingTwiceGivesTheSamePeer) {
+  Pair pair(optionsFor("tcp"));
+  EXPECT_EQ(pair.a->connect(pair.b->address(), "b again"), pair.toB);
+}
+
+TEST(FabricTransport, PeersMustUseTheSameProviderAndProtocol) {
+  const auto tcp = fabric::create(optionsFor("tcp"));
+  for (const Options& options : {optionsFor("tcp;ofi_rxm"), optionsFor("tcp", false)}) {
+    const auto other = fabric::create(options);
+    try {
+      tcp->connect(other->address(), "rank 3");
+      FAIL() << "accepted";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::Usage);
+      EXPECT_THAT(error.what(), HasSubstr("rank 3"));
+      EXPECT_THAT(error.what(), HasSubstr(options.rma ? "tcp;ofi_rxm" : "sends into posted receives"));
+    }
+  }
+}
+
+TEST(FabricTransport, AddressThatIsNoneIsRefused) {
+  const auto tcp = fabric::create(optionsFor("tcp"));
+  const auto address = tcp->address();
+  for (size_t length = 0; length < address.size(); ++length)
+    EXPECT_THROW(tcp->connect(Bytes(address).first(length), "x"), Error) << length << " bytes";
+}
+
+TEST(FabricTransport, SameMemoryKeepsItsKey) {
+  Pair pair(optionsFor("tcp"));
+  const RemoteKey first = pair.b->registerMemory(pair.memory);
+  const RemoteKey again = pair.b->registerMemory(pair.memory);
+  EXPECT_EQ(first.key, again.key);
+  EXPECT_EQ(first.address, again.address);
+  EXPECT_NE(pair.b->registerMemory(std::span(pair.memory).first(4096)).key, first.key);
+}
+
+TEST(FabricTransport, PutOutsideTheRegionCondemnsTheSenderAndWritesNothing) {
+  Pair pair(optionsFor("tcp", /*rma=*/false));
+  const RemoteKey key = pair.b->registerMemory(std::span(pair.memory).first(4096));
+  const auto header = pattern(kHeaderBytes, 1);
+  const auto payload = pattern(1000, 2);
+  const RemoteSlot beyond{key, 4096 - 1000};  // the header fits, the last 48 bytes do not
+  ASSERT_TRUE(pair.a->put(pair.toB, beyond, 7, header, payload, 1));
+  ASSERT_TRUE(pair.pollUntil([&] { return pair.atB.failed.count(pair.toA) == 1; }));
+  EXPECT_THAT(pair.atB.failed[pair.toA], HasSubstr("not our memory"));
+  EXPECT_TRUE(pair.atB.puts.empty());
+  EXPECT_THAT(pair.memory, ::testing::Each(std::byte{0}));
+  EXPECT_FALSE(pair.b->control(pair.toA, header)) << "a condemned peer gets nothing more";
+}
+
+TEST(FabricTransport, DescribesItsChoice) {
+  const std::string text = fabric::create(optionsFor("tcp"))->describe();
+  EXPECT_THAT(text, HasSubstr("127.0.0.1"));
+  EXPECT_THAT(text, HasSubstr("remote writes"));
+  EXPECT_THAT(text, HasSubstr("provider by SMDDP_PROVIDER"));
+}
+
+TEST(FabricTransport, ProviderThatIsMissingIsAnError) {
+  try {
+    fabric::create(optionsFor("warp"));
+    FAIL() << "created";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::Usage);
+    EXPECT_THAT(error.what(), HasSubstr("tcp;ofi_rxm")) << "lists what there is";
+  }
+}
+
+}  // namespace
+}  // namespace smddp::transport::testing
