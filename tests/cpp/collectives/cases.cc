@@ -1,0 +1,96 @@
+#include "collectives/cases.h"
+
+#include <ostream>
+
+#include <gtest/gtest.h>
+
+#include "collectives/algorithms.h"
+
+namespace smddp::collectives {
+
+const std::vector<NamedAlgorithm>& allAlgorithms() {
+  static const std::vector<NamedAlgorithm> all = {
+      {"one_shot", Collective::AllReduce, allreduceOneShot, true, false, true},
+      {"two_phase", Collective::AllReduce, allreduceTwoPhase, true, false, true},
+      {"zero_copy", Collective::AllReduce, allreduceZeroCopy, true, true, true},
+      {"direct", Collective::AllReduce, allreduceDirect, false, false, true},
+      {"ring", Collective::AllReduce, allreduceRing, false, false, false},
+      {"shared_memory", Collective::Broadcast, broadcastSharedMemory, true, false, true},
+      {"chain", Collective::Broadcast, broadcastChain, false, false, true},
+      {"shared_memory", Collective::AllGather, allgatherSharedMemory, true, false, true},
+      {"mesh", Collective::AllGather, allgatherMesh, false, false, true},
+      {"shared_memory", Collective::ReduceScatter, reduceScatterSharedMemory, true, false, true},
+      {"direct", Collective::ReduceScatter, reduceScatterDirect, false, false, true},
+      {"exchange", Collective::Barrier, barrierExchange, false, false, true},
+  };
+  return all;
+}
+
+std::ostream& operator<<(std::ostream& out, const NamedAlgorithm& algorithm) {
+  return out << toString(algorithm.collective) << "_" << algorithm.name;
+}
+
+plan::Execution Case::execution() const {
+  std::vector<plan::Plan> plans;
+  int numRanks = 0;
+  for (const auto& node : nodes) numRanks += static_cast<int>(node.size());
+  for (Rank r = 0; r < numRanks; ++r) {
+    const plan::Topology t(nodes, r);
+    const bool shared = sharedOnNode[static_cast<size_t>(t.myNode())];
+    plans.push_back(algorithm.build(t, limits, {algorithm.collective, bytes, root, shared}));
+  }
+  plan::Execution execution;
+  switch (algorithm.collective) {
+    case Collective::AllReduce:
+      execution = plan::Execution::allReduce(std::move(plans), bytes);
+      break;
+    case Collective::Broadcast:
+      execution = plan::Execution::broadcast(std::move(plans), bytes, root);
+      break;
+    case Collective::AllGather:
+      execution = plan::Execution::allGather(std::move(plans), bytes);
+      break;
+    case Collective::ReduceScatter:
+      execution = plan::Execution::reduceScatter(std::move(plans), bytes);
+      break;
+    case Collective::Barrier:
+      execution = plan::Execution::barrier(std::move(plans));
+      break;
+  }
+  execution.hasOneOrder = algorithm.oneOrder;
+  execution.elementBytes = kElementBytes;
+  return execution;
+}
+
+std::ostream& operator<<(std::ostream& out, const Case& c) {
+  return out << c.algorithm << ", nodes " << testing::PrintToString(c.nodes) << ", shared "
+             << testing::PrintToString(c.sharedOnNode)
+             << fmt::format(", {} bytes, root {}; window {}, pool {}, chunk {}, fabric chunk {}, "
+                            "message {}",
+                            c.bytes, c.root, c.limits.window, c.limits.poolBytes,
+                            c.limits.chunkBytes, c.limits.fabricChunkBytes, c.limits.messageBytes);
+}
+
+std::vector<std::vector<bool>> sharingsOf(const NamedAlgorithm& algorithm, const Nodes& nodes) {
+  std::vector<std::vector<bool>> sharings{std::vector<bool>(nodes.size(), true)};
+  if (algorithm.needsShared) return sharings;
+  sharings.emplace_back(nodes.size(), false);
+  if (nodes.size() == 1) return sharings;
+  for (const size_t first : {0, 1}) {
+    sharings.emplace_back();
+    for (size_t n = 0; n < nodes.size(); ++n) sharings.back().push_back((n + first) % 2 == 0);
+  }
+  return sharings;
+}
+
+plan::Limits smallLimits(int64_t window) {
+  return {.chunkBytes = 256, .fabricChunkBytes = 512, .messageBytes = 128, .window = window,
+          .poolBytes = 32 << 10};
+}
+
+plan::Verdict checkRepeated(const Case& c, int times) {
+  const std::vector<plan::Execution> executions(static_cast<size_t>(times), c.execution());
+  return plan::check(c.nodes, c.limits, executions);
+}
+
+}  // namespace smddp::collectives

@@ -1,0 +1,36 @@
+// The largest group that is proved: 16 nodes of 8 ranks, with the sizes of production.
+#include <gtest/gtest.h>
+
+#include "collectives/cases.h"
+
+namespace smddp::collectives {
+namespace {
+
+Nodes largeGroup() {
+  Nodes nodes(16);
+  for (Rank r = 0; r < 128; ++r) nodes[static_cast<size_t>(r / 8)].push_back(r);
+  return nodes;
+}
+
+class LargeGroup : public testing::TestWithParam<NamedAlgorithm> {};
+
+TEST_P(LargeGroup, IsServedCorrectly) {
+  Case c{GetParam(), largeGroup(), {}, 0, 77, {}};
+  if (!c.algorithm.serves(c.nodes)) GTEST_SKIP() << "for one node";
+  // Per-rank blocks make the vector 128 times as long.
+  const bool isBlock = c.algorithm.collective == Collective::AllGather ||
+                       c.algorithm.collective == Collective::ReduceScatter;
+  if (c.algorithm.collective != Collective::Barrier) c.bytes = isBlock ? 100'004 : 13'000'004;
+  for (const auto& sharing : sharingsOf(c.algorithm, c.nodes)) {
+    c.sharedOnNode = sharing;
+    const plan::Verdict verdict = checkRepeated(c, 3);
+    ASSERT_TRUE(verdict.ok()) << c << "\n" << verdict.problem;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, LargeGroup, testing::ValuesIn(allAlgorithms()), [](const auto& info) {
+  return fmt::format("{}_{}", toString(info.param.collective), info.param.name);
+});
+
+}  // namespace
+}  // namespace smddp::collectives

@@ -1,0 +1,134 @@
+#include "collectives/selection.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "collectives/algorithms.h"
+
+namespace smddp::collectives {
+namespace {
+
+using testing::HasSubstr;
+using testing::StrEq;
+
+constexpr int64_t kOneShot = 1024;
+const plan::Topology kOneNode({{0, 1}}, 0);
+const plan::Topology kTwoNodes({{0, 1}, {2, 3}}, 0);
+
+Shape shapeOf(Collective collective, int64_t bytes, bool shared = false) {
+  return {collective, bytes, 0, shared};
+}
+
+const char* chosen(const plan::Topology& t, const Shape& shape, const std::string& overrides = "") {
+  return select(t, {}, shape, kOneShot, overrides).name;
+}
+
+std::string refusal(const plan::Topology& t, const Shape& shape, const std::string& overrides) {
+  try {
+    chosen(t, shape, overrides);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::Usage);
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+TEST(Selection, TakesTheAllreduceForNodesBuffersAndSize) {
+  const auto allreduce = [](int64_t bytes, bool shared) {
+    return shapeOf(Collective::AllReduce, bytes, shared);
+  };
+  EXPECT_THAT(chosen(kOneNode, allreduce(kOneShot, false)), StrEq("one_shot"));
+  EXPECT_THAT(chosen(kOneNode, allreduce(kOneShot, true)), StrEq("one_shot"));
+  EXPECT_THAT(chosen(kOneNode, allreduce(kOneShot + 1, false)), StrEq("two_phase"));
+  EXPECT_THAT(chosen(kOneNode, allreduce(kOneShot + 1, true)), StrEq("zero_copy"));
+  for (int64_t bytes : {int64_t{0}, int64_t{1} << 30}) {
+    for (bool shared : {false, true}) {
+      EXPECT_THAT(chosen(kTwoNodes, allreduce(bytes, shared)), StrEq("direct"));
+    }
+  }
+}
+
+// What copies before the arrival is chosen before anybody knows whether buffers are shared.
+TEST(Selection, DoesNotAskWhereBuffersAreBeforeACopyThatPrecedesTheArrival) {
+  for (int64_t bytes : {0, 4, 1024, 1025, 1 << 20}) {
+    const Choice& staged = select(kOneNode, {}, shapeOf(Collective::AllReduce, bytes), kOneShot, "");
+    const Choice& shared =
+        select(kOneNode, {}, shapeOf(Collective::AllReduce, bytes, true), kOneShot, "");
+    const auto copies = [&](const Choice& c, bool isShared) {
+      return c.build(kOneNode, {}, shapeOf(Collective::AllReduce, bytes, isShared)).preamble.numSteps > 2;
+    };
+    if (copies(staged, false) || copies(shared, true)) {
+      EXPECT_EQ(&staged, &shared) << bytes;
+    }
+  }
+}
+
+TEST(Selection, NeverTakesOneShotBeyondTheStagingMemory) {
+  plan::Limits limits;
+  limits.poolBytes = 512 << 10;
+  const Shape shape = shapeOf(Collective::AllReduce, 1 << 20);
+  EXPECT_THAT(select(kOneNode, limits, shape, 2 << 20, "").name, StrEq("two_phase"));
+}
+
+TEST(Selection, TakesTheOthersByNodes) {
+  EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::Broadcast, 8)), StrEq("shared_memory"));
+  EXPECT_THAT(chosen(kTwoNodes, shapeOf(Collective::Broadcast, 8)), StrEq("chain"));
+  EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::AllGather, 8)), StrEq("shared_memory"));
+  EXPECT_THAT(chosen(kTwoNodes, shapeOf(Collective::AllGather, 8)), StrEq("mesh"));
+  EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::ReduceScatter, 8)), StrEq("shared_memory"));
+  EXPECT_THAT(chosen(kTwoNodes, shapeOf(Collective::ReduceScatter, 8)), StrEq("direct"));
+  EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::Barrier, 0)), StrEq("exchange"));
+  EXPECT_THAT(chosen(kTwoNodes, shapeOf(Collective::Barrier, 0)), StrEq("exchange"));
+}
+
+TEST(Selection, ObeysOverridesForTheirCollectiveOnly) {
+  const std::string overrides = "allreduce=ring, broadcast=chain";
+  EXPECT_THAT(chosen(kTwoNodes, shapeOf(Collective::AllReduce, 8), overrides), StrEq("ring"));
+  EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::AllReduce, 8), overrides), StrEq("ring"));
+  EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::Broadcast, 8), overrides), StrEq("chain"));
+  EXPECT_THAT(chosen(kTwoNodes, shapeOf(Collective::AllGather, 8), overrides), StrEq("mesh"));
+}
+
+TEST(Selection, TakesTheFirstOverrideThatServes) {
+  const std::string overrides = "allreduce=zero_copy,allreduce=two_phase,allreduce=ring";
+  EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::AllReduce, 8, true), overrides),
+              StrEq("zero_copy"));
+  EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::AllReduce, 8), overrides), StrEq("two_phase"));
+  EXPECT_THAT(chosen(kTwoNodes, shapeOf(Collective::AllReduce, 8), overrides), StrEq("ring"));
+}
+
+TEST(Selection, RefusesWhatItDoesNotKnow) {
+  const Shape shape = shapeOf(Collective::AllReduce, 8);
+  EXPECT_THAT(refusal(kOneNode, shape, "allreduce=rign"), HasSubstr("zero_copy, two_phase, direct, ring"));
+  EXPECT_THAT(refusal(kOneNode, shape, "allreduce"), HasSubstr("only one_shot"));
+  EXPECT_THAT(refusal(kOneNode, shape, "allredcue=ring"), HasSubstr("allreduce, broadcast"));
+  // A mistake in another collective's entry shows at once too.
+  EXPECT_THAT(refusal(kOneNode, shape, "broadcast=ring"), HasSubstr("shared_memory, chain"));
+}
+
+TEST(Selection, RefusesAnOverrideThatCannotServe) {
+  const std::string text =
+      refusal(kTwoNodes, shapeOf(Collective::AllReduce, 8), "allreduce=two_phase");
+  EXPECT_THAT(text, HasSubstr("2 node"));
+  EXPECT_THAT(text, HasSubstr("add one of direct, ring"));
+  EXPECT_THAT(refusal(kOneNode, shapeOf(Collective::AllReduce, 8), "allreduce=zero_copy"),
+              HasSubstr("private"));
+  EXPECT_THAT(refusal(kOneNode, shapeOf(Collective::AllReduce, 1 << 30), "allreduce=one_shot"),
+              HasSubstr("two_phase"));
+}
+
+TEST(Selection, ListsEveryAlgorithmWithItsConditions) {
+  const auto infos = listAlgorithms();
+  EXPECT_EQ(infos.size(), 12u);
+  for (const AlgorithmInfo& info : infos) {
+    EXPECT_FALSE(info.serves.empty());
+    EXPECT_FALSE(info.chosen.empty());
+    // Every listed name is one that an override may use.
+    const Shape shape = shapeOf(info.collective, 8, true);
+    const std::string overrides = std::string(toString(info.collective)) + "=" + info.name;
+    EXPECT_THAT(chosen(kOneNode, shape, overrides), StrEq(info.name));
+  }
+}
+
+}  // namespace
+}  // namespace smddp::collectives
