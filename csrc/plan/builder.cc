@@ -187,6 +187,8 @@ void Builder::eachChunk(int64_t bytes, int64_t chunkBytes,
                         const std::function<void(const Chunk&)>& body) {
   SMDDP_CHECK(arrived_ && !inChunk_, "{}: chunks follow the arrival and do not nest", plan_.name);
   flushPending();
+  // Rounding chunks up to granules must not take them beyond the limit.
+  chunkBytes = std::max(kGranule, chunkBytes / kGranule * kGranule);
   const int64_t pieces = std::max<int64_t>(1, (bytes + chunkBytes - 1) / chunkBytes);
   const int64_t full = std::max(kGranule, roundUp((bytes + pieces - 1) / pieces, kGranule));
   const int64_t numFull = bytes / full;

@@ -55,6 +55,9 @@ class Inspection {
     require(std::equal(plan_.pools.begin(), plan_.pools.end(), first.pools.begin(),
                        first.pools.end(), equal),
             "its pools differ from those of rank {}", topology_.team().front());
+    // The owner of a buffer must know that its mates use it.
+    require(plan_.zeroCopy == first.zeroCopy, "zero-copy here but not on rank {}, or the reverse",
+            topology_.team().front());
   }
 
   void inspectBlock(const Block& block, const std::string& stage) {

@@ -25,7 +25,7 @@
 // Staging memory: a rank owns, per execution, one half of a pool in shared memory (halves alternate). Because
 // no plan ends before it has seen the arrival of its whole team, a half is free again two executions
 // later, whatever plans ran in between. Inside an execution reuse of a slot is the plan's own business and
-// the checker's (tests/cpp/plan/checker.h).
+// the checker's (plan/checker.h).
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,234 @@
+#include "plan/checker.h"
+
+#include <gmock/gmock.h>
+
+#include "plan/example_plans.h"
+
+namespace smddp::plan {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using Kind = Verdict::Kind;
+
+Limits smallLimits() {
+  Limits limits;
+  limits.chunkBytes = 128;
+  limits.messageBytes = 128;
+  limits.window = 2;
+  limits.poolBytes = 4096;
+  return limits;
+}
+
+const Nodes kOneNode = makeNodes(1, 3);
+const Nodes kTwoNodes = makeNodes(2, 1);
+// Four full chunks and a tail that no granule divides.
+constexpr int64_t kBytes = 4 * 128 + 36;
+
+Verdict checkTimes(const Nodes& nodes, Execution execution, int times) {
+  execution.elementBytes = 4;
+  return check(nodes, smallLimits(), std::vector<Execution>(static_cast<size_t>(times), execution));
+}
+
+Execution throughSlots(Mistake mistake) {
+  return Execution::allReduce(sumThroughSlots(kOneNode, smallLimits(), kBytes, mistake), kBytes);
+}
+
+Execution byExchange(Mistake mistake) {
+  return Execution::allReduce(sumByExchange(kTwoNodes, smallLimits(), kBytes, mistake), kBytes);
+}
+
+Execution fromSlot(Mistake mistake, int64_t bytes = 128) {
+  return Execution::broadcast(sendFromSlot(kTwoNodes, smallLimits(), bytes, mistake), bytes, 0);
+}
+
+void expectCorrect(const Verdict& verdict) {
+  EXPECT_EQ(verdict.kind, Kind::Correct) << verdict.problem;
+  EXPECT_EQ(verdict.problem, "");
+}
+
+void expectProblem(const Verdict& verdict, Kind kind, const ::testing::Matcher<std::string>& text) {
+  EXPECT_EQ(verdict.kind, kind) << verdict.problem;
+  EXPECT_THAT(verdict.problem, text);
+}
+
+TEST(Checker, AcceptsRightPlans) {
+  for (const int times : {1, 2, 5}) {
+    expectCorrect(checkTimes(kOneNode, throughSlots(Mistake::None), times));
+    expectCorrect(checkTimes(kTwoNodes, byExchange(Mistake::None), times));
+    expectCorrect(checkTimes(kTwoNodes, fromSlot(Mistake::None), times));
+    expectCorrect(checkTimes(
+        kOneNode, Execution::allReduce(sumInPlace(kOneNode, smallLimits(), kBytes, true), kBytes),
+        times));
+  }
+}
+
+TEST(Checker, AcceptsDifferentRightPlansInTurn) {
+  const Execution inPlace =
+      Execution::allReduce(sumInPlace(kOneNode, smallLimits(), kBytes, true), kBytes);
+  const Execution staged = throughSlots(Mistake::None);
+  expectCorrect(
+      check(kOneNode, smallLimits(), std::vector{staged, inPlace, inPlace, staged, staged}));
+  expectCorrect(check(kTwoNodes, smallLimits(),
+                      std::vector{fromSlot(Mistake::None), byExchange(Mistake::None),
+                                  fromSlot(Mistake::None), byExchange(Mistake::None)}));
+}
+
+TEST(Checker, FindsMissingWait) {
+  expectProblem(checkTimes(kOneNode, throughSlots(Mistake::MissingWait), 1), Kind::Race,
+                AllOf(HasSubstr("stage sum, block 0, trip 0"), HasSubstr("stage copy"),
+                      HasSubstr("the slots of rank"), HasSubstr("nothing orders the two")));
+}
+
+TEST(Checker, FindsSlotReusedEarly) {
+  // One chunk more in flight than there are slots.
+  expectProblem(checkTimes(kOneNode, throughSlots(Mistake::SlotReusedEarly), 1), Kind::Race,
+                AllOf(HasSubstr("contributions slot"), HasSubstr("nothing orders the two")));
+}
+
+TEST(Checker, FindsContributionTwice) {
+  expectProblem(checkTimes(kOneNode, throughSlots(Mistake::ContributionTwice), 1), Kind::WrongData,
+                AllOf(HasSubstr("the wrong contributions"), HasSubstr("0' + 1' + 0'")));
+}
+
+TEST(Checker, FindsWrongOrderOnOneRank) {
+  expectProblem(checkTimes(kOneNode, throughSlots(Mistake::OrderOnOneRank), 1), Kind::WrongData,
+                AllOf(HasSubstr("2' + 1' + 0'"), HasSubstr("another rank has")));
+  expectProblem(checkTimes(kTwoNodes, byExchange(Mistake::OrderOnOneRank), 1), Kind::WrongData,
+                HasSubstr("another rank has"));
+}
+
+TEST(Checker, FindsAnotherOrderOnSomeElementsOnlyIfAsked) {
+  // Each rank sums its own share in its own order: the same result everywhere, yet not one order.
+  const Nodes nodes = makeNodes(1, 2);
+  auto plans = sumInPlace(nodes, smallLimits(), 256, true);
+  std::swap(plans[1].refs[plans[1].steps[0].firstRef + 2],
+            plans[1].refs[plans[1].steps[0].firstRef + 3]);
+  Execution execution = Execution::allReduce(plans, 256);
+  expectCorrect(checkTimes(nodes, execution, 3));
+  execution.hasOneOrder = true;
+  expectProblem(checkTimes(nodes, execution, 3), Kind::WrongData,
+                AllOf(HasSubstr("output from 128 on is 1' + 0'"), HasSubstr("elsewhere")));
+}
+
+TEST(Checker, FindsMissingScales) {
+  expectProblem(checkTimes(kOneNode, throughSlots(Mistake::NoPreScale), 1), Kind::WrongData,
+                HasSubstr("without pre-scaling"));
+  expectProblem(checkTimes(kOneNode, throughSlots(Mistake::NoFinalScale), 1), Kind::WrongData,
+                HasSubstr("without its final scaling"));
+}
+
+TEST(Checker, FindsCounterSharedByTwoStages) {
+  const Verdict verdict = checkTimes(kOneNode, throughSlots(Mistake::SharedCounter), 1);
+  EXPECT_FALSE(verdict.ok());
+  EXPECT_THAT(verdict.problem, HasSubstr("signal c1"));
+}
+
+TEST(Checker, FindsPlanThatEndsWithoutSeeingTheArrival) {
+  // Nothing else makes it wait for its mates.
+  Execution execution = Execution::broadcast(
+      sumThroughSlots(makeNodes(1, 2), smallLimits(), 0, Mistake::NoArrival), 0, 0);
+  for (Plan& plan : execution.plans) plan.lanes.clear();
+  expectProblem(checkTimes(makeNodes(1, 2), execution, 1), Kind::Malformed,
+                HasSubstr("without having seen the arrival of rank 1"));
+}
+
+TEST(Checker, FindsDeadlockAndNamesWhatIsMissing) {
+  expectProblem(checkTimes(kOneNode, throughSlots(Mistake::TooFewSignals), 1), Kind::Deadlock,
+                AllOf(HasSubstr("rank 0, stage sum, block 1, trip 0"),
+                      HasSubstr("counter 1 of rank 1 is 4")));
+  expectProblem(checkTimes(kTwoNodes, byExchange(Mistake::MissingRelease), 1), Kind::Deadlock,
+                AllOf(HasSubstr("rank 0, stage send, block 0, trip 2"), HasSubstr("no credit"),
+                      HasSubstr("0 released, window 2")));
+}
+
+TEST(Checker, FindsMissingReleaseEvenWhereCreditSuffices) {
+  const int64_t bytes = 128;
+  const Execution execution = Execution::allReduce(
+      sumByExchange(kTwoNodes, smallLimits(), bytes, Mistake::MissingRelease), bytes);
+  expectProblem(checkTimes(kTwoNodes, execution, 1), Kind::Malformed, HasSubstr("0 releases"));
+}
+
+TEST(Checker, FindsPutSourceOverwrittenWithoutFlush) {
+  expectProblem(checkTimes(kTwoNodes, byExchange(Mistake::MissingFlush), 1), Kind::Race,
+                AllOf(HasSubstr("stage send"), HasSubstr("put to rank"),
+                      HasSubstr("nothing orders the two")));
+}
+
+TEST(Checker, FindsMessageReadBeforeItIsReceived) {
+  expectProblem(checkTimes(kTwoNodes, byExchange(Mistake::NoReceive), 1), Kind::Race,
+                HasSubstr("message"));
+}
+
+TEST(Checker, FindsLengthsThatDiffer) {
+  expectProblem(checkTimes(kTwoNodes, byExchange(Mistake::LengthsDiffer), 1), Kind::Malformed,
+                AllOf(HasSubstr("receive from rank 0"), HasSubstr("sent 128 bytes")));
+}
+
+TEST(Checker, FindsWhatOnlyTheNextExecutionsReveal) {
+  // The slot of the message is used again when the window comes round, two messages later.
+  expectCorrect(checkTimes(kTwoNodes, fromSlot(Mistake::ReadAfterRelease), 2));
+  expectProblem(checkTimes(kTwoNodes, fromSlot(Mistake::ReadAfterRelease), 3), Kind::Race,
+                AllOf(HasSubstr("execution 2"), HasSubstr("execution 0"), HasSubstr("message")));
+  // The staging half is used again two executions later.
+  expectCorrect(checkTimes(kTwoNodes, fromSlot(Mistake::MissingFlush), 2));
+  expectProblem(checkTimes(kTwoNodes, fromSlot(Mistake::MissingFlush), 3), Kind::Race,
+                AllOf(HasSubstr("execution 2"), HasSubstr("execution 0"), HasSubstr("slots of")));
+}
+
+TEST(Checker, FindsBufferUsedAfterTheCallerHasItBack) {
+  const Execution execution =
+      Execution::allReduce(sumInPlace(kOneNode, smallLimits(), kBytes, false), kBytes);
+  expectProblem(checkTimes(kOneNode, execution, 1), Kind::Race, HasSubstr("the caller of rank"));
+}
+
+TEST(Checker, FindsBrokenRules) {
+  expectProblem(checkTimes(kOneNode, throughSlots(Mistake::WriteMatesSlot), 1), Kind::Malformed,
+                HasSubstr("only outputs and own slots may be written"));
+  expectProblem(checkTimes(kOneNode, throughSlots(Mistake::OutsideBuffer), 1), Kind::Malformed,
+                HasSubstr("outside the 548 bytes"));
+
+  Execution execution = throughSlots(Mistake::None);
+  execution.plans[1].pools[0].slots = 1;
+  expectProblem(checkTimes(kOneNode, execution, 1), Kind::Malformed, HasSubstr("its pools differ"));
+
+  execution = byExchange(Mistake::None);
+  ++execution.plans[0].channels[0].puts;
+  expectProblem(checkTimes(kTwoNodes, execution, 1), Kind::Malformed,
+                HasSubstr("rank 0 declares 6 messages to rank 1, which expects 5"));
+
+  execution = Execution::allReduce(sumInPlace(kOneNode, smallLimits(), kBytes, true), kBytes);
+  for (Plan& plan : execution.plans) plan.zeroCopy = false;
+  expectProblem(checkTimes(kOneNode, execution, 1), Kind::Malformed, HasSubstr("not zero-copy"));
+}
+
+TEST(Checker, FindsBarrierThatLetsThrough) {
+  // The arrival holds a node together, not the nodes.
+  const auto arriveOnly = [](const Nodes& nodes) {
+    std::vector<Plan> plans;
+    const Topology first(nodes, 0);
+    for (Rank r = 0; r < first.numRanks(); ++r) {
+      Builder b(first.seenBy(r), smallLimits(), "arrive");
+      b.arrive();
+      plans.push_back(b.done());
+    }
+    return Execution::barrier(plans);
+  };
+  expectCorrect(checkTimes(kOneNode, arriveOnly(kOneNode), 3));
+  expectProblem(checkTimes(kTwoNodes, arriveOnly(kTwoNodes), 1), Kind::Malformed,
+                HasSubstr("leaves the barrier"));
+}
+
+TEST(Checker, FindsStaleAndMissingData) {
+  // An output that nobody writes, and a broadcast from the wrong root.
+  Execution execution =
+      Execution::allGather(sendFromSlot(kTwoNodes, smallLimits(), 64, Mistake::None), 64);
+  expectProblem(checkTimes(kTwoNodes, execution, 1), Kind::WrongData, HasSubstr("nothing"));
+  execution = fromSlot(Mistake::None, 64);
+  for (Expectation& expected : execution.expectations) expected.contributions = {{1, 0}};
+  expectProblem(checkTimes(kTwoNodes, execution, 1), Kind::WrongData,
+                HasSubstr("the wrong contributions"));
+}
+
+}  // namespace
+}  // namespace smddp::plan
