@@ -348,7 +348,11 @@ std::string FabricTransport::describe() const {
 }
 
 Options optionsFromSettings() {
-  Options options{settings().provider, settings().interface, environment("MASTER_ADDR"), 0, settings().fabricRma};
+  Options options;
+  options.provider = settings().provider;
+  options.interface = settings().interface;
+  options.masterAddress = environment("MASTER_ADDR");
+  options.rma = settings().fabricRma;
   const std::string rank = environment("LOCAL_RANK");
   // Without a launcher there is one rank, or nobody to share the cards with.
   int parsed = 0;
@@ -366,8 +370,12 @@ Choice chooseFrom(const Discovery& found, const Options& options) {
 std::unique_ptr<Transport> create() { return create(optionsFromSettings()); }
 
 std::unique_ptr<Transport> create(const Options& options) {
-  const Discovery found = discover();
-  return std::make_unique<FabricTransport>(found, chooseFrom(found, options), options);
+  Discovery found = discover();
+  const Choice choice = chooseFrom(found, options);
+  ProviderInfo& chosen = found.offered[choice.index];
+  chosen.mrMode |= options.extraMrMode;
+  chosen.iovLimit = std::min(chosen.iovLimit, options.iovLimit);
+  return std::make_unique<FabricTransport>(found, choice, options);
 }
 
 bool available(std::string* why) {

@@ -18,6 +18,9 @@ struct Options {
   std::string masterAddress;  // host that every rank can reach; decides the interface
   int localRank = 0;          // spreads the ranks of a node over equal network cards
   bool rma = true;            // false: never use remote writes
+  // For tests: as if the provider demanded this mr_mode too, and took no more pieces than that.
+  int extraMrMode = 0;
+  size_t iovLimit = SIZE_MAX;
 };
 
 // One way to communicate, as fi_getinfo offers it.

@@ -1,5 +1,7 @@
 #include "transport/fabric/fabric.h"
 
+#include <rdma/fabric.h>
+
 #include <gmock/gmock.h>
 
 #include "transport/transport_suite.h"
@@ -37,9 +39,22 @@ Options optionsFor(const std::string& provider, bool rma = true) {
   return options;
 }
 
+// tcp, as demanding as a network card.
+Options demanding(int mrMode, size_t iovLimit, bool rma) {
+  Options options = optionsFor("tcp", rma);
+  options.extraMrMode = mrMode;
+  options.iovLimit = iovLimit;
+  return options;
+}
+
 INSTANTIATE_TEST_SUITE_P(Fabric, TransportSuite,
                          ::testing::Values(kindOf("tcp", optionsFor("tcp")),
                                            kindOf("tcp_without_rma", optionsFor("tcp", false)),
+                                           kindOf("tcp_mr_local", demanding(FI_MR_LOCAL, 4, true)),
+                                           kindOf("tcp_one_piece", demanding(0, 1, true)),
+                                           kindOf("tcp_mr_local_one_piece", demanding(FI_MR_LOCAL, 1, true)),
+                                           kindOf("tcp_mr_local_one_piece_without_rma",
+                                                  demanding(FI_MR_LOCAL, 1, false)),
                                            kindOf("rxm", optionsFor("tcp;ofi_rxm")),
                                            kindOf("rxm_without_rma", optionsFor("tcp;ofi_rxm", false)),
                                            kindOf("shm", optionsFor("shm")),
@@ -61,7 +76,7 @@ struct Pair {
     }
     return condition();
   }
-  std::vector<std::byte> memory = std::vector<std::byte>(1 << 20);  // outlives the transports
+  std::vector<std::byte> memory = std::vector<std::byte>(64 * 1024);  // outlives the transports
   std::unique_ptr<Transport> a, b;
   RecordingSink atA, atB;
   PeerId toA, toB;
