@@ -198,6 +198,25 @@ TEST(ShmTransport, ThreadsExchangeWithoutPolling) {
   EXPECT_EQ(trouble[1], "");
 }
 
+TEST(ShmTransport, SenderThatFoundNoRoomIsWokenWhenThereIsSome) {
+  const auto slab = Slab::create(Slab::kLeastReserve);
+  ShmTransport sender(slab);
+  ShmTransport receiver(Slab::create(Slab::kLeastReserve));
+  const PeerId to = sender.connect(publish(receiver).view(), "receiver");
+  receiver.connect(publish(sender).view(), "sender");
+  Doorbell doorbell(slab);
+  RecordingSink sink;
+  for (uint32_t round = 0; round < 3; ++round) {
+    uint32_t sent = 0;
+    while (sender.control(to, asBytes(sent))) ++sent;
+    ASSERT_GT(sent, 100u);
+    doorbell.prepare();
+    ASSERT_EQ(receiver.poll(sink), sent);
+    EXPECT_EQ(slab->page().sleep.load(), Sleep::Awake) << "not woken in round " << round;
+    doorbell.cancel();
+  }
+}
+
 TEST(ShmTransport, DeadPeerIsReportedAfterItsLastMessageAndOnce) {
   Child child([](const Child::Line& line) {
     const auto slab = Slab::create();
