@@ -56,7 +56,7 @@ class World {
  public:
   explicit World(uint64_t seed) : random_(seed), network_(seed + 1, faults()) {
     for (int r = 0; r < kRanks; ++r) {
-      processes_.emplace_back(network_.create("rank " + std::to_string(r)));
+      processes_.emplace_back(network_.create(fmt::format("rank {}", r)));
     }
     for (auto& p : processes_) {
       p.table = std::make_unique<ChannelTable>(*p.transport, p);

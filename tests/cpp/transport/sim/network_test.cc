@@ -234,7 +234,7 @@ class SimFixture final : public Fixture {
  public:
   SimFixture(uint64_t seed, const sim::Faults& faults, int count)
       : network_(seed, faults), memory_(static_cast<size_t>(count)) {
-    for (int i = 0; i < count; ++i) transports_.push_back(network_.create("t" + std::to_string(i)));
+    for (int i = 0; i < count; ++i) transports_.push_back(network_.create(fmt::format("t{}", i)));
   }
   Transport& transport(int index) override { return *transports_.at(static_cast<size_t>(index)); }
   std::span<std::byte> allocate(int index, size_t bytes) override {
