@@ -7,10 +7,9 @@
 #include "bindings/error_types.h"
 #include "bindings/plan_tool.h"
 #include "common/config.h"
+#include "engine/capabilities.h"
 #include "process_group/errors.h"
 #include "process_group/process_group.h"
-#include "reduction/reduce.h"
-#include "transport/fabric/fabric.h"
 
 namespace py = pybind11;
 using smddp::process_group::ProcessGroup;
@@ -64,11 +63,10 @@ void bindSettings(py::module& m) {
     return rows;
   });
   m.def("build_info", [] {
-    std::string reason;
-    const bool fabric = smddp::transport::fabric::available(&reason);
+    const auto able = smddp::engine::capabilities();
     return py::dict(py::arg("version") = SMDDP_VERSION, py::arg("torch") = SMDDP_TORCH_VERSION,
-                    py::arg("simd") = smddp::reduction::toString(smddp::reduction::simdLevel()),
-                    py::arg("fabric") = fabric, py::arg("fabric_reason") = reason);
+                    py::arg("simd") = able.simd, py::arg("fabric") = able.fabric,
+                    py::arg("fabric_reason") = able.fabricReason);
   });
 }
 

@@ -4,7 +4,8 @@
 
 #include <stdexcept>
 
-#include "reduction/reduce.h"
+#include "engine/capabilities.h"
+
 
 namespace smddp::process_group {
 namespace {
@@ -122,7 +123,7 @@ void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::R
     default:
       notImplemented(name, "with a bitwise reduce operation");
   }
-  if (!reduction::supports(type, request.op)) {
+  if (!engine::canReduce(type, request.op)) {
     C10_THROW_ERROR(TypeError, fmt::format("smddp: {}: {} of {} is undefined", name,
                                            toString(request.op), toString(type)));
   }

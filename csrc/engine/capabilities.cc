@@ -1,0 +1,17 @@
+#include "engine/capabilities.h"
+
+#include "reduction/reduce.h"
+#include "transport/fabric/fabric.h"
+
+namespace smddp::engine {
+
+bool canReduce(DataType type, ReduceOp op) { return reduction::supports(type, op); }
+
+Capabilities capabilities() {
+  Capabilities result;
+  result.simd = reduction::toString(reduction::simdLevel());
+  result.fabric = transport::fabric::available(&result.fabricReason);
+  return result;
+}
+
+}  // namespace smddp::engine

@@ -1,0 +1,20 @@
+// What this build can do on this machine, for the layers that may not ask the lower ones themselves.
+#pragma once
+
+#include <string>
+
+#include "common/types.h"
+
+namespace smddp::engine {
+
+// Whether the combination has a meaning and a kernel.
+bool canReduce(DataType type, ReduceOp op);
+
+struct Capabilities {
+  std::string simd;          // instruction set of the reduction kernels
+  bool fabric = false;       // several nodes are possible
+  std::string fabricReason;  // why not
+};
+Capabilities capabilities();
+
+}  // namespace smddp::engine
