@@ -4,7 +4,10 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <exception>
+#include <utility>
 
 #include "common/log.h"
 #include "engine/call.h"
@@ -25,9 +28,30 @@ constexpr Nanoseconds kFarewell = 2'000'000'000;
 constexpr size_t kMaxStashed = 1024;
 
 std::atomic<uint32_t> forkGeneration{0};
+// Engines whose connections a child must not keep alive. More than these are ranks as threads, which do not fork.
+std::array<std::atomic<Engine*>, 8> engines{};
+
+void enroll(Engine* engine) {
+  for (auto& slot : engines) {
+    Engine* nobody = nullptr;
+    if (slot.compare_exchange_strong(nobody, engine)) return;
+  }
+}
+
+void strike(Engine* engine) {
+  for (auto& slot : engines) {
+    Engine* expected = engine;
+    slot.compare_exchange_strong(expected, nullptr);
+  }
+}
 
 uint32_t watchForks() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forkGeneration; });
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    ++forkGeneration;
+    for (auto& slot : engines) {
+      if (Engine* engine = slot.load()) engine->closeInChild();
+    }
+  });
   static_cast<void>(registered);
   return forkGeneration.load();
 }
@@ -63,6 +87,12 @@ Engine::Engine(Options options)
     : forkGeneration_(watchForks()), process_(std::make_unique<Process>(options.process)) {
   process_->onControl([this](Peer& from, transport::Bytes message) { dispatch(from, message); });
   if (options.progressThread) thread_ = std::thread([this] { progressLoop(); });
+  enroll(this);
+}
+
+void Engine::closeInChild() noexcept {
+  // Whoever owned the engine while we were forked may have been at work on the connections.
+  if (process_ && !owned_.load()) process_->closeInChild();
 }
 
 Engine::~Engine() { shutdown(); }
@@ -84,6 +114,7 @@ void Engine::shutdown() {
     return;
   }
   if (!process_) return;
+  strike(this);
   call([this] {
     shutDown_ = true;
     for (auto& [id, group] : groups_) {
@@ -355,6 +386,7 @@ void Engine::release() {
 }
 
 void Engine::waitUntil(const std::function<bool()>& done) {
+  bool asked = false;
   while (!done()) {
     if (tryOwn()) {
       runOwned(done, /*patient=*/false);
@@ -364,6 +396,8 @@ void Engine::waitUntil(const std::function<bool()>& done) {
     }
     std::unique_lock lock(waitMutex_);
     waiters_.fetch_add(1);
+    // A progress thread that sleeps as the owner lets go when it sees us.
+    if (!std::exchange(asked, true)) process_->doorbell().ringSelf();
     waitChanged_.wait_for(lock, kWaiterPeriod, [&] { return done() || !owned_.load(); });
     waiters_.fetch_sub(1);
   }

@@ -68,6 +68,8 @@ class Engine {
   bool step();
 
   Process& process() { return *process_; }
+  // In the child of a fork, which must not keep the parent's connections open.
+  void closeInChild() noexcept;
   // Leaves all groups, waits a moment for peers to have what we sent, joins the thread. Idempotent.
   void shutdown();
 

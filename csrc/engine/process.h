@@ -97,6 +97,10 @@ class Process {
   void sleep(Nanoseconds timeout, bool network);
   void wake(Peer& peer) { transport::shm::Doorbell::ring(*peer.mate); }
 
+  void closeInChild() noexcept {
+    if (lifeline_) lifeline_->closeInChild();
+  }
+
   // One line about what was chosen between nodes; empty on a single node.
   std::string describeFabric() const;
 
