@@ -29,17 +29,21 @@ constexpr int kSent = 5;      // nothing that I send is read any more
 class Mesh {
  public:
   Mesh(plan::Builder& b, const Shape& shape)
-      : b_(b), t_(b.topology()), me_(t_.myLocal()), shape_(shape), blocks_(t_),
-        others_(otherNodes(t_)), depth_(pipelineDepth(b.limits())) {
+      : b_(b),
+        t_(b.topology()),
+        me_(t_.myLocal()),
+        blockBytes_(shape.bytes),
+        staged_(isStaged(t_, shape.shared)),
+        blocks_(t_),
+        others_(otherNodes(t_)),
+        depth_(pipelineDepth(b.limits())) {
     // Nodes must cut alike, so the staging memory is counted as if it were needed on all of them.
     const int64_t slots = depth_ * (1 + blocks_.allTurns());
-    chunkBytes_ = std::min({b.limits().fabricChunkBytes, b.limits().messageBytes,
-                            b.limits().poolBytes / slots});
+    chunkBytes_ = std::min(
+        {b.limits().fabricChunkBytes, b.limits().messageBytes, b.limits().poolBytes / slots});
     chunkBytes_ = clipChunk(chunkBytes_, shape.bytes);
-    if (shape.shared) {
-      b.shareBuffers();
-      return;
-    }
+    if (shape.shared) b.shareBuffers();
+    if (!staged_) return;
     own_ = b.pool("own chunks", depth_, chunkBytes_);
     arrived_ = b.pool("arrived chunks", depth_ * blocks_.allTurns(), chunkBytes_);
   }
@@ -49,19 +53,19 @@ class Mesh {
   void copyIn(const plan::Chunk& c) {
     b_.stage("copy in");
     std::vector<plan::Ref> targets{b_.out(place(t_.me(), c))};
-    if (!shape_.shared) {
+    if (staged_) {
       b_.waitTeam(kGathered, c.index + 1 - depth_);
       if (!t_.onRail()) b_.waitMate(blocks_.carrierOf(me_), kSlotSent, c.index + 1);
       targets.push_back(ownSlot(me_, c));
     }
     b_.copy(targets, b_.in(c.offset), c.length);
-    if (!shape_.shared) b_.signal(kFilled, c.index + 1);
+    if (staged_) b_.signal(kFilled, c.index + 1);
   }
 
   void send(const plan::Chunk& c) {
     b_.stage("send");
     const int64_t perChunk = blocks_.count(me_, t_.myNode());
-    if (perChunk > 1 && !shape_.shared) {
+    if (perChunk > 1 && staged_) {
       const int64_t sent = (c.index + 1 - depth_) * perChunk;
       for (int n : others_) b_.flush(t_.railPeer(n), 0, sent);
       b_.signal(kSlotSent, c.index + 1);
@@ -69,8 +73,8 @@ class Mesh {
     for (int64_t turn = 0; turn < perChunk; ++turn) {
       const int mate = blocks_.local(me_, t_.myNode(), turn);
       plan::Ref source = b_.in(c.offset);
-      if (mate != me_ && shape_.shared) source = b_.mateIn(mate, c.offset);
-      if (mate != me_ && !shape_.shared) {
+      if (mate != me_ && !staged_) source = b_.mateIn(mate, c.offset);
+      if (mate != me_ && staged_) {
         b_.waitMate(mate, kFilled, c.index + 1);
         source = ownSlot(mate, c);
       }
@@ -80,15 +84,15 @@ class Mesh {
 
   void receive(const plan::Chunk& c) {
     b_.stage("receive");
-    if (!shape_.shared) b_.waitTeam(kGathered, c.index + 1 - depth_);
+    if (staged_) b_.waitTeam(kGathered, c.index + 1 - depth_);
     forEachArrival(me_, [&](int n, int local, int64_t slot) {
       const Rank from = t_.node(n)[local];
       const plan::Ref chunk = b_.receive(t_.railPeer(n), 0, c.length);
       std::vector<plan::Ref> targets{b_.out(place(from, c))};
-      if (shape_.shared) {
-        for (int mate : otherMates(t_)) targets.push_back(b_.mateOut(mate, place(from, c)));
-      } else {
+      if (staged_) {
         targets.push_back(arrivedSlot(me_, c, slot));
+      } else {
+        for (int mate : otherMates(t_)) targets.push_back(b_.mateOut(mate, place(from, c)));
       }
       b_.copy(targets, chunk, c.length);
       b_.release(t_.railPeer(n), 0);
@@ -99,12 +103,12 @@ class Mesh {
   void gather(const plan::Chunk& c) {
     b_.stage("gather");
     for (int mate : otherMates(t_)) {
-      if (!shape_.shared) b_.waitMate(mate, kFilled, c.index + 1);
+      if (staged_) b_.waitMate(mate, kFilled, c.index + 1);
       b_.copy({b_.out(place(t_.team()[mate], c))},
-              shape_.shared ? b_.mateIn(mate, c.offset) : ownSlot(mate, c), c.length);
+              staged_ ? ownSlot(mate, c) : b_.mateIn(mate, c.offset), c.length);
     }
     for (int rail : otherMates(t_)) {
-      if (rail >= t_.numRails() || shape_.shared) continue;
+      if (rail >= t_.numRails() || !staged_) continue;
       b_.waitMate(rail, kReady, c.index + 1);
       forEachArrival(rail, [&](int n, int local, int64_t slot) {
         b_.copy({b_.out(place(t_.node(n)[local], c))}, arrivedSlot(rail, c, slot), c.length);
@@ -118,9 +122,9 @@ class Mesh {
     if (t_.onRail()) {
       b_.stage("send");
       for (int n : others_) b_.flush(t_.railPeer(n), 0);
-      b_.signal(kSent, 1);
+      if (!staged_ && blocks_.count(me_, t_.myNode()) > 1) b_.signal(kSent, 1);
     }
-    if (!shape_.shared) return;
+    if (staged_) return;
     b_.stage("finish");
     b_.waitTeam(kGathered, numChunks);
     waitRails(b_, kReady, numChunks);
@@ -128,7 +132,7 @@ class Mesh {
   }
 
  private:
-  int64_t place(Rank r, const plan::Chunk& c) const { return r * shape_.bytes + c.offset; }
+  int64_t place(Rank r, const plan::Chunk& c) const { return r * blockBytes_ + c.offset; }
   plan::Ref ownSlot(int mate, const plan::Chunk& c) const {
     return b_.slot(own_, mate, c.index, 0);
   }
@@ -150,7 +154,8 @@ class Mesh {
   plan::Builder& b_;
   const plan::Topology& t_;
   int me_;
-  Shape shape_;
+  int64_t blockBytes_;
+  bool staged_;
   CarriedBlocks blocks_;
   std::vector<int> others_;
   int64_t depth_;

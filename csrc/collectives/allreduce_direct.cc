@@ -47,8 +47,11 @@ struct Servers {
 class DirectExchange {
  public:
   DirectExchange(plan::Builder& b, NodeStages& node)
-      : b_(b), t_(b.topology()), node_(node),
-        servers_(t_, node.shareBytes(), shardFloor(b.limits())), others_(otherNodes(t_)) {}
+      : b_(b),
+        t_(b.topology()),
+        node_(node),
+        servers_(t_, node.shareBytes(), shardFloor(b.limits())),
+        others_(otherNodes(t_)) {}
 
   void sumAndScatter(const plan::Chunk& c) {
     b_.stage("sum");

@@ -33,7 +33,10 @@ int64_t preferredChunk(const plan::Topology& t, const plan::Limits& limits) {
 class RingExchange {
  public:
   RingExchange(plan::Builder& b, NodeStages& node)
-      : b_(b), t_(b.topology()), node_(node), numNodes_(t_.numNodes()),
+      : b_(b),
+        t_(b.topology()),
+        node_(node),
+        numNodes_(t_.numNodes()),
         next_(t_.railPeer((t_.myNode() + 1) % numNodes_)),
         previous_(t_.railPeer((t_.myNode() + numNodes_ - 1) % numNodes_)) {}
 

@@ -32,8 +32,7 @@ plan::Plan barrierExchange(const plan::Topology& t, const plan::Limits& limits, 
     b.receive(t.railPeer(node), 0, 0);
     b.release(t.railPeer(node), 0);
   }
-  b.signal(kExchanged, 1);
-  for (int node : otherNodes(t)) b.flush(t.railPeer(node), 0);
+  b.signal(kExchanged, 1);  // no flush: an empty message has no source
   return b.done();
 }
 

@@ -25,7 +25,10 @@ constexpr int kGathered = 3;  // I have copied chunk c, or the others' shares of
 class Chain {
  public:
   Chain(plan::Builder& b, const Shape& shape)
-      : b_(b), t_(b.topology()), shared_(shape.shared), root_(t_.localOf(shape.root)),
+      : b_(b),
+        t_(b.topology()),
+        staged_(isStaged(t_, shape.shared)),
+        root_(t_.localOf(shape.root)),
         depth_(pipelineDepth(b.limits())) {
     const int rootNode = t_.nodeOf(shape.root);
     position_ = (t_.myNode() - rootNode + t_.numNodes()) % t_.numNodes();
@@ -33,13 +36,11 @@ class Chain {
     chunkBytes_ = std::min({b.limits().fabricChunkBytes, b.limits().poolBytes / depth_,
                             rails * wholeGranules(b.limits().messageBytes)});
     chunkBytes_ = clipChunk(chunkBytes_, shape.bytes);
-    if (shared_) {
-      b.shareBuffers();
-      return;
-    }
+    if (shape.shared) b.shareBuffers();
+    if (!staged_) return;
     const int64_t shareBytes = divideUp(granulesIn(chunkBytes_), rails) * kGranule;
-    pool_ = onRootNode() ? b.pool("chunks", depth_, chunkBytes_)
-                         : b.pool("shares", depth_, shareBytes);
+    pool_ =
+        onRootNode() ? b.pool("chunks", depth_, chunkBytes_) : b.pool("shares", depth_, shareBytes);
   }
 
   int64_t chunkBytes() const { return chunkBytes_; }
@@ -48,7 +49,7 @@ class Chain {
   // On the root's node.
   void copyFromRoot(const plan::Chunk& c) {
     if (t_.myLocal() == root_) {
-      if (!shared_) {
+      if (staged_) {
         b_.stage("copy in");
         b_.waitTeam(kGathered, c.index + 1 - depth_);
         b_.copy({b_.slot(pool_, root_, c.index, 0)}, b_.in(c.offset), c.length);
@@ -57,9 +58,9 @@ class Chain {
       b_.stage("send");
     } else {
       b_.stage("copy out");
-      if (!shared_) b_.waitMate(root_, kFilled, c.index + 1);
+      if (staged_) b_.waitMate(root_, kFilled, c.index + 1);
       b_.copy({b_.out(c.offset)},
-              shared_ ? b_.mateIn(root_, c.offset) : b_.slot(pool_, root_, c.index, 0), c.length);
+              staged_ ? b_.slot(pool_, root_, c.index, 0) : b_.mateIn(root_, c.offset), c.length);
       b_.signal(kGathered, c.index + 1);
     }
     const bool isRoot = t_.myLocal() == root_;
@@ -73,11 +74,11 @@ class Chain {
     const plan::Range mine = myShare(c);
     b_.stage("receive");
     std::vector<plan::Ref> targets{b_.out(mine.offset)};
-    if (shared_) {
-      for (int mate : otherMates(t_)) targets.push_back(b_.mateOut(mate, mine.offset));
-    } else {
+    if (staged_) {
       b_.waitTeam(kGathered, c.index + 1 - depth_);
       targets.push_back(b_.slot(pool_, t_.myLocal(), c.index, 0));
+    } else {
+      for (int mate : otherMates(t_)) targets.push_back(b_.mateOut(mate, mine.offset));
     }
     b_.copy(targets, b_.receive(previous(), 0, mine.length), mine.length);
     b_.release(previous(), 0);
@@ -88,7 +89,7 @@ class Chain {
   void gather(const plan::Chunk& c) {
     b_.stage("gather");
     waitRails(b_, kReady, c.index + 1);
-    if (shared_) return;
+    if (!staged_) return;
     for (int mate : otherMates(t_)) {
       if (mate >= t_.numRails()) continue;
       const plan::Range theirs = c.share(mate, t_.numRails());
@@ -99,7 +100,7 @@ class Chain {
 
   // Nobody may return while its buffer is read.
   void finish(int64_t numChunks) {
-    if (onRootNode() && shared_ && t_.myLocal() == root_) {
+    if (onRootNode() && !staged_ && t_.myLocal() == root_) {
       b_.stage("finish");
       b_.waitTeam(kGathered, numChunks);
     }
@@ -116,7 +117,7 @@ class Chain {
 
   plan::Builder& b_;
   const plan::Topology& t_;
-  bool shared_;
+  bool staged_;
   int root_;
   int64_t depth_;
   int position_ = 0;  // how many nodes my node is behind the root's

@@ -17,6 +17,10 @@ constexpr int64_t granulesIn(int64_t bytes) { return divideUp(bytes, kGranule); 
 constexpr int64_t wholeGranules(int64_t bytes) {
   return std::max(bytes / kGranule, int64_t{1}) * kGranule;
 }
+// Whether the ranks of a node hand bytes to each other through slots. A rank alone on its node
+// keeps them.
+inline bool isStaged(const plan::Topology& t, bool shared) { return !shared && t.teamSize() > 1; }
+
 // A chunk need not be longer than the vector.
 constexpr int64_t clipChunk(int64_t chunkBytes, int64_t bytes) {
   return std::min(wholeGranules(chunkBytes), std::max(granulesIn(bytes), int64_t{1}) * kGranule);

@@ -9,7 +9,10 @@ constexpr int64_t kContributionSlots = 2;
 }  // namespace
 
 NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes)
-    : b_(b), t_(b.topology()), shared_(shape.shared), depth_(pipelineDepth(b.limits())) {
+    : b_(b),
+      t_(b.topology()),
+      staged_(isStaged(t_, shape.shared)),
+      depth_(pipelineDepth(b.limits())) {
   // Nodes must cut alike, so the staging memory is counted as if it were needed on all of them.
   const int64_t rails = t_.numRails();
   const int64_t largestShare =
@@ -17,23 +20,20 @@ NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes)
   chunkBytes_ = clipChunk(std::min(chunkBytes, largestShare * rails), shape.bytes);
   shareBytes_ = divideUp(granulesIn(chunkBytes_), rails) * kGranule;
   partials_ = b.pool("partials", depth_, shareBytes_);
-  if (shared_) {
-    b.shareBuffers();
-  } else {
-    contributions_ = b.pool("contributions", kContributionSlots, chunkBytes_);
-  }
+  if (staged_) contributions_ = b.pool("contributions", kContributionSlots, chunkBytes_);
+  if (shape.shared) b.shareBuffers();
 }
 
 void NodeStages::copyIn(const plan::Chunk& c) {
-  if (shared_) return;
+  if (!staged_) return;
   const int me = t_.myLocal();
   b_.stage("copy in");
   waitRails(b_, kSummed, c.index + 1 - kContributionSlots);
   for (int rail = 0; rail < t_.numRails(); ++rail) {
     if (rail == me) continue;  // I sum it myself, from where it is
     const plan::Range theirs = c.share(rail, t_.numRails());
-    b_.copy({b_.slot(contributions_, me, c.index, theirs.offset - c.offset)},
-            b_.in(theirs.offset), theirs.length);
+    b_.copy({b_.slot(contributions_, me, c.index, theirs.offset - c.offset)}, b_.in(theirs.offset),
+            theirs.length);
   }
   b_.signal(kCopied, c.index + 1);
 }
@@ -42,36 +42,35 @@ void NodeStages::sum(const plan::Chunk& c) {
   const int me = t_.myLocal();
   const plan::Range mine = c.share(me, t_.numRails());
   b_.stage("sum");
-  // The slot's last share must be complete and, where they copy it, gathered.
-  b_.waitMate(me, kReady, c.index + 1 - depth_);
-  if (staged()) {
+  // The last share in this slot must be complete and, where mates copy it, gathered.
+  if (staged_) {
     b_.waitTeam(kGathered, c.index + 1 - depth_);
     b_.waitTeam(kCopied, c.index + 1);
+  } else {
+    b_.waitMate(me, kReady, c.index + 1 - depth_);
   }
   std::vector<plan::Ref> contributions;
   for (int mate = 0; mate < t_.teamSize(); ++mate) {
     if (mate == me) {
       contributions.push_back(b_.in(mine.offset));
-    } else if (shared_) {
-      contributions.push_back(b_.mateIn(mate, mine.offset));
-    } else {
+    } else if (staged_) {
       contributions.push_back(b_.slot(contributions_, mate, c.index, mine.offset - c.offset));
+    } else {
+      contributions.push_back(b_.mateIn(mate, mine.offset));
     }
   }
   b_.reduce({partial(c, mine.offset)}, contributions, mine.length, {.pre = true});
   b_.signal(kSummed, c.index + 1);
 }
 
-void NodeStages::awaitSum(const plan::Chunk& c) {
-  b_.waitMate(t_.myLocal(), kSummed, c.index + 1);
-}
+void NodeStages::awaitSum(const plan::Chunk& c) { b_.waitMate(t_.myLocal(), kSummed, c.index + 1); }
 
 void NodeStages::ready(const plan::Chunk& c) { b_.signal(kReady, c.index + 1); }
 
 void NodeStages::gather(const plan::Chunk& c) {
   b_.stage("gather");
   waitRails(b_, kReady, c.index + 1);
-  if (shared_) return;
+  if (!staged_) return;
   for (int mate : otherMates(t_)) {
     if (mate >= t_.numRails()) continue;
     const plan::Range theirs = c.share(mate, t_.numRails());
@@ -92,15 +91,14 @@ plan::Ref NodeStages::partial(const plan::Chunk& c, int64_t offset) const {
 }
 
 plan::Ref NodeStages::partialOf(int rail, const plan::Chunk& c, int64_t offset) const {
-  const plan::Range full =
-      plan::share({c.offset, c.fullLength}, rail, t_.numRails(), c.fullLength);
+  const plan::Range full = plan::share({c.offset, c.fullLength}, rail, t_.numRails(), c.fullLength);
   // An empty share of the tail begins where the chunk ends; nothing is read or written there.
   return b_.slot(partials_, rail, c.index, std::max<int64_t>(offset - full.offset, 0));
 }
 
 std::vector<plan::Ref> NodeStages::outputs(int64_t offset) {
   std::vector<plan::Ref> refs{b_.out(offset)};
-  if (shared_) {
+  if (!staged_) {
     for (int mate : otherMates(t_)) refs.push_back(b_.mateOut(mate, offset));
   }
   return refs;

@@ -57,14 +57,14 @@ class NodeStages {
   // Where the final values at this offset must go, besides my partial slot, for my node to have
   // them.
   std::vector<plan::Ref> outputs(int64_t offset);
-  bool staged() const { return !shared_; }
+  bool staged() const { return staged_; }
 
  private:
   plan::Ref partialOf(int rail, const plan::Chunk& c, int64_t offset) const;
 
   plan::Builder& b_;
   const plan::Topology& t_;
-  bool shared_;
+  bool staged_;
   int64_t depth_ = 0;
   int64_t chunkBytes_ = 0;
   int64_t shareBytes_ = 0;

@@ -31,20 +31,24 @@ constexpr int64_t kContributionSlots = 2;
 class DirectSum {
  public:
   DirectSum(plan::Builder& b, const Shape& shape)
-      : b_(b), t_(b.topology()), me_(t_.myLocal()), shape_(shape), blocks_(t_),
-        others_(otherNodes(t_)), depth_(pipelineDepth(b.limits())) {
+      : b_(b),
+        t_(b.topology()),
+        me_(t_.myLocal()),
+        blockBytes_(shape.bytes),
+        staged_(isStaged(t_, shape.shared)),
+        blocks_(t_),
+        others_(otherNodes(t_)),
+        depth_(pipelineDepth(b.limits())) {
     // Nodes must cut alike, so the staging memory is counted as if it were needed on all of them.
     const int64_t numRanks = t_.numRanks();
-    const int64_t pieces = kContributionSlots * numRanks +
-                           depth_ * (blocks_.allTurns() + blocks_.mostTurns());
-    chunkBytes_ = std::min({b.limits().fabricChunkBytes, b.limits().messageBytes,
-                            b.limits().poolBytes / pieces});
+    const int64_t pieces =
+        kContributionSlots * numRanks + depth_ * (blocks_.allTurns() + blocks_.mostTurns());
+    chunkBytes_ = std::min(
+        {b.limits().fabricChunkBytes, b.limits().messageBytes, b.limits().poolBytes / pieces});
     chunkBytes_ = clipChunk(chunkBytes_, shape.bytes);
     sums_ = b.pool("sums", depth_ * blocks_.allTurns(), chunkBytes_);
-    if (shape.shared) {
-      b.shareBuffers();
-      return;
-    }
+    if (shape.shared) b.shareBuffers();
+    if (!staged_) return;
     contributions_ = b.pool("contributions", kContributionSlots, numRanks * chunkBytes_);
     results_ = b.pool("results", depth_ * blocks_.mostTurns(), chunkBytes_);
   }
@@ -52,7 +56,7 @@ class DirectSum {
   int64_t chunkBytes() const { return chunkBytes_; }
 
   void copyIn(const plan::Chunk& c) {
-    if (shape_.shared) return;
+    if (!staged_) return;
     b_.stage("copy in");
     waitRails(b_, kSummed, c.index + 1 - kContributionSlots);
     for (Rank r = 0; r < t_.numRanks(); ++r) {
@@ -69,7 +73,7 @@ class DirectSum {
       b_.flush(t_.railPeer(n), 0, (c.index + 1 - depth_) * blocks_.count(me_, n));
     }
     b_.waitMate(me_, kServed, c.index + 1 - depth_);
-    if (!shape_.shared) b_.waitTeam(kCopied, c.index + 1);
+    if (staged_) b_.waitTeam(kCopied, c.index + 1);
     const int64_t mine = blocks_.count(me_, t_.myNode());
     for (int64_t turn = 0, slot = 0; turn < blocks_.mostTurns(); ++turn) {
       // My own node's first: "serve" waits for it while a put may wait for somebody's "serve".
@@ -98,8 +102,8 @@ class DirectSum {
         sums[static_cast<size_t>(n)] = b_.receive(t_.railPeer(n), 0, c.length);
       }
       plan::Ref target = b_.out(c.offset);
-      if (mate != me_ && shape_.shared) target = b_.mateOut(mate, c.offset);
-      if (mate != me_ && !shape_.shared) {
+      if (mate != me_ && !staged_) target = b_.mateOut(mate, c.offset);
+      if (mate != me_ && staged_) {
         b_.waitMate(mate, kGathered, c.index + 1 - depth_);
         target = resultSlot(me_, c, turn);
       }
@@ -111,7 +115,7 @@ class DirectSum {
 
   // Ranks beyond the rails.
   void copyOut(const plan::Chunk& c) {
-    if (shape_.shared) return;
+    if (!staged_) return;
     const int carrier = blocks_.carrierOf(me_);
     b_.stage("copy out");
     b_.waitMate(carrier, kServed, c.index + 1);
@@ -124,14 +128,14 @@ class DirectSum {
       b_.stage("sum");
       for (int n : others_) b_.flush(t_.railPeer(n), 0);
     }
-    if (!shape_.shared) return;
+    if (staged_) return;
     b_.stage("finish");
     waitRails(b_, kSummed, numChunks);
     if (!t_.onRail()) b_.waitMate(blocks_.carrierOf(me_), kServed, numChunks);
   }
 
  private:
-  int64_t place(Rank r, const plan::Chunk& c) const { return r * shape_.bytes + c.offset; }
+  int64_t place(Rank r, const plan::Chunk& c) const { return r * blockBytes_ + c.offset; }
   plan::Ref sumSlot(const plan::Chunk& c, int64_t i) const {
     return b_.slot(sums_, me_, c.index * blocks_.allTurns() + i, 0);
   }
@@ -146,10 +150,10 @@ class DirectSum {
     for (int mate = 0; mate < t_.teamSize(); ++mate) {
       if (mate == me_) {
         contributions.push_back(b_.in(place(r, c)));
-      } else if (shape_.shared) {
-        contributions.push_back(b_.mateIn(mate, place(r, c)));
-      } else {
+      } else if (staged_) {
         contributions.push_back(b_.slot(contributions_, mate, c.index, r * chunkBytes_));
+      } else {
+        contributions.push_back(b_.mateIn(mate, place(r, c)));
       }
     }
     b_.reduce({target}, contributions, c.length, {.pre = true});
@@ -158,7 +162,8 @@ class DirectSum {
   plan::Builder& b_;
   const plan::Topology& t_;
   int me_;
-  Shape shape_;
+  int64_t blockBytes_;
+  bool staged_;
   CarriedBlocks blocks_;
   std::vector<int> others_;
   int64_t depth_;

@@ -38,9 +38,8 @@ void sumThroughSlots(plan::Builder& b, const Shape& shape) {
   const plan::Topology& t = b.topology();
   const int me = t.myLocal();
   // All blocks together are the vector that is staged.
-  const int64_t chunkBytes =
-      clipChunk(std::min(b.limits().chunkBytes, b.limits().poolBytes / kSlots) / t.teamSize(),
-                shape.bytes);
+  const int64_t chunkBytes = clipChunk(
+      std::min(b.limits().chunkBytes, b.limits().poolBytes / kSlots) / t.teamSize(), shape.bytes);
   const uint8_t pool = b.pool("contributions", kSlots, t.teamSize() * chunkBytes);
   b.eachChunk(shape.bytes, chunkBytes, [&](const plan::Chunk& c) {
     b.stage("copy in");

@@ -17,13 +17,14 @@ enum class Preferred : uint8_t { Yes, No };
 struct Row {
   Collective collective;
   Choice choice;
-  Nodes nodes;          // what it can serve …
+  Nodes nodes;  // what it can serve …
   Buffers buffers;
   Size size;            // … and up to which size it is taken
   Preferred preferred;  // No: only when asked for by name
 };
 
 // The first preferred row that fits is taken.
+// clang-format off
 constexpr std::array kTable = {
     // One wait is all that a small vector can afford; copying it costs nothing.
     Row{Collective::AllReduce, {"one_shot", allreduceOneShot},
@@ -56,6 +57,7 @@ constexpr std::array kTable = {
     Row{Collective::Barrier, {"exchange", barrierExchange},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
 };
+// clang-format on
 
 bool canServe(const Row& row, const plan::Topology& t, const plan::Limits& limits,
               const Shape& shape) {
@@ -154,8 +156,8 @@ std::vector<AlgorithmInfo> listAlgorithms() {
     std::string serves = row.nodes == Nodes::One ? "one node" : "any nodes";
     if (row.buffers == Buffers::Shared) serves += ", shared buffers";
     if (row.size == Size::OneShot) serves += ", up to the staging memory";
-    std::string chosen = row.size == Size::OneShot ? "up to SMDDP_ONE_SHOT_BYTES"
-                                                   : "where no row above fits";
+    std::string chosen =
+        row.size == Size::OneShot ? "up to SMDDP_ONE_SHOT_BYTES" : "where no row above fits";
     if (row.preferred == Preferred::No) chosen = "by SMDDP_ALGORITHM only";
     infos.push_back({row.collective, row.choice.name, serves, chosen});
   }

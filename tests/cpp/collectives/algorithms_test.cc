@@ -34,7 +34,8 @@ int64_t numRanksOf(const Nodes& nodes) {
   return count;
 }
 
-// Nothing, one element, about one for each rank, odd counts, one granule more or less, chunks and a tail.
+// Nothing, one element, about one for each rank, odd counts, one granule more or less, chunks and a
+// tail.
 std::vector<int64_t> sizesFor(const NamedAlgorithm& algorithm, const Nodes& nodes) {
   if (algorithm.collective == Collective::Barrier) return {0};
   const int64_t n = numRanksOf(nodes);
@@ -122,7 +123,8 @@ TEST(Broadcast, WorksFromEveryRoot) {
   }
 }
 
-// Nodes decide by themselves whether their buffers are shared, so no message may tell the difference.
+// Nodes decide by themselves whether their buffers are shared, so no message may tell the
+// difference.
 TEST_P(Algorithms, SendTheSameMessagesForSharedAndPrivateBuffers) {
   if (GetParam().needsShared) return;
   forEachGroup(smallLimits(2), [](Case c) {

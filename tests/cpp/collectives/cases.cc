@@ -53,9 +53,7 @@ plan::Execution Case::execution() const {
     case Collective::ReduceScatter:
       execution = plan::Execution::reduceScatter(std::move(plans), bytes);
       break;
-    case Collective::Barrier:
-      execution = plan::Execution::barrier(std::move(plans));
-      break;
+    case Collective::Barrier: execution = plan::Execution::barrier(std::move(plans)); break;
   }
   execution.hasOneOrder = algorithm.oneOrder;
   execution.elementBytes = kElementBytes;
@@ -65,10 +63,11 @@ plan::Execution Case::execution() const {
 std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << c.algorithm << ", nodes " << testing::PrintToString(c.nodes) << ", shared "
              << testing::PrintToString(c.sharedOnNode)
-             << fmt::format(", {} bytes, root {}; window {}, pool {}, chunk {}, fabric chunk {}, "
-                            "message {}",
-                            c.bytes, c.root, c.limits.window, c.limits.poolBytes,
-                            c.limits.chunkBytes, c.limits.fabricChunkBytes, c.limits.messageBytes);
+             << fmt::format(
+                    ", {} bytes, root {}; window {}, pool {}, chunk {}, fabric chunk {}, "
+                    "message {}",
+                    c.bytes, c.root, c.limits.window, c.limits.poolBytes, c.limits.chunkBytes,
+                    c.limits.fabricChunkBytes, c.limits.messageBytes);
 }
 
 std::vector<std::vector<bool>> sharingsOf(const NamedAlgorithm& algorithm, const Nodes& nodes) {
@@ -84,7 +83,10 @@ std::vector<std::vector<bool>> sharingsOf(const NamedAlgorithm& algorithm, const
 }
 
 plan::Limits smallLimits(int64_t window) {
-  return {.chunkBytes = 256, .fabricChunkBytes = 512, .messageBytes = 128, .window = window,
+  return {.chunkBytes = 256,
+          .fabricChunkBytes = 512,
+          .messageBytes = 128,
+          .window = window,
           .poolBytes = 32 << 10};
 }
 

@@ -1,5 +1,5 @@
-// What the tests of algorithms have in common: which algorithms there are, on which groups and sizes they are
-// tried, and how their plans become an Execution for the checker.
+// What the tests of algorithms have in common: which algorithms there are, on which groups and
+// sizes they are tried, and how their plans become an Execution for the checker.
 #pragma once
 
 #include <iosfwd>

@@ -51,11 +51,13 @@ TEST(Selection, TakesTheAllreduceForNodesBuffersAndSize) {
 // What copies before the arrival is chosen before anybody knows whether buffers are shared.
 TEST(Selection, DoesNotAskWhereBuffersAreBeforeACopyThatPrecedesTheArrival) {
   for (int64_t bytes : {0, 4, 1024, 1025, 1 << 20}) {
-    const Choice& staged = select(kOneNode, {}, shapeOf(Collective::AllReduce, bytes), kOneShot, "");
+    const Choice& staged =
+        select(kOneNode, {}, shapeOf(Collective::AllReduce, bytes), kOneShot, "");
     const Choice& shared =
         select(kOneNode, {}, shapeOf(Collective::AllReduce, bytes, true), kOneShot, "");
     const auto copies = [&](const Choice& c, bool isShared) {
-      return c.build(kOneNode, {}, shapeOf(Collective::AllReduce, bytes, isShared)).preamble.numSteps > 2;
+      return c.build(kOneNode, {}, shapeOf(Collective::AllReduce, bytes, isShared))
+                 .preamble.numSteps > 2;
     };
     if (copies(staged, false) || copies(shared, true)) {
       EXPECT_EQ(&staged, &shared) << bytes;
@@ -99,7 +101,8 @@ TEST(Selection, TakesTheFirstOverrideThatServes) {
 
 TEST(Selection, RefusesWhatItDoesNotKnow) {
   const Shape shape = shapeOf(Collective::AllReduce, 8);
-  EXPECT_THAT(refusal(kOneNode, shape, "allreduce=rign"), HasSubstr("zero_copy, two_phase, direct, ring"));
+  EXPECT_THAT(refusal(kOneNode, shape, "allreduce=rign"),
+              HasSubstr("zero_copy, two_phase, direct, ring"));
   EXPECT_THAT(refusal(kOneNode, shape, "allreduce"), HasSubstr("only one_shot"));
   EXPECT_THAT(refusal(kOneNode, shape, "allredcue=ring"), HasSubstr("allreduce, broadcast"));
   // A mistake in another collective's entry shows at once too.

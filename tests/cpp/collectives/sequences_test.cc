@@ -1,4 +1,5 @@
-// Different plans one after the other, as a program issues them: what one leaves behind must not harm the next.
+// Different plans one after the other, as a program issues them: what one leaves behind must not
+// harm the next.
 #include <algorithm>
 #include <random>
 #include <sstream>
