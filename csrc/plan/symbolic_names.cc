@@ -80,6 +80,7 @@ std::string SymbolicRun::obstacleOf(const Thread& t, const Step& step) const {
                                                    : ChannelKey{t.rank, step.who, step.stream});
   const auto put = static_cast<int64_t>(channel.messages.size()) - channel.base[e];
   if (step.op != Op::Put) return fmt::format("{} messages have been put", put);
+  if (put + 1 < value) return fmt::format("{} messages have been put before it", put);
   const int64_t released = channel.releases.empty() ? 0 : channel.releases.back().value;
   return fmt::format("no credit: {} messages put, {} released, window {}", put,
                      released - channel.base[e], limits_.window);

@@ -108,7 +108,6 @@ void SymbolicRun::finish(Rank rank) {
     t.clock.join(threads_[state.firstThread + i].clock);
   }
   t.clock.tick();
-  requireTeamSeen(rank);
   requireAllBegun(rank);
   requireChannelsMoved(rank);
   requireOutputs(rank);
@@ -116,21 +115,6 @@ void SymbolicRun::finish(Rank rank) {
   ++state.execution;
   forget(rank);
   begin(rank);
-}
-
-void SymbolicRun::requireTeamSeen(Rank rank) {
-  const Thread& t = threads_[ranks_[rank].firstThread];
-  const int64_t stamp = stampOf(t, 1);
-  for (const Rank mate : topology_.node(topology_.nodeOf(rank))) {
-    const auto& history = ranks_[mate].counters[kArrival].history;
-    const bool seen = std::any_of(history.begin(), history.end(), [&](const Signalled& s) {
-      return s.value == stamp && t.clock.includes(s.clock.now());
-    });
-    if (seen) continue;
-    fail(Verdict::Kind::Malformed,
-         fmt::format("rank {} ends execution {} without having seen the arrival of rank {}", rank,
-                     ranks_[rank].execution, mate));
-  }
 }
 
 void SymbolicRun::requireAllBegun(Rank rank) {

@@ -79,7 +79,6 @@ class SymbolicRun {
   void begin(Rank rank);
   void launchLanes(Rank rank);
   void finish(Rank rank);
-  void requireTeamSeen(Rank rank);
   void requireAllBegun(Rank rank);
   void requireChannelsMoved(Rank rank);
   void forget(Rank rank);

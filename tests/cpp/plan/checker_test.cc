@@ -125,12 +125,8 @@ TEST(Checker, FindsCounterSharedByTwoStages) {
 }
 
 TEST(Checker, FindsPlanThatEndsWithoutSeeingTheArrival) {
-  // Nothing else makes it wait for its mates.
-  Execution execution = Execution::broadcast(
-      sumThroughSlots(makeNodes(1, 2), smallLimits(), 0, Mistake::NoArrival), 0, 0);
-  for (Plan& plan : execution.plans) plan.lanes.clear();
-  expectProblem(checkTimes(makeNodes(1, 2), execution, 1), Kind::Malformed,
-                HasSubstr("without having seen the arrival of rank 1"));
+  expectProblem(checkTimes(kOneNode, throughSlots(Mistake::NoArrival), 1), Kind::Malformed,
+                HasSubstr("rank 0: the preamble does not wait for the team's arrival"));
 }
 
 TEST(Checker, FindsDeadlockAndNamesWhatIsMissing) {
@@ -200,6 +196,46 @@ TEST(Checker, FindsBrokenRules) {
   execution = Execution::allReduce(sumInPlace(kOneNode, smallLimits(), kBytes, true), kBytes);
   for (Plan& plan : execution.plans) plan.zeroCopy = false;
   expectProblem(checkTimes(kOneNode, execution, 1), Kind::Malformed, HasSubstr("not zero-copy"));
+  execution.plans[0].zeroCopy = true;
+  expectProblem(checkTimes(kOneNode, execution, 1), Kind::Malformed,
+                HasSubstr("zero-copy here but not on rank 0"));
+
+  Builder b(Topology({{0}}, 0), smallLimits(), "moves early");
+  b.shareBuffers();
+  const uint8_t pool = b.pool("slots", 1, 64);
+  b.copy({b.slot(pool, 0, 0, 0)}, b.in(0), 64);
+  b.arrive();
+  expectProblem(checkTimes({{0}}, Execution::allReduce({b.done()}, 64), 1), Kind::Malformed,
+                HasSubstr("moves before the arrival"));
+}
+
+TEST(Checker, LetsLanesShareAChannelInTheOrderOfNumbers) {
+  const auto build = [](bool inTurn) {
+    std::vector<Plan> plans;
+    for (Rank r = 0; r < 2; ++r) {
+      Builder b(Topology(kTwoNodes, r), smallLimits(), "two senders");
+      b.arrive();
+      b.stage("first");
+      if (r == 0) b.put(1, 0, b.in(0), 64);
+      b.stage("second");
+      if (r == 0) {
+        b.put(1, 0, b.in(64), 64);
+        b.flush(1, 0);
+      }
+      for (int i = 0; r == 1 && i < 2; ++i) {
+        const Ref message = b.receive(0, 0, 64);
+        b.copy({b.out(64 * i)}, message, 64);
+        b.release(0, 0);
+      }
+      plans.push_back(b.done());
+    }
+    // The second lane waits for a turn that never comes.
+    if (!inTurn) plans[0].lanes.erase(plans[0].lanes.begin());
+    return Execution::broadcast(plans, 128, 0);
+  };
+  expectCorrect(checkTimes(kTwoNodes, build(true), 3));
+  expectProblem(checkTimes(kTwoNodes, build(false), 1), Kind::Deadlock,
+                AllOf(HasSubstr("rank 0, stage second"), HasSubstr("0 messages have been put")));
 }
 
 TEST(Checker, FindsBarrierThatLetsThrough) {

@@ -25,16 +25,34 @@ bool remove(Plan& plan, size_t i) {
   return true;
 }
 
-// Wait and flush one too early, promise one too much.
+int64_t tripsOf(const Plan& plan, size_t i) {
+  for (const Lane& lane : plan.lanes) {
+    for (const Block& block : lane.blocks) {
+      if (i >= block.firstStep && i < block.firstStep + block.numSteps) return block.trips;
+    }
+  }
+  return 1;
+}
+
+// Wait for one less, promise one more. (In a single trip nobody may be waiting for more.)
 bool weaken(Plan& plan, size_t i) {
   Step& step = plan.steps[i];
   if (step.op == Op::Wait || step.op == Op::Flush || step.op == Op::Receive) {
     --step.value.base;
-  } else if (step.op == Op::Signal || step.op == Op::Release) {
+  } else if ((step.op == Op::Signal || step.op == Op::Release) && tripsOf(plan, i) > 1) {
     ++step.value.base;
   } else {
     return false;
   }
+  return true;
+}
+
+// A signal or release before the copy or reduction that it announces.
+bool announceEarly(Plan& plan, size_t i) {
+  const Op op = plan.steps[i].op;
+  if ((op != Op::Signal && op != Op::Release) || i == 0) return false;
+  if (isRemovable(plan.steps[i - 1].op) || tripsOf(plan, i) != tripsOf(plan, i - 1)) return false;
+  std::swap(plan.steps[i], plan.steps[i - 1]);
   return true;
 }
 
@@ -65,6 +83,7 @@ std::vector<Change> allChanges(int mostRefs) {
   std::vector<Change> changes{
       {"removed", remove},
       {"off by one", weaken},
+      {"announced early", announceEarly},
       {"pre-scaling flipped",
        [](Plan& plan, size_t i) {
          Step& step = plan.steps[i];

@@ -10,9 +10,10 @@
 namespace smddp::plan {
 
 // Calls `visit` with every mutation of the plans: a wait, signal, put, receive, release or flush removed, or its
-// number off by one to the weak side; a slot or message exchanged with its neighbour, or its owner with
-// another; a source of a reduction dropped; a scaling flipped. Each on one rank alone, and on all ranks
-// that have the same step at the same place. Waits for a team of one are left out: they mean nothing.
+// number off by one to the weak side; a signal or release moved before what it announces; a slot or message
+// exchanged with its neighbour, or its owner with another; a source of a reduction dropped; a scaling
+// flipped. Each on one rank alone, and on all ranks that have the same step at the same place. Waits for a
+// team of one are left out: they mean nothing.
 void forEachMutation(
     const std::vector<std::vector<Rank>>& nodes, const std::vector<Plan>& plans,
     const std::function<void(const std::string& what, std::vector<Plan> mutated)>& visit);
