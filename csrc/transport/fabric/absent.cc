@@ -5,7 +5,8 @@ namespace smddp::transport::fabric {
 namespace {
 
 constexpr const char* kAbsent =
-    "built without libfabric: all ranks must share one node. For several nodes install libfabric >= 1.17 "
+    "built without libfabric: all ranks must share one node. For several nodes install libfabric "
+    ">= 1.17 "
     "(package libfabric-dev, or set LIBFABRIC_HOME) and build smddp again";
 
 }  // namespace

@@ -24,8 +24,10 @@ std::string numericAddress(const sockaddr* address) {
   std::array<char, INET6_ADDRSTRLEN> text{};
   const void* bytes = nullptr;
   if (address == nullptr) return "";
-  if (address->sa_family == AF_INET) bytes = &reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
-  if (address->sa_family == AF_INET6) bytes = &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+  if (address->sa_family == AF_INET)
+    bytes = &reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
+  if (address->sa_family == AF_INET6)
+    bytes = &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
   if (bytes == nullptr) return "";
   return inet_ntop(address->sa_family, bytes, text.data(), text.size()) ? text.data() : "";
 }
@@ -74,7 +76,8 @@ InfoPtr hintsAfter(int relaxations) {
   return hints;
 }
 
-ProviderInfo describeInfo(const fi_info& info, const std::map<std::string, Interface>& interfaces, int relaxed) {
+ProviderInfo describeInfo(const fi_info& info, const std::map<std::string, Interface>& interfaces,
+                          int relaxed) {
   ProviderInfo result;
   const auto text = [](const char* s) { return std::string(s ? s : ""); };
   result.provider = text(info.fabric_attr->prov_name);
@@ -89,12 +92,15 @@ ProviderInfo describeInfo(const fi_info& info, const std::map<std::string, Inter
   result.iovLimit = info.tx_attr->iov_limit;
   result.maxMessageBytes = info.ep_attr->max_msg_size;
   result.relaxed = relaxed;
-  if (info.addr_format == FI_SOCKADDR_IN || info.addr_format == FI_SOCKADDR_IN6 || info.addr_format == FI_SOCKADDR) {
+  if (info.addr_format == FI_SOCKADDR_IN || info.addr_format == FI_SOCKADDR_IN6 ||
+      info.addr_format == FI_SOCKADDR) {
     result.address = numericAddress(static_cast<const sockaddr*>(info.src_addr));
     const auto found = interfaces.find(result.address);
-    if (found != interfaces.end()) result.interface = found->second.name, result.linkUp = found->second.up;
+    if (found != interfaces.end())
+      result.interface = found->second.name, result.linkUp = found->second.up;
   }
-  if (info.nic && info.nic->link_attr && info.nic->link_attr->state == FI_LINK_DOWN) result.linkUp = false;
+  if (info.nic && info.nic->link_attr && info.nic->link_attr->state == FI_LINK_DOWN)
+    result.linkUp = false;
   return result;
 }
 

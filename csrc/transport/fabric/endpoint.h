@@ -60,9 +60,10 @@ class Endpoint {
 
   // Both return 0, -FI_EAGAIN when the provider has no room, or the error. The message is what lies in the slot
   // (headBytes), then `tail`.
-  ssize_t send(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail, void* tailDescriptor);
-  ssize_t write(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail, void* tailDescriptor,
-                uint64_t address, uint64_t key, uint32_t immediate);
+  ssize_t send(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail,
+               void* tailDescriptor);
+  ssize_t write(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail,
+                void* tailDescriptor, uint64_t address, uint64_t key, uint32_t immediate);
 
   // Makes progress. Returns how many completions there were.
   size_t poll(Completions& handler);

@@ -71,7 +71,8 @@ inline CompletionQueue tryCreateCompletionQueue(fid_domain& domain, size_t size,
   attributes.format = FI_CQ_FORMAT_DATA;
   attributes.wait_obj = wait;
   fid_cq* object = nullptr;
-  return fi_cq_open(&domain, &attributes, &object, nullptr) == 0 ? CompletionQueue(object) : nullptr;
+  return fi_cq_open(&domain, &attributes, &object, nullptr) == 0 ? CompletionQueue(object)
+                                                                 : nullptr;
 }
 
 inline EndpointFid createEndpoint(fid_domain& domain, fi_info& info) {
@@ -80,14 +81,14 @@ inline EndpointFid createEndpoint(fid_domain& domain, fi_info& info) {
   return EndpointFid(object);
 }
 
-inline MemoryRegion createMemoryRegion(fid_domain& domain, void* start, size_t bytes, uint64_t access,
-                                       uint64_t key) {
+inline MemoryRegion createMemoryRegion(fid_domain& domain, void* start, size_t bytes,
+                                       uint64_t access, uint64_t key) {
   fid_mr* object = nullptr;
   const int result = fi_mr_reg(&domain, start, bytes, access, 0, key, 0, &object, nullptr);
   if (result != 0)
     raise(ErrorKind::Resource,
-          "the fabric cannot register {} bytes of memory: {}; `ulimit -l` is the usual limit", bytes,
-          fi_strerror(-result));
+          "the fabric cannot register {} bytes of memory: {}; `ulimit -l` is the usual limit",
+          bytes, fi_strerror(-result));
   return MemoryRegion(object);
 }
 

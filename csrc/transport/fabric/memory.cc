@@ -28,7 +28,8 @@ Registry::Region& Registry::insert(std::span<std::byte> memory, uint64_t access,
   Region region{memory, nullptr, {}, target};
   region.key = {0, nextKey_++};
   if ((target && remote_) || needsLocal()) {
-    region.registration = createMemoryRegion(domain_, memory.data(), memory.size(), access, region.key.key);
+    region.registration =
+        createMemoryRegion(domain_, memory.data(), memory.size(), access, region.key.key);
     if (mrMode_ & FI_MR_ENDPOINT) {
       check(fi_mr_bind(region.registration.get(), &endpoint_->fid, 0), "fi_mr_bind");
       check(fi_mr_enable(region.registration.get()), "fi_mr_enable");

@@ -36,8 +36,8 @@ struct Operation {
 
   fi_context2 context{};  // the provider's scratch memory; must come first
   Kind kind = Kind::Receive;
-  PeerId peer = -1;                 // of Control and Put
-  std::byte* slot = nullptr;        // registered memory of this operation
+  PeerId peer = -1;           // of Control and Put
+  std::byte* slot = nullptr;  // registered memory of this operation
   void* slotDescriptor = nullptr;
   std::shared_ptr<OutgoingPut> put;  // of Put
 };

@@ -22,9 +22,9 @@ constexpr uint64_t kHonouredModes = FI_CONTEXT | FI_CONTEXT2;
 
 struct KnownProvider {
   const char* name;
-  int order;                 // lower is better
-  bool automatic;            // may be chosen without being named
-  const char* refusal;       // why it is never used; null when it may be
+  int order;            // lower is better
+  bool automatic;       // may be chosen without being named
+  const char* refusal;  // why it is never used; null when it may be
 };
 
 constexpr KnownProvider kKnownProviders[] = {
@@ -66,7 +66,8 @@ bool startsWithAny(std::string_view name, std::initializer_list<const char*> pre
 
 // Bridges and tunnels of container runtimes: they exist on every host with the same address.
 bool isVirtual(std::string_view interface) {
-  return startsWithAny(interface, {"docker", "virbr", "br-", "cni", "veth", "cali", "flannel", "podman", "lxc"});
+  return startsWithAny(
+      interface, {"docker", "virbr", "br-", "cni", "veth", "cali", "flannel", "podman", "lxc"});
 }
 
 bool isLoopback(const ProviderInfo& info) {
@@ -74,7 +75,8 @@ bool isLoopback(const ProviderInfo& info) {
 }
 
 // How well the interface suits; lower is better.
-int interfaceRank(const ProviderInfo& info, const std::string& route, const std::set<std::string>& routed) {
+int interfaceRank(const ProviderInfo& info, const std::string& route,
+                  const std::set<std::string>& routed) {
   if (!route.empty() && info.address == route) return 0;
   if (isLoopback(info)) return 6;
   if (!info.linkUp) return 7;
@@ -99,36 +101,44 @@ std::string listOf(const std::set<std::string>& names) { return joined(names, ",
 
 std::string whyUnusable(const ProviderInfo& info) {
   if (const char* refusal = lookUp(info.provider).refusal) return refusal;
-  if (info.mrMode & ~kHonouredMrModes) return "it demands a memory registration mode that smddp does not have";
+  if (info.mrMode & ~kHonouredMrModes)
+    return "it demands a memory registration mode that smddp does not have";
   if (info.mode & ~kHonouredModes) return "it demands an application mode that smddp does not have";
   if (info.mrKeyBytes > sizeof(uint64_t)) return "its memory keys are longer than 8 bytes";
   if (!(info.caps & FI_MSG)) return "it has no messages";
   return "";
 }
 
-[[noreturn]] void raiseNothingUsable(const std::vector<ProviderInfo>& offered, const Options& options) {
+[[noreturn]] void raiseNothingUsable(const std::vector<ProviderInfo>& offered,
+                                     const Options& options) {
   std::set<std::string> names, interfaces;
   for (const ProviderInfo& info : offered) {
     const std::string why = whyUnusable(info);
-    names.insert(why.empty() ? info.provider : fmt::format("{} (not used: {})", info.provider, why));
+    names.insert(why.empty() ? info.provider
+                             : fmt::format("{} (not used: {})", info.provider, why));
     if (!info.interface.empty()) interfaces.insert(info.interface);
     if (info.interface.empty()) interfaces.insert(info.domain);
   }
-  const bool providerThere = std::any_of(offered.begin(), offered.end(), [&](const ProviderInfo& info) {
-    return whyUnusable(info).empty() &&
-           (options.provider.empty() ? lookUp(info.provider).automatic : isNamed(info, options.provider));
-  });
+  const bool providerThere =
+      std::any_of(offered.begin(), offered.end(), [&](const ProviderInfo& info) {
+        return whyUnusable(info).empty() &&
+               (options.provider.empty() ? lookUp(info.provider).automatic
+                                         : isNamed(info, options.provider));
+      });
   if (!options.interface.empty() && providerThere)
     raise(ErrorKind::Usage,
-          "SMDDP_INTERFACE={} names an interface that {} does not offer here; there is {}", options.interface,
-          options.provider.empty() ? "libfabric" : options.provider, listOf(interfaces));
+          "SMDDP_INTERFACE={} names an interface that {} does not offer here; there is {}",
+          options.interface, options.provider.empty() ? "libfabric" : options.provider,
+          listOf(interfaces));
   if (!options.provider.empty())
     raise(ErrorKind::Usage,
-          "SMDDP_PROVIDER={} names a provider that libfabric does not offer here; there is {}. Unset it to "
+          "SMDDP_PROVIDER={} names a provider that libfabric does not offer here; there is {}. "
+          "Unset it to "
           "let smddp choose, or see `fi_info -p '{}'`",
           options.provider, listOf(names), options.provider);
   raise(ErrorKind::Usage,
-        "libfabric offers no provider that smddp can use between nodes; there is {}. Install a libfabric "
+        "libfabric offers no provider that smddp can use between nodes; there is {}. Install a "
+        "libfabric "
         "with the tcp provider, and check that the network interface is up",
         listOf(names));
 }
@@ -142,7 +152,8 @@ bool interfaceAllowed(const ProviderInfo& info, const std::string& wanted, bool 
 }
 
 std::string explain(const ProviderInfo& info, const Options& options, int rank) {
-  std::string why = options.provider.empty() ? "first of the known providers" : "provider by SMDDP_PROVIDER";
+  std::string why =
+      options.provider.empty() ? "first of the known providers" : "provider by SMDDP_PROVIDER";
   if (!options.interface.empty() && !info.interface.empty())
     why += ", interface by SMDDP_INTERFACE";
   else if (!info.interface.empty() && rank <= 1)
@@ -156,11 +167,13 @@ std::string explain(const ProviderInfo& info, const Options& options, int rank) 
 }  // namespace
 
 Protocol protocolOf(const ProviderInfo& info, const Options& options) {
-  const bool usable = (info.caps & FI_RMA) && info.cqDataBytes >= sizeof(uint32_t) && !info.emulatedWrite;
+  const bool usable =
+      (info.caps & FI_RMA) && info.cqDataBytes >= sizeof(uint32_t) && !info.emulatedWrite;
   return options.rma && usable ? Protocol::Write : Protocol::Send;
 }
 
-Choice choose(const std::vector<ProviderInfo>& offered, const Options& options, const std::string& route) {
+Choice choose(const std::vector<ProviderInfo>& offered, const Options& options,
+              const std::string& route) {
   std::set<std::string> routed;
   bool namesCard = false, namesInterface = false;
   for (const ProviderInfo& info : offered) {
@@ -168,7 +181,8 @@ Choice choose(const std::vector<ProviderInfo>& offered, const Options& options, 
     if (info.interface.empty() && info.domain == options.interface) namesCard = true;
     if (info.interface == options.interface) namesInterface = true;
   }
-  if (!options.interface.empty() && !namesCard && !namesInterface) raiseNothingUsable(offered, options);
+  if (!options.interface.empty() && !namesCard && !namesInterface)
+    raiseNothingUsable(offered, options);
 
   // Provider, then what had to be given up, then the interface.
   using Score = std::tuple<int, int, int, int>;
@@ -195,7 +209,8 @@ Choice choose(const std::vector<ProviderInfo>& offered, const Options& options, 
   // Cards without an interface are alike, and the ranks of a node share them out. Interfaces are not: all
   // ranks must meet in one network.
   const bool cards = offered[equals.front()].interface.empty();
-  const size_t chosen = cards ? equals[static_cast<size_t>(options.localRank) % equals.size()] : equals.front();
+  const size_t chosen =
+      cards ? equals[static_cast<size_t>(options.localRank) % equals.size()] : equals.front();
   return {chosen, explain(offered[chosen], options, std::get<3>(*best))};
 }
 
@@ -213,8 +228,8 @@ std::string describe(const ProviderInfo& info, Protocol protocol, const std::str
                                 ? fmt::format("domain {}", info.domain)
                                 : fmt::format("interface {} ({})", info.interface, info.address);
   return fmt::format("{} {}.{}, {}, mr_mode {}, {}; {}", info.provider, FI_MAJOR(info.version),
-                     FI_MINOR(info.version), place, joined(bits, "|", "none"),
-                     toString(protocol), why);
+                     FI_MINOR(info.version), place, joined(bits, "|", "none"), toString(protocol),
+                     why);
 }
 
 }  // namespace smddp::transport::fabric

@@ -46,7 +46,8 @@ struct ProviderInfo {
 };
 
 // What is given up, in this order, when a provider does not answer to the full wish.
-inline constexpr const char* kRelaxations[] = {"manual progress", "one thread per domain", "remote writes"};
+inline constexpr const char* kRelaxations[] = {"manual progress", "one thread per domain",
+                                               "remote writes"};
 
 enum class Protocol : uint8_t { Write, Send };
 constexpr const char* toString(Protocol protocol) {
@@ -64,7 +65,8 @@ struct Choice {
 // `route` is our own numeric address on the way to the master, empty when unknown.
 // Throws Usage when a named provider or interface is missing, or when nothing is usable; the text lists what
 // there is.
-Choice choose(const std::vector<ProviderInfo>& offered, const Options& options, const std::string& route);
+Choice choose(const std::vector<ProviderInfo>& offered, const Options& options,
+              const std::string& route);
 
 // "net 117.0, interface eth0 (192.0.2.2), mr_mode none, remote writes; why"
 std::string describe(const ProviderInfo& info, Protocol protocol, const std::string& why);

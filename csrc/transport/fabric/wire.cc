@@ -23,7 +23,8 @@ static_assert(sizeof(AddressHeader) == 16);
 std::vector<std::byte> encode(const Address& address) {
   SMDDP_CHECK(address.provider.size() < 64 && address.name.size() < 400, "address of {} bytes",
               address.name.size());
-  const AddressHeader header{kAddressVersion, address.protocol, static_cast<uint8_t>(address.provider.size()),
+  const AddressHeader header{kAddressVersion, address.protocol,
+                             static_cast<uint8_t>(address.provider.size()),
                              static_cast<uint16_t>(address.name.size()), address.id};
   const Bytes provider = std::as_bytes(std::span(address.provider));
   std::vector<std::byte> bytes(sizeof(header) + provider.size() + address.name.size());
@@ -41,7 +42,9 @@ Address decodeAddress(Bytes bytes) {
           "a peer's fabric address cannot be read; all ranks must run the same version of smddp");
   const Bytes provider = bytes.subspan(sizeof(*header), header->providerBytes);
   const Bytes name = bytes.last(header->nameBytes);
-  return {header->id, header->protocol, std::string(reinterpret_cast<const char*>(provider.data()), provider.size()),
+  return {header->id,
+          header->protocol,
+          std::string(reinterpret_cast<const char*>(provider.data()), provider.size()),
           {name.begin(), name.end()}};
 }
 

@@ -115,16 +115,18 @@ class TransportSuite : public ::testing::TestWithParam<Kind> {
     ASSERT_TRUE(pollUntil([&] { return at(from).control(peerOf_[from][to], message); }))
         << "no room for a control message";
   }
-  void put(int from, int to, const RemoteSlot& slot, uint32_t immediate, Bytes header, Bytes payload,
-           uint64_t token) {
+  void put(int from, int to, const RemoteSlot& slot, uint32_t immediate, Bytes header,
+           Bytes payload, uint64_t token) {
     ASSERT_TRUE(pollUntil([&] {
       return at(from).put(peerOf_[from][to], slot, immediate, header, payload, token);
-    })) << "no room for put " << token;
+    })) << "no room for put "
+        << token;
   }
 
   void expectNobodyFailed() {
     for (const RecordingSink& sink : sinks_) {
-      for (const auto& [peer, cause] : sink.failed) ADD_FAILURE() << "peer " << peer << ": " << cause;
+      for (const auto& [peer, cause] : sink.failed)
+        ADD_FAILURE() << "peer " << peer << ": " << cause;
     }
   }
 
@@ -201,10 +203,12 @@ TEST_P(TransportSuite, PutDeliversHeaderPayloadAndImmediate) {
     const auto header = pattern(kHeaderBytes, 11);
     const auto payload = pattern(size, 22);
     ASSERT_NO_FATAL_FAILURE(put(0, 1, {key, kOffset}, immediate, header, payload, token));
-    ASSERT_TRUE(pollUntil([&] { return sinks_[1].puts.count(immediate) && sinks_[0].done.count(token); }));
+    ASSERT_TRUE(
+        pollUntil([&] { return sinks_[1].puts.count(immediate) && sinks_[0].done.count(token); }));
     EXPECT_TRUE(slotHolds(target, kOffset, header, payload));
     const auto isZero = [](std::byte b) { return b == std::byte{0}; };
-    EXPECT_TRUE(std::all_of(target.begin(), target.begin() + kOffset, isZero)) << "bytes in front written";
+    EXPECT_TRUE(std::all_of(target.begin(), target.begin() + kOffset, isZero))
+        << "bytes in front written";
     EXPECT_TRUE(std::all_of(target.end() - 64, target.end(), isZero)) << "bytes behind written";
     EXPECT_EQ(sinks_[1].puts[immediate], 1);
     EXPECT_EQ(sinks_[0].done[token], 1);
@@ -227,12 +231,15 @@ TEST_P(TransportSuite, ManyPutsArriveOnceEachUnderBackPressure) {
     const auto header = pattern(kHeaderBytes, ~i);  // gone right after the call
     ASSERT_NO_FATAL_FAILURE(put(0, 1, {key, i * kSlot}, i, header, payloads[i], 5000 + i));
   }
-  ASSERT_TRUE(pollUntil([&] { return sinks_[1].puts.size() == kPuts && sinks_[0].done.size() == kPuts; }))
-      << sinks_[1].puts.size() << " arrived, " << sinks_[0].done.size() << " done";
+  ASSERT_TRUE(pollUntil([&] {
+    return sinks_[1].puts.size() == kPuts && sinks_[0].done.size() == kPuts;
+  })) << sinks_[1].puts.size()
+      << " arrived, " << sinks_[0].done.size() << " done";
   for (uint32_t i = 0; i < kPuts; ++i) {
     ASSERT_EQ(sinks_[1].puts[i], 1);
     ASSERT_EQ(sinks_[0].done[5000 + i], 1);
-    ASSERT_TRUE(slotHolds(target, i * kSlot, pattern(kHeaderBytes, ~i), payloads[i])) << "put " << i;
+    ASSERT_TRUE(slotHolds(target, i * kSlot, pattern(kHeaderBytes, ~i), payloads[i]))
+        << "put " << i;
   }
 }
 
@@ -245,12 +252,15 @@ TEST_P(TransportSuite, RoomIsBounded) {
   const auto payload = pattern(1024, 2);
   uint32_t accepted = 0;
   // Without a poll the sender must refuse at some point, and lose nothing of what it accepted.
-  while (accepted < 1'000'000 && at(0).put(peerOf_[0][1], {key, 0}, accepted, header, payload, accepted))
+  while (accepted < 1'000'000 &&
+         at(0).put(peerOf_[0][1], {key, 0}, accepted, header, payload, accepted))
     ++accepted;
   EXPECT_LT(accepted, 1'000'000u);
   EXPECT_GT(accepted, 0u);
-  ASSERT_TRUE(pollUntil([&] { return sinks_[1].puts.size() == accepted && sinks_[0].done.size() == accepted; }))
-      << sinks_[1].puts.size() << " of " << accepted;
+  ASSERT_TRUE(pollUntil([&] {
+    return sinks_[1].puts.size() == accepted && sinks_[0].done.size() == accepted;
+  })) << sinks_[1].puts.size()
+      << " of " << accepted;
 }
 
 TEST_P(TransportSuite, LargePutsCrossInBothDirections) {
@@ -270,18 +280,20 @@ TEST_P(TransportSuite, LargePutsCrossInBothDirections) {
     for (int from : {0, 1}) {
       auto& payload = payloads[{from, i}] = pattern(kBytes, i + 100 * from);
       const auto header = pattern(kHeaderBytes, i);
-      ASSERT_NO_FATAL_FAILURE(put(from, 1 - from, {keys[1 - from], i * kSlot}, i, header, payload, i));
+      ASSERT_NO_FATAL_FAILURE(
+          put(from, 1 - from, {keys[1 - from], i * kSlot}, i, header, payload, i));
       ASSERT_NO_FATAL_FAILURE(send(from, 1 - from, pattern(16, i)));
     }
   }
   ASSERT_TRUE(pollUntil([&] {
     return std::all_of(sinks_.begin(), sinks_.end(), [](const RecordingSink& sink) {
-      return sink.puts.size() == kPuts && sink.done.size() == kPuts && sink.controls.size() == kPuts;
+      return sink.puts.size() == kPuts && sink.done.size() == kPuts &&
+             sink.controls.size() == kPuts;
     });
   }));
   for (const auto& [who, payload] : payloads) {
-    EXPECT_TRUE(slotHolds(targets[1 - who.first], who.second * kSlot, pattern(kHeaderBytes, who.second),
-                          payload));
+    EXPECT_TRUE(slotHolds(targets[1 - who.first], who.second * kSlot,
+                          pattern(kHeaderBytes, who.second), payload));
   }
 }
 
@@ -303,7 +315,8 @@ TEST_P(TransportSuite, ThreePeersAreToldApart) {
       if (from == to) continue;
       const auto pair = static_cast<uint32_t>(from * 3 + to);
       ASSERT_NO_FATAL_FAILURE(send(from, to, pattern(40, pair)));
-      ASSERT_NO_FATAL_FAILURE(put(from, to, {keys[to], from * kSlot}, from, header, payloads[pair], pair));
+      ASSERT_NO_FATAL_FAILURE(
+          put(from, to, {keys[to], from * kSlot}, from, header, payloads[pair], pair));
     }
   }
   ASSERT_TRUE(pollUntil([&] {
@@ -337,7 +350,8 @@ TEST_P(TransportSuite, PayloadMayBeOverwrittenOncePutIsDone) {
   const auto header = pattern(kHeaderBytes, 9);
   for (uint32_t i = 0; i < kPuts; ++i)
     ASSERT_NO_FATAL_FAILURE(put(0, 1, {key, i * kSlot}, i, header, payloads[i], i));
-  ASSERT_TRUE(pollUntil([&] { return sinks_[1].puts.size() == kPuts && sinks_[0].done.size() == kPuts; }));
+  ASSERT_TRUE(
+      pollUntil([&] { return sinks_[1].puts.size() == kPuts && sinks_[0].done.size() == kPuts; }));
   for (uint32_t i = 0; i < kPuts; ++i)
     EXPECT_TRUE(slotHolds(target, i * kSlot, header, pattern(i * 40'000 + 1, i))) << "put " << i;
 }
@@ -345,10 +359,12 @@ TEST_P(TransportSuite, PayloadMayBeOverwrittenOncePutIsDone) {
 TEST_P(TransportSuite, WaitDescriptorWakes) {
   ASSERT_NO_FATAL_FAILURE(start(2));
   if (IsSkipped()) return;
-  if (at(1).waitDescriptor() < 0) GTEST_SKIP() << "no descriptor: the caller looks from time to time";
+  if (at(1).waitDescriptor() < 0)
+    GTEST_SKIP() << "no descriptor: the caller looks from time to time";
   // First a round trip: setting up a connection has events of its own.
   for (int from : {0, 1}) ASSERT_NO_FATAL_FAILURE(send(from, 1 - from, pattern(8, 1)));
-  ASSERT_TRUE(pollUntil([&] { return sinks_[0].controls.size() == 1 && sinks_[1].controls.size() == 1; }));
+  ASSERT_TRUE(
+      pollUntil([&] { return sinks_[0].controls.size() == 1 && sinks_[1].controls.size() == 1; }));
   const auto readable = [&](int milliseconds) {
     pollfd wait{at(1).waitDescriptor(), POLLIN, 0};
     return ::poll(&wait, 1, milliseconds) == 1;

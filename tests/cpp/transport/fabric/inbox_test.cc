@@ -12,9 +12,11 @@ TEST(Inbox, RestoresTheOrderOfOneSender) {
   fabric::Inbox inbox;
   RecordingSink sink;
   inbox.introduce(9, 4);
-  for (const uint64_t sequence : {2, 0, 3, 1, 1, 5}) inbox.arrived(9, sequence, pattern(10, sequence), sink);
+  for (const uint64_t sequence : {2, 0, 3, 1, 1, 5})
+    inbox.arrived(9, sequence, pattern(10, sequence), sink);
   ASSERT_EQ(sink.controls.size(), 4u);
-  for (uint32_t i = 0; i < 4; ++i) EXPECT_EQ(sink.controls[i], std::make_pair(PeerId{4}, pattern(10, i)));
+  for (uint32_t i = 0; i < 4; ++i)
+    EXPECT_EQ(sink.controls[i], std::make_pair(PeerId{4}, pattern(10, i)));
 }
 
 TEST(Inbox, BacklogOfAnUnknownSenderIsDeliveredFirst) {
@@ -31,7 +33,8 @@ TEST(Inbox, BacklogOfAnUnknownSenderIsDeliveredFirst) {
 TEST(Inbox, SenderThatFloodsIsReportedOnceItIsKnown) {
   fabric::Inbox inbox;
   RecordingSink sink;
-  for (uint64_t i = 0; i <= fabric::Inbox::kMaxFromUnknown; ++i) inbox.arrived(9, i, pattern(1, 0), sink);
+  for (uint64_t i = 0; i <= fabric::Inbox::kMaxFromUnknown; ++i)
+    inbox.arrived(9, i, pattern(1, 0), sink);
   EXPECT_TRUE(inbox.takeOverflowed().empty()) << "nobody knows whom to report";
   inbox.introduce(9, 3);
   EXPECT_THAT(inbox.takeOverflowed(), ::testing::ElementsAre(3));

@@ -21,7 +21,9 @@ struct MemoryTest : ::testing::Test {
     fabric = createFabric(*info);
     domain = createDomain(*fabric, *info);
   }
-  Registry registryOf(int mrMode, bool remote) { return Registry(*domain, nullptr, mrMode, remote); }
+  Registry registryOf(int mrMode, bool remote) {
+    return Registry(*domain, nullptr, mrMode, remote);
+  }
 
   std::vector<std::byte> memory = std::vector<std::byte>(8192);
   Discovery found;

@@ -18,7 +18,8 @@ using ::testing::Not;
 
 constexpr uint64_t kCaps = FI_MSG | FI_RMA | FI_TAGGED;
 
-ProviderInfo ip(const std::string& provider, const std::string& interface, const std::string& address) {
+ProviderInfo ip(const std::string& provider, const std::string& interface,
+                const std::string& address) {
   ProviderInfo info;
   info.provider = provider;
   info.fabric = address + "/24";
@@ -31,7 +32,8 @@ ProviderInfo ip(const std::string& provider, const std::string& interface, const
   return info;
 }
 
-ProviderInfo card(const std::string& provider, const std::string& fabric, const std::string& domain, int mrMode) {
+ProviderInfo card(const std::string& provider, const std::string& fabric, const std::string& domain,
+                  int mrMode) {
   ProviderInfo info;
   info.provider = provider;
   info.fabric = fabric;
@@ -43,7 +45,8 @@ ProviderInfo card(const std::string& provider, const std::string& fabric, const 
 }
 
 ProviderInfo efa(const std::string& domain, const std::string& fabric = "efa") {
-  ProviderInfo info = card("efa", fabric, domain, FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY);
+  ProviderInfo info =
+      card("efa", fabric, domain, FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY);
   info.cqDataBytes = 4;
   info.mode = fabric == "efa-direct" ? FI_CONTEXT2 : 0;
   return info;
@@ -81,7 +84,8 @@ Options named(const std::string& provider, const std::string& interface = "") {
   return options;
 }
 
-const ProviderInfo& chosen(const Offer& offer, const Options& options = {}, const std::string& route = "") {
+const ProviderInfo& chosen(const Offer& offer, const Options& options = {},
+                           const std::string& route = "") {
   return offer[choose(offer, options, route).index];
 }
 
@@ -185,12 +189,14 @@ TEST(Provider, BridgesOfContainersAreAvoided) {
                       modernTcp("virbr0", "192.168.122.1") + modernTcp("cni0", "10.244.0.1") +
                       modernTcp("br-5f2e", "172.18.0.1") + modernTcp("ens5", "10.0.0.7");
   EXPECT_EQ(chosen(offer).interface, "ens5");
-  EXPECT_EQ(chosen(modernTcp("docker0", "172.17.0.1")).interface, "docker0") << "when there is no other";
+  EXPECT_EQ(chosen(modernTcp("docker0", "172.17.0.1")).interface, "docker0")
+      << "when there is no other";
   EXPECT_EQ(chosen(modernTcp("lo", "127.0.0.1")).interface, "lo");
 }
 
 TEST(Provider, RouteToTheMasterDecidesTheInterface) {
-  const Offer offer = modernTcp("eth0", "10.0.0.7") + modernTcp("eth1", "10.1.0.7") + modernTcp("lo", "127.0.0.1");
+  const Offer offer =
+      modernTcp("eth0", "10.0.0.7") + modernTcp("eth1", "10.1.0.7") + modernTcp("lo", "127.0.0.1");
   EXPECT_EQ(chosen(offer, {}, "10.1.0.7").interface, "eth1");
   EXPECT_EQ(chosen(offer, {}, "127.0.0.1").interface, "lo");
   EXPECT_EQ(chosen(offer, {}, "").interface, "eth0");
@@ -219,7 +225,8 @@ TEST(Provider, NamedInterfaceDoesNotKeepFromTheCard) {
 TEST(Provider, NamedProviderIsUsed) {
   EXPECT_EQ(chosen(debian12(), named("tcp;ofi_rxm")).provider, "tcp;ofi_rxm");
   EXPECT_EQ(chosen(debian12(), named("shm")).provider, "shm");
-  EXPECT_EQ(chosen(debian12(), named("net;ofi_rxm")).provider, "net;ofi_rxm") << "unknown to us, known to the user";
+  EXPECT_EQ(chosen(debian12(), named("net;ofi_rxm")).provider, "net;ofi_rxm")
+      << "unknown to us, known to the user";
 }
 
 TEST(Provider, TcpAndNetAreOneProviderUnderTwoNames) {
@@ -240,7 +247,8 @@ TEST(Provider, ShmIsNeverChosenUnasked) {
 
 TEST(Provider, UnsuitableProvidersAreRefusedEvenWhenNamed) {
   for (const char* provider : {"sockets", "udp;ofi_rxd"})
-    EXPECT_THAT(usageErrorOf([&] { choose(debian12(), named(provider), ""); }), HasSubstr("not used"));
+    EXPECT_THAT(usageErrorOf([&] { choose(debian12(), named(provider), ""); }),
+                HasSubstr("not used"));
 }
 
 TEST(Provider, DemandsThatWeDoNotMeetExclude) {
@@ -262,7 +270,8 @@ TEST(Provider, DescribesPlaceModeAndProtocol) {
   EXPECT_EQ(describe(ip("net", "eth0", "192.0.2.2"), Protocol::Write, "because"),
             "net 117.0, interface eth0 (192.0.2.2), mr_mode none, remote writes; because");
   const std::string text = describe(efa("efa_0-rdm"), Protocol::Send, "because");
-  EXPECT_THAT(text, HasSubstr("domain efa_0-rdm, mr_mode virt_addr|allocated|prov_key, sends into posted"));
+  EXPECT_THAT(
+      text, HasSubstr("domain efa_0-rdm, mr_mode virt_addr|allocated|prov_key, sends into posted"));
   EXPECT_THAT(text, Not(HasSubstr("interface")));
 }
 

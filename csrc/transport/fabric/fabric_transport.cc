@@ -1,0 +1,296 @@
+#include "transport/fabric/fabric_transport.h"
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include "common/error.h"
+#include "common/log.h"
+
+namespace smddp::transport::fabric {
+namespace {
+
+constexpr const char* kTag = "transport/fabric";
+// Messages and puts of one peer that were accepted but that the provider has not taken yet.
+constexpr size_t kMaxQueued = 64;
+
+uint64_t randomId() {
+  std::random_device device;
+  return (static_cast<uint64_t>(device()) << 32) | device();
+}
+
+}  // namespace
+
+FabricTransport::FabricTransport(const fi_info& raw, ProviderInfo chosen, std::string why,
+                                 const Options& options)
+    : endpoint_(raw, std::move(chosen), options),
+      reassembly_(endpoint_.registry()),
+      why_(std::move(why)),
+      id_(randomId()) {}
+
+std::vector<std::byte> FabricTransport::address() const {
+  return encode({id_, endpoint_.protocol(), endpoint_.provider().provider, endpoint_.name()});
+}
+
+PeerId FabricTransport::connect(Bytes bytes, const std::string& description) {
+  const Address address = decodeAddress(bytes);
+  const ProviderInfo& own = endpoint_.provider();
+  if (address.provider != own.provider || address.protocol != endpoint_.protocol())
+    raise(ErrorKind::Usage,
+          "{} uses provider {} with {}, this rank uses {} with {}; set SMDDP_PROVIDER and "
+          "SMDDP_FABRIC_RMA to "
+          "what all hosts have",
+          description, address.provider, toString(address.protocol), own.provider,
+          toString(endpoint_.protocol()));
+  // Groups share peers: a second introduction changes nothing.
+  if (const auto known = peerById_.find(address.id); known != peerById_.end()) return known->second;
+  Peer peer;
+  peer.address = endpoint_.insert(address.name);
+  peer.id = address.id;
+  peer.description = description;
+  const auto id = static_cast<PeerId>(peers_.size());
+  peers_.push_back(std::move(peer));
+  peerById_.emplace(address.id, id);
+  inbox_.introduce(address.id, id);
+  SMDDP_LOG(Debug, kTag, "peer {} is {}", id, description);
+  return id;
+}
+
+FabricTransport::Peer& FabricTransport::peerOf(PeerId peer) {
+  SMDDP_CHECK(peer >= 0 && static_cast<size_t>(peer) < peers_.size(),
+              "peer {} was never introduced", peer);
+  return peers_[static_cast<size_t>(peer)];
+}
+
+bool FabricTransport::control(PeerId id, Bytes message) {
+  SMDDP_CHECK(message.size() <= kMaxControlBytes, "control message of {} bytes", message.size());
+  Peer& peer = peerOf(id);
+  if (peer.failed || peer.controls.size() >= kMaxQueued) return false;
+  const ControlHeader header{MessageKind::Control, 0, id_, peer.nextSequence};
+  std::vector<std::byte> bytes(sizeof(header) + message.size());
+  std::memcpy(bytes.data(), &header, sizeof(header));
+  std::copy(message.begin(), message.end(), bytes.begin() + sizeof(header));
+  ++peer.nextSequence;
+  peer.controls.push_back(std::move(bytes));
+  pump(peer, id);
+  return true;
+}
+
+bool FabricTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, Bytes header,
+                          Bytes payload, uint64_t token) {
+  SMDDP_CHECK(header.size() == kHeaderBytes, "header of {} bytes", header.size());
+  if (endpoint_.protocol() == Protocol::Write &&
+      payload.size() > endpoint_.provider().maxMessageBytes - kHeaderBytes)
+    raise(ErrorKind::Usage,
+          "provider {} writes at most {} bytes at a time; set SMDDP_FABRIC_CHUNK_BYTES below that",
+          endpoint_.provider().provider, endpoint_.provider().maxMessageBytes);
+  Peer& peer = peerOf(id);
+  if (peer.failed || peer.puts.size() >= kMaxQueued) return false;
+  auto put = std::make_shared<OutgoingPut>();
+  put->peer = id;
+  put->slot = slot;
+  put->immediate = immediate;
+  put->token = token;
+  if (!prepare(*put, header, payload)) return false;
+  put->number = nextPut_++;
+  peer.puts.push_back(std::move(put));
+  pump(peer, id);
+  return true;
+}
+
+// Finds where the provider can take the bytes from: in place, or a copy. False: no room for a copy.
+bool FabricTransport::prepare(OutgoingPut& put, Bytes header, Bytes payload) {
+  std::copy(header.begin(), header.end(), put.header.begin());
+  put.payload = payload;
+  bool known = true;
+  if (!payload.empty()) put.descriptor = endpoint_.registry().descriptorOf(payload, known);
+  // A provider that writes from one piece of memory only gets header and payload side by side.
+  put.headerInBounce = endpoint_.protocol() == Protocol::Write && endpoint_.provider().iovLimit < 2;
+  if (known && !put.headerInBounce) return true;
+  put.bounce = endpoint_.bounces().take(put.totalBytes());
+  if (!put.bounce) return false;
+  std::byte* const copy = put.bounce.get();
+  std::memcpy(copy, header.data(), header.size());
+  if (!payload.empty()) std::memcpy(copy + header.size(), payload.data(), payload.size());
+  put.payload = {copy + header.size(), payload.size()};
+  put.descriptor = endpoint_.registry().descriptorOf({copy, put.totalBytes()}, known);
+  return true;
+}
+
+ssize_t FabricTransport::postControl(Peer& peer, PeerId id, Bytes message) {
+  Operation* const operation = endpoint_.acquire(Operation::Kind::Control);
+  if (operation == nullptr) return -FI_EAGAIN;
+  operation->peer = id;
+  std::memcpy(operation->slot, message.data(), message.size());
+  const ssize_t result = endpoint_.send(peer.address, *operation, message.size(), {}, nullptr);
+  if (result != 0) endpoint_.release(*operation);
+  return result;
+}
+
+// Hands the next part of the put to the provider: all of it as a write, or one fragment.
+ssize_t FabricTransport::postPut(Peer& peer, const std::shared_ptr<OutgoingPut>& put) {
+  Operation* const operation = endpoint_.acquire(Operation::Kind::Put);
+  if (operation == nullptr) return -FI_EAGAIN;
+  operation->peer = put->peer;
+  operation->put = put;
+  const ssize_t result = endpoint_.protocol() == Protocol::Write ? postWrite(peer, *operation)
+                                                                 : postFragment(peer, *operation);
+  if (result != 0)
+    endpoint_.release(*operation);
+  else
+    ++put->inFlight;
+  return result;
+}
+
+ssize_t FabricTransport::postWrite(Peer& peer, Operation& operation) {
+  OutgoingPut& put = *operation.put;
+  const size_t headBytes = put.headerInBounce ? 0 : kHeaderBytes;
+  const Bytes tail = put.headerInBounce ? Bytes(put.bounce.get(), put.totalBytes()) : put.payload;
+  std::memcpy(operation.slot, put.header.data(), headBytes);
+  const ssize_t result = endpoint_.write(peer.address, operation, headBytes, tail, put.descriptor,
+                                         put.slot.region.address + put.slot.offset,
+                                         put.slot.region.key, put.immediate);
+  if (result == 0) put.posted = put.totalBytes();
+  return result;
+}
+
+ssize_t FabricTransport::postFragment(Peer& peer, Operation& operation) {
+  OutgoingPut& put = *operation.put;
+  const FragmentHeader fragment{MessageKind::Fragment, put.immediate, id_, put.number, put.slot,
+                                put.totalBytes(),      put.posted};
+  size_t headBytes = sizeof(fragment);
+  std::memcpy(operation.slot, &fragment, sizeof(fragment));
+  size_t piece =
+      std::min<size_t>(endpoint_.messageBytes() - sizeof(fragment), put.totalBytes() - put.posted);
+  const size_t size = piece;
+  size_t begin = 0;  // in the payload
+  if (put.posted == 0) {
+    // The put's own header begins the first fragment.
+    std::memcpy(operation.slot + headBytes, put.header.data(), kHeaderBytes);
+    headBytes += kHeaderBytes;
+    piece -= kHeaderBytes;
+  } else {
+    begin = put.posted - kHeaderBytes;
+  }
+  const ssize_t result = endpoint_.send(peer.address, operation, headBytes,
+                                        put.payload.subspan(begin, piece), put.descriptor);
+  if (result == 0) put.posted += size;
+  return result;
+}
+
+// What a post returned: true when it was taken. An error condemns the peer.
+bool FabricTransport::accepted(Peer& peer, PeerId id, ssize_t result, const char* what) {
+  if (result == 0) return true;
+  if (result != -FI_EAGAIN)
+    fail(id, fmt::format("{} to {} failed: {}", what, peer.description,
+                         fi_strerror(static_cast<int>(-result))));
+  return false;
+}
+
+// Hands over what waits, in order, until the provider has no more room.
+void FabricTransport::pump(Peer& peer, PeerId id) {
+  while (!peer.controls.empty() &&
+         accepted(peer, id, postControl(peer, id, peer.controls.front()), "a control message"))
+    peer.controls.pop_front();
+  while (!peer.puts.empty() && accepted(peer, id, postPut(peer, peer.puts.front()), "a put")) {
+    if (peer.puts.front()->posted == peer.puts.front()->totalBytes()) peer.puts.pop_front();
+  }
+  if (!peer.queued && !(peer.controls.empty() && peer.puts.empty())) {
+    peer.queued = true;
+    queued_.push_back(id);
+  }
+}
+
+void FabricTransport::pumpAll() {
+  // Another peer goes first each time, so that none is starved of operations.
+  if (queued_.size() > 1) std::rotate(queued_.begin(), queued_.begin() + 1, queued_.end());
+  for (const PeerId id : std::exchange(queued_, {})) {
+    Peer& peer = peerOf(id);
+    peer.queued = false;
+    pump(peer, id);
+  }
+}
+
+size_t FabricTransport::poll(Sink& sink) {
+  sink_ = &sink;
+  inbox_.deliverIntroduced(sink);
+  size_t events = endpoint_.poll(*this);
+  for (const PeerId peer : inbox_.takeOverflowed())
+    fail(peer, "it sent more control messages than anybody may have under way");
+  if (!queued_.empty()) pumpAll();
+  events += reportFailures();
+  sink_ = nullptr;
+  return events;
+}
+
+bool FabricTransport::prepareWait() {
+  // What waits for room has no event of its own.
+  if (!queued_.empty() || !failures_.empty() || inbox_.hasIntroduced()) return false;
+  return endpoint_.prepareWait();
+}
+
+void FabricTransport::onSent(Operation& operation) {
+  if (operation.kind != Operation::Kind::Put) return;
+  OutgoingPut& put = *operation.put;
+  if (--put.inFlight == 0 && put.posted == put.totalBytes() && !peerOf(put.peer).failed)
+    sink_->onPutDone(put.token);
+}
+
+void FabricTransport::onSendFailed(Operation& operation, const std::string& cause) {
+  if (operation.kind == Operation::Kind::Put) --operation.put->inFlight;
+  const char* const what = operation.kind == Operation::Kind::Put ? "a put" : "a control message";
+  fail(operation.peer,
+       fmt::format("{} to {} failed: {}", what, peerOf(operation.peer).description, cause));
+}
+
+void FabricTransport::onReceived(Bytes message) {
+  const auto kind = readStruct<MessageKind>(message);
+  if (kind == MessageKind::Control) {
+    if (const auto header = readStruct<ControlHeader>(message)) {
+      const auto known = peerById_.find(header->sender);
+      if (known != peerById_.end() && peerOf(known->second).failed) return;
+      return inbox_.arrived(header->sender, header->sequence, message.subspan(sizeof(*header)),
+                            *sink_);
+    }
+  }
+  if (kind == MessageKind::Fragment && endpoint_.protocol() == Protocol::Send) {
+    if (const auto fragment = readStruct<FragmentHeader>(message))
+      return receiveFragment(*fragment, message.subspan(sizeof(*fragment)));
+  }
+  SMDDP_LOG(Debug, kTag, "dropped {} bytes that are no message of ours", message.size());
+}
+
+void FabricTransport::receiveFragment(const FragmentHeader& fragment, Bytes bytes) {
+  const auto known = peerById_.find(fragment.sender);
+  try {
+    if (reassembly_.accept(fragment, bytes)) sink_->onPut(fragment.immediate);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::Transport) throw;
+    if (known != peerById_.end()) return fail(known->second, error.what());
+    SMDDP_LOG(Debug, kTag, "unknown sender {:016x}: {}", fragment.sender, error.what());
+  }
+}
+
+void FabricTransport::fail(PeerId id, const std::string& cause) {
+  Peer& peer = peerOf(id);
+  if (std::exchange(peer.failed, true)) return;
+  peer.controls.clear();
+  peer.puts.clear();
+  failures_.emplace_back(id, cause);
+}
+
+size_t FabricTransport::reportFailures() {
+  const auto failures = std::exchange(failures_, {});
+  for (const auto& [peer, cause] : failures) sink_->onPeerFailed(peer, cause);
+  return failures.size();
+}
+
+std::string FabricTransport::describe() const {
+  const uint32_t version = fi_version();
+  return fmt::format(
+      "libfabric {}.{}, {}, {}", FI_MAJOR(version), FI_MINOR(version),
+      fabric::describe(endpoint_.provider(), endpoint_.protocol(), why_),
+      endpoint_.waitDescriptor() >= 0 ? "waits on a descriptor" : "waits by looking");
+}
+
+}  // namespace smddp::transport::fabric

@@ -1,0 +1,84 @@
+// Transport over one libfabric endpoint: peers, order of control messages, puts as writes or as fragments.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "transport/fabric/endpoint.h"
+#include "transport/fabric/inbox.h"
+#include "transport/fabric/reassembly.h"
+#include "transport/fabric/wire.h"
+#include "transport/transport.h"
+
+namespace smddp::transport::fabric {
+
+// One endpoint and the peers behind it; peers are kept until the end. Threads, errors and ownership are those
+// of Transport.
+class FabricTransport final : public Transport, private Completions {
+ public:
+  // `chosen` describes `raw`.
+  FabricTransport(const fi_info& raw, ProviderInfo chosen, std::string why, const Options& options);
+
+  std::vector<std::byte> address() const override;
+  PeerId connect(Bytes address, const std::string& description) override;
+  RemoteKey registerMemory(std::span<std::byte> memory) override {
+    return endpoint_.registry().add(memory);
+  }
+  bool control(PeerId peer, Bytes message) override;
+  bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header, Bytes payload,
+           uint64_t token) override;
+  size_t poll(Sink& sink) override;
+  int waitDescriptor() const override { return endpoint_.waitDescriptor(); }
+  bool prepareWait() override;
+  std::string describe() const override;
+
+ private:
+  void onSent(Operation& operation) override;
+  void onReceived(Bytes message) override;
+  void onRemoteWrite(uint32_t immediate) override { sink_->onPut(immediate); }
+  void onSendFailed(Operation& operation, const std::string& cause) override;
+
+  struct Peer {
+    fi_addr_t address = FI_ADDR_UNSPEC;
+    uint64_t id = 0;
+    std::string description;
+    bool failed = false;
+    bool queued = false;  // in FabricTransport::queued_
+    uint64_t nextSequence = 0;
+    // Two lines, because a grant must not stand behind megabytes of data.
+    std::deque<std::vector<std::byte>> controls;
+    std::deque<std::shared_ptr<OutgoingPut>> puts;
+  };
+
+  Peer& peerOf(PeerId peer);
+  bool prepare(OutgoingPut& put, Bytes header, Bytes payload);
+  ssize_t postControl(Peer& peer, PeerId id, Bytes message);
+  ssize_t postPut(Peer& peer, const std::shared_ptr<OutgoingPut>& put);
+  ssize_t postWrite(Peer& peer, Operation& operation);
+  ssize_t postFragment(Peer& peer, Operation& operation);
+  void pump(Peer& peer, PeerId id);
+  void pumpAll();
+  void receiveFragment(const FragmentHeader& fragment, Bytes bytes);
+  bool accepted(Peer& peer, PeerId id, ssize_t result, const char* what);
+  void fail(PeerId peer, const std::string& cause);
+  size_t reportFailures();
+
+  Endpoint endpoint_;
+  Inbox inbox_;
+  Reassembly reassembly_;
+  std::string why_;
+  uint64_t id_;
+  uint64_t nextPut_ = 0;
+  std::vector<Peer> peers_;
+  std::unordered_map<uint64_t, PeerId> peerById_;
+  std::vector<PeerId> queued_;                            // peers with something in a line
+  std::vector<std::pair<PeerId, std::string>> failures_;  // not yet reported
+  Sink* sink_ = nullptr;                                  // during poll()
+};
+
+}  // namespace smddp::transport::fabric
