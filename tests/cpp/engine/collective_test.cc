@@ -1,0 +1,323 @@
+// Every collective through real engines, ranks as threads, against an oracle that rounds nothing: inputs are
+// small whole numbers, so that whatever order the ranks are summed in, all intermediate results are exact.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <random>
+
+#include "common/config.h"
+#include "engine/calls.h"
+#include "reduction/oracle.h"
+#include "support/ranks.h"
+
+namespace smddp::test {
+namespace {
+
+namespace oracle = reduction::oracle;
+using Contents = std::vector<std::byte>;
+
+// Inputs repeat after this many elements, and with them the results: the oracle computes one period. A prime,
+// so that no cut falls on it.
+constexpr size_t kPeriod = 61;
+constexpr double kFactor = 0.5;
+
+// The element of a rank. Products and sums over six ranks stay exact in bfloat16, and so do halves.
+int64_t wholeNumber(Rank rank, size_t element, DataType type, ReduceOp op) {
+  const auto mixed = static_cast<int64_t>((element * 7 + static_cast<size_t>(rank) * 5) % 9);
+  if (type == DataType::uint8) return op == ReduceOp::PRODUCT ? 1 + mixed % 2 : mixed;
+  if (op == ReduceOp::PRODUCT) return mixed % 2 == 0 ? 2 : -1;
+  return (mixed - 4) * 2;
+}
+
+Contents repeat(const Contents& period, size_t bytes) {
+  Contents whole(bytes);
+  for (size_t at = 0; at < bytes; at += period.size()) {
+    std::memcpy(whole.data() + at, period.data(), std::min(period.size(), bytes - at));
+  }
+  return whole;
+}
+
+template <typename Format>
+void append(Contents& to, typename Format::Stored value) {
+  const auto* bytes = reinterpret_cast<const std::byte*>(&value);
+  to.insert(to.end(), bytes, bytes + sizeof value);
+}
+
+Contents inputOf(Rank rank, size_t count, DataType type, ReduceOp op) {
+  return oracle::withFormat(type, [&]<typename Format>() {
+    Contents period;
+    for (size_t i = 0; i < kPeriod; ++i) {
+      using Number = typename Format::Number;
+      append<Format>(period, Format::encode(static_cast<Number>(wholeNumber(rank, i, type, op))));
+    }
+    return repeat(period, count * sizeOf(type));
+  });
+}
+
+// The reduction of all ranks' inputs.
+Contents reduced(int size, size_t count, DataType type, ReduceOp op) {
+  return oracle::withFormat(type, [&]<typename Format>() {
+    reduction::Scale scale;
+    scale.pre = op == ReduceOp::PREMUL_SUM;
+    scale.post = op == ReduceOp::AVG;
+    scale.factor = kFactor;
+    scale.divisor = size;
+    Contents period;
+    for (size_t i = 0; i < kPeriod; ++i) {
+      std::vector<typename Format::Stored> inputs;
+      for (Rank r = 0; r < size; ++r) {
+        using Number = typename Format::Number;
+        inputs.push_back(Format::encode(static_cast<Number>(wholeNumber(r, i, type, op))));
+      }
+      append<Format>(period, oracle::element<Format>(inputs, op, scale));
+    }
+    return repeat(period, count * sizeOf(type));
+  });
+}
+
+// Where the ranks keep their buffers.
+enum class Memory { Ordinary, Shared, Mixed };
+
+struct Buffers {
+  const RankContext& rank;
+  Memory memory = Memory::Ordinary;
+
+  std::unique_ptr<Block> make(size_t bytes, size_t misalignment = 0) const {
+    const bool shared = memory == Memory::Shared || (memory == Memory::Mixed && rank.rank > 0);
+    return std::make_unique<Block>(bytes, misalignment,
+                                   shared ? &rank.engine.process().commMemory() : nullptr);
+  }
+  std::unique_ptr<Block> make(const Contents& contents, size_t misalignment = 0) const {
+    auto block = make(contents.size(), misalignment);
+    std::copy(contents.begin(), contents.end(), block->bytes().begin());
+    return block;
+  }
+};
+
+void expectContents(Block& block, const Contents& expected, const std::string& what) {
+  const Bytes got = block.bytes();
+  const auto difference = std::mismatch(got.begin(), got.end(), expected.begin(), expected.end());
+  EXPECT_TRUE(difference.first == got.end())
+      << what << ": byte " << difference.first - got.begin() << " of " << got.size() << " differs";
+  EXPECT_TRUE(block.guardsIntact()) << what << ": wrote beside its buffer";
+}
+
+class CollectiveTest : public testing::TestWithParam<std::vector<int>> {};
+
+std::string nameOf(const testing::TestParamInfo<std::vector<int>>& info) {
+  std::string name = "nodes";
+  for (const int ranks : info.param) name += fmt::format("_{}", ranks);
+  return name;
+}
+
+// A run with another algorithm or other chunks needs the layouts only in which they matter.
+INSTANTIATE_TEST_SUITE_P(OneNode, CollectiveTest,
+                         testing::Values(std::vector{1}, std::vector{2}, std::vector{3}), nameOf);
+INSTANTIATE_TEST_SUITE_P(SeveralNodes, CollectiveTest,
+                         testing::Values(std::vector{2, 2}, std::vector{1, 1, 1}, std::vector{1, 3},
+                                         std::vector{2, 1, 3}),
+                         nameOf);
+
+void checkAllReduce(const Buffers& buffers, size_t count, DataType type, ReduceOp op,
+                    size_t misalignment) {
+  const RankContext& rank = buffers.rank;
+  const auto block = buffers.make(inputOf(rank.rank, count, type, op), misalignment);
+  rank.run(allReduce(block->bytes(), type, op, kFactor));
+  expectContents(*block, reduced(rank.size, count, type, op),
+                 fmt::format("rank {}: allreduce of {} {} with {}", rank.rank, count,
+                             toString(type), toString(op)));
+}
+
+TEST_P(CollectiveTest, AllReduceIsExact) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const Buffers buffers{rank};
+    const auto n = static_cast<size_t>(rank.size);
+    for (int t = 0; t < kNumDataTypes; ++t) {
+      for (int o = 0; o < kNumReduceOps; ++o) {
+        const auto type = static_cast<DataType>(t);
+        const auto op = static_cast<ReduceOp>(o);
+        if (!reduction::supports(type, op)) continue;
+        size_t misalignment = 0;
+        for (const size_t count : {size_t{0}, n - 1, n + 1, size_t{1237}}) {
+          checkAllReduce(buffers, count, type, op, misalignment++ % 2 * 3);
+        }
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveTest, LongAllReduceIsExact) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const Buffers buffers{rank};
+    const auto aboveOneShot = static_cast<size_t>(settings().oneShotBytes) + 8;
+    const auto chunks =
+        static_cast<size_t>(2 * std::max(settings().chunkBytes, settings().fabricChunkBytes));
+    for (const auto& [type, op] : {std::pair{DataType::float32, ReduceOp::SUM},
+                                   {DataType::bfloat16, ReduceOp::AVG},
+                                   {DataType::float64, ReduceOp::PREMUL_SUM},
+                                   {DataType::uint8, ReduceOp::MAX}}) {
+      checkAllReduce(buffers, aboveOneShot / sizeOf(type), type, op, 1);
+      checkAllReduce(buffers, chunks / sizeOf(type) + 77, type, op, 0);
+    }
+  });
+}
+
+// What DDP does: gradients lie in memory that the node shares. One rank that has none makes all ranks stage.
+TEST_P(CollectiveTest, AllReduceInSharedMemoryIsExact) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    for (const Memory memory : {Memory::Shared, Memory::Mixed}) {
+      for (const size_t count : {size_t{0}, size_t{1}, size_t{1237}, size_t{300'007}}) {
+        checkAllReduce({rank, memory}, count, DataType::float32, ReduceOp::SUM, 4);
+        checkAllReduce({rank, memory}, count, DataType::bfloat16, ReduceOp::AVG, 2);
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveTest, AllRanksAndRunsGiveTheSameBits) {
+  int size = 0;
+  for (const int ranks : GetParam()) size += ranks;
+  constexpr size_t kCounts[] = {5, 1237, 300'007};
+  // results[run][case][rank]
+  std::vector<std::map<std::string, std::vector<Contents>>> results(2);
+  for (auto& run : results) {
+    std::mutex mutex;
+    runRanks(GetParam(), [&](RankContext& rank) {
+      for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
+        for (const size_t count : kCounts) {
+          std::mt19937_64 random(count * 31 + static_cast<size_t>(rank.rank));
+          std::normal_distribution<float> normal;
+          std::vector<float> input(count);
+          for (float& x : input) x = normal(random);
+          const auto whole = bytesOf(input);
+          const auto block = Buffers{rank, memory}.make(Contents(whole.begin(), whole.end()));
+          rank.run(allReduce(block->bytes(), DataType::float32, ReduceOp::AVG));
+          const std::lock_guard lock(mutex);
+          auto& all = run[fmt::format("memory {}, {} floats", static_cast<int>(memory), count)];
+          all.resize(static_cast<size_t>(size));
+          all[static_cast<size_t>(rank.rank)] = block->copy();
+        }
+      }
+    });
+  }
+  for (const auto& [name, all] : results[0]) {
+    for (const auto& run : results) {
+      for (const Contents& one : run.at(name)) EXPECT_EQ(one == all[0], true) << name;
+    }
+  }
+}
+
+TEST_P(CollectiveTest, BroadcastReachesEveryone) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
+      for (const size_t bytes : {size_t{0}, size_t{1}, size_t{4099}, size_t{1'500'001}}) {
+        for (Rank root = 0; root < rank.size; ++root) {
+          const Contents sent = inputOf(root, bytes, DataType::uint8, ReduceOp::SUM);
+          const Buffers buffers{rank, memory};
+          const auto block = rank.rank == root ? buffers.make(sent, 1) : buffers.make(bytes, 1);
+          rank.run(broadcast(block->bytes(), root));
+          expectContents(*block, sent,
+                         fmt::format("rank {}: broadcast of {} from {}", rank.rank, bytes, root));
+        }
+      }
+    }
+  });
+}
+
+// The blocks of all ranks, as one buffer or as a list of buffers.
+struct Blocks {
+  Blocks(const Buffers& buffers, size_t bytes, bool list)
+      : bytes(bytes), numBlocks(static_cast<size_t>(buffers.rank.size)) {
+    if (!list) memory.push_back(buffers.make(bytes * numBlocks, 1));
+    for (size_t i = 0; list && i < numBlocks; ++i) memory.push_back(buffers.make(bytes, i));
+  }
+  engine::Pieces pieces() {
+    engine::Pieces all;
+    for (const auto& block : memory) all.push_back(block->bytes());
+    return all;
+  }
+  // Block r.
+  Bytes operator[](Rank r) {
+    const auto index = static_cast<size_t>(r);
+    return memory.size() > 1 ? memory[index]->bytes()
+                             : memory[0]->bytes().subspan(index * bytes, bytes);
+  }
+  bool guardsIntact() const {
+    return std::all_of(memory.begin(), memory.end(), [](auto& b) { return b->guardsIntact(); });
+  }
+
+  size_t bytes, numBlocks;
+  std::vector<std::unique_ptr<Block>> memory;
+};
+
+TEST_P(CollectiveTest, AllGatherCollectsEveryBlock) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
+      for (const bool list : {false, true}) {
+        for (const size_t bytes : {size_t{0}, size_t{3}, size_t{4099}, size_t{700'001}}) {
+          const Buffers buffers{rank, memory};
+          const auto mine = buffers.make(inputOf(rank.rank, bytes, DataType::uint8, ReduceOp::SUM));
+          Blocks all(buffers, bytes, list);
+          rank.run(allGather(mine->bytes(), all.pieces()));
+          for (Rank r = 0; r < rank.size; ++r) {
+            const Contents sent = inputOf(r, bytes, DataType::uint8, ReduceOp::SUM);
+            EXPECT_TRUE(std::ranges::equal(all[r], sent))
+                << "rank " << rank.rank << ": block " << r << " of " << bytes << " bytes";
+          }
+          EXPECT_TRUE(all.guardsIntact() && mine->guardsIntact());
+        }
+      }
+    }
+  });
+}
+
+// The input of rank r to block b is that of rank r to an allreduce, shifted by b elements.
+TEST_P(CollectiveTest, ReduceScatterIsExact) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
+      for (const bool list : {false, true}) {
+        for (const auto& [type, op] : {std::pair{DataType::float32, ReduceOp::SUM},
+                                       {DataType::bfloat16, ReduceOp::AVG},
+                                       {DataType::float16, ReduceOp::PREMUL_SUM},
+                                       {DataType::int64, ReduceOp::MIN}}) {
+          for (const size_t count : {size_t{0}, size_t{1}, size_t{1237}, size_t{150'001}}) {
+            const size_t bytes = count * sizeOf(type);
+            const Buffers buffers{rank, memory};
+            Blocks all(buffers, bytes, list);
+            for (Rank b = 0; b < rank.size; ++b) {
+              const auto shift = static_cast<size_t>(b);
+              const Contents input = inputOf(rank.rank, count + shift, type, op);
+              std::ranges::copy(std::span(input).subspan(shift * sizeOf(type)), all[b].begin());
+            }
+            const auto mine = buffers.make(bytes);
+            rank.run(reduceScatter(all.pieces(), mine->bytes(), type, op, kFactor));
+            const auto shift = static_cast<size_t>(rank.rank);
+            Contents expected = reduced(rank.size, count + shift, type, op);
+            expected.erase(expected.begin(),
+                           expected.begin() + static_cast<std::ptrdiff_t>(shift * sizeOf(type)));
+            expectContents(*mine, expected,
+                           fmt::format("rank {}: reduce_scatter of {} {} with {}", rank.rank, count,
+                                       toString(type), toString(op)));
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveTest, NobodyLeavesABarrierBeforeAllEntered) {
+  std::atomic<int> entered{0};
+  runRanks(GetParam(), [&](RankContext& rank) {
+    std::mt19937 random(static_cast<unsigned>(rank.rank));
+    for (int round = 1; round <= 50; ++round) {
+      for (unsigned i = random() % 20; i > 0; --i) std::this_thread::yield();
+      ++entered;
+      rank.run(barrier());
+      EXPECT_GE(entered.load(), rank.size * round);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace smddp::test

@@ -1,0 +1,187 @@
+// Several operations at a time: asynchronous ones, fused ones, groups used in turn and from several threads.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <numeric>
+#include <random>
+
+#include "engine/calls.h"
+#include "support/ranks.h"
+
+namespace smddp::test {
+namespace {
+
+using engine::CompletionPtr;
+
+// A vector of floats in which rank r has r + seed + i at i, and what it must sum up to.
+struct Vector {
+  Vector(const RankContext& rank, size_t count, int seed) : values(count), seed(seed) {
+    for (size_t i = 0; i < count; ++i) values[i] = static_cast<float>(rank.rank + at(i));
+  }
+  bool isSumOver(int ranks) const {
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (values[i] != static_cast<float>(ranks * (ranks - 1) / 2 + ranks * at(i))) return false;
+    }
+    return true;
+  }
+  int at(size_t i) const { return seed + static_cast<int>(i % 100); }
+
+  std::vector<float> values;
+  int seed;
+};
+
+CompletionPtr begin(RankContext& rank, engine::Group& group, engine::Request request) {
+  request.timeout = kTimeout;
+  return rank.engine.submit(group, std::move(request));
+}
+
+void finish(RankContext& rank, const CompletionPtr& completion) {
+  rank.engine.wait(*completion);
+  if (completion->error()) throw *completion->error();
+}
+
+class InFlightTest : public testing::TestWithParam<std::vector<int>> {};
+INSTANTIATE_TEST_SUITE_P(Layouts, InFlightTest,
+                         testing::Values(std::vector{1}, std::vector{3}, std::vector{2, 2},
+                                         std::vector{1, 1, 1}));
+
+TEST_P(InFlightTest, AsynchronousOperationsOfAllSizes) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    std::vector<Vector> vectors;
+    std::vector<CompletionPtr> completions;
+    for (const size_t count : {10, 500'000, 0, 1, 70'000, 3, 9000, 200'000}) {
+      vectors.emplace_back(rank, count, static_cast<int>(vectors.size()));
+    }
+    for (Vector& vector : vectors) {
+      completions.push_back(begin(rank, *rank.group, allReduce(bytesOf(vector.values))));
+      completions.push_back(begin(rank, *rank.group, barrier()));
+    }
+    // The last first: operations end in order, so all have ended then.
+    finish(rank, completions.back());
+    for (const auto& completion : completions) finish(rank, completion);
+    for (const Vector& vector : vectors) EXPECT_TRUE(vector.isSumOver(rank.size));
+    for (size_t i = 0; i < completions.size(); ++i) EXPECT_EQ(completions[i]->sequence(), i + 1);
+  });
+}
+
+// Ranks are ahead of each other in turn, so that they have different numbers of requests waiting.
+TEST_P(InFlightTest, SmallAllReducesMayBeFused) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    std::mt19937 random(static_cast<unsigned>(7 + rank.rank));
+    for (int round = 0; round < 20; ++round) {
+      std::vector<Vector> vectors;
+      for (int i = 0; i < 32; ++i) vectors.emplace_back(rank, 1 + i * 37 % 700, round + i);
+      std::vector<CompletionPtr> completions;
+      for (Vector& vector : vectors) {
+        completions.push_back(begin(rank, *rank.group, allReduce(bytesOf(vector.values))));
+        const unsigned pace = random() % 8;
+        if (pace == 0) finish(rank, completions.back());
+        if (pace == 1) std::this_thread::yield();
+      }
+      for (const auto& completion : completions) finish(rank, completion);
+      for (const Vector& vector : vectors) EXPECT_TRUE(vector.isSumOver(rank.size));
+    }
+  });
+}
+
+// Neighbours that differ in type or operation must not be fused.
+TEST_P(InFlightTest, DifferentAllReducesAreKeptApart) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    std::vector<std::vector<int32_t>> values(40, std::vector<int32_t>(5, rank.rank + 1));
+    std::vector<CompletionPtr> completions;
+    for (size_t i = 0; i < values.size(); ++i) {
+      const ReduceOp op = i % 3 == 0 ? ReduceOp::MAX : ReduceOp::SUM;
+      completions.push_back(
+          begin(rank, *rank.group, allReduce(bytesOf(values[i]), DataType::int32, op)));
+    }
+    for (const auto& completion : completions) finish(rank, completion);
+    for (size_t i = 0; i < values.size(); ++i) {
+      const int expected = i % 3 == 0 ? rank.size : rank.size * (rank.size + 1) / 2;
+      EXPECT_EQ(values[i], std::vector<int32_t>(5, expected)) << i;
+    }
+  });
+}
+
+TEST_P(InFlightTest, ContinuationsRunOnceAndMaySubmit) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    Vector first(rank, 1000, 1), second(rank, 2000, 2);
+    std::atomic<int> runs{0};
+    CompletionPtr next;
+    const auto completion = begin(rank, *rank.group, allReduce(bytesOf(first.values)));
+    completion->then([&] {
+      auto request = allReduce(bytesOf(second.values));
+      request.willWait = true;
+      next = begin(rank, *rank.group, std::move(request));
+      ++runs;
+    });
+    finish(rank, completion);
+    while (runs == 0) std::this_thread::yield();
+    finish(rank, next);
+    EXPECT_EQ(runs, 1);
+    EXPECT_TRUE(first.isSumOver(rank.size) && second.isSumOver(rank.size));
+  });
+}
+
+// Each group has its own order; nothing orders one against the other.
+TEST_P(InFlightTest, TwoGroupsInTurn) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const auto other =
+        rank.engine.createGroup(rank.store, {"other", rank.rank, rank.size}, kTimeout);
+    for (int round = 0; round < 20; ++round) {
+      Vector a(rank, 5000, round), b(rank, 90'000, round + 1);
+      auto* firstGroup = rank.group.get();
+      auto* secondGroup = other.get();
+      // Odd ranks submit in the other order.
+      std::vector<CompletionPtr> completions;
+      const auto one = [&] {
+        completions.push_back(begin(rank, *firstGroup, allReduce(bytesOf(a.values))));
+      };
+      const auto two = [&] {
+        completions.push_back(begin(rank, *secondGroup, allReduce(bytesOf(b.values))));
+      };
+      rank.rank % 2 == 0 ? (one(), two()) : (two(), one());
+      for (const auto& completion : completions) finish(rank, completion);
+      EXPECT_TRUE(a.isSumOver(rank.size) && b.isSumOver(rank.size));
+    }
+    rank.engine.destroyGroup(other);
+  });
+}
+
+TEST_P(InFlightTest, TwoThreadsOnTwoGroups) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const auto other =
+        rank.engine.createGroup(rank.store, {"other", rank.rank, rank.size}, kTimeout);
+    const auto work = [&rank](engine::Group& group, int seed) {
+      for (int round = 0; round < 30; ++round) {
+        Vector vector(rank, 1 + 997 * static_cast<size_t>(round), seed + round);
+        auto request = allReduce(bytesOf(vector.values));
+        request.willWait = round % 2 == 0;
+        finish(rank, begin(rank, group, std::move(request)));
+        EXPECT_TRUE(vector.isSumOver(rank.size));
+      }
+    };
+    std::thread second([&] { work(*other, 50); });
+    work(*rank.group, 0);
+    second.join();
+  });
+}
+
+// Ranks that are in one sub-group only, and sub-groups whose ranks are numbered otherwise than in the world.
+TEST_P(InFlightTest, SubGroups) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const int parity = rank.rank % 2;
+    const int size = (rank.size + 1 - parity) / 2;
+    const Rank me = size - 1 - rank.rank / 2;
+    const auto group =
+        rank.engine.createGroup(rank.store, {fmt::format("parity {}", parity), me, size}, kTimeout);
+    std::vector<int32_t> ranks(static_cast<size_t>(size), -1);
+    std::vector<int32_t> mine{rank.rank};
+    finish(rank, begin(rank, *group, allGather(bytesOf(mine), {bytesOf(ranks)})));
+    for (int i = 0; i < size; ++i)
+      EXPECT_EQ(ranks[static_cast<size_t>(i)], parity + 2 * (size - 1 - i));
+    rank.run(barrier());
+  });
+}
+
+}  // namespace
+}  // namespace smddp::test

@@ -1,0 +1,156 @@
+// Send and recv, within a node and across: matching by source and tag, order, sizes.
+#include <gtest/gtest.h>
+
+#include <array>
+
+#include "engine/calls.h"
+#include "support/ranks.h"
+
+namespace smddp::test {
+namespace {
+
+using engine::CompletionPtr;
+using engine::kAnySource;
+using Data = std::vector<std::byte>;
+
+CompletionPtr begin(RankContext& rank, bool send, Rank peer, Bytes buffer, int tag) {
+  engine::Message message;
+  message.send = send;
+  message.peer = peer;
+  message.tag = tag;
+  message.buffer = {buffer};
+  message.timeout = kTimeout;
+  return rank.engine.submit(*rank.group, std::move(message));
+}
+
+CompletionPtr send(RankContext& rank, Rank to, Data& data, int tag = 0) {
+  return begin(rank, true, to, data, tag);
+}
+CompletionPtr receive(RankContext& rank, Rank from, Data& data, int tag = 0) {
+  return begin(rank, false, from, data, tag);
+}
+void finish(RankContext& rank, const CompletionPtr& completion) {
+  rank.engine.wait(*completion);
+  if (completion->error()) throw *completion->error();
+}
+
+// Not the same for any two seeds or lengths.
+Data make(size_t bytes, int seed) {
+  Data data(bytes);
+  uint64_t state = static_cast<uint64_t>(seed) * 2654435761u + bytes;
+  for (auto& b : data) b = static_cast<std::byte>((state = state * 6364136223846793005u + 1) >> 56);
+  return data;
+}
+
+class MatcherTest : public testing::TestWithParam<std::vector<int>> {};
+INSTANTIATE_TEST_SUITE_P(Layouts, MatcherTest,
+                         testing::Values(std::vector{1}, std::vector{3}, std::vector{2, 1},
+                                         std::vector{1, 1, 1}));
+
+TEST_P(MatcherTest, RingExchangeOfAllSizes) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const Rank next = (rank.rank + 1) % rank.size;
+    const Rank previous = (rank.rank + rank.size - 1) % rank.size;
+    for (const size_t bytes : {0, 1, 4099, 65'536, 65'537, 5'000'003}) {
+      Data out = make(bytes, rank.rank), in(bytes);
+      const auto sent = send(rank, next, out);
+      const auto received = receive(rank, previous, in);
+      finish(rank, received);
+      finish(rank, sent);
+      EXPECT_EQ(received->source(), previous);
+      EXPECT_TRUE(in == make(bytes, previous)) << bytes << " bytes to rank " << rank.rank;
+    }
+  });
+}
+
+// Rank 0 receives in another order than the others send.
+TEST_P(MatcherTest, TagsSelectAndOneTagKeepsItsOrder) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    constexpr std::array kTags{5, 3, 5, 9, 3};
+    constexpr std::array<size_t, 5> kReceived{3, 1, 0, 4, 2};  // indices into kTags
+    std::vector<Data> out;
+    std::vector<CompletionPtr> completions;
+    for (size_t i = 0; i < kTags.size(); ++i)
+      out.push_back(make(1000 + 100'000 * i, rank.rank + 10 * static_cast<int>(i)));
+    for (size_t i = 0; i < kTags.size(); ++i)
+      completions.push_back(send(rank, 0, out[i], kTags[i]));
+    for (Rank from = 0; rank.rank == 0 && from < rank.size; ++from) {
+      for (const size_t i : kReceived) {
+        Data in(1000 + 100'000 * i);
+        finish(rank, receive(rank, from, in, kTags[i]));
+        EXPECT_TRUE(in == make(in.size(), from + 10 * static_cast<int>(i)))
+            << "from " << from << ", message " << i;
+      }
+    }
+    for (const auto& completion : completions) finish(rank, completion);
+  });
+}
+
+TEST_P(MatcherTest, AnySourceSaysWhoItWas) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    constexpr int kRounds = 5;
+    if (rank.rank > 0) {
+      for (int round = 0; round < kRounds; ++round) {
+        Data out = make(3000, rank.rank + 100 * round);
+        finish(rank, send(rank, 0, out, 7));
+      }
+      return;
+    }
+    std::vector<int> rounds(static_cast<size_t>(rank.size));
+    for (int i = 0; i < kRounds * (rank.size - 1); ++i) {
+      Data in(3000);
+      const auto received = receive(rank, kAnySource, in, 7);
+      finish(rank, received);
+      const Rank from = received->source();
+      ASSERT_TRUE(from > 0 && from < rank.size) << from;
+      EXPECT_TRUE(in == make(3000, from + 100 * rounds[static_cast<size_t>(from)]++));
+    }
+  });
+}
+
+TEST_P(MatcherTest, ToSelfInEitherOrder) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    for (const bool sendFirst : {true, false}) {
+      for (const Rank source : {rank.rank, kAnySource}) {
+        Data out = make(70'001, rank.rank), in(out.size());
+        CompletionPtr sent, received;
+        if (sendFirst) sent = send(rank, rank.rank, out, 1);
+        received = receive(rank, source, in, 1);
+        if (!sendFirst) sent = send(rank, rank.rank, out, 1);
+        finish(rank, received);
+        finish(rank, sent);
+        EXPECT_EQ(received->source(), rank.rank);
+        EXPECT_TRUE(in == out);
+      }
+    }
+  });
+}
+
+// Receives posted before, between and after; collectives run meanwhile.
+TEST_P(MatcherTest, ManyInFlightBesideCollectives) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const Rank peer = rank.size - 1 - rank.rank;
+    constexpr int kMessages = 30;
+    std::vector<Data> in, out;
+    for (int i = 0; i < kMessages; ++i) {
+      const auto bytes = static_cast<size_t>(i * i * 200);
+      in.emplace_back(bytes);
+      out.push_back(make(bytes, rank.rank + i));
+    }
+    std::vector<CompletionPtr> completions;
+    for (size_t i = 0; i < kMessages; ++i) {
+      if (i % 2 == 0) completions.push_back(receive(rank, peer, in[i], static_cast<int>(i)));
+      completions.push_back(send(rank, peer, out[i], static_cast<int>(i)));
+      if (i % 2 == 1) completions.push_back(receive(rank, peer, in[i], static_cast<int>(i)));
+      if (i % 10 == 5) rank.run(barrier());
+    }
+    for (const auto& completion : completions) finish(rank, completion);
+    for (int i = 0; i < kMessages; ++i) {
+      const auto& got = in[static_cast<size_t>(i)];
+      EXPECT_TRUE(got == make(got.size(), peer + i)) << i;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace smddp::test
