@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,7 @@ def _create_process_group(options: Any, _backend_options: Any) -> ProcessGroup:
     from smddp import _load
 
     module = _load.load()
+    _warn_of_misspelt_settings(module)
     complete_environment(options.group_rank, options.group_size)
     _leave_at_exit(module)
     timeout = options.timeout
@@ -46,6 +49,16 @@ def _create_process_group(options: Any, _backend_options: Any) -> ProcessGroup:
         options.store, options.group_rank, options.group_size, timeout, str(options.group_id)
     )
     return group
+
+
+@functools.cache
+def _warn_of_misspelt_settings(module: Any) -> None:
+    """One warning per node and variable: all ranks of a node usually have the same environment."""
+    from smddp.env import misspelt
+
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for sentence in misspelt(os.environ, [row["name"] for row in module.settings()]):
+            warnings.warn(f"smddp: {sentence}", stacklevel=2)
 
 
 _leaving = False

@@ -1,0 +1,63 @@
+"""The compiled module (csrc/bindings)."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+
+class AlgorithmUse(TypedDict):
+    calls: int
+    bytes: int
+    memory_bytes: int
+    fabric_bytes: int
+    zero_copy: int
+
+class Setting(TypedDict):
+    name: str
+    type: str
+    value: str
+    default: str
+    doc: str
+    from_environment: bool
+
+class BuildInfo(TypedDict):
+    version: str
+    torch: str
+    simd: str
+    fabric: bool
+    fabric_reason: str
+
+class ProcessGroup(dist.distributed_c10d.Backend):
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str
+    ) -> None: ...
+    def describe(self) -> str: ...
+    def statistics(self) -> dict[str, AlgorithmUse]: ...
+
+def empty(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+def shutdown() -> None: ...
+def settings() -> list[Setting]: ...
+def build_info() -> BuildInfo: ...
+def set_error_types(types: dict[str, Any]) -> None: ...
+
+# Collective, algorithm, what it can do, when it is chosen.
+def list_algorithms() -> list[tuple[str, str, str, str]]: ...
+def print_plan(
+    collective: str,
+    bytes: int,
+    nodes: Sequence[Sequence[int]],
+    rank: int,
+    root: int,
+    shared: bool,
+    algorithm: str,
+) -> str: ...
+def check_plan(
+    collective: str,
+    bytes: int,
+    nodes: Sequence[Sequence[int]],
+    root: int,
+    shared: bool,
+    algorithm: str,
+) -> str: ...

@@ -1,0 +1,110 @@
+"""What can be set through the environment: `python -m smddp.env`.
+
+The table is the compiled module's own (csrc/common/config.h), so it cannot be out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smddp import _load
+
+if TYPE_CHECKING:
+    from smddp._C import Setting
+
+__all__ = ["BEGIN", "END", "insert", "markdown", "misspelt", "settings"]
+
+BEGIN = "<!-- settings: written by `python -m smddp.env --markdown README.md` -->"
+END = "<!-- end of settings -->"
+
+# Read by the build, not by the library.
+_BUILD_ONLY = ("SMDDP_CMAKE_ARGS",)
+
+
+def settings() -> list[Setting]:
+    """Returns every setting with its value in force.
+
+    Raises:
+        ValueError: a variable does not parse; the text names it.
+    """
+    return _load.load().settings()
+
+
+def misspelt(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
+    """Returns one sentence for each variable that looks like a setting and is none."""
+    names = [*known, *_BUILD_ONLY]
+    sentences = []
+    for name in sorted(environ):
+        if not name.startswith("SMDDP_") or name in names:
+            continue
+        nearest = difflib.get_close_matches(name, names, n=1)
+        advice = f"did you mean {nearest[0]}?" if nearest else "see `python -m smddp.env`."
+        sentences.append(f"{name} is no setting of smddp: {advice}")
+    return sentences
+
+
+def markdown(rows: Iterable[Setting]) -> str:
+    """Returns the settings and their defaults as a Markdown table."""
+    lines = ["| variable | default | what it does |", "|---|---|---|"]
+    for row in rows:
+        default = f"`{row['default']}`" if row["default"] else ""
+        lines.append(f"| `{row['name']}` | {default} | {row['doc'].replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
+def insert(text: str, table: str) -> str:
+    """Returns `text` with what stands between the markers replaced by `table`.
+
+    Raises:
+        ValueError: the markers are missing.
+    """
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"the text has no lines {BEGIN!r} and {END!r}")
+    before, rest = text.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n{table}{END}{rest.split(END, 1)[1]}"
+
+
+def _plain(rows: Iterable[Setting]) -> str:
+    lines = []
+    for row in rows:
+        origin = "from the environment" if row["from_environment"] else "default"
+        lines.append(f"{row['name']}={row['value']}  ({row['type']}, {origin})\n    {row['doc']}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the settings, or writes them into a document."""
+    parser = argparse.ArgumentParser(prog="python -m smddp.env", description=main.__doc__)
+    parser.add_argument(
+        "--markdown",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="as a Markdown table; into FILE, between its two markers, if one is named",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        rows = settings()
+        if options.markdown is None:
+            print(_plain(rows))
+        elif options.markdown == "-":
+            print(markdown(rows), end="")
+        else:
+            path = Path(options.markdown)
+            path.write_text(insert(path.read_text(), markdown(rows)))
+    except (ValueError, OSError) as error:
+        print(f"smddp.env: {error}", file=sys.stderr)
+        return 1
+    for sentence in misspelt(os.environ, [row["name"] for row in rows]):
+        print(f"smddp.env: {sentence}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
