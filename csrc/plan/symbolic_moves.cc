@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 
-#include "plan/print.h"
 #include "plan/symbolic_run.h"
 
 namespace smddp::plan {
