@@ -101,8 +101,7 @@ bool SimNetwork::control(int from, int to, Bytes message) {
   if (l.controls.size() >= kLinkDepth || random_.chance(l.faults.refuse)) return false;
   if (random_.chance(l.faults.drop)) return true;
   l.controls.emplace_back(message.begin(), message.end());
-  l.lastControl = std::max(l.lastControl, clock_.now() + delay(l));
-  at(l.lastControl, [this, from, to] { deliverControl(from, to); });
+  at(clock_.now() + delay(l), [this, from, to] { deliverControl(from, to); });
   return true;
 }
 

@@ -110,8 +110,7 @@ class SimNetwork {
     std::vector<Down> downs;
     std::deque<std::vector<std::byte>> controls;  // under way
     int puts = 0;                                 // under way
-    Nanoseconds lastControl = 0;                  // when the latest of them arrives
-    Nanoseconds lastPut = 0;
+    Nanoseconds lastPut = 0;                      // when the latest of them arrives
   };
   struct Flight;  // one put
 

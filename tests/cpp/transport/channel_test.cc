@@ -410,6 +410,17 @@ TEST_F(ChannelTest, AnIdIsFreeOnlyWhenNoPutCanNameItAnyMore) {
   arrive(makeImmediate(id, 2));
 }
 
+TEST_F(ChannelTest, AChannelOutlivesTheCloseOfItsSender) {
+  ReceiveChannel& channel = receive(4);
+  write(channel, 1);
+  arrive(makeImmediate(lastOpenedId(), 1));
+  hear(closeOf(lastOpenedId(), key_.group, 1));
+  ASSERT_FALSE(table_.drained(key_.group)) << "the receiver has not closed its end";
+  EXPECT_EQ(channel.payload(1).size(), 8u);
+  table_.closeGroup(key_.group);
+  EXPECT_TRUE(table_.drained(key_.group));
+}
+
 TEST_F(ChannelTest, IdsAreReusedAfterAllOthersWereAndExhaustionIsAnError) {
   const auto openGroup = [&](uint64_t group) {
     receive({group, 0, 0, 0, 1}, 1);
