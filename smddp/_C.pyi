@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any, TypedDict
 
 import torch
-import torch.distributed as dist
+import torch._C._distributed_c10d
 
 class AlgorithmUse(TypedDict):
     calls: int
@@ -29,9 +29,14 @@ class BuildInfo(TypedDict):
     fabric: bool
     fabric_reason: str
 
-class ProcessGroup(dist.distributed_c10d.Backend):
+class ProcessGroup(torch._C._distributed_c10d.Backend):
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str
+        self,
+        store: torch._C._distributed_c10d.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
     ) -> None: ...
     def describe(self) -> str: ...
     def statistics(self) -> dict[str, AlgorithmUse]: ...

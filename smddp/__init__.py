@@ -8,7 +8,7 @@ Importing it registers the backend; where torch autoloads backends not even that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from smddp.errors import (
 )
 
 if TYPE_CHECKING:
-    from smddp._C import AlgorithmUse
+    from smddp._C import AlgorithmUse, ProcessGroup
 
 __all__ = [
     "AbortedError",
@@ -50,35 +50,36 @@ register_backend()
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns an uninitialised CPU tensor in communication memory.
 
-    The ranks of a node reduce such tensors where they lie; ordinary ones are staged through small shared
-    slots. Use it for tensors that are communicated again and again.
+    The ranks of a node reduce such tensors where they lie; ordinary ones are staged through small
+    shared slots. Use it for tensors that are communicated again and again.
 
     Args:
         size: the shape, as for `torch.empty`.
         dtype: torch's default dtype if None.
 
     Returns:
-        A contiguous tensor; an ordinary one, with one warning, when there is no memory of that kind.
+        A contiguous tensor; an ordinary one, with one warning, when there is no such memory.
     """
     shape: list[int] = []
     for extent in size:
         shape.extend([extent] if isinstance(extent, int) else extent)
-    return _load.load().empty(shape, dtype or torch.get_default_dtype())
+    tensor: torch.Tensor = _load.load().empty(shape, dtype or torch.get_default_dtype())
+    return tensor
 
 
-def _backend_of(group: dist.ProcessGroup | None) -> Any:
+def _backend_of(group: dist.ProcessGroup | None) -> ProcessGroup:
     group = group or dist.distributed_c10d._get_default_group()
     backend = group._get_backend(torch.device("cpu"))
     if not hasattr(backend, "statistics"):
         raise ValueError(f'the group does not use backend "{BACKEND_NAME}" for CPU tensors')
-    return backend
+    return cast("ProcessGroup", backend)
 
 
 def statistics(group: dist.ProcessGroup | None = None) -> dict[str, AlgorithmUse]:
     """Returns what this rank has run on a group so far (None: the default group), by algorithm.
 
-    Each entry has `calls`, `bytes` (of the vectors), `memory_bytes` (read by copies and reductions),
-    `fabric_bytes` (sent to other nodes) and `zero_copy` (calls that staged nothing).
+    Each entry has `calls`, `bytes` (of the vectors), `memory_bytes` (read by copies and
+    reductions), `fabric_bytes` (sent to other nodes) and `zero_copy` (calls that staged nothing).
     """
     return _backend_of(group).statistics()
 

@@ -1,8 +1,8 @@
 """What the entry points name: cheap, and never in the way of `import torch`.
 
-`autoload` runs at the end of every `import torch` (group ``torch.backends``), so it only registers a creator;
-the compiled module is loaded when a group is created. It must not raise: that would break every
-`import torch` on the machine.
+`autoload` runs at the end of every `import torch` (group ``torch.backends``), so it only registers
+a creator; the compiled module is loaded when a group is created. It must not raise: that would
+break every `import torch` on the machine.
 """
 
 from __future__ import annotations

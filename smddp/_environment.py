@@ -11,7 +11,7 @@ _LOCAL_RANK_NAMES = (
     "MPI_LOCALRANKID",
     "SLURM_LOCALID",
 )
-# mpirun and srun name the rest differently from torchrun; init_process_group() reads torchrun's names.
+# mpirun and srun name the rest differently; init_process_group() reads torchrun's names.
 _FROM_LAUNCHERS = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
@@ -21,7 +21,7 @@ _FROM_LAUNCHERS = {
 
 
 def complete_from_launcher() -> None:
-    """Derives RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and SMDATAPARALLEL_LOCAL_RANK if absent."""
+    """Sets what is absent of RANK, WORLD_SIZE and their local counterparts."""
     for name, sources in _FROM_LAUNCHERS.items():
         value = next((os.environ[s] for s in sources if os.environ.get(s)), None)
         if value is not None:
@@ -31,7 +31,7 @@ def complete_from_launcher() -> None:
 
 
 def complete_environment(rank: int, size: int) -> None:
-    """The same once a group exists; a script that was started by hand has no local rank but its rank."""
+    """The same once a group exists; a script started by hand has no local rank but its rank."""
     complete_from_launcher()
     if size > 0:
         os.environ.setdefault("SMDATAPARALLEL_LOCAL_RANK", str(rank))

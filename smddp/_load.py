@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 
 def _release(version: str) -> tuple[str, ...]:
@@ -23,17 +23,15 @@ def check() -> None:
         built = ".".join(_release(_build.TORCH_VERSION))
         running = ".".join(_release(torch.__version__))
         raise ImportError(
-            f"smddp was built for torch {built} and cannot be used with torch {running}: install the wheel "
-            f"for torch {running}, or build it with `pip install --no-build-isolation .`."
+            f"smddp was built for torch {built} and cannot be used with torch {running}: install "
+            f"the wheel for torch {running}, or build it with `pip install --no-build-isolation .`."
         )
 
 
-def load() -> ModuleType:
+def load() -> Any:
     """Returns smddp._C, after check()."""
     check()
-    import smddp._C as module
+    from smddp import _C, errors
 
-    from smddp import errors
-
-    module.set_error_types(errors.by_name())
-    return module
+    _C.set_error_types(errors.by_name())
+    return _C

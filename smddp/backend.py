@@ -28,8 +28,8 @@ def register_backend() -> None:
     dist.Backend.register_backend(
         BACKEND_NAME, _create_process_group, extended_api=True, devices=["cpu", "cuda"]
     )
-    # DDP asks its process group for the memory of its gradient buckets, unless told not to. It reads the
-    # variable when a model is wrapped; a value that the user has set stays.
+    # DDP asks its process group for the memory of its gradient buckets, unless told not to. It
+    # reads the variable when a model is wrapped; a value that the user has set stays.
     if os.environ.get("SMDDP_COMM_MEMORY", "1") not in ("0", "false", "off"):
         os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 
@@ -45,7 +45,7 @@ def _create_process_group(options: Any, _backend_options: Any) -> ProcessGroup:
     timeout = options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
-    group = module.ProcessGroup(
+    group: ProcessGroup = module.ProcessGroup(
         options.store, options.group_rank, options.group_size, timeout, str(options.group_id)
     )
     return group

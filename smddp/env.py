@@ -33,7 +33,8 @@ def settings() -> list[Setting]:
     Raises:
         ValueError: a variable does not parse; the text names it.
     """
-    return _load.load().settings()
+    rows: list[Setting] = _load.load().settings()
+    return rows
 
 
 def misspelt(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """What a collective raises when it fails. All are `torch.distributed.DistBackendError`.
 
-After any of them the process group is broken on every rank: destroy it, and make a new one without the
-rank at fault, or end the job. Wrong arguments are no such errors: they raise ValueError, TypeError or
-NotImplementedError before anything moves.
+After any of them the process group is broken on every rank: destroy it, and make a new one without
+the rank at fault, or end the job. Wrong arguments are no such errors: they raise ValueError,
+TypeError or NotImplementedError before anything moves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TransportError(DistBackendError):
 
 
 class ResourceError(DistBackendError):
-    """The machine refused memory, file descriptors or threads. The text says how much was needed."""
+    """The machine refused memory, descriptors or threads. The text says how much was needed."""
 
 
 class InternalError(DistBackendError):
