@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -31,6 +32,10 @@ def check() -> None:
 def load() -> Any:
     """Returns smddp._C, after check()."""
     check()
+    # Distributions link libfabric with the PSM libraries, which install handlers for fatal signals
+    # when they are loaded and leave backtrace files behind. They read these variables then.
+    os.environ.setdefault("IPATH_NO_BACKTRACE", "1")
+    os.environ.setdefault("HFI_NO_BACKTRACE", "1")
     from smddp import _C, errors
 
     _C.set_error_types(errors.by_name())
