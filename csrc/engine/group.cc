@@ -55,9 +55,8 @@ std::vector<std::byte> Group::publish() {
   process_.slab().commit(region_.first(layout_.poolOffset(0, 0)));
   new (region_.data()) RegionHeader;
   for (int64_t t = 0; t < layout_.tracks; ++t) new (region_.data() + layout_.trackOffset(t)) TrackHeader;
-  GroupBlob blob{process_.slab().offsetOf(region_.data()), region_.size(), 0};
-  const auto random = bootstrap::randomProcessId();
-  std::memcpy(&blob.groupId, random.data(), sizeof blob.groupId);
+  const GroupBlob blob{process_.slab().offsetOf(region_.data()), region_.size(),
+                       process_.newGroupId()};
   std::vector<std::byte> bytes(sizeof blob);
   std::memcpy(bytes.data(), &blob, sizeof blob);
   return bytes;

@@ -178,6 +178,8 @@ void Group::leave() {
   if (left_) return;
   left_ = true;
   if (!idle()) fail(Error(ErrorKind::Aborted, fmt::format("rank {} left the group", spec_.me)));
+  // For whoever calls it still; mates are not told, they may be busy with what we have done our part of.
+  if (!broken_) broken_ = Error(ErrorKind::Usage, "the group has been destroyed");
   members_[spec_.me].region->left.store(1, std::memory_order_release);
   wakeTeam();
   std::set<transport::ChannelTable*> tables;

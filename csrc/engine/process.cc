@@ -46,7 +46,7 @@ void Process::Link::onPeerFailed(transport::PeerId peer, const std::string& caus
 
 Process::Process(Options options)
     : options_(std::move(options)),
-      id_(bootstrap::randomProcessId()),
+      id_(options_.id ? *options_.id : bootstrap::randomProcessId()),
       slab_(transport::shm::Slab::create(options_.slabBytes)),
       doorbell_(slab_),
       commMemory_(std::make_shared<transport::shm::CommMemory>(slab_)),
@@ -69,6 +69,13 @@ Process::~Process() {
     }
   }
   if (lifeline_) lifeline_->leave();
+}
+
+// Unique because the id is random: one count per process, spread over all bits.
+uint64_t Process::newGroupId() {
+  uint64_t random = 0;
+  std::memcpy(&random, id_.data(), sizeof random);
+  return random ^ ++lastGroup_ * 0x9e3779b97f4a7c15;
 }
 
 bootstrap::Introduction Process::introduce(std::vector<std::byte> group) {

@@ -50,6 +50,8 @@ class Process {
     std::shared_ptr<Clock> clock = std::make_shared<MonotonicClock>();
     // Instead of a libfabric endpoint; the simulator's.
     std::function<std::unique_ptr<transport::Transport>()> fabric;
+    // Instead of a random one; the simulator's.
+    std::optional<ProcessId> id;
     // Instead of SMDDP_NODE_ID and the boot id.
     std::string nodeName;
     size_t slabBytes = transport::shm::Slab::kDefaultReserve;
@@ -66,6 +68,8 @@ class Process {
 
   const Clock& clock() const { return *options_.clock; }
   const ProcessId& id() const { return id_; }
+  // A number that no group of any process has had before.
+  uint64_t newGroupId();
   transport::shm::Slab& slab() { return *slab_; }
   const std::shared_ptr<transport::shm::Slab>& sharedSlab() const { return slab_; }
   transport::shm::Doorbell& doorbell() { return doorbell_; }
@@ -123,6 +127,7 @@ class Process {
 
   Options options_;
   ProcessId id_;
+  uint64_t lastGroup_ = 0;  // how many groups this process has numbered
   std::shared_ptr<transport::shm::Slab> slab_;
   transport::shm::Doorbell doorbell_;
   std::shared_ptr<transport::shm::CommMemory> commMemory_;
