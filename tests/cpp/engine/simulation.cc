@@ -1,0 +1,293 @@
+#include "engine/simulation.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "transport/sim/sim_transport.h"
+
+namespace smddp::test {
+namespace {
+
+// Small cuts, so that vectors of a few kilobytes take many chunks and the windows are always full.
+const bool kSmallLimits = [] {
+  setenv("SMDDP_CHUNK_BYTES", "1024", 0);
+  setenv("SMDDP_FABRIC_CHUNK_BYTES", "2048", 0);
+  setenv("SMDDP_POOL_BYTES", "16384", 0);
+  setenv("SMDDP_ONE_SHOT_BYTES", "512", 0);
+  setenv("SMDDP_FUSION_BYTES", "512", 0);
+  return true;
+}();
+
+class SimClock final : public Clock {
+ public:
+  explicit SimClock(const SimNetwork& network) : network_(network) {}
+  Nanoseconds now() const override { return network_.clock().now(); }
+
+ private:
+  const SimNetwork& network_;
+};
+
+// Far more than any run takes: a run that gets there goes in circles.
+constexpr int kMaxTurns = 200'000;
+constexpr Nanoseconds kTick = 200'000;
+
+Faults randomFaults(Random& random, Simulation::Trouble trouble) {
+  Faults faults;
+  faults.maxDelay = random.between(1'000, 100'000);
+  faults.reorder = random.chance(0.7);
+  faults.duplicate = random.chance(0.5) ? 0.1 : 0;
+  faults.refuse = random.chance(0.5) ? 0.2 : 0;
+  faults.drop = trouble == Simulation::Trouble::Drop ? 0.01 : 0;
+  return faults;
+}
+
+}  // namespace
+
+Simulation::Simulation(uint64_t seed, Trouble trouble)
+    : trouble_(trouble), random_(seed), network_(seed, randomFaults(random_, trouble)) {
+  const int size = static_cast<int>(random_.between(2, 6));
+  const int numNodes = static_cast<int>(random_.between(1, std::min(size, 4)));
+  for (Rank r = 0; r < size; ++r) {
+    nodes_.push_back(fmt::format("id:{}", r < numNodes ? r : random_.between(0, numNodes - 1)));
+  }
+  makePlayers();
+  std::vector<Rank> world;
+  for (Rank r = 0; r < size; ++r) world.push_back(r);
+  makeGroup("world", world);
+  for (int64_t i = random_.between(0, 2); i > 0; --i) {
+    std::vector<Rank> some;
+    for (Rank r = 0; r < size; ++r) {
+      if (random_.chance(0.6)) some.insert(some.begin() + random_.between(0, some.size()), r);
+    }
+    if (!some.empty()) makeGroup(fmt::format("part {}", i), some);
+  }
+  plan(trouble);
+}
+
+void Simulation::makePlayers() {
+  for (size_t rank = 0; rank < nodes_.size(); ++rank) {
+    engine::Engine::Options options;
+    options.progressThread = false;
+    options.process.clock = std::make_shared<SimClock>(network_);
+    options.process.fabric = [this, rank] { return network_.create(fmt::format("rank {}", rank)); };
+    options.process.id.emplace();
+    for (auto& byte : *options.process.id) byte = static_cast<std::byte>(random_.next());
+    options.process.nodeName = nodes_[rank];
+    options.process.slabBytes = size_t{64} << 20;
+    options.process.lifelines = false;
+    Player player;
+    player.engine = std::make_unique<engine::Engine>(options);
+    player.engine->call([&] { player.engine->process().openFabric(); });
+    players_.push_back(std::move(player));
+  }
+}
+
+void Simulation::makeGroup(const std::string& name, const std::vector<Rank>& members) {
+  const int size = static_cast<int>(members.size());
+  programs_.push_back(std::make_unique<std::vector<Call>>(randomProgram(size)));
+  std::vector<bootstrap::Introduction> introductions;
+  std::vector<std::string> nodes;
+  std::vector<Seat*> seats;
+  for (Rank me = 0; me < size; ++me) {
+    Player& player = players_[static_cast<size_t>(members[static_cast<size_t>(me)])];
+    auto seat = std::make_unique<Seat>();
+    auto [group, introduction] = player.engine->beginGroup({name, me, size});
+    seat->group = group;
+    seat->me = me;
+    seat->size = size;
+    seat->program = programs_.back().get();
+    // Operations refer to these: they must not move.
+    seat->inputs.resize(seat->program->size());
+    seat->outputs.resize(seat->program->size());
+    introductions.push_back(introduction);
+    nodes.push_back(nodes_[static_cast<size_t>(members[static_cast<size_t>(me)])]);
+    seats.push_back(seat.get());
+    player.seats.push_back(std::move(seat));
+  }
+  for (Rank me = 0; me < size; ++me) {
+    Player& player = players_[static_cast<size_t>(members[static_cast<size_t>(me)])];
+    player.engine->finishGroup(seats[static_cast<size_t>(me)]->group, introductions, nodes);
+  }
+}
+
+std::vector<Simulation::Call> Simulation::randomProgram(int size) {
+  std::vector<Call> program(static_cast<size_t>(random_.between(3, 12)));
+  for (Call& call : program) {
+    // Half of them allreduces, half of those small enough to be fused.
+    call.collective =
+        random_.chance(0.5)
+            ? Collective::AllReduce
+            : static_cast<Collective>(random_.between(0, collectives::kNumCollectives - 1));
+    call.op = random_.chance(0.8) ? ReduceOp::SUM : ReduceOp::MAX;
+    call.root = static_cast<Rank>(random_.between(0, size - 1));
+    call.count = static_cast<size_t>(random_.between(0, random_.chance(0.5) ? 40 : 4000));
+  }
+  return program;
+}
+
+void Simulation::plan(Trouble trouble) {
+  const auto numRanks = static_cast<int64_t>(players_.size());
+  const auto any = [&] { return static_cast<int>(random_.between(0, numRanks - 1)); };
+  const Nanoseconds when = random_.between(0, 500'000);
+  if (trouble == Trouble::Partition) {
+    const int a = any();
+    const int b =
+        (a + 1 + static_cast<int>(random_.between(0, numRanks - 2))) % static_cast<int>(numRanks);
+    const auto outage =
+        random_.chance(0.5) ? transport::sim::Outage::Hold : transport::sim::Outage::Drop;
+    const bool heals = random_.chance(0.5);
+    network_.partition(
+        a, b, when, heals ? when + random_.between(1, 2 * kTimeout) : SimNetwork::kForever, outage);
+  }
+  if (trouble == Trouble::Kill) {
+    const int victim = any();
+    std::optional<Nanoseconds> detection;
+    if (random_.chance(0.7)) detection = random_.between(0, kTimeout / 2);
+    network_.at(when, [this, victim, detection] {
+      network_.kill(victim, detection);
+      players_[static_cast<size_t>(victim)].dead = true;
+    });
+  }
+}
+
+int32_t Simulation::value(const Call& call, size_t number, Rank rank, size_t element) {
+  return static_cast<int32_t>(number * 1'000'003 + static_cast<size_t>(rank) * 7919 + element * 31 +
+                              call.count);
+}
+
+// What the rank must have in its output.
+std::vector<int32_t> Simulation::expected(const Call& call, size_t number, Rank me, int size) {
+  const auto reduced = [&](size_t element) {
+    int32_t result = value(call, number, 0, element);
+    for (Rank r = 1; r < size; ++r) {
+      const int32_t next = value(call, number, r, element);
+      result = call.op == ReduceOp::SUM ? result + next : std::max(result, next);
+    }
+    return result;
+  };
+  std::vector<int32_t> result;
+  switch (call.collective) {
+    case Collective::AllReduce:
+      for (size_t i = 0; i < call.count; ++i) result.push_back(reduced(i));
+      break;
+    case Collective::Broadcast:
+      for (size_t i = 0; i < call.count; ++i) result.push_back(value(call, number, call.root, i));
+      break;
+    case Collective::AllGather:
+      for (Rank r = 0; r < size; ++r) {
+        for (size_t i = 0; i < call.count; ++i) result.push_back(value(call, number, r, i));
+      }
+      break;
+    case Collective::ReduceScatter:
+      for (size_t i = 0; i < call.count; ++i) {
+        result.push_back(reduced(static_cast<size_t>(me) * call.count + i));
+      }
+      break;
+    case Collective::Barrier: break;
+  }
+  return result;
+}
+
+void Simulation::submitNext(Player& player, Seat& seat) {
+  const size_t number = seat.completions.size();
+  const Call& call = (*seat.program)[number];
+  auto& input = seat.inputs[number];
+  auto& output = seat.outputs[number];
+  const auto ranks = static_cast<size_t>(seat.size);
+  const size_t inputs =
+      call.collective == Collective::ReduceScatter ? call.count * ranks : call.count;
+  for (size_t i = 0; i < inputs; ++i) input.push_back(value(call, number, seat.me, i));
+  engine::Request request;
+  switch (call.collective) {
+    case Collective::AllReduce:
+      output = input;
+      request = allReduce(bytesOf(output), DataType::int32, call.op);
+      break;
+    case Collective::Broadcast:
+      output = seat.me == call.root ? input : std::vector<int32_t>(call.count, -1);
+      request = broadcast(bytesOf(output), call.root);
+      break;
+    case Collective::AllGather:
+      output.assign(call.count * ranks, -1);
+      request = allGather(bytesOf(input), {bytesOf(output)});
+      break;
+    case Collective::ReduceScatter:
+      output.assign(call.count, -1);
+      request = reduceScatter({bytesOf(input)}, bytesOf(output), DataType::int32, call.op);
+      break;
+    case Collective::Barrier: request = barrier(); break;
+  }
+  request.timeout = kTimeout;
+  seat.deadlines.push_back(network_.clock().now() + kTimeout);
+  seat.completions.push_back(player.engine->submit(*seat.group, std::move(request)));
+}
+
+// Checks what has ended, and that nothing is later than its deadline.
+void Simulation::look(Seat& seat) {
+  for (; seat.ended < seat.completions.size(); ++seat.ended) {
+    const size_t number = seat.ended;
+    const auto& completion = *seat.completions[number];
+    const Call& call = (*seat.program)[number];
+    const auto what = fmt::format("group \"{}\", rank {}, {} #{} of {}", seat.group->spec().name,
+                                  seat.me, toString(call.collective), number + 1, call.count);
+    if (!completion.done()) {
+      EXPECT_LE(network_.clock().now(), seat.deadlines[number] + 10 * kTick) << what << " is late";
+      return;
+    }
+    if (const auto& error = completion.error()) {
+      ++numErrors_;
+      EXPECT_NE(trouble_, Trouble::None) << what << ": " << error->what();
+      EXPECT_TRUE(error->kind() == ErrorKind::Timeout || error->kind() == ErrorKind::PeerLost)
+          << what << ": " << error->what();
+    } else {
+      EXPECT_EQ(seat.outputs[number], expected(call, number, seat.me, seat.size)) << what;
+    }
+  }
+}
+
+bool Simulation::finished() const {
+  for (const Player& player : players_) {
+    for (const auto& seat : player.seats) {
+      if (!player.dead && seat->ended < seat->program->size()) return false;
+    }
+  }
+  return true;
+}
+
+// Something happens at least this often, so that the clock never jumps over a deadline.
+void Simulation::tick() {
+  network_.at(network_.clock().now() + kTick, [this] { tick(); });
+}
+
+void Simulation::run() {
+  tick();
+  for (int turn = 0; !finished(); ++turn) {
+    ASSERT_LT(turn, kMaxTurns) << "goes in circles";
+    bool advanced = false;
+    const auto first = static_cast<size_t>(random_.next());
+    for (size_t i = 0; i < players_.size(); ++i) {
+      Player& player = players_[(first + i) % players_.size()];
+      // A slow rank: it may be many turns behind the others.
+      if (player.dead || random_.chance(0.3)) continue;
+      for (auto& seat : player.seats) {
+        const bool more = seat->completions.size() < seat->program->size();
+        if (!more || seat->completions.size() > seat->ended + 5 || random_.chance(0.5)) continue;
+        submitNext(player, *seat);
+        advanced = true;
+      }
+      advanced |= player.engine->step();
+      for (auto& seat : player.seats) look(*seat);
+      if (testing::Test::HasFailure()) return;
+    }
+    if (!advanced) network_.advance();
+  }
+}
+
+std::string Simulation::describe() const {
+  std::string text;
+  for (const auto& node : nodes_) text += node + " ";
+  return text + fmt::format("{} groups", programs_.size());
+}
+
+}  // namespace smddp::test

@@ -1,0 +1,82 @@
+// One run of the simulator: a few ranks, their engines and groups on a SimNetwork, and a random program of
+// collectives for each group, all of it drawn from one seed and run by one thread on a virtual clock.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/calls.h"
+#include "transport/sim/network.h"
+#include "transport/sim/random.h"
+
+namespace smddp::test {
+
+using transport::sim::Faults;
+using transport::sim::Random;
+using transport::sim::SimNetwork;
+
+class Simulation {
+ public:
+  // How a run may end.
+  enum class Trouble {
+    None,       // every result right
+    Drop,       // puts or control messages get lost
+    Partition,  // two endpoints do not reach each other for a while, or for ever
+    Kill,       // a rank stops
+  };
+  static constexpr Nanoseconds kTimeout = 50'000'000;
+
+  Simulation(uint64_t seed, Trouble trouble);
+  // Until every call of every living rank has ended. Failures are gtest failures.
+  void run();
+  uint64_t digest() const { return network_.digest(); }
+  int numErrors() const { return numErrors_; }
+  std::string describe() const;
+
+ private:
+  struct Call {
+    Collective collective;
+    ReduceOp op;
+    Rank root;
+    size_t count;  // of int32
+  };
+  // What a rank does in one group.
+  struct Seat {
+    std::shared_ptr<engine::Group> group;
+    Rank me = 0;
+    int size = 0;
+    const std::vector<Call>* program = nullptr;
+    std::vector<std::vector<int32_t>> inputs, outputs;
+    std::vector<engine::CompletionPtr> completions;
+    std::vector<Nanoseconds> deadlines;
+    size_t ended = 0;  // as far as they were looked at
+  };
+  struct Player {
+    std::unique_ptr<engine::Engine> engine;
+    std::vector<std::unique_ptr<Seat>> seats;
+    bool dead = false;
+  };
+
+  void makePlayers();
+  void makeGroup(const std::string& name, const std::vector<Rank>& members);
+  std::vector<Call> randomProgram(int size);
+  void plan(Trouble trouble);
+  void submitNext(Player& player, Seat& seat);
+  void look(Seat& seat);
+  void tick();
+  bool finished() const;
+  static int32_t value(const Call& call, size_t number, Rank rank, size_t element);
+  static std::vector<int32_t> expected(const Call& call, size_t number, Rank me, int size);
+
+  const Trouble trouble_;
+  Random random_;
+  SimNetwork network_;
+  std::vector<std::string> nodes_;  // by rank
+  std::vector<std::unique_ptr<std::vector<Call>>> programs_;
+  std::vector<Player> players_;
+  int numErrors_ = 0;
+};
+
+}  // namespace smddp::test

@@ -1,0 +1,33 @@
+// Ends a test process that hangs, with a word about it: a test that waits for ever says nothing.
+#pragma once
+
+#include <csignal>
+#include <cstdlib>
+
+#include <unistd.h>
+
+namespace smddp::test {
+
+class Watchdog {
+ public:
+  explicit Watchdog(unsigned seconds = kSeconds) {
+    std::signal(SIGALRM, [](int) {
+      constexpr char kText[] = "a test hangs: ended by its watchdog\n";
+      static_cast<void>(!write(STDERR_FILENO, kText, sizeof kText - 1));
+      std::abort();
+    });
+    alarm(seconds);
+  }
+  ~Watchdog() { alarm(0); }
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
+
+ private:
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+  static constexpr unsigned kSeconds = 150;
+#else
+  static constexpr unsigned kSeconds = 60;
+#endif
+};
+
+}  // namespace smddp::test
