@@ -247,7 +247,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather_into_tensor_coalesced(
     requests.push_back(gatherRequest(kName, outputs[i], inputs[i], options));
   }
   return submit(
-      {c10d::OpType::ALLGATHER_INTO_TENSOR_COALESCED, "smddp:all_gather", 0, inputs, {outputs}},
+      {c10d::OpType::COALESCED, "smddp:all_gather", 0, inputs, {outputs}},
       std::move(requests));
 }
 
@@ -305,7 +305,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
     requests.push_back(scatterRequest(kName, outputs[i], inputs[i], options));
   }
   return submit(
-      {c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "smddp:reduce_scatter", 0, inputs, {outputs}},
+      {c10d::OpType::COALESCED, "smddp:reduce_scatter", 0, inputs, {outputs}},
       std::move(requests));
 }
 
