@@ -57,6 +57,9 @@ environment() {
   echo "$key" >$stamp
 }
 
+# What compile() builds: everything, or the module alone where nobody asked for the C++ tests.
+target=all
+
 # Object files depend neither on where the clone lies nor on the folder they are compiled in, so a
 # second clone finds them in the cache.
 compile() {
@@ -64,7 +67,7 @@ compile() {
   shift
   [ -f "$folder/build.ninja" ] || cmake -S . -B "$folder" -G Ninja \
     -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache "$@"
-  CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 cmake --build "$folder"
+  CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 cmake --build "$folder" --target "$target"
 }
 
 build() {
@@ -78,6 +81,7 @@ core() {
 }
 
 develop() {
+  target=_C
   build
   local key stamp=$venv/.development-install module
   key=$({ ls -d smddp smdistributed; cat setup.py pyproject.toml cmake/torch_facts.py; } | sha256sum)
