@@ -212,10 +212,9 @@ void Engine::destroyGroup(const std::shared_ptr<Group>& group) {
     const auto found = groups_.find(group->id());
     if (found == groups_.end() || found->second != group) return;
     group->leave();
-    collectContinuations();
-    std::erase(active_, group.get());
     remains_.push_back(group);
     groups_.erase(found);
+    collectContinuations();
     reap();
   });
   runContinuations();
@@ -226,7 +225,11 @@ void Engine::reap() {
   if (remains_.empty()) return;
   process_->poll();
   process_->checkPeers();
-  std::erase_if(remains_, [](const auto& group) { return group->abandoned(); });
+  std::erase_if(remains_, [this](const auto& group) {
+    if (!group->idle() || !group->abandoned()) return false;
+    std::erase(active_, group.get());
+    return true;
+  });
 }
 
 void Engine::dispatch(Peer& from, transport::Bytes message) {
@@ -297,9 +300,10 @@ bool Engine::waitFor(const Completion& completion, Nanoseconds timeout) {
 }
 
 void Engine::abort(Group& group, const std::string& reason) {
-  if (forkGeneration_ != forkGeneration.load()) return;
+  if (!process_ || forkGeneration_ != forkGeneration.load()) return;
   call([&] {
     group.fail(Error(ErrorKind::Aborted, reason));
+    if (!shutDown_) activate(group);
     collectContinuations();
   });
   runContinuations();
@@ -512,13 +516,13 @@ void Engine::progressLoop() {
   while (true) {
     {
       std::unique_lock lock(threadMutex_);
-      threadChanged_.wait(lock, [this] { return stop_ || (busy_.load() && waiters_.load() == 0); });
+      // Whoever owns the engine tells us when he lets go of it with something left to do.
+      threadChanged_.wait(lock, [this] {
+        return stop_ || (busy_.load() && waiters_.load() == 0 && !owned_.load());
+      });
       if (stop_) return;
     }
-    if (!tryOwn()) {
-      std::this_thread::yield();
-      continue;
-    }
+    if (!tryOwn()) continue;
     try {
       runOwned([this] { return active_.empty(); }, /*patient=*/true);
     } catch (const std::exception& error) {

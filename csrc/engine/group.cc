@@ -45,7 +45,10 @@ bool inPlace(Collective collective) {
 }  // namespace
 
 Group::Group(Process& process, Spec spec)
-    : process_(process), spec_(std::move(spec)), limits_(limitsFromSettings()) {
+    : process_(process),
+      slab_(process.sharedSlab()),
+      spec_(std::move(spec)),
+      limits_(limitsFromSettings()) {
   layout_.tracks = std::max(settings().inFlight, kTracksAcrossNodes);
   layout_.halfBytes = limits_.poolBytes;
 }
@@ -114,8 +117,11 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
 }
 
 Group::~Group() {
-  for (auto window : windows_) process_.slab().free(window);
-  if (!region_.empty()) process_.slab().free(region_);
+  // Freed pages read as zeros at once: to a mate that is still at the last operation, a wrong result. The
+  // memory then lives until the last mate has unmapped it.
+  if (topology_ && !abandoned_) return;
+  for (auto window : windows_) slab_->free(window);
+  if (!region_.empty()) slab_->free(region_);
 }
 
 void Group::submit(Request request, CompletionPtr completion) {
@@ -436,6 +442,7 @@ void Group::end(Completion& completion, std::optional<Error> error) {
 }
 
 bool Group::idle() const {
+  if (!spreadingUntil_.passed(process_.clock())) return false;
   return pending_.empty() && matcher_->idle() &&
          std::all_of(tracks_.begin(), tracks_.end(),
                      [](const auto& active) { return active->phase == Phase::Idle; });

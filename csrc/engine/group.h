@@ -143,7 +143,8 @@ class Group final : private Matcher::Host {
     return {id_, track, stream, source, destination};
   }
 
-  Process& process_;
+  Process& process_;  // gone when the engine has been shut down; the slab outlives the group
+  const std::shared_ptr<transport::shm::Slab> slab_;
   const Spec spec_;
   plan::Limits limits_;
   RegionLayout layout_;
@@ -162,7 +163,10 @@ class Group final : private Matcher::Host {
   std::vector<std::span<std::byte>> windows_;  // receive windows in the slab
   std::set<Rank> suspects_;  // awaited and lost
   std::optional<Error> broken_;
+  // The network must be polled for a while after an error, or the others might not hear of it.
+  Deadline spreadingUntil_{0};
   bool left_ = false;
+  bool abandoned_ = false;
   // What a broken group's network may still read or write.
   std::vector<std::shared_ptr<void>> inFlight_;
   std::vector<std::function<void()>> ended_;

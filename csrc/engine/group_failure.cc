@@ -8,6 +8,9 @@
 namespace smddp::engine {
 namespace {
 
+// How long it may take until peers have been told of an error: connections may have to be made for it.
+constexpr Nanoseconds kSpreading = 1'000'000'000;
+
 std::string list(const std::set<Rank>& ranks) {
   std::string text;
   for (const Rank r : ranks) text += fmt::format("{}{}", text.empty() ? "" : ", ", r);
@@ -129,6 +132,7 @@ void Group::fail(const Error& cause) {
   for (const Member& member : members_) {
     if (member.peer != nullptr && member.region == nullptr && !member.peer->lost) {
       member.peer->table->control(member.peer->id, message);
+      spreadingUntil_ = Deadline::after(process_.clock(), kSpreading);
     }
   }
   // The network may still read the sources of puts: what they belong to lives as long as the group does.
@@ -197,6 +201,7 @@ bool Group::abandoned() {
     }
     if (!member.peer->table->drained(id_)) return false;
   }
+  abandoned_ = true;
   return true;
 }
 

@@ -111,18 +111,21 @@ void Matcher::announced(Rank from, const Announced& message) {
 
 void Matcher::accept(Rank from, const Announced& message, Exchange exchange) {
   if (message.bytes != exchange.bytes) {
+    const int64_t expected = exchange.bytes;
+    // It ends with the group, like all that is open.
+    posted_.push_back(std::move(exchange));
     raise(ErrorKind::Mismatch,
           "rank {} sends {} bytes with tag {} to rank {}, which receives {}: the tensors on both "
           "sides must have the same size",
-          from, message.bytes, message.tag, me_, exchange.bytes);
+          from, message.bytes, message.tag, me_, expected);
   }
   OfferMessage answer;
   answer.header.kind = kAccept;
   answer.group = group_;
   answer.id = message.id;
-  host_.sendControl(from, transport::bytesOf(answer));
   exchange.completion->setSource(from);
   receiving_[from].push_back(std::move(exchange));
+  host_.sendControl(from, transport::bytesOf(answer));
 }
 
 void Matcher::accepted(Rank from, uint64_t id) {
@@ -151,8 +154,10 @@ void Matcher::sendToSelf(Exchange send) {
 
 void Matcher::copyToSelf(Exchange& send, Exchange& receive) {
   if (send.bytes != receive.bytes) {
+    toSelf_.push_back(std::move(send));
+    posted_.push_back(std::move(receive));
     raise(ErrorKind::Mismatch, "rank {} sends itself {} bytes with tag {} and receives {}", me_,
-          send.bytes, send.message.tag, receive.bytes);
+          toSelf_.back().bytes, toSelf_.back().message.tag, posted_.back().bytes);
   }
   const Buffer from(send.message.buffer);
   const Buffer to(receive.message.buffer);
