@@ -1,0 +1,34 @@
+"""Fixtures for all Python tests; see ranks.py for tests of several ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import ranks  # noqa: E402
+
+
+def _shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """After every test: no process of ours but the nursery, nothing of ours in /dev/shm."""
+    before = _shared_memory()
+    yield
+    left = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.pid not in ranks.nursery_pids()
+    ]
+    assert not left, f"processes left behind: {left}"
+    # Other programs of this machine use the folder too; ours would carry our name.
+    ours = [name for name in _shared_memory() - before if "smddp" in name]
+    assert not ours, f"left in /dev/shm: {ours}"

@@ -1,0 +1,324 @@
+"""Runs a function as the ranks of a job: real processes, on one node or on several made-up ones.
+
+Importing torch costs seconds, a fork costs milliseconds. So one child, the *nursery*, imports torch
+and smddp once, starts no thread, and forks the ranks of every run. A rank is a complete process: it
+has its own environment, runs its exit handlers, and may be killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import importlib.util
+import os
+import pickle
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO, NoReturn
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How one rank ended."""
+
+    rank: int
+    pid: int
+    status: int  # exit code, or minus the signal
+    returned: bool = False
+    value: Any = None
+    trace: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    ended_at: float = 0.0  # time.monotonic()
+
+    def __str__(self) -> str:
+        how = "returned" if self.returned else "did not return"
+        return (
+            f"--- rank {self.rank} (pid {self.pid}) {how}, exit status {self.status}\n"
+            f"{self.trace}{self.stdout}{self.stderr}"
+        )
+
+
+@dataclasses.dataclass
+class _Run:
+    file: str
+    function: str
+    arguments: tuple[Any, ...]
+    environments: list[dict[str, str]]
+    timeout: float
+    full_exit: bool
+
+
+# --- the side of pytest -----------------------------------------------------------------------------
+
+
+def nodes_of(layout: str) -> list[int]:
+    """Returns the ranks per node: "2" is one node, "2x3" two nodes of three, "2+1" uneven ones."""
+    if "x" in layout:
+        nodes, ranks = layout.split("x")
+        return [int(ranks)] * int(nodes)
+    return [int(ranks) for ranks in layout.split("+")]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    layout: str,
+    *arguments: Any,
+    timeout: float = 60,
+    env: dict[str, str] | None = None,
+    rank_0_serves: bool = False,
+    full_exit: bool = False,
+) -> list[Outcome]:
+    """Runs `function(*arguments)`, a module's function, on every rank of a layout.
+
+    Args:
+        function: found again by file and name in the ranks; what it returns must pickle.
+        layout: see nodes_of.
+        arguments: pickled.
+        timeout: ranks that are still there then print their stacks and are killed.
+        env: variables for all ranks.
+        rank_0_serves: the store lives in rank 0, as in scripts started by hand, and ends with it;
+            otherwise here, as with torchrun.
+        full_exit: ranks tear the interpreter down, which takes a second with torch; otherwise they
+            only run the exit handlers.
+
+    Returns:
+        How each rank ended; nothing is raised for ranks that failed.
+    """
+    sizes = nodes_of(layout)
+    store = None
+    common = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(sum(sizes)), **(env or {})}
+    if rank_0_serves:
+        common["MASTER_PORT"] = str(free_port())
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common["MASTER_PORT"] = str(store.port)
+        common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    environments = []
+    for node, ranks in enumerate(sizes):
+        for local in range(ranks):
+            environments.append(
+                {
+                    **common,
+                    "RANK": str(len(environments)),
+                    "LOCAL_RANK": str(local),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "SMDDP_NODE_ID": f"node{node}",
+                }
+            )
+    file = function.__code__.co_filename
+    run = _Run(file, function.__name__, arguments, environments, timeout, full_exit)
+    outcomes = _nursery().run(run)
+    del store
+    return outcomes
+
+
+def check_ranks(function: Callable[..., Any], layout: str, *arguments: Any, **options: Any) -> Any:
+    """Like run_ranks, but returns the values, after asserting that every rank ended well."""
+    outcomes = run_ranks(function, layout, *arguments, **options)
+    if any(not outcome.returned or outcome.status != 0 for outcome in outcomes):
+        raise AssertionError("\n".join(str(outcome) for outcome in outcomes))
+    return [outcome.value for outcome in outcomes]
+
+
+class _Nursery:
+    """The child that forks the ranks. One run at a time; its death kills the ranks."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT), str(Path(__file__).parent), environment.get("PYTHONPATH", "")]
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "import ranks; ranks.serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+
+    def run(self, run: _Run) -> list[Outcome]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        _write(self.process.stdin, run)
+        outcomes: list[Outcome] = _read(self.process.stdout)
+        return outcomes
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(10)
+
+
+@functools.cache
+def _nursery() -> _Nursery:
+    nursery = _Nursery()
+    atexit.register(nursery.close)
+    return nursery
+
+
+def nursery_pids() -> set[int]:
+    """Returns the one child that outlives a test, once there is one."""
+    return {_nursery().process.pid} if _nursery.cache_info().currsize else set()
+
+
+def _write(stream: BinaryIO, value: Any) -> None:
+    data = pickle.dumps(value)
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def _read(stream: BinaryIO) -> Any:
+    head = stream.read(8)
+    if len(head) < 8:
+        raise EOFError("the process that forks the ranks has ended")
+    return pickle.loads(stream.read(struct.unpack("<Q", head)[0]))
+
+
+# --- the side of the ranks --------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Forks ranks until the standard input ends."""
+    import pytest  # noqa: F401  test modules import it
+
+    import smddp  # noqa: F401
+
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+    while True:
+        try:
+            run = _read(requests)
+        except EOFError:
+            return
+        _write(replies, _fork(run))
+
+
+def _fork(run: _Run) -> list[Outcome]:
+    """Returns how the ranks ended, in the nursery; a rank does not return."""
+    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    pids: dict[int, int] = {}
+    for rank, environment in enumerate(run.environments):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(run, rank, environment, folder)
+        pids[pid] = rank
+    outcomes = _await(pids, run.timeout, folder)
+    shutil.rmtree(folder)
+    return outcomes
+
+
+def _await(pids: dict[int, int], timeout: float, folder: Path) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    deadline = time.monotonic() + timeout
+    late = False
+    while len(outcomes) < len(pids):
+        for pid, rank in pids.items():
+            if rank in outcomes:
+                continue
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                outcomes[rank] = Outcome(rank, pid, code, ended_at=time.monotonic())
+            elif time.monotonic() > deadline:
+                # First the stacks, then the end.
+                os.kill(pid, signal.SIGKILL if late else signal.SIGUSR1)
+        if time.monotonic() > deadline:
+            late = True
+            time.sleep(1)
+        time.sleep(0.002)
+    for rank, outcome in outcomes.items():
+        outcome.stdout = (folder / f"{rank}.out").read_text(errors="replace")
+        outcome.stderr = (folder / f"{rank}.err").read_text(errors="replace")
+        if late:
+            outcome.stderr += f"\nthe run took longer than {timeout} s\n"
+        with contextlib.suppress(FileNotFoundError):
+            said = pickle.loads((folder / f"{rank}.value").read_bytes())
+            outcome.returned, outcome.value, outcome.trace = said
+    return [outcomes[rank] for rank in sorted(outcomes)]
+
+
+def _be_rank(run: _Run, rank: int, environment: dict[str, str], folder: Path) -> NoReturn:
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.environ.update(environment)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+    def say(returned: bool, value: Any, trace: str) -> None:
+        unfinished = folder / f"{rank}.part"
+        unfinished.write_bytes(pickle.dumps((returned, value, trace)))
+        unfinished.rename(folder / f"{rank}.value")
+
+    code = 0
+    try:
+        function = getattr(_module(run.file), run.function)
+        say(True, function(*run.arguments), "")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        say(False, None, traceback.format_exc())
+        code = 1
+    if run.full_exit:
+        raise SystemExit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _module(file: str) -> ModuleType:
+    name = f"ranks_{Path(file).stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- what the functions of tests use ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def job(timeout: float = 30, oracle: bool = False) -> Iterator[dist.ProcessGroup | None]:
+    """The default group with backend "smddp"; yields a gloo group of the same ranks if asked for."""
+    dist.init_process_group("smddp", timeout=timedelta(seconds=timeout))
+    try:
+        yield dist.new_group(backend="gloo", timeout=timedelta(seconds=60)) if oracle else None
+    finally:
+        dist.destroy_process_group()
+
+
+def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Small whole numbers: every sum and product of a few is exact in any order and dtype."""
+    generator = torch.Generator().manual_seed(seed * 1000 + dist.get_rank())
+    return torch.randint(1, 4, shape, generator=generator).to(dtype)
