@@ -1,0 +1,170 @@
+"""Shows what a collective does, step by step: `python -m smddp.plan`.
+
+    python -m smddp.plan list
+    python -m smddp.plan print allreduce 25MiB --nodes 2x2 --rank 1
+    python -m smddp.plan check allreduce 1MiB --nodes 3+2+4 --algorithm ring
+
+A layout is written as nodes x ranks on each (8x8) or as the ranks of each node (3+2+4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from smddp import _load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main", "parse_bytes", "parse_nodes"]
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6}
+
+
+def parse_bytes(text: str) -> int:
+    """Returns the number of bytes that "25MiB", "4096" or "1.5 KiB" means.
+
+    Raises:
+        ValueError: the text means none, or no whole number.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"{text!r} is no number of bytes; write it like 25MiB or 4096")
+    size = float(found[1]) * _UNITS[found[2]]
+    if size != int(size):
+        raise ValueError(f"{text!r} is no whole number of bytes")
+    return int(size)
+
+
+def parse_nodes(text: str) -> list[list[int]]:
+    """Returns the ranks of each node: "2x2" gives [[0, 1], [2, 3]], "1+2" gives [[0], [1, 2]].
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    if found := re.fullmatch(r"(\d+)x(\d+)", text):
+        sizes = [int(found[2])] * int(found[1])
+    elif re.fullmatch(r"\d+(\+\d+)*", text):
+        sizes = [int(size) for size in text.split("+")]
+    else:
+        sizes = []
+    if not sizes or 0 in sizes:
+        raise ValueError(f"{text!r} is no layout of ranks; write it like 2x4 or 3+2")
+    nodes: list[list[int]] = []
+    for size in sizes:
+        first = nodes[-1][-1] + 1 if nodes else 0
+        nodes.append(list(range(first, first + size)))
+    return nodes
+
+
+def _argument(parse: Any) -> Any:
+    """Makes argparse print the text of a ValueError."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _list(module: Any) -> int:
+    rows = [("collective", "algorithm", "for", "chosen"), *module.list_algorithms()]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    return 0
+
+
+def _check(module: Any, options: argparse.Namespace) -> int:
+    problem: str = module.check_plan(
+        collective=options.collective,
+        bytes=options.bytes,
+        nodes=options.nodes,
+        root=options.root,
+        shared=options.shared,
+        algorithm=options.algorithm,
+    )
+    if problem:
+        print(problem)
+        return 1
+    print("right: run three times in a row, no deadlock, no race, every contribution exactly once")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m smddp.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="the algorithms, and when each is chosen")
+    for name, text in (
+        ("print", "the steps of one rank"),
+        ("check", "prove the plans of all ranks together"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("collective", help="allreduce, broadcast, allgather, ...")
+        command.add_argument(
+            "bytes",
+            type=_argument(parse_bytes),
+            nargs="?",
+            default=0,
+            help="of one rank's vector (of its part, for allgather and reduce_scatter)",
+        )
+        command.add_argument(
+            "--nodes", type=_argument(parse_nodes), default="1x2", help="layout; default 1x2"
+        )
+        command.add_argument("--root", type=int, default=0, help="of a broadcast")
+        command.add_argument(
+            "--shared", action="store_true", help="all buffers are in communication memory"
+        )
+        command.add_argument("--algorithm", default="", help="instead of the one chosen")
+        if name == "print":
+            command.add_argument("--rank", type=int, default=0)
+    return parser
+
+
+def _require_ranks(options: argparse.Namespace) -> None:
+    count = sum(len(node) for node in options.nodes)
+    for name in ("root", "rank"):
+        value = getattr(options, name, 0)
+        if not 0 <= value < count:
+            raise ValueError(f"--{name} {value} is not one of the ranks 0 to {count - 1}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the tool; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    module = _load.load()
+    if options.command == "list":
+        return _list(module)
+    try:
+        _require_ranks(options)
+        if options.command == "check":
+            return _check(module, options)
+        text: str = module.print_plan(
+            collective=options.collective,
+            bytes=options.bytes,
+            nodes=options.nodes,
+            rank=options.rank,
+            root=options.root,
+            shared=options.shared,
+            algorithm=options.algorithm,
+        )
+    except ValueError as error:
+        print(f"smddp.plan: {error}", file=sys.stderr)
+        return 1
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Settings: the README's table is the code's, and misspelt variables are noticed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smddp import env
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_readme_is_up_to_date() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert env.insert(text, env.markdown(env.settings())) == text, (
+        "run `python -m smddp.env --markdown README.md`"
+    )
+
+
+def test_a_misspelt_variable_gets_the_nearest_name() -> None:
+    known = [row["name"] for row in env.settings()]
+    said = env.misspelt({"SMDDP_PROVIDR": "tcp", "PATH": "/bin", known[0]: "x"}, known)
+    assert said == ["SMDDP_PROVIDR is no setting of smddp: did you mean SMDDP_PROVIDER?"]
+
+
+def test_a_variable_like_no_other_points_to_the_list() -> None:
+    (said,) = env.misspelt({"SMDDP_XYZZY_QUUX": "1"}, [row["name"] for row in env.settings()])
+    assert said.endswith("see `python -m smddp.env`.")
+
+
+def test_insert_replaces_only_what_is_between_the_markers() -> None:
+    text = f"before\n{env.BEGIN}\nold\n{env.END}\nafter\n"
+    assert env.insert(text, "new\n") == f"before\n{env.BEGIN}\nnew\n{env.END}\nafter\n"
+    with pytest.raises(ValueError, match="has no lines"):
+        env.insert("nothing", "new\n")
+
+
+def tool(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("SMDDP_")}
+    return subprocess.run(
+        [sys.executable, "-m", "smddp.env", *arguments],
+        env={**clean, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_tool_shows_values_in_force() -> None:
+    done = tool(SMDDP_FABRIC_WINDOW="7", SMDDP_FABRIC_WINDOWS="8")
+    assert done.returncode == 0
+    assert "SMDDP_FABRIC_WINDOW=7  (integer, from the environment)" in done.stdout
+    assert "SMDDP_LOG=warn  (text, default)" in done.stdout
+    assert "did you mean SMDDP_FABRIC_WINDOW?" in done.stderr
+
+
+def test_the_tool_names_a_value_that_does_not_parse() -> None:
+    done = tool(SMDDP_FABRIC_WINDOW="many")
+    assert done.returncode == 1
+    assert done.stderr.startswith("smddp.env: ")
+    assert "SMDDP_FABRIC_WINDOW=many is not a whole number" in done.stderr

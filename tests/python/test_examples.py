@@ -1,0 +1,91 @@
+"""Every example runs as a user would run it, and learns something."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+
+
+def run(*command: str, seconds: float = 360) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["PYTHONWARNINGS"] = "ignore"
+    return subprocess.run(
+        [sys.executable, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+
+
+def torchrun(ranks: int, script: str, *arguments: str) -> str:
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = run(*command, str(EXAMPLES / script), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def accuracy_in(text: str) -> float:
+    found = re.search(r"accuracy (\d\.\d+) on held-out digits", text)
+    assert found, text
+    return float(found[1])
+
+
+# A network that has learned nothing recognises one digit in ten.
+LEARNED = 0.5
+
+
+@pytest.mark.slow
+def test_ddp() -> None:
+    assert accuracy_in(torchrun(2, "train_digits.py", "--epochs=6")) > LEARNED
+
+
+@pytest.mark.slow
+def test_fsdp2() -> None:
+    output = torchrun(2, "train_fsdp2.py", "--epochs=6")
+    assert accuracy_in(output) > LEARNED
+    assert "algorithms: " in output
+
+
+@pytest.mark.slow
+def test_lightning() -> None:
+    pytest.importorskip("pytorch_lightning")
+    done = run(str(EXAMPLES / "train_lightning.py"), "--epochs=6")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert accuracy_in(done.stdout) > LEARNED
+
+
+@pytest.mark.slow
+def test_demo_learns_the_same_as_gloo(tmp_path: Path) -> None:
+    done = run(str(EXAMPLES / "demo.py"), "--epochs=4", f"--output={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 nodes (2 + 2 ranks)" in " ".join(done.stdout.split())
+    apart = re.search(r"difference between the final parameters: (\S+)", done.stdout)
+    assert apart is not None
+    assert 0 <= float(apart[1]) <= 1e-6
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_ends_with_one_sentence_when_a_run_takes_too_long(tmp_path: Path) -> None:
+    done = run(str(EXAMPLES / "demo.py"), "--limit=0.1", f"--output={tmp_path}")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "demo: the run with smddp took longer than 0 s"
+
+
+@pytest.mark.slow
+def test_demo_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMDDP_PROVIDER", "carrier_pigeon")
+    done = run(str(EXAMPLES / "demo.py"), "--epochs=1", f"--output={tmp_path}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("demo: the run with smddp failed: ")
+    assert "SMDDP_PROVIDER=carrier_pigeon names a provider" in done.stderr
