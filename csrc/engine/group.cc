@@ -134,6 +134,15 @@ void Group::submit(Request request, CompletionPtr completion) {
   }
   const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
   pending_.push_back({std::move(request), std::move(completion), deadline, sequence, call});
+  calls_[sequence % calls_.size()] = call;
+  if (told_.empty()) return;
+  try {
+    for (const auto& [rank, told] : told_) {
+      if (told.sequence == sequence) requireSameCall(rank, told.call, call);
+    }
+  } catch (const Error& error) {
+    fail(error);
+  }
 }
 
 void Group::submit(Message message, CompletionPtr completion) {
@@ -276,14 +285,7 @@ void Group::agree(Active& active) {
   bool shared = mine.shared != 0;
   for (int local = 0; local < topology_->teamSize(); ++local) {
     const Arrival& theirs = track.arrivalOf(local);
-    if (!sameCall(theirs.call, mine.call)) {
-      const Rank rank = topology_->team()[local];
-      raise(ErrorKind::Mismatch,
-            "rank {} ({}) is in {} while rank {} is in {}: all ranks must make the same calls in "
-            "the same order",
-            rank, members_[rank].peer->describe(), smddp::engine::describe(theirs.call), spec_.me,
-            smddp::engine::describe(mine.call));
-    }
+    requireSameCall(topology_->team()[local], theirs.call, mine.call);
     fused = std::clamp<uint32_t>(theirs.ready, 1, fused);
     shared &= theirs.shared != 0;
   }

@@ -108,6 +108,7 @@ class Group final : private Matcher::Host {
     Pieces input, output;               // of all of them
     const PlanCache::Entry* plan = nullptr;
     std::array<size_t, 2> committed{};  // bytes of each staging half that have backing
+    uint64_t told = 0;  // sequence of the last operation of which awaited ranks were told
   };
 
   bool advanceTrack(Active& active);
@@ -129,6 +130,10 @@ class Group final : private Matcher::Host {
   void checkAwaited(const std::set<Rank>& awaited);
   void checkDeadlines();
   Standstill standstillOf(const Active& active) const;
+  void tellCall(Active& active, const std::set<Rank>& awaited);
+  bool onCallTold(Rank from, transport::Bytes message);
+  void requireSameCall(Rank rank, const transport::CallFingerprint& theirs,
+                       const transport::CallFingerprint& mine) const;
   void wakeTeam();
 
   // Matcher::Host.
@@ -159,6 +164,13 @@ class Group final : private Matcher::Host {
   std::deque<Operation> pending_;
   uint64_t started_ = 0;   // executions
   uint64_t sequence_ = 0;  // collectives submitted
+  // What they were, by sequence; and what ranks of other nodes wait in that we have yet to call.
+  struct Told {
+    uint64_t sequence;
+    transport::CallFingerprint call;
+  };
+  std::array<transport::CallFingerprint, 64> calls_{};
+  std::map<Rank, Told> told_;
   std::map<Rank, transport::ReceiveChannel*> messageChannels_;
   std::vector<std::span<std::byte>> windows_;  // receive windows in the slab
   std::set<Rank> suspects_;  // awaited and lost

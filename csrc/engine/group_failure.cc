@@ -11,6 +11,20 @@ namespace {
 // How long it may take until peers have been told of an error: connections may have to be made for it.
 constexpr Nanoseconds kSpreading = 1'000'000'000;
 
+// What a rank that waits says to ranks of other nodes that it waits for: where nobody sends what the other
+// expects, no message would ever show that their calls differ.
+//
+//   byte  0               8               16              24                              40
+//         | header        | group         | sequence      | call                          |
+struct CallMessage {
+  transport::ControlHeader header;
+  uint64_t group = 0;
+  uint64_t sequence = 0;
+  transport::CallFingerprint call;
+};
+static_assert(sizeof(CallMessage) == 40 && std::is_trivially_copyable_v<CallMessage>);
+constexpr uint8_t kCallTold = transport::kFirstEngineKind + 2;
+
 std::string list(const std::set<Rank>& ranks) {
   std::string text;
   for (const Rank r : ranks) text += fmt::format("{}{}", text.empty() ? "" : ", ", r);
@@ -41,7 +55,11 @@ void Group::checkHealth() {
   }
   const auto awaited = [&] {
     std::set<Rank> ranks;
-    for (const auto& active : tracks_) ranks.merge(standstillOf(*active).awaited);
+    for (const auto& active : tracks_) {
+      Standstill at = standstillOf(*active);
+      tellCall(*active, at.awaited);
+      ranks.merge(at.awaited);
+    }
     for (const Rank r : matcher_->awaited()) {
       // A receive from anyone does not depend on one rank.
       if (r != kAnySource) ranks.insert(r);
@@ -73,6 +91,47 @@ Standstill Group::standstillOf(const Active& active) const {
     }
   }
   return at;
+}
+
+// Once per operation.
+void Group::tellCall(Active& active, const std::set<Rank>& awaited) {
+  if (active.operations.empty() || active.told == active.operations.front().sequence) return;
+  const Operation& operation = active.operations.front();
+  active.told = operation.sequence;
+  CallMessage message;
+  message.header.kind = kCallTold;
+  message.group = id_;
+  message.sequence = operation.sequence;
+  message.call = operation.call;
+  for (const Rank r : awaited) {
+    const Member& member = members_[r];
+    // Ranks of one node have seen each other's calls at the arrival.
+    if (member.peer == nullptr || member.region != nullptr || member.peer->lost) continue;
+    member.peer->table->control(member.peer->id, transport::bytesOf(message));
+  }
+}
+
+bool Group::onCallTold(Rank from, transport::Bytes bytes) {
+  CallMessage message;
+  if (bytes.size() != sizeof message) return false;
+  std::memcpy(&message, bytes.data(), sizeof message);
+  if (message.header.kind != kCallTold) return false;
+  if (message.sequence > sequence_) {
+    told_[from] = {message.sequence, message.call};
+  } else if (message.sequence + calls_.size() > sequence_) {
+    requireSameCall(from, message.call, calls_[message.sequence % calls_.size()]);
+  }
+  return true;
+}
+
+void Group::requireSameCall(Rank rank, const transport::CallFingerprint& theirs,
+                            const transport::CallFingerprint& mine) const {
+  if (sameCall(theirs, mine)) return;
+  raise(ErrorKind::Mismatch,
+        "rank {} ({}) is in {} while rank {} is in {}: all ranks must make the same calls in the same "
+        "order",
+        rank, members_[rank].peer->describe(), smddp::engine::describe(theirs), spec_.me,
+        smddp::engine::describe(mine));
 }
 
 void Group::checkAwaited(const std::set<Rank>& awaited) {
@@ -168,7 +227,7 @@ void Group::onControl(Peer& from, transport::Bytes message) {
   for (Rank r = 0; r < spec_.size; ++r) {
     if (members_[r].peer != &from) continue;
     try {
-      if (!broken_ && !matcher_->onControl(r, message)) {
+      if (!broken_ && !matcher_->onControl(r, message) && !onCallTold(r, message)) {
         raise(ErrorKind::Transport, "rank {} sent a message that is not understood", r);
       }
     } catch (const Error& error) {
