@@ -1,0 +1,253 @@
+// What ranks are told when something goes wrong while all processes live: an error on every rank that says who
+// and why, soon, and the same one from then on.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <barrier>
+#include <latch>
+
+#include "engine/calls.h"
+#include "support/ranks.h"
+#include "support/watchdog.h"
+
+namespace smddp::test {
+namespace {
+
+using engine::CompletionPtr;
+using testing::HasSubstr;
+
+constexpr Nanoseconds kShort = 300'000'000;
+constexpr Nanoseconds kLong = 20'000'000'000;
+
+CompletionPtr begin(engine::Engine& engine, engine::Group& group, engine::Request request,
+                    Nanoseconds timeout) {
+  request.timeout = timeout;
+  return engine.submit(group, std::move(request));
+}
+
+// The error of the call, or of a barrier behind it: a rank may have done its part before the trouble shows.
+std::optional<Error> errorOf(RankContext& rank, engine::Group& group, engine::Request request,
+                             Nanoseconds timeout = kLong) {
+  for (auto& next : {std::move(request), barrier()}) {
+    const auto completion = begin(rank.engine, group, next, timeout);
+    rank.engine.wait(*completion);
+    if (completion->error()) return completion->error();
+  }
+  return std::nullopt;
+}
+
+class FailureTest : public testing::TestWithParam<std::vector<int>> {
+ private:
+  Watchdog watchdog_;
+};
+INSTANTIATE_TEST_SUITE_P(Layouts, FailureTest,
+                         testing::Values(std::vector{3}, std::vector{2, 2}, std::vector{1, 1, 1}));
+
+// What the last rank calls while the others call an allreduce of 1000 float32, or what `usual` makes.
+struct Disagreement {
+  const char* name;
+  engine::Request (*usual)(Bytes);
+  engine::Request (*odd)(Bytes);
+  const char* usualText;
+  const char* oddText;
+};
+
+engine::Request usualReduce(Bytes data) { return allReduce(data.first(4000)); }
+engine::Request usualBroadcast(Bytes data) { return broadcast(data.first(4000), 0); }
+
+const Disagreement kDisagreements[] = {
+    {"type", usualReduce, [](Bytes data) { return allReduce(data.first(4000), DataType::int32); },
+     "1000 float32", "1000 int32"},
+    {"operation", usualReduce,
+     [](Bytes data) { return allReduce(data.first(4000), DataType::float32, ReduceOp::MAX); },
+     "with SUM", "with MAX"},
+    {"count", usualReduce, [](Bytes data) { return allReduce(data.first(3996)); }, "1000 float32",
+     "999 float32"},
+    {"long count", usualReduce, [](Bytes data) { return allReduce(data); }, "1000 float32",
+     "500000 float32"},
+    {"collective", usualReduce, [](Bytes data) { return broadcast(data.first(4000), 0); },
+     "allreduce", "broadcast"},
+    {"barrier", usualReduce, [](Bytes) { return barrier(); }, "allreduce", "barrier"},
+    {"root", usualBroadcast, [](Bytes data) { return broadcast(data.first(4000), 2); },
+     "from rank 0", "from rank 2"},
+};
+
+TEST_P(FailureTest, DisagreementIsNamedOnEveryRank) {
+  int size = 0;
+  for (const int ranks : GetParam()) size += ranks;
+  // A group that breaks takes with it what a slow rank has not quite finished.
+  std::barrier warm(size);
+  runRanks(GetParam(), [&](RankContext& rank) {
+    for (const Disagreement& d : kDisagreements) {
+      SCOPED_TRACE(fmt::format("{}, rank {}", d.name, rank.rank));
+      const auto group = rank.engine.createGroup(
+          rank.store, {std::string("differs in ") + d.name, rank.rank, rank.size}, kTimeout);
+      Block data(2'000'000);
+      // Channels in all directions are open, so that nothing is held back by that.
+      for (Rank root = 0; root < rank.size; ++root) {
+        const auto done = begin(rank.engine, *group, broadcast(data.bytes(), root), kTimeout);
+        rank.engine.wait(*done);
+        EXPECT_FALSE(done->error()) << done->error()->what();
+      }
+      warm.arrive_and_wait();
+      const bool odd = rank.rank == rank.size - 1;
+      const auto error = errorOf(rank, *group, (odd ? d.odd : d.usual)(data.bytes()));
+      EXPECT_TRUE(error) << "no error";
+      if (!error) continue;
+      EXPECT_EQ(error->kind(), ErrorKind::Mismatch) << error->what();
+      EXPECT_THAT(error->what(), HasSubstr(d.usualText));
+      EXPECT_THAT(error->what(), HasSubstr(d.oddText));
+    }
+  });
+}
+
+TEST_P(FailureTest, MessageOfAnotherSizeThanReceived) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    Block data(100);
+    engine::Message message;
+    message.send = rank.rank == 0;
+    message.peer = rank.rank == 0 ? 1 : 0;
+    message.buffer = {data.bytes().first(rank.rank == 0 ? 100 : 99)};
+    message.timeout = kLong;
+    // The other ranks learn of it in a barrier.
+    const auto completion = rank.rank < 2 ? rank.engine.submit(*rank.group, std::move(message))
+                                          : begin(rank.engine, *rank.group, barrier(), kLong);
+    rank.engine.wait(*completion);
+    ASSERT_TRUE(completion->error());
+    EXPECT_EQ(completion->error()->kind(), ErrorKind::Mismatch);
+    EXPECT_THAT(completion->error()->what(), HasSubstr("100 bytes"));
+    EXPECT_THAT(completion->error()->what(), HasSubstr("receives 99"));
+  });
+}
+
+TEST_P(FailureTest, WhoeverDoesNotComeIsNamed) {
+  int size = 0;
+  for (const int ranks : GetParam()) size += ranks;
+  std::latch failed(size - 1);
+  runRanks(GetParam(), [&](RankContext& rank) {
+    const Rank absent = rank.size - 1;
+    if (rank.rank == absent) return failed.wait();
+    Block data(400'000);
+    const auto error = errorOf(rank, *rank.group, allReduce(data.bytes()), kShort);
+    failed.count_down();
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->kind(), ErrorKind::Timeout) << error->what();
+    EXPECT_THAT(error->what(), HasSubstr("allreduce of 100000 float32"));
+    // Behind its node-mate others wait only for that one.
+    const bool directly =
+        rank.group->topology().numNodes() == 1 || rank.group->topology().teamSize() == 1;
+    const std::string who = directly ? fmt::format(".*{}", absent) : "[0-9]";
+    EXPECT_THAT(error->what(), testing::ContainsRegex("for ranks? " + who));
+  });
+}
+
+TEST_P(FailureTest, NobodySendsNobodyReceives) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    Block data(100);
+    engine::Message message;
+    message.send = rank.rank == 0;
+    message.peer = 1 - rank.rank;
+    message.tag = rank.rank;  // they never meet
+    message.buffer = {data.bytes()};
+    message.timeout = kShort;
+    if (rank.rank > 1) return;
+    const auto completion = rank.engine.submit(*rank.group, std::move(message));
+    rank.engine.wait(*completion);
+    ASSERT_TRUE(completion->error());
+    EXPECT_EQ(completion->error()->kind(), ErrorKind::Timeout);
+    EXPECT_THAT(completion->error()->what(),
+                testing::ContainsRegex("rank [01] waits to .* rank [01] with tag"));
+  });
+}
+
+// abort() on one rank, from a thread that is in no call, ends the waits of all; who comes later learns of it.
+TEST_P(FailureTest, AbortFromAnotherThread) {
+  int size = 0;
+  for (const int ranks : GetParam()) size += ranks;
+  std::latch failed(size - 1);
+  runRanks(GetParam(), [&](RankContext& rank) {
+    Block data(400'000);
+    const bool late = rank.rank == rank.size - 1;
+    std::thread aborter;
+    if (rank.rank == 0) {
+      aborter = std::thread([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        rank.engine.abort(*rank.group, "the operator said stop");
+      });
+    }
+    if (late) failed.wait();
+    const auto error = errorOf(rank, *rank.group, allReduce(data.bytes()));
+    if (!late) failed.count_down();
+    if (aborter.joinable()) aborter.join();
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->kind(), ErrorKind::Aborted) << error->what();
+    EXPECT_THAT(error->what(), HasSubstr("the operator said stop"));
+  });
+}
+
+TEST_P(FailureTest, DestroyWithOperationsInFlight) {
+  int size = 0;
+  for (const int ranks : GetParam()) size += ranks;
+  std::barrier warm(size);
+  runRanks(GetParam(), [&](RankContext& rank) {
+    Block data(400'000), more(100);
+    const bool leaves = rank.rank == rank.size - 1;
+    // The connections are up, and nobody is still at it, when the last rank leaves.
+    const auto first = begin(rank.engine, *rank.group, allReduce(data.bytes()), kLong);
+    rank.engine.wait(*first);
+    EXPECT_FALSE(first->error()) << first->error()->what();
+    warm.arrive_and_wait();
+    std::vector<CompletionPtr> completions;
+    if (leaves) completions.push_back(begin(rank.engine, *rank.group, barrier(), kLong));
+    if (leaves) rank.engine.destroyGroup(rank.group);
+    if (!leaves)
+      completions.push_back(begin(rank.engine, *rank.group, allReduce(more.bytes()), kLong));
+    for (const auto& completion : completions) {
+      rank.engine.wait(*completion);
+      ASSERT_TRUE(completion->error());
+      // It left, or the others were faster to see that the calls differ.
+      EXPECT_TRUE(completion->error()->kind() == ErrorKind::Aborted ||
+                  completion->error()->kind() == ErrorKind::Mismatch)
+          << completion->error()->what();
+    }
+  });
+}
+
+TEST_P(FailureTest, NothingWorksAfterDestroyOrShutdown) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    Block data(100);
+    const auto other =
+        rank.engine.createGroup(rank.store, {"other", rank.rank, rank.size}, kTimeout);
+    rank.run(barrier());
+    rank.engine.destroyGroup(rank.group);
+    rank.engine.destroyGroup(rank.group);
+    const auto error = errorOf(rank, *rank.group, allReduce(data.bytes()));
+    ASSERT_TRUE(error);
+    EXPECT_THAT(error->what(), HasSubstr("destroyed"));
+    // The other group is none the worse for it.
+    const auto done = begin(rank.engine, *other, allReduce(data.bytes()), kLong);
+    rank.engine.wait(*done);
+    EXPECT_FALSE(done->error()) << done->error()->what();
+    rank.engine.shutdown();
+    rank.engine.shutdown();
+    EXPECT_THROW(rank.engine.submit(*other, barrier()), Error);
+  });
+}
+
+TEST_P(FailureTest, TheFirstErrorIsTheAnswerToAllLaterCalls) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    rank.engine.abort(*rank.group, "first");
+    rank.engine.abort(*rank.group, "second");
+    for (int i = 0; i < 3; ++i) {
+      // With no deadline at all: it must not wait.
+      const auto error =
+          errorOf(rank, *rank.group, barrier(), std::numeric_limits<Nanoseconds>::max());
+      ASSERT_TRUE(error);
+      EXPECT_EQ(error->kind(), ErrorKind::Aborted);
+      EXPECT_THAT(error->what(), HasSubstr("first"));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace smddp::test
