@@ -238,6 +238,7 @@ void Group::startNext(Active& active) {
 // Small allreduces that wait behind one of the same kind join it. Only inside one node, where the arrival
 // tells how many the others have; between nodes that would cost a round trip.
 size_t Group::takeFusable(std::vector<Operation>& taken) {
+  taken.reserve(kMaxFused);  // `first` stays where it is
   const Request& first = taken.front().request;
   const int64_t limit = std::min(settings().fusionBytes, settings().oneShotBytes);
   if (tracks_.size() > 1 || spansNodes() || first.collective != Collective::AllReduce) return 1;
