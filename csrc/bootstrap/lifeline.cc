@@ -267,6 +267,11 @@ size_t Lifeline::numConnected() const {
                        [](const auto& entry) { return entry.second.state == Peer::Connected; });
 }
 
+size_t Lifeline::numExpected() const {
+  return std::count_if(peers_.begin(), peers_.end(),
+                       [](const auto& entry) { return entry.second.state == Peer::Expected; });
+}
+
 void Lifeline::expire() {
   for (auto it = connections_.begin(); it != connections_.end();) {
     const auto current = it++;

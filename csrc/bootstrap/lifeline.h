@@ -64,6 +64,8 @@ class Lifeline {
 
   // Peers that are connected and whose hello has been heard.
   size_t numConnected() const;
+  // Peers that are still to come: introduced, neither connected nor departed.
+  size_t numExpected() const;
 
   // Looks at all connections and says who departed. The callback may call us back, poll() excepted.
   // Returns the number of departures.

@@ -203,7 +203,22 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
   }
   call([&] { nodeAgreement_ = locality.agreement; });
   finishGroup(group, introductions, names);
+  if (severalNodes) awaitLifelines(timeout);
   return group;
+}
+
+// While everybody is here: a rank that goes on to compute looks after no handshake, and would be
+// taken for dead by those who wait for it. Who fails now is reported by the first operation.
+void Engine::awaitLifelines(Nanoseconds timeout) {
+  const Deadline deadline = Deadline::after(process_->clock(), timeout);
+  bool settled = false;
+  while (!settled && !deadline.passed(process_->clock())) {
+    call([&] {
+      process_->checkPeers();
+      settled = process_->lifelinesSettled();
+    });
+    if (!settled) std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
 }
 
 void Engine::destroyGroup(const std::shared_ptr<Group>& group) {

@@ -95,6 +95,7 @@ class Engine {
   void dispatch(Peer& from, transport::Bytes message);
   void reap();
   void requireUsable() const;
+  void awaitLifelines(Nanoseconds timeout);
   template <typename Operation>
   CompletionPtr submitAny(Group& group, Operation operation);
 

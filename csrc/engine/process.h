@@ -96,6 +96,8 @@ class Process {
   size_t pollFabric();
   // Looks for peers that are gone; not for the fast path.
   void checkPeers();
+  // Every remote peer is connected, or known to be gone. checkPeers() brings it about.
+  bool lifelinesSettled() const { return !lifeline_ || lifeline_->numExpected() == 0; }
   // Sleeps until a mate rings, a message comes or `timeout` is over. The caller has called
   // doorbell().prepare() and looked once more.
   void sleep(Nanoseconds timeout, bool network);
