@@ -78,7 +78,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         memories = _MEMORY[options.memory] if backend == "smddp" else ["ordinary"]
         cases += [Case(backend, memory) for memory in memories]
     if options.op == "avg" and not DTYPES[options.dtype].is_floating_point:
-        raise ValueError(f"--op avg of --dtype {options.dtype} would have to round")
+        raise ValueError(f"--op avg of --dtype {options.dtype} is truncated, which is not checked")
     if options.op == "avg" and any(case.backend == "gloo" for case in cases):
         raise ValueError("gloo has no avg; use --backends smddp")
     sizes = _sizes(options)
