@@ -77,6 +77,13 @@ void runChild(int socket, Rank me, const std::vector<std::string>& nodes, bool d
     introductions.push_back(bootstrap::parseIntroduction(receiveData(socket).value(), r));
   }
   engine.finishGroup(group, introductions, nodes);
+  // As createGroup() does: nobody dies, or computes, before the others would notice.
+  for (bool settled = false; !settled;) {
+    engine.call([&] {
+      engine.process().checkPeers();
+      settled = engine.process().lifelinesSettled();
+    });
+  }
 
   Block data(24 << 20);
   for (int i = 0; dies && i < 3; ++i) {
