@@ -6,11 +6,6 @@
 
 #include "transport/transport_suite.h"
 
-// libfabric's tcp 1.17 keeps a few hundred bytes of every endpoint and connection that was closed. Read by the
-// leak sanitizer only.
-extern "C" const char* __lsan_default_suppressions();
-extern "C" const char* __lsan_default_suppressions() { return "leak:libfabric.so\n"; }
-
 namespace smddp::transport::testing {
 namespace {
 
