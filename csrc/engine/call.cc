@@ -26,7 +26,9 @@ std::string describe(const transport::CallFingerprint& call) {
                                  call.bytes / sizeOf(type), toString(type), printBytes(call.bytes));
   if (collective == collectives::Collective::AllReduce ||
       collective == collectives::Collective::ReduceScatter) {
-    text += fmt::format(" with {}", toString(static_cast<ReduceOp>(call.op)));
+    const auto op = static_cast<ReduceOp>(call.op);
+    text += fmt::format(" with {}", toString(op));
+    if (op == ReduceOp::PREMUL_SUM) text += fmt::format(" by {}", std::bit_cast<float>(call.root));
   }
   if (collective == collectives::Collective::Broadcast) {
     text += fmt::format(" from rank {}", call.root);

@@ -1,6 +1,7 @@
 // The call a rank made, in 16 bytes that travel with arrivals and messages, and as the text of errors.
 #pragma once
 
+#include <bit>
 #include <cstring>
 #include <string>
 
@@ -16,6 +17,10 @@ inline transport::CallFingerprint fingerprint(const Request& request) {
   call.dtype = static_cast<uint8_t>(request.type);
   call.op = static_cast<uint8_t>(request.op);
   call.root = request.root;
+  // Reductions have no root; ranks that scale by different factors would get a sum that nobody asked for.
+  if (request.op == ReduceOp::PREMUL_SUM) {
+    call.root = std::bit_cast<int32_t>(static_cast<float>(request.factor));
+  }
   call.bytes = static_cast<uint64_t>(request.bytes);
   return call;
 }
