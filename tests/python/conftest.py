@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import ranks  # noqa: E402
+import ranks
 
 
 def _shared_memory() -> set[str]:

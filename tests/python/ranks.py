@@ -49,6 +49,7 @@ class Outcome:
     stdout: str = ""
     stderr: str = ""
     ended_at: float = 0.0  # time.monotonic()
+    pickled: bytes = b""  # returned, value, trace: the nursery does not know their types
 
     def __str__(self) -> str:
         how = "returned" if self.returned else "did not return"
@@ -60,6 +61,7 @@ class Outcome:
 
 @dataclasses.dataclass
 class _Run:
+    module: str
     file: str
     function: str
     arguments: tuple[Any, ...]
@@ -68,7 +70,7 @@ class _Run:
     full_exit: bool
 
 
-# --- the side of pytest -----------------------------------------------------------------------------
+# --- the side of pytest ---------------------------------------------------------------------------
 
 
 def nodes_of(layout: str) -> list[int]:
@@ -131,9 +133,19 @@ def run_ranks(
                     "SMDDP_NODE_ID": f"node{node}",
                 }
             )
-    file = function.__code__.co_filename
-    run = _Run(file, function.__name__, arguments, environments, timeout, full_exit)
+    run = _Run(
+        function.__module__,
+        function.__code__.co_filename,
+        function.__name__,
+        arguments,
+        environments,
+        timeout,
+        full_exit,
+    )
     outcomes = _nursery().run(run)
+    for outcome in outcomes:
+        if outcome.pickled:
+            outcome.returned, outcome.value, outcome.trace = pickle.loads(outcome.pickled)
     del store
     return outcomes
 
@@ -199,7 +211,7 @@ def _read(stream: BinaryIO) -> Any:
     return pickle.loads(stream.read(struct.unpack("<Q", head)[0]))
 
 
-# --- the side of the ranks --------------------------------------------------------------------------
+# --- the side of the ranks ------------------------------------------------------------------------
 
 
 def serve() -> None:
@@ -219,12 +231,15 @@ def serve() -> None:
 
 def _fork(run: _Run) -> list[Outcome]:
     """Returns how the ranks ended, in the nursery; a rank does not return."""
+    # Imported once, here, for all ranks of all its tests.
+    module = sys.modules.get(run.module) or _module(run.module, run.file)
+    function = getattr(module, run.function)
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     pids: dict[int, int] = {}
-    for rank, environment in enumerate(run.environments):
+    for rank in range(len(run.environments)):
         pid = os.fork()
         if pid == 0:
-            _be_rank(run, rank, environment, folder)
+            _be_rank(run, functools.partial(function, *run.arguments), rank, folder)
         pids[pid] = rank
     outcomes = _await(pids, run.timeout, folder)
     shutil.rmtree(folder)
@@ -256,19 +271,18 @@ def _await(pids: dict[int, int], timeout: float, folder: Path) -> list[Outcome]:
         if late:
             outcome.stderr += f"\nthe run took longer than {timeout} s\n"
         with contextlib.suppress(FileNotFoundError):
-            said = pickle.loads((folder / f"{rank}.value").read_bytes())
-            outcome.returned, outcome.value, outcome.trace = said
+            outcome.pickled = (folder / f"{rank}.value").read_bytes()
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
-def _be_rank(run: _Run, rank: int, environment: dict[str, str], folder: Path) -> NoReturn:
+def _be_rank(run: _Run, work: Callable[[], Any], rank: int, folder: Path) -> NoReturn:
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(file, number)
         os.close(file)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.environ.update(environment)
+    os.environ.update(run.environments[rank])
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -279,8 +293,7 @@ def _be_rank(run: _Run, rank: int, environment: dict[str, str], folder: Path) ->
 
     code = 0
     try:
-        function = getattr(_module(run.file), run.function)
-        say(True, function(*run.arguments), "")
+        say(True, work(), "")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -294,8 +307,8 @@ def _be_rank(run: _Run, rank: int, environment: dict[str, str], folder: Path) ->
     os._exit(code)
 
 
-def _module(file: str) -> ModuleType:
-    name = f"ranks_{Path(file).stem}"
+def _module(name: str, file: str) -> ModuleType:
+    # Under the name that pytest gave it, so that what ranks return can be unpickled there.
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -305,12 +318,12 @@ def _module(file: str) -> ModuleType:
     return module
 
 
-# --- what the functions of tests use ----------------------------------------------------------------
+# --- what the functions of tests use -------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def job(timeout: float = 30, oracle: bool = False) -> Iterator[dist.ProcessGroup | None]:
-    """The default group with backend "smddp"; yields a gloo group of the same ranks if asked for."""
+    """A default group with backend "smddp"; yields a gloo group of its ranks if asked for."""
     dist.init_process_group("smddp", timeout=timedelta(seconds=timeout))
     try:
         yield dist.new_group(backend="gloo", timeout=timedelta(seconds=60)) if oracle else None

@@ -1,0 +1,239 @@
+"""Calls that make no sense: refused with a sentence, before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+import smddp
+
+pytestmark = pytest.mark.multiprocess
+
+ONES = torch.ones
+CPU = torch.device("cpu")
+
+
+def backend() -> Any:
+    return dist.group.WORLD._get_backend(CPU)
+
+
+class Case(NamedTuple):
+    call: Callable[[], Any]
+    error: type[Exception]
+    text: str
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape)
+
+
+# In a job of two ranks. The names appear in pytest's output.
+REFUSED: dict[str, Case] = {
+    "dtype of a reduction": Case(
+        lambda: dist.all_reduce(ONES(3, dtype=torch.bool)),
+        NotImplementedError,
+        "all_reduce is not implemented: for dtype Bool",
+    ),
+    "bitwise operation": Case(
+        lambda: dist.all_reduce(ONES(3, dtype=torch.int64), dist.ReduceOp.BAND),
+        NotImplementedError,
+        "all_reduce is not implemented: with a bitwise",
+    ),
+    "device": Case(
+        lambda: backend().allreduce([ONES(3, device="meta")], dist.AllreduceOptions()),
+        NotImplementedError,
+        "all_reduce is not implemented: for tensors on meta; move them to the CPU",
+    ),
+    "sparse": Case(
+        lambda: backend().allreduce([ONES(3).to_sparse()], dist.AllreduceOptions()),
+        ValueError,
+        "all_reduce: a tensor has layout Sparse; make it dense",
+    ),
+    "gaps": Case(
+        lambda: dist.all_reduce(ONES(6)[::2]),
+        ValueError,
+        "all_reduce: a Float tensor of shape [3] has gaps or overlaps in memory",
+    ),
+    "overlap": Case(
+        lambda: dist.all_reduce(ONES(1).expand(4)), ValueError, "has gaps or overlaps in memory"
+    ),
+    "not contiguous": Case(
+        lambda: backend()._allgather_base(_empty(8), ONES(2, 2).t(), c10d.AllgatherOptions()),
+        ValueError,
+        "all_gather_into_tensor: a Float tensor of shape [2, 2] is not contiguous",
+    ),
+    "two tensors": Case(
+        lambda: backend().allreduce([ONES(3), ONES(3)], dist.AllreduceOptions()),
+        ValueError,
+        "all_reduce: expects one tensor per rank, got 2",
+    ),
+    "no tensors": Case(
+        lambda: backend().allreduce_coalesced([], dist.AllreduceCoalescedOptions()),
+        ValueError,
+        "all_reduce_coalesced: no tensors",
+    ),
+    "mixed types": Case(
+        lambda: backend().allreduce_coalesced(
+            [ONES(3), ONES(3).double()], dist.AllreduceCoalescedOptions()
+        ),
+        TypeError,
+        "must have one dtype, got Double and Float",
+    ),
+    "short list": Case(
+        lambda: backend().allgather([[_empty(3)]], [ONES(3)], c10d.AllgatherOptions()),
+        ValueError,
+        "all_gather: the output list must have one tensor per rank (2), got 1",
+    ),
+    "uneven list": Case(
+        lambda: dist.all_gather([_empty(3), _empty(4)], ONES(3)),
+        ValueError,
+        "all_gather: all tensors of the output list must have 3 elements, got 4",
+    ),
+    "types of a list": Case(
+        lambda: backend().allgather(
+            [[_empty(3), _empty(3).double()]], [ONES(3)], c10d.AllgatherOptions()
+        ),
+        TypeError,
+        "must have one dtype",
+    ),
+    "gathered size": Case(
+        lambda: backend()._allgather_base(_empty(7), ONES(3), c10d.AllgatherOptions()),
+        ValueError,
+        "the output must have 2 times the elements of the input (one part per rank), got 7 and 3",
+    ),
+    "gathered type": Case(
+        lambda: backend()._allgather_base(_empty(6).half(), ONES(3), c10d.AllgatherOptions()),
+        TypeError,
+        "must have one dtype",
+    ),
+    "scattered size": Case(
+        lambda: backend()._reduce_scatter_base(_empty(3), ONES(7), dist.ReduceScatterOptions()),
+        ValueError,
+        "the input must have 2 times the elements of the output",
+    ),
+    "scattered list": Case(
+        lambda: backend().reduce_scatter([_empty(3)], [[ONES(3)]], dist.ReduceScatterOptions()),
+        ValueError,
+        "reduce_scatter: the input list must have one tensor per rank (2), got 1",
+    ),
+    "destination": Case(
+        lambda: backend().send([ONES(3)], 2, 0), ValueError, "destination rank 2 is not in 0"
+    ),
+    "source": Case(
+        lambda: backend().recv([ONES(3)], -3, 0), ValueError, "source rank -3 is not in 0"
+    ),
+    "gaps of a message": Case(
+        lambda: backend().send([ONES(4, 4).t()], 1, 0), ValueError, "is not contiguous"
+    ),
+}
+
+# Not there yet: says so, with the name of the call.
+MISSING: dict[str, Case] = {
+    name: Case(call, NotImplementedError, f"{name} is not implemented")
+    for name, call in {
+        "reduce": lambda: dist.reduce(ONES(3), 0),
+        "gather": lambda: dist.gather(ONES(3), [_empty(3)] * 2 if dist.get_rank() == 0 else None),
+        "scatter": lambda: dist.scatter(_empty(3), [ONES(3)] * 2 if dist.get_rank() == 0 else None),
+        "all_to_all_single": lambda: dist.all_to_all_single(_empty(4), ONES(4)),
+        "all_to_all": lambda: dist.all_to_all([_empty(2)] * 2, [ONES(2)] * 2),
+        "monitored_barrier": lambda: dist.group.WORLD.monitored_barrier(),
+        "all_gather_coalesced": lambda: dist.all_gather_coalesced([[_empty(3)] * 2], [ONES(3)]),
+    }.items()
+}
+
+CASES = {**REFUSED, **MISSING}
+
+
+def _caught() -> dict[str, tuple[str, str, float]]:
+    """What each case raises, and what the next collective gives."""
+    found = {}
+    with ranks.job():
+        for name, case in CASES.items():
+            kind, text = "", "nothing was raised"
+            try:
+                case.call()
+            except Exception as error:
+                kind = next(t.__name__ for t in type(error).__mro__ if t.__module__ == "builtins")
+                text = str(error)
+            tensor = torch.ones(5)
+            dist.all_reduce(tensor)
+            found[name] = (kind, text, tensor.sum().item())
+    return found
+
+
+@pytest.fixture(scope="module")
+def caught() -> list[dict[str, tuple[str, str, float]]]:
+    found: list[dict[str, tuple[str, str, float]]] = ranks.check_ranks(_caught, "2")
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused(caught: list[dict[str, tuple[str, str, float]]], name: str) -> None:
+    for rank in caught:
+        kind, text, following = rank[name]
+        assert CASES[name].text in text
+        assert text.startswith("smddp: ")
+        assert kind == CASES[name].error.__name__
+        assert following == 10.0, "the collective after the refused one"
+
+
+def _after_destroy() -> list[str]:
+    texts = []
+    dist.init_process_group("smddp")
+    held = backend()
+    dist.destroy_process_group()
+    for call in (
+        lambda: held.allreduce([ONES(3)], dist.AllreduceOptions()),
+        lambda: held.barrier(dist.BarrierOptions()),
+    ):
+        try:
+            call()
+            texts.append("nothing was raised")
+        except ValueError as error:
+            texts.append(str(error))
+    held.abort()  # and shutting down again is no error
+    held.shutdown()
+    return texts
+
+
+def test_use_after_destroy() -> None:
+    for texts in ranks.check_ranks(_after_destroy, "2"):
+        for text in texts:
+            assert "this process group has been destroyed" in text
+
+
+def _other_backend() -> str:
+    dist.init_process_group("gloo")
+    try:
+        smddp.statistics()
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "nothing was raised"
+
+
+def test_statistics_of_another_backend() -> None:
+    for text in ranks.check_ranks(_other_backend, "2"):
+        assert 'does not use backend "smddp"' in text
+
+
+def _misspelt_setting() -> str:
+    try:
+        dist.init_process_group("smddp")
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_setting_that_does_not_parse() -> None:
+    env = {"SMDDP_CHUNK_BYTES": "many"}
+    for text in ranks.check_ranks(_misspelt_setting, "1", env=env):
+        assert "SMDDP_CHUNK_BYTES" in text
+        assert "many" in text

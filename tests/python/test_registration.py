@@ -1,0 +1,142 @@
+"""What importing does, in fresh interpreters: without torch's autoload, and with another torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+from ranks import ROOT
+
+
+def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    # Whether the package is installed with its entry points must not matter.
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(ROOT)}
+    for name in ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK", "DDP_DISABLE_COMM_MEM"):
+        environment.pop(name, None)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+        env={**environment, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def succeed(script: str, **env: str) -> None:
+    ended = run(script, **env)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+
+
+def test_import_by_the_original_name_registers_the_backend() -> None:
+    succeed(
+        """
+        import os
+        import torch.distributed as dist
+
+        import smdistributed.dataparallel.torch.torch_smddp
+        import smdistributed.dataparallel.torch.torch_smddp as again
+        import smddp
+        from smddp._autoload import autoload, register
+
+        autoload()
+        register()  # any number of times
+        assert dist.Backend.SMDDP == "smddp"
+        assert dist.is_backend_available("smddp")
+        assert os.environ["SMDATAPARALLEL_LOCAL_RANK"] == "3"
+        assert os.environ["DDP_DISABLE_COMM_MEM"] == "0"
+
+        from smdistributed.dataparallel import exceptions
+
+        for name in exceptions.__all__:
+            assert name.startswith("SMDDP"), name
+            error = getattr(exceptions, name)
+            assert issubclass(error, dist.DistBackendError), name
+            assert error is getattr(smddp, name.removeprefix("SMDDP")), name
+        """,
+        LOCAL_RANK="3",
+    )
+
+
+def test_import_smddp_is_enough_for_a_job_of_one() -> None:
+    succeed(
+        """
+        import os
+        import tempfile
+
+        import torch
+        import torch.distributed as dist
+
+        import smddp
+
+        # Importing starts no thread and loads nothing compiled: fork is still safe.
+        assert len(os.listdir("/proc/self/task")) == 1
+        with tempfile.TemporaryDirectory() as folder:
+            dist.init_process_group(
+                "smddp", init_method=f"file://{folder}/store", rank=0, world_size=1
+            )
+            assert dist.get_backend() == "smddp"
+            assert os.environ["SMDATAPARALLEL_LOCAL_RANK"] == "0"
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            assert tensor.sum() == 3
+            dist.destroy_process_group()
+        """,
+        OMP_NUM_THREADS="1",
+    )
+
+
+def test_settings_of_the_user_stay() -> None:
+    succeed(
+        """
+        import os
+
+        import smddp
+
+        assert os.environ["DDP_DISABLE_COMM_MEM"] == "1"
+        assert os.environ["SMDATAPARALLEL_LOCAL_RANK"] == "5"
+        """,
+        DDP_DISABLE_COMM_MEM="1",
+        SMDATAPARALLEL_LOCAL_RANK="5",
+        LOCAL_RANK="3",
+    )
+
+
+def test_another_torch_is_refused_in_one_sentence() -> None:
+    ended = run(
+        """
+        import torch
+
+        torch.__version__ = "9.8.7+cpu"
+        import smddp
+        """
+    )
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: smddp was built for torch ")
+    assert "cannot be used with torch 9.8: install the wheel for torch 9.8, or build it" in last
+
+
+def test_autoload_never_breaks_import_torch() -> None:
+    ended = run(
+        """
+        import warnings
+
+        import torch
+        import smddp.backend
+        from smddp import _autoload
+
+        def broken():
+            raise RuntimeError("no such thing")
+
+        smddp.backend.register_backend = broken
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _autoload.autoload()
+        assert "could not be registered: no such thing" in str(caught[0].message)
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
