@@ -225,8 +225,9 @@ def test_rank_that_stops_calling(layout: str, what: str) -> None:
         assert " (Timed out) " in failure.text
         if what != "wait":
             assert failure.kind == "CollectiveTimeoutError", failure
-    if what != "wait":
-        assert any(f"rank {CULPRIT}" in failure.text for failure in failures), failures
+    if layout == "2" and what != "wait":
+        # On two nodes the first to lose patience may itself wait for one who waits for the culprit.
+        assert all(f"rank {CULPRIT}" in failure.text for failure in failures), failures
 
 
 def _never_init() -> str:
