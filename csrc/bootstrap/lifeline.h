@@ -2,7 +2,7 @@
 // the other died.
 //
 // A process that dies closes its sockets, whatever killed it: the peer's poll() sees it at once. A
-// host that vanishes is noticed by keep-alive probes in two to three seconds. A process that leaves
+// host that vanishes is noticed by keep-alive probes in about ten seconds. A process that leaves
 // in order says goodbye first.
 //
 // One connection per pair: the process with the smaller id connects. Both sides say hello with both
