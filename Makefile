@@ -29,7 +29,7 @@ build:  ## compile the C++ core, its tests and the module
 	@tools/setup.sh build
 
 .PHONY: test
-test: test-cpp test-python sanitize  ## all tests: C++, Python, and C++ again under the sanitizers
+test: test-cpp test-python sanitize-address,undefined  ## all tests: C++, Python, and C++ again under ASan and UBSan
 
 .PHONY: test-fast
 test-fast: setup  ## the tests that take less than three minutes together
@@ -45,7 +45,7 @@ test-python: setup  ## the Python tests
 	$(PYTHON) -m pytest -q
 
 .PHONY: sanitize
-sanitize: sanitize-address,undefined sanitize-thread  ## the C++ tests under ASan with UBSan, and under TSan
+sanitize: sanitize-address,undefined sanitize-thread  ## the C++ tests under ASan with UBSan, and under TSan (long)
 
 # The core without torch, which is not instrumented. setarch -R: ThreadSanitizer of g++ 12 cannot lay out
 # its shadow memory where the kernel randomises addresses with more than 28 bits.
