@@ -149,7 +149,7 @@ void Group::checkDeadlines() {
       const Standstill at = standstillOf(*active);
       const double seconds = static_cast<double>(operation.request.timeout) * 1e-9;
       fail(Error(ErrorKind::Timeout,
-                 fmt::format(" (Timed out) after {:.1f} s, rank {} waits {} for rank{} {}", seconds,
+                 fmt::format("(Timed out) after {:.1f} s, rank {} waits {} for rank{} {}", seconds,
                              spec_.me, at.where, at.awaited.size() == 1 ? "" : "s",
                              list(at.awaited))));
       return;
@@ -162,7 +162,7 @@ void Group::checkDeadlines() {
                                  ? "any rank"
                                  : fmt::format("rank {}", exchange.message.peer);
     late = Error(ErrorKind::Timeout,
-                 fmt::format(" (Timed out) after {:.1f} s, rank {} waits to {} {} with tag {}",
+                 fmt::format("(Timed out) after {:.1f} s, rank {} waits to {} {} with tag {}",
                              static_cast<double>(exchange.message.timeout) * 1e-9, spec_.me,
                              exchange.message.send ? "send to" : "receive from", peer,
                              exchange.message.tag));

@@ -72,7 +72,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
       if (timeout <= kNoTimeout) {
         engine_->wait(*completion);
       } else if (!engine_->waitFor(*completion, std::chrono::nanoseconds(timeout).count())) {
-        engine_->abort(*group_, fmt::format(" (Timed out) after {} ms in wait() of {}",
+        engine_->abort(*group_, fmt::format("(Timed out) after {} ms in wait() of {}",
                                             timeout.count(), call_.title));
         engine_->wait(*completion);
       }
