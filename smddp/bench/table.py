@@ -115,7 +115,7 @@ def as_json(
     return {
         "version": 3,
         "start_time": start,
-        "args": sys.argv,
+        "args": ["smddp.bench", *sys.argv[1:]],
         "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("SMDDP_", "OMP_"))},
         "config": {
             "ranks": sum(layout),
