@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import os
 
-# What other launchers call the local rank, in the order in which they are believed.
-_LOCAL_RANK_NAMES = (
-    "LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "SLURM_LOCALID",
-)
-# mpirun and srun name the rest differently; init_process_group() reads torchrun's names.
+# mpirun and srun name the rest differently, in the order in which they are believed;
+# init_process_group() reads torchrun's names.
 _FROM_LAUNCHERS = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
-    "LOCAL_RANK": _LOCAL_RANK_NAMES[1:],
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"),
 }
 

@@ -69,10 +69,6 @@ void Executor::start(const CachedPlan& plan, Binding binding, bool arrived) {
   bindChannels();
 }
 
-void Executor::rebind(const CachedPlan& plan, Binding binding) {
-  start(plan, std::move(binding), /*arrived=*/true);
-}
-
 // Moves the channels on by what this execution declares, so that the next one on the track can be bound
 // whatever became of the bytes of this one.
 void Executor::bindChannels() {

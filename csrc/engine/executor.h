@@ -92,8 +92,6 @@ class Executor {
   bool advance();
   bool preambleDone() const { return preambleNext_ == plan_->plan.preamble.numSteps; }
   bool done() const { return done_; }
-  // Changes what the lanes will read and write, after the preamble and before the first lane step.
-  void rebind(const CachedPlan& plan, Binding binding);
   Standstill standstill() const;
 
  private:
