@@ -18,8 +18,9 @@ void translate(std::exception_ptr thrown) {
     std::rethrow_exception(std::move(thrown));
   } catch (const process_group::BackendError& error) {
     const char* name = toString(error.kind());
-    const py::object type = errorTypes().contains(name) ? errorTypes()[name].cast<py::object>()
-                                                        : py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
+    const py::object type = errorTypes().contains(name)
+                                ? errorTypes()[name].cast<py::object>()
+                                : py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
     PyErr_SetString(type.ptr(), error.what_without_backtrace());
   } catch (const Error& error) {
     PyErr_SetString(error.kind() == ErrorKind::Usage ? PyExc_ValueError : PyExc_RuntimeError,
@@ -30,7 +31,8 @@ void translate(std::exception_ptr thrown) {
 }  // namespace
 
 void bindErrorTypes(py::module& m) {
-  m.def("set_error_types", [](const py::dict& types) { errorTypes() = types; }, py::arg("types"));
+  m.def(
+      "set_error_types", [](const py::dict& types) { errorTypes() = types; }, py::arg("types"));
   // Global, not local to this module: Work.wait() is a function of torch's module.
   py::register_exception_translator(&translate);
 }

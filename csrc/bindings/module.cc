@@ -29,8 +29,8 @@ void bindProcessGroup(py::module& m) {
                        std::chrono::milliseconds timeout, const std::string& name) {
              return c10::make_intrusive<ProcessGroup>(store, rank, size, timeout, name);
            }),
-           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-           py::arg("name"), Release())
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
+           Release())
       .def("describe", &ProcessGroup::describe, Release())
       .def("statistics", [](ProcessGroup& group) {
         std::map<std::string, smddp::engine::AlgorithmUse> uses;

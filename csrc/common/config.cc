@@ -60,7 +60,7 @@ const Settings& settings() {
 std::vector<SettingRow> describeSettings() {
   const Settings defaults;
   std::vector<SettingRow> rows;
-#define SMDDP_ROW(type, field, env, value, doc)                                              \
+#define SMDDP_ROW(type, field, env, value, doc)                                                  \
   rows.push_back({env, typeName(defaults.field), print(settings().field), print(defaults.field), \
                   doc, !environment(env).empty()});
   SMDDP_SETTINGS(SMDDP_ROW)

@@ -24,7 +24,14 @@
 namespace smddp {
 
 enum class ErrorKind : uint8_t {
-  Usage, Mismatch, PeerLost, Timeout, Aborted, Transport, Resource, Internal
+  Usage,
+  Mismatch,
+  PeerLost,
+  Timeout,
+  Aborted,
+  Transport,
+  Resource,
+  Internal
 };
 
 constexpr const char* toString(ErrorKind kind) {

@@ -20,9 +20,9 @@ LogLevel logLevel();
 void setLogRank(int rank);
 void writeLog(LogLevel level, const char* tag, const std::string& text);
 
-#define SMDDP_LOG(level, tag, ...)                                             \
-  do {                                                                         \
-    if (::smddp::LogLevel::level <= ::smddp::logLevel())                       \
+#define SMDDP_LOG(level, tag, ...)                                                  \
+  do {                                                                              \
+    if (::smddp::LogLevel::level <= ::smddp::logLevel())                            \
       ::smddp::writeLog(::smddp::LogLevel::level, tag, ::fmt::format(__VA_ARGS__)); \
   } while (false)
 

@@ -21,16 +21,12 @@ inline constexpr int kNumReduceOps = 6;
 constexpr size_t sizeOf(DataType type) {
   switch (type) {
     case DataType::float64:
-    case DataType::int64:
-      return 8;
+    case DataType::int64: return 8;
     case DataType::float32:
-    case DataType::int32:
-      return 4;
+    case DataType::int32: return 4;
     case DataType::float16:
-    case DataType::bfloat16:
-      return 2;
-    case DataType::uint8:
-      return 1;
+    case DataType::bfloat16: return 2;
+    case DataType::uint8: return 1;
   }
   return 0;
 }

@@ -130,8 +130,9 @@ void Engine::shutdown() {
   const auto settled = [this] {
     process_->poll();
     process_->checkPeers();
-    return std::all_of(remains_.begin(), remains_.end(),
-                       [](const auto& group) { return !group->spansNodes() || group->abandoned(); });
+    return std::all_of(remains_.begin(), remains_.end(), [](const auto& group) {
+      return !group->spansNodes() || group->abandoned();
+    });
   };
   bool done = false;
   while (!done && thread_.joinable() && !deadline.passed(process_->clock())) {

@@ -105,8 +105,8 @@ class Engine {
 
   // Owner only.
   std::map<uint64_t, std::shared_ptr<Group>> groups_;  // by id
-  std::vector<Group*> active_;                          // groups with something in flight
-  std::vector<std::shared_ptr<Group>> remains_;         // left, memory still in use by others
+  std::vector<Group*> active_;                         // groups with something in flight
+  std::vector<std::shared_ptr<Group>> remains_;        // left, memory still in use by others
   std::vector<std::function<void()>> continuations_;
   std::atomic<bool> ended_{false};  // continuations_ has some
   struct Stashed {

@@ -130,9 +130,7 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
   const int64_t value = step.value.at(trip);
   switch (step.op) {
     case Op::Copy:
-    case Op::Reduce:
-      move(step, trip);
-      return true;
+    case Op::Reduce: move(step, trip); return true;
     case Op::Signal: {
       TrackHeader& mine = *track_.headers[topology_.myLocal()];
       if (step.counter == plan::kArrival) {
@@ -145,12 +143,9 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
       wake_();
       return true;
     }
-    case Op::Wait:
-      return counterReached(step, value);
-    case Op::Put:
-      return put(step, stepIndex, trip);
-    case Op::Receive:
-      return received(step, stepIndex, trip);
+    case Op::Wait: return counterReached(step, value);
+    case Op::Put: return put(step, stepIndex, trip);
+    case Op::Receive: return received(step, stepIndex, trip);
     case Op::Release: {
       const Bound& channel = bound(stepIndex);
       channel.ends->receive->release(channel.arrivals + static_cast<uint64_t>(value));
@@ -181,19 +176,14 @@ bool Executor::counterReached(const Step& step, int64_t value) const {
   return true;
 }
 
-Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip,
-                              int64_t length) const {
+Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip, int64_t length) const {
   const Ref& ref = plan_->plan.refs[refIndex];
   const int64_t offset = ref.offset.at(trip) + skip;
   switch (ref.space) {
-    case Space::Input:
-      return binding_.input.at(offset, length);
-    case Space::Output:
-      return binding_.output.at(offset, length);
-    case Space::MateInput:
-      return {binding_.mateInputs[ref.owner] + offset, length};
-    case Space::MateOutput:
-      return {binding_.mateOutputs[ref.owner] + offset, length};
+    case Space::Input: return binding_.input.at(offset, length);
+    case Space::Output: return binding_.output.at(offset, length);
+    case Space::MateInput: return {binding_.mateInputs[ref.owner] + offset, length};
+    case Space::MateOutput: return {binding_.mateOutputs[ref.owner] + offset, length};
     case Space::Slot: {
       const plan::Pool& pool = plan_->plan.pools[ref.pool];
       const int64_t slot = ref.index.at(trip) % pool.slots;

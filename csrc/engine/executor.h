@@ -62,7 +62,7 @@ struct CachedPlan {
 struct Binding {
   Buffer input;
   Buffer output;
-  std::vector<std::byte*> mateInputs;   // by local index; zero-copy plans only
+  std::vector<std::byte*> mateInputs;  // by local index; zero-copy plans only
   std::vector<std::byte*> mateOutputs;
   DataType type = DataType::uint8;
   ReduceOp op = ReduceOp::SUM;
@@ -102,7 +102,7 @@ class Executor {
   };
   struct Bound {
     ChannelEnds* ends;
-    uint64_t puts;      // put number 0 of this execution is message puts + 1
+    uint64_t puts;  // put number 0 of this execution is message puts + 1
     uint64_t arrivals;
   };
 

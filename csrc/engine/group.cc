@@ -57,7 +57,8 @@ std::vector<std::byte> Group::publish() {
   region_ = process_.slab().allocate(layout_.bytes());
   process_.slab().commit(region_.first(layout_.poolOffset(0, 0)));
   new (region_.data()) RegionHeader;
-  for (int64_t t = 0; t < layout_.tracks; ++t) new (region_.data() + layout_.trackOffset(t)) TrackHeader;
+  for (int64_t t = 0; t < layout_.tracks; ++t)
+    new (region_.data() + layout_.trackOffset(t)) TrackHeader;
   const GroupBlob blob{process_.slab().offsetOf(region_.data()), region_.size(),
                        process_.newGroupId()};
   std::vector<std::byte> bytes(sizeof blob);
@@ -189,8 +190,7 @@ bool Group::advanceTrack(Active& active) {
   for (bool again = true; again;) {
     again = false;
     switch (active.phase) {
-      case Phase::Idle:
-        return advanced;
+      case Phase::Idle: return advanced;
       case Phase::Arriving:
         if (allArrived(active)) {
           agree(active);
@@ -365,8 +365,7 @@ collectives::Shape Group::shapeOf(const Active& active, bool shared) const {
 bool Group::myBuffersShared(const Active& active, Arrival& mine) const {
   const auto locate = [&](const Pieces& pieces, transport::shm::Location& at) {
     if (pieces.size() != 1) return false;
-    const auto found =
-        process_.commMemory().locate(pieces.front().data(), pieces.front().size());
+    const auto found = process_.commMemory().locate(pieces.front().data(), pieces.front().size());
     if (found) at = *found;
     return found.has_value();
   };
@@ -396,8 +395,7 @@ void Group::ensureChannels(Active& active, const plan::Plan& plan) {
     const auto number = static_cast<uint8_t>(track.index);
     if (use.puts > 0 && ends->send == nullptr) {
       Peer& peer = *members_[use.peer].peer;
-      ends->send =
-          &peer.table->send(key(spec_.me, use.peer, number, use.stream), peer.id);
+      ends->send = &peer.table->send(key(spec_.me, use.peer, number, use.stream), peer.id);
     }
     if (use.arrivals > 0 && ends->receive == nullptr) {
       ends->receive = &openReceive(use.peer, number, use.stream, limits_.messageBytes);

@@ -88,7 +88,7 @@ class Group final : private Matcher::Host {
 
  private:
   struct Member {
-    Peer* peer = nullptr;  // null for this rank
+    Peer* peer = nullptr;            // null for this rank
     RegionHeader* region = nullptr;  // of mates, and mine
   };
   struct Operation {
@@ -173,7 +173,7 @@ class Group final : private Matcher::Host {
   std::map<Rank, Told> told_;
   std::map<Rank, transport::ReceiveChannel*> messageChannels_;
   std::vector<std::span<std::byte>> windows_;  // receive windows in the slab
-  std::set<Rank> suspects_;  // awaited and lost
+  std::set<Rank> suspects_;                    // awaited and lost
   std::optional<Error> broken_;
   // The network must be polled for a while after an error, or the others might not hear of it.
   Deadline spreadingUntil_{0};

@@ -73,7 +73,8 @@ void Group::checkHealth() {
     for (const Rank r : suspects_) {
       if (!still.contains(r)) continue;
       const Peer& peer = *members_[r].peer;
-      fail(Error(ErrorKind::PeerLost, fmt::format("rank {} ({}) is gone: {}", r, peer.describe(), *peer.lost)));
+      fail(Error(ErrorKind::PeerLost,
+                 fmt::format("rank {} ({}) is gone: {}", r, peer.describe(), *peer.lost)));
       return;
     }
   }
@@ -128,7 +129,8 @@ void Group::requireSameCall(Rank rank, const transport::CallFingerprint& theirs,
                             const transport::CallFingerprint& mine) const {
   if (sameCall(theirs, mine)) return;
   raise(ErrorKind::Mismatch,
-        "rank {} ({}) is in {} while rank {} is in {}: all ranks must make the same calls in the same "
+        "rank {} ({}) is in {} while rank {} is in {}: all ranks must make the same calls in the "
+        "same "
         "order",
         rank, members_[rank].peer->describe(), smddp::engine::describe(theirs), spec_.me,
         smddp::engine::describe(mine));
@@ -148,10 +150,10 @@ void Group::checkDeadlines() {
       if (!operation.deadline.passed(process_.clock())) continue;
       const Standstill at = standstillOf(*active);
       const double seconds = static_cast<double>(operation.request.timeout) * 1e-9;
-      fail(Error(ErrorKind::Timeout,
-                 fmt::format("(Timed out) after {:.1f} s, rank {} waits {} for rank{} {}", seconds,
-                             spec_.me, at.where, at.awaited.size() == 1 ? "" : "s",
-                             list(at.awaited))));
+      fail(Error(
+          ErrorKind::Timeout,
+          fmt::format("(Timed out) after {:.1f} s, rank {} waits {} for rank{} {}", seconds,
+                      spec_.me, at.where, at.awaited.size() == 1 ? "" : "s", list(at.awaited))));
       return;
     }
   }
@@ -171,10 +173,9 @@ void Group::checkDeadlines() {
 }
 
 Error Group::errorFor(const transport::CallFingerprint& call, uint64_t sequence) const {
-  return Error(broken_->kind(),
-               fmt::format("smddp: {} #{} (group \"{}\") failed on rank {}/{}: {}",
-                           smddp::engine::describe(call), sequence, spec_.name, spec_.me,
-                           spec_.size, broken_->what()));
+  return Error(broken_->kind(), fmt::format("smddp: {} #{} (group \"{}\") failed on rank {}/{}: {}",
+                                            smddp::engine::describe(call), sequence, spec_.name,
+                                            spec_.me, spec_.size, broken_->what()));
 }
 
 void Group::fail(const Error& cause) {
@@ -209,10 +210,9 @@ void Group::fail(const Error& cause) {
   matcher_->forEach([&](Exchange& exchange) {
     if (exchange.message.keepAlive) inFlight_.push_back(std::move(exchange.message.keepAlive));
     end(*exchange.completion,
-        Error(cause.kind(),
-              fmt::format("smddp: {} (group \"{}\") failed on rank {}/{}: {}",
-                          exchange.message.send ? "send" : "recv", spec_.name, spec_.me,
-                          spec_.size, cause.what())));
+        Error(cause.kind(), fmt::format("smddp: {} (group \"{}\") failed on rank {}/{}: {}",
+                                        exchange.message.send ? "send" : "recv", spec_.name,
+                                        spec_.me, spec_.size, cause.what())));
   });
   matcher_->clear();
 }

@@ -29,8 +29,8 @@ struct Exchange {
   Deadline deadline;
   uint64_t id = 0;
   int64_t bytes = 0;
-  int64_t moved = 0;       // handed to the channel, or taken out of it
-  uint64_t lastPut = 0;    // number of its last data message
+  int64_t moved = 0;     // handed to the channel, or taken out of it
+  uint64_t lastPut = 0;  // number of its last data message
 };
 
 class Matcher {
@@ -82,12 +82,12 @@ class Matcher {
   const Rank me_;
   const int64_t messageBytes_;
   uint64_t nextId_ = 1;
-  std::deque<Exchange> posted_;                        // receives without a sender yet
-  std::map<Rank, std::deque<Announced>> announced_;    // messages without a receiver yet
+  std::deque<Exchange> posted_;                           // receives without a sender yet
+  std::map<Rank, std::deque<Announced>> announced_;       // messages without a receiver yet
   std::map<Rank, std::map<uint64_t, Exchange>> offered_;  // our sends, not accepted yet
   std::map<Rank, Queue> sending_;
   std::map<Rank, Queue> receiving_;
-  std::deque<Exchange> toSelf_;                        // our sends to ourselves, not received yet
+  std::deque<Exchange> toSelf_;  // our sends to ourselves, not received yet
 };
 
 }  // namespace smddp::engine

@@ -29,7 +29,8 @@ class PlanCache {
     auto& slot = entries_[shape];
     if (!slot) {
       const collectives::Choice& choice = choose(shape);
-      slot = std::make_unique<Entry>(choice.name, CachedPlan(choice.build(topology_, limits_, shape)));
+      slot =
+          std::make_unique<Entry>(choice.name, CachedPlan(choice.build(topology_, limits_, shape)));
       SMDDP_LOG(Debug, "engine", "{} of {} bytes: {}", toString(shape.collective), shape.bytes,
                 slot->plan.plan.name);
     }
@@ -41,7 +42,8 @@ class PlanCache {
   // Whether there is only the staged plan, wherever the buffers lie. A plan that copies before the arrival must
   // be of this kind: its choice cannot wait for what the arrival tells.
   bool ignoresSharing(collectives::Shape shape) {
-    if (topology_.teamSize() == 1 || shape.collective == collectives::Collective::Barrier) return true;
+    if (topology_.teamSize() == 1 || shape.collective == collectives::Collective::Barrier)
+      return true;
     shape.shared = false;
     return get(shape).plan.plan.preamble.numSteps > kBareArrival;
   }

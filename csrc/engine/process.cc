@@ -21,8 +21,9 @@ constexpr Nanoseconds kQuietTime = 20'000'000;
 SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
   SegmentAddress address;
   if (introduction.slab.size() < sizeof address) {
-    raise(ErrorKind::Transport, "the memory address of pid {} on {} has {} bytes, at least {} needed",
-          introduction.pid, introduction.host, introduction.slab.size(), sizeof address);
+    raise(ErrorKind::Transport,
+          "the memory address of pid {} on {} has {} bytes, at least {} needed", introduction.pid,
+          introduction.host, introduction.slab.size(), sizeof address);
   }
   std::memcpy(&address, introduction.slab.data(), sizeof address);
   return address;
@@ -50,8 +51,8 @@ Process::Process(Options options)
       slab_(transport::shm::Slab::create(options_.slabBytes)),
       doorbell_(slab_),
       commMemory_(std::make_shared<transport::shm::CommMemory>(slab_)),
-      local_(std::make_unique<Link>(*this,
-                                    std::make_unique<transport::shm::ShmTransport>(slab_))) {}
+      local_(std::make_unique<Link>(*this, std::make_unique<transport::shm::ShmTransport>(slab_))) {
+}
 
 Process::~Process() {
   if (fabric_) {

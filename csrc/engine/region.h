@@ -38,10 +38,11 @@ constexpr uint64_t counterValue(uint64_t execution, int64_t value) {
 struct alignas(kCacheLine) Arrival {
   std::atomic<uint64_t> number{0};  // of the execution, from 1
   transport::CallFingerprint call;
-  uint64_t sequence = 0;            // the caller's count of collectives on this group
-  uint32_t ready = 1;               // requests this rank could fuse, the first included
-  uint32_t shared = 0;              // 1: the locations below are valid
-  alignas(kCacheLine) std::array<uint32_t, kMaxFused> ends{};  // cumulative bytes of the ready requests
+  uint64_t sequence = 0;  // the caller's count of collectives on this group
+  uint32_t ready = 1;     // requests this rank could fuse, the first included
+  uint32_t shared = 0;    // 1: the locations below are valid
+  alignas(
+      kCacheLine) std::array<uint32_t, kMaxFused> ends{};  // cumulative bytes of the ready requests
   alignas(kCacheLine) transport::shm::Location input;
   transport::shm::Location output;
 };
@@ -70,8 +71,7 @@ struct RegionLayout {
   }
   size_t poolOffset(int64_t track, int half) const {
     return roundUp(trackOffset(tracks), kPage) +
-           static_cast<size_t>(track * 2 + half) *
-               roundUp(static_cast<size_t>(halfBytes), kPage);
+           static_cast<size_t>(track * 2 + half) * roundUp(static_cast<size_t>(halfBytes), kPage);
   }
   size_t bytes() const { return poolOffset(tracks, 0); }
 };

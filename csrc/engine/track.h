@@ -14,7 +14,7 @@ struct ChannelEnds {
   uint8_t stream = 0;
   transport::SendChannel* send = nullptr;        // null until a plan puts on it
   transport::ReceiveChannel* receive = nullptr;  // null until a plan receives from it
-  uint64_t putsBefore = 0;      // messages of the executions that have ended, or been started, before
+  uint64_t putsBefore = 0;  // messages of the executions that have ended, or been started, before
   uint64_t arrivalsBefore = 0;
 };
 

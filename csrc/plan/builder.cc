@@ -157,9 +157,7 @@ void Builder::flush(Rank peer, int stream, int64_t count) {
   write(channelStep(Op::Flush, peer, stream, count, 0), {});
 }
 
-void Builder::flush(Rank peer, int stream) {
-  flush(peer, stream, channels_[{peer, stream}].puts);
-}
+void Builder::flush(Rank peer, int stream) { flush(peer, stream, channels_[{peer, stream}].puts); }
 
 Builder::Script Builder::record(const std::function<void(const Chunk&)>& body, const Chunk& chunk) {
   Script script;

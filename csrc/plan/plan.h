@@ -64,14 +64,14 @@ struct Ref {
 };
 
 enum class Op : uint8_t {
-  Copy,     // every destination = the one source
-  Reduce,   // every destination = source 0 (op) source 1 (op) … in this order
-  Signal,   // my counter := value
-  Wait,     // until the counter of `who` (a local index, or kTeam: everyone else on my node) >= value
-  Put,      // send `length` bytes of the one source as message value-1 of channel (who, stream)
+  Copy,    // every destination = the one source
+  Reduce,  // every destination = source 0 (op) source 1 (op) … in this order
+  Signal,  // my counter := value
+  Wait,  // until the counter of `who` (a local index, or kTeam: everyone else on my node) >= value
+  Put,   // send `length` bytes of the one source as message value-1 of channel (who, stream)
   Receive,  // until message value-1 of channel (who, stream) is here; it has `length` bytes
   Release,  // the first `value` messages of channel (who, stream) are consumed
-  Flush,    // until the sources of the first `value` puts on channel (who, stream) may be overwritten
+  Flush,  // until the sources of the first `value` puts on channel (who, stream) may be overwritten
 };
 
 inline constexpr Rank kTeam = -1;
@@ -140,11 +140,11 @@ struct Plan {
 
 // What an algorithm may count on; equal on all ranks of a group.
 struct Limits {
-  int64_t chunkBytes = 256 << 10;         // vector staged at a time inside a node
-  int64_t fabricChunkBytes = 1 << 20;     // vector under way between nodes at a time
-  int64_t messageBytes = 256 << 10;       // longest put
-  int64_t window = 4;                     // messages of a channel before the first is consumed
-  int64_t poolBytes = 8 << 20;            // staging half
+  int64_t chunkBytes = 256 << 10;      // vector staged at a time inside a node
+  int64_t fabricChunkBytes = 1 << 20;  // vector under way between nodes at a time
+  int64_t messageBytes = 256 << 10;    // longest put
+  int64_t window = 4;                  // messages of a channel before the first is consumed
+  int64_t poolBytes = 8 << 20;         // staging half
 };
 
 }  // namespace smddp::plan

@@ -6,7 +6,6 @@
 
 #include "engine/capabilities.h"
 
-
 namespace smddp::process_group {
 namespace {
 
@@ -23,16 +22,14 @@ std::string shapeOf(const at::Tensor& tensor) {
 }  // namespace
 
 void notImplemented(OpName op, const std::string& detail) {
-  C10_THROW_ERROR(NotImplementedError,
-                  fmt::format("smddp: {} is not implemented{}{}", op, detail.empty() ? "" : ": ",
-                              detail));
+  C10_THROW_ERROR(NotImplementedError, fmt::format("smddp: {} is not implemented{}{}", op,
+                                                   detail.empty() ? "" : ": ", detail));
 }
 
 void requireDense(OpName op, const at::Tensor& tensor) {
   if (!tensor.defined()) invalid(op, "a tensor is undefined");
   if (tensor.layout() != c10::kStrided) {
-    invalid(op, "a tensor has layout {}; make it dense with to_dense()",
-            c10::str(tensor.layout()));
+    invalid(op, "a tensor has layout {}; make it dense with to_dense()", c10::str(tensor.layout()));
   }
   if (!tensor.device().is_cpu()) {
     notImplemented(op, c10::str("for tensors on ", tensor.device(), "; move them to the CPU"));
@@ -113,15 +110,13 @@ void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::R
     case c10d::ReduceOp::MAX: request.op = ReduceOp::MAX; break;
     case c10d::ReduceOp::PREMUL_SUM: {
       request.op = ReduceOp::PREMUL_SUM;
-      const auto* factor =
-          dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+      const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
       if (factor == nullptr) invalid(name, "PREMUL_SUM without a factor");
       request.factor = factor->tensor_factor.defined() ? factor->tensor_factor.item<double>()
                                                        : factor->double_factor;
       break;
     }
-    default:
-      notImplemented(name, "with a bitwise reduce operation");
+    default: notImplemented(name, "with a bitwise reduce operation");
   }
   if (!engine::canReduce(type, request.op)) {
     C10_THROW_ERROR(TypeError, fmt::format("smddp: {}: {} of {} is undefined", name,

@@ -206,7 +206,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
   constexpr auto kName = "all_gather";
   const at::Tensor& input = onlyTensor(kName, inputs);
   requireContiguous(kName, input);
-  if (outputs.size() != 1) throw std::invalid_argument("smddp: all_gather: expects one output list");
+  if (outputs.size() != 1)
+    throw std::invalid_argument("smddp: all_gather: expects one output list");
   requireList(kName, outputs.front(), static_cast<size_t>(getSize()), input, "output list");
   Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
   request.input = {bytesOf(input)};
@@ -246,14 +247,13 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather_into_tensor_coalesced(
   for (size_t i = 0; i < inputs.size(); ++i) {
     requests.push_back(gatherRequest(kName, outputs[i], inputs[i], options));
   }
-  return submit(
-      {c10d::OpType::COALESCED, "smddp:all_gather", 0, inputs, {outputs}},
-      std::move(requests));
+  return submit({c10d::OpType::COALESCED, "smddp:all_gather", 0, inputs, {outputs}},
+                std::move(requests));
 }
 
-intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(
-    std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
-    const c10d::ReduceScatterOptions& options) {
+intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                       std::vector<std::vector<at::Tensor>>& inputs,
+                                                       const c10d::ReduceScatterOptions& options) {
   constexpr auto kName = "reduce_scatter";
   const at::Tensor& output = onlyTensor(kName, outputs);
   requireContiguous(kName, output);
@@ -290,8 +290,9 @@ Request ProcessGroup::scatterRequest(const char* name, const at::Tensor& output,
 intrusive_ptr<c10d::Work> ProcessGroup::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   Request request = scatterRequest("reduce_scatter_tensor", output, input, options);
-  return submit({c10d::OpType::_REDUCE_SCATTER_BASE, "smddp:reduce_scatter", 0, {input}, {{output}}},
-                {std::move(request)});
+  return submit(
+      {c10d::OpType::_REDUCE_SCATTER_BASE, "smddp:reduce_scatter", 0, {input}, {{output}}},
+      {std::move(request)});
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
@@ -304,9 +305,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
   for (size_t i = 0; i < inputs.size(); ++i) {
     requests.push_back(scatterRequest(kName, outputs[i], inputs[i], options));
   }
-  return submit(
-      {c10d::OpType::COALESCED, "smddp:reduce_scatter", 0, inputs, {outputs}},
-      std::move(requests));
+  return submit({c10d::OpType::COALESCED, "smddp:reduce_scatter", 0, inputs, {outputs}},
+                std::move(requests));
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::barrier(const c10d::BarrierOptions& options) {
@@ -320,8 +320,7 @@ intrusive_ptr<Work> ProcessGroup::message(Work::Call call, const std::vector<at:
   const at::Tensor& tensor = onlyTensor(call.title, tensors);
   requireContiguous(call.title, tensor);
   message.buffer = {bytesOf(tensor)};
-  message.timeout =
-      std::chrono::nanoseconds(std::chrono::milliseconds(timeoutMs_.load())).count();
+  message.timeout = std::chrono::nanoseconds(std::chrono::milliseconds(timeoutMs_.load())).count();
   call.outputs = {tensors};
   message.keepAlive = keepAlive(call);
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
@@ -386,8 +385,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(at::Tensor&, at::Tensor&,
                                                       const c10d::AllToAllOptions&) {
   notImplemented("all_to_all_single");
 }
-intrusive_ptr<c10d::Work> ProcessGroup::alltoall(std::vector<at::Tensor>&,
-                                                 std::vector<at::Tensor>&,
+intrusive_ptr<c10d::Work> ProcessGroup::alltoall(std::vector<at::Tensor>&, std::vector<at::Tensor>&,
                                                  const c10d::AllToAllOptions&) {
   notImplemented("all_to_all");
 }

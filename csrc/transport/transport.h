@@ -76,8 +76,8 @@ class Transport {
   [[nodiscard]] virtual bool control(PeerId peer, Bytes message) = 0;
   // Header (kHeaderBytes, copied during the call) and payload to the peer's slot; its poll() then reports
   // `immediate`. False: no room now; poll() and try again.
-  [[nodiscard]] virtual bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header,
-                                 Bytes payload, uint64_t token) = 0;
+  [[nodiscard]] virtual bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate,
+                                 Bytes header, Bytes payload, uint64_t token) = 0;
 
   // Makes progress and reports what happened. Returns how many events there were.
   virtual size_t poll(Sink& sink) = 0;
