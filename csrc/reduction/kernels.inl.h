@@ -6,41 +6,69 @@
 // code.
 #pragma once
 
+#include <utility>
+
 #include "reduction/kernel_table.h"
 #include "reduction/number_formats.inl.h"
 
 namespace smddp::reduction {
 namespace {
 
-template <typename T>
-struct UnsignedOf {
+// Overflow of signed integers is undefined, so they are added and multiplied as unsigned ones: the
+// bits are the same.
+template <typename T, int kBytes = kIsFloat<T> ? 0 : sizeof(T)>
+struct WrappingOf {
   using Type = T;
 };
-template <>
-struct UnsignedOf<int32_t> {
+template <typename T>
+struct WrappingOf<T, 1> {
+  using Type = uint8_t;
+};
+template <typename T>
+struct WrappingOf<T, 2> {
+  using Type = uint16_t;
+};
+template <typename T>
+struct WrappingOf<T, 4> {
   using Type = uint32_t;
 };
-template <>
-struct UnsignedOf<int64_t> {
+template <typename T>
+struct WrappingOf<T, 8> {
   using Type = uint64_t;
 };
+template <typename T>
+using Wrapping = typename WrappingOf<T>::Type;
 
-// One operation on whole vectors. Overflow of signed integers is undefined, so they are added and
-// multiplied as unsigned ones: the bits are the same.
+// One operation on whole vectors.
 template <ReduceOp kOp, typename T, int kLanes>
 SMDDP_INLINE Vector<T, kLanes> combine(Vector<T, kLanes> a, Vector<T, kLanes> b) {
-  using Wrapping = Vector<typename UnsignedOf<T>::Type, kLanes>;
+  using Wrapped = Vector<Wrapping<T>, kLanes>;
   if constexpr (kOp == ReduceOp::MIN || kOp == ReduceOp::MAX) {
     const auto better = kOp == ReduceOp::MIN ? b < a : b > a;
     // A comparison with NaN is false: a NaN in `a` stays by itself, one in `b` must be taken.
     if constexpr (kIsFloat<T>) return (better | (b != b)) ? b : a;
     return better ? b : a;
   } else if constexpr (kOp == ReduceOp::PRODUCT) {
-    return (Vector<T, kLanes>)((Wrapping)a * (Wrapping)b);
+    return (Vector<T, kLanes>)((Wrapped)a * (Wrapped)b);
+  } else if constexpr (kOp == ReduceOp::BAND) {
+    return a & b;
+  } else if constexpr (kOp == ReduceOp::BOR) {
+    return a | b;
+  } else if constexpr (kOp == ReduceOp::BXOR) {
+    return a ^ b;
   } else {
-    return (Vector<T, kLanes>)((Wrapping)a + (Wrapping)b);
+    return (Vector<T, kLanes>)((Wrapped)a + (Wrapped)b);
   }
 }
+
+template <bool kSigned>
+struct WideOf {
+  using Type = int64_t;
+};
+template <>
+struct WideOf<false> {
+  using Type = uint64_t;
+};
 
 // What is left to do once all sources are in.
 template <ReduceOp kOp, typename T, int kLanes>
@@ -52,7 +80,8 @@ SMDDP_INLINE Vector<T, kLanes> finish(Vector<T, kLanes> value, int64_t divisor) 
     return value == value ? value : Vector<T, kLanes>{} + (T)__builtin_nan("");
   } else if constexpr (kOp == ReduceOp::AVG) {
     // In 64 bits, since the divisor need not fit the type: 300 ranks may average bytes.
-    for (int lane = 0; lane < kLanes; ++lane) value[lane] = (T)((int64_t)value[lane] / divisor);
+    using Wide = typename WideOf<((T)-1 < 0)>::Type;
+    for (int lane = 0; lane < kLanes; ++lane) value[lane] = (T)((Wide)value[lane] / (Wide)divisor);
     return value;
   } else {
     return value;
@@ -127,33 +156,90 @@ void kernel(const Job& job) {
   run<Format, kOp, 0>(job);
 }
 
-template <typename Format, ReduceOp kOp>
-constexpr Kernel cell() {
-  // A factor is a fraction as a rule, and a fraction of an integer is no integer.
-  if constexpr (kOp == ReduceOp::PREMUL_SUM && !kIsFloat<typename Format::Arithmetic>) {
-    return nullptr;
-  } else {
-    return kernel<Format, kOp>;
-  }
+// Elements of which each is kParts that the format computes one by one.
+template <typename Format, ReduceOp kOp, int kParts>
+void kernelOfParts(const Job& job) {
+  Job parts = job;
+  parts.count *= kParts;
+  kernel<Format, kOp>(parts);
 }
 
-// The two lists whose product is the table, in the order of the enumerations.
-template <ReduceOp... kOps>
-struct Operations {
-  template <typename Format>
-  static constexpr KernelTable::Row row() {
-    return {{cell<Format, kOps>()...}};
-  }
-  template <typename... Formats>
-  static constexpr KernelTable of() {
-    return {{row<Formats>()...}};
-  }
+// What each data type is made of.
+template <DataType kType>
+struct FormatOf;
+template <typename T>
+struct Is {
+  using Type = T;
 };
+// clang-format off
+template <> struct FormatOf<DataType::float32> : Is<Plain<float>> {};
+template <> struct FormatOf<DataType::float64> : Is<Plain<double>> {};
+template <> struct FormatOf<DataType::float16> : Is<Float16> {};
+template <> struct FormatOf<DataType::bfloat16> : Is<Bfloat16> {};
+template <> struct FormatOf<DataType::complex64> : Is<Plain<float>> {};
+template <> struct FormatOf<DataType::complex128> : Is<Plain<double>> {};
+template <> struct FormatOf<DataType::int8> : Is<Plain<int8_t>> {};
+template <> struct FormatOf<DataType::int16> : Is<Plain<int16_t>> {};
+template <> struct FormatOf<DataType::int32> : Is<Plain<int32_t>> {};
+template <> struct FormatOf<DataType::int64> : Is<Plain<int64_t>> {};
+template <> struct FormatOf<DataType::uint8> : Is<Plain<uint8_t>> {};
+template <> struct FormatOf<DataType::uint16> : Is<Plain<uint16_t>> {};
+template <> struct FormatOf<DataType::uint32> : Is<Plain<uint32_t>> {};
+template <> struct FormatOf<DataType::uint64> : Is<Plain<uint64_t>> {};
+template <> struct FormatOf<DataType::boolean> : Is<Truth> {};
+// clang-format on
 
-constexpr KernelTable kTable =
-    Operations<ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX,
-               ReduceOp::PREMUL_SUM>::of<Plain<float>, Plain<double>, Float16, Bfloat16,
-                                         Plain<int32_t>, Plain<int64_t>, Plain<uint8_t>>();
+constexpr bool isBitwise(ReduceOp op) {
+  return op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR;
+}
+
+// The operations that a complex sum is made of; peers define no product.
+constexpr bool isLinear(ReduceOp op) {
+  return op == ReduceOp::SUM || op == ReduceOp::AVG || op == ReduceOp::PREMUL_SUM;
+}
+
+// Over false and true every operation is one of three.
+constexpr ReduceOp logical(ReduceOp op) {
+  if (op == ReduceOp::SUM || op == ReduceOp::MAX) return ReduceOp::BOR;
+  if (op == ReduceOp::PRODUCT || op == ReduceOp::MIN) return ReduceOp::BAND;
+  return op;
+}
+
+// The kernel of a combination; null where it has no meaning. Types share what does not tell them
+// apart: the bits of signed sums are those of unsigned ones, and bitwise operations work on bytes.
+template <DataType kType, ReduceOp kOp>
+constexpr Kernel cell() {
+  using Format = typename FormatOf<kType>::Type;
+  using T = typename Format::Arithmetic;
+  constexpr bool kIsComplex = kType == DataType::complex64 || kType == DataType::complex128;
+  if constexpr (kType == DataType::boolean) {
+    if constexpr (isBitwise(logical(kOp))) return kernel<Format, logical(kOp)>;
+  } else if constexpr (kIsComplex) {
+    if constexpr (isLinear(kOp)) return kernelOfParts<Format, kOp, 2>;
+  } else if constexpr (kIsFloat<T>) {
+    if constexpr (!isBitwise(kOp)) return kernel<Format, kOp>;
+  } else if constexpr (isBitwise(kOp)) {
+    return kernelOfParts<Plain<uint8_t>, kOp, sizeof(T)>;
+  } else if constexpr (kOp == ReduceOp::SUM || kOp == ReduceOp::PRODUCT) {
+    return kernel<Plain<Wrapping<T>>, kOp>;
+  } else if constexpr (kOp != ReduceOp::PREMUL_SUM) {
+    // A factor is a fraction as a rule, and a fraction of an integer is no integer.
+    return kernel<Format, kOp>;
+  }
+  return nullptr;
+}
+
+template <DataType kType, int... kOps>
+constexpr KernelTable::Row row(std::integer_sequence<int, kOps...>) {
+  return {{cell<kType, (ReduceOp)kOps>()...}};
+}
+
+template <int... kTypes>
+constexpr KernelTable table(std::integer_sequence<int, kTypes...>) {
+  return {{row<(DataType)kTypes>(std::make_integer_sequence<int, kNumReduceOps>{})...}};
+}
+
+constexpr KernelTable kTable = table(std::make_integer_sequence<int, kNumDataTypes>{});
 
 }  // namespace
 }  // namespace smddp::reduction

@@ -68,6 +68,24 @@ struct Plain {
   }
 };
 
+// A byte per truth value. Whatever is not zero is true, also in tensors that reinterpret other bytes;
+// what is stored is 0 or 1.
+struct Truth {
+  using Element = uint8_t;
+  using Arithmetic = uint8_t;
+
+  template <int kVectors, int kLanes>
+  SMDDP_INLINE static void load(const uint8_t* from, Vector<uint8_t, kLanes> (&values)[kVectors]) {
+    Plain<uint8_t>::load<kVectors, kLanes>(from, values);
+    for (int v = 0; v < kVectors; ++v)
+      values[v] = (Vector<uint8_t, kLanes>)(values[v] != 0) & (uint8_t)1;
+  }
+  template <int kVectors, int kLanes>
+  SMDDP_INLINE static void store(uint8_t* to, const Vector<uint8_t, kLanes> (&values)[kVectors]) {
+    Plain<uint8_t>::store<kVectors, kLanes>(to, values);
+  }
+};
+
 // Two bytes in memory, float32 in registers. Bits says how a lane of 32 bits is converted.
 //
 // Widening a vector lane by lane costs shuffles. So vectors go in pairs: one takes the lower and

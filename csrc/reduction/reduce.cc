@@ -18,8 +18,8 @@ Kernel kernelAt(const KernelTable& kernels, DataType type, ReduceOp op) {
 
 void check(std::span<const void* const> srcs, DataType type, ReduceOp op, const Scale& scale) {
   if (!supports(type, op))
-    raise(ErrorKind::Usage, "{} of {} has no meaning; use SUM, or a floating-point type",
-          toString(op), toString(type));
+    raise(ErrorKind::Usage, "{} of {} has no meaning; use SUM, or another type", toString(op),
+          toString(type));
   SMDDP_CHECK(!srcs.empty(), "{} of no sources", toString(op));
   SMDDP_CHECK(!scale.pre || op == ReduceOp::PREMUL_SUM, "a factor with {}", toString(op));
   SMDDP_CHECK(!scale.post || op == ReduceOp::AVG, "a divisor with {}", toString(op));

@@ -7,7 +7,9 @@
 //   * nothing is contracted into a fused multiply-add, denormals are kept;
 //   * MIN and MAX give NaN where any source is NaN; of equal values (-0.0 and 0.0) the first stays;
 //   * a NaN that was computed is always the same quiet NaN; what is only copied keeps its bits;
-//   * integers wrap.
+//   * integers wrap, also where they are averaged: the sum is that of the type;
+//   * complex numbers are computed part by part;
+//   * of truth values SUM, MAX and BOR are "or", PRODUCT, MIN and BAND "and"; results are 0 or 1.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +36,9 @@ struct Scale {
 void reduce(std::span<void* const> dsts, std::span<const void* const> srcs, size_t count,
             DataType type, ReduceOp op, const Scale& scale = {});
 
-// False where the combination has no meaning (PREMUL_SUM of integers): reduce() throws Usage.
+// False where the combination has no meaning: bitwise operations of floating-point numbers, PREMUL_SUM
+// of integers, AVG and PREMUL_SUM of truth values, all but the sums of complex numbers. reduce() throws
+// Usage then.
 bool supports(DataType type, ReduceOp op);
 
 enum class SimdLevel : uint8_t { Scalar, Avx2, Avx512 };

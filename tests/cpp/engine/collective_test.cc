@@ -22,10 +22,16 @@ using Contents = std::vector<std::byte>;
 constexpr size_t kPeriod = 61;
 constexpr double kFactor = 0.5;
 
+bool isUnsigned(DataType type) {
+  return type == DataType::uint8 || type == DataType::uint16 || type == DataType::uint32 ||
+         type == DataType::uint64;
+}
+
 // The element of a rank. Products and sums over six ranks stay exact in bfloat16, and so do halves.
 int64_t wholeNumber(Rank rank, size_t element, DataType type, ReduceOp op) {
   const auto mixed = static_cast<int64_t>((element * 7 + static_cast<size_t>(rank) * 5) % 9);
-  if (type == DataType::uint8) return op == ReduceOp::PRODUCT ? 1 + mixed % 2 : mixed;
+  if (type == DataType::boolean) return mixed % 2;
+  if (isUnsigned(type)) return op == ReduceOp::PRODUCT ? 1 + mixed % 2 : mixed;
   if (op == ReduceOp::PRODUCT) return mixed % 2 == 0 ? 2 : -1;
   return (mixed - 4) * 2;
 }
@@ -44,12 +50,22 @@ void append(Contents& to, typename Format::Stored value) {
   to.insert(to.end(), bytes, bytes + sizeof value);
 }
 
+template <typename Format>
+typename Format::Stored encoded(int64_t value) {
+  using Number = typename Format::Number;
+  if constexpr (oracle::kIsComplex<Number>) {
+    using Part = typename Number::value_type;
+    return Format::encode({static_cast<Part>(value), static_cast<Part>(-value - 2)});
+  } else {
+    return Format::encode(static_cast<Number>(value));
+  }
+}
+
 Contents inputOf(Rank rank, size_t count, DataType type, ReduceOp op) {
   return oracle::withFormat(type, [&]<typename Format>() {
     Contents period;
     for (size_t i = 0; i < kPeriod; ++i) {
-      using Number = typename Format::Number;
-      append<Format>(period, Format::encode(static_cast<Number>(wholeNumber(rank, i, type, op))));
+      append<Format>(period, encoded<Format>(wholeNumber(rank, i, type, op)));
     }
     return repeat(period, count * sizeOf(type));
   });
@@ -67,8 +83,7 @@ Contents reduced(int size, size_t count, DataType type, ReduceOp op) {
     for (size_t i = 0; i < kPeriod; ++i) {
       std::vector<typename Format::Stored> inputs;
       for (Rank r = 0; r < size; ++r) {
-        using Number = typename Format::Number;
-        inputs.push_back(Format::encode(static_cast<Number>(wholeNumber(r, i, type, op))));
+        inputs.push_back(encoded<Format>(wholeNumber(r, i, type, op)));
       }
       append<Format>(period, oracle::element<Format>(inputs, op, scale));
     }
@@ -155,8 +170,9 @@ TEST_P(CollectiveTest, LongAllReduceIsExact) {
         static_cast<size_t>(2 * std::max(settings().chunkBytes, settings().fabricChunkBytes));
     for (const auto& [type, op] : {std::pair{DataType::float32, ReduceOp::SUM},
                                    {DataType::bfloat16, ReduceOp::AVG},
-                                   {DataType::float64, ReduceOp::PREMUL_SUM},
-                                   {DataType::uint8, ReduceOp::MAX}}) {
+                                   {DataType::complex128, ReduceOp::PREMUL_SUM},
+                                   {DataType::uint8, ReduceOp::MAX},
+                                   {DataType::boolean, ReduceOp::BXOR}}) {
       checkAllReduce(buffers, aboveOneShot / sizeOf(type), type, op, 1);
       checkAllReduce(buffers, chunks / sizeOf(type) + 77, type, op, 0);
     }

@@ -124,6 +124,39 @@ TEST(SpecialValues, IntegersWrapAndTruncate) {
   EXPECT_EQ(of8({100, 100}, ReduceOp::AVG, by300), 0);
 }
 
+TEST(SpecialValues, UnsignedAreNotSigned) {
+  constexpr uint64_t kMax = UINT64_MAX;
+  const Scale third{.post = true, .divisor = 3};
+  const auto of64 = [](std::vector<uint64_t> inputs, ReduceOp op, const Scale& scale) {
+    return reduceOne(DataType::uint64, inputs, op, scale);
+  };
+  EXPECT_EQ(of64({kMax - 5, 5}, ReduceOp::AVG, third), kMax / 3);
+  EXPECT_EQ(of64({kMax, 1}, ReduceOp::MAX, {}), kMax);
+  EXPECT_EQ(of64({kMax, 1}, ReduceOp::MIN, {}), 1u);
+  EXPECT_EQ(reduceOne<int8_t>(DataType::int8, {-100, 1}, ReduceOp::MIN), -100);
+  EXPECT_EQ(reduceOne<int8_t>(DataType::int8, {-7, 0}, ReduceOp::AVG, third), -2);
+  EXPECT_EQ(reduceOne<int16_t>(DataType::int16, {-3, 0x0f0f}, ReduceOp::BAND), 0x0f0d);
+}
+
+// Also where a tensor reinterprets bytes that are neither 0 nor 1.
+TEST(SpecialValues, TruthValuesAreZeroOrOne) {
+  const auto of = [](std::vector<uint8_t> inputs, ReduceOp op) {
+    return reduceOne(DataType::boolean, inputs, op);
+  };
+  for (ReduceOp anyOf : {ReduceOp::SUM, ReduceOp::MAX, ReduceOp::BOR}) {
+    EXPECT_EQ(of({0, 0, 0}, anyOf), 0);
+    EXPECT_EQ(of({0, 1, 1}, anyOf), 1);
+    EXPECT_EQ(of({0, 2, 4}, anyOf), 1);
+  }
+  for (ReduceOp allOf : {ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::BAND}) {
+    EXPECT_EQ(of({1, 1, 1}, allOf), 1);
+    EXPECT_EQ(of({1, 0, 1}, allOf), 0);
+    EXPECT_EQ(of({1, 2, 4}, allOf), 1);
+  }
+  EXPECT_EQ(of({1, 1, 1}, ReduceOp::BXOR), 1);
+  EXPECT_EQ(of({1, 255}, ReduceOp::BXOR), 0);
+}
+
 TEST(FloatMode, DoesNotReachTheResultAndIsGivenBack) {
 #if defined(__x86_64__)
   const uint32_t before = _mm_getcsr();

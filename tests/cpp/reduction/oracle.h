@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cmath>
+#include <complex>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <random>
@@ -69,18 +71,80 @@ using Float16 = SmallFloat<5, 10>;
 using Bfloat16 = SmallFloat<8, 7>;
 
 template <typename T>
+struct Complex {
+  using Stored = std::complex<T>;
+  using Number = std::complex<T>;
+  static Number decode(Stored value) { return value; }
+  static Stored encode(Number value) {
+    return {Identity<T>::encode(value.real()), Identity<T>::encode(value.imag())};
+  }
+};
+
+struct Truth {
+  using Stored = uint8_t;
+  using Number = bool;
+  static bool decode(uint8_t value) { return value != 0; }
+  static uint8_t encode(bool value) { return value ? 1 : 0; }
+};
+
+template <typename Number>
+constexpr bool kIsComplex = false;
+template <typename T>
+constexpr bool kIsComplex<std::complex<T>> = true;
+
+// What is computed with fractions.
+template <typename Number>
+constexpr bool kIsInexact = kIsComplex<Number> || std::is_floating_point_v<Number>;
+
+inline bool combineTruths(bool a, bool b, ReduceOp op) {
+  if (op == ReduceOp::BXOR) return a != b;
+  return op == ReduceOp::PRODUCT || op == ReduceOp::MIN || op == ReduceOp::BAND ? a && b : a || b;
+}
+
+template <typename T>
 T combine(T a, T b, ReduceOp op) {
-  if constexpr (std::is_floating_point_v<T>) {
+  if constexpr (kIsComplex<T>) {
+    return {a.real() + b.real(), a.imag() + b.imag()};
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return combineTruths(a, b, op);
+  } else if constexpr (std::is_floating_point_v<T>) {
     if (op == ReduceOp::MIN) return std::isnan(a) || (a <= b) ? a : b;
     if (op == ReduceOp::MAX) return std::isnan(a) || (a >= b) ? a : b;
     return op == ReduceOp::PRODUCT ? a * b : a + b;
   } else {
     if (op == ReduceOp::MIN) return a <= b ? a : b;
     if (op == ReduceOp::MAX) return a >= b ? a : b;
+    if (op == ReduceOp::BAND) return a & b;
+    if (op == ReduceOp::BOR) return a | b;
+    if (op == ReduceOp::BXOR) return a ^ b;
     // 128 bits hold any result; the conversion keeps it modulo 2^n.
     const __int128 wide =
         op == ReduceOp::PRODUCT ? static_cast<__int128>(a) * b : static_cast<__int128>(a) + b;
     return static_cast<T>(static_cast<unsigned __int128>(wide));
+  }
+}
+
+template <typename Number>
+Number scaled(Number value, const Scale& scale) {
+  if constexpr (kIsComplex<Number>) {
+    const auto factor = static_cast<typename Number::value_type>(scale.factor);
+    return {value.real() * factor, value.imag() * factor};
+  } else if constexpr (kIsInexact<Number>) {
+    return value * static_cast<Number>(scale.factor);
+  } else {
+    std::abort();  // no other type takes a factor
+  }
+}
+
+template <typename Number>
+Number divided(Number value, int64_t divisor) {
+  if constexpr (kIsComplex<Number>) {
+    const auto by = static_cast<typename Number::value_type>(divisor);
+    return {value.real() / by, value.imag() / by};
+  } else if constexpr (kIsInexact<Number>) {
+    return value / static_cast<Number>(divisor);
+  } else {
+    return static_cast<Number>(static_cast<__int128>(value) / divisor);
   }
 }
 
@@ -92,49 +156,58 @@ typename Format::Stored element(const std::vector<typename Format::Stored>& inpu
   Number result{};
   for (size_t s = 0; s < inputs.size(); ++s) {
     Number input = Format::decode(inputs[s]);
-    if (scale.pre) input = input * static_cast<Number>(scale.factor);
+    if (scale.pre) input = scaled(input, scale);
     result = s == 0 ? input : combine(result, input, op);
   }
-  if (scale.post) {
-    if constexpr (std::is_floating_point_v<Number>)
-      result = result / static_cast<Number>(scale.divisor);
-    else
-      result = static_cast<Number>(static_cast<int64_t>(result) / scale.divisor);
-  }
+  if (scale.post) result = divided(result, scale.divisor);
   return Format::encode(result);
 }
 
-// Ordinary numbers, mixed with arbitrary bits (denormals, huge numbers, NaNs) and the edges of the
-// type.
+template <typename T>
+T randomReal(std::mt19937_64& random) {
+  using Limits = std::numeric_limits<T>;
+  const T edges[] = {0,
+                     -T(0),
+                     Limits::infinity(),
+                     -Limits::infinity(),
+                     Limits::quiet_NaN(),
+                     Limits::max(),
+                     -Limits::max(),
+                     Limits::min(),
+                     Limits::denorm_min(),
+                     -Limits::denorm_min()};
+  if (random() % 7 == 0) return edges[random() % std::size(edges)];
+  return std::uniform_real_distribution<T>(-8, 8)(random);
+}
+
+template <typename T>
+T randomInteger(std::mt19937_64& random) {
+  using Limits = std::numeric_limits<T>;
+  const T edges[] = {Limits::min(), Limits::max(), 0, 1, static_cast<T>(-1)};
+  if (random() % 3 == 0) return edges[random() % std::size(edges)];
+  return static_cast<T>(random() % 100);
+}
+
+// Ordinary numbers, mixed with the edges of the type and arbitrary bits (denormals, huge numbers, NaNs,
+// truth values that are neither 0 nor 1).
 template <typename Format>
 typename Format::Stored randomElement(std::mt19937_64& random) {
-  using Stored = typename Format::Stored;
   using Number = typename Format::Number;
-  Stored arbitrary;
-  const uint64_t bits = random();
-  std::memcpy(&arbitrary, &bits, sizeof arbitrary);
-  const uint64_t kind = random() % 8;
-  if constexpr (std::is_floating_point_v<Number>) {
-    using Limits = std::numeric_limits<Number>;
-    const Number edges[] = {0,
-                            -Number(0),
-                            Limits::infinity(),
-                            -Limits::infinity(),
-                            Limits::quiet_NaN(),
-                            Limits::max(),
-                            -Limits::max(),
-                            Limits::min(),
-                            Limits::denorm_min(),
-                            -Limits::denorm_min()};
-    if (kind == 0) return arbitrary;
-    if (kind == 1) return Format::encode(edges[random() % std::size(edges)]);
-    return Format::encode(std::uniform_real_distribution<Number>(-8, 8)(random));
+  if constexpr (kIsComplex<Number>) {
+    using Part = Identity<typename Number::value_type>;
+    const auto real = randomElement<Part>(random);
+    return {real, randomElement<Part>(random)};
   } else {
-    const Number edges[] = {std::numeric_limits<Number>::min(), std::numeric_limits<Number>::max(),
-                            Number(0), Number(1), static_cast<Number>(-1)};
-    if (kind == 0) return edges[random() % std::size(edges)];
-    if (kind < 4) return arbitrary;
-    return static_cast<Number>(random() % 100);
+    typename Format::Stored arbitrary;
+    const uint64_t bits = random();
+    std::memcpy(&arbitrary, &bits, sizeof arbitrary);
+    if (random() % (kIsInexact<Number> ? 8 : 3) == 0) return arbitrary;
+    if constexpr (std::is_same_v<Number, bool>)
+      return random() % 2;
+    else if constexpr (kIsInexact<Number>)
+      return Format::encode(randomReal<Number>(random));
+    else
+      return randomInteger<Number>(random);
   }
 }
 
@@ -146,9 +219,17 @@ auto withFormat(DataType type, F&& f) {
     case DataType::float64: return f.template operator()<Identity<double>>();
     case DataType::float16: return f.template operator()<Float16>();
     case DataType::bfloat16: return f.template operator()<Bfloat16>();
+    case DataType::complex64: return f.template operator()<Complex<float>>();
+    case DataType::complex128: return f.template operator()<Complex<double>>();
+    case DataType::int8: return f.template operator()<Identity<int8_t>>();
+    case DataType::int16: return f.template operator()<Identity<int16_t>>();
     case DataType::int32: return f.template operator()<Identity<int32_t>>();
     case DataType::int64: return f.template operator()<Identity<int64_t>>();
     case DataType::uint8: return f.template operator()<Identity<uint8_t>>();
+    case DataType::uint16: return f.template operator()<Identity<uint16_t>>();
+    case DataType::uint32: return f.template operator()<Identity<uint32_t>>();
+    case DataType::uint64: return f.template operator()<Identity<uint64_t>>();
+    case DataType::boolean: return f.template operator()<Truth>();
   }
   std::abort();
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -20,11 +21,14 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-constexpr DataType kTypes[] = {DataType::float32,  DataType::float64, DataType::float16,
-                               DataType::bfloat16, DataType::int32,   DataType::int64,
-                               DataType::uint8};
-constexpr ReduceOp kOps[] = {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT,
-                             ReduceOp::MIN, ReduceOp::MAX, ReduceOp::PREMUL_SUM};
+template <typename Enum>
+std::vector<Enum> allOf(int number) {
+  std::vector<Enum> all;
+  for (int i = 0; i < number; ++i) all.push_back(static_cast<Enum>(i));
+  return all;
+}
+const std::vector<DataType> kTypes = allOf<DataType>(kNumDataTypes);
+const std::vector<ReduceOp> kOps = allOf<ReduceOp>(kNumReduceOps);
 
 // Sources and what they reduce to, element by element; every shorter count is a prefix.
 struct Problem {
@@ -144,10 +148,10 @@ class ReduceTest : public testing::TestWithParam<std::tuple<DataType, ReduceOp>>
 };
 
 TEST_P(ReduceTest, MatchesTheOracleOnShortVectors) {
-  checkAll({0, 1, 3, 7, 16, 17, 63, 64, 65, 1000, 4097}, {0, 1, 2, 3});
+  checkAll({0, 1, 3, 7, 16, 17, 63, 64, 65, 1000}, {0, 1, 2, 3});
 }
 
-TEST_P(ReduceTest, MatchesTheOracleOnLongVectors) { checkAll({100003}, {1}); }
+TEST_P(ReduceTest, MatchesTheOracleOnLongVectors) { checkAll({30011}, {1}); }
 
 std::vector<std::tuple<DataType, ReduceOp>> supportedCells() {
   std::vector<std::tuple<DataType, ReduceOp>> cells;
@@ -180,20 +184,30 @@ TEST(Reduce, RefusesWhatHasNoMeaningBeforeWriting) {
   const void* srcs[] = {a.data(), b.data()};
   void* dsts[] = {out.data()};
   EXPECT_THROW(reduce(dsts, srcs, 1, DataType::int32, ReduceOp::PREMUL_SUM, {.pre = true}), Error);
+  EXPECT_THROW(reduce(dsts, srcs, 1, DataType::float32, ReduceOp::BAND), Error);
   EXPECT_THROW(reduce(dsts, {}, 1, DataType::int32, ReduceOp::SUM), Error);
   EXPECT_THROW(reduce(dsts, srcs, 1, DataType::int32, ReduceOp::SUM, {.post = true}), Error);
   EXPECT_THROW(reduce(dsts, srcs, 1, DataType::int32, ReduceOp::AVG, {.divisor = 0}), Error);
   EXPECT_EQ(out[0], -1);
 }
 
-TEST(Reduce, SupportsEverythingButFactorsOfIntegers) {
+// What each family of types can do, from the names alone.
+std::set<ReduceOp> meantFor(const std::string& type) {
+  if (type.starts_with("complex")) return {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PREMUL_SUM};
+  std::set<ReduceOp> meant{ReduceOp::SUM, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX};
+  if (type != "bool") meant.insert(ReduceOp::AVG);
+  if (type.find("float") != std::string::npos)
+    meant.insert(ReduceOp::PREMUL_SUM);
+  else
+    meant.insert({ReduceOp::BAND, ReduceOp::BOR, ReduceOp::BXOR});
+  return meant;
+}
+
+TEST(Reduce, SupportsWhatHasAMeaning) {
   for (DataType type : kTypes)
-    for (ReduceOp op : kOps) {
-      const bool isInteger =
-          type == DataType::int32 || type == DataType::int64 || type == DataType::uint8;
-      EXPECT_EQ(supports(type, op), !(isInteger && op == ReduceOp::PREMUL_SUM))
+    for (ReduceOp op : kOps)
+      EXPECT_EQ(supports(type, op), meantFor(toString(type)).contains(op))
           << toString(type) << " " << toString(op);
-    }
 }
 
 // Run once more with SMDDP_SIMD=scalar; see CMakeLists.txt.
