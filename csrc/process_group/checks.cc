@@ -15,8 +15,39 @@ template <typename... Args>
       fmt::format("smddp: {}: {}", op, fmt::format(format, std::forward<Args>(args)...)));
 }
 
+template <typename... Args>
+[[noreturn]] void undefined(OpName op, fmt::format_string<Args...> format, Args&&... args) {
+  C10_THROW_ERROR(TypeError, fmt::format("smddp: {}: {}", op,
+                                         fmt::format(format, std::forward<Args>(args)...)));
+}
+
 std::string shapeOf(const at::Tensor& tensor) {
   return c10::str(c10::toString(tensor.scalar_type()), " tensor of shape ", tensor.sizes());
+}
+
+double factorOf(OpName name, const c10d::ReduceOp& op) {
+  const auto* given = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (given == nullptr) invalid(name, "PREMUL_SUM without a factor");
+  const at::Tensor& factor = given->tensor_factor;
+  if (!factor.defined()) return given->double_factor;
+  if (factor.numel() != 1 || factor.is_complex()) {
+    invalid(name, "the factor of PREMUL_SUM must be one real number, got a {}", shapeOf(factor));
+  }
+  return factor.item<double>();
+}
+
+// The bytes of a tensor are its elements, and are there.
+void requirePlainBytes(OpName op, const at::Tensor& tensor) {
+  if (tensor.is_conj() || tensor.is_neg()) {
+    invalid(op, "a {} is a lazily conjugated or negated view; pass tensor.resolve_{}()",
+            shapeOf(tensor), tensor.is_conj() ? "conj" : "neg");
+  }
+  // Beyond it reach views whose storage was resized, and dtypes with several elements to a byte.
+  const auto first = static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize();
+  const size_t bytes = tensor.storage().nbytes();
+  if (tensor.numel() > 0 && first + tensor.nbytes() > bytes) {
+    invalid(op, "a {} reaches beyond the {} bytes of its storage", shapeOf(tensor), bytes);
+  }
 }
 
 }  // namespace
@@ -38,6 +69,7 @@ void requireDense(OpName op, const at::Tensor& tensor) {
     invalid(op, "a {} has gaps or overlaps in memory (strides {}); pass tensor.contiguous()",
             shapeOf(tensor), c10::str(tensor.strides()));
   }
+  requirePlainBytes(op, tensor);
 }
 
 void requireContiguous(OpName op, const at::Tensor& tensor) {
@@ -55,9 +87,8 @@ const at::Tensor& onlyTensor(OpName op, const std::vector<at::Tensor>& tensors) 
 
 void requireSameType(OpName op, const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() == b.scalar_type()) return;
-  C10_THROW_ERROR(TypeError,
-                  fmt::format("smddp: {}: all tensors of a call must have one dtype, got {} and {}",
-                              op, c10::toString(a.scalar_type()), c10::toString(b.scalar_type())));
+  undefined(op, "all tensors of a call must have one dtype, got {} and {}",
+            c10::toString(a.scalar_type()), c10::toString(b.scalar_type()));
 }
 
 void requireMultiple(OpName op, const at::Tensor& whole, const at::Tensor& part, int64_t parts,
@@ -93,12 +124,21 @@ DataType reducibleType(OpName op, const at::Tensor& tensor) {
     case at::kDouble: return DataType::float64;
     case at::kHalf: return DataType::float16;
     case at::kBFloat16: return DataType::bfloat16;
+    case at::kComplexFloat: return DataType::complex64;
+    case at::kComplexDouble: return DataType::complex128;
+    case at::kChar: return DataType::int8;
+    case at::kShort: return DataType::int16;
     case at::kInt: return DataType::int32;
     case at::kLong: return DataType::int64;
     case at::kByte: return DataType::uint8;
+    case at::kUInt16: return DataType::uint16;
+    case at::kUInt32: return DataType::uint32;
+    case at::kUInt64: return DataType::uint64;
+    case at::kBool: return DataType::boolean;
     default: break;
   }
-  notImplemented(op, fmt::format("for dtype {}", c10::toString(tensor.scalar_type())));
+  undefined(op, "{} can be moved, but not reduced; convert the tensor, to float32 for example",
+            c10::toString(tensor.scalar_type()));
 }
 
 void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::Request& request) {
@@ -108,20 +148,16 @@ void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::R
     case c10d::ReduceOp::PRODUCT: request.op = ReduceOp::PRODUCT; break;
     case c10d::ReduceOp::MIN: request.op = ReduceOp::MIN; break;
     case c10d::ReduceOp::MAX: request.op = ReduceOp::MAX; break;
-    case c10d::ReduceOp::PREMUL_SUM: {
-      request.op = ReduceOp::PREMUL_SUM;
-      const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-      if (factor == nullptr) invalid(name, "PREMUL_SUM without a factor");
-      request.factor = factor->tensor_factor.defined() ? factor->tensor_factor.item<double>()
-                                                       : factor->double_factor;
-      break;
-    }
-    default: notImplemented(name, "with a bitwise reduce operation");
+    case c10d::ReduceOp::BAND: request.op = ReduceOp::BAND; break;
+    case c10d::ReduceOp::BOR: request.op = ReduceOp::BOR; break;
+    case c10d::ReduceOp::BXOR: request.op = ReduceOp::BXOR; break;
+    case c10d::ReduceOp::PREMUL_SUM: request.op = ReduceOp::PREMUL_SUM; break;
+    default: invalid(name, "an unknown reduce operation");
   }
   if (!engine::canReduce(type, request.op)) {
-    C10_THROW_ERROR(TypeError, fmt::format("smddp: {}: {} of {} is undefined", name,
-                                           toString(request.op), toString(type)));
+    undefined(name, "{} of {} is undefined", toString(request.op), toString(type));
   }
+  if (request.op == ReduceOp::PREMUL_SUM) request.factor = factorOf(name, op);
 }
 
 std::span<std::byte> bytesOf(const at::Tensor& tensor) {

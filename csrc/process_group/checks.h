@@ -27,9 +27,9 @@ void requireList(OpName op, const std::vector<at::Tensor>& list, size_t count,
                  const at::Tensor& like, const char* listName);
 void requireRank(OpName op, int64_t rank, int64_t size, const char* what);
 
-// Throws NotImplementedError for types that cannot be reduced (yet).
+// Throws TypeError for types that are only moved: float8, quantized, bits and the like.
 DataType reducibleType(OpName op, const at::Tensor& tensor);
-// Sets op and factor; throws NotImplementedError, or TypeError where type and operation do not go together.
+// Sets op and factor; throws TypeError where type and operation do not go together.
 void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::Request& request);
 
 std::span<std::byte> bytesOf(const at::Tensor& tensor);

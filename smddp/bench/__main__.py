@@ -18,7 +18,7 @@ import torch.distributed as dist
 import smddp.bench
 from smddp.bench import table
 from smddp.bench.launch import launch
-from smddp.bench.measure import DTYPES, OPS, Bench, Case, Workload
+from smddp.bench.measure import BITWISE, DTYPES, NOT_IN_GLOO, OPS, Bench, Case, Workload
 from smddp.plan import parse_bytes, parse_nodes
 
 _MEMORY = {
@@ -77,10 +77,16 @@ def _workload(options: argparse.Namespace) -> Workload:
     for backend in options.backends.split(","):
         memories = _MEMORY[options.memory] if backend == "smddp" else ["ordinary"]
         cases += [Case(backend, memory) for memory in memories]
-    if options.op == "avg" and not DTYPES[options.dtype].is_floating_point:
+    is_float = DTYPES[options.dtype].is_floating_point
+    if options.op == "avg" and not is_float:
         raise ValueError(f"--op avg of --dtype {options.dtype} is truncated, which is not checked")
-    if options.op == "avg" and any(case.backend == "gloo" for case in cases):
-        raise ValueError("gloo has no avg; use --backends smddp")
+    if options.op in BITWISE and is_float:
+        raise ValueError(f"--op {options.op} of --dtype {options.dtype} is undefined")
+    if any(case.backend == "gloo" for case in cases):
+        if options.op == "avg":
+            raise ValueError("gloo has no avg; use --backends smddp")
+        if options.dtype in NOT_IN_GLOO:
+            raise ValueError(f"gloo has no {options.dtype}; use --backends smddp")
     sizes = _sizes(options)
     return Workload(sizes, cases, options.dtype, options.op, options.seconds, options.iterations)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,15 @@ DTYPES = {
     "double": torch.float64,
     "half": torch.float16,
     "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "int16": torch.int16,
     "int32": torch.int32,
     "int64": torch.int64,
     "uint8": torch.uint8,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "uint64": torch.uint64,
+    "bool": torch.bool,
 }
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -27,7 +34,13 @@ OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
     "avg": dist.ReduceOp.AVG,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
 }
+BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
+# What the reference backend cannot reduce.
+NOT_IN_GLOO = {"int16", "uint16", "uint32", "uint64"}
 
 # Blocks of calls that take turns with those of the other cases: a slow second of the machine then
 # hits all of them.
@@ -164,6 +177,8 @@ class Bench:
     def _count_wrong(self, case: Case, tensor: torch.Tensor, shift: int) -> int:
         """Returns how many elements of all ranks differ from an independent computation."""
         values = [_pattern(tensor.numel(), rank, shift) for rank in range(_size())]
+        if tensor.dtype == torch.bool:
+            values = [value - 1 for value in values]
         tensor.copy_(values[dist.get_rank()])
         self._reduce(case, tensor)
         expected = _combine(values, self.workload.op)
@@ -187,14 +202,12 @@ def _pattern(count: int, rank: int, shift: int) -> torch.Tensor:
 
 
 def _combine(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    result = values[0].double()
-    for value in values[1:]:
-        if op in ("sum", "avg"):
-            result = result + value
-        elif op == "prod":
-            result = result * value
-        else:
-            result = torch.minimum(result, value) if op == "min" else torch.maximum(result, value)
+    if op in BITWISE:
+        return functools.reduce(BITWISE[op], values)
+    if op in ("min", "max"):
+        return functools.reduce(torch.minimum if op == "min" else torch.maximum, values)
+    numbers = [value.double() for value in values]
+    result = functools.reduce(torch.mul if op == "prod" else torch.add, numbers)
     return result / len(values) if op == "avg" else result
 
 

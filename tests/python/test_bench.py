@@ -61,7 +61,10 @@ def test_table_and_json_say_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "op"), [("bfloat16", "prod"), ("int64", "max"), ("half", "avg")])
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [("bfloat16", "prod"), ("int64", "max"), ("half", "avg"), ("uint16", "bxor"), ("bool", "sum")],
+)
 def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
     done = bench(
         "--nodes=2+1", "--max-bytes=64KiB", "--min-bytes=64KiB", "--iterations=5",
@@ -82,6 +85,8 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["--nodes=2y2"], "is no layout of ranks"),
         (["--factor=1"], "--factor must be at least 2"),
         (["--op=avg"], "gloo has no avg"),
+        (["--op=band"], "--op band of --dtype float is undefined"),
+        (["--dtype=int16"], "gloo has no int16"),
     ],
 )
 def test_bad_arguments_are_one_sentence(

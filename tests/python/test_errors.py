@@ -33,17 +33,44 @@ def _empty(*shape: int) -> torch.Tensor:
     return torch.empty(shape)
 
 
+def _without_storage() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 # In a job of two ranks. The names appear in pytest's output.
 REFUSED: dict[str, Case] = {
     "dtype of a reduction": Case(
-        lambda: dist.all_reduce(ONES(3, dtype=torch.bool)),
-        NotImplementedError,
-        "all_reduce is not implemented: for dtype Bool",
+        lambda: dist.all_reduce(ONES(3).to(torch.float8_e5m2)),
+        TypeError,
+        "all_reduce: Float8_e5m2 can be moved, but not reduced; convert the tensor",
     ),
     "bitwise operation": Case(
-        lambda: dist.all_reduce(ONES(3, dtype=torch.int64), dist.ReduceOp.BAND),
-        NotImplementedError,
-        "all_reduce is not implemented: with a bitwise",
+        lambda: dist.all_reduce(ONES(3), dist.ReduceOp.BAND),
+        TypeError,
+        "all_reduce: BAND of float32 is undefined",
+    ),
+    "complex factor": Case(
+        lambda: dist.all_reduce(ONES(3), dist._make_nccl_premul_sum(torch.tensor([1j]))),
+        ValueError,
+        "the factor of PREMUL_SUM must be one real number, got a ComplexFloat tensor",
+    ),
+    "lazily conjugated": Case(
+        lambda: backend().broadcast([torch.tensor([1j]).conj()], dist.BroadcastOptions()),
+        ValueError,
+        "a ComplexFloat tensor of shape [1] is a lazily conjugated or negated view; pass "
+        "tensor.resolve_conj()",
+    ),
+    "lazily negated": Case(
+        lambda: backend().broadcast([torch._neg_view(ONES(3))], dist.BroadcastOptions()),
+        ValueError,
+        "pass tensor.resolve_neg()",
+    ),
+    "no storage": Case(
+        lambda: dist.broadcast(_without_storage(), 0),
+        ValueError,
+        "a Float tensor of shape [3] reaches beyond the 0 bytes of its storage",
     ),
     "device": Case(
         lambda: backend().allreduce([ONES(3, device="meta")], dist.AllreduceOptions()),
