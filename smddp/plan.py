@@ -117,12 +117,12 @@ def _parser() -> argparse.ArgumentParser:
             type=_argument(parse_bytes),
             nargs="?",
             default=0,
-            help="of one rank's vector (of its part, for allgather and reduce_scatter)",
+            help="of one rank's vector (of one rank's part, where vectors have a part for each)",
         )
         command.add_argument(
             "--nodes", type=_argument(parse_nodes), default="1x2", help="layout; default 1x2"
         )
-        command.add_argument("--root", type=int, default=0, help="of a broadcast")
+        command.add_argument("--root", type=int, default=0, help="of collectives with one")
         command.add_argument(
             "--shared", action="store_true", help="all buffers are in communication memory"
         )

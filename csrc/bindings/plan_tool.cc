@@ -18,13 +18,13 @@ using collectives::Shape;
 using Nodes = std::vector<std::vector<Rank>>;
 
 Collective collectiveNamed(const std::string& name) {
+  std::string names;
   for (int i = 0; i < collectives::kNumCollectives; ++i) {
     const auto collective = static_cast<Collective>(i);
     if (name == toString(collective)) return collective;
+    names += (i == 0 ? "" : ", ") + std::string(toString(collective));
   }
-  raise(ErrorKind::Usage,
-        "\"{}\" is no collective; use allreduce, broadcast, allgather, reduce_scatter or barrier",
-        name);
+  raise(ErrorKind::Usage, "\"{}\" is no collective; use one of {}", name, names);
 }
 
 std::string overrideFor(const std::string& collective, const std::string& algorithm) {
@@ -48,6 +48,10 @@ plan::Execution execution(const std::string& collective, int64_t bytes, Rank roo
     case Collective::Broadcast: return plan::Execution::broadcast(std::move(plans), bytes, root);
     case Collective::AllGather: return plan::Execution::allGather(std::move(plans), bytes);
     case Collective::ReduceScatter: return plan::Execution::reduceScatter(std::move(plans), bytes);
+    case Collective::Reduce: return plan::Execution::reduce(std::move(plans), bytes, root);
+    case Collective::Gather: return plan::Execution::gather(std::move(plans), bytes, root);
+    case Collective::Scatter: return plan::Execution::scatter(std::move(plans), bytes, root);
+    case Collective::AllToAll: return plan::Execution::allToAll(std::move(plans), bytes);
     case Collective::Barrier: break;
   }
   return plan::Execution::barrier(std::move(plans));

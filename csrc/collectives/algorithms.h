@@ -35,6 +35,18 @@ plan::Plan reduceScatterSharedMemory(const plan::Topology&, const plan::Limits&,
 // Any nodes. 1 step; sends (N-1) M.
 plan::Plan reduceScatterDirect(const plan::Topology&, const plan::Limits&, const Shape&);
 
+// One node. 1 synchronisation; the root reads L * M.
+plan::Plan reduceOneShot(const plan::Topology&, const plan::Limits&, const Shape&);
+// One node. 3 synchronisations a chunk; copies M (L-1)/L, the root twice, sums M. Shared: 2, only the sum.
+plan::Plan reduceSharedMemory(const plan::Topology&, const plan::Limits&, const Shape&);
+
+// Any nodes. 1 step; a rail sends M for each block that it carries.
+plan::Plan gatherDirect(const plan::Topology&, const plan::Limits&, const Shape&);
+// Any nodes. 1 step; a rail sends M for each block that it carries.
+plan::Plan scatterDirect(const plan::Topology&, const plan::Limits&, const Shape&);
+// Any nodes. 1 step; sends (P-L) M.
+plan::Plan alltoallDirect(const plan::Topology&, const plan::Limits&, const Shape&);
+
 // Any nodes. 1 synchronisation; with several nodes 1 step and a second synchronisation.
 plan::Plan barrierExchange(const plan::Topology&, const plan::Limits&, const Shape&);
 

@@ -26,29 +26,14 @@ constexpr int kReady = 3;     // chunk c of the blocks that I carry has arrived
 constexpr int kGathered = 4;  // I have chunk c of all blocks
 constexpr int kSent = 5;      // nothing that I send is read any more
 
-class Mesh {
+class Mesh : public BlockExchange {
  public:
-  Mesh(plan::Builder& b, const Shape& shape)
-      : b_(b),
-        t_(b.topology()),
-        me_(t_.myLocal()),
-        blockBytes_(shape.bytes),
-        staged_(isStaged(t_, shape.shared)),
-        blocks_(t_),
-        others_(otherNodes(t_)),
-        depth_(pipelineDepth(b.limits())) {
-    // Nodes must cut alike, so the staging memory is counted as if it were needed on all of them.
-    const int64_t slots = depth_ * (1 + blocks_.allTurns());
-    chunkBytes_ = std::min(
-        {b.limits().fabricChunkBytes, b.limits().messageBytes, b.limits().poolBytes / slots});
-    chunkBytes_ = clipChunk(chunkBytes_, shape.bytes);
-    if (shape.shared) b.shareBuffers();
+  Mesh(plan::Builder& b, const Shape& shape) : BlockExchange(b, shape) {
+    cutFor(depth_ * (1 + blocks_.allTurns()));
     if (!staged_) return;
     own_ = b.pool("own chunks", depth_, chunkBytes_);
     arrived_ = b.pool("arrived chunks", depth_ * blocks_.allTurns(), chunkBytes_);
   }
-
-  int64_t chunkBytes() const { return chunkBytes_; }
 
   void copyIn(const plan::Chunk& c) {
     b_.stage("copy in");
@@ -132,7 +117,6 @@ class Mesh {
   }
 
  private:
-  int64_t place(Rank r, const plan::Chunk& c) const { return r * blockBytes_ + c.offset; }
   plan::Ref ownSlot(int mate, const plan::Chunk& c) const {
     return b_.slot(own_, mate, c.index, 0);
   }
@@ -151,15 +135,6 @@ class Mesh {
     }
   }
 
-  plan::Builder& b_;
-  const plan::Topology& t_;
-  int me_;
-  int64_t blockBytes_;
-  bool staged_;
-  CarriedBlocks blocks_;
-  std::vector<int> others_;
-  int64_t depth_;
-  int64_t chunkBytes_ = 0;
   uint8_t own_ = 0, arrived_ = 0;
 };
 

@@ -8,8 +8,18 @@
 
 namespace smddp::collectives {
 
-enum class Collective : uint8_t { AllReduce, Broadcast, AllGather, ReduceScatter, Barrier };
-inline constexpr int kNumCollectives = 5;
+enum class Collective : uint8_t {
+  AllReduce,
+  Broadcast,
+  AllGather,
+  ReduceScatter,
+  Barrier,
+  Reduce,
+  Gather,
+  Scatter,
+  AllToAll,
+};
+inline constexpr int kNumCollectives = 9;
 
 constexpr const char* toString(Collective collective) {
   switch (collective) {
@@ -18,8 +28,24 @@ constexpr const char* toString(Collective collective) {
     case Collective::AllGather: return "allgather";
     case Collective::ReduceScatter: return "reduce_scatter";
     case Collective::Barrier: return "barrier";
+    case Collective::Reduce: return "reduce";
+    case Collective::Gather: return "gather";
+    case Collective::Scatter: return "scatter";
+    case Collective::AllToAll: return "alltoall";
   }
   return "?";
+}
+
+// Whether contributions are combined, by the request's reduce operation.
+constexpr bool isReduction(Collective collective) {
+  return collective == Collective::AllReduce || collective == Collective::ReduceScatter ||
+         collective == Collective::Reduce;
+}
+
+// Whether one rank's part differs from the others'.
+constexpr bool hasRoot(Collective collective) {
+  return collective == Collective::Broadcast || collective == Collective::Reduce ||
+         collective == Collective::Gather || collective == Collective::Scatter;
 }
 
 // All that an algorithm may depend on, besides topology and limits; the plan cache's key.
@@ -30,10 +56,18 @@ constexpr const char* toString(Collective collective) {
 //   AllGather       bytes              P * bytes  rank r's block at r * bytes
 //   ReduceScatter   P * bytes          bytes      block r of the input goes to rank r
 //   Barrier         0                  0
+//   Reduce          bytes              root:      bytes, the same buffer as its input
+//                                      others:    0; their inputs are left as they are
+//   Gather          bytes              root:      P * bytes, rank r's block at r * bytes
+//                                      others:    0
+//   Scatter         root: P * bytes    bytes      block r of the root's input goes to rank r
+//                   others: 0
+//   AllToAll        P * bytes          P * bytes  block r of the input goes to rank r, which has it
+//                                                 at s * bytes when s is the sender
 //
-// `bytes` is a multiple of the element size, and with it every cut (see plan::kGranule) falls between elements.
-// For AllGather and ReduceScatter the start of a block need not be a multiple of a granule; cuts are made
-// inside the block.
+// AllReduce works in place too. `bytes` is a multiple of the element size, and with it every cut (see
+// plan::kGranule) falls between elements. Where a rank has several blocks, the start of one need not be a
+// multiple of a granule; cuts are made inside the block.
 struct Shape {
   Collective collective = Collective::AllReduce;
   int64_t bytes = 0;
@@ -42,6 +76,30 @@ struct Shape {
   bool shared = false;
   friend bool operator==(const Shape&, const Shape&) = default;
 };
+
+// The buffers of one rank, as the table says.
+struct BufferSizes {
+  int64_t inputBytes = 0;
+  int64_t outputBytes = 0;
+  bool inPlace = false;  // input and output are the same buffer
+};
+
+constexpr BufferSizes buffersOf(const Shape& shape, Rank rank, int numRanks) {
+  const int64_t one = shape.bytes, all = numRanks * one;
+  const bool isRoot = rank == shape.root;
+  switch (shape.collective) {
+    case Collective::AllReduce:
+    case Collective::Broadcast: return {one, one, true};
+    case Collective::AllGather: return {one, all};
+    case Collective::ReduceScatter: return {all, one};
+    case Collective::Barrier: return {};
+    case Collective::Reduce: return {one, isRoot ? one : 0, isRoot};
+    case Collective::Gather: return {one, isRoot ? all : 0};
+    case Collective::Scatter: return {isRoot ? all : 0, one};
+    case Collective::AllToAll: return {all, all};
+  }
+  return {};
+}
 
 // Builds the plan of topology.me(). Pure: the plans of all ranks follow from the same arguments. What travels
 // between nodes (messages, their lengths and numbers) must not depend on `shared`, which nodes

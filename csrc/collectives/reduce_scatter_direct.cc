@@ -28,32 +28,16 @@ constexpr int kServed = 4;    // chunk c of the blocks that I carry to my node i
 constexpr int kGathered = 5;  // I have copied chunk c of my block
 constexpr int64_t kContributionSlots = 2;
 
-class DirectSum {
+class DirectSum : public BlockExchange {
  public:
-  DirectSum(plan::Builder& b, const Shape& shape)
-      : b_(b),
-        t_(b.topology()),
-        me_(t_.myLocal()),
-        blockBytes_(shape.bytes),
-        staged_(isStaged(t_, shape.shared)),
-        blocks_(t_),
-        others_(otherNodes(t_)),
-        depth_(pipelineDepth(b.limits())) {
-    // Nodes must cut alike, so the staging memory is counted as if it were needed on all of them.
+  DirectSum(plan::Builder& b, const Shape& shape) : BlockExchange(b, shape) {
     const int64_t numRanks = t_.numRanks();
-    const int64_t pieces =
-        kContributionSlots * numRanks + depth_ * (blocks_.allTurns() + blocks_.mostTurns());
-    chunkBytes_ = std::min(
-        {b.limits().fabricChunkBytes, b.limits().messageBytes, b.limits().poolBytes / pieces});
-    chunkBytes_ = clipChunk(chunkBytes_, shape.bytes);
+    cutFor(kContributionSlots * numRanks + depth_ * (blocks_.allTurns() + blocks_.mostTurns()));
     sums_ = b.pool("sums", depth_ * blocks_.allTurns(), chunkBytes_);
-    if (shape.shared) b.shareBuffers();
     if (!staged_) return;
     contributions_ = b.pool("contributions", kContributionSlots, numRanks * chunkBytes_);
     results_ = b.pool("results", depth_ * blocks_.mostTurns(), chunkBytes_);
   }
-
-  int64_t chunkBytes() const { return chunkBytes_; }
 
   void copyIn(const plan::Chunk& c) {
     if (!staged_) return;
@@ -135,7 +119,6 @@ class DirectSum {
   }
 
  private:
-  int64_t place(Rank r, const plan::Chunk& c) const { return r * blockBytes_ + c.offset; }
   plan::Ref sumSlot(const plan::Chunk& c, int64_t i) const {
     return b_.slot(sums_, me_, c.index * blocks_.allTurns() + i, 0);
   }
@@ -159,15 +142,6 @@ class DirectSum {
     b_.reduce({target}, contributions, c.length, {.pre = true});
   }
 
-  plan::Builder& b_;
-  const plan::Topology& t_;
-  int me_;
-  int64_t blockBytes_;
-  bool staged_;
-  CarriedBlocks blocks_;
-  std::vector<int> others_;
-  int64_t depth_;
-  int64_t chunkBytes_ = 0;
   uint8_t sums_ = 0, contributions_ = 0, results_ = 0;
 };
 

@@ -54,6 +54,18 @@ constexpr std::array kTable = {
     Row{Collective::ReduceScatter, {"direct", reduceScatterDirect},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
 
+    Row{Collective::Reduce, {"one_shot", reduceOneShot},
+        Nodes::One, Buffers::Any, Size::OneShot, Preferred::Yes},
+    Row{Collective::Reduce, {"shared_memory", reduceSharedMemory},
+        Nodes::One, Buffers::Any, Size::Any, Preferred::Yes},
+
+    Row{Collective::Gather, {"direct", gatherDirect},
+        Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
+    Row{Collective::Scatter, {"direct", scatterDirect},
+        Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
+    Row{Collective::AllToAll, {"direct", alltoallDirect},
+        Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
+
     Row{Collective::Barrier, {"exchange", barrierExchange},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
 };

@@ -22,16 +22,20 @@ std::string describe(const transport::CallFingerprint& call) {
   const auto collective = static_cast<collectives::Collective>(call.collective);
   const auto type = static_cast<DataType>(call.dtype);
   if (collective == collectives::Collective::Barrier) return "barrier";
-  std::string text = fmt::format("{} of {} {} ({})", toString(collective),
-                                 call.bytes / sizeOf(type), toString(type), printBytes(call.bytes));
-  if (collective == collectives::Collective::AllReduce ||
-      collective == collectives::Collective::ReduceScatter) {
-    const auto op = static_cast<ReduceOp>(call.op);
+  const auto op = static_cast<ReduceOp>(call.op);
+  const bool isScaled = op == ReduceOp::PREMUL_SUM;
+  const uint64_t bytes = isScaled ? call.bytes & ((uint64_t{1} << kLengthBits) - 1) : call.bytes;
+  std::string text = fmt::format("{} of {} {} ({})", toString(collective), bytes / sizeOf(type),
+                                 toString(type), printBytes(bytes));
+  if (isReduction(collective)) {
     text += fmt::format(" with {}", toString(op));
-    if (op == ReduceOp::PREMUL_SUM) text += fmt::format(" by {}", std::bit_cast<float>(call.root));
+    if (isScaled) text += fmt::format(" by {}", std::bit_cast<float>(call.root));
   }
-  if (collective == collectives::Collective::Broadcast) {
-    text += fmt::format(" from rank {}", call.root);
+  if (hasRoot(collective)) {
+    const bool isSource = collective == collectives::Collective::Broadcast ||
+                          collective == collectives::Collective::Scatter;
+    const uint64_t root = isScaled ? call.bytes >> kLengthBits : static_cast<uint64_t>(call.root);
+    text += fmt::format(" {} rank {}", isSource ? "from" : "to", root);
   }
   return text;
 }

@@ -11,17 +11,21 @@
 
 namespace smddp::engine {
 
+inline constexpr int kLengthBits = 42;
+
 inline transport::CallFingerprint fingerprint(const Request& request) {
   transport::CallFingerprint call{};
   call.collective = static_cast<uint8_t>(request.collective);
   call.dtype = static_cast<uint8_t>(request.type);
   call.op = static_cast<uint8_t>(request.op);
   call.root = request.root;
-  // Reductions have no root; ranks that scale by different factors would get a sum that nobody asked for.
+  call.bytes = static_cast<uint64_t>(request.bytes);
+  // Ranks that scale by different factors would get a sum that nobody asked for. The factor takes the place
+  // of the root, and a root that there is (of a reduce) goes into bits of the length that no vector needs.
   if (request.op == ReduceOp::PREMUL_SUM) {
     call.root = std::bit_cast<int32_t>(static_cast<float>(request.factor));
+    call.bytes |= static_cast<uint64_t>(request.root) << kLengthBits;
   }
-  call.bytes = static_cast<uint64_t>(request.bytes);
   return call;
 }
 

@@ -38,10 +38,6 @@ GroupBlob parseBlob(const bootstrap::Introduction& introduction) {
   return blob;
 }
 
-bool inPlace(Collective collective) {
-  return collective == Collective::AllReduce || collective == Collective::Broadcast;
-}
-
 }  // namespace
 
 Group::Group(Process& process, Spec spec)
@@ -319,7 +315,9 @@ Binding Group::bind(Active& active, bool shared) {
   const Request& first = active.operations.front().request;
   Binding binding;
   binding.output = Buffer(active.output);
-  binding.input = inPlace(first.collective) ? binding.output : Buffer(active.input);
+  const collectives::Shape shape = shapeOf(active, shared);
+  const bool inPlace = buffersOf(shape, spec_.me, spec_.size).inPlace;
+  binding.input = inPlace ? binding.output : Buffer(active.input);
   binding.type = first.type;
   binding.op = first.op;
   binding.scale.factor = first.factor;
@@ -329,14 +327,19 @@ Binding Group::bind(Active& active, bool shared) {
   if (!shared) return binding;
   for (int local = 0; local < topology_->teamSize(); ++local) {
     const Arrival& theirs = active.track.arrivalOf(local);
-    Peer* peer = members_[topology_->team()[local]].peer;
-    const auto resolve = [&](const transport::shm::Location& at, const Pieces& mine) {
+    const Rank rank = topology_->team()[local];
+    Peer* peer = members_[rank].peer;
+    const collectives::BufferSizes buffers = buffersOf(shape, rank, spec_.size);
+    const auto resolve = [&](const transport::shm::Location& at, const Pieces& mine,
+                             int64_t bytes) -> std::byte* {
+      if (bytes == 0) return nullptr;  // the collective gives this rank no such buffer
       if (peer == nullptr) return mine.front().data();
-      return peer->memory->resolve(at, mine.front().size());
+      return peer->memory->resolve(at, static_cast<size_t>(bytes));
     };
-    binding.mateOutputs.push_back(resolve(theirs.output, active.output));
-    binding.mateInputs.push_back(inPlace(first.collective) ? binding.mateOutputs.back()
-                                                           : resolve(theirs.input, active.input));
+    binding.mateOutputs.push_back(resolve(theirs.output, active.output, buffers.outputBytes));
+    binding.mateInputs.push_back(buffers.inPlace
+                                     ? binding.mateOutputs.back()
+                                     : resolve(theirs.input, active.input, buffers.inputBytes));
   }
   return binding;
 }
@@ -369,8 +372,12 @@ bool Group::myBuffersShared(const Active& active, Arrival& mine) const {
     if (found) at = *found;
     return found.has_value();
   };
-  if (!locate(active.output, mine.output)) return false;
-  return inPlace(active.operations.front().request.collective) || locate(active.input, mine.input);
+  const collectives::Shape shape = shapeOf(active, false);
+  const auto buffers = buffersOf(shape, spec_.me, spec_.size);
+  const bool hasInput = buffers.inputBytes > 0 && !buffers.inPlace;
+  if (shape.bytes == 0) return false;
+  return (buffers.outputBytes == 0 || locate(active.output, mine.output)) &&
+         (!hasInput || locate(active.input, mine.input));
 }
 
 void Group::commitStaging(Active& active, const plan::Plan& plan) {

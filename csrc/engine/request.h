@@ -29,7 +29,7 @@ struct Request {
   double factor = 1.0;  // PREMUL_SUM
   Rank root = 0;
   int64_t bytes = 0;  // Shape::bytes
-  Pieces input;       // AllReduce and Broadcast: empty, they work in place on the output
+  Pieces input;       // empty where the call works in place on the output
   Pieces output;
   Nanoseconds timeout = 0;
   // The caller waits for the result right after submitting: it may as well run the operation itself.

@@ -45,7 +45,7 @@ struct Execution {
   std::vector<Plan> plans;  // by rank
   std::vector<int64_t> inputBytes;
   std::vector<int64_t> outputBytes;
-  bool inPlace = false;  // input and output are the same buffer
+  std::vector<bool> inPlace;  // input and output are the same buffer
   std::vector<Expectation> expectations;
   bool isBarrier = false;    // nobody may end before everybody has begun
   bool hasOneOrder = false;  // all elements must be reduced in the same association
@@ -57,6 +57,10 @@ struct Execution {
   static Execution allGather(std::vector<Plan> plans, int64_t bytes);
   static Execution reduceScatter(std::vector<Plan> plans, int64_t bytes);
   static Execution barrier(std::vector<Plan> plans);
+  static Execution reduce(std::vector<Plan> plans, int64_t bytes, Rank root);
+  static Execution gather(std::vector<Plan> plans, int64_t bytes, Rank root);
+  static Execution scatter(std::vector<Plan> plans, int64_t bytes, Rank root);
+  static Execution allToAll(std::vector<Plan> plans, int64_t bytes);
 };
 
 struct Verdict {

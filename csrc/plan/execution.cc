@@ -10,7 +10,7 @@ Execution start(std::vector<Plan> plans, int64_t inputBytes, int64_t outputBytes
   Execution e;
   e.inputBytes.assign(plans.size(), inputBytes);
   e.outputBytes.assign(plans.size(), outputBytes);
-  e.inPlace = inPlace;
+  e.inPlace.assign(plans.size(), inPlace);
   e.plans = std::move(plans);
   return e;
 }
@@ -63,6 +63,46 @@ Execution Execution::reduceScatter(std::vector<Plan> plans, int64_t bytes) {
 Execution Execution::barrier(std::vector<Plan> plans) {
   Execution e = start(std::move(plans), 0, 0, true);
   e.isBarrier = true;
+  return e;
+}
+
+Execution Execution::reduce(std::vector<Plan> plans, int64_t bytes, Rank root) {
+  const auto numRanks = static_cast<Rank>(plans.size());
+  Execution e = start(std::move(plans), bytes, 0, false);
+  e.outputBytes[root] = bytes;
+  e.inPlace[root] = true;
+  e.expectations.push_back({root, 0, bytes, true, fromAll(numRanks, 0)});
+  return e;
+}
+
+Execution Execution::gather(std::vector<Plan> plans, int64_t bytes, Rank root) {
+  const auto numRanks = static_cast<Rank>(plans.size());
+  Execution e = start(std::move(plans), bytes, 0, false);
+  e.outputBytes[root] = bytes * numRanks;
+  for (Rank from = 0; from < numRanks; ++from) {
+    e.expectations.push_back({root, from * bytes, bytes, false, {{from, 0}}});
+  }
+  return e;
+}
+
+Execution Execution::scatter(std::vector<Plan> plans, int64_t bytes, Rank root) {
+  const auto numRanks = static_cast<Rank>(plans.size());
+  Execution e = start(std::move(plans), 0, bytes, false);
+  e.inputBytes[root] = bytes * numRanks;
+  for (Rank r = 0; r < numRanks; ++r) {
+    e.expectations.push_back({r, 0, bytes, false, {{root, r * bytes}}});
+  }
+  return e;
+}
+
+Execution Execution::allToAll(std::vector<Plan> plans, int64_t bytes) {
+  const auto numRanks = static_cast<Rank>(plans.size());
+  Execution e = start(std::move(plans), bytes * numRanks, bytes * numRanks, false);
+  for (Rank to = 0; to < numRanks; ++to) {
+    for (Rank from = 0; from < numRanks; ++from) {
+      e.expectations.push_back({to, from * bytes, bytes, false, {{from, to * bytes}}});
+    }
+  }
   return e;
 }
 

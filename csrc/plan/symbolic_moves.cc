@@ -8,7 +8,7 @@
 namespace smddp::plan {
 
 SymbolicRun::Place SymbolicRun::bufferOf(Rank rank, size_t execution, bool isInput) {
-  const bool isSeparate = isInput && !executions_[execution].inPlace;
+  const bool isSeparate = isInput && !executions_[execution].inPlace[rank];
   return {isSeparate ? &ranks_[rank].input : &ranks_[rank].output, 0};
 }
 

@@ -45,7 +45,17 @@ def test_no_nodes(text: str) -> None:
 def test_list_names_every_collective(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["list"]) == 0
     collectives = {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]}
-    assert collectives == {"allreduce", "broadcast", "allgather", "reduce_scatter", "barrier"}
+    assert collectives == {
+        "allreduce",
+        "broadcast",
+        "allgather",
+        "reduce_scatter",
+        "barrier",
+        "reduce",
+        "gather",
+        "scatter",
+        "alltoall",
+    }
 
 
 def test_print_shows_the_rank_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +86,10 @@ def test_shared_buffers_make_another_plan(capsys: pytest.CaptureFixture[str]) ->
         "allgather 4096 --nodes 2x2",
         "reduce_scatter 4096 --nodes 1+2",
         "barrier --nodes 2x2",
+        "reduce 100KiB --nodes 1x3 --root 2",
+        "gather 4096 --nodes 2+3 --root 4",
+        "scatter 4096 --nodes 2+3 --root 1 --shared",
+        "alltoall 4096 --nodes 2+1",
     ],
 )
 def test_check_proves(command: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +100,7 @@ def test_check_proves(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("print reduce 8", '"reduce" is no collective'),
+        ("print reduction 8", '"reduction" is no collective'),
         ("print allreduce 8 --algorithm tree", 'knows no "tree"'),
         ("print allreduce 8 --rank 2", "--rank 2 is not one of the ranks 0 to 1"),
         ("check broadcast 8 --root -1", "--root -1 is not one of the ranks 0 to 1"),

@@ -107,9 +107,9 @@ TEST_P(Algorithms, HaveSmallPlansForAnyVector) {
   });
 }
 
-TEST(Broadcast, WorksFromEveryRoot) {
+TEST(RootedCollectives, WorkForEveryRoot) {
   for (const NamedAlgorithm& algorithm : allAlgorithms()) {
-    if (algorithm.collective != Collective::Broadcast) continue;
+    if (!hasRoot(algorithm.collective)) continue;
     for (const Nodes& nodes : kGroups) {
       if (!algorithm.serves(nodes)) continue;
       for (const auto& sharing : sharingsOf(algorithm, nodes)) {

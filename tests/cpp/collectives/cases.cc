@@ -21,6 +21,11 @@ const std::vector<NamedAlgorithm>& allAlgorithms() {
       {"mesh", Collective::AllGather, allgatherMesh, false, false, true},
       {"shared_memory", Collective::ReduceScatter, reduceScatterSharedMemory, true, false, true},
       {"direct", Collective::ReduceScatter, reduceScatterDirect, false, false, true},
+      {"one_shot", Collective::Reduce, reduceOneShot, true, false, true},
+      {"shared_memory", Collective::Reduce, reduceSharedMemory, true, false, true},
+      {"direct", Collective::Gather, gatherDirect, false, false, true},
+      {"direct", Collective::Scatter, scatterDirect, false, false, true},
+      {"direct", Collective::AllToAll, alltoallDirect, false, false, true},
       {"exchange", Collective::Barrier, barrierExchange, false, false, true},
   };
   return all;
@@ -52,6 +57,18 @@ plan::Execution Case::execution() const {
       break;
     case Collective::ReduceScatter:
       execution = plan::Execution::reduceScatter(std::move(plans), bytes);
+      break;
+    case Collective::Reduce:
+      execution = plan::Execution::reduce(std::move(plans), bytes, root);
+      break;
+    case Collective::Gather:
+      execution = plan::Execution::gather(std::move(plans), bytes, root);
+      break;
+    case Collective::Scatter:
+      execution = plan::Execution::scatter(std::move(plans), bytes, root);
+      break;
+    case Collective::AllToAll:
+      execution = plan::Execution::allToAll(std::move(plans), bytes);
       break;
     case Collective::Barrier: execution = plan::Execution::barrier(std::move(plans)); break;
   }

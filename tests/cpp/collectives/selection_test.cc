@@ -122,7 +122,7 @@ TEST(Selection, RefusesAnOverrideThatCannotServe) {
 
 TEST(Selection, ListsEveryAlgorithmWithItsConditions) {
   const auto infos = listAlgorithms();
-  EXPECT_EQ(infos.size(), 12u);
+  EXPECT_EQ(infos.size(), 17u);
   for (const AlgorithmInfo& info : infos) {
     EXPECT_FALSE(info.serves.empty());
     EXPECT_FALSE(info.chosen.empty());

@@ -104,6 +104,52 @@ inline engine::Request reduceScatter(engine::Pieces all, Bytes mine,
   return request;
 }
 
+// At the root `data` becomes the result; elsewhere it is left as it is.
+inline engine::Request reduce(Bytes data, Rank root, bool isRoot, DataType type = DataType::float32,
+                              ReduceOp op = ReduceOp::SUM, double factor = 1.0) {
+  engine::Request request;
+  request.collective = Collective::Reduce;
+  request.type = type;
+  request.op = op;
+  request.factor = factor;
+  request.root = root;
+  request.bytes = static_cast<int64_t>(data.size());
+  (isRoot ? request.output : request.input) = {data};
+  return request;
+}
+
+// all: the root's output, empty elsewhere.
+inline engine::Request gather(Bytes mine, engine::Pieces all, Rank root) {
+  engine::Request request;
+  request.collective = Collective::Gather;
+  request.root = root;
+  request.bytes = static_cast<int64_t>(mine.size());
+  request.input = {mine};
+  request.output = std::move(all);
+  return request;
+}
+
+// all: the root's input, empty elsewhere.
+inline engine::Request scatter(engine::Pieces all, Bytes mine, Rank root) {
+  engine::Request request;
+  request.collective = Collective::Scatter;
+  request.root = root;
+  request.bytes = static_cast<int64_t>(mine.size());
+  request.input = std::move(all);
+  request.output = {mine};
+  return request;
+}
+
+// bytes: of one block.
+inline engine::Request allToAll(engine::Pieces input, engine::Pieces output, size_t bytes) {
+  engine::Request request;
+  request.collective = Collective::AllToAll;
+  request.bytes = static_cast<int64_t>(bytes);
+  request.input = std::move(input);
+  request.output = std::move(output);
+  return request;
+}
+
 inline engine::Request barrier() {
   engine::Request request;
   request.collective = Collective::Barrier;

@@ -115,10 +115,8 @@ std::vector<Simulation::Call> Simulation::randomProgram(int size) {
   std::vector<Call> program(static_cast<size_t>(random_.between(3, 12)));
   for (Call& call : program) {
     // Half of them allreduces, half of those small enough to be fused.
-    call.collective =
-        random_.chance(0.5)
-            ? Collective::AllReduce
-            : static_cast<Collective>(random_.between(0, collectives::kNumCollectives - 1));
+    call.collective = random_.chance(0.5) ? Collective::AllReduce
+                                          : static_cast<Collective>(random_.between(0, 4));
     call.op = random_.chance(0.8) ? ReduceOp::SUM : ReduceOp::MAX;
     call.root = static_cast<Rank>(random_.between(0, size - 1));
     call.count = static_cast<size_t>(random_.between(0, random_.chance(0.5) ? 40 : 4000));
@@ -184,7 +182,7 @@ std::vector<int32_t> Simulation::expected(const Call& call, size_t number, Rank 
         result.push_back(reduced(static_cast<size_t>(me) * call.count + i));
       }
       break;
-    case Collective::Barrier: break;
+    default: break;
   }
   return result;
 }
@@ -216,7 +214,7 @@ void Simulation::submitNext(Player& player, Seat& seat) {
       output.assign(call.count, -1);
       request = reduceScatter({bytesOf(input)}, bytesOf(output), DataType::int32, call.op);
       break;
-    case Collective::Barrier: request = barrier(); break;
+    default: request = barrier(); break;
   }
   request.timeout = kTimeout;
   seat.deadlines.push_back(network_.clock().now() + kTimeout);
