@@ -56,7 +56,7 @@ class Sink {
   virtual void onPut(uint32_t immediate) = 0;
   // The payload of put(…, token) may be overwritten.
   virtual void onPutDone(uint64_t token) = 0;
-  // No further message will arrive from this peer; said once.
+  // No further message will arrive from this peer; said once. `cause` leaves naming it to the caller.
   virtual void onPeerFailed(PeerId peer, const std::string& cause) = 0;
 };
 

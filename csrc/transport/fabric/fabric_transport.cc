@@ -47,7 +47,6 @@ PeerId FabricTransport::connect(Bytes bytes, const std::string& description) {
   Peer peer;
   peer.address = endpoint_.insert(address.name);
   peer.id = address.id;
-  peer.description = description;
   const auto id = static_cast<PeerId>(peers_.size());
   peers_.push_back(std::move(peer));
   peerById_.emplace(address.id, id);
@@ -179,20 +178,19 @@ ssize_t FabricTransport::postFragment(Peer& peer, Operation& operation) {
 }
 
 // What a post returned: true when it was taken. An error condemns the peer.
-bool FabricTransport::accepted(Peer& peer, PeerId id, ssize_t result, const char* what) {
+bool FabricTransport::accepted(PeerId id, ssize_t result, const char* what) {
   if (result == 0) return true;
   if (result != -FI_EAGAIN)
-    fail(id, fmt::format("{} to {} failed: {}", what, peer.description,
-                         fi_strerror(static_cast<int>(-result))));
+    fail(id, fmt::format("{} to it failed: {}", what, fi_strerror(static_cast<int>(-result))));
   return false;
 }
 
 // Hands over what waits, in order, until the provider has no more room.
 void FabricTransport::pump(Peer& peer, PeerId id) {
   while (!peer.controls.empty() &&
-         accepted(peer, id, postControl(peer, id, peer.controls.front()), "a control message"))
+         accepted(id, postControl(peer, id, peer.controls.front()), "a control message"))
     peer.controls.pop_front();
-  while (!peer.puts.empty() && accepted(peer, id, postPut(peer, peer.puts.front()), "a put")) {
+  while (!peer.puts.empty() && accepted(id, postPut(peer, peer.puts.front()), "a put")) {
     if (peer.puts.front()->posted == peer.puts.front()->totalBytes()) peer.puts.pop_front();
   }
   if (!peer.queued && !(peer.controls.empty() && peer.puts.empty())) {
@@ -239,8 +237,7 @@ void FabricTransport::onSent(Operation& operation) {
 void FabricTransport::onSendFailed(Operation& operation, const std::string& cause) {
   if (operation.kind == Operation::Kind::Put) --operation.put->inFlight;
   const char* const what = operation.kind == Operation::Kind::Put ? "a put" : "a control message";
-  fail(operation.peer,
-       fmt::format("{} to {} failed: {}", what, peerOf(operation.peer).description, cause));
+  fail(operation.peer, fmt::format("{} to it failed: {}", what, cause));
 }
 
 void FabricTransport::onReceived(Bytes message) {

@@ -46,7 +46,6 @@ class FabricTransport final : public Transport, private Completions {
   struct Peer {
     fi_addr_t address = FI_ADDR_UNSPEC;
     uint64_t id = 0;
-    std::string description;
     bool failed = false;
     bool queued = false;  // in FabricTransport::queued_
     uint64_t nextSequence = 0;
@@ -64,7 +63,7 @@ class FabricTransport final : public Transport, private Completions {
   void pump(Peer& peer, PeerId id);
   void pumpAll();
   void receiveFragment(const FragmentHeader& fragment, Bytes bytes);
-  bool accepted(Peer& peer, PeerId id, ssize_t result, const char* what);
+  bool accepted(PeerId id, ssize_t result, const char* what);
   void fail(PeerId peer, const std::string& cause);
   size_t reportFailures();
 

@@ -64,11 +64,11 @@ Life lifeOf(Mate& mate) {
 std::string describeLife(const Mate& mate) {
   const ProcessPage& page = mate.page();
   switch (page.life.load(std::memory_order_acquire)) {
-    case Life::Running: return fmt::format("pid {} is running", page.pid);
-    case Life::Left: return fmt::format("pid {} left: {}", page.pid, page.farewell.read());
-    case Life::Died: return fmt::format("pid {} died", page.pid);
+    case Life::Running: return "it is running";
+    case Life::Left: return fmt::format("it left: {}", page.farewell.read());
+    case Life::Died: return "its process died";
   }
-  return fmt::format("pid {} has overwritten its control page", page.pid);
+  return "it has overwritten its control page";
 }
 
 }  // namespace smddp::transport::shm

@@ -31,7 +31,7 @@ class Lifeline {
 // for all other mates.
 Life lifeOf(Mate& mate);
 
-// "pid 12 left: …", "pid 12 died", for error texts.
+// "it left: …", "its process died": for error texts that name the mate before.
 std::string describeLife(const Mate& mate);
 
 }  // namespace smddp::transport::shm

@@ -56,7 +56,6 @@ PeerId ShmTransport::connect(Bytes bytes, const std::string& description) {
               bytes.size());
   std::memcpy(&peer->address, bytes.data(), bytes.size());
   peer->id = static_cast<PeerId>(peers_.size());
-  peer->description = description;
   attach(*peer);
   peers_.push_back(std::move(peer));
   // It may have claimed its ring and written to it before we knew it.
@@ -81,9 +80,8 @@ void ShmTransport::attach(Peer& peer) {
   RingTable* table = ringTableOf(*peer.mate);
   if (table != nullptr) peer.outgoing = claimRing(*table, peer.address.generation);
   if (peer.outgoing == nullptr) {
-    peer.trouble =
-        fmt::format("no free ring in the shared memory of {}; a node has at most {} processes",
-                    peer.description, RingTable::kRings);
+    peer.trouble = fmt::format(
+        "no ring is free in its shared memory; a node has at most {} processes", RingTable::kRings);
   }
 }
 
@@ -121,7 +119,7 @@ bool ShmTransport::roomFor(Peer& peer, uint64_t payload) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     room = peer.outgoing->hasRoom(payload);
   }
-  if (!room) peer.trouble = fmt::format("{} corrupted its ring of messages", peer.description);
+  if (!room) peer.trouble = "it corrupted its ring of messages";
   return room.value_or(false);
 }
 
@@ -147,8 +145,8 @@ bool ShmTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, By
   if (begin < sizeof(ProcessPage) || begin > size || length > size - begin || bytes > length ||
       slot.offset > length - bytes) {
     peer.trouble =
-        fmt::format("{} granted a slot that does not lie in its memory: {} bytes at {} of {} at {}",
-                    peer.description, bytes, slot.offset, length, begin);
+        fmt::format("it granted a slot that does not lie in its memory: {} bytes at {} of {} at {}",
+                    bytes, slot.offset, length, begin);
     return false;
   }
   std::byte* target = peer.mate->data() + begin + slot.offset;
@@ -224,7 +222,7 @@ size_t ShmTransport::drain(Peer& peer, Sink& sink) {
   while (head != tail && peer.trouble.empty()) {
     uint64_t consumed = 0;
     if (!deliver(peer, tail, head - tail, sink, consumed)) {
-      peer.trouble = fmt::format("{} corrupted its ring of messages", peer.description);
+      peer.trouble = "it corrupted its ring of messages";
       break;
     }
     tail += consumed;
@@ -266,9 +264,7 @@ std::string ShmTransport::goneBecause(Peer& peer) const {
   const ProcessPage& page = peer.mate->page();
   if (running && page.ringsGeneration.load(std::memory_order_acquire) == peer.address.generation)
     return {};
-  return fmt::format(
-      "{} ({})", peer.description,
-      running ? fmt::format("pid {} closed its transport", page.pid) : describeLife(*peer.mate));
+  return running ? "it closed its transport" : describeLife(*peer.mate);
 }
 
 // Our end of what we send. From here on the ring is the receiver's, who may give it to somebody

@@ -48,7 +48,6 @@ class ShmTransport final : public Transport {
 
   struct Peer {
     PeerId id = 0;
-    std::string description;
     Address address;
     std::shared_ptr<Mate> mate;  // none: attaching failed
     Ring* outgoing = nullptr;    // in the mate's slab

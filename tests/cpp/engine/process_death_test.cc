@@ -158,8 +158,8 @@ void checkDeath(const std::vector<std::string>& nodes, Rank victim) {
     EXPECT_EQ(errors.size(), 2u) << "rank " << r;
     for (const std::string& error : errors) {
       EXPECT_THAT(error, HasSubstr("PeerLostError"));
-      EXPECT_THAT(error,
-                  HasSubstr(fmt::format("rank {} (pid {} on {})", victim, dead, hostName())));
+      EXPECT_THAT(error, HasSubstr(fmt::format("rank {} (pid {} on {}) is gone: ", victim, dead,
+                                               hostName())));
     }
   }
 }

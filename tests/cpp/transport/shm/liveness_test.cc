@@ -40,7 +40,7 @@ TEST(Liveness, KilledProcessIsSeenThoughNobodyReapsIt) {
     ASSERT_TRUE(eventually([&] { return lifeOf(*mate) != Life::Running; }));
     EXPECT_EQ(lifeOf(*mate), Life::Died);
     EXPECT_EQ(mate->page().life.load(), Life::Died) << "not published";
-    EXPECT_EQ(describeLife(*mate), "pid " + std::to_string(child.pid()) + " died");
+    EXPECT_EQ(describeLife(*mate), "its process died");
     EXPECT_EQ(child.wait(), -signal);
     EXPECT_EQ(lifeOf(*mate), Life::Died);
   }
@@ -104,8 +104,7 @@ TEST(Liveness, LeavingIsNotDying) {
   child.send('x');
   EXPECT_EQ(child.wait(), 0);
   EXPECT_EQ(lifeOf(*mate), Life::Left);
-  EXPECT_EQ(describeLife(*mate),
-            "pid " + std::to_string(child.pid()) + " left: shutdown was called");
+  EXPECT_EQ(describeLife(*mate), "it left: shutdown was called");
 }
 
 TEST(Liveness, ExitWithoutGoodbyeIsADeath) {

@@ -241,8 +241,7 @@ TEST(ShmTransport, DeadPeerIsReportedAfterItsLastMessageAndOnce) {
     return sink.failed.count(peer) == 1;
   }));
   EXPECT_EQ(sink.controls.size(), 10u) << "what it sent before it died is lost";
-  EXPECT_NE(sink.failed[peer].find("rank 5 on host h"), std::string::npos) << sink.failed[peer];
-  EXPECT_NE(sink.failed[peer].find("died"), std::string::npos) << sink.failed[peer];
+  EXPECT_EQ(sink.failed[peer], "its process died");
   const uint32_t value = 1;
   EXPECT_FALSE(transport.control(peer, asBytes(value)));
   sink.failed.clear();
@@ -313,8 +312,7 @@ TEST(ShmTransport, RefusesASlotOutsideTheGrantedMemory) {
     RecordingSink sink;
     source.poll(sink);
     ASSERT_EQ(sink.failed.count(peer), 1u);
-    EXPECT_NE(sink.failed[peer].find("rank 7 granted a slot"), std::string::npos)
-        << sink.failed[peer];
+    EXPECT_NE(sink.failed[peer].find("it granted a slot"), std::string::npos) << sink.failed[peer];
     EXPECT_TRUE(sink.done.empty());
   }
   EXPECT_EQ(slab->page().magic, ProcessPage::kMagic);
