@@ -315,10 +315,19 @@ bool Engine::waitFor(const Completion& completion, Nanoseconds timeout) {
   return completion.done();
 }
 
+void Engine::expire(Group& group, const Completion& completion, Nanoseconds waited) {
+  breakOff(group, [&] { group.expire(completion, waited); });
+}
+
 void Engine::abort(Group& group, const std::string& reason) {
+  breakOff(group, [&] { group.fail(Error(ErrorKind::Aborted, reason)); });
+}
+
+// Active, because the other nodes have to be told.
+void Engine::breakOff(Group& group, const std::function<void()>& failing) {
   if (!process_ || forkGeneration_ != forkGeneration.load()) return;
   call([&] {
-    group.fail(Error(ErrorKind::Aborted, reason));
+    failing();
     if (!shutDown_) activate(group);
     collectContinuations();
   });

@@ -59,6 +59,9 @@ class Engine {
   void wait(const Completion& completion);
   // The same, but at most this long; false when the time is over.
   bool waitFor(const Completion& completion, Nanoseconds timeout);
+  // A caller has waited this long for an operation and will not any longer: ends everything in flight on the
+  // group, on all ranks, as the operation's own deadline does.
+  void expire(Group& group, const Completion& completion, Nanoseconds waited);
   // Ends everything in flight on the group, on all ranks.
   void abort(Group& group, const std::string& reason);
   // Runs `action` on the engine's owner and returns when it has run. Exceptions pass through.
@@ -90,6 +93,7 @@ class Engine {
   void collectContinuations();
   void runContinuations();
   void look();
+  void breakOff(Group& group, const std::function<void()>& failing);
   void progressLoop();
   void activate(Group& group);
   void dispatch(Peer& from, transport::Bytes message);

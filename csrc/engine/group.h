@@ -72,6 +72,8 @@ class Group final : private Matcher::Host {
   // The slow path's look at deadlines, peers and mates.
   void checkHealth();
   void onControl(Peer& from, transport::Bytes message);
+  // Breaks the group because somebody will not wait for this operation any longer, unless it has ended.
+  void expire(const Completion& completion, Nanoseconds waited);
   // Breaks the group with this error unless it is broken already.
   void fail(const Error& cause);
   const std::optional<Error>& error() const { return broken_; }
@@ -82,6 +84,7 @@ class Group final : private Matcher::Host {
   // Whether no mate and no peer can still touch the group's memory.
   bool abandoned();
 
+  // By collective and algorithm: "allreduce/direct".
   const std::map<std::string, AlgorithmUse>& statistics() const { return statistics_; }
   // "2 nodes x 2 ranks, …": one line for the log.
   std::string describe() const;
@@ -129,6 +132,8 @@ class Group final : private Matcher::Host {
   Error errorFor(const transport::CallFingerprint& call, uint64_t sequence) const;
   void checkAwaited(const std::set<Rank>& awaited);
   void checkDeadlines();
+  Error lateError(const Active& active, Nanoseconds waited) const;
+  Error lateError(const Exchange& exchange, Nanoseconds waited) const;
   Standstill standstillOf(const Active& active) const;
   void tellCall(Active& active, const std::set<Rank>& awaited);
   bool onCallTold(Rank from, transport::Bytes message);

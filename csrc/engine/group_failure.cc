@@ -1,4 +1,5 @@
 // How a group finds out that something is wrong, and how it ends: the slow half of group.h.
+#include <algorithm>
 #include <cstring>
 
 #include "common/log.h"
@@ -148,28 +149,56 @@ void Group::checkDeadlines() {
     if (active->phase == Phase::Idle) continue;
     for (const Operation& operation : active->operations) {
       if (!operation.deadline.passed(process_.clock())) continue;
-      const Standstill at = standstillOf(*active);
-      const double seconds = static_cast<double>(operation.request.timeout) * 1e-9;
-      fail(Error(
-          ErrorKind::Timeout,
-          fmt::format("(Timed out) after {:.1f} s, rank {} waits {} for rank{} {}", seconds,
-                      spec_.me, at.where, at.awaited.size() == 1 ? "" : "s", list(at.awaited))));
+      fail(lateError(*active, operation.request.timeout));
       return;
     }
   }
   std::optional<Error> late;
   matcher_->forEach([&](Exchange& exchange) {
     if (late || !exchange.deadline.passed(process_.clock())) return;
-    const std::string peer = exchange.message.peer == kAnySource
-                                 ? "any rank"
-                                 : fmt::format("rank {}", exchange.message.peer);
-    late = Error(ErrorKind::Timeout,
-                 fmt::format("(Timed out) after {:.1f} s, rank {} waits to {} {} with tag {}",
-                             static_cast<double>(exchange.message.timeout) * 1e-9, spec_.me,
-                             exchange.message.send ? "send to" : "receive from", peer,
-                             exchange.message.tag));
+    late = lateError(exchange, exchange.message.timeout);
   });
   if (late) fail(*late);
+}
+
+void Group::expire(const Completion& completion, Nanoseconds waited) {
+  if (broken_ || completion.done()) return;
+  std::optional<Error> late;
+  const auto is = [&](const Operation& operation) {
+    return operation.completion.get() == &completion;
+  };
+  for (const auto& active : tracks_) {
+    if (std::any_of(active->operations.begin(), active->operations.end(), is)) {
+      late = lateError(*active, waited);
+    }
+  }
+  // What has not begun waits for what runs on the next track.
+  if (std::any_of(pending_.begin(), pending_.end(), is)) {
+    late = lateError(*tracks_[started_ % tracks_.size()], waited);
+  }
+  matcher_->forEach([&](Exchange& exchange) {
+    if (exchange.completion.get() == &completion) late = lateError(exchange, waited);
+  });
+  if (late) fail(*late);
+}
+
+Error Group::lateError(const Active& active, Nanoseconds waited) const {
+  const Standstill at = standstillOf(active);
+  return Error(ErrorKind::Timeout,
+               fmt::format("(Timed out) after {:.1f} s, rank {} waits {} for rank{} {}",
+                           static_cast<double>(waited) * 1e-9, spec_.me, at.where,
+                           at.awaited.size() == 1 ? "" : "s", list(at.awaited)));
+}
+
+Error Group::lateError(const Exchange& exchange, Nanoseconds waited) const {
+  const std::string peer = exchange.message.peer == kAnySource
+                               ? "any rank"
+                               : fmt::format("rank {}", exchange.message.peer);
+  return Error(
+      ErrorKind::Timeout,
+      fmt::format("(Timed out) after {:.1f} s, rank {} waits to {} {} with tag {}",
+                  static_cast<double>(waited) * 1e-9, spec_.me,
+                  exchange.message.send ? "send to" : "receive from", peer, exchange.message.tag));
 }
 
 Error Group::errorFor(const transport::CallFingerprint& call, uint64_t sequence) const {

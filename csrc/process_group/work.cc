@@ -67,13 +67,13 @@ std::vector<at::Tensor> Work::result() {
 void Work::synchronize() { c10d::Work::synchronize(); }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
+  const Nanoseconds patience = std::chrono::nanoseconds(timeout).count();
   translated([&] {
     for (const auto& completion : completions_) {
       if (timeout <= kNoTimeout) {
         engine_->wait(*completion);
-      } else if (!engine_->waitFor(*completion, std::chrono::nanoseconds(timeout).count())) {
-        engine_->abort(*group_, fmt::format("(Timed out) after {} ms in wait() of {}",
-                                            timeout.count(), call_.title));
+      } else if (!engine_->waitFor(*completion, patience)) {
+        engine_->expire(*group_, *completion, patience);
         engine_->wait(*completion);
       }
     }

@@ -38,8 +38,8 @@ class Work final : public c10d::Work {
   int sourceRank() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
-  // kNoTimeout: until the operation's own deadline. A timeout that passes breaks the group, as everywhere in
-  // c10d: the other ranks must not be left waiting.
+  // kNoTimeout: until the operation's own deadline. A timeout that passes breaks the group as that deadline
+  // does, with CollectiveTimeoutError on all ranks: the others must not be left waiting.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;

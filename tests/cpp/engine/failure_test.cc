@@ -141,6 +141,36 @@ TEST_P(FailureTest, WhoeverDoesNotComeIsNamed) {
   });
 }
 
+// wait() with a time-out of its own, shorter than the operation's; also of an operation that has yet to begin.
+TEST_P(FailureTest, WhoeverWillNotWaitLongerEndsItAsADeadlineDoes) {
+  int size = 0;
+  for (const int ranks : GetParam()) size += ranks;
+  std::latch failed(size - 1);
+  runRanks(GetParam(), [&](RankContext& rank) {
+    if (rank.rank == rank.size - 1) return failed.wait();
+    Block data(400'000);
+    std::vector<CompletionPtr> calls;
+    for (int i = 0; i < 6; ++i) {
+      calls.push_back(begin(rank.engine, *rank.group, allReduce(data.bytes()), kLong));
+    }
+    const CompletionPtr& last = calls.back();
+    if (rank.rank == 0 && !rank.engine.waitFor(*last, kShort)) {
+      rank.engine.expire(*rank.group, *last, kShort);
+    }
+    for (const auto& call : calls) {
+      rank.engine.wait(*call);
+      EXPECT_TRUE(call->error());
+      if (!call->error()) continue;
+      EXPECT_EQ(call->error()->kind(), ErrorKind::Timeout) << call->error()->what();
+      EXPECT_THAT(call->error()->what(),
+                  testing::ContainsRegex("\\(Timed out\\) after 0.3 s, rank 0 waits .* for rank"));
+    }
+    // It has ended: nothing is left to give up.
+    rank.engine.expire(*rank.group, *last, kShort);
+    failed.count_down();
+  });
+}
+
 TEST_P(FailureTest, NobodySendsNobodyReceives) {
   runRanks(GetParam(), [](RankContext& rank) {
     Block data(100);
