@@ -72,9 +72,26 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     return sizes if sizes[-1] == largest else [*sizes, largest]
 
 
+def _backends(options: argparse.Namespace) -> list[str]:
+    """Returns those asked for: each must be one that torch knows here, for CPU tensors."""
+    known = [
+        name
+        for name, devices in dist.Backend.backend_capability.items()
+        if "cpu" in devices and dist.is_backend_available(name)
+    ]
+    asked: list[str] = options.backends.split(",")
+    for backend in asked:
+        if backend not in known:
+            names = ", ".join(known)
+            raise ValueError(f"--backends {backend!r} is not available here, only {names}")
+    if len(set(asked)) < len(asked):
+        raise ValueError(f"--backends {options.backends} names one twice")
+    return asked
+
+
 def _workload(options: argparse.Namespace) -> Workload:
     cases = []
-    for backend in options.backends.split(","):
+    for backend in _backends(options):
         memories = _MEMORY[options.memory] if backend == "smddp" else ["ordinary"]
         cases += [Case(backend, memory) for memory in memories]
     is_float = DTYPES[options.dtype].is_floating_point

@@ -87,6 +87,10 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["--op=avg"], "gloo has no avg"),
         (["--op=band"], "--op band of --dtype float is undefined"),
         (["--dtype=int16"], "gloo has no int16"),
+        (["--backends=nonsense"], "--backends 'nonsense' is not available here, only gloo"),
+        (["--backends=smddp,"], "--backends '' is not available"),
+        (["--backends=nccl"], "--backends 'nccl' is not available"),
+        (["--backends=gloo,gloo"], "names one twice"),
     ],
 )
 def test_bad_arguments_are_one_sentence(
