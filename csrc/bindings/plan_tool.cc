@@ -27,17 +27,17 @@ Collective collectiveNamed(const std::string& name) {
   raise(ErrorKind::Usage, "\"{}\" is no collective; use one of {}", name, names);
 }
 
-std::string overrideFor(const std::string& collective, const std::string& algorithm) {
-  return algorithm.empty() ? settings().algorithm : collective + "=" + algorithm;
-}
-
 plan::Plan build(const std::string& collective, int64_t bytes, const Nodes& nodes, Rank rank,
                  Rank root, bool shared, const std::string& algorithm) {
   const plan::Topology topology(nodes, rank);
   const Shape shape{collectiveNamed(collective), bytes, root, shared};
   const plan::Limits allowed = engine::limitsFromSettings();
-  const auto& choice = collectives::select(topology, allowed, shape, settings().oneShotBytes,
-                                           overrideFor(collective, algorithm));
+  const int64_t oneShot = settings().oneShotBytes;
+  const auto& choice =
+      algorithm.empty()
+          ? collectives::select(topology, allowed, shape, oneShot, settings().algorithm)
+          : collectives::select(topology, allowed, shape, oneShot, collective + "=" + algorithm,
+                                "--algorithm");
   return choice.build(topology, allowed, shape);
 }
 

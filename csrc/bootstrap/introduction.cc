@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <set>
 #include <string_view>
+#include <utility>
 
 #include "bootstrap/blob.h"
 #include "bootstrap/node_name.h"
@@ -57,21 +59,57 @@ std::map<std::string, std::string> parseSettings(std::string_view text) {
   return values;
 }
 
-// "SMDDP_CHUNK_BYTES is 65536 and its default, …"
-std::string differences(const std::string& first, const std::string& second) {
-  const auto a = parseSettings(first);
-  const auto b = parseSettings(second);
-  auto names = a;
-  names.insert(b.begin(), b.end());
-  const auto print = [](const auto& values, const std::string& name) {
-    const auto found = values.find(name);
-    return found == values.end() ? std::string("its default") : found->second;
-  };
+// What a rank has that did not tell a value.
+std::string printDefault(std::string_view name) {
+  const Settings defaults;
+  std::string text = "unset";
+#define SMDDP_DEFAULT(type, field, env, value, doc) \
+  if (name == (env)) text = fmt::format("{}", defaults.field);
+  SMDDP_SETTINGS(SMDDP_DEFAULT)
+#undef SMDDP_DEFAULT
+  return text.empty() ? "unset" : text;
+}
+
+// "rank 3", "ranks 0-3, 5": ascending ranks.
+std::string listRanks(const std::vector<Rank>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size();) {
+    size_t last = i;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
+    text += fmt::format("{}{}", i == 0 ? "" : ", ", ranks[i]);
+    if (last > i) text += fmt::format("-{}", ranks[last]);
+    i = last + 1;
+  }
+  return text;
+}
+
+// "SMDDP_CHUNK_BYTES is 262144 on ranks 0-2 and 65536 on rank 3; …"
+std::string differences(const std::vector<Introduction>& introductions) {
+  std::vector<std::map<std::string, std::string>> told;
+  std::set<std::string> names;
+  for (const Introduction& introduction : introductions) {
+    told.push_back(parseSettings(introduction.settings));
+    for (const auto& [name, value] : told.back()) names.insert(name);
+  }
   std::string text;
-  for (const auto& [name, unused] : names) {
-    if (print(a, name) == print(b, name)) continue;
-    text += fmt::format("{}{} is {} and {}", text.empty() ? "" : ", ", name, print(a, name),
-                        print(b, name));
+  for (const std::string& name : names) {
+    const std::string byDefault = printDefault(name);
+    // In the order of the first rank that has it.
+    std::vector<std::pair<std::string, std::vector<Rank>>> values;
+    for (Rank rank = 0; rank < static_cast<Rank>(told.size()); ++rank) {
+      const auto found = told[rank].find(name);
+      const std::string& value = found == told[rank].end() ? byDefault : found->second;
+      auto same = std::find_if(values.begin(), values.end(),
+                               [&](const auto& known) { return known.first == value; });
+      if (same == values.end()) same = values.insert(values.end(), {value, {}});
+      same->second.push_back(rank);
+    }
+    if (values.size() == 1) continue;
+    text += fmt::format("{}{} is ", text.empty() ? "" : "; ", name);
+    for (const auto& [value, ranks] : values) {
+      text += fmt::format("{}{} on {}", value == values.front().first ? "" : " and ", value,
+                          listRanks(ranks));
+    }
   }
   return text;
 }
@@ -170,8 +208,10 @@ void checkAgreement(const std::vector<Introduction>& introductions) {
       raise(ErrorKind::Mismatch, "{} run smddp {} and {}; install the same version on all nodes",
             who, first.libraryVersion, other.libraryVersion);
     }
-    raise(ErrorKind::Mismatch, "{} have different settings: {}; set them alike on all ranks", who,
-          differences(first.settings, other.settings));
+    raise(ErrorKind::Mismatch,
+          "{} have different settings: {}. Give all ranks the same value, or none: check what the "
+          "launcher hands on to the hosts",
+          who, differences(introductions));
   }
 }
 

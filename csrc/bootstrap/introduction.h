@@ -45,8 +45,8 @@ std::vector<std::byte> serialise(const Introduction& introduction);
 // both name `from`.
 Introduction parseIntroduction(std::span<const std::byte> blob, Rank from);
 
-// Throws Mismatch naming two ranks and the settings (or versions) in which they differ. All ranks
-// that check the same introductions throw the same text.
+// Throws Mismatch naming two ranks that differ in version or settings, and for each such setting which
+// ranks have which value. All ranks that check the same introductions throw the same text.
 void checkAgreement(const std::vector<Introduction>& introductions);
 
 }  // namespace smddp::bootstrap

@@ -88,7 +88,8 @@ std::string namesOf(Collective collective) {
   return names;
 }
 
-Collective collectiveCalled(std::string_view name, const std::string& overrides) {
+// `where` is how the user wrote it: "SMDDP_ALGORITHM=…".
+Collective collectiveCalled(std::string_view name, const std::string& where) {
   std::string names;
   for (int i = 0; i < kNumCollectives; ++i) {
     const auto collective = static_cast<Collective>(i);
@@ -96,16 +97,17 @@ Collective collectiveCalled(std::string_view name, const std::string& overrides)
     names += (i == 0 ? "" : ", ") + std::string(toString(collective));
   }
   raise(ErrorKind::Usage,
-        "algorithm \"{}\": \"{}\" is not a collective; write collective=name[,...] with one of {}",
-        overrides, name, names);
+        "{}: \"{}\" is not a collective; write collective=name[,...] with one of {}, for example "
+        "allreduce=ring",
+        where, name, names);
 }
 
-const Row& rowCalled(Collective collective, std::string_view name, const std::string& overrides) {
+const Row& rowCalled(Collective collective, std::string_view name, const std::string& where) {
   for (const Row& row : kTable) {
     if (row.collective == collective && name == row.choice.name) return row;
   }
-  raise(ErrorKind::Usage, "algorithm \"{}\": {} knows no \"{}\", only {}", overrides,
-        toString(collective), name, namesOf(collective));
+  raise(ErrorKind::Usage, "{}: {} knows no \"{}\", only {}", where, toString(collective), name,
+        namesOf(collective));
 }
 
 std::string_view trimmed(std::string_view text) {
@@ -115,7 +117,8 @@ std::string_view trimmed(std::string_view text) {
 }
 
 // What the overrides ask for this collective, in their order.
-std::vector<const Row*> overriding(Collective collective, const std::string& overrides) {
+std::vector<const Row*> overriding(Collective collective, const std::string& overrides,
+                                   const std::string& where) {
   std::vector<const Row*> rows;
   for (std::string_view rest = overrides; !rest.empty();) {
     const size_t comma = std::min(rest.find(','), rest.size());
@@ -123,11 +126,11 @@ std::vector<const Row*> overriding(Collective collective, const std::string& ove
     rest.remove_prefix(std::min(comma + 1, rest.size()));
     if (entry.empty()) continue;
     const size_t equals = std::min(entry.find('='), entry.size());
-    // Every entry is looked up, so that a mistake shows at the first collective, whichever it is.
-    const Collective named = collectiveCalled(trimmed(entry.substr(0, equals)), overrides);
+    // Every entry is looked up, so that a mistake shows whichever collective is asked for.
+    const Collective named = collectiveCalled(trimmed(entry.substr(0, equals)), where);
     const std::string_view name =
         equals < entry.size() ? trimmed(entry.substr(equals + 1)) : std::string_view{};
-    const Row& row = rowCalled(named, name, overrides);
+    const Row& row = rowCalled(named, name, where);
     if (named == collective) rows.push_back(&row);
   }
   return rows;
@@ -136,8 +139,9 @@ std::vector<const Row*> overriding(Collective collective, const std::string& ove
 }  // namespace
 
 const Choice& select(const plan::Topology& t, const plan::Limits& limits, const Shape& shape,
-                     int64_t oneShotBytes, const std::string& overrides) {
-  const auto asked = overriding(shape.collective, overrides);
+                     int64_t oneShotBytes, const std::string& overrides, const char* origin) {
+  const std::string where = fmt::format("{}={}", origin, overrides);
+  const auto asked = overriding(shape.collective, overrides, where);
   for (const Row* row : asked) {
     if (canServe(*row, t, limits, shape)) return row->choice;
   }
@@ -148,8 +152,8 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
       able += (able.empty() ? "" : ", ") + std::string(row.choice.name);
     }
     raise(ErrorKind::Usage,
-          "algorithm \"{}\" has none for {} of {} bytes in {} buffers on {} node(s); add one of {}",
-          overrides, toString(shape.collective), shape.bytes, shape.shared ? "shared" : "private",
+          "{} names none for {} of {} bytes in {} buffers on {} node(s); add one of {}", where,
+          toString(shape.collective), shape.bytes, shape.shared ? "shared" : "private",
           t.numNodes(), able);
   }
   for (const Row& row : kTable) {
@@ -160,6 +164,10 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
   }
   raise(ErrorKind::Internal, "no algorithm for {} of {} bytes", toString(shape.collective),
         shape.bytes);
+}
+
+void checkOverrides(const std::string& overrides) {
+  overriding(Collective::AllReduce, overrides, "SMDDP_ALGORITHM=" + overrides);
 }
 
 std::vector<AlgorithmInfo> listAlgorithms() {

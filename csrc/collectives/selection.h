@@ -20,9 +20,13 @@ struct Choice {
 // overrides: collective=name[,...], for example "allreduce=ring,broadcast=chain". A collective may
 // be named several times: the first of its algorithms that can serve the request is taken. Throws
 // Usage when a name is unknown, or when a collective is overridden and none of its algorithms can
-// serve the request.
+// serve the request; the text says where the overrides were written.
 const Choice& select(const plan::Topology& topology, const plan::Limits& limits, const Shape& shape,
-                     int64_t oneShotBytes, const std::string& overrides);
+                     int64_t oneShotBytes, const std::string& overrides,
+                     const char* origin = "SMDDP_ALGORITHM");
+
+// Throws what select() would throw for names that are unknown, before there is a request.
+void checkOverrides(const std::string& overrides);
 
 struct AlgorithmInfo {
   Collective collective;

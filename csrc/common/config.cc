@@ -2,6 +2,7 @@
 
 #include <charconv>
 #include <cstdlib>
+#include <limits>
 #include <string_view>
 
 #include "common/error.h"
@@ -9,6 +10,7 @@
 namespace smddp {
 namespace {
 
+// What does not parse is told with what is allowed, and the default as an example: `value` still has it.
 void parse(const char*, const std::string& text, std::string& value) { value = text; }
 
 void parse(const char* name, const std::string& text, bool& value) {
@@ -17,15 +19,22 @@ void parse(const char* name, const std::string& text, bool& value) {
   } else if (text == "0" || text == "false" || text == "off") {
     value = false;
   } else {
-    raise(ErrorKind::Usage, "{}={} is not a switch; use 0 or 1", name, text);
+    raise(ErrorKind::Usage,
+          "{}={} is no switch; use 1, true or on, or 0, false or off, for example {}={:d}", name,
+          text, name, value);
   }
 }
 
 void parse(const char* name, const std::string& text, int64_t& value) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || value < 0) {
-    raise(ErrorKind::Usage, "{}={} is not a whole number of at least 0", name, text);
+  int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size() || number < 0) {
+    raise(ErrorKind::Usage,
+          "{}={} is not a whole number from 0 to {}; write digits only, without a unit, for "
+          "example {}={}",
+          name, text, std::numeric_limits<int64_t>::max(), name, value);
   }
+  value = number;
 }
 
 std::string print(const std::string& value) { return value; }

@@ -45,6 +45,8 @@ Group::Group(Process& process, Spec spec)
       slab_(process.sharedSlab()),
       spec_(std::move(spec)),
       limits_(limitsFromSettings()) {
+  // Not only in the first collective that looks for an algorithm.
+  collectives::checkOverrides(settings().algorithm);
   layout_.tracks = std::max(settings().inFlight, kTracksAcrossNodes);
   layout_.halfBytes = limits_.poolBytes;
 }

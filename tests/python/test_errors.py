@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -251,7 +252,7 @@ def test_statistics_of_another_backend() -> None:
         assert 'does not use backend "smddp"' in text
 
 
-def _misspelt_setting() -> str:
+def _bad_setting() -> str:
     try:
         dist.init_process_group("smddp")
     except ValueError as error:
@@ -259,8 +260,34 @@ def _misspelt_setting() -> str:
     return "nothing was raised"
 
 
-def test_setting_that_does_not_parse() -> None:
-    env = {"SMDDP_CHUNK_BYTES": "many"}
-    for text in ranks.check_ranks(_misspelt_setting, "1", env=env):
-        assert "SMDDP_CHUNK_BYTES" in text
-        assert "many" in text
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("SMDDP_CHUNK_BYTES", "many", "write digits only, without a unit, for example SMDDP_CHUNK"),
+        ("SMDDP_CHUNK_BYTES", "256KiB", "for example SMDDP_CHUNK_BYTES=262144"),
+        ("SMDDP_FABRIC_WINDOW", "-1", "is not a whole number from 0 to"),
+        ("SMDDP_FABRIC_RMA", "maybe", "use 1, true or on, or 0, false or off, for example"),
+        ("SMDDP_ALGORITHM", "allreduce=rign", 'allreduce knows no "rign", only one_shot'),
+        ("SMDDP_ALGORITHM", "rign", '"rign" is not a collective; write collective=name'),
+    ],
+)
+def test_bad_setting_is_refused_at_init(variable: str, value: str, text: str) -> None:
+    for said in ranks.check_ranks(_bad_setting, "1", env={variable: value}):
+        assert f"{variable}={value}" in said
+        assert text in said
+
+
+def _different_settings() -> str:
+    if int(os.environ["RANK"]) == 1:
+        os.environ["SMDDP_CHUNK_BYTES"] = "4096"
+    try:
+        dist.init_process_group("smddp")
+    except dist.DistBackendError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_settings_that_differ_between_ranks() -> None:
+    for text in ranks.check_ranks(_different_settings, "3"):
+        assert text.startswith("CollectiveMismatchError: rank 0 (")
+        assert "SMDDP_CHUNK_BYTES is 262144 on ranks 0, 2 and 4096 on rank 1" in text

@@ -121,18 +121,20 @@ TEST(Agreement, SettingsThatMayDifferDoNotCount) {
   EXPECT_NO_THROW(checkAgreement({example(), introduceThisProcess(settings, randomProcessId())}));
 }
 
-TEST(Agreement, DifferenceNamesTwoRanksAndTheSettings) {
+TEST(Agreement, DifferenceNamesTheRanksAndTheirValues) {
   Settings settings;
   settings.chunkBytes = 4096;
   settings.algorithm = "allreduce=ring";
   const auto other = introduceThisProcess(settings, randomProcessId());
   const auto text = errorOf(ErrorKind::Mismatch, [&] {
-    checkAgreement({example(), example(), other, other});
+    checkAgreement({example(), example(), other, example(), other, other});
   });
   EXPECT_THAT(text, HasSubstr("rank 0 ("));
   EXPECT_THAT(text, HasSubstr("rank 2 ("));
-  EXPECT_THAT(text, HasSubstr("SMDDP_CHUNK_BYTES is its default and 4096"));
-  EXPECT_THAT(text, HasSubstr("SMDDP_ALGORITHM is its default and allreduce=ring"));
+  EXPECT_THAT(text,
+              HasSubstr("SMDDP_CHUNK_BYTES is 262144 on ranks 0-1, 3 and 4096 on ranks 2, 4-5"));
+  EXPECT_THAT(text, HasSubstr("SMDDP_ALGORITHM is unset on ranks 0-1, 3 and allreduce=ring on"));
+  EXPECT_THAT(text, HasSubstr("Give all ranks the same value"));
   EXPECT_THAT(text, testing::Not(HasSubstr("SMDDP_POOL_BYTES")));
 }
 

@@ -109,9 +109,26 @@ TEST(Selection, RefusesWhatItDoesNotKnow) {
   EXPECT_THAT(refusal(kOneNode, shape, "broadcast=ring"), HasSubstr("shared_memory, chain"));
 }
 
+TEST(Selection, ChecksOverridesBeforeThereIsARequest) {
+  EXPECT_NO_THROW(checkOverrides(""));
+  EXPECT_NO_THROW(checkOverrides(" allreduce=ring ,broadcast=chain"));
+  // One that cannot serve every request may serve those that come.
+  EXPECT_NO_THROW(checkOverrides("allreduce=zero_copy"));
+  try {
+    checkOverrides("allreduce=ring,broadcast=ring");
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::Usage);
+    EXPECT_THAT(error.what(),
+                StrEq("SMDDP_ALGORITHM=allreduce=ring,broadcast=ring: broadcast knows "
+                      "no \"ring\", only shared_memory, chain"));
+  }
+}
+
 TEST(Selection, RefusesAnOverrideThatCannotServe) {
   const std::string text =
       refusal(kTwoNodes, shapeOf(Collective::AllReduce, 8), "allreduce=two_phase");
+  EXPECT_THAT(text, HasSubstr("SMDDP_ALGORITHM=allreduce=two_phase names none"));
   EXPECT_THAT(text, HasSubstr("2 node"));
   EXPECT_THAT(text, HasSubstr("add one of direct, ring"));
   EXPECT_THAT(refusal(kOneNode, shapeOf(Collective::AllReduce, 8), "allreduce=zero_copy"),
