@@ -76,10 +76,11 @@ def _backend_of(group: dist.ProcessGroup | None) -> ProcessGroup:
 
 
 def statistics(group: dist.ProcessGroup | None = None) -> dict[str, AlgorithmUse]:
-    """Returns what this rank has run on a group so far (None: the default group), by algorithm.
+    """Returns what this rank has run on a group so far (None: the default group).
 
-    Each entry has `calls`, `bytes` (of the vectors), `memory_bytes` (read by copies and
-    reductions), `fabric_bytes` (sent to other nodes) and `zero_copy` (calls that staged nothing).
+    The keys are collective and algorithm, such as "allreduce/direct". Each entry has `calls`,
+    `bytes` (of the vectors), `memory_bytes` (read by copies and reductions), `fabric_bytes` (sent
+    to other nodes) and `zero_copy` (calls that staged nothing).
     """
     return _backend_of(group).statistics()
 

@@ -434,7 +434,7 @@ void Group::finishTrack(Active& active) {
     }
   }
   const PlanCache::Entry& entry = *active.plan;
-  AlgorithmUse& use = statistics_[entry.algorithm];
+  AlgorithmUse& use = statistics_[entry.name];
   use.calls += active.operations.size();
   for (const Operation& operation : active.operations) {
     use.bytes += static_cast<uint64_t>(operation.request.bytes);

@@ -20,7 +20,7 @@ class PlanCache {
       : topology_(topology), limits_(limits) {}
 
   struct Entry {
-    const char* algorithm;
+    std::string name;  // "allreduce/direct"
     CachedPlan plan;
   };
 
@@ -29,8 +29,8 @@ class PlanCache {
     auto& slot = entries_[shape];
     if (!slot) {
       const collectives::Choice& choice = choose(shape);
-      slot =
-          std::make_unique<Entry>(choice.name, CachedPlan(choice.build(topology_, limits_, shape)));
+      slot = std::make_unique<Entry>(fmt::format("{}/{}", toString(shape.collective), choice.name),
+                                     CachedPlan(choice.build(topology_, limits_, shape)));
       SMDDP_LOG(Debug, "engine", "{} of {} bytes: {}", toString(shape.collective), shape.bytes,
                 slot->plan.plan.name);
     }

@@ -104,7 +104,7 @@ class ProcessGroup final : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  // What ran so far, by algorithm.
+  // What ran so far, by collective and algorithm: "allreduce/direct".
   std::map<std::string, engine::AlgorithmUse> statistics();
   // The layout of the group in one line, and what was chosen between nodes.
   std::string describe();

@@ -478,12 +478,19 @@ def _introspection() -> None:
     with ranks.job():
         dist.all_reduce(torch.ones(10))
         dist.all_reduce(torch.ones(10))
-        assert sum(use["calls"] for use in smddp.statistics().values()) == 2
-        assert sum(use["bytes"] for use in smddp.statistics().values()) == 80
+        (used,) = smddp.statistics().items()
+        assert used[0].startswith("allreduce/")
+        assert used[1]["calls"] == 2
+        assert used[1]["bytes"] == 80
         assert f"rank {dist.get_rank()} of {dist.get_world_size()}" in smddp.describe()
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         assert backend.name() == "smddp"
         assert backend._get_sequence_number_for_group() == 2
+        # Algorithms of one name serve several collectives.
+        dist.broadcast(torch.ones(10), 0)
+        dist.all_gather_into_tensor(torch.empty(10 * dist.get_world_size()), torch.ones(10))
+        kinds = sorted(name.split("/")[0] for name in smddp.statistics())
+        assert kinds == ["allgather", "allreduce", "broadcast"]
 
 
 @layouts
