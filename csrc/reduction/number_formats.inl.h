@@ -68,8 +68,8 @@ struct Plain {
   }
 };
 
-// A byte per truth value. Whatever is not zero is true, also in tensors that reinterpret other bytes;
-// what is stored is 0 or 1.
+// A byte per truth value. Whatever is not zero is true, also in tensors that reinterpret other
+// bytes; what is stored is 0 or 1.
 struct Truth {
   using Element = uint8_t;
   using Arithmetic = uint8_t;

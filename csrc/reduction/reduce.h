@@ -36,9 +36,9 @@ struct Scale {
 void reduce(std::span<void* const> dsts, std::span<const void* const> srcs, size_t count,
             DataType type, ReduceOp op, const Scale& scale = {});
 
-// False where the combination has no meaning: bitwise operations of floating-point numbers, PREMUL_SUM
-// of integers, AVG and PREMUL_SUM of truth values, all but the sums of complex numbers. reduce() throws
-// Usage then.
+// False where the combination has no meaning: bitwise operations of floating-point numbers,
+// PREMUL_SUM of integers, AVG and PREMUL_SUM of truth values, all but the sums of complex numbers.
+// reduce() throws Usage then.
 bool supports(DataType type, ReduceOp op);
 
 enum class SimdLevel : uint8_t { Scalar, Avx2, Avx512 };

@@ -117,10 +117,9 @@ T combine(T a, T b, ReduceOp op) {
     if (op == ReduceOp::BAND) return a & b;
     if (op == ReduceOp::BOR) return a | b;
     if (op == ReduceOp::BXOR) return a ^ b;
-    // 128 bits hold any result; the conversion keeps it modulo 2^n.
-    const __int128 wide =
-        op == ReduceOp::PRODUCT ? static_cast<__int128>(a) * b : static_cast<__int128>(a) + b;
-    return static_cast<T>(static_cast<unsigned __int128>(wide));
+    // Modulo 2^128, and so modulo 2^n as well; conversions keep that, too.
+    const auto x = static_cast<unsigned __int128>(a), y = static_cast<unsigned __int128>(b);
+    return static_cast<T>(op == ReduceOp::PRODUCT ? x * y : x + y);
   }
 }
 
@@ -188,8 +187,8 @@ T randomInteger(std::mt19937_64& random) {
   return static_cast<T>(random() % 100);
 }
 
-// Ordinary numbers, mixed with the edges of the type and arbitrary bits (denormals, huge numbers, NaNs,
-// truth values that are neither 0 nor 1).
+// Ordinary numbers, mixed with the edges of the type and arbitrary bits (denormals, huge numbers,
+// NaNs, truth values that are neither 0 nor 1).
 template <typename Format>
 typename Format::Stored randomElement(std::mt19937_64& random) {
   using Number = typename Format::Number;
