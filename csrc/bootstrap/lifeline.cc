@@ -20,6 +20,8 @@ namespace {
 constexpr uint64_t kListenerId = 0;
 constexpr uint64_t kTimerId = 1;
 constexpr Nanoseconds kSecond = 1'000'000'000;
+constexpr Nanoseconds kProbePeriod = kSecond / 10;
+constexpr int kSilentLooks = 3;
 
 std::string textOf(int error) { return std::generic_category().message(error); }
 
@@ -218,14 +220,44 @@ void Lifeline::confirm(Connections::iterator it) {
 }
 
 void Lifeline::onLaterBytes(Connections::iterator it) {
-  std::byte byte{};
-  const auto got = ::recv(it->second.socket.get(), &byte, 1, MSG_DONTWAIT);
+  std::array<std::byte, 64> bytes;
+  const auto got = ::recv(it->second.socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (got < 0) return fail(it, "its connection broke: " + textOf(errno));
   if (got == 0) return fail(it, "its process ended");
-  if (byte != kGoodbye) return fail(it, "it sent bytes that no lifeline carries");
+  const auto other = std::find_if(bytes.begin(), bytes.begin() + got,
+                                  [](std::byte byte) { return byte != kProbe; });
+  if (other == bytes.begin() + got) return;
+  if (*other != kGoodbye) return fail(it, "it sent bytes that no lifeline carries");
   depart(it->second.peer, true, "it left the group");
   drop(it);
+}
+
+void Lifeline::probe(const ProcessId& process) {
+  const auto it = find(process);
+  if (it == connections_.end() || it->second.state != State::Connected) return;
+  Connection& connection = it->second;
+  if (!connection.nextProbe.passed(clock_)) return;
+  connection.nextProbe = Deadline::after(clock_, kProbePeriod);
+  // A stopped process reads nothing: once its buffer is full, what is in there does as well.
+  (void)::send(connection.socket.get(), &kProbe, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (isSilent(connection)) {
+    fail(it, fmt::format("its host has not answered for {:.1f} s: it is down or cut off",
+                         static_cast<double>(options_.hostTimeout) * 1e-9));
+    rearm();
+  }
+}
+
+// Several looks in a row, because one may come late: when this process, or the whole machine, was not
+// running, answers are there that nobody has taken in.
+bool Lifeline::isSilent(Connection& connection) const {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (::getsockopt(connection.socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  const bool late =
+      info.tcpi_unacked > 0 && int64_t{info.tcpi_last_ack_recv} * 1'000'000 > options_.hostTimeout;
+  connection.silentLooks = late ? connection.silentLooks + 1 : 0;
+  return connection.silentLooks >= kSilentLooks;
 }
 
 void Lifeline::fail(Connections::iterator it, const std::string& cause) {

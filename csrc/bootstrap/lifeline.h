@@ -2,8 +2,8 @@
 // the other died.
 //
 // A process that dies closes its sockets, whatever killed it: the peer's poll() sees it at once. A
-// host that vanishes is noticed by keep-alive probes in about ten seconds. A process that leaves
-// in order says goodbye first.
+// host that vanishes is noticed by keep-alive probes in about ten seconds, and in less than two by
+// who waits for it (probe()). A process that leaves in order says goodbye first.
 //
 // One connection per pair: the process with the smaller id connects. Both sides say hello with both
 // ids, so that only somebody who has read our address in the store gets past the door, and a stale
@@ -39,6 +39,8 @@ class Lifeline {
     // Until an introduced peer is connected.
     Nanoseconds connectTimeout = 30'000'000'000;
     size_t maxHalfOpen = 64;
+    // What was sent and is not acknowledged for so long says that the host is gone or cut off.
+    Nanoseconds hostTimeout = 1'500'000'000;
   };
   // Said once per peer.
   struct Departure {
@@ -66,6 +68,11 @@ class Lifeline {
   size_t numConnected() const;
   // Peers that are still to come: introduced, neither connected nor departed.
   size_t numExpected() const;
+
+  // Sends a byte that the peer's kernel acknowledges, whether or not its process runs, unless one
+  // was sent a moment ago. poll() takes a peer for departed when acknowledgements fail to come.
+  // Call it again and again while the peer is waited for.
+  void probe(const ProcessId& process);
 
   // Looks at all connections and says who departed. The callback may call us back, poll() excepted.
   // Returns the number of departures.
@@ -96,6 +103,8 @@ class Lifeline {
     ProcessId peer{};  // of an accepted one: once its hello is heard
     Deadline deadline{};
     std::vector<std::byte> received{};  // of its hello
+    Deadline nextProbe{0};
+    int silentLooks = 0;
   };
   struct Peer {
     std::string description;
@@ -117,6 +126,7 @@ class Lifeline {
   void fail(Connections::iterator it, const std::string& cause);
   void depart(const ProcessId& process, bool orderly, const std::string& cause);
   void drop(Connections::iterator it);
+  bool isSilent(Connection& connection) const;
   Connections::iterator find(const ProcessId& process);
   size_t numHalfOpen() const;
   void expire();

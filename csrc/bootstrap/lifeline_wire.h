@@ -45,7 +45,8 @@ std::vector<std::byte> serialise(const Hello& hello);
 // Nothing when it is not a hello of our version. `bytes` has kHelloBytes.
 std::optional<Hello> parseHello(std::span<const std::byte> bytes);
 
-// The only byte that may follow the hello.
+// The only bytes that may follow the hello. A probe asks for nothing but the kernel's acknowledgement.
 inline constexpr std::byte kGoodbye{0x67};
+inline constexpr std::byte kProbe{0x70};
 
 }  // namespace smddp::bootstrap

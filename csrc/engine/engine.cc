@@ -20,6 +20,8 @@ constexpr int kPauses = 20;
 constexpr int kYields = 100;
 // Between two looks at peers and deadlines while nothing advances.
 constexpr Nanoseconds kLookPeriod = 5'000'000;
+// How long a rank that is not in any call lets others wait for an answer.
+constexpr auto kAnswerPeriod = std::chrono::milliseconds(250);
 // A waiter looks whether it can take ownership at least this often.
 constexpr auto kWaiterPeriod = std::chrono::milliseconds(1);
 // What a peer that is still computing may delay our exit by.
@@ -258,9 +260,10 @@ void Engine::dispatch(Peer& from, transport::Bytes message) {
     activate(*found->second);
     return;
   }
-  const bool known = std::any_of(remains_.begin(), remains_.end(),
-                                 [&](const auto& group) { return group->id() == id; });
-  if (known || stash_.size() >= kMaxStashed) return;
+  for (const auto& group : remains_) {
+    if (group->id() == id) return group->onControl(from, message);
+  }
+  if (stash_.size() >= kMaxStashed) return;
   auto& waiting = stash_[id];
   if (waiting.size() < kMaxStashed) waiting.push_back({&from, {message.begin(), message.end()}});
 }
@@ -541,14 +544,16 @@ void Engine::progressLoop() {
   while (true) {
     {
       std::unique_lock lock(threadMutex_);
-      // Whoever owns the engine tells us when he lets go of it with something left to do.
-      threadChanged_.wait(lock, [this] {
+      // Whoever owns the engine tells us when he lets go of it with something left to do. While nothing is
+      // in flight here, ranks of other nodes may wait for us and ask what we are doing.
+      threadChanged_.wait_for(lock, kAnswerPeriod, [this] {
         return stop_ || (busy_.load() && waiters_.load() == 0 && !owned_.load());
       });
       if (stop_) return;
     }
     if (!tryOwn()) continue;
     try {
+      if (process_->onFabric()) look();
       runOwned([this] { return active_.empty(); }, /*patient=*/true);
     } catch (const std::exception& error) {
       for (Group* group : active_) group->fail(Error(ErrorKind::Internal, error.what()));

@@ -69,6 +69,8 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
   topology_.emplace(plan::Topology::fromNames(nodeOfRank, spec_.me));
   id_ = parseBlob(introductions.front()).groupId;
   members_.resize(static_cast<size_t>(spec_.size));
+  heard_.resize(members_.size());
+  self_ = Peer::describe(introductions[spec_.me]);
   std::vector<std::byte*> regions(topology_->team().size());
   for (Rank r = 0; r < spec_.size; ++r) {
     Member& member = members_[r];
@@ -126,8 +128,9 @@ Group::~Group() {
 void Group::submit(Request request, CompletionPtr completion) {
   const uint64_t sequence = ++sequence_;
   completion->setSequence(sequence);
+  members_[spec_.me].region->called.store(sequence, std::memory_order_relaxed);
   const auto call = fingerprint(request);
-  if (broken_) {
+  if (broken_ && sequence >= broken_->from) {
     end(*completion, errorFor(call, sequence));
     return;
   }
@@ -135,52 +138,46 @@ void Group::submit(Request request, CompletionPtr completion) {
   pending_.push_back({std::move(request), std::move(completion), deadline, sequence, call});
   calls_[sequence % calls_.size()] = call;
   if (told_.empty()) return;
-  try {
+  attempt(sequence, [&] {
     for (const auto& [rank, told] : told_) {
       if (told.sequence == sequence) requireSameCall(rank, told.call, call);
     }
-  } catch (const Error& error) {
-    fail(error);
-  }
+    return false;
+  });
 }
 
 void Group::submit(Message message, CompletionPtr completion) {
   if (broken_) {
-    end(*completion, *broken_);
+    end(*completion, broken_->cause);
     return;
   }
   Exchange exchange;
   exchange.deadline = Deadline::after(process_.clock(), message.timeout);
   exchange.message = std::move(message);
   exchange.completion = std::move(completion);
-  try {
+  attempt(sequence_ + 1, [&] {
     matcher_->submit(std::move(exchange));
-  } catch (const Error& error) {
-    fail(error);
-  }
+    return true;
+  });
 }
 
 bool Group::advance() {
-  if (broken_) return false;
-  try {
-    bool advanced = false;
-    for (auto& active : tracks_) {
-      if (active->phase != Phase::Idle) advanced |= advanceTrack(*active);
-    }
-    while (!pending_.empty()) {
-      Active& next = *tracks_[started_ % tracks_.size()];
-      if (next.phase != Phase::Idle) break;
+  bool advanced = false;
+  for (auto& active : tracks_) {
+    if (active->phase == Phase::Idle) continue;
+    advanced |= attempt(active->operations.front().sequence, [&] { return advanceTrack(*active); });
+  }
+  while (!pending_.empty()) {
+    Active& next = *tracks_[started_ % tracks_.size()];
+    if (next.phase != Phase::Idle) break;
+    advanced |= attempt(pending_.front().sequence, [&] {
       startNext(next);
       advanceTrack(next);
-      advanced = true;
-    }
-    return matcher_->advance() || advanced;
-  } catch (const Error& error) {
-    fail(error);
-  } catch (const std::exception& error) {
-    fail(Error(ErrorKind::Internal, error.what()));
+      return true;
+    });
   }
-  return true;
+  if (matcher_->idle()) return advanced;
+  return attempt(sequence_ + 1, [&] { return matcher_->advance(); }) || advanced;
 }
 
 bool Group::advanceTrack(Active& active) {
@@ -299,6 +296,7 @@ void Group::agree(Active& active) {
     pending_.push_front(std::move(active.operations.back()));
     active.operations.pop_back();
   }
+  if (fewer && broken_) endBroken();
   if (fewer) gatherPieces(active);
   if (active.phase == Phase::Arriving || fewer) {
     run(active, plans_->get(shapeOf(active, shared)), /*arrived=*/true, shared);
@@ -434,6 +432,13 @@ void Group::finishTrack(Active& active) {
     }
   }
   const PlanCache::Entry& entry = *active.plan;
+  if (entry.plan.plan.zeroCopy) {
+    // A mate that gave up meanwhile may have had its buffers overwritten while we read them.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (hearMates() && active.phase == Phase::Idle) return;
+  }
+  RegionHeader& mine = *members_[spec_.me].region;
+  if (mine.blame.load(std::memory_order_relaxed) != 0) mine.blame.store(0);
   AlgorithmUse& use = statistics_[entry.name];
   use.calls += active.operations.size();
   for (const Operation& operation : active.operations) {

@@ -6,8 +6,9 @@
 //
 // Threads: everything on the thread that owns the engine, except where marked.
 // Ends: leave() tells mates and peers; its memory is given back when nobody can use it any more (Remains).
-// Errors: the first one breaks the group for good. It is published to every rank, every operation in flight ends
-// with it, and later ones at once.
+// Errors: the first one breaks the group for good, from the operation that met it on: that one and all behind it
+// end with the error, on every rank, now or when they are called. Operations before it run on: whoever is done
+// with them may have left for good, and others still take in what it sent.
 #pragma once
 
 #include <deque>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "bootstrap/rendezvous.h"
+#include "engine/blame.h"
 #include "engine/completion.h"
 #include "engine/executor.h"
 #include "engine/matcher.h"
@@ -74,9 +76,12 @@ class Group final : private Matcher::Host {
   void onControl(Peer& from, transport::Bytes message);
   // Breaks the group because somebody will not wait for this operation any longer, unless it has ended.
   void expire(const Completion& completion, Nanoseconds waited);
-  // Breaks the group with this error unless it is broken already.
-  void fail(const Error& cause);
-  const std::optional<Error>& error() const { return broken_; }
+  // Breaks the group from the oldest operation in flight on.
+  void fail(const Error& cause) { breakFrom(oldestInFlight(), cause, Cause::Mine); }
+  // What an operation called now would end with; null while all is well.
+  const Error* error() const {
+    return broken_ && broken_->from <= sequence_ + 1 ? &broken_->cause : nullptr;
+  }
   // Operations that ended since the last call: their continuations are to be run.
   std::vector<std::function<void()>> takeContinuations() { return std::exchange(ended_, {}); }
   // No operation follows: mates need not wait for us, peers are told.
@@ -111,8 +116,19 @@ class Group final : private Matcher::Host {
     Pieces input, output;               // of all of them
     const PlanCache::Entry* plan = nullptr;
     std::array<size_t, 2> committed{};  // bytes of each staging half that have backing
-    uint64_t told = 0;  // sequence of the last operation of which awaited ranks were told
+    // The wait that checkHealth() watches.
+    struct Watch {
+      uint64_t sequence = 0;
+      Nanoseconds since = 0;
+      Nanoseconds askedAt = 0;
+      bool reported = false;
+    } watch;
   };
+  struct Break {
+    uint64_t from;
+    Error cause;
+  };
+  enum class Cause { Mine, Heard };
 
   bool advanceTrack(Active& active);
   void startNext(Active& active);
@@ -129,14 +145,33 @@ class Group final : private Matcher::Host {
   void commitStaging(Active& active, const plan::Plan& plan);
   void finishTrack(Active& active);
   void end(Completion& completion, std::optional<Error> error);
+  // Runs `step`; what it throws breaks the group from operation `from` on. True: something changed.
+  template <typename Step>
+  bool attempt(uint64_t from, Step step);
+  uint64_t oldestInFlight() const;
+  void breakFrom(uint64_t from, const Error& cause, Cause whose);
+  void endBroken();
+  void publishBreak();
+  bool hearMates();
   Error errorFor(const transport::CallFingerprint& call, uint64_t sequence) const;
-  void checkAwaited(const std::set<Rank>& awaited);
-  void checkDeadlines();
   Error lateError(const Active& active, Nanoseconds waited) const;
   Error lateError(const Exchange& exchange, Nanoseconds waited) const;
+  std::string culprit(
+      const Blame& blame) const;        // "; rank 3 (…) has not made this call yet", or nothing
+  std::string nameOf(Rank rank) const;  // "rank 3 (pid 40122 on ip-10-0-1-7)"
   Standstill standstillOf(const Active& active) const;
-  void tellCall(Active& active, const std::set<Rank>& awaited);
-  bool onCallTold(Rank from, transport::Bytes message);
+  std::set<Rank> messagesAwait() const;
+  void watch(Active& active, const Standstill& at);
+  void inquire(const std::set<Rank>& awaited, uint64_t sequence,
+               const transport::CallFingerprint& call);
+  Blame blameFor(const std::set<Rank>& awaited, uint64_t sequence) const;
+  Blame blameOn(Rank rank, uint64_t sequence) const;
+  bool isLost(Rank rank) const;
+  Error goneError(Rank rank) const;
+  bool breakIfLost(const std::set<Rank>& awaited, uint64_t sequence);
+  void checkLost();
+  void checkDeadlines();
+  void onInquiry(Rank from, const InquiryMessage& inquiry);
   void requireSameCall(Rank rank, const transport::CallFingerprint& theirs,
                        const transport::CallFingerprint& mine) const;
   void wakeTeam();
@@ -162,6 +197,7 @@ class Group final : private Matcher::Host {
   uint64_t id_ = 0;
   std::optional<plan::Topology> topology_;
   std::vector<Member> members_;  // by group rank
+  std::string self_;             // this process, as Peer::describe() calls others
   std::vector<Peer*> mates_;
   std::unique_ptr<PlanCache> plans_;
   std::unique_ptr<Matcher> matcher_;
@@ -178,8 +214,10 @@ class Group final : private Matcher::Host {
   std::map<Rank, Told> told_;
   std::map<Rank, transport::ReceiveChannel*> messageChannels_;
   std::vector<std::span<std::byte>> windows_;  // receive windows in the slab
-  std::set<Rank> suspects_;                    // awaited and lost
-  std::optional<Error> broken_;
+  std::optional<Break> broken_;
+  std::vector<uint32_t> heard_;  // by rank: how many BreakRecords of a mate were read
+  Inquiries inquiries_;
+  Nanoseconds messagesAskedAt_ = 0;
   // The network must be polled for a while after an error, or the others might not hear of it.
   Deadline spreadingUntil_{0};
   bool left_ = false;
@@ -189,5 +227,17 @@ class Group final : private Matcher::Host {
   std::vector<std::function<void()>> ended_;
   std::map<std::string, AlgorithmUse> statistics_;
 };
+
+template <typename Step>
+bool Group::attempt(uint64_t from, Step step) {
+  try {
+    return step();
+  } catch (const Error& error) {
+    breakFrom(from, error, Cause::Mine);
+  } catch (const std::exception& error) {
+    breakFrom(from, Error(ErrorKind::Internal, error.what()), Cause::Mine);
+  }
+  return true;
+}
 
 }  // namespace smddp::engine

@@ -16,6 +16,8 @@ using transport::shm::SegmentAddress;
 constexpr Nanoseconds kPollingSleep = 100'000;
 // How long leaving may take: what peers sent us is read, so that closing sockets loses nothing they need.
 constexpr Nanoseconds kQuietTime = 20'000'000;
+// Between two looks whether a mate is stopped.
+constexpr Nanoseconds kStoppedPeriod = 200'000'000;
 
 // The address of shared memory begins with where the slab lies; the rest is the transport's.
 SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
@@ -31,7 +33,7 @@ SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
 
 }  // namespace
 
-std::string Peer::describe() const {
+std::string Peer::describe(const bootstrap::Introduction& introduction) {
   return fmt::format("pid {} on {}", introduction.pid, introduction.host);
 }
 
@@ -42,7 +44,7 @@ void Process::Link::onControl(transport::PeerId from, transport::Bytes message) 
 
 void Process::Link::onPeerFailed(transport::PeerId peer, const std::string& cause) {
   const auto found = peers.find(peer);
-  if (found != peers.end() && !found->second->lost) found->second->lost = cause;
+  if (found != peers.end()) owner.lose(*found->second, cause);
 }
 
 Process::Process(Options options)
@@ -152,15 +154,34 @@ void Process::checkPeers() {
   if (lifeline_) {
     lifeline_->poll([&](const bootstrap::Lifeline::Departure& departure) {
       const auto found = peers_.find(departure.process);
-      if (found != peers_.end() && !found->second->lost) found->second->lost = departure.cause;
+      if (found != peers_.end()) lose(*found->second, departure.cause);
     });
   }
   for (auto& [id, peer] : peers_) {
     if (!peer->mate || peer->lost) continue;
     if (transport::shm::lifeOf(*peer->mate) != transport::shm::Life::Running) {
-      peer->lost = transport::shm::describeLife(*peer->mate);
+      lose(*peer, transport::shm::describeLife(*peer->mate));
     }
   }
+}
+
+void Process::lose(Peer& peer, const std::string& cause) {
+  if (peer.lost) return;
+  peer.lost = cause;
+  peer.lostAt = clock().now();
+}
+
+void Process::probeHost(const Peer& peer) {
+  if (lifeline_) lifeline_->probe(peer.introduction.processId);
+}
+
+bool Process::isStopped(Peer& mate) const {
+  const Nanoseconds now = clock().now();
+  if (now - mate.lookedAt >= kStoppedPeriod) {
+    mate.lookedAt = now;
+    mate.stopped = transport::shm::isStopped(*mate.mate);
+  }
+  return mate.stopped;
 }
 
 void Process::sleep(Nanoseconds timeout, bool network) {

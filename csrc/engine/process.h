@@ -40,8 +40,14 @@ struct Peer {
   transport::ChannelTable* table = nullptr;
   // Why no further message will come from it, once known.
   std::optional<std::string> lost;
+  Nanoseconds lostAt = 0;
+  // Of a mate, as far as looked at.
+  bool stopped = false;
+  Nanoseconds lookedAt = 0;
 
-  std::string describe() const;  // "pid 40122 on ip-10-0-1-7"
+  // "pid 40122 on ip-10-0-1-7"
+  static std::string describe(const bootstrap::Introduction& introduction);
+  std::string describe() const { return describe(introduction); }
 };
 
 class Process {
@@ -83,6 +89,7 @@ class Process {
   bool probe(const bootstrap::Introduction& other, std::string* why);
   // Creates the endpoint and the lifelines; once. Throws Usage when built without libfabric.
   void openFabric();
+  bool onFabric() const { return fabric_ != nullptr; }
   // The peer behind an introduction; connected by shared memory when `sharesNode`, else by the fabric.
   Peer& meet(const bootstrap::Introduction& other, bool sharesNode);
   // The key under which peers on the same table write into our slab.
@@ -96,6 +103,10 @@ class Process {
   size_t pollFabric();
   // Looks for peers that are gone; not for the fast path.
   void checkPeers();
+  // Somebody waits for this remote peer: makes sure that its host is still reached (checkPeers()).
+  void probeHost(const Peer& peer);
+  // Whether a mate's process is stopped by a signal or a debugger. Looks a few times a second.
+  bool isStopped(Peer& mate) const;
   // Every remote peer is connected, or known to be gone. checkPeers() brings it about.
   bool lifelinesSettled() const { return !lifeline_ || lifeline_->numExpected() == 0; }
   // Sleeps until a mate rings, a message comes or `timeout` is over. The caller has called
@@ -125,6 +136,7 @@ class Process {
     std::map<const std::byte*, transport::RemoteKey> registered;
   };
 
+  void lose(Peer& peer, const std::string& cause);
   Link& linkOf(const Peer& peer) { return peer.mate ? *local_ : *fabric_; }
 
   Options options_;

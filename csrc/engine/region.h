@@ -52,12 +52,22 @@ struct TrackHeader {
   std::array<Arrival, 2> arrivals;
 };
 
+// Why a rank takes its group for broken, and from which operation on.
+struct BreakRecord {
+  uint64_t from = 0;
+  uint32_t kind = 0;
+  char text[1000] = {};
+};
+// A later error of an earlier operation takes precedence. Few errors have time to.
+inline constexpr uint32_t kMaxBreaks = 4;
+
 struct alignas(kCacheLine) RegionHeader {
-  // The first error of this rank on this group; `broken` is stored after the text.
-  std::atomic<uint32_t> broken{0};
-  std::atomic<uint32_t> left{0};  // this rank has destroyed the group
-  uint32_t errorKind = 0;
-  char error[1000] = {};
+  std::atomic<uint32_t> numBreaks{0};  // stored after the record
+  std::atomic<uint32_t> left{0};       // this rank has destroyed the group
+  // Collectives this rank has called, and whom it blames for what it waits in (blame.h).
+  alignas(kCacheLine) std::atomic<uint64_t> called{0};
+  std::atomic<uint64_t> blame{0};
+  alignas(kCacheLine) std::array<BreakRecord, kMaxBreaks> breaks;
 };
 
 struct RegionLayout {

@@ -100,7 +100,9 @@ void ProcessGroup::setTimeout(std::chrono::milliseconds timeout) { timeoutMs_ = 
 c10d::ErrorType ProcessGroup::getError() {
   if (shutDown_) return c10d::ErrorType::SUCCESS;
   std::optional<Error> error;
-  engine_->call([&] { error = group_->error(); });
+  engine_->call([&] {
+    if (const Error* found = group_->error()) error = *found;
+  });
   if (!error) return c10d::ErrorType::SUCCESS;
   return error->kind() == ErrorKind::Timeout    ? c10d::ErrorType::TIMEOUT
          : error->kind() == ErrorKind::PeerLost ? c10d::ErrorType::REMOTE_ERROR

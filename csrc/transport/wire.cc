@@ -59,13 +59,15 @@ std::optional<ParsedAbort> parseAbort(Bytes message) {
   const auto abort = readControl<AbortMessage>(message, ControlKind::Abort);
   if (!abort) return std::nullopt;
   const Bytes tail = message.subspan(sizeof(AbortMessage));
-  return ParsedAbort{abort->group, {reinterpret_cast<const char*>(tail.data()), tail.size()}};
+  return ParsedAbort{
+      abort->group, abort->from, {reinterpret_cast<const char*>(tail.data()), tail.size()}};
 }
 
-std::vector<std::byte> makeAbort(uint64_t group, std::string_view text) {
+std::vector<std::byte> makeAbort(uint64_t group, uint64_t from, std::string_view text) {
   text = text.substr(0, kMaxControlBytes - sizeof(AbortMessage));
   AbortMessage head;
   head.group = group;
+  head.from = from;
   head.header.tailBytes = static_cast<uint32_t>(text.size());
   std::vector<std::byte> message(sizeof(head) + text.size());
   std::memcpy(message.data(), &head, sizeof(head));

@@ -123,19 +123,21 @@ struct CloseMessage {
 };
 static_assert(sizeof(CloseMessage) == 24 && std::is_trivially_copyable_v<CloseMessage>);
 
-// To every peer: this group is broken; the text, tailBytes long, says why.
+// To every peer: this group is broken from operation `from` on; the text, tailBytes long, says why.
 //
-//   byte  0               8               16
-//         | header        | group         | text …
+//   byte  0               8               16              24
+//         | header        | group         | from          | text …
 struct AbortMessage {
   ControlHeader header{.kind = static_cast<uint8_t>(ControlKind::Abort)};
   uint64_t group = 0;
+  uint64_t from = 0;
 };
-static_assert(sizeof(AbortMessage) == 16 && std::is_trivially_copyable_v<AbortMessage>);
+static_assert(sizeof(AbortMessage) == 24 && std::is_trivially_copyable_v<AbortMessage>);
 
 // `text` points into the parsed message.
 struct ParsedAbort {
   uint64_t group = 0;
+  uint64_t from = 0;
   std::string_view text;
 };
 
@@ -153,7 +155,7 @@ std::optional<CloseMessage> parseClose(Bytes message);
 std::optional<ParsedAbort> parseAbort(Bytes message);
 
 // The text is cut to what fits into a control message.
-std::vector<std::byte> makeAbort(uint64_t group, std::string_view text);
+std::vector<std::byte> makeAbort(uint64_t group, uint64_t from, std::string_view text);
 
 // The bytes of one of the structures above.
 template <typename T>

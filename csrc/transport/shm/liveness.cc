@@ -61,6 +61,11 @@ Life lifeOf(Mate& mate) {
                                                                           : publishDeath(page);
 }
 
+bool isStopped(const Mate& mate) {
+  const auto stat = statOf(mate.page().pid);
+  return stat && stat->stopped;
+}
+
 std::string describeLife(const Mate& mate) {
   const ProcessPage& page = mate.page();
   switch (page.life.load(std::memory_order_acquire)) {

@@ -31,6 +31,9 @@ class Lifeline {
 // for all other mates.
 Life lifeOf(Mate& mate);
 
+// Whether a signal or a debugger has stopped the mate's process. Reads /proc.
+bool isStopped(const Mate& mate);
+
 // "it left: …", "its process died": for error texts that name the mate before.
 std::string describeLife(const Mate& mate);
 

@@ -35,11 +35,11 @@ void ProcessPage::leave(std::string_view reason) {
   life.compare_exchange_strong(expected, Life::Left, std::memory_order_acq_rel);
 }
 
-std::optional<uint64_t> startTimeOf(int32_t pid) {
+std::optional<ProcessStat> statOf(int32_t pid) {
   const std::string path = fmt::format("/proc/{}/stat", pid);
   const std::unique_ptr<FILE, int (*)(FILE*)> file(fopen(path.c_str(), "re"), fclose);
   if (!file && errno != ENOENT && errno != ESRCH) return std::nullopt;
-  if (!file) return 0;
+  if (!file) return ProcessStat{};
   char text[1024];
   const size_t length = fread(text, 1, sizeof text - 1, file.get());
   text[length] = '\0';
@@ -52,11 +52,16 @@ std::optional<uint64_t> startTimeOf(int32_t pid) {
       sscanf(rest + 1,
              " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %llu",
              &state, &threads, &start) != 3) {
-    return 0;
+    return ProcessStat{};
   }
   // A zombie that still counts threads is a process whose main thread alone has ended.
-  const bool over = state == 'X' || (state == 'Z' && threads <= 1);
-  return over ? 0 : start;
+  if (state == 'X' || (state == 'Z' && threads <= 1)) return ProcessStat{};
+  return ProcessStat{start, state == 'T' || state == 't'};
+}
+
+std::optional<uint64_t> startTimeOf(int32_t pid) {
+  const auto stat = statOf(pid);
+  return stat ? std::optional(stat->startTime) : std::nullopt;
 }
 
 }  // namespace smddp::transport::shm

@@ -92,6 +92,14 @@ struct ProcessPage {
   void leave(std::string_view reason);
 };
 
+// What /proc/<pid>/stat says. All zero when there is no such process or it is a zombie; nothing when
+// that cannot be learnt now (no descriptor free, no /proc).
+struct ProcessStat {
+  uint64_t startTime = 0;  // clock ticks since boot
+  bool stopped = false;    // by a signal or a debugger
+};
+std::optional<ProcessStat> statOf(int32_t pid);
+
 // Start time of a process in clock ticks since boot; 0 when there is no such process or it is a
 // zombie, nothing when that cannot be learnt now (no descriptor free, no /proc).
 std::optional<uint64_t> startTimeOf(int32_t pid);

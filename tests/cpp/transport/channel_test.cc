@@ -282,11 +282,11 @@ TEST_F(ChannelTest, ASenderWithoutCreditIsGrantedAtOnce) {
 TEST_F(ChannelTest, RefusedControlIsKeptInOrder) {
   transport_.full = true;
   receive(1);
-  table_.control(kPeer, makeAbort(1, "second"));
-  table_.control(kPeer + 1, makeAbort(1, "to another peer"));
+  table_.control(kPeer, makeAbort(1, 1, "second"));
+  table_.control(kPeer + 1, makeAbort(1, 1, "to another peer"));
   EXPECT_TRUE(table_.hasBacklog());
   transport_.full = false;
-  table_.control(kPeer, makeAbort(1, "third"));  // there is room now, but others wait
+  table_.control(kPeer, makeAbort(1, 1, "third"));  // there is room now, but others wait
   table_.poll();
   EXPECT_FALSE(table_.hasBacklog());
   ASSERT_EQ(transport_.controls.size(), 4u);
@@ -328,7 +328,7 @@ TEST_F(ChannelTest, EngineMessagesAndAbortsAreHandedOn) {
   ControlHeader engine;
   engine.kind = kFirstEngineKind;
   hear(copyOf(engine));
-  hear(makeAbort(3, "why"));
+  hear(makeAbort(3, 1, "why"));
   ASSERT_EQ(above_.controls.size(), 2u);
   EXPECT_EQ(above_.controls[0].second, copyOf(engine));
   EXPECT_TRUE(parseAbort(above_.controls[1].second));
@@ -341,7 +341,7 @@ TEST_F(ChannelTest, APeerThatBreaksTheProtocolFailsOnce) {
   ASSERT_EQ(above_.failed.size(), 1u);
   EXPECT_EQ(above_.failed[0].first, kPeer);
   const size_t sent = transport_.controls.size();
-  table_.control(kPeer, makeAbort(1, "nobody hears this"));
+  table_.control(kPeer, makeAbort(1, 1, "nobody hears this"));
   EXPECT_EQ(transport_.controls.size(), sent);
 }
 

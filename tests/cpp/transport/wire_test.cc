@@ -73,16 +73,16 @@ TEST(Wire, ControlMessagesSurviveTheTrip) {
 }
 
 TEST(Wire, AbortCarriesItsTextCutToSize) {
-  const auto message = makeAbort(77, "rank 3 died");
+  const auto message = makeAbort(77, 5, "rank 3 died");
   const auto abort = parseAbort(message);
   ASSERT_TRUE(abort);
   EXPECT_EQ(abort->group, 77u);
   EXPECT_EQ(abort->text, "rank 3 died");
 
-  const auto longest = makeAbort(1, std::string(5000, 'x'));
+  const auto longest = makeAbort(1, 1, std::string(5000, 'x'));
   EXPECT_EQ(longest.size(), kMaxControlBytes);
   ASSERT_TRUE(parseAbort(longest));
-  EXPECT_EQ(parseAbort(longest)->text, std::string(kMaxControlBytes - 16, 'x'));
+  EXPECT_EQ(parseAbort(longest)->text, std::string(kMaxControlBytes - sizeof(AbortMessage), 'x'));
 }
 
 TEST(Wire, EveryTruncationAndExtensionIsRefused) {
@@ -93,7 +93,7 @@ TEST(Wire, EveryTruncationAndExtensionIsRefused) {
   auto longer = whole;
   longer.push_back(std::byte{0});
   EXPECT_FALSE(parseOpen(longer));
-  EXPECT_FALSE(parseAbort(Bytes(makeAbort(1, "text")).first(18)));
+  EXPECT_FALSE(parseAbort(Bytes(makeAbort(1, 1, "text")).first(26)));
 }
 
 TEST(Wire, ValuesThatWouldBeUsedAsSizesAreChecked) {
@@ -127,7 +127,8 @@ TEST(Wire, RandomBytesNeverDoHarm) {
       message[0] = static_cast<std::byte>(random.between(0, 5));
       message[1] = std::byte{kWireVersion};
       std::memset(&message[4], 0, 4);
-      if (random.chance(0.5)) message[4] = static_cast<std::byte>(message.size() - 16);
+      if (random.chance(0.5))
+        message[4] = static_cast<std::byte>(message.size() - sizeof(AbortMessage));
     }
     SCOPED_TRACE(i);
     if (const auto m = parseOpen(message)) {

@@ -1,0 +1,73 @@
+#include "engine/blame.h"
+
+#include <fmt/format.h>
+
+#include <cstring>
+
+namespace smddp::engine {
+namespace {
+
+template <typename T>
+std::optional<T> parse(transport::Bytes bytes, uint8_t kind) {
+  T message;
+  if (bytes.size() != sizeof message) return std::nullopt;
+  std::memcpy(&message, bytes.data(), sizeof message);
+  if (message.header.kind != kind) return std::nullopt;
+  return message;
+}
+
+}  // namespace
+
+// rank + 1 in 24 bits, why in 8, reached in 32.
+uint64_t Blame::pack() const {
+  return static_cast<uint64_t>(rank + 1) << 40 | static_cast<uint64_t>(why) << 32 | reached;
+}
+
+Blame Blame::unpack(uint64_t packed, int size) {
+  const auto rank = static_cast<int64_t>(packed >> 40) - 1;
+  const auto why = static_cast<uint8_t>(packed >> 32);
+  if (rank < 0 || rank >= size || why > static_cast<uint8_t>(Why::Silent)) return {};
+  return {static_cast<Rank>(rank), static_cast<Why>(why), static_cast<uint32_t>(packed)};
+}
+
+std::string Blame::describe() const {
+  switch (why) {
+    case Why::Unknown: break;
+    case Why::NotCalled:
+      return reached == 0 ? "has not made any call yet"
+                          : fmt::format("has not made this call yet (its last was #{})", reached);
+    case Why::Stopped: return "is stopped (SIGSTOP, a debugger or a frozen container)";
+    case Why::Silent: return "does not answer (stopped, or its host is cut off)";
+  }
+  return "";
+}
+
+std::optional<InquiryMessage> parseInquiry(transport::Bytes message) {
+  return parse<InquiryMessage>(message, kInquiry);
+}
+
+std::optional<AnswerMessage> parseAnswer(transport::Bytes message) {
+  return parse<AnswerMessage>(message, kAnswer);
+}
+
+void Inquiries::asked(Rank rank, Nanoseconds now) {
+  Entry& entry = entries_[rank];
+  if (!entry.unansweredSince) entry.unansweredSince = now;
+}
+
+void Inquiries::answered(Rank rank, const Blame& blame) {
+  const auto entry = entries_.find(rank);
+  if (entry != entries_.end()) entry->second = {std::nullopt, blame};
+}
+
+Blame Inquiries::of(Rank rank, Nanoseconds now) const {
+  const auto found = entries_.find(rank);
+  if (found == entries_.end()) return {rank};
+  const Entry& entry = found->second;
+  if (entry.unansweredSince && now - *entry.unansweredSince > kSilence) {
+    return {rank, Blame::Why::Silent};
+  }
+  return entry.blame.definite() ? entry.blame : Blame{rank};
+}
+
+}  // namespace smddp::engine

@@ -1,0 +1,93 @@
+// Whom a rank that waits has to thank for it. The rank next in line is often as innocent: it waits itself, for
+// somebody on another node. So ranks that wait tell each other whom they blame, inside a node in shared memory
+// (RegionHeader), between nodes by asking:
+//
+//   who waits                            whom it waits for
+//   Inquiry(my call, its number) ────►   compares the call with its own: Abort if they differ
+//                                ◄────   Answer(whom it blames)
+//
+// An engine answers within a quarter of a second whatever its process computes, so who does not answer is
+// stopped or cut off. The first inquiry of a wait is also how calls that never exchange a message, because each
+// side expects the other to begin, are found to differ.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+
+#include "common/clock.h"
+#include "common/types.h"
+#include "transport/wire.h"
+
+namespace smddp::engine {
+
+struct Blame {
+  enum class Why : uint8_t {
+    Unknown,    // it is waited for, nothing more is known
+    NotCalled,  // it has yet to make the call; its last one was number `reached`
+    Stopped,    // its process does not run (SIGSTOP, a debugger, a frozen container)
+    Silent,     // it does not answer
+  };
+  Rank rank = -1;
+  Why why = Why::Unknown;
+  uint32_t reached = 0;
+
+  // Whether it ends the search: a rank that merely waits does not.
+  bool definite() const { return rank >= 0 && why != Why::Unknown; }
+  // For a word in shared memory and for messages; 0 is nobody.
+  uint64_t pack() const;
+  // Nobody, when the bytes make no sense in a group of this size.
+  static Blame unpack(uint64_t packed, int size);
+  // "has not made this call yet (its last is #4)"; empty when unknown.
+  std::string describe() const;
+};
+
+//   byte  0               8               16              24                              40
+//         | header        | group         | sequence      | call                          |
+inline constexpr uint8_t kInquiry = transport::kFirstEngineKind + 2;
+struct InquiryMessage {
+  transport::ControlHeader header{.kind = kInquiry};
+  uint64_t group = 0;
+  uint64_t sequence = 0;  // 0: waits in send or recv, there is no call to compare
+  transport::CallFingerprint call;
+};
+static_assert(sizeof(InquiryMessage) == 40 && std::is_trivially_copyable_v<InquiryMessage>);
+
+//   byte  0               8               16              24
+//         | header        | group         | blame         |
+inline constexpr uint8_t kAnswer = transport::kFirstEngineKind + 3;
+struct AnswerMessage {
+  transport::ControlHeader header{.kind = kAnswer};
+  uint64_t group = 0;
+  uint64_t blame = 0;
+};
+static_assert(sizeof(AnswerMessage) == 24 && std::is_trivially_copyable_v<AnswerMessage>);
+
+std::optional<InquiryMessage> parseInquiry(transport::Bytes message);
+std::optional<AnswerMessage> parseAnswer(transport::Bytes message);
+
+// What remote ranks answered, and since when they do not. Used by the thread that owns the engine.
+class Inquiries {
+ public:
+  // A rank that owes an answer for so long is silent.
+  static constexpr Nanoseconds kSilence = 1'000'000'000;
+
+  void asked(Rank rank, Nanoseconds now);
+  void answered(Rank rank, const Blame& blame);
+  // Keeps what is known about ranks that are still waited for.
+  template <typename Awaited>
+  void keepOnly(const Awaited& awaited) {
+    std::erase_if(entries_, [&](const auto& entry) { return !awaited.contains(entry.first); });
+  }
+  // Its own blame, or itself.
+  Blame of(Rank rank, Nanoseconds now) const;
+
+ private:
+  struct Entry {
+    std::optional<Nanoseconds> unansweredSince;
+    Blame blame;
+  };
+  std::map<Rank, Entry> entries_;
+};
+
+}  // namespace smddp::engine
