@@ -15,6 +15,10 @@ plan::Plan allreduceOneShot(const plan::Topology&, const plan::Limits&, const Sh
 plan::Plan allreduceTwoPhase(const plan::Topology&, const plan::Limits&, const Shape&);
 // One node, shared buffers. 2 synchronisations; reads M, writes M.
 plan::Plan allreduceZeroCopy(const plan::Topology&, const plan::Limits&, const Shape&);
+// Any nodes. 2 synchronisations, lg N steps; the first rank of a node sends lg N * M.
+plan::Plan allreduceRecursiveDoubling(const plan::Topology&, const plan::Limits&, const Shape&);
+// Any nodes. 2 lg N steps; sends 2 M/L (N-1)/N. Where N is no power of two: 2 steps more and M/L more.
+plan::Plan allreduceHalvingDoubling(const plan::Topology&, const plan::Limits&, const Shape&);
 // Any nodes. 2 steps; sends 2 M/L (N-1)/N.
 plan::Plan allreduceDirect(const plan::Topology&, const plan::Limits&, const Shape&);
 // Any nodes. 2 (N-1) steps, neighbours only; sends 2 M/L (N-1)/N.
@@ -39,6 +43,9 @@ plan::Plan reduceScatterDirect(const plan::Topology&, const plan::Limits&, const
 plan::Plan reduceOneShot(const plan::Topology&, const plan::Limits&, const Shape&);
 // One node. 3 synchronisations a chunk; copies M (L-1)/L, the root twice, sums M. Shared: 2, only the sum.
 plan::Plan reduceSharedMemory(const plan::Topology&, const plan::Limits&, const Shape&);
+
+// Any nodes. 2 steps, 1 for short vectors; sends M/L.
+plan::Plan reduceDirect(const plan::Topology&, const plan::Limits&, const Shape&);
 
 // Any nodes. 1 step; a rail sends M for each block that it carries.
 plan::Plan gatherDirect(const plan::Topology&, const plan::Limits&, const Shape&);

@@ -12,7 +12,10 @@ NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes)
     : b_(b),
       t_(b.topology()),
       staged_(isStaged(t_, shape.shared)),
+      everybodyReads_(shape.collective != Collective::Reduce),
       depth_(pipelineDepth(b.limits())) {
+  if (!everybodyReads_ && t_.nodeOf(shape.root) == t_.myNode())
+    soleReader_ = t_.localOf(shape.root);
   // Nodes must cut alike, so the staging memory is counted as if it were needed on all of them.
   const int64_t rails = t_.numRails();
   const int64_t largestShare =
@@ -42,13 +45,16 @@ void NodeStages::sum(const plan::Chunk& c) {
   const int me = t_.myLocal();
   const plan::Range mine = c.share(me, t_.numRails());
   b_.stage("sum");
-  // The last share in this slot must be complete and, where mates copy it, gathered.
-  if (staged_) {
-    b_.waitTeam(kGathered, c.index + 1 - depth_);
-    b_.waitTeam(kCopied, c.index + 1);
+  // The last share in this slot must be done with and, where mates copy it, gathered.
+  const int64_t slotFree = c.index + 1 - depth_;
+  if (staged_ && everybodyReads_) {
+    b_.waitTeam(kGathered, slotFree);
+  } else if (staged_ && soleReader_ >= 0 && soleReader_ != me) {
+    b_.waitMate(soleReader_, kGathered, slotFree);
   } else {
-    b_.waitMate(me, kReady, c.index + 1 - depth_);
+    b_.waitMate(me, kReady, slotFree);
   }
+  if (staged_) b_.waitTeam(kCopied, c.index + 1);
   std::vector<plan::Ref> contributions;
   for (int mate = 0; mate < t_.teamSize(); ++mate) {
     if (mate == me) {
@@ -68,6 +74,7 @@ void NodeStages::awaitSum(const plan::Chunk& c) { b_.waitMate(t_.myLocal(), kSum
 void NodeStages::ready(const plan::Chunk& c) { b_.signal(kReady, c.index + 1); }
 
 void NodeStages::gather(const plan::Chunk& c) {
+  if (staged_ && !isReader(t_.myLocal())) return;
   b_.stage("gather");
   waitRails(b_, kReady, c.index + 1);
   if (!staged_) return;
@@ -97,9 +104,10 @@ plan::Ref NodeStages::partialOf(int rail, const plan::Chunk& c, int64_t offset) 
 }
 
 std::vector<plan::Ref> NodeStages::outputs(int64_t offset) {
-  std::vector<plan::Ref> refs{b_.out(offset)};
-  if (!staged_) {
-    for (int mate : otherMates(t_)) refs.push_back(b_.mateOut(mate, offset));
+  std::vector<plan::Ref> refs;
+  if (isReader(t_.myLocal())) refs.push_back(b_.out(offset));
+  for (int mate : otherMates(t_)) {
+    if (!staged_ && isReader(mate)) refs.push_back(b_.mateOut(mate, offset));
   }
   return refs;
 }

@@ -1,8 +1,9 @@
-// What the two-level allreduces do inside a node, before and after the exchange between nodes.
+// What the two-level allreduces and reduces do inside a node, before and after the exchange between
+// nodes.
 //
 // A chunk is cut into one share per rail. Before the exchange the rank on rail k owns the sum of
-// share k over its node, in its *partial* slot; after it, every rank of the node has every share of
-// the result.
+// share k over its node, in its *partial* slot; after it, every *reader* of the node has every
+// share of the result. All ranks are readers, of a reduce only the root.
 //
 //                staged                                         shared buffers
 //   copy in      others' shares of my input to my slot          –
@@ -46,7 +47,8 @@ class NodeStages {
   void sum(const plan::Chunk& c);
   // Orders the steps that follow in this lane after my sum of the chunk.
   void awaitSum(const plan::Chunk& c);
-  // Says that my share of the result is complete.
+  // Says that my share is done with: what readers need of it is where they find it, and of the puts
+  // from my partial slot only those of the result may be under way.
   void ready(const plan::Chunk& c);
   // Every rank.
   void gather(const plan::Chunk& c);
@@ -54,17 +56,20 @@ class NodeStages {
   // Part i of `parts` of my share.
   plan::Range shard(const plan::Chunk& c, int i, int parts) const;
   plan::Ref partial(const plan::Chunk& c, int64_t offset) const;
-  // Where the final values at this offset must go, besides my partial slot, for my node to have
-  // them.
+  // Where the final values at this offset must go, besides my partial slot, for the readers of my
+  // node to have them.
   std::vector<plan::Ref> outputs(int64_t offset);
   bool staged() const { return staged_; }
 
  private:
+  bool isReader(int local) const { return everybodyReads_ || local == soleReader_; }
   plan::Ref partialOf(int rail, const plan::Chunk& c, int64_t offset) const;
 
   plan::Builder& b_;
   const plan::Topology& t_;
   bool staged_;
+  bool everybodyReads_;
+  int soleReader_ = -1;  // a local rank, or none of my node
   int64_t depth_ = 0;
   int64_t chunkBytes_ = 0;
   int64_t shareBytes_ = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <string_view>
 
 #include "collectives/algorithms.h"
@@ -11,8 +12,18 @@ namespace {
 
 enum class Nodes : uint8_t { One, Any };
 enum class Buffers : uint8_t { Any, Shared };
-enum class Size : uint8_t { Any, OneShot };
-enum class Preferred : uint8_t { Yes, No };
+enum class Size : uint8_t { Any, OneShot, Tiny };
+enum class Preferred : uint8_t { Yes, ManyNodes, No };
+
+// Up to here a network step costs more than the bytes that go with it.
+constexpr int64_t kTinyBytes = 8 << 10;
+// The direct exchange posts 2 (N-1) messages, halving and doubling waits for 2 lg N steps. What a step costs
+// in messages depends on the network: about 6 with TCP in the kernel, where the second wins from about 20
+// nodes on, 13 with EFA, where it does from about 55 on.
+constexpr int kManyNodes = 64;
+// Nodes beyond a power of two cost recursive doubling two steps more; the direct exchange needs two in all.
+// With so many nodes its messages cost more than that.
+constexpr int kNodesForFolding = 17;
 
 struct Row {
   Collective collective;
@@ -22,6 +33,8 @@ struct Row {
   Size size;            // … and up to which size it is taken
   Preferred preferred;  // No: only when asked for by name
 };
+
+bool isPowerOfTwo(int nodes) { return std::has_single_bit(static_cast<unsigned>(nodes)); }
 
 // The first preferred row that fits is taken.
 // clang-format off
@@ -33,6 +46,11 @@ constexpr std::array kTable = {
         Nodes::One, Buffers::Shared, Size::Any, Preferred::Yes},
     Row{Collective::AllReduce, {"two_phase", allreduceTwoPhase},
         Nodes::One, Buffers::Any, Size::Any, Preferred::Yes},
+    Row{Collective::AllReduce, {"recursive_doubling", allreduceRecursiveDoubling},
+        Nodes::Any, Buffers::Any, Size::Tiny, Preferred::Yes},
+    // With another number of nodes some would have to carry half as many bytes again.
+    Row{Collective::AllReduce, {"halving_doubling", allreduceHalvingDoubling},
+        Nodes::Any, Buffers::Any, Size::Any, Preferred::ManyNodes},
     Row{Collective::AllReduce, {"direct", allreduceDirect},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
     // Where the network between distant nodes is oversubscribed; nothing here can know that.
@@ -58,6 +76,8 @@ constexpr std::array kTable = {
         Nodes::One, Buffers::Any, Size::OneShot, Preferred::Yes},
     Row{Collective::Reduce, {"shared_memory", reduceSharedMemory},
         Nodes::One, Buffers::Any, Size::Any, Preferred::Yes},
+    Row{Collective::Reduce, {"direct", reduceDirect},
+        Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
 
     Row{Collective::Gather, {"direct", gatherDirect},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
@@ -75,8 +95,20 @@ bool canServe(const Row& row, const plan::Topology& t, const plan::Limits& limit
               const Shape& shape) {
   return row.collective == shape.collective && (row.nodes == Nodes::Any || t.numNodes() == 1) &&
          (row.buffers == Buffers::Any || shape.shared) &&
-         // The whole vector lies in one slot.
-         (row.size == Size::Any || shape.bytes <= limits.poolBytes);
+         // The whole vector lies in one slot; recursive doubling needs others beside it.
+         (row.size == Size::Any ||
+          shape.bytes <= (row.size == Size::Tiny ? limits.poolBytes / 2 : limits.poolBytes));
+}
+
+bool isPreferred(const Row& row, const plan::Topology& t, const Shape& shape,
+                 int64_t oneShotBytes) {
+  const int nodes = t.numNodes();
+  if (row.size == Size::OneShot && shape.bytes > oneShotBytes) return false;
+  if (row.size == Size::Tiny) {
+    return shape.bytes <= kTinyBytes && (isPowerOfTwo(nodes) || nodes >= kNodesForFolding);
+  }
+  if (row.preferred == Preferred::ManyNodes) return nodes >= kManyNodes && isPowerOfTwo(nodes);
+  return row.preferred == Preferred::Yes;
 }
 
 std::string namesOf(Collective collective) {
@@ -157,8 +189,7 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
           t.numNodes(), able);
   }
   for (const Row& row : kTable) {
-    const bool fits = row.size == Size::Any || shape.bytes <= oneShotBytes;
-    if (fits && row.preferred == Preferred::Yes && canServe(row, t, limits, shape)) {
+    if (isPreferred(row, t, shape, oneShotBytes) && canServe(row, t, limits, shape)) {
       return row.choice;
     }
   }
@@ -176,8 +207,16 @@ std::vector<AlgorithmInfo> listAlgorithms() {
     std::string serves = row.nodes == Nodes::One ? "one node" : "any nodes";
     if (row.buffers == Buffers::Shared) serves += ", shared buffers";
     if (row.size == Size::OneShot) serves += ", up to the staging memory";
-    std::string chosen =
-        row.size == Size::OneShot ? "up to SMDDP_ONE_SHOT_BYTES" : "where no row above fits";
+    if (row.size == Size::Tiny) serves += ", up to half of the staging memory";
+    std::string chosen = "where no row above fits";
+    if (row.size == Size::OneShot) chosen = "up to SMDDP_ONE_SHOT_BYTES";
+    if (row.size == Size::Tiny) {
+      chosen = fmt::format("up to {} KiB on 2, 4, 8, 16 nodes, and on {} or more", kTinyBytes >> 10,
+                           kNodesForFolding);
+    }
+    if (row.preferred == Preferred::ManyNodes) {
+      chosen = fmt::format("on {}, {}, {}, ... nodes", kManyNodes, 2 * kManyNodes, 4 * kManyNodes);
+    }
     if (row.preferred == Preferred::No) chosen = "by SMDDP_ALGORITHM only";
     infos.push_back({row.collective, row.choice.name, serves, chosen});
   }

@@ -41,11 +41,42 @@ TEST(Selection, TakesTheAllreduceForNodesBuffersAndSize) {
   EXPECT_THAT(chosen(kOneNode, allreduce(kOneShot, true)), StrEq("one_shot"));
   EXPECT_THAT(chosen(kOneNode, allreduce(kOneShot + 1, false)), StrEq("two_phase"));
   EXPECT_THAT(chosen(kOneNode, allreduce(kOneShot + 1, true)), StrEq("zero_copy"));
-  for (int64_t bytes : {int64_t{0}, int64_t{1} << 30}) {
-    for (bool shared : {false, true}) {
-      EXPECT_THAT(chosen(kTwoNodes, allreduce(bytes, shared)), StrEq("direct"));
-    }
+  for (bool shared : {false, true}) {
+    EXPECT_THAT(chosen(kTwoNodes, allreduce(8, shared)), StrEq("recursive_doubling"));
+    EXPECT_THAT(chosen(kTwoNodes, allreduce(1 << 20, shared)), StrEq("direct"));
   }
+}
+
+// A group of so many nodes with one rank each.
+plan::Topology manyNodes(int count) {
+  std::vector<std::vector<Rank>> nodes;
+  for (Rank r = 0; r < count; ++r) nodes.push_back({r});
+  return {nodes, 0};
+}
+
+TEST(Selection, TakesTheAllreduceForTheNumberOfNodes) {
+  const Shape tiny = shapeOf(Collective::AllReduce, 8);
+  const Shape large = shapeOf(Collective::AllReduce, 25 << 20);
+  for (const int nodes : {2, 4, 8, 16, 17, 63, 64}) {
+    EXPECT_THAT(chosen(manyNodes(nodes), tiny), StrEq("recursive_doubling")) << nodes;
+  }
+  for (const int nodes : {3, 5, 7, 15}) {
+    EXPECT_THAT(chosen(manyNodes(nodes), tiny), StrEq("direct")) << nodes;
+  }
+  for (const int nodes : {2, 3, 32, 63, 65, 127}) {
+    EXPECT_THAT(chosen(manyNodes(nodes), large), StrEq("direct")) << nodes;
+  }
+  for (const int nodes : {64, 128, 256}) {
+    EXPECT_THAT(chosen(manyNodes(nodes), large), StrEq("halving_doubling")) << nodes;
+  }
+}
+
+TEST(Selection, NeverTakesRecursiveDoublingBeyondTheStagingMemory) {
+  plan::Limits limits;
+  limits.poolBytes = 8 << 10;
+  const Shape shape = shapeOf(Collective::AllReduce, 8 << 10);
+  EXPECT_THAT(select(kTwoNodes, {}, shape, kOneShot, "").name, StrEq("recursive_doubling"));
+  EXPECT_THAT(select(kTwoNodes, limits, shape, kOneShot, "").name, StrEq("direct"));
 }
 
 // What copies before the arrival is chosen before anybody knows whether buffers are shared.
@@ -79,6 +110,13 @@ TEST(Selection, TakesTheOthersByNodes) {
   EXPECT_THAT(chosen(kTwoNodes, shapeOf(Collective::AllGather, 8)), StrEq("mesh"));
   EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::ReduceScatter, 8)), StrEq("shared_memory"));
   EXPECT_THAT(chosen(kTwoNodes, shapeOf(Collective::ReduceScatter, 8)), StrEq("direct"));
+  EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::Reduce, kOneShot)), StrEq("one_shot"));
+  EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::Reduce, kOneShot + 1)), StrEq("shared_memory"));
+  EXPECT_THAT(chosen(kTwoNodes, shapeOf(Collective::Reduce, 8)), StrEq("direct"));
+  for (const Collective c : {Collective::Gather, Collective::Scatter, Collective::AllToAll}) {
+    EXPECT_THAT(chosen(kOneNode, shapeOf(c, 8)), StrEq("direct"));
+    EXPECT_THAT(chosen(kTwoNodes, shapeOf(c, 8)), StrEq("direct"));
+  }
   EXPECT_THAT(chosen(kOneNode, shapeOf(Collective::Barrier, 0)), StrEq("exchange"));
   EXPECT_THAT(chosen(kTwoNodes, shapeOf(Collective::Barrier, 0)), StrEq("exchange"));
 }
@@ -101,8 +139,9 @@ TEST(Selection, TakesTheFirstOverrideThatServes) {
 
 TEST(Selection, RefusesWhatItDoesNotKnow) {
   const Shape shape = shapeOf(Collective::AllReduce, 8);
-  EXPECT_THAT(refusal(kOneNode, shape, "allreduce=rign"),
-              HasSubstr("zero_copy, two_phase, direct, ring"));
+  EXPECT_THAT(
+      refusal(kOneNode, shape, "allreduce=rign"),
+      HasSubstr("zero_copy, two_phase, recursive_doubling, halving_doubling, direct, ring"));
   EXPECT_THAT(refusal(kOneNode, shape, "allreduce"), HasSubstr("only one_shot"));
   EXPECT_THAT(refusal(kOneNode, shape, "allredcue=ring"), HasSubstr("allreduce, broadcast"));
   // A mistake in another collective's entry shows at once too.
@@ -130,7 +169,7 @@ TEST(Selection, RefusesAnOverrideThatCannotServe) {
       refusal(kTwoNodes, shapeOf(Collective::AllReduce, 8), "allreduce=two_phase");
   EXPECT_THAT(text, HasSubstr("SMDDP_ALGORITHM=allreduce=two_phase names none"));
   EXPECT_THAT(text, HasSubstr("2 node"));
-  EXPECT_THAT(text, HasSubstr("add one of direct, ring"));
+  EXPECT_THAT(text, HasSubstr("add one of recursive_doubling, halving_doubling, direct, ring"));
   EXPECT_THAT(refusal(kOneNode, shapeOf(Collective::AllReduce, 8), "allreduce=zero_copy"),
               HasSubstr("private"));
   EXPECT_THAT(refusal(kOneNode, shapeOf(Collective::AllReduce, 1 << 30), "allreduce=one_shot"),
@@ -139,7 +178,7 @@ TEST(Selection, RefusesAnOverrideThatCannotServe) {
 
 TEST(Selection, ListsEveryAlgorithmWithItsConditions) {
   const auto infos = listAlgorithms();
-  EXPECT_EQ(infos.size(), 17u);
+  EXPECT_EQ(infos.size(), 20u);
   for (const AlgorithmInfo& info : infos) {
     EXPECT_FALSE(info.serves.empty());
     EXPECT_FALSE(info.chosen.empty());

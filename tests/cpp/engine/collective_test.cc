@@ -131,7 +131,7 @@ INSTANTIATE_TEST_SUITE_P(OneNode, CollectiveTest,
                          testing::Values(std::vector{1}, std::vector{2}, std::vector{3}), nameOf);
 INSTANTIATE_TEST_SUITE_P(SeveralNodes, CollectiveTest,
                          testing::Values(std::vector{2, 2}, std::vector{1, 1, 1}, std::vector{1, 3},
-                                         std::vector{2, 1, 3}),
+                                         std::vector{2, 1, 3}, std::vector{1, 2, 1, 1, 1}),
                          nameOf);
 
 void checkAllReduce(const Buffers& buffers, size_t count, DataType type, ReduceOp op,
@@ -316,6 +316,110 @@ TEST_P(CollectiveTest, ReduceScatterIsExact) {
                            fmt::format("rank {}: reduce_scatter of {} {} with {}", rank.rank, count,
                                        toString(type), toString(op)));
           }
+        }
+      }
+    }
+  });
+}
+
+// Only the root's buffer changes.
+TEST_P(CollectiveTest, ReduceIsExact) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
+      for (const auto& [type, op] : {std::pair{DataType::float32, ReduceOp::SUM},
+                                     {DataType::bfloat16, ReduceOp::AVG},
+                                     {DataType::float16, ReduceOp::PREMUL_SUM},
+                                     {DataType::int64, ReduceOp::MIN}}) {
+        for (const size_t count : {size_t{0}, size_t{1}, size_t{1237}, size_t{150'001}}) {
+          const Rank root = static_cast<Rank>(count) % rank.size;
+          const Contents input = inputOf(rank.rank, count, type, op);
+          const auto block = Buffers{rank, memory}.make(input, 8);
+          rank.run(reduce(block->bytes(), root, rank.rank == root, type, op, kFactor));
+          expectContents(*block, rank.rank == root ? reduced(rank.size, count, type, op) : input,
+                         fmt::format("rank {}: reduce of {} {} with {} to {}", rank.rank, count,
+                                     toString(type), toString(op), root));
+        }
+      }
+    }
+  });
+}
+
+// The block from one rank to another: that of the first rank, shifted by the number of the other.
+Contents blockOf(Rank from, Rank to, size_t bytes) {
+  const auto shift = static_cast<size_t>(to);
+  Contents block = inputOf(from, bytes + shift, DataType::uint8, ReduceOp::SUM);
+  block.erase(block.begin(), block.begin() + static_cast<std::ptrdiff_t>(shift));
+  return block;
+}
+
+constexpr size_t kBlockBytes[] = {0, 3, 4099, 300'001};
+
+TEST_P(CollectiveTest, GatherCollectsEveryBlockAtTheRoot) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
+      for (const bool list : {false, true}) {
+        for (const size_t bytes : kBlockBytes) {
+          for (Rank root = 0; root < rank.size; root += 2) {
+            const Buffers buffers{rank, memory};
+            const Contents sent = blockOf(rank.rank, root, bytes);
+            const auto mine = buffers.make(sent);
+            Blocks all(buffers, rank.rank == root ? bytes : 0, list);
+            rank.run(
+                gather(mine->bytes(), rank.rank == root ? all.pieces() : engine::Pieces{}, root));
+            for (Rank r = 0; rank.rank == root && r < rank.size; ++r) {
+              EXPECT_TRUE(std::ranges::equal(all[r], blockOf(r, root, bytes)))
+                  << "root " << root << ": block " << r << " of " << bytes << " bytes";
+            }
+            EXPECT_TRUE(all.guardsIntact());
+            expectContents(*mine, sent, "the input of a gather");
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveTest, ScatterHandsEveryBlockOut) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
+      for (const bool list : {false, true}) {
+        for (const size_t bytes : kBlockBytes) {
+          for (Rank root = 0; root < rank.size; root += 2) {
+            const Buffers buffers{rank, memory};
+            Blocks all(buffers, rank.rank == root ? bytes : 0, list);
+            for (Rank r = 0; rank.rank == root && r < rank.size; ++r) {
+              std::ranges::copy(blockOf(root, r, bytes), all[r].begin());
+            }
+            const auto mine = buffers.make(bytes);
+            rank.run(
+                scatter(rank.rank == root ? all.pieces() : engine::Pieces{}, mine->bytes(), root));
+            expectContents(*mine, blockOf(root, rank.rank, bytes),
+                           fmt::format("rank {}: scatter of {} from {}", rank.rank, bytes, root));
+            EXPECT_TRUE(all.guardsIntact());
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_P(CollectiveTest, AllToAllExchangesEveryBlock) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
+      for (const bool list : {false, true}) {
+        for (const size_t bytes : kBlockBytes) {
+          const Buffers buffers{rank, memory};
+          Blocks input(buffers, bytes, list), output(buffers, bytes, list);
+          for (Rank r = 0; r < rank.size; ++r) {
+            std::ranges::copy(blockOf(rank.rank, r, bytes), input[r].begin());
+          }
+          rank.run(allToAll(input.pieces(), output.pieces(), bytes));
+          for (Rank r = 0; r < rank.size; ++r) {
+            EXPECT_TRUE(std::ranges::equal(output[r], blockOf(r, rank.rank, bytes)))
+                << "rank " << rank.rank << ": block from " << r << " of " << bytes << " bytes";
+            EXPECT_TRUE(std::ranges::equal(input[r], blockOf(rank.rank, r, bytes)));
+          }
+          EXPECT_TRUE(input.guardsIntact() && output.guardsIntact());
         }
       }
     }

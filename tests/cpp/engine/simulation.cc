@@ -115,8 +115,10 @@ std::vector<Simulation::Call> Simulation::randomProgram(int size) {
   std::vector<Call> program(static_cast<size_t>(random_.between(3, 12)));
   for (Call& call : program) {
     // Half of them allreduces, half of those small enough to be fused.
-    call.collective = random_.chance(0.5) ? Collective::AllReduce
-                                          : static_cast<Collective>(random_.between(0, 4));
+    call.collective =
+        random_.chance(0.5)
+            ? Collective::AllReduce
+            : static_cast<Collective>(random_.between(0, collectives::kNumCollectives - 1));
     call.op = random_.chance(0.8) ? ReduceOp::SUM : ReduceOp::MAX;
     call.root = static_cast<Rank>(random_.between(0, size - 1));
     call.count = static_cast<size_t>(random_.between(0, random_.chance(0.5) ? 40 : 4000));
@@ -182,7 +184,30 @@ std::vector<int32_t> Simulation::expected(const Call& call, size_t number, Rank 
         result.push_back(reduced(static_cast<size_t>(me) * call.count + i));
       }
       break;
-    default: break;
+    case Collective::Reduce:
+      // In place at the root, untouched elsewhere.
+      for (size_t i = 0; i < call.count; ++i) {
+        result.push_back(me == call.root ? reduced(i) : value(call, number, me, i));
+      }
+      break;
+    case Collective::Gather:
+      for (Rank r = 0; me == call.root && r < size; ++r) {
+        for (size_t i = 0; i < call.count; ++i) result.push_back(value(call, number, r, i));
+      }
+      break;
+    case Collective::Scatter:
+      for (size_t i = 0; i < call.count; ++i) {
+        result.push_back(value(call, number, call.root, static_cast<size_t>(me) * call.count + i));
+      }
+      break;
+    case Collective::AllToAll:
+      for (Rank r = 0; r < size; ++r) {
+        for (size_t i = 0; i < call.count; ++i) {
+          result.push_back(value(call, number, r, static_cast<size_t>(me) * call.count + i));
+        }
+      }
+      break;
+    case Collective::Barrier: break;
   }
   return result;
 }
@@ -193,9 +218,13 @@ void Simulation::submitNext(Player& player, Seat& seat) {
   auto& input = seat.inputs[number];
   auto& output = seat.outputs[number];
   const auto ranks = static_cast<size_t>(seat.size);
-  const size_t inputs =
-      call.collective == Collective::ReduceScatter ? call.count * ranks : call.count;
-  for (size_t i = 0; i < inputs; ++i) input.push_back(value(call, number, seat.me, i));
+  const bool isRoot = seat.me == call.root;
+  const auto count = static_cast<int64_t>(call.count);
+  const auto inputs =
+      collectives::buffersOf({call.collective, count, call.root}, seat.me, seat.size)
+          .inputBytes;  // elements
+  for (size_t i = 0; i < static_cast<size_t>(inputs); ++i)
+    input.push_back(value(call, number, seat.me, i));
   engine::Request request;
   switch (call.collective) {
     case Collective::AllReduce:
@@ -203,7 +232,7 @@ void Simulation::submitNext(Player& player, Seat& seat) {
       request = allReduce(bytesOf(output), DataType::int32, call.op);
       break;
     case Collective::Broadcast:
-      output = seat.me == call.root ? input : std::vector<int32_t>(call.count, -1);
+      output = isRoot ? input : std::vector<int32_t>(call.count, -1);
       request = broadcast(bytesOf(output), call.root);
       break;
     case Collective::AllGather:
@@ -214,7 +243,23 @@ void Simulation::submitNext(Player& player, Seat& seat) {
       output.assign(call.count, -1);
       request = reduceScatter({bytesOf(input)}, bytesOf(output), DataType::int32, call.op);
       break;
-    default: request = barrier(); break;
+    case Collective::Reduce:
+      output = input;
+      request = reduce(bytesOf(output), call.root, isRoot, DataType::int32, call.op);
+      break;
+    case Collective::Gather:
+      if (isRoot) output.assign(call.count * ranks, -1);
+      request = gather(bytesOf(input), {bytesOf(output)}, call.root);
+      break;
+    case Collective::Scatter:
+      output.assign(call.count, -1);
+      request = scatter({bytesOf(input)}, bytesOf(output), call.root);
+      break;
+    case Collective::AllToAll:
+      output.assign(call.count * ranks, -1);
+      request = allToAll({bytesOf(input)}, {bytesOf(output)}, call.count * sizeof(int32_t));
+      break;
+    case Collective::Barrier: request = barrier(); break;
   }
   request.timeout = kTimeout;
   seat.deadlines.push_back(network_.clock().now() + kTimeout);

@@ -1,0 +1,88 @@
+#include "collectives/direct_exchange.h"
+
+namespace smddp::collectives {
+namespace {
+
+constexpr int kServed = NodeStages::kFirstFree;
+constexpr int kShards = 0, kResults = 1;  // streams
+
+// Shards are not made shorter than this as long as one server is left: 64 KiB by default.
+int64_t shardFloor(const plan::Limits& limits) { return wholeGranules(limits.messageBytes / 4); }
+
+}  // namespace
+
+int64_t DirectExchange::preferredChunk(const plan::Topology& t, const plan::Limits& limits) {
+  const int64_t shards = int64_t{t.numRails()} * t.numNodes();
+  return std::clamp(limits.fabricChunkBytes, shards * shardFloor(limits),
+                    shards * wholeGranules(limits.messageBytes));
+}
+
+DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& shape)
+    : b_(b), t_(b.topology()), node_(node), others_(otherNodes(t_)) {
+  if (shape.collective == Collective::Reduce) resultNode_ = t_.nodeOf(shape.root);
+  const int64_t most = node.shareBytes() / shardFloor(b.limits());
+  numServers_ = static_cast<int>(std::clamp<int64_t>(most, 1, t_.numNodes()));
+  firstServer_ = t_.myLocal() * numServers_ % t_.numNodes();
+  if (numServers_ == 1 && resultNode_ >= 0) firstServer_ = resultNode_;
+  iServe_ = serves(t_.myNode());
+  for (int n : others_) {
+    if (iServe_ && getsResults(n)) receivers_.push_back(t_.railPeer(n));
+  }
+}
+
+void DirectExchange::sumAndScatter(const plan::Chunk& c) {
+  b_.stage("sum");
+  for (Rank peer : receivers_) b_.flush(peer, kResults, c.index + 1 - node_.depth());
+  node_.sum(c);
+  for (int n : others_) {
+    if (!serves(n)) continue;
+    const plan::Range shard = shardOf(c, n);
+    b_.put(t_.railPeer(n), kShards, node_.partial(c, shard.offset), shard.length);
+  }
+}
+
+void DirectExchange::serve(const plan::Chunk& c) {
+  if (!iServe_) return;
+  const plan::Range shard = shardOf(c, t_.myNode());
+  const plan::Ref mine = node_.partial(c, shard.offset);
+  b_.stage("serve");
+  node_.awaitSum(c);
+  std::vector<plan::Ref> sums(static_cast<size_t>(t_.numNodes()), mine);
+  for (int n : others_) {
+    sums[static_cast<size_t>(n)] = b_.receive(t_.railPeer(n), kShards, shard.length);
+  }
+  std::vector<plan::Ref> results = node_.outputs(shard.offset);
+  results.push_back(mine);
+  b_.reduce(results, sums, shard.length, {.post = true});
+  for (int n : others_) b_.release(t_.railPeer(n), kShards);
+  for (Rank peer : receivers_) b_.put(peer, kResults, mine, shard.length);
+  b_.signal(kServed, c.index + 1);
+}
+
+void DirectExchange::collect(const plan::Chunk& c) {
+  b_.stage("collect");
+  for (int n : others_) {
+    if (!serves(n)) continue;
+    const Rank peer = t_.railPeer(n);
+    if (!getsResults(t_.myNode())) {
+      b_.flush(peer, kShards, c.index + 1);
+      continue;
+    }
+    const plan::Range shard = shardOf(c, n);
+    const plan::Ref result = b_.receive(peer, kResults, shard.length);
+    b_.flush(peer, kShards, c.index + 1);  // the result takes the place of what I sent
+    std::vector<plan::Ref> targets = node_.outputs(shard.offset);
+    if (node_.staged()) targets.push_back(node_.partial(c, shard.offset));
+    b_.copy(targets, result, shard.length);
+    b_.release(peer, kResults);
+  }
+  if (iServe_) b_.waitMate(t_.myLocal(), kServed, c.index + 1);
+  node_.ready(c);
+}
+
+void DirectExchange::finish() {
+  b_.stage("collect");
+  for (Rank peer : receivers_) b_.flush(peer, kResults);
+}
+
+}  // namespace smddp::collectives
