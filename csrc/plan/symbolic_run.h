@@ -54,9 +54,9 @@ class SymbolicRun {
     Rank from = 0;
     Rank to = 0;
     int stream = 0;
-    std::vector<int64_t> base;        // messages before each execution
-    std::vector<uint32_t> messages;   // into messages_
-    std::vector<Signalled> releases;  // counted over all executions
+    std::vector<int64_t> base;       // messages before each execution
+    std::vector<uint32_t> messages;  // into messages_
+    std::deque<Signalled> releases;  // counted over all executions; from the next put's credit on
     ShadowMemory window;
     std::vector<uint32_t> waiting;
   };

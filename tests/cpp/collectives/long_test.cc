@@ -20,16 +20,23 @@ std::vector<NamedAlgorithm> algorithmsBetweenNodes() {
   return able;
 }
 
+// A few chunks each. Per-rank blocks make the vector 128 times as long; the ring passes every chunk 30 times.
+int64_t bytesFor(const NamedAlgorithm& algorithm) {
+  const BufferSizes sizes = buffersOf({algorithm.collective, 1}, 0, 128);
+  if (sizes.inputBytes == 0) return 0;
+  if (sizes.inputBytes + sizes.outputBytes > 2) return 100'004;
+  if (algorithm.name == "recursive_doubling") return 8'196;
+  return algorithm.name == "ring" ? 4'000'004 : 13'000'004;
+}
+
 class LargeGroup : public testing::TestWithParam<NamedAlgorithm> {};
 
 TEST_P(LargeGroup, IsServedCorrectly) {
-  Case c{GetParam(), largeGroup(), {}, 0, 77, {}};
-  // Per-rank blocks make the vector 128 times as long; other algorithms are for tiny vectors.
-  const int64_t vectors = buffersOf({c.algorithm.collective, 1, c.root}, c.root, 128).inputBytes +
-                          buffersOf({c.algorithm.collective, 1, c.root}, c.root, 128).outputBytes;
-  const bool isTiny = c.algorithm.name == "recursive_doubling";
-  if (vectors > 0) c.bytes = isTiny ? 8'196 : vectors > 2 ? 100'004 : 13'000'004;
-  for (const auto& sharing : sharingsOf(c.algorithm, c.nodes)) {
+  Case c{GetParam(), largeGroup(), {}, bytesFor(GetParam()), 77, {}};
+  auto sharings = sharingsOf(c.algorithm, c.nodes);
+  // Nodes are alike: which of them begins to share makes no difference.
+  sharings.pop_back();
+  for (const auto& sharing : sharings) {
     c.sharedOnNode = sharing;
     const plan::Verdict verdict = checkRepeated(c, 3);
     ASSERT_TRUE(verdict.ok()) << c << "\n" << verdict.problem;
