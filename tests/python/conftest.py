@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import ranks
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
 
+import hosts
 import torch
 import torch.distributed as dist
 
@@ -68,6 +69,7 @@ class _Run:
     environments: list[dict[str, str]]
     timeout: float
     full_exit: bool
+    namespaces: list[hosts.Namespaces] | None  # of each rank
 
 
 # --- the side of pytest ---------------------------------------------------------------------------
@@ -95,6 +97,7 @@ def run_ranks(
     env: dict[str, str] | None = None,
     rank_0_serves: bool = False,
     full_exit: bool = False,
+    network: hosts.Network | None = None,
 ) -> list[Outcome]:
     """Runs `function(*arguments)`, a module's function, on every rank of a layout.
 
@@ -108,6 +111,7 @@ def run_ranks(
             otherwise here, as with torchrun.
         full_exit: ranks tear the interpreter down, which takes a second with torch; otherwise they
             only run the exit handlers.
+        network: has a host for every node of the layout, to run its ranks on; rank 0 serves.
 
     Returns:
         How each rank ended; nothing is raised for ranks that failed.
@@ -115,15 +119,20 @@ def run_ranks(
     sizes = nodes_of(layout)
     store = None
     common = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(sum(sizes)), **(env or {})}
-    if rank_0_serves:
+    if network is not None:
+        common["MASTER_ADDR"] = network.address(0)
+    if rank_0_serves or network is not None:
         common["MASTER_PORT"] = str(free_port())
     else:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common["MASTER_PORT"] = str(store.port)
         common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     environments = []
+    namespaces = []
     for node, ranks in enumerate(sizes):
         for local in range(ranks):
+            if network is not None:
+                namespaces.append(network.hosts[node])
             environments.append(
                 {
                     **common,
@@ -141,6 +150,7 @@ def run_ranks(
         environments,
         timeout,
         full_exit,
+        namespaces or None,
     )
     outcomes = _nursery().run(run)
     for outcome in outcomes:
@@ -164,7 +174,12 @@ class _Nursery:
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(
-            [str(ROOT), str(Path(__file__).parent), environment.get("PYTHONPATH", "")]
+            [
+                str(ROOT),
+                str(ROOT / "tools"),
+                str(Path(__file__).parent),
+                environment.get("PYTHONPATH", ""),
+            ]
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", "import ranks; ranks.serve()"],
@@ -283,6 +298,9 @@ def _be_rank(run: _Run, work: Callable[[], Any], rank: int, folder: Path) -> NoR
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.environ.update(run.environments[rank])
+    if run.namespaces is not None:
+        run.namespaces[rank].enter()
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
