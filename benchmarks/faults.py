@@ -1,0 +1,360 @@
+"""Measures how long the survivors of a fault wait for their error, and what it tells them.
+
+    sudo python benchmarks/faults.py --trials 20 --json FILE
+
+Four ranks on two hosts made of namespaces (tools/hosts.py, needs root) reduce tensors over and
+over; then one of them meets with a fault. The same script runs on every backend. A trial's figure
+is the time from the fault to the error of the *last* survivor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import re
+import resource
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+import hosts
+import ranks
+import torch
+import torch.distributed as dist
+
+import smddp  # noqa: F401  registers the backend
+
+LAYOUT = "2x2"
+CULPRIT = 1
+TIMEOUT = 5.0
+ELEMENTS = 25_000
+
+
+class Told(NamedTuple):
+    """What one survivor experienced."""
+
+    at: float | None  # time.monotonic() of the error; None: the call returned as if all were well
+    kind: str
+    text: str
+    reported: float | None  # of the first log line about the culprit
+
+
+@dataclasses.dataclass
+class Scene:
+    """What a fault can act on; made anew in every rank."""
+
+    network: hosts.Network
+    clock: Path  # holds the time of the fault
+    tensor: torch.Tensor
+
+    @property
+    def is_culprit(self) -> bool:
+        """Whether this rank is the one that meets with the fault."""
+        return dist.get_rank() == CULPRIT
+
+    def start_clock(self) -> None:
+        """Notes that the fault happens now."""
+        self.clock.write_text(repr(time.monotonic()))
+
+    def reduce_forever(self) -> None:
+        """Ends with an error."""
+        while True:
+            dist.all_reduce(self.tensor)
+
+    def misfortune(self, strike: Callable[[], Any]) -> None:
+        """The culprit is struck while the others are in a reduction."""
+        if self.is_culprit:
+            time.sleep(0.2)
+            self.start_clock()
+            strike()
+        self.reduce_forever()
+
+    def disagreement(self, mine: Callable[[], Any], culprits: Callable[[], Any]) -> None:
+        """The culprit comes with another call than the others, and is the last to come."""
+        if self.is_culprit:
+            time.sleep(0.1)
+            self.start_clock()
+            culprits()
+        else:
+            mine()
+
+
+def _stop_for(seconds: float) -> None:
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(0)
+
+
+def _raise() -> None:
+    raise RuntimeError("the training script has a bug")
+
+
+def _heavy(scene: Scene) -> None:
+    # The kernel frees the memory of a dead process before it closes its sockets.
+    ballast = torch.ones(1 << 28) if scene.is_culprit else None
+    dist.barrier()
+    scene.misfortune(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    del ballast
+
+
+def _swapped(scene: Scene) -> None:
+    small, big = torch.ones(100), torch.ones(10_000)
+    order = [small, big]
+    scene.disagreement(
+        lambda: [dist.all_reduce(tensor) for tensor in order],
+        lambda: [dist.all_reduce(tensor) for tensor in reversed(order)],
+    )
+
+
+def _cut(scene: Scene) -> None:
+    scene.misfortune(lambda: scene.network.unplug(1))
+
+
+def _without_descriptors(scene: Scene) -> None:
+    def exhaust() -> None:
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
+        dist.new_group(ranks=None)
+
+    scene.disagreement(lambda: dist.all_reduce(torch.ones(1), group=dist.new_group()), exhaust)
+
+
+class Fault(NamedTuple):
+    """One row of the table."""
+
+    what: str
+    act: Callable[[Scene], Any]
+    reported: bool = False  # the log names the culprit before the time-out ends the call
+
+
+def _reduce(**changes: Any) -> Callable[[], Any]:
+    def call() -> None:
+        tensor = torch.ones(changes.get("count", ELEMENTS), dtype=changes.get("dtype"))
+        dist.all_reduce(tensor, changes.get("op", dist.ReduceOp.SUM))
+
+    return call
+
+
+FAULTS = {
+    "kill": Fault(
+        "killed (SIGKILL)",
+        lambda scene: scene.misfortune(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    ),
+    "kill-1gib": Fault("killed, with 1 GiB of memory", _heavy),
+    "exit": Fault("exits", lambda scene: scene.misfortune(lambda: os._exit(3))),
+    "raise": Fault("raises an exception", lambda scene: scene.misfortune(_raise)),
+    "stop": Fault(
+        "stopped (SIGSTOP)",
+        lambda scene: scene.misfortune(lambda: _stop_for(TIMEOUT + 3)),
+        reported=True,
+    ),
+    "late": Fault(
+        "does not make the call",
+        lambda scene: scene.misfortune(lambda: time.sleep(TIMEOUT + 3)),
+    ),
+    "skip": Fault(
+        "skips a call",
+        lambda scene: scene.disagreement(
+            lambda: (_reduce()(), dist.broadcast(torch.ones(10), 0)),
+            lambda: dist.broadcast(torch.ones(10), 0),
+        ),
+    ),
+    "order": Fault("swaps two calls", _swapped),
+    "collective": Fault(
+        "makes another call",
+        lambda scene: scene.disagreement(
+            _reduce(), lambda: dist.broadcast(torch.ones(ELEMENTS), 0)
+        ),
+    ),
+    "op": Fault(
+        "another operation",
+        lambda scene: scene.disagreement(_reduce(), _reduce(op=dist.ReduceOp.MAX)),
+    ),
+    "root": Fault(
+        "another root",
+        lambda scene: scene.disagreement(
+            lambda: dist.broadcast(torch.ones(ELEMENTS), 0),
+            lambda: dist.broadcast(torch.ones(ELEMENTS), 1),
+        ),
+    ),
+    "dtype": Fault(
+        "another dtype",
+        lambda scene: scene.disagreement(_reduce(), _reduce(dtype=torch.int32)),
+    ),
+    "size": Fault(
+        "another size",
+        lambda scene: scene.disagreement(_reduce(), _reduce(count=ELEMENTS + 1)),
+    ),
+    "cable": Fault("its host is cut off", _cut, reported=False),
+    "descriptors": Fault("runs out of descriptors", _without_descriptors),
+}
+
+
+def _watch_log(found: list[float]) -> None:
+    """Passes the standard error on, and notes when it first speaks of somebody stopped."""
+    reader, writer = os.pipe()
+    real = os.dup(2)
+    os.dup2(writer, 2)
+
+    def pass_on() -> None:
+        with os.fdopen(reader, "rb") as lines:
+            for line in lines:
+                if b"stopped" in line and not found:
+                    found.append(time.monotonic())
+                os.write(real, line)
+
+    threading.Thread(target=pass_on, daemon=True).start()
+
+
+def meet(backend: str, name: str, network: hosts.Network, clock: Path) -> Told:
+    """What a rank does in a trial."""
+    reported: list[float] = []
+    if FAULTS[name].reported:
+        _watch_log(reported)
+    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
+    scene = Scene(network, clock, torch.ones(ELEMENTS))
+    for _ in range(3):
+        dist.all_reduce(scene.tensor)
+    dist.barrier()
+    try:
+        FAULTS[name].act(scene)
+    except Exception as error:
+        if scene.is_culprit and name == "raise":
+            raise
+        first = reported[0] if reported else None
+        return Told(time.monotonic(), type(error).__name__, str(error), first)
+    return Told(None, "", "", None)
+
+
+@dataclasses.dataclass
+class Trial:
+    """How a fault ended for the survivors of one run."""
+
+    seconds: float | None  # until the last one had its error; None: not all had one
+    outcome: str  # of the survivor whom it went worst for
+    named: bool
+    text: str
+    reported: float | None
+
+
+def run(backend: str, name: str, network: hosts.Network, folder: Path) -> Trial:
+    """Runs the four ranks once."""
+    clock = folder / "clock"
+    clock.unlink(missing_ok=True)
+    outcomes = ranks.run_ranks(
+        meet, LAYOUT, backend, name, network, clock, network=network, timeout=30
+    )
+    network.plug(1)
+    started = float(clock.read_text())
+    survivors = [o for o in outcomes if o.rank != CULPRIT or name == "cable"]
+    for outcome in survivors:
+        if not outcome.returned:
+            how = f"process ends with {outcome.status}" if outcome.status else "no answer"
+            return Trial(None, how, False, outcome.stderr[-300:], None)
+    told = [outcome.value for outcome in survivors]
+    silent = [one for one in told if one.at is None]
+    if silent:
+        return Trial(None, f"no error on {len(silent)} of {len(told)}", False, "", None)
+    # Not the "on rank 1/4" that says whose error it is. Behind a cut cable everybody is a culprit.
+    culprit = r"\brank [0-3] \(pid" if name == "cable" else rf"\brank {CULPRIT}\b(?!/)"
+    named = all(re.search(culprit, one.text) for one in told)
+    reports = [one.reported - started for one in told if one.reported is not None]
+    return Trial(
+        max(one.at for one in told) - started,
+        sorted({one.kind for one in told})[0],
+        named,
+        told[0].text,
+        max(reports) if len(reports) == len(told) else None,
+    )
+
+
+def _summary(trials: list[Trial]) -> dict[str, Any]:
+    seconds = sorted(trial.seconds for trial in trials if trial.seconds is not None)
+    reports = sorted(trial.reported for trial in trials if trial.reported is not None)
+
+    def point(values: list[float], share: float) -> float | None:
+        return values[min(len(values) - 1, int(share * len(values)))] if values else None
+
+    return {
+        "trials": len(trials),
+        "with_error": len(seconds),
+        "p50": statistics.median(seconds) if seconds else None,
+        "p99": point(seconds, 0.99),
+        "reported_p50": statistics.median(reports) if reports else None,
+        "reported_p99": point(reports, 0.99),
+        "outcomes": sorted({trial.outcome for trial in trials}),
+        "named": sum(trial.named for trial in trials),
+        "text": trials[0].text,
+    }
+
+
+def _show(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _row(what: str, summary: dict[str, Any]) -> str:
+    times = f"{_show(summary['p50'])} / {_show(summary['p99'])}"
+    if summary["reported_p50"] is not None:
+        times += f" (reported {_show(summary['reported_p50'])} / {_show(summary['reported_p99'])})"
+    named = "yes" if summary["named"] == summary["trials"] else "no"
+    return f"| {what} | {times} | {', '.join(summary['outcomes'])} | {named} |"
+
+
+def main() -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="faults.py", description=__doc__)
+    parser.add_argument("--backends", default="smddp,gloo", help="default: smddp,gloo")
+    parser.add_argument("--faults", default=",".join(FAULTS), help=f"of {', '.join(FAULTS)}")
+    parser.add_argument("--trials", type=int, default=20, help="per fault and backend (default 20)")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    reason = hosts.unavailable()
+    if reason is not None:
+        parser.exit(2, f"faults.py: {reason}\n")
+    backends, names = options.backends.split(","), options.faults.split(",")
+    unknown = [name for name in names if name not in FAULTS]
+    if unknown:
+        parser.exit(2, f"faults.py: no such fault: {', '.join(unknown)}\n")
+    results: dict[str, dict[str, Any]] = {backend: {} for backend in backends}
+    for name in names:
+        for backend in backends:
+            with tempfile.TemporaryDirectory() as folder, hosts.Hosts(2) as network:
+                trials = [run(backend, name, network, Path(folder)) for _ in range(options.trials)]
+            results[backend][name] = _summary(trials)
+            print(f"{backend:8} {_row(FAULTS[name].what, results[backend][name])}", flush=True)
+    if options.json is not None:
+        about = {
+            "machine": platform.platform(),
+            "torch": torch.__version__,
+            "arguments": vars(options) | {"json": None},
+            "timeout_s": TIMEOUT,
+            "results": results,
+        }
+        options.json.write_text(json.dumps(about, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    # Ranks find what they run by the name of its module.
+    import faults
+
+    sys.exit(faults.main())
