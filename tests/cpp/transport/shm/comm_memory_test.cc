@@ -47,7 +47,11 @@ TEST(CommMemory, RandomUseNeverMixesBlocks) {
         blocks.push_back({data, bytes, fill});
       } else if (!blocks.empty()) {
         const auto it = blocks.begin() + random() % blocks.size();
-        for (size_t at = 0; at < it->bytes; ++at) ASSERT_EQ(it->data[at], it->fill) << "at " << at;
+        // The first byte is right, and each like the one before it.
+        if (it->bytes > 0) {
+          ASSERT_EQ(it->data[0], it->fill);
+          ASSERT_EQ(std::memcmp(it->data, it->data + 1, it->bytes - 1), 0);
+        }
         memory.free(it->data);
         blocks.erase(it);
       }
