@@ -52,7 +52,7 @@ sanitize: sanitize-address,undefined sanitize-thread  ## the C++ tests under ASa
 # have nothing for it to find.
 sanitize-%:
 	@tools/setup.sh packages
-	@tools/setup.sh core build/$* -DSMDDP_SANITIZE=$*
+	@tools/setup.sh core build/$* $(if $(filter thread,$*),threaded_tests,all) -DSMDDP_SANITIZE=$*
 	setarch -R $(CTEST) --test-dir build/$* $(if $(filter thread,$*),--label-exclude sequential)
 
 .PHONY: demo

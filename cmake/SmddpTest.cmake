@@ -6,6 +6,8 @@
 # One GoogleTest executable, registered with ctest under its own name. The timeout is a safety net: a
 # test that waits has its own, much shorter deadline. Sanitizers slow everything down several times.
 find_package(GTest REQUIRED)
+# All tests that are not sequential, and nothing else.
+add_custom_target(threaded_tests)
 if(SMDDP_SANITIZE)
   set(SMDDP_TEST_TIMEOUT 480)
 else()
@@ -20,6 +22,9 @@ function(smddp_add_test name)
   add_executable(${name} ${arg_SOURCES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests/cpp")
   target_link_libraries(${name} PRIVATE ${arg_LIBS} GTest::gtest_main GTest::gmock)
+  if(NOT "sequential" IN_LIST arg_LABELS)
+    add_dependencies(threaded_tests ${name})
+  endif()
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES
     TIMEOUT ${SMDDP_TEST_TIMEOUT} LABELS "${arg_LABELS}"

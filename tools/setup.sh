@@ -5,7 +5,7 @@
 #   tools/setup.sh environment   + the virtual environment .venv with torch
 #   tools/setup.sh build         + the C++ core, its tests and the module, in build/torch-<release>
 #   tools/setup.sh               + `import smddp` works in .venv
-#   tools/setup.sh core <folder> [cmake option...]   the core and its tests alone, without torch
+#   tools/setup.sh core <folder> <target> [cmake option...]   a target of the core alone, without torch
 #   tools/setup.sh lint          what `make lint` needs
 #
 # TORCH=2.11 picks another torch release; it gets an environment and a build folder of its own.
@@ -57,7 +57,7 @@ environment() {
   echo "$key" >$stamp
 }
 
-# What compile() builds: everything, or the module alone where nobody asked for the C++ tests.
+# What compile() builds.
 target=all
 
 # Object files depend neither on where the clone lies nor on the folder they are compiled in, so a
@@ -77,7 +77,10 @@ build() {
 
 core() {
   packages
-  compile "$@"
+  local folder=$1
+  target=$2
+  shift 2
+  compile "$folder" "$@"
 }
 
 develop() {
