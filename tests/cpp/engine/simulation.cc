@@ -38,7 +38,9 @@ Faults randomFaults(Random& random, Simulation::Trouble trouble) {
   faults.reorder = random.chance(0.7);
   faults.duplicate = random.chance(0.5) ? 0.1 : 0;
   faults.refuse = random.chance(0.5) ? 0.2 : 0;
-  faults.drop = trouble == Simulation::Trouble::Drop ? 0.01 : 0;
+  const bool drops = trouble == Simulation::Trouble::Drop ||
+                     (trouble == Simulation::Trouble::All && random.chance(0.5));
+  faults.drop = drops ? 0.01 : 0;
   return faults;
 }
 
@@ -46,8 +48,9 @@ Faults randomFaults(Random& random, Simulation::Trouble trouble) {
 
 Simulation::Simulation(uint64_t seed, Trouble trouble)
     : trouble_(trouble), random_(seed), network_(seed, randomFaults(random_, trouble)) {
-  const int size = static_cast<int>(random_.between(2, 6));
-  const int numNodes = static_cast<int>(random_.between(1, std::min(size, 4)));
+  // Most groups are small: what goes wrong between many ranks mostly does between few.
+  const int size = static_cast<int>(random_.between(2, random_.chance(0.25) ? 7 : 4));
+  const int numNodes = static_cast<int>(random_.between(1, std::min(size, 5)));
   for (Rank r = 0; r < size; ++r) {
     nodes_.push_back(fmt::format("id:{}", r < numNodes ? r : random_.between(0, numNodes - 1)));
   }
@@ -62,7 +65,7 @@ Simulation::Simulation(uint64_t seed, Trouble trouble)
     }
     if (!some.empty()) makeGroup(fmt::format("part {}", i), some);
   }
-  plan(trouble);
+  planTrouble();
 }
 
 void Simulation::makePlayers() {
@@ -112,7 +115,7 @@ void Simulation::makeGroup(const std::string& name, const std::vector<Rank>& mem
 }
 
 std::vector<Simulation::Call> Simulation::randomProgram(int size) {
-  std::vector<Call> program(static_cast<size_t>(random_.between(3, 12)));
+  std::vector<Call> program(static_cast<size_t>(random_.between(2, random_.chance(0.2) ? 12 : 4)));
   for (Call& call : program) {
     // Half of them allreduces, half of those small enough to be fused.
     call.collective =
@@ -121,30 +124,30 @@ std::vector<Simulation::Call> Simulation::randomProgram(int size) {
             : static_cast<Collective>(random_.between(0, collectives::kNumCollectives - 1));
     call.op = random_.chance(0.8) ? ReduceOp::SUM : ReduceOp::MAX;
     call.root = static_cast<Rank>(random_.between(0, size - 1));
-    call.count = static_cast<size_t>(random_.between(0, random_.chance(0.5) ? 40 : 4000));
+    const int64_t most = random_.chance(0.5) ? 40 : random_.chance(0.5) ? 700 : 4000;
+    call.count = static_cast<size_t>(random_.between(0, most));
   }
   return program;
 }
 
-void Simulation::plan(Trouble trouble) {
-  const auto numRanks = static_cast<int64_t>(players_.size());
+void Simulation::planTrouble() {
+  const auto numRanks = static_cast<int>(players_.size());
   const auto any = [&] { return static_cast<int>(random_.between(0, numRanks - 1)); };
-  const Nanoseconds when = random_.between(0, 500'000);
-  if (trouble == Trouble::Partition) {
+  if (mayHave(Trouble::Partition)) {
+    const Nanoseconds when = random_.between(0, 500'000);
     const int a = any();
-    const int b =
-        (a + 1 + static_cast<int>(random_.between(0, numRanks - 2))) % static_cast<int>(numRanks);
+    const int b = (a + 1 + static_cast<int>(random_.between(0, numRanks - 2))) % numRanks;
     const auto outage =
         random_.chance(0.5) ? transport::sim::Outage::Hold : transport::sim::Outage::Drop;
     const bool heals = random_.chance(0.5);
     network_.partition(
         a, b, when, heals ? when + random_.between(1, 2 * kTimeout) : SimNetwork::kForever, outage);
   }
-  if (trouble == Trouble::Kill) {
+  if (mayHave(Trouble::Kill)) {
     const int victim = any();
     std::optional<Nanoseconds> detection;
     if (random_.chance(0.7)) detection = random_.between(0, kTimeout / 2);
-    network_.at(when, [this, victim, detection] {
+    network_.at(random_.between(0, 500'000), [this, victim, detection] {
       network_.kill(victim, detection);
       players_[static_cast<size_t>(victim)].dead = true;
     });
@@ -271,22 +274,30 @@ void Simulation::look(Seat& seat) {
   for (; seat.ended < seat.completions.size(); ++seat.ended) {
     const size_t number = seat.ended;
     const auto& completion = *seat.completions[number];
-    const Call& call = (*seat.program)[number];
-    const auto what = fmt::format("group \"{}\", rank {}, {} #{} of {}", seat.group->spec().name,
-                                  seat.me, toString(call.collective), number + 1, call.count);
     if (!completion.done()) {
-      EXPECT_LE(network_.clock().now(), seat.deadlines[number] + 10 * kTick) << what << " is late";
+      EXPECT_LE(network_.clock().now(), seat.deadlines[number] + 10 * kTick)
+          << describe(seat, number) << " is late";
       return;
     }
-    if (const auto& error = completion.error()) {
+    const auto& error = completion.error();
+    trace_ += fmt::format("{} {}: {}\n", network_.clock().now(), describe(seat, number),
+                          error ? error->what() : "done");
+    if (error) {
       ++numErrors_;
-      EXPECT_NE(trouble_, Trouble::None) << what << ": " << error->what();
+      EXPECT_NE(trouble_, Trouble::None) << describe(seat, number) << ": " << error->what();
       EXPECT_TRUE(error->kind() == ErrorKind::Timeout || error->kind() == ErrorKind::PeerLost)
-          << what << ": " << error->what();
+          << describe(seat, number) << ": " << error->what();
     } else {
-      EXPECT_EQ(seat.outputs[number], expected(call, number, seat.me, seat.size)) << what;
+      EXPECT_EQ(seat.outputs[number], expected((*seat.program)[number], number, seat.me, seat.size))
+          << describe(seat, number);
     }
   }
+}
+
+std::string Simulation::describe(const Seat& seat, size_t number) const {
+  const Call& call = (*seat.program)[number];
+  return fmt::format("group \"{}\", rank {}, {} #{} of {}", seat.group->spec().name, seat.me,
+                     toString(call.collective), number + 1, call.count);
 }
 
 bool Simulation::finished() const {

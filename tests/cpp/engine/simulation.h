@@ -25,13 +25,15 @@ class Simulation {
     Drop,       // puts or control messages get lost
     Partition,  // two endpoints do not reach each other for a while, or for ever
     Kill,       // a rank stops
+    All,        // each of these may happen
   };
   static constexpr Nanoseconds kTimeout = 50'000'000;
 
   Simulation(uint64_t seed, Trouble trouble);
   // Until every call of every living rank has ended. Failures are gtest failures.
   void run();
-  uint64_t digest() const { return network_.digest(); }
+  // Everything that happened on the network, and how and when every call ended.
+  std::string trace() const { return trace_ + fmt::format("digest {:016x}", network_.digest()); }
   int numErrors() const { return numErrors_; }
   std::string describe() const;
 
@@ -62,9 +64,11 @@ class Simulation {
   void makePlayers();
   void makeGroup(const std::string& name, const std::vector<Rank>& members);
   std::vector<Call> randomProgram(int size);
-  void plan(Trouble trouble);
+  void planTrouble();
   void submitNext(Player& player, Seat& seat);
   void look(Seat& seat);
+  std::string describe(const Seat& seat, size_t number) const;
+  bool mayHave(Trouble trouble) const { return trouble_ == trouble || trouble_ == Trouble::All; }
   void tick();
   bool finished() const;
   static int32_t value(const Call& call, size_t number, Rank rank, size_t element);
@@ -76,6 +80,7 @@ class Simulation {
   std::vector<std::string> nodes_;  // by rank
   std::vector<std::unique_ptr<std::vector<Call>>> programs_;
   std::vector<Player> players_;
+  std::string trace_;
   int numErrors_ = 0;
 };
 
