@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+
 import pytest
 
 from smddp import plan
@@ -113,3 +116,19 @@ def test_errors_are_one_sentence(
     said = capsys.readouterr().err
     assert said.startswith("smddp.plan: ")
     assert text in said
+
+
+def test_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table in docs/architecture.md has every algorithm in the row of its collective."""
+    assert plan.main(["list"]) == 0
+    listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]]
+    text = (pathlib.Path(__file__).parents[2] / "docs/architecture.md").read_text()
+    table = text.split("## Which plan")[1].split("\n## ")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ")]
+    documented = {
+        (collective.strip(), algorithm)
+        for row in rows[1:]
+        for collective in row[1].split(",")
+        for algorithm in re.findall(r"`(\w+)`", row[2] + row[3])
+    }
+    assert documented == {(collective, algorithm) for collective, algorithm in listed}

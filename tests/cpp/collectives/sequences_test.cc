@@ -11,9 +11,9 @@
 namespace smddp::collectives {
 namespace {
 
-// A random group of up to 4 nodes with up to 4 ranks, its ranks dealt to nodes at random.
+// A random group of up to 6 nodes with up to 4 ranks, its ranks dealt to nodes at random.
 Nodes randomNodes(std::mt19937_64& random) {
-  std::vector<size_t> sizes(1 + random() % 4);
+  std::vector<size_t> sizes(1 + random() % 6);
   size_t numRanks = 0;
   for (size_t& size : sizes) numRanks += size = 1 + random() % 4;
   std::vector<size_t> nodeOfRank;

@@ -153,20 +153,27 @@ void checkAllReduce(const Buffers& buffers, size_t count, DataType type, ReduceO
                              toString(type), toString(op)));
 }
 
+template <typename Visit>
+void forEachReduction(Visit visit) {
+  for (int t = 0; t < kNumDataTypes; ++t) {
+    for (int o = 0; o < kNumReduceOps; ++o) {
+      const auto type = static_cast<DataType>(t);
+      const auto op = static_cast<ReduceOp>(o);
+      if (reduction::supports(type, op)) visit(type, op);
+    }
+  }
+}
+
 TEST_P(CollectiveTest, AllReduceIsExact) {
   runRanks(GetParam(), [](RankContext& rank) {
-    const Buffers buffers{rank};
     const auto n = static_cast<size_t>(rank.size);
-    for (int t = 0; t < kNumDataTypes; ++t) {
-      for (int o = 0; o < kNumReduceOps; ++o) {
-        const auto type = static_cast<DataType>(t);
-        const auto op = static_cast<ReduceOp>(o);
-        if (!reduction::supports(type, op)) continue;
+    for (const Memory memory : {Memory::Ordinary, Memory::Shared}) {
+      forEachReduction([&](DataType type, ReduceOp op) {
         size_t misalignment = 0;
         for (const size_t count : {size_t{0}, n - 1, n + 1, size_t{1237}}) {
-          checkAllReduce(buffers, count, type, op, misalignment++ % 2 * 3);
+          checkAllReduce({rank, memory}, count, type, op, misalignment++ % 2 * 3);
         }
-      }
+      });
     }
   });
 }
@@ -200,36 +207,69 @@ TEST_P(CollectiveTest, AllReduceInSharedMemoryIsExact) {
   });
 }
 
-TEST_P(CollectiveTest, AllRanksAndRunsGiveTheSameBits) {
-  int size = 0;
-  for (const int ranks : GetParam()) size += ranks;
-  constexpr size_t kCounts[] = {5, 1237, longCount(300'007)};
-  // results[run][case][rank]
-  std::vector<std::map<std::string, std::vector<Contents>>> results(2);
-  for (auto& run : results) {
-    std::mutex mutex;
-    runRanks(GetParam(), [&](RankContext& rank) {
-      for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
-        for (const size_t count : kCounts) {
-          std::mt19937_64 random(count * 31 + static_cast<size_t>(rank.rank));
-          std::normal_distribution<float> normal;
-          std::vector<float> input(count);
-          for (float& x : input) x = normal(random);
-          const auto whole = bytesOf(input);
-          const auto block = Buffers{rank, memory}.make(Contents(whole.begin(), whole.end()));
-          rank.run(allReduce(block->bytes(), DataType::float32, ReduceOp::AVG));
-          const std::lock_guard lock(mutex);
-          auto& all = run[fmt::format("memory {}, {} floats", static_cast<int>(memory), count)];
-          all.resize(static_cast<size_t>(size));
-          all[static_cast<size_t>(rank.rank)] = block->copy();
+// Numbers whose sums depend on the order of summation.
+template <typename Format>
+Contents randomNumbers(uint64_t seed, size_t count) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  Contents some;
+  for (size_t i = 0; i < std::min(count, size_t{4999}); ++i) {
+    append<Format>(some, Format::encode(static_cast<typename Format::Number>(normal(random))));
+  }
+  return repeat(some, count * sizeof(typename Format::Stored));
+}
+
+// What one run of all reductions leaves in each rank's output: [case][rank].
+using Bits = std::map<std::string, std::vector<Contents>>;
+
+Bits bitsOfOneRun(const std::vector<int>& layout) {
+  std::mutex mutex;
+  Bits bits;
+  runRanks(layout, [&](RankContext& rank) {
+    const auto note = [&](const std::string& name, Block& block) {
+      const std::lock_guard lock(mutex);
+      auto& all = bits[name];
+      all.resize(static_cast<size_t>(rank.size));
+      all[static_cast<size_t>(rank.rank)] = block.copy();
+    };
+    const auto runAll = [&](Memory memory, DataType type, size_t count, auto numbers) {
+      const auto ranks = static_cast<size_t>(rank.size);
+      const Buffers buffers{rank, memory};
+      const Contents all = numbers(count * 31 + static_cast<size_t>(rank.rank), ranks * count);
+      const Contents one(all.begin(),
+                         all.begin() + static_cast<std::ptrdiff_t>(all.size() / ranks));
+      const auto name =
+          fmt::format("memory {}, {} {}", static_cast<int>(memory), count, toString(type));
+      const auto block = buffers.make(one);
+      rank.run(allReduce(block->bytes(), type, ReduceOp::AVG));
+      note("allreduce, " + name, *block);
+      const auto input = buffers.make(all), output = buffers.make(one.size());
+      rank.run(reduceScatter({input->bytes()}, output->bytes(), type, ReduceOp::AVG));
+      note("reduce_scatter, " + name, *output);
+      const Rank root = rank.size - 1;
+      const auto data = buffers.make(one);
+      rank.run(reduce(data->bytes(), root, rank.rank == root, type, ReduceOp::AVG));
+      note("reduce, " + name, *data);
+    };
+    for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
+      for (const size_t count : {size_t{5}, size_t{1237}, size_t{100'007}}) {
+        for (const DataType type :
+             {DataType::float32, DataType::bfloat16, DataType::float16, DataType::complex64}) {
+          oracle::withFormat(
+              type, [&]<typename Format>() { runAll(memory, type, count, randomNumbers<Format>); });
         }
       }
-    });
-  }
-  for (const auto& [name, all] : results[0]) {
-    for (const auto& run : results) {
-      for (const Contents& one : run.at(name)) EXPECT_TRUE(one == all[0]) << name;
     }
+  });
+  return bits;
+}
+
+TEST_P(CollectiveTest, AllRanksAndRunsGiveTheSameBits) {
+  const Bits first = bitsOfOneRun(GetParam()), second = bitsOfOneRun(GetParam());
+  for (const auto& [name, all] : first) {
+    EXPECT_TRUE(all == second.at(name)) << name << ": another result in the second run";
+    if (!name.starts_with("allreduce")) continue;
+    for (const Contents& one : all) EXPECT_TRUE(one == all[0]) << name;
   }
 }
 
@@ -297,33 +337,46 @@ TEST_P(CollectiveTest, AllGatherCollectsEveryBlock) {
   });
 }
 
+// A few reductions with many counts; the others have one.
+constexpr std::pair<DataType, ReduceOp> kSomeReductions[] = {
+    {DataType::float32, ReduceOp::SUM},
+    {DataType::bfloat16, ReduceOp::AVG},
+    {DataType::float16, ReduceOp::PREMUL_SUM},
+    {DataType::int64, ReduceOp::MIN}};
+
 // The input of rank r to block b is that of rank r to an allreduce, shifted by b elements.
+void checkReduceScatter(const Buffers& buffers, size_t count, DataType type, ReduceOp op,
+                        bool list) {
+  const RankContext& rank = buffers.rank;
+  const auto tailOf = [&](Contents contents, Rank shift) {
+    const auto bytes = static_cast<size_t>(shift) * sizeOf(type);
+    contents.erase(contents.begin(), contents.begin() + static_cast<std::ptrdiff_t>(bytes));
+    return contents;
+  };
+  const size_t bytes = count * sizeOf(type);
+  Blocks all(buffers, bytes, list);
+  for (Rank b = 0; b < rank.size; ++b) {
+    const Contents input = inputOf(rank.rank, count + static_cast<size_t>(b), type, op);
+    std::ranges::copy(tailOf(input, b), all[b].begin());
+  }
+  const auto mine = buffers.make(bytes);
+  rank.run(reduceScatter(all.pieces(), mine->bytes(), type, op, kFactor));
+  const auto shift = static_cast<size_t>(rank.rank);
+  expectContents(*mine, tailOf(reduced(rank.size, count + shift, type, op), rank.rank),
+                 fmt::format("rank {}: reduce_scatter of {} {} with {}", rank.rank, count,
+                             toString(type), toString(op)));
+}
+
 TEST_P(CollectiveTest, ReduceScatterIsExact) {
   runRanks(GetParam(), [](RankContext& rank) {
     for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
+      forEachReduction([&](DataType type, ReduceOp op) {
+        checkReduceScatter({rank, memory}, 237, type, op, false);
+      });
       for (const bool list : {false, true}) {
-        for (const auto& [type, op] : {std::pair{DataType::float32, ReduceOp::SUM},
-                                       {DataType::bfloat16, ReduceOp::AVG},
-                                       {DataType::float16, ReduceOp::PREMUL_SUM},
-                                       {DataType::int64, ReduceOp::MIN}}) {
-          for (const size_t count : {size_t{0}, size_t{1}, size_t{1237}, longCount(150'001)}) {
-            const size_t bytes = count * sizeOf(type);
-            const Buffers buffers{rank, memory};
-            Blocks all(buffers, bytes, list);
-            for (Rank b = 0; b < rank.size; ++b) {
-              const auto shift = static_cast<size_t>(b);
-              const Contents input = inputOf(rank.rank, count + shift, type, op);
-              std::ranges::copy(std::span(input).subspan(shift * sizeOf(type)), all[b].begin());
-            }
-            const auto mine = buffers.make(bytes);
-            rank.run(reduceScatter(all.pieces(), mine->bytes(), type, op, kFactor));
-            const auto shift = static_cast<size_t>(rank.rank);
-            Contents expected = reduced(rank.size, count + shift, type, op);
-            expected.erase(expected.begin(),
-                           expected.begin() + static_cast<std::ptrdiff_t>(shift * sizeOf(type)));
-            expectContents(*mine, expected,
-                           fmt::format("rank {}: reduce_scatter of {} {} with {}", rank.rank, count,
-                                       toString(type), toString(op)));
+        for (const auto& [type, op] : kSomeReductions) {
+          for (const size_t count : {size_t{0}, size_t{1}, size_t{1237}, size_t{150'001}}) {
+            checkReduceScatter({rank, memory}, count, type, op, list);
           }
         }
       }
@@ -332,21 +385,26 @@ TEST_P(CollectiveTest, ReduceScatterIsExact) {
 }
 
 // Only the root's buffer changes.
+void checkReduce(const Buffers& buffers, size_t count, DataType type, ReduceOp op, Rank root) {
+  const RankContext& rank = buffers.rank;
+  const Contents input = inputOf(rank.rank, count, type, op);
+  const auto block = buffers.make(input, 8);
+  rank.run(reduce(block->bytes(), root, rank.rank == root, type, op, kFactor));
+  expectContents(*block, rank.rank == root ? reduced(rank.size, count, type, op) : input,
+                 fmt::format("rank {}: reduce of {} {} with {} to {}", rank.rank, count,
+                             toString(type), toString(op), root));
+}
+
 TEST_P(CollectiveTest, ReduceIsExact) {
   runRanks(GetParam(), [](RankContext& rank) {
     for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
-      for (const auto& [type, op] : {std::pair{DataType::float32, ReduceOp::SUM},
-                                     {DataType::bfloat16, ReduceOp::AVG},
-                                     {DataType::float16, ReduceOp::PREMUL_SUM},
-                                     {DataType::int64, ReduceOp::MIN}}) {
-        for (const size_t count : {size_t{0}, size_t{1}, size_t{1237}, size_t{150'001}}) {
-          const Rank root = static_cast<Rank>(count) % rank.size;
-          const Contents input = inputOf(rank.rank, count, type, op);
-          const auto block = Buffers{rank, memory}.make(input, 8);
-          rank.run(reduce(block->bytes(), root, rank.rank == root, type, op, kFactor));
-          expectContents(*block, rank.rank == root ? reduced(rank.size, count, type, op) : input,
-                         fmt::format("rank {}: reduce of {} {} with {} to {}", rank.rank, count,
-                                     toString(type), toString(op), root));
+      Rank root = 0;
+      forEachReduction([&](DataType type, ReduceOp op) {
+        checkReduce({rank, memory}, 1237, type, op, root++ % rank.size);
+      });
+      for (const auto& [type, op] : kSomeReductions) {
+        for (const size_t count : {size_t{0}, size_t{1}, size_t{150'001}}) {
+          checkReduce({rank, memory}, count, type, op, root++ % rank.size);
         }
       }
     }
