@@ -60,6 +60,7 @@ class Scene:
     network: hosts.Network
     clock: Path  # holds the time of the fault
     tensor: torch.Tensor
+    store_pid: int
 
     @property
     def is_culprit(self) -> bool:
@@ -136,12 +137,22 @@ def _without_descriptors(scene: Scene) -> None:
     scene.disagreement(lambda: dist.all_reduce(torch.ones(1), group=dist.new_group()), exhaust)
 
 
+def _kill_store(scene: Scene) -> None:
+    if dist.get_rank() == 0:
+        scene.start_clock()
+        os.kill(scene.store_pid, signal.SIGKILL)
+    dist.barrier()
+    dist.new_group()
+
+
 class Fault(NamedTuple):
     """One row of the table."""
 
     what: str
     act: Callable[[Scene], Any]
     reported: bool = False  # the log names the culprit before the time-out ends the call
+    culprit: str = rf"\brank {CULPRIT}\b(?!/)"  # not the "on rank 1/4" that says whose error it is
+    all_survive: bool = False
 
 
 def _reduce(**changes: Any) -> Callable[[], Any]:
@@ -202,8 +213,11 @@ FAULTS = {
         "another size",
         lambda scene: scene.disagreement(_reduce(), _reduce(count=ELEMENTS + 1)),
     ),
-    "cable": Fault("its host is cut off", _cut, reported=False),
+    "cable": Fault("its host is cut off", _cut, culprit=r"\brank [0-3] \(pid", all_survive=True),
     "descriptors": Fault("runs out of descriptors", _without_descriptors),
+    "store": Fault(
+        "loses the store, then makes a group", _kill_store, culprit="the store", all_survive=True
+    ),
 }
 
 
@@ -223,13 +237,33 @@ def _watch_log(found: list[float]) -> None:
     threading.Thread(target=pass_on, daemon=True).start()
 
 
+def _serve_store() -> tuple[dist.Store, int]:
+    """Rank 0 serves a store in a process of its own; returns a client of it and its process id."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    server = 0
+    if os.environ["RANK"] == "0":
+        owner = os.getpid()
+        server = os.fork()
+        if server == 0:
+            kept = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+            while os.getppid() == owner:
+                time.sleep(0.1)
+            del kept
+            os._exit(0)
+    wait = timedelta(seconds=TIMEOUT)
+    return dist.TCPStore(address, port, is_master=False, timeout=wait), server
+
+
 def meet(backend: str, name: str, network: hosts.Network, clock: Path) -> Told:
     """What a rank does in a trial."""
     reported: list[float] = []
     if FAULTS[name].reported:
         _watch_log(reported)
-    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
-    scene = Scene(network, clock, torch.ones(ELEMENTS))
+    store, store_pid = _serve_store()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    wait = timedelta(seconds=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+    scene = Scene(network, clock, torch.ones(ELEMENTS), store_pid)
     for _ in range(3):
         dist.all_reduce(scene.tensor)
     dist.barrier()
@@ -263,7 +297,8 @@ def run(backend: str, name: str, network: hosts.Network, folder: Path) -> Trial:
     )
     network.plug(1)
     started = float(clock.read_text())
-    survivors = [o for o in outcomes if o.rank != CULPRIT or name == "cable"]
+    fault = FAULTS[name]
+    survivors = [o for o in outcomes if o.rank != CULPRIT or fault.all_survive]
     for outcome in survivors:
         if not outcome.returned:
             how = f"process ends with {outcome.status}" if outcome.status else "no answer"
@@ -272,9 +307,7 @@ def run(backend: str, name: str, network: hosts.Network, folder: Path) -> Trial:
     silent = [one for one in told if one.at is None]
     if silent:
         return Trial(None, f"no error on {len(silent)} of {len(told)}", False, "", None)
-    # Not the "on rank 1/4" that says whose error it is. Behind a cut cable everybody is a culprit.
-    culprit = r"\brank [0-3] \(pid" if name == "cable" else rf"\brank {CULPRIT}\b(?!/)"
-    named = all(re.search(culprit, one.text) for one in told)
+    named = all(re.search(fault.culprit, one.text) for one in told)
     reports = [one.reported - started for one in told if one.reported is not None]
     return Trial(
         max(one.at for one in told) - started,
@@ -311,12 +344,27 @@ def _show(seconds: float | None) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _row(what: str, summary: dict[str, Any]) -> str:
+def _cells(summary: dict[str, Any]) -> str:
     times = f"{_show(summary['p50'])} / {_show(summary['p99'])}"
     if summary["reported_p50"] is not None:
-        times += f" (reported {_show(summary['reported_p50'])} / {_show(summary['reported_p99'])})"
-    named = "yes" if summary["named"] == summary["trials"] else "no"
-    return f"| {what} | {times} | {', '.join(summary['outcomes'])} | {named} |"
+        reported = f"{_show(summary['reported_p50'])} / {_show(summary['reported_p99'])}"
+        times += f"; in the log after {reported}"
+    named = "named" if summary["named"] == summary["trials"] else "not named"
+    outcome = ", ".join(summary["outcomes"])
+    return f"{times} | {outcome}{f', {named}' if summary['with_error'] else ''}"
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Returns the figures as a table in Markdown, one row per fault."""
+    names = list(next(iter(results.values())))
+    lines = ["| one rank … |", "|---|"]
+    for backend in results:
+        lines[0] += f" {backend}: p50 / p99 | the survivors get |"
+        lines[1] += "---|---|"
+    for name in names:
+        cells = " | ".join(_cells(results[backend][name]) for backend in results)
+        lines.append(f"| {FAULTS[name].what} | {cells} |")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -340,7 +388,8 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder, hosts.Hosts(2) as network:
                 trials = [run(backend, name, network, Path(folder)) for _ in range(options.trials)]
             results[backend][name] = _summary(trials)
-            print(f"{backend:8} {_row(FAULTS[name].what, results[backend][name])}", flush=True)
+            print(f"{name}, {backend}: {_cells(results[backend][name])}", file=sys.stderr)
+    print(table(results))
     if options.json is not None:
         about = {
             "machine": platform.platform(),

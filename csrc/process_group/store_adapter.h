@@ -11,34 +11,57 @@
 
 namespace smddp::process_group {
 
+// Runs a call of the store; says who is gone if its connection breaks.
+template <typename Call>
+auto ask(Call call) {
+  try {
+    return call();
+  } catch (const c10::DistNetworkError& error) {
+    raise(ErrorKind::PeerLost,
+          "the store does not answer ({}): the process that serves it, which is rank 0 or "
+          "torchrun on the "
+          "first host, has ended or is cut off",
+          error.what_without_backtrace());
+  }
+}
+
 class StoreAdapter final : public bootstrap::Store {
  public:
   explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
   void set(const std::string& key, const Value& value) override {
     const auto* first = reinterpret_cast<const uint8_t*>(value.data());
-    store_->set(key, std::vector<uint8_t>(first, first + value.size()));
+    ask([&] { store_->set(key, std::vector<uint8_t>(first, first + value.size())); });
   }
   Value get(const std::string& key, Nanoseconds timeout) override {
     await({key}, timeout);
-    return convert(store_->get(key));
+    return ask([&] { return convert(store_->get(key)); });
   }
-  int64_t add(const std::string& key, int64_t amount) override { return store_->add(key, amount); }
-  bool contains(const std::string& key) override { return store_->check({key}); }
+  int64_t add(const std::string& key, int64_t amount) override {
+    return ask([&] { return store_->add(key, amount); });
+  }
+  bool contains(const std::string& key) override {
+    return ask([&] { return store_->check({key}); });
+  }
   std::vector<Value> multiGet(const std::vector<std::string>& keys, Nanoseconds timeout) override {
     if (!store_->hasExtendedApi()) return bootstrap::Store::multiGet(keys, timeout);
     await(keys, timeout);
-    std::vector<Value> values;
-    for (const auto& value : store_->multiGet(keys)) values.push_back(convert(value));
-    return values;
+    return ask([&] {
+      std::vector<Value> values;
+      for (const auto& value : store_->multiGet(keys)) values.push_back(convert(value));
+      return values;
+    });
   }
 
  private:
   // How a store says that the time is over depends on its kind and version: any exception of wait() that
   // leaves keys unset counts.
   void await(const std::vector<std::string>& keys, Nanoseconds timeout) {
+    const std::chrono::milliseconds limit(std::max<Nanoseconds>(timeout / 1'000'000, 1));
     try {
-      store_->wait(keys, std::chrono::milliseconds(std::max<Nanoseconds>(timeout / 1'000'000, 1)));
+      ask([&] { store_->wait(keys, limit); });
+    } catch (const Error&) {
+      throw;
     } catch (const std::exception& error) {
       raise(ErrorKind::Timeout, "the store has no {} yet: {}", keys.front(), error.what());
     }

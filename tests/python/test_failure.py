@@ -248,6 +248,34 @@ def test_rank_that_never_comes() -> None:
         assert f"rank {CULPRIT}" in texts[rank]
 
 
+def _lose_the_store() -> Failure:
+    address, port = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    rank, owner, server = int(os.environ["RANK"]), os.getpid(), 0
+    if rank == 0:
+        server = os.fork()
+        if server == 0:
+            kept = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+            while os.getppid() == owner:
+                time.sleep(0.1)
+            del kept
+            os._exit(0)
+    wait = timedelta(seconds=20)
+    store = dist.TCPStore(address, port, is_master=False, timeout=wait)
+    dist.init_process_group("smddp", store=store, rank=rank, world_size=2, timeout=wait)
+    dist.barrier()
+    if rank == 0:
+        os.kill(server, signal.SIGKILL)
+    # What is up needs no store.
+    dist.barrier()
+    return failure_of(dist.new_group)
+
+
+def test_store_that_is_gone() -> None:
+    for failure in ranks.check_ranks(_lose_the_store, "2", rank_0_serves=True):
+        assert failure.kind == "PeerLostError", failure
+        assert "the store does not answer" in failure.text, failure
+
+
 # --- different calls ------------------------------------------------------------------------------
 
 
