@@ -19,6 +19,12 @@ std::string describe(const transport::CallFingerprint& call) {
       call.op >= kNumReduceOps) {
     return "an unknown operation";
   }
+  switch (static_cast<Agreement>(call.flags)) {
+    case Agreement::None: break;
+    case Agreement::AllToAllWithSplits: return "alltoall with split sizes";
+    case Agreement::SparseAllReduce: return "allreduce of a sparse tensor";
+    default: return "an unknown operation";
+  }
   const auto collective = static_cast<collectives::Collective>(call.collective);
   const auto type = static_cast<DataType>(call.dtype);
   if (collective == collectives::Collective::Barrier) return "barrier";
@@ -38,6 +44,10 @@ std::string describe(const transport::CallFingerprint& call) {
     text += fmt::format(" {} rank {}", isSource ? "from" : "to", root);
   }
   return text;
+}
+
+std::string describeTag(int32_t tag) {
+  return tag < 0 ? "within a collective" : fmt::format("with tag {}", tag);
 }
 
 }  // namespace smddp::engine

@@ -18,6 +18,7 @@ inline transport::CallFingerprint fingerprint(const Request& request) {
   call.collective = static_cast<uint8_t>(request.collective);
   call.dtype = static_cast<uint8_t>(request.type);
   call.op = static_cast<uint8_t>(request.op);
+  call.flags = static_cast<uint8_t>(request.agreement);
   call.root = request.root;
   call.bytes = static_cast<uint64_t>(request.bytes);
   // Ranks that scale by different factors would get a sum that nobody asked for. The factor takes the place
@@ -35,5 +36,7 @@ inline bool sameCall(const transport::CallFingerprint& a, const transport::CallF
 
 // "allreduce of 6553600 float32 (25.0 MiB), SUM"
 std::string describe(const transport::CallFingerprint& call);
+// "with tag 3"; negative tags are of messages that calls of smddp are made of.
+std::string describeTag(int32_t tag);
 
 }  // namespace smddp::engine

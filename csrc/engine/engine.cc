@@ -7,6 +7,7 @@
 #include <array>
 #include <cstring>
 #include <exception>
+#include <system_error>
 #include <utility>
 
 #include "common/log.h"
@@ -26,6 +27,8 @@ constexpr auto kAnswerPeriod = std::chrono::milliseconds(250);
 constexpr auto kWaiterPeriod = std::chrono::milliseconds(1);
 // What a peer that is still computing may delay our exit by.
 constexpr Nanoseconds kFarewell = 2'000'000'000;
+// Callbacks that wait for other operations at the same time; no sane program has so many.
+constexpr size_t kMaxThreads = 64;
 // Control messages kept for groups that this rank has yet to make.
 constexpr size_t kMaxStashed = 1024;
 
@@ -86,9 +89,14 @@ struct Engine::Patience {
 };
 
 Engine::Engine(Options options)
-    : forkGeneration_(watchForks()), process_(std::make_unique<Process>(options.process)) {
+    : forkGeneration_(watchForks()),
+      hasThreads_(options.progressThread),
+      process_(std::make_unique<Process>(options.process)) {
   process_->onControl([this](Peer& from, transport::Bytes message) { dispatch(from, message); });
-  if (options.progressThread) thread_ = std::thread([this] { progressLoop(); });
+  if (options.progressThread) {
+    const std::lock_guard lock(threadMutex_);
+    threads_.emplace_back([this] { progressLoop(/*first=*/true); });
+  }
   enroll(this);
 }
 
@@ -111,7 +119,7 @@ void Engine::requireUsable() const {
 void Engine::shutdown() {
   if (forkGeneration_ != forkGeneration.load()) {
     // The child of a fork owns neither the thread nor the connections.
-    if (thread_.joinable()) thread_.detach();
+    for (auto& thread : threads_) thread.detach();
     static_cast<void>(process_.release());
     return;
   }
@@ -137,17 +145,21 @@ void Engine::shutdown() {
     });
   };
   bool done = false;
-  while (!done && thread_.joinable() && !deadline.passed(process_->clock())) {
+  while (!done && hasThreads_ && !deadline.passed(process_->clock())) {
     call([&] { done = settled(); });
     if (!done) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  // Callbacks may wait for what has just ended.
+  runContinuations();
+  std::vector<std::thread> threads;
   {
     const std::lock_guard lock(threadMutex_);
     stop_ = true;
+    threads.swap(threads_);
   }
   threadChanged_.notify_all();
   process_->doorbell().ringSelf();
-  if (thread_.joinable()) thread_.join();
+  for (auto& thread : threads) thread.join();
   remains_.clear();
   stash_.clear();
   process_.reset();
@@ -323,10 +335,13 @@ void Engine::expire(Group& group, const Completion& completion, Nanoseconds wait
 }
 
 void Engine::abort(Group& group, const std::string& reason) {
-  breakOff(group, [&] { group.fail(Error(ErrorKind::Aborted, reason)); });
+  fail(group, Error(ErrorKind::Aborted, reason));
 }
 
-// Active, because the other nodes have to be told.
+void Engine::fail(Group& group, const Error& error) {
+  breakOff(group, [&] { group.fail(error); });
+}
+
 void Engine::breakOff(Group& group, const std::function<void()>& failing) {
   if (!process_ || forkGeneration_ != forkGeneration.load()) return;
   call([&] {
@@ -335,6 +350,14 @@ void Engine::breakOff(Group& group, const std::function<void()>& failing) {
     collectContinuations();
   });
   runContinuations();
+}
+
+void Engine::finish(Completion& completion, std::optional<Error> error) {
+  for (const auto& action : completion.finish(std::move(error))) action();
+  // Who waits sleeps as owner or beside it.
+  if (process_) process_->doorbell().ringSelf();
+  const std::lock_guard lock(waitMutex_);
+  waitChanged_.notify_all();
 }
 
 void Engine::call(const std::function<void()>& action) {
@@ -405,7 +428,7 @@ void Engine::release() {
   if (waiters_.load() > 0) {
     const std::lock_guard lock(waitMutex_);
     waitChanged_.notify_all();
-  } else if (busy && thread_.joinable()) {
+  } else if (busy && hasThreads_) {
     const std::lock_guard lock(threadMutex_);
     threadChanged_.notify_one();
   }
@@ -538,17 +561,36 @@ void Engine::runContinuations() {
   }
 }
 
-void Engine::progressLoop() {
+// A continuation may wait for a future that only a progress thread can complete: another one stands by then.
+void Engine::keepOneIdle() {
+  const std::lock_guard lock(threadMutex_);
+  if (stop_ || idle_ > 0) return;
+  if (threads_.size() >= kMaxThreads) {
+    SMDDP_LOG(Warn, "engine", "{} callbacks of finished operations are at work or wait",
+              threads_.size());
+    return;
+  }
+  try {
+    threads_.emplace_back([this] { progressLoop(/*first=*/false); });
+  } catch (const std::system_error& error) {
+    SMDDP_LOG(Warn, "engine", "no thread for progress beside callbacks: {}", error.what());
+  }
+}
+
+void Engine::progressLoop(bool first) {
   pthread_setname_np(pthread_self(), "smddp-progress");
-  const transport::shm::Lifeline lifeline(process_->sharedSlab());
+  std::optional<transport::shm::Lifeline> lifeline;
+  if (first) lifeline.emplace(process_->sharedSlab());
   while (true) {
     {
       std::unique_lock lock(threadMutex_);
+      ++idle_;
       // Whoever owns the engine tells us when he lets go of it with something left to do. While nothing is
       // in flight here, ranks of other nodes may wait for us and ask what we are doing.
       threadChanged_.wait_for(lock, kAnswerPeriod, [this] {
         return stop_ || (busy_.load() && waiters_.load() == 0 && !owned_.load());
       });
+      --idle_;
       if (stop_) return;
     }
     if (!tryOwn()) continue;
@@ -559,6 +601,7 @@ void Engine::progressLoop() {
       for (Group* group : active_) group->fail(Error(ErrorKind::Internal, error.what()));
       collectContinuations();
     }
+    if (!continuations_.empty()) keepOneIdle();
     release();
     runContinuations();
   }

@@ -9,8 +9,9 @@
 // or it is time to look after the peers' health.
 //
 // Threads: all public functions from any thread. Continuations run without ownership, on the thread that completed
-// the operation; they may submit and wait.
-// Ends: shutdown() (or the destructor) leaves all groups and joins the thread. After fork() the child's copy
+// the operation; they may submit and wait, also for futures, which drives nothing: so a progress thread has another one
+// stand by before it runs any.
+// Ends: shutdown() (or the destructor) leaves all groups and joins the threads. After fork() the child's copy
 // refuses every call.
 #pragma once
 
@@ -21,6 +22,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -50,6 +52,10 @@ class Engine {
   void finishGroup(const std::shared_ptr<Group>& group,
                    const std::vector<bootstrap::Introduction>& introductions,
                    const std::vector<std::string>& nodeOfRank);
+  // A group of some of `parent`'s ranks, who know one another already: no store, one small message from each to the
+  // first of them and back. `members` are ranks of the parent; all of them call this in the same order.
+  std::shared_ptr<Group> splitGroup(const std::shared_ptr<Group>& parent, const Group::Spec& spec,
+                                    const std::vector<Rank>& members, Nanoseconds timeout);
   // Idempotent. Operations in flight end with Aborted.
   void destroyGroup(const std::shared_ptr<Group>& group);
 
@@ -64,6 +70,10 @@ class Engine {
   void expire(Group& group, const Completion& completion, Nanoseconds waited);
   // Ends everything in flight on the group, on all ranks.
   void abort(Group& group, const std::string& reason);
+  // The same with an error that somebody above the engine has found.
+  void fail(Group& group, const Error& error);
+  // Ends an operation that was made of several, as seen by those who wait for it.
+  void finish(Completion& completion, std::optional<Error> error);
   // Runs `action` on the engine's owner and returns when it has run. Exceptions pass through.
   void call(const std::function<void()>& action);
 
@@ -94,7 +104,8 @@ class Engine {
   void runContinuations();
   void look();
   void breakOff(Group& group, const std::function<void()>& failing);
-  void progressLoop();
+  void progressLoop(bool first);
+  void keepOneIdle();
   void activate(Group& group);
   void dispatch(Peer& from, transport::Bytes message);
   void reap();
@@ -104,6 +115,7 @@ class Engine {
   CompletionPtr submitAny(Group& group, Operation operation);
 
   const uint32_t forkGeneration_;
+  const bool hasThreads_;
   std::unique_ptr<Process> process_;
   std::atomic<bool> owned_{false};
 
@@ -132,10 +144,11 @@ class Engine {
 
   std::mutex threadMutex_;
   std::condition_variable threadChanged_;
-  std::atomic<bool> busy_{false};  // something is in flight
-  bool stop_ = false;              // guarded by threadMutex_
-  bool shutDown_ = false;          // owner only
-  std::thread thread_;
+  std::atomic<bool> busy_{false};     // something is in flight
+  bool stop_ = false;                 // guarded by threadMutex_
+  bool shutDown_ = false;             // owner only
+  int idle_ = 0;                      // guarded by threadMutex_: threads that wait for work
+  std::vector<std::thread> threads_;  // guarded by threadMutex_; the first holds the lifeline
 };
 
 }  // namespace smddp::engine

@@ -272,8 +272,10 @@ bool Executor::received(const Step& step, uint32_t stepIndex, int64_t trip) {
   if (channel.ends->receive->arrived() < number) return false;
   const transport::PutHeader& header = channel.ends->receive->header(number);
   if (!sameCall(header.call, binding_.call)) {
-    raise(ErrorKind::Mismatch, "rank {} is in {} while this rank is in {}", step.who,
-          describe(header.call), describe(binding_.call));
+    raise(ErrorKind::Mismatch,
+          "rank {} is in {} while rank {} is in {}: all ranks must make the same calls in the same "
+          "order",
+          step.who, describe(header.call), topology_.me(), describe(binding_.call));
   }
   if (header.length != static_cast<uint64_t>(step.length)) {
     raise(ErrorKind::Mismatch,

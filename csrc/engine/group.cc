@@ -117,6 +117,14 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
   }
 }
 
+bootstrap::Introduction Group::introductionOf(Rank rank, std::vector<std::byte> group) const {
+  const Peer* peer = members_[rank].peer;
+  if (peer == nullptr) return process_.introduce(std::move(group));
+  bootstrap::Introduction introduction = peer->introduction;
+  introduction.group = std::move(group);
+  return introduction;
+}
+
 Group::~Group() {
   // Freed pages read as zeros at once: to a mate that is still at the last operation, a wrong result. The
   // memory then lives until the last mate has unmapped it.

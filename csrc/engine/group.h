@@ -62,6 +62,8 @@ class Group final : private Matcher::Host {
   const Spec& spec() const { return spec_; }
   uint64_t id() const { return id_; }
   const plan::Topology& topology() const { return *topology_; }
+  // What a rank said of itself when it was met, with `group` as what concerns a group.
+  bootstrap::Introduction introductionOf(Rank rank, std::vector<std::byte> group) const;
   bool spansNodes() const { return topology_->numNodes() > 1; }
 
   void submit(Request request, CompletionPtr completion);

@@ -237,7 +237,7 @@ Error Group::lateError(const Active& active, Nanoseconds waited) const {
   const uint64_t sequence = active.operations.empty() ? 0 : active.operations.front().sequence;
   const Blame blame = blameFor(at.awaited, sequence);
   return Error(ErrorKind::Timeout,
-               fmt::format("(Timed out) after {:.1f} s, rank {} waits {} for rank{} {}{}",
+               fmt::format("Timed out after {:.1f} s, rank {} waits {} for rank{} {}{}",
                            static_cast<double>(waited) * 1e-9, spec_.me, at.where,
                            at.awaited.size() == 1 ? "" : "s", list(at.awaited), culprit(blame)));
 }
@@ -246,11 +246,11 @@ Error Group::lateError(const Exchange& exchange, Nanoseconds waited) const {
   const Rank peer = exchange.message.peer;
   const Blame blame = peer == kAnySource ? Blame{} : blameFor({peer}, 0);
   return Error(ErrorKind::Timeout,
-               fmt::format("(Timed out) after {:.1f} s, rank {} waits to {} {} with tag {}{}",
+               fmt::format("Timed out after {:.1f} s, rank {} waits to {} {} {}{}",
                            static_cast<double>(waited) * 1e-9, spec_.me,
                            exchange.message.send ? "send to" : "receive from",
                            peer == kAnySource ? "any rank" : fmt::format("rank {}", peer),
-                           exchange.message.tag, culprit(blame)));
+                           describeTag(exchange.message.tag), culprit(blame)));
 }
 
 std::string Group::culprit(const Blame& blame) const {

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "common/error.h"
+#include "engine/call.h"
 
 namespace smddp::engine {
 namespace {
@@ -115,9 +116,9 @@ void Matcher::accept(Rank from, const Announced& message, Exchange exchange) {
     // It ends with the group, like all that is open.
     posted_.push_back(std::move(exchange));
     raise(ErrorKind::Mismatch,
-          "rank {} sends {} bytes with tag {} to rank {}, which receives {}: the tensors on both "
-          "sides must have the same size",
-          from, message.bytes, message.tag, me_, expected);
+          "rank {} sends {} bytes {} to rank {}, which receives {}: the tensors on both sides must "
+          "have the same size",
+          from, message.bytes, describeTag(message.tag), me_, expected);
   }
   OfferMessage answer;
   answer.header.kind = kAccept;
@@ -156,8 +157,8 @@ void Matcher::copyToSelf(Exchange& send, Exchange& receive) {
   if (send.bytes != receive.bytes) {
     toSelf_.push_back(std::move(send));
     posted_.push_back(std::move(receive));
-    raise(ErrorKind::Mismatch, "rank {} sends itself {} bytes with tag {} and receives {}", me_,
-          toSelf_.back().bytes, toSelf_.back().message.tag, posted_.back().bytes);
+    raise(ErrorKind::Mismatch, "rank {} sends itself {} bytes {} and receives {}", me_,
+          toSelf_.back().bytes, describeTag(toSelf_.back().message.tag), posted_.back().bytes);
   }
   const Buffer from(send.message.buffer);
   const Buffer to(receive.message.buffer);

@@ -21,6 +21,9 @@ inline int64_t totalBytes(const Pieces& pieces) {
   return total;
 }
 
+// For calls that travel as messages: what the collective is by which all ranks agree to be in the same one.
+enum class Agreement : uint8_t { None, AllToAllWithSplits, SparseAllReduce };
+
 // A collective call of this rank. Buffers are laid out as collectives::Shape says.
 struct Request {
   collectives::Collective collective = collectives::Collective::Barrier;
@@ -29,7 +32,8 @@ struct Request {
   double factor = 1.0;  // PREMUL_SUM
   Rank root = 0;
   int64_t bytes = 0;  // Shape::bytes
-  Pieces input;       // empty where the call works in place on the output
+  Agreement agreement = Agreement::None;
+  Pieces input;  // empty where the call works in place on the output
   Pieces output;
   Nanoseconds timeout = 0;
   // The caller waits for the result right after submitting: it may as well run the operation itself.

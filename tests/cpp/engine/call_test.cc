@@ -42,6 +42,22 @@ TEST(Call, IsToldInWords) {
   EXPECT_EQ(told(requestFor(Collective::Barrier)), "barrier");
 }
 
+// What carries the fingerprint of a call made of messages is not told, the call is.
+TEST(Call, MadeOfMessagesIsToldByItsName) {
+  Request splits = requestFor(Collective::Barrier);
+  splits.agreement = Agreement::AllToAllWithSplits;
+  EXPECT_EQ(told(splits), "alltoall with split sizes");
+  EXPECT_FALSE(sameCall(fingerprint(splits), fingerprint(requestFor(Collective::Barrier))));
+  Request sparse = requestFor(Collective::AllGather);
+  sparse.agreement = Agreement::SparseAllReduce;
+  EXPECT_EQ(told(sparse), "allreduce of a sparse tensor");
+  transport::CallFingerprint unknown = fingerprint(splits);
+  unknown.flags = 77;
+  EXPECT_EQ(describe(unknown), "an unknown operation");
+  EXPECT_EQ(describeTag(3), "with tag 3");
+  EXPECT_EQ(describeTag(-20), "within a collective");
+}
+
 // A scaled reduce has a factor and a root; each alone makes another call.
 TEST(Call, DiffersWithEveryPartOfTheRequest) {
   const Request usual = requestFor(Collective::Reduce, ReduceOp::PREMUL_SUM);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <future>
 #include <numeric>
 #include <random>
 
@@ -180,6 +181,27 @@ TEST_P(InFlightTest, SubGroups) {
     for (int i = 0; i < size; ++i)
       EXPECT_EQ(ranks[static_cast<size_t>(i)], parity + 2 * (size - 1 - i));
     rank.run(barrier());
+  });
+}
+
+// What a continuation waits for here is told by another continuation, as torch's futures do.
+TEST_P(InFlightTest, ContinuationsMayWaitForOneAnother) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    constexpr int kDepth = 5;
+    std::vector<Vector> vectors;
+    for (int i = 0; i <= kDepth; ++i) vectors.emplace_back(rank, 100, i);
+    std::function<void(int)> descend = [&](int depth) {
+      const auto completion = begin(rank, *rank.group, allReduce(bytesOf(vectors[depth].values)));
+      const auto ended = std::make_shared<std::promise<void>>();
+      auto told = ended->get_future();
+      completion->then([&, ended, depth] {
+        if (depth < kDepth) descend(depth + 1);
+        ended->set_value();
+      });
+      told.wait();
+    };
+    descend(0);
+    for (const Vector& vector : vectors) EXPECT_TRUE(vector.isSumOver(rank.size));
   });
 }
 

@@ -1,0 +1,81 @@
+// Groups made of a group's ranks, without the store.
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "engine/calls.h"
+#include "support/ranks.h"
+
+namespace smddp::test {
+namespace {
+
+// The group of `members`, ranks of `parent`, or null for ranks that are not in it.
+std::shared_ptr<engine::Group> split(RankContext& rank,
+                                     const std::shared_ptr<engine::Group>& parent,
+                                     const std::vector<Rank>& members) {
+  const auto me = std::find(members.begin(), members.end(), parent->spec().me);
+  if (me == members.end()) return nullptr;
+  const engine::Group::Spec spec{"part", static_cast<Rank>(me - members.begin()),
+                                 static_cast<int>(members.size())};
+  return rank.engine.splitGroup(parent, spec, members, kTimeout);
+}
+
+// What the group's ranks are in the first group, in the order of the new one.
+std::vector<int32_t> gathered(RankContext& rank, const std::shared_ptr<engine::Group>& group) {
+  std::vector<int32_t> mine{rank.rank};
+  std::vector<int32_t> all(static_cast<size_t>(group->spec().size));
+  auto request = allGather(bytesOf(mine), {bytesOf(all)});
+  request.timeout = kTimeout;
+  const auto completion = rank.engine.submit(*group, std::move(request));
+  rank.engine.wait(*completion);
+  if (completion->error()) throw *completion->error();
+  return all;
+}
+
+class SplitTest : public testing::TestWithParam<std::vector<int>> {};
+INSTANTIATE_TEST_SUITE_P(Layouts, SplitTest,
+                         testing::Values(std::vector{4}, std::vector{2, 2}, std::vector{3, 1},
+                                         std::vector{1, 1, 1, 1}));
+
+TEST_P(SplitTest, AnyRanksInAnyOrder) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const std::vector<std::vector<Rank>> parts{{0, 1, 2, 3}, {3, 1}, {2}, {1, 2, 0}};
+    for (const auto& members : parts) {
+      const auto group = split(rank, rank.group, members);
+      if (group) {
+        EXPECT_EQ(gathered(rank, group), members);
+      }
+    }
+  });
+}
+
+TEST_P(SplitTest, PartsAreMadeAtTheSameTimeAndSplitAgain) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const std::vector<Rank> mine =
+        rank.rank % 2 == 0 ? std::vector<Rank>{2, 0} : std::vector<Rank>{1, 3};
+    const auto half = split(rank, rank.group, mine);
+    EXPECT_EQ(gathered(rank, half), mine);
+    const auto turned = split(rank, half, {1, 0});
+    EXPECT_EQ(gathered(rank, turned), (std::vector<Rank>{mine[1], mine[0]}));
+    // The first group and the parts go on side by side, and without one another.
+    EXPECT_EQ(gathered(rank, rank.group), (std::vector<Rank>{0, 1, 2, 3}));
+    rank.engine.destroyGroup(half);
+    EXPECT_EQ(gathered(rank, turned).size(), 2u);
+  });
+}
+
+TEST(SplitTest, ARankThatIsMissingIsAnError) {
+  runRanks({2}, [](RankContext& rank) {
+    if (rank.rank == 1) return;
+    const engine::Group::Spec spec{"part", 0, 2};
+    try {
+      rank.engine.splitGroup(rank.group, spec, {0, 1}, 300'000'000);
+      FAIL() << "rank 1 never came";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::Timeout) << error.what();
+    }
+  });
+}
+
+}  // namespace
+}  // namespace smddp::test
