@@ -32,6 +32,8 @@ void bindProcessGroup(py::module& m) {
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            Release())
       .def("describe", &ProcessGroup::describe, Release())
+      // new_group() calls it, where a device is bound, on ranks that are not in the new group.
+      .def("perform_nocolor_split", [](ProcessGroup&, const c10::Device&) {})
       .def("statistics", [](ProcessGroup& group) {
         std::map<std::string, smddp::engine::AlgorithmUse> uses;
         {

@@ -1,7 +1,10 @@
 #include "process_group/checks.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "engine/capabilities.h"
@@ -36,16 +39,12 @@ double factorOf(OpName name, const c10d::ReduceOp& op) {
   return factor.item<double>();
 }
 
-// The bytes of a tensor are its elements, and are there.
-void requirePlainBytes(OpName op, const at::Tensor& tensor) {
-  if (tensor.is_conj() || tensor.is_neg()) {
-    invalid(op, "a {} is a lazily conjugated or negated view; pass tensor.resolve_{}()",
-            shapeOf(tensor), tensor.is_conj() ? "conj" : "neg");
-  }
-  // Beyond it reach views whose storage was resized, and dtypes with several elements to a byte.
-  const auto first = static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize();
+// Beyond their storage reach views whose storage was resized, and dtypes with several elements to a byte.
+void requireStorage(OpName op, const at::Tensor& tensor) {
+  const auto needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
+                                                       tensor.itemsize(), tensor.storage_offset());
   const size_t bytes = tensor.storage().nbytes();
-  if (tensor.numel() > 0 && first + tensor.nbytes() > bytes) {
+  if (tensor.numel() > 0 && needed > bytes) {
     invalid(op, "a {} reaches beyond the {} bytes of its storage", shapeOf(tensor), bytes);
   }
 }
@@ -65,18 +64,14 @@ void requireDense(OpName op, const at::Tensor& tensor) {
   if (!tensor.device().is_cpu()) {
     notImplemented(op, c10::str("for tensors on ", tensor.device(), "; move them to the CPU"));
   }
-  if (!tensor.is_non_overlapping_and_dense()) {
-    invalid(op, "a {} has gaps or overlaps in memory (strides {}); pass tensor.contiguous()",
-            shapeOf(tensor), c10::str(tensor.strides()));
-  }
-  requirePlainBytes(op, tensor);
+  requireStorage(op, tensor);
 }
 
-void requireContiguous(OpName op, const at::Tensor& tensor) {
+void requireWritable(OpName op, const at::Tensor& tensor) {
   requireDense(op, tensor);
-  if (!tensor.is_contiguous()) {
-    invalid(op, "a {} is not contiguous (strides {}); pass tensor.contiguous()", shapeOf(tensor),
-            c10::str(tensor.strides()));
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    invalid(op, "elements of a {} share memory (strides {}); pass tensor.contiguous()",
+            shapeOf(tensor), c10::str(tensor.strides()));
   }
 }
 
@@ -105,13 +100,66 @@ void requireList(OpName op, const std::vector<at::Tensor>& list, size_t count,
     invalid(op, "the {} must have one tensor per rank ({}), got {}", listName, count, list.size());
   }
   for (const at::Tensor& tensor : list) {
-    requireContiguous(op, tensor);
+    requireDense(op, tensor);
     requireSameType(op, tensor, like);
-    if (tensor.numel() != like.numel()) {
-      invalid(op, "all tensors of the {} must have {} elements, got {}", listName, like.numel(),
-              tensor.numel());
-    }
   }
+}
+
+bool sameSizes(const std::vector<at::Tensor>& list, const at::Tensor& like) {
+  return std::all_of(list.begin(), list.end(),
+                     [&](const at::Tensor& tensor) { return tensor.numel() == like.numel(); });
+}
+
+void requireSameSizes(OpName op, const std::vector<at::Tensor>& list, const at::Tensor& like,
+                      const char* listName) {
+  for (const at::Tensor& tensor : list) {
+    if (tensor.numel() == like.numel()) continue;
+    invalid(op, "all tensors of the {} must have {} elements, got {}", listName, like.numel(),
+            tensor.numel());
+  }
+}
+
+const std::vector<at::Tensor>& onlyList(OpName op,
+                                        const std::vector<std::vector<at::Tensor>>& lists,
+                                        bool takesPart, const char* listName) {
+  static const std::vector<at::Tensor> none;
+  if (takesPart) {
+    if (lists.size() != 1) invalid(op, "expects one {}, got {}", listName, lists.size());
+    return lists.front();
+  }
+  const bool empty =
+      std::all_of(lists.begin(), lists.end(), [](const auto& list) { return list.empty(); });
+  if (!empty) invalid(op, "only the root rank has an {}", listName);
+  return none;
+}
+
+std::vector<int64_t> elementsPerRank(OpName op, const at::Tensor& tensor,
+                                     const std::vector<int64_t>& splits, int64_t size,
+                                     const char* name) {
+  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+  if (splits.empty()) {
+    if (rows % size != 0) {
+      invalid(op, "{} rows of the {} do not divide among {} ranks; pass its split sizes", rows,
+              name, size);
+    }
+    return std::vector<int64_t>(static_cast<size_t>(size), tensor.numel() / size);
+  }
+  if (static_cast<int64_t>(splits.size()) != size) {
+    invalid(op, "the {} needs one split size per rank ({}), got {}", name, size, splits.size());
+  }
+  int64_t sum = 0;
+  for (const int64_t split : splits) {
+    if (split < 0) invalid(op, "a split size of the {} is negative: {}", name, split);
+    sum += split;
+  }
+  if (sum != rows) {
+    invalid(op, "the split sizes of the {} add up to {}, but it has {} rows", name, sum, rows);
+  }
+  std::vector<int64_t> elements;
+  for (const int64_t split : splits) {
+    elements.push_back(rows == 0 ? 0 : split * (tensor.numel() / rows));
+  }
+  return elements;
 }
 
 void requireRank(OpName op, int64_t rank, int64_t size, const char* what) {
@@ -158,10 +206,6 @@ void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::R
     undefined(name, "{} of {} is undefined", toString(request.op), toString(type));
   }
   if (request.op == ReduceOp::PREMUL_SUM) request.factor = factorOf(name, op);
-}
-
-std::span<std::byte> bytesOf(const at::Tensor& tensor) {
-  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
 }
 
 }  // namespace smddp::process_group

@@ -27,15 +27,17 @@ EngineSlot& engineSlot() {
 
 // Tensors that an operation reads or writes after the call that started it has returned.
 std::shared_ptr<void> keepAlive(const Work::Call& call) {
-  return std::make_shared<std::pair<std::vector<at::Tensor>, std::vector<std::vector<at::Tensor>>>>(
-      call.inputs, call.outputs);
+  auto tensors = std::make_shared<std::vector<at::Tensor>>(call.inputs);
+  for (const auto& list : call.outputs) tensors->insert(tensors->end(), list.begin(), list.end());
+  const auto& kept = call.staging.kept();
+  tensors->insert(tensors->end(), kept.begin(), kept.end());
+  return tensors;
 }
 
-engine::Pieces piecesOf(const std::vector<at::Tensor>& tensors) {
-  engine::Pieces pieces;
-  pieces.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) pieces.push_back(bytesOf(tensor));
-  return pieces;
+// Groups in which this thread is coalescing, and the calls it has made since.
+std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>>& coalescing() {
+  thread_local std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>> calls;
+  return calls;
 }
 
 }  // namespace
@@ -83,6 +85,14 @@ ProcessGroup::ProcessGroup(const intrusive_ptr<c10d::Store>& store, int rank, in
   init();
 }
 
+ProcessGroup::ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout)
+    : Backend(group->spec().me, group->spec().size),
+      engine_(sharedEngine()),
+      group_(std::move(group)),
+      timeoutMs_(timeout.count()) {
+  init();
+}
+
 ProcessGroup::~ProcessGroup() {
   try {
     shutdown();
@@ -92,7 +102,8 @@ ProcessGroup::~ProcessGroup() {
 }
 
 intrusive_ptr<c10d::Backend::Options> ProcessGroup::getBackendOptions() {
-  return c10::make_intrusive<Options>(std::chrono::milliseconds(timeoutMs_.load()));
+  return c10::make_intrusive<c10d::Backend::Options>(getBackendName(),
+                                                     std::chrono::milliseconds(timeoutMs_.load()));
 }
 
 void ProcessGroup::setTimeout(std::chrono::milliseconds timeout) { timeoutMs_ = timeout.count(); }
@@ -126,25 +137,51 @@ std::shared_ptr<engine::Group> ProcessGroup::group() const {
   return group_;
 }
 
+intrusive_ptr<c10d::Backend> ProcessGroup::split(
+    const intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
+    const intrusive_ptr<c10d::Backend::Options>& options) {
+  const std::vector<Rank> members(ranks.begin(), ranks.end());
+  for (const Rank rank : members) requireRank("split_group", rank, getSize(), "member");
+  const auto me = std::find(members.begin(), members.end(), getRank());
+  if (me == members.end()) return nullptr;
+  const auto timeout = options ? options->timeout : std::chrono::milliseconds(timeoutMs_.load());
+  const engine::Group::Spec spec{options ? options->group_name : "",
+                                 static_cast<Rank>(me - members.begin()),
+                                 static_cast<int>(members.size())};
+  const auto parent = group();
+  return translated([&] {
+    return c10::make_intrusive<ProcessGroup>(
+        engine_->splitGroup(parent, spec, members, nanoseconds(timeout)), timeout);
+  });
+}
+
+Nanoseconds ProcessGroup::nanoseconds(std::chrono::milliseconds timeout) const {
+  if (timeout == c10d::kUnsetTimeout) timeout = std::chrono::milliseconds(timeoutMs_.load());
+  return std::chrono::nanoseconds(timeout).count();
+}
+
 Request ProcessGroup::newRequest(Collective collective, std::chrono::milliseconds timeout,
                                  bool asyncOp) const {
   Request request;
   request.collective = collective;
-  const int64_t milliseconds = timeout == c10d::kUnsetTimeout ? timeoutMs_.load() : timeout.count();
-  request.timeout = std::chrono::nanoseconds(std::chrono::milliseconds(milliseconds)).count();
+  request.timeout = nanoseconds(timeout);
   request.willWait = !asyncOp;
   return request;
 }
 
-intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> requests) {
+intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> requests,
+                                         std::vector<engine::Message> messages) {
   const auto target = group();
-  call.sequence = ++sequence_;
-  const bool willWait = std::all_of(requests.begin(), requests.end(),
-                                    [](const Request& request) { return request.willWait; });
-  std::shared_ptr<void> tensors = willWait ? nullptr : keepAlive(call);
+  if (!requests.empty() && call.sequence == 0) call.sequence = ++sequence_;
+  const bool willWait =
+      messages.empty() && std::all_of(requests.begin(), requests.end(),
+                                      [](const Request& request) { return request.willWait; });
+  // Who waits has the tensors; copies of ours would die with a Work that failed, which the network may still use.
+  const bool mustKeep = !willWait || !call.staging.kept().empty();
+  const std::shared_ptr<void> tensors = mustKeep ? keepAlive(call) : nullptr;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
   std::vector<engine::CompletionPtr> completions;
-  completions.reserve(requests.size());
+  completions.reserve(requests.size() + messages.size());
   translated([&] {
     for (Request& request : requests) {
       request.keepAlive = tensors;
@@ -152,247 +189,38 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
       request.willWait = willWait && &request == &requests.back();
       completions.push_back(engine_->submit(*target, std::move(request)));
     }
+    for (engine::Message& message : messages) {
+      message.keepAlive = tensors;
+      completions.push_back(engine_->submit(*target, std::move(message)));
+    }
   });
+  work->start(std::move(completions));
+  record(work);
+  return work;
+}
+
+void ProcessGroup::startCoalescing() { coalescing()[this].clear(); }
+
+intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
+  auto calls = coalescing().extract(this);
+  if (calls.empty()) throw std::invalid_argument("smddp: coalescing ends that was not started");
+  Work::Call call;
+  call.type = c10d::OpType::COALESCED;
+  call.title = "smddp:coalesced";
+  call.parts = std::move(calls.mapped());
+  std::vector<engine::CompletionPtr> completions;
+  for (const auto& part : call.parts) {
+    completions.insert(completions.end(), part->completions().begin(), part->completions().end());
+  }
+  auto work = c10::make_intrusive<Work>(getRank(), engine_, group(), std::move(call));
   work->start(std::move(completions));
   return work;
 }
 
-intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tensors,
-                                                  const c10d::BroadcastOptions& options) {
-  constexpr auto kName = "broadcast";
-  const at::Tensor& tensor = onlyTensor(kName, tensors);
-  requireDense(kName, tensor);
-  requireRank(kName, options.rootRank, getSize(), "source");
-  Request request = newRequest(Collective::Broadcast, options.timeout, options.asyncOp);
-  request.root = static_cast<Rank>(options.rootRank);
-  request.output = {bytesOf(tensor)};
-  request.bytes = static_cast<int64_t>(tensor.nbytes());
-  return submit({c10d::OpType::BROADCAST, "smddp:broadcast", 0, tensors, {tensors}},
-                {std::move(request)});
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tensors,
-                                                  const c10d::AllreduceOptions& options) {
-  constexpr auto kName = "all_reduce";
-  const at::Tensor& tensor = onlyTensor(kName, tensors);
-  requireDense(kName, tensor);
-  Request request = newRequest(Collective::AllReduce, options.timeout, options.asyncOp);
-  request.type = reducibleType(kName, tensor);
-  setReduceOp(kName, options.reduceOp, request.type, request);
-  request.output = {bytesOf(tensor)};
-  request.bytes = static_cast<int64_t>(tensor.nbytes());
-  return submit({c10d::OpType::ALLREDUCE, "smddp:all_reduce", 0, tensors, {tensors}},
-                {std::move(request)});
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
-    std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  constexpr auto kName = "all_reduce_coalesced";
-  if (tensors.empty()) throw std::invalid_argument("smddp: all_reduce_coalesced: no tensors");
-  Request request = newRequest(Collective::AllReduce, options.timeout, options.asyncOp);
-  request.type = reducibleType(kName, tensors.front());
-  setReduceOp(kName, options.reduceOp, request.type, request);
-  for (const at::Tensor& tensor : tensors) {
-    requireDense(kName, tensor);
-    requireSameType(kName, tensor, tensors.front());
-    request.bytes += static_cast<int64_t>(tensor.nbytes());
-  }
-  request.output = piecesOf(tensors);
-  return submit({c10d::OpType::ALLREDUCE_COALESCED, "smddp:all_reduce", 0, tensors, {tensors}},
-                {std::move(request)});
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                                  std::vector<at::Tensor>& inputs,
-                                                  const c10d::AllgatherOptions& options) {
-  constexpr auto kName = "all_gather";
-  const at::Tensor& input = onlyTensor(kName, inputs);
-  requireContiguous(kName, input);
-  if (outputs.size() != 1)
-    throw std::invalid_argument("smddp: all_gather: expects one output list");
-  requireList(kName, outputs.front(), static_cast<size_t>(getSize()), input, "output list");
-  Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
-  request.input = {bytesOf(input)};
-  request.output = piecesOf(outputs.front());
-  request.bytes = static_cast<int64_t>(input.nbytes());
-  return submit({c10d::OpType::ALLGATHER, "smddp:all_gather", 0, inputs, outputs},
-                {std::move(request)});
-}
-
-Request ProcessGroup::gatherRequest(const char* name, const at::Tensor& output,
-                                    const at::Tensor& input,
-                                    const c10d::AllgatherOptions& options) const {
-  requireContiguous(name, input);
-  requireContiguous(name, output);
-  requireMultiple(name, output, input, getSize(), "output", "input");
-  Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
-  request.input = {bytesOf(input)};
-  request.output = {bytesOf(output)};
-  request.bytes = static_cast<int64_t>(input.nbytes());
-  return request;
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                        const c10d::AllgatherOptions& options) {
-  Request request = gatherRequest("all_gather_into_tensor", output, input, options);
-  return submit({c10d::OpType::_ALLGATHER_BASE, "smddp:all_gather", 0, {input}, {{output}}},
-                {std::move(request)});
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::allgather_into_tensor_coalesced(
-    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-    const c10d::AllgatherOptions& options) {
-  constexpr auto kName = "all_gather_into_tensor_coalesced";
-  TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(), "smddp: ", kName,
-                    ": needs as many outputs as inputs, and at least one");
-  std::vector<Request> requests;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    requests.push_back(gatherRequest(kName, outputs[i], inputs[i], options));
-  }
-  return submit({c10d::OpType::COALESCED, "smddp:all_gather", 0, inputs, {outputs}},
-                std::move(requests));
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& outputs,
-                                                       std::vector<std::vector<at::Tensor>>& inputs,
-                                                       const c10d::ReduceScatterOptions& options) {
-  constexpr auto kName = "reduce_scatter";
-  const at::Tensor& output = onlyTensor(kName, outputs);
-  requireContiguous(kName, output);
-  if (inputs.size() != 1) {
-    throw std::invalid_argument("smddp: reduce_scatter: expects one input list");
-  }
-  requireList(kName, inputs.front(), static_cast<size_t>(getSize()), output, "input list");
-  Request request = newRequest(Collective::ReduceScatter, options.timeout, options.asyncOp);
-  request.type = reducibleType(kName, output);
-  setReduceOp(kName, options.reduceOp, request.type, request);
-  request.input = piecesOf(inputs.front());
-  request.output = {bytesOf(output)};
-  request.bytes = static_cast<int64_t>(output.nbytes());
-  return submit(
-      {c10d::OpType::REDUCE_SCATTER, "smddp:reduce_scatter", 0, inputs.front(), {outputs}},
-      {std::move(request)});
-}
-
-Request ProcessGroup::scatterRequest(const char* name, const at::Tensor& output,
-                                     const at::Tensor& input,
-                                     const c10d::ReduceScatterOptions& options) const {
-  requireContiguous(name, input);
-  requireContiguous(name, output);
-  requireMultiple(name, input, output, getSize(), "input", "output");
-  Request request = newRequest(Collective::ReduceScatter, options.timeout, options.asyncOp);
-  request.type = reducibleType(name, output);
-  setReduceOp(name, options.reduceOp, request.type, request);
-  request.input = {bytesOf(input)};
-  request.output = {bytesOf(output)};
-  request.bytes = static_cast<int64_t>(output.nbytes());
-  return request;
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::_reduce_scatter_base(
-    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-  Request request = scatterRequest("reduce_scatter_tensor", output, input, options);
-  return submit(
-      {c10d::OpType::_REDUCE_SCATTER_BASE, "smddp:reduce_scatter", 0, {input}, {{output}}},
-      {std::move(request)});
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
-    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-    const c10d::ReduceScatterOptions& options) {
-  constexpr auto kName = "reduce_scatter_tensor_coalesced";
-  TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(), "smddp: ", kName,
-                    ": needs as many outputs as inputs, and at least one");
-  std::vector<Request> requests;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    requests.push_back(scatterRequest(kName, outputs[i], inputs[i], options));
-  }
-  return submit({c10d::OpType::COALESCED, "smddp:reduce_scatter", 0, inputs, {outputs}},
-                std::move(requests));
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::barrier(const c10d::BarrierOptions& options) {
-  Request request = newRequest(Collective::Barrier, options.timeout, options.asyncOp);
-  return submit({c10d::OpType::BARRIER, "smddp:barrier", 0, {}, {}}, {std::move(request)});
-}
-
-intrusive_ptr<Work> ProcessGroup::message(Work::Call call, const std::vector<at::Tensor>& tensors,
-                                          engine::Message message) {
-  const auto target = group();
-  const at::Tensor& tensor = onlyTensor(call.title, tensors);
-  requireContiguous(call.title, tensor);
-  message.buffer = {bytesOf(tensor)};
-  message.timeout = std::chrono::nanoseconds(std::chrono::milliseconds(timeoutMs_.load())).count();
-  call.outputs = {tensors};
-  message.keepAlive = keepAlive(call);
-  auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
-  translated([&] { work->start({engine_->submit(*target, std::move(message))}); });
-  return work;
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::send(std::vector<at::Tensor>& tensors, int destination,
-                                             int tag) {
-  requireRank("send", destination, getSize(), "destination");
-  engine::Message message;
-  message.send = true;
-  message.peer = destination;
-  message.tag = tag;
-  return this->message({c10d::OpType::SEND, "smddp:send", 0, tensors, {}}, tensors,
-                       std::move(message));
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::recv(std::vector<at::Tensor>& tensors, int source,
-                                             int tag) {
-  requireRank("recv", source, getSize(), "source");
-  engine::Message message;
-  message.peer = source;
-  message.tag = tag;
-  return this->message({c10d::OpType::RECV, "smddp:recv", 0, tensors, {}}, tensors,
-                       std::move(message));
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
-  engine::Message message;
-  message.peer = engine::kAnySource;
-  message.tag = tag;
-  return this->message({c10d::OpType::RECVANYSOURCE, "smddp:recvAnySource", 0, tensors, {}},
-                       tensors, std::move(message));
-}
-
-intrusive_ptr<c10d::Work> ProcessGroup::allreduce_sparse(std::vector<at::Tensor>&,
-                                                         const c10d::AllreduceOptions&) {
-  notImplemented("all_reduce of sparse tensors");
-}
-intrusive_ptr<c10d::Work> ProcessGroup::reduce(std::vector<at::Tensor>&,
-                                               const c10d::ReduceOptions&) {
-  notImplemented("reduce");
-}
-intrusive_ptr<c10d::Work> ProcessGroup::allgather_coalesced(std::vector<std::vector<at::Tensor>>&,
-                                                            std::vector<at::Tensor>&,
-                                                            const c10d::AllgatherOptions&) {
-  notImplemented("all_gather_coalesced");
-}
-intrusive_ptr<c10d::Work> ProcessGroup::gather(std::vector<std::vector<at::Tensor>>&,
-                                               std::vector<at::Tensor>&,
-                                               const c10d::GatherOptions&) {
-  notImplemented("gather");
-}
-intrusive_ptr<c10d::Work> ProcessGroup::scatter(std::vector<at::Tensor>&,
-                                                std::vector<std::vector<at::Tensor>>&,
-                                                const c10d::ScatterOptions&) {
-  notImplemented("scatter");
-}
-intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(at::Tensor&, at::Tensor&,
-                                                      std::vector<int64_t>&, std::vector<int64_t>&,
-                                                      const c10d::AllToAllOptions&) {
-  notImplemented("all_to_all_single");
-}
-intrusive_ptr<c10d::Work> ProcessGroup::alltoall(std::vector<at::Tensor>&, std::vector<at::Tensor>&,
-                                                 const c10d::AllToAllOptions&) {
-  notImplemented("all_to_all");
-}
-void ProcessGroup::monitoredBarrier(const c10d::BarrierOptions&, bool) {
-  notImplemented("monitored_barrier");
+void ProcessGroup::record(const intrusive_ptr<Work>& work) {
+  auto& groups = coalescing();
+  if (groups.empty()) return;
+  if (const auto found = groups.find(this); found != groups.end()) found->second.push_back(work);
 }
 
 bool ProcessGroup::supportsTensorAlloc(c10::DeviceIndex device) {

@@ -31,14 +31,11 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 class ProcessGroup final : public c10d::Backend {
  public:
-  struct Options final : c10d::Backend::Options {
-    explicit Options(std::chrono::milliseconds timeout)
-        : c10d::Backend::Options("smddp", timeout) {}
-  };
-
   // Meets the other ranks through the store; blocks until all are there or the timeout is over.
   ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                std::chrono::milliseconds timeout, const std::string& name);
+  // Around a group that exists already.
+  ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout);
   ~ProcessGroup() override;
 
   const std::string getBackendName() const override { return "smddp"; }
@@ -79,26 +76,40 @@ class ProcessGroup final : public c10d::Backend {
                                       int tag) override;
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
-  // Not there yet: each throws NotImplementedError with its name.
-  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>&,
-                                                  const c10d::AllreduceOptions&) override;
-  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>&,
-                                        const c10d::ReduceOptions&) override;
-  c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>&,
-                                                     std::vector<at::Tensor>&,
-                                                     const c10d::AllgatherOptions&) override;
-  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>&,
-                                        std::vector<at::Tensor>&,
-                                        const c10d::GatherOptions&) override;
-  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>&,
-                                         std::vector<std::vector<at::Tensor>>&,
-                                         const c10d::ScatterOptions&) override;
-  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&,
-                                               std::vector<int64_t>&,
-                                               const c10d::AllToAllOptions&) override;
-  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>&, std::vector<at::Tensor>&,
-                                          const c10d::AllToAllOptions&) override;
-  void monitoredBarrier(const c10d::BarrierOptions&, bool waitAllRanks) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>& tensors,
+                                                  const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors,
+                                        const c10d::ReduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(
+      std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs,
+                                        std::vector<at::Tensor>& inputs,
+                                        const c10d::GatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs,
+                                         std::vector<std::vector<at::Tensor>>& inputs,
+                                         const c10d::ScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& outputSplits,
+                                               std::vector<int64_t>& inputSplits,
+                                               const c10d::AllToAllOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions& options) override;
+  // Rank 0 hears from every rank, then tells all; who did not come is named by everybody's error, which breaks
+  // the group. Blocks. `waitAllRanks`: rank 0 waits for everybody instead of giving up with the first.
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool waitAllRanks) override;
+
+  // Calls of this thread between the two are under way at once; the Work of the end stands for all of them.
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+
+  // A group of some of our ranks, made without the store: its members know one another already. Null for ranks
+  // that are not in it.
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
 
   // DDP's reducer and FSDP2 ask these for the memory of their buckets.
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
@@ -112,14 +123,24 @@ class ProcessGroup final : public c10d::Backend {
  private:
   engine::Request newRequest(collectives::Collective collective, std::chrono::milliseconds timeout,
                              bool asyncOp) const;
-  c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests);
-  c10::intrusive_ptr<Work> message(Work::Call call, const std::vector<at::Tensor>& tensors,
-                                   engine::Message message);
+  c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
+                                  std::vector<engine::Message> messages = {});
+  // Requests of the calls that come in several forms.
   engine::Request gatherRequest(const char* name, const at::Tensor& output, const at::Tensor& input,
-                                const c10d::AllgatherOptions& options) const;
+                                Staging& staging, const c10d::AllgatherOptions& options) const;
   engine::Request scatterRequest(const char* name, const at::Tensor& output,
-                                 const at::Tensor& input,
+                                 const at::Tensor& input, Staging& staging,
                                  const c10d::ReduceScatterOptions& options) const;
+  engine::Message newMessage(bool send, Rank peer, int32_t tag, engine::Pieces buffer,
+                             std::chrono::milliseconds timeout = c10d::kUnsetTimeout) const;
+  c10::intrusive_ptr<Work> exchange(Work::Call call, const engine::Pieces& to,
+                                    const engine::Pieces& from,
+                                    const c10d::AllToAllOptions& options);
+  engine::CompletionPtr signal(bool send, Rank peer, int32_t tag, Nanoseconds timeout);
+  void awaitRanks(engine::Group& target, Nanoseconds timeout, bool all);
+  // A time-out of a call, or the group's.
+  Nanoseconds nanoseconds(std::chrono::milliseconds timeout) const;
+  void record(const c10::intrusive_ptr<Work>& work);
   std::shared_ptr<engine::Group> group() const;
 
   const std::shared_ptr<engine::Engine> engine_;

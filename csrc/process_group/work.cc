@@ -25,14 +25,36 @@ Work::Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<eng
 
 void Work::start(std::vector<engine::CompletionPtr> completions) {
   completions_ = std::move(completions);
-  // A profiler that is watching gets the end of its range when the operation ends, not when somebody asks.
-  if (!recordFunctionEndCallback_) return;
+  // A profiler that is watching gets the end of its range when the operation ends, and tensors that were staged
+  // their values, not when somebody asks.
+  if (!recordFunctionEndCallback_ && !call_.staging.copiesBack()) return;
+  whenDone([this] {
+    settle();
+    if (recordFunctionEndCallback_) c10d::Work::finish(exception());
+  });
+}
+
+void Work::whenDone(std::function<void()> action) {
   if (allDone()) {
-    c10d::Work::finish(exception());
+    action();
     return;
   }
-  const auto self = c10::intrusive_ptr<Work>::unsafe_reclaim_from_nonowning(this);
-  completions_.back()->then([self] { self->c10d::Work::finish(self->exception()); });
+  // The operations of a call may end in any order.
+  const auto left = std::make_shared<std::atomic<size_t>>(completions_.size());
+  const auto shared = std::make_shared<std::function<void()>>(std::move(action));
+  for (const auto& completion : completions_) {
+    const auto self = c10::intrusive_ptr<Work>::unsafe_reclaim_from_nonowning(this);
+    completion->then([self, left, shared] {
+      if (left->fetch_sub(1) == 1) (*shared)();
+    });
+  }
+}
+
+void Work::settle() {
+  std::call_once(settled_, [this] {
+    for (const auto& part : call_.parts) part->settle();
+    if (firstError() == nullptr) call_.staging.finish();
+  });
 }
 
 bool Work::allDone() const {
@@ -47,7 +69,11 @@ const Error* Work::firstError() const {
   return nullptr;
 }
 
-bool Work::isCompleted() { return allDone(); }
+bool Work::isCompleted() {
+  if (!allDone()) return false;
+  settle();
+  return true;
+}
 
 bool Work::isSuccess() const { return allDone() && firstError() == nullptr; }
 
@@ -59,7 +85,7 @@ std::exception_ptr Work::exception() const {
 int Work::sourceRank() const { return completions_.front()->source(); }
 
 std::vector<at::Tensor> Work::result() {
-  TORCH_CHECK(allDone(), "Work needs to be completed before calling result()");
+  TORCH_CHECK(isCompleted(), "Work needs to be completed before calling result()");
   TORCH_CHECK(call_.outputs.size() <= 1, "result() is for calls with one list of outputs");
   return call_.outputs.empty() ? std::vector<at::Tensor>{} : call_.outputs.front();
 }
@@ -77,6 +103,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
         engine_->wait(*completion);
       }
     }
+    settle();
     if (const Error* error = firstError()) throw *error;
   });
   synchronize();
@@ -111,14 +138,10 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     }
   }
   if (!isNew) return future_;
-  // The operations of a call may end in any order: the last one to end completes the future.
-  const auto left = std::make_shared<std::atomic<size_t>>(completions_.size());
-  for (const auto& completion : completions_) {
-    const auto self = c10::intrusive_ptr<Work>::unsafe_reclaim_from_nonowning(this);
-    completion->then([self, left] {
-      if (left->fetch_sub(1) == 1) self->finishFuture();
-    });
-  }
+  whenDone([this] {
+    settle();
+    finishFuture();
+  });
   return future_;
 }
 

@@ -3,29 +3,40 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "engine/completion.h"
 #include "engine/engine.h"
+#include "process_group/staging.h"
 
 namespace smddp::process_group {
 
 // One call of a collective or of send/recv; several operations for coalesced ones.
 //
 // Threads: any. wait() runs the engine itself where it can, with the GIL released by the caller.
+// Outputs that were staged are copied before anybody is told of the end.
 // Owns shares of the tensors, the completions and the engine, so it may outlive its process group; dropping
 // it does not end the operation. After an error, every wait() throws the same one.
 class Work final : public c10d::Work {
  public:
   struct Call {
+    Call() = default;
+    Call(c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
+         std::vector<std::vector<at::Tensor>> outputs)
+        : type(type), title(title), inputs(std::move(inputs)), outputs(std::move(outputs)) {}
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char* title = "";  // of the profiler's range: "smddp:all_reduce"
     uint64_t sequence = 0;
     std::vector<at::Tensor> inputs;
     // What result() and the future hold: one list, or one per input.
     std::vector<std::vector<at::Tensor>> outputs;
+    // Copies of tensors that could not be used where they lie.
+    Staging staging;
+    // Calls of which this one is made (end of coalescing).
+    std::vector<c10::intrusive_ptr<Work>> parts;
   };
   Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
        Call call);
@@ -45,8 +56,15 @@ class Work final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return call_.sequence; }
 
+  // What the call's operations are.
+  const std::vector<engine::CompletionPtr>& completions() const { return completions_; }
+
  private:
   bool allDone() const;
+  // Runs `action` once all operations have ended, on the thread that sees the last one end.
+  void whenDone(std::function<void()> action);
+  // After the operations have ended, whoever comes first copies what was staged; the others wait for that.
+  void settle();
   const Error* firstError() const;
   at::IValue futureValue() const;
   // The last operation of the call has ended.
@@ -56,6 +74,7 @@ class Work final : public c10d::Work {
   const std::shared_ptr<engine::Group> group_;
   const Call call_;
   std::vector<engine::CompletionPtr> completions_;
+  std::once_flag settled_;
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by futureMutex_; made when asked for
 };

@@ -224,7 +224,7 @@ def test_rank_that_stops_calling(layout: str, what: str) -> None:
     failures, culprit = survivors_of(_stall, layout, what)
     for failure in failures:
         # c10d's own tests and elastic launchers look for this text, spaces included.
-        assert " (Timed out) " in failure.text
+        assert " Timed out " in failure.text
         assert failure.kind == "CollectiveTimeoutError", failure
         if what in ("all_reduce", "future"):
             named = f"rank {CULPRIT} (pid {culprit.pid} on {socket.gethostname()})"
@@ -299,8 +299,26 @@ def _diverge(what: str) -> Failure:
             dist.broadcast(torch.ones(10), 0) if other else dist.all_reduce(torch.ones(10))
         ),
         "barrier": lambda: dist.barrier() if other else dist.all_reduce(torch.ones(10)),
+        "splits": lambda: _all_to_all(given=3 if other else 2, expected=2),
+        "expected splits": lambda: _all_to_all(given=2, expected=3 if other else 2),
+        "splits and barrier": lambda: dist.barrier() if other else _all_to_all(2, 2),
+        "splits and none": lambda: (
+            dist.all_to_all_single(*torch.ones(2, 2 * dist.get_world_size()))
+            if other
+            else _all_to_all(2, 2)
+        ),
+        "shape of a sparse one": lambda: dist.all_reduce(torch.eye(4 if other else 5).to_sparse()),
+        "sparse and dense": lambda: dist.all_reduce(
+            torch.eye(5) if other else torch.eye(5).to_sparse()
+        ),
     }
     return failure_of(calls[what])
+
+
+def _all_to_all(given: int, expected: int) -> None:
+    size = dist.get_world_size()
+    output, into = torch.ones(size * expected), [expected] * size
+    dist.all_to_all_single(output, torch.ones(size * given), into, [given] * size)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +341,17 @@ def _diverge(what: str) -> Failure:
         ("2x1", "collective"),
         ("2x1", "barrier"),
         ("2x1", "root"),
+        ("3", "splits"),
+        ("3", "expected splits"),
+        ("3", "splits and barrier"),
+        ("3", "splits and none"),
+        ("3", "shape of a sparse one"),
+        ("3", "sparse and dense"),
+        ("2x1", "splits"),
+        ("2x1", "splits and barrier"),
+        ("2x1", "splits and none"),
+        ("2x1", "shape of a sparse one"),
+        ("2x1", "sparse and dense"),
     ],
 )
 def test_mismatch(layout: str, what: str) -> None:

@@ -112,6 +112,10 @@ def _reductions() -> None:
                 dist.reduce_scatter_tensor(part, whole, OPS[op])
                 _same(part, expected[me * count :][:count], f"reduce_scatter_tensor: {what}")
                 below = whole.clone()
+                root = seed % size
+                rooted = whole.clone()
+                dist.reduce(rooted, root, OPS[op])
+                _same(rooted, expected if me == root else whole, f"reduce: {what}")
                 dist.all_reduce(whole, OPS[op])
                 _same(whole, expected, f"all_reduce: {what}")
                 # Past torch's own functions, which show complex numbers as pairs of real ones.
@@ -158,7 +162,23 @@ def _moves() -> None:
             whole = torch.zeros(size * 480, dtype=torch.uint8).view(dtype)
             dist.all_gather_into_tensor(whole, mine)
             check(whole, blocks.flatten(), "all_gather_into_tensor")
+            root = seed % size
+            outputs = [torch.zeros(480, dtype=torch.uint8).view(dtype) for _ in range(size)]
+            dist.gather(mine, outputs if me == root else None, root)
+            for rank, output in enumerate(outputs):
+                check(output, blocks[rank] * (me == root), "gather")
             got = torch.zeros(480, dtype=torch.uint8).view(dtype)
+            given = [block.clone().view(dtype) for block in blocks]
+            dist.scatter(got, given if me == root else None, root)
+            check(got, blocks[me], "scatter")
+            # Block r of rank s is number s + r.
+            turned = torch.cat([blocks[me:], blocks[:me]])
+            dist.all_to_all_single(whole, turned.flatten().view(dtype))
+            check(whole, turned.flatten(), "all_to_all_single")
+            got = torch.zeros(480, dtype=torch.uint8).view(dtype)
+            dist.all_to_all(outputs, list(turned.view(dtype)))
+            for rank, output in enumerate(outputs):
+                check(output, turned[rank], "all_to_all")
             work = dist.irecv(got, previous)
             dist.send(mine, following)
             assert work is not None

@@ -1,0 +1,55 @@
+// Sum of sparse tensors (COO) over the ranks of a group.
+//
+//   all_gather of (shape, number of non-zeros)   a plan; who differs is named
+//   everybody sends its non-zeros to all         messages, matched by tag: their order does not matter, so the call
+//                                                needs no rank to wait before it may go on
+//   sum in the order of ranks                    equal bits everywhere
+//
+// Threads: begin() by the caller; the rest on the threads that complete the parts. Owns everything it uses, and
+// itself until the last part has ended. Errors: the first ends the call; the tensor is unchanged then.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace smddp::process_group {
+
+class SparseSum : public std::enable_shared_from_this<SparseSum> {
+ public:
+  SparseSum(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
+            at::Tensor tensor, int32_t tag, Nanoseconds timeout);
+  // Ends when the tensor has the sum.
+  engine::CompletionPtr begin();
+
+ private:
+  static constexpr int64_t kMaxDims = 29;
+  // Dtype, sparse dimensions, non-zeros, dimensions, their sizes.
+  using Header = std::array<int64_t, 4 + kMaxDims>;
+
+  Header header() const;
+  void exchange();
+  void add();
+  // Runs `step`, unless one of the parts has failed; an exception ends the call.
+  void proceed(const std::vector<engine::CompletionPtr>& parts, void (SparseSum::*step)());
+  void end(std::optional<Error> error);
+
+  const std::shared_ptr<engine::Engine> engine_;
+  const std::shared_ptr<engine::Group> group_;
+  const at::Tensor tensor_;
+  const at::Tensor mine_;  // coalesced
+  const int32_t tag_;
+  const Nanoseconds timeout_;
+  const engine::CompletionPtr done_ = std::make_shared<engine::Completion>();
+  Header header_{};
+  std::vector<Header> headers_;      // by rank
+  std::vector<at::Tensor> indices_;  // by rank
+  std::vector<at::Tensor> values_;
+};
+
+}  // namespace smddp::process_group

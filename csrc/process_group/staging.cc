@@ -1,0 +1,75 @@
+#include "process_group/staging.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+namespace smddp::process_group {
+namespace {
+
+bool usableInPlace(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+std::span<std::byte> bytesOf(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
+}
+
+template <typename One>
+engine::Pieces each(const std::vector<at::Tensor>& tensors, const One& one) {
+  engine::Pieces pieces;
+  pieces.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) pieces.push_back(one(tensor));
+  return pieces;
+}
+
+}  // namespace
+
+at::Tensor Staging::keep(at::Tensor tensor) { return kept_.emplace_back(std::move(tensor)); }
+
+std::span<std::byte> Staging::read(const at::Tensor& tensor) {
+  if (usableInPlace(tensor)) return bytesOf(tensor);
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  return bytesOf(keep(tensor.resolve_conj().resolve_neg().contiguous()));
+}
+
+std::span<std::byte> Staging::write(const at::Tensor& tensor) {
+  if (usableInPlace(tensor)) return bytesOf(tensor);
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  const at::Tensor copy = keep(at::empty(tensor.sizes(), tensor.options()));
+  back_.emplace_back(tensor, copy);
+  return bytesOf(copy);
+}
+
+std::span<std::byte> Staging::update(const at::Tensor& tensor) {
+  if (usableInPlace(tensor)) return bytesOf(tensor);
+  const auto bytes = read(tensor);
+  back_.emplace_back(tensor, kept_.back());
+  return bytes;
+}
+
+std::span<std::byte> Staging::readThrough(const at::Tensor& from, const at::Tensor& into) {
+  const auto bytes = write(into);
+  const at::Tensor& place = usableInPlace(into) ? into : kept_.back();
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  place.view(-1).copy_(from.reshape(-1));
+  return bytes;
+}
+
+engine::Pieces Staging::read(const std::vector<at::Tensor>& tensors) {
+  return each(tensors, [this](const at::Tensor& tensor) { return read(tensor); });
+}
+
+engine::Pieces Staging::write(const std::vector<at::Tensor>& tensors) {
+  return each(tensors, [this](const at::Tensor& tensor) { return write(tensor); });
+}
+
+engine::Pieces Staging::update(const std::vector<at::Tensor>& tensors) {
+  return each(tensors, [this](const at::Tensor& tensor) { return update(tensor); });
+}
+
+void Staging::finish() const {
+  // The bytes of other tensors change unseen by autograd; so do these.
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  for (const auto& [into, from] : back_) into.copy_(from);
+}
+
+}  // namespace smddp::process_group

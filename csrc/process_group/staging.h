@@ -1,0 +1,48 @@
+// Tensors as the runs of bytes that requests want.
+//
+// A tensor in row-major order is used where it lies. Any other (strides, a pending conjugation) is copied: on
+// the way in when it is read, on the way out when the operation has ended. So ranks may pass different layouts, and
+// every rank sees the same elements.
+//
+// Owns the copies until it is dropped. Threads: filled before the call is submitted; finish() on whichever thread
+// sees the operation's end, once.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <utility>
+#include <vector>
+
+#include "engine/request.h"
+
+namespace smddp::process_group {
+
+inline int64_t numBytes(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+
+class Staging {
+ public:
+  // The bytes of a tensor that is read, written, or both.
+  std::span<std::byte> read(const at::Tensor& tensor);
+  std::span<std::byte> write(const at::Tensor& tensor);
+  std::span<std::byte> update(const at::Tensor& tensor);
+  engine::Pieces read(const std::vector<at::Tensor>& tensors);
+  engine::Pieces write(const std::vector<at::Tensor>& tensors);
+  engine::Pieces update(const std::vector<at::Tensor>& tensors);
+  // For calls that work in place: the bytes of `into`, with the elements of `from` already there.
+  std::span<std::byte> readThrough(const at::Tensor& from, const at::Tensor& into);
+
+  // Keeps a tensor of the operation's own, such as a message that nobody passed in.
+  at::Tensor keep(at::Tensor tensor);
+
+  // Whether finish() has anything to do.
+  bool copiesBack() const { return !back_.empty(); }
+  // Copies into the tensors that were to be written.
+  void finish() const;
+  const std::vector<at::Tensor>& kept() const { return kept_; }
+
+ private:
+  std::vector<at::Tensor> kept_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> back_;  // into, from
+};
+
+}  // namespace smddp::process_group

@@ -1,0 +1,249 @@
+"""Many groups, groups used from several threads, groups made and left again and again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+pytestmark = pytest.mark.multiprocess
+layouts = pytest.mark.parametrize("layout", ["2", "2x2"])
+
+
+def _check_sum(group: dist.ProcessGroup | None, members: list[int], count: int) -> None:
+    tensor = torch.full((count,), float(dist.get_rank()))
+    dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor, torch.full((count,), float(sum(members))))
+
+
+def _sixty_four() -> None:
+    with ranks.job():
+        size = dist.get_world_size()
+        everybody = list(range(size))
+        groups = [dist.new_group(everybody) for _ in range(64)]
+        works = []
+        for number, group in enumerate(groups):
+            tensor = torch.full((100 + number,), float(number))
+            works.append((dist.all_reduce(tensor, group=group, async_op=True), tensor))
+        for number, (work, tensor) in reversed(list(enumerate(works))):
+            work.wait()
+            assert torch.equal(tensor, torch.full_like(tensor, float(number * size)))
+
+
+def _threads() -> None:
+    with ranks.job():
+        everybody = list(range(dist.get_world_size()))
+        groups = [dist.new_group(everybody) for _ in range(6)]
+        failures: list[BaseException] = []
+
+        def work(group: dist.ProcessGroup, number: int) -> None:
+            try:
+                for turn in range(50):
+                    _check_sum(group, everybody, 1 + 997 * ((turn + number) % 5))
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [
+            threading.Thread(target=work, args=(group, number))
+            for number, group in enumerate(groups)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+
+
+def _subgroups() -> None:
+    with ranks.job():
+        me = dist.get_rank()
+        mine, _ = dist.new_subgroups(2)
+        _check_sum(mine, [me - me % 2, me - me % 2 + 1], 1000)
+        pairs = [[r, (r + 1) % dist.get_world_size()] for r in range(0, dist.get_world_size(), 2)]
+        mine, _ = dist.new_subgroups_by_enumeration(pairs)
+        _check_sum(mine, next(pair for pair in pairs if me in pair), 1000)
+        local = dist.new_group([me - me % 2, me - me % 2 + 1], use_local_synchronization=True)
+        _check_sum(local, [me - me % 2, me - me % 2 + 1], 1000)
+
+
+@layouts
+@pytest.mark.parametrize("cases", [_sixty_four, _threads, _subgroups])
+def test_groups(layout: str, cases: Callable[[], None]) -> None:
+    ranks.check_ranks(cases, layout, timeout=120)
+
+
+# --- nothing grows --------------------------------------------------------------------------------
+
+
+def _footprint() -> tuple[int, int]:
+    gc.collect()
+    process = psutil.Process()
+    return process.num_fds(), process.memory_info().rss
+
+
+def _collectives(count: int) -> list[tuple[int, int]]:
+    sizes = [1, 100, 5000, 70_000]
+    tensors = [torch.ones(n) for n in sizes]
+    gathered = [torch.ones(dist.get_world_size() * n) for n in sizes]
+    found = []
+    for part in range(5):
+        for turn in range(count // 5):
+            tensor, whole = tensors[turn % 4], gathered[turn % 4]
+            if turn % 3 == 0:
+                dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            elif turn % 3 == 1:
+                dist.all_gather_into_tensor(whole, tensor)
+            else:
+                dist.broadcast(tensor, turn % dist.get_world_size(), async_op=True).wait()
+        found.append(_footprint())
+        assert part < 5
+    return found
+
+
+def _groups(count: int) -> list[tuple[int, int]]:
+    found = []
+    for turn in range(count):
+        group = dist.new_group(list(range(dist.get_world_size())))
+        tensor = torch.ones(1000)
+        dist.all_reduce(tensor, group=group)
+        dist.destroy_process_group(group)
+        if turn % (count // 5) == count // 5 - 1:
+            dist.barrier()
+            found.append(_footprint())
+    return found
+
+
+def _flat(layout: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    with ranks.job(timeout=60):
+        across = layout != "2"
+        return _collectives(2_000 if across else 10_000), _groups(40 if across else 200)
+
+
+@layouts
+def test_memory_and_descriptors_stay_flat(layout: str) -> None:
+    for parts in ranks.check_ranks(_flat, layout, layout, timeout=170):
+        for found in parts:
+            (files, memory), (last_files, last_memory) = found[1], found[-1]
+            assert last_files <= files + 2, f"descriptors: {found}"
+            assert last_memory <= memory + (12 << 20), f"resident bytes: {found}"
+
+
+# --- beginnings -----------------------------------------------------------------------------------
+
+
+def _restart(generation: int) -> float:
+    """What a worker of torchrun does after a restart: the store and the prefix are the same."""
+    me, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "smddp", store=store, rank=me, world_size=size, timeout=timedelta(seconds=30)
+    )
+    tensor = torch.full((10,), float(me + generation))
+    dist.all_reduce(tensor)
+    if generation == 0:
+        os._exit(0)  # the worker group is torn down without a word
+    dist.destroy_process_group()
+    return float(tensor[0])
+
+
+def _generations() -> list[float]:
+    """Forks a worker for each generation, as the agent of torchrun starts them."""
+    context: Any = torch.multiprocessing.get_context("fork")
+    values = []
+    for generation in range(3):
+        queue = context.SimpleQueue()
+        worker = context.Process(target=lambda g=generation, q=queue: q.put(_restart(g)))
+        worker.start()
+        worker.join(60)
+        assert worker.exitcode == 0
+        if generation:
+            values.append(queue.get())
+    return values
+
+
+@layouts
+def test_elastic_restart_on_one_store(layout: str) -> None:
+    size = sum(ranks.nodes_of(layout))
+    for values in ranks.check_ranks(_generations, layout, timeout=120):
+        assert values == [float(sum(range(size)) + size * g) for g in (1, 2)]
+
+
+ELASTIC = """
+import os
+import torch, torch.distributed as dist
+import smddp
+
+dist.init_process_group("smddp")
+rank = dist.get_rank()
+generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+for step in range(20):
+    tensor = torch.full((1000,), float(rank + 1))
+    dist.all_reduce(tensor)
+    assert tensor.unique().tolist() == [3.0]
+    if generation == 0 and rank == 1 and step == 10:
+        os._exit(1)
+print(f"rank {rank} of generation {generation} is through", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_restart_by_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "elastic.py"
+    script.write_text(ELASTIC)
+    environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node=2", "--max-restarts=1", str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    for rank in range(2):
+        assert f"rank {rank} of generation 1 is through" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+SPAWNING = """
+import sys
+import torch, torch.distributed as dist
+import smddp
+
+def work(rank, path):
+    dist.init_process_group("smddp", init_method=f"file://{path}", rank=rank, world_size=2)
+    tensor = torch.full((1000,), float(rank + 1))
+    dist.all_reduce(tensor)
+    assert tensor.unique().tolist() == [3.0]
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, args=(sys.argv[1],), nprocs=2)
+"""
+
+
+def test_spawn(tmp_path: Path) -> None:
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING)
+    environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "store")],
+        env=environment,
+        check=True,
+        timeout=100,
+    )
