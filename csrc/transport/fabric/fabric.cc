@@ -7,9 +7,19 @@
 #include "common/error.h"
 #include "transport/fabric/discovery.h"
 #include "transport/fabric/fabric_transport.h"
+#include "transport/striped_transport.h"
 
 namespace smddp::transport::fabric {
 namespace {
+
+// What a launcher's variable says; 0 when it says nothing.
+int numberIn(const char* variable) {
+  const std::string text = environment(variable);
+  int parsed = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), parsed);
+  const bool isNumber = error == std::errc() && end == text.data() + text.size() && parsed >= 0;
+  return isNumber ? parsed : 0;
+}
 
 Options optionsFromSettings() {
   Options options;
@@ -17,12 +27,9 @@ Options optionsFromSettings() {
   options.interface = settings().interface;
   options.masterAddress = environment("MASTER_ADDR");
   options.rma = settings().fabricRma;
-  const std::string rank = environment("LOCAL_RANK");
   // Without a launcher there is one rank, or nobody to share the cards with.
-  int parsed = 0;
-  const auto [end, error] = std::from_chars(rank.data(), rank.data() + rank.size(), parsed);
-  if (error == std::errc() && end == rank.data() + rank.size() && parsed >= 0)
-    options.localRank = parsed;
+  options.localRank = numberIn("LOCAL_RANK");
+  options.localSize = numberIn("LOCAL_WORLD_SIZE");
   return options;
 }
 
@@ -37,10 +44,18 @@ std::unique_ptr<Transport> create() { return create(optionsFromSettings()); }
 std::unique_ptr<Transport> create(const Options& options) {
   Discovery found = discover();
   const Choice choice = chooseFrom(found, options);
-  ProviderInfo& chosen = found.offered[choice.index];
-  chosen.mrMode |= options.extraMrMode;
-  chosen.iovLimit = std::min(chosen.iovLimit, options.iovLimit);
-  return std::make_unique<FabricTransport>(*found.raw[choice.index], chosen, choice.why, options);
+  std::vector<size_t> indices{choice.index};
+  indices.insert(indices.end(), choice.more.begin(), choice.more.end());
+  std::vector<std::unique_ptr<Transport>> cards;
+  for (const size_t index : indices) {
+    ProviderInfo& chosen = found.offered[index];
+    chosen.mrMode |= options.extraMrMode;
+    chosen.iovLimit = std::min(chosen.iovLimit, options.iovLimit);
+    cards.push_back(
+        std::make_unique<FabricTransport>(*found.raw[index], chosen, choice.why, options));
+  }
+  if (cards.size() == 1) return std::move(cards.front());
+  return std::make_unique<StripedTransport>(std::move(cards));
 }
 
 bool available(std::string* why) {

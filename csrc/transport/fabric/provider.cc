@@ -208,10 +208,17 @@ Choice choose(const std::vector<ProviderInfo>& offered, const Options& options,
   if (!best) raiseNothingUsable(offered, options);
   // Cards without an interface are alike, and the ranks of a node share them out. Interfaces are not: all
   // ranks must meet in one network.
-  const bool cards = offered[equals.front()].interface.empty();
-  const size_t chosen =
-      cards ? equals[static_cast<size_t>(options.localRank) % equals.size()] : equals.front();
-  return {chosen, explain(offered[chosen], options, std::get<3>(*best))};
+  Choice choice{equals.front(), {}, ""};
+  if (offered[choice.index].interface.empty()) {
+    const auto rank = static_cast<size_t>(options.localRank);
+    choice.index = equals[rank % equals.size()];
+    const auto ranks = static_cast<size_t>(std::max(options.localSize, 0));
+    for (size_t i = rank + ranks; ranks > 0 && i < equals.size(); i += ranks) {
+      choice.more.push_back(equals[i]);
+    }
+  }
+  choice.why = explain(offered[choice.index], options, std::get<3>(*best));
+  return choice;
 }
 
 std::string describe(const ProviderInfo& info, Protocol protocol, const std::string& why) {

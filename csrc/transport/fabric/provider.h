@@ -17,6 +17,7 @@ struct Options {
   std::string interface;
   std::string masterAddress;  // host that every rank can reach; decides the interface
   int localRank = 0;          // spreads the ranks of a node over equal network cards
+  int localSize = 0;          // how many share them; 0: unknown, each takes one
   bool rma = true;            // false: never use remote writes
   // For tests: as if the provider demanded this mr_mode too, and took no more pieces than that.
   int extraMrMode = 0;
@@ -59,6 +60,8 @@ Protocol protocolOf(const ProviderInfo& info, const Options& options);
 
 struct Choice {
   size_t index = 0;  // into the list that was given
+  // Cards like it that nobody else takes: where a node has more of them than ranks.
+  std::vector<size_t> more;
   std::string why;
 };
 

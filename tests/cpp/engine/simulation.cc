@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "transport/sim/sim_transport.h"
+#include "transport/striped_transport.h"
 
 namespace smddp::test {
 namespace {
@@ -54,6 +55,7 @@ Simulation::Simulation(uint64_t seed, Trouble trouble)
   for (Rank r = 0; r < size; ++r) {
     nodes_.push_back(fmt::format("id:{}", r < numNodes ? r : random_.between(0, numNodes - 1)));
   }
+  if (random_.chance(0.3)) numCards_ = 2;
   makePlayers();
   std::vector<Rank> world;
   for (Rank r = 0; r < size; ++r) world.push_back(r);
@@ -73,7 +75,14 @@ void Simulation::makePlayers() {
     engine::Engine::Options options;
     options.progressThread = false;
     options.process.clock = std::make_shared<SimClock>(network_);
-    options.process.fabric = [this, rank] { return network_.create(fmt::format("rank {}", rank)); };
+    options.process.fabric = [this, rank]() -> std::unique_ptr<transport::Transport> {
+      if (numCards_ == 1) return network_.create(fmt::format("rank {}", rank));
+      std::vector<std::unique_ptr<transport::Transport>> cards;
+      for (int card = 0; card < numCards_; ++card) {
+        cards.push_back(network_.create(fmt::format("card {} of rank {}", card, rank)));
+      }
+      return std::make_unique<transport::StripedTransport>(std::move(cards));
+    };
     options.process.id.emplace();
     for (auto& byte : *options.process.id) byte = static_cast<std::byte>(random_.next());
     options.process.nodeName = nodes_[rank];
@@ -140,15 +149,22 @@ void Simulation::planTrouble() {
     const auto outage =
         random_.chance(0.5) ? transport::sim::Outage::Hold : transport::sim::Outage::Drop;
     const bool heals = random_.chance(0.5);
-    network_.partition(
-        a, b, when, heals ? when + random_.between(1, 2 * kTimeout) : SimNetwork::kForever, outage);
+    const Nanoseconds until =
+        heals ? when + random_.between(1, 2 * kTimeout) : SimNetwork::kForever;
+    // Of several cards all fail, or one.
+    const int last = static_cast<int>(random_.between(0, numCards_ - 1));
+    for (int card = random_.chance(0.5) ? 0 : last; card <= last; ++card) {
+      network_.partition(endpointOf(a, card), endpointOf(b, card), when, until, outage);
+    }
   }
   if (mayHave(Trouble::Kill)) {
     const int victim = any();
     std::optional<Nanoseconds> detection;
     if (random_.chance(0.7)) detection = random_.between(0, kTimeout / 2);
     network_.at(random_.between(0, 500'000), [this, victim, detection] {
-      network_.kill(victim, detection);
+      for (int card = 0; card < numCards_; ++card) {
+        network_.kill(endpointOf(victim, card), detection);
+      }
       players_[static_cast<size_t>(victim)].dead = true;
     });
   }
@@ -341,7 +357,7 @@ void Simulation::run() {
 std::string Simulation::describe() const {
   std::string text;
   for (const auto& node : nodes_) text += node + " ";
-  return text + fmt::format("{} groups", programs_.size());
+  return text + fmt::format("{} cards, {} groups", numCards_, programs_.size());
 }
 
 }  // namespace smddp::test

@@ -65,6 +65,8 @@ class Simulation {
   void makeGroup(const std::string& name, const std::vector<Rank>& members);
   std::vector<Call> randomProgram(int size);
   void planTrouble();
+  // The number of a rank's card on the network.
+  int endpointOf(int rank, int card) const { return rank * numCards_ + card; }
   void submitNext(Player& player, Seat& seat);
   void look(Seat& seat);
   std::string describe(const Seat& seat, size_t number) const;
@@ -78,6 +80,7 @@ class Simulation {
   Random random_;
   SimNetwork network_;
   std::vector<std::string> nodes_;  // by rank
+  int numCards_ = 1;                // of every rank
   std::vector<std::unique_ptr<std::vector<Call>>> programs_;
   std::vector<Player> players_;
   std::string trace_;

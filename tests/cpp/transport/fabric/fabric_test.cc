@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 
+#include "transport/striped_transport.h"
 #include "transport/transport_suite.h"
 
 namespace smddp::transport::testing {
@@ -32,6 +33,19 @@ Kind kindOf(const std::string& name, const Options& options) {
           }};
 }
 
+// Several endpoints as one transport.
+Kind stripedOver(const std::string& name, const Options& options, int numCards) {
+  return {name, [=](int count) {
+            std::vector<std::unique_ptr<Transport>> transports;
+            for (int i = 0; i < count; ++i) {
+              std::vector<std::unique_ptr<Transport>> cards;
+              for (int card = 0; card < numCards; ++card) cards.push_back(fabric::create(options));
+              transports.push_back(std::make_unique<StripedTransport>(std::move(cards)));
+            }
+            return std::make_unique<FabricFixture>(std::move(transports), true);
+          }};
+}
+
 Options optionsFor(const std::string& provider, bool rma = true) {
   Options options;
   options.provider = provider;
@@ -52,6 +66,8 @@ INSTANTIATE_TEST_SUITE_P(
     Fabric, TransportSuite,
     ::testing::Values(
         kindOf("tcp", optionsFor("tcp")), kindOf("tcp_without_rma", optionsFor("tcp", false)),
+        stripedOver("tcp_two_cards", optionsFor("tcp"), 2),
+        stripedOver("tcp_three_cards_without_rma", optionsFor("tcp", false), 3),
         kindOf("tcp_mr_local", demanding(FI_MR_LOCAL, 4, true)),
         kindOf("tcp_one_piece", demanding(0, 1, true)),
         kindOf("tcp_mr_local_one_piece", demanding(FI_MR_LOCAL, 1, true)),

@@ -13,6 +13,7 @@
 namespace smddp::transport::fabric {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -169,6 +170,27 @@ TEST(Provider, RanksOfANodeShareTheCardsOfP5) {
     EXPECT_EQ(chosen(offer, options).domain, "rdmap" + std::to_string(localRank % 32) + "s0-rdm");
     EXPECT_EQ(chosen(offer, options).fabric, "efa");
   }
+}
+
+TEST(Provider, SpareCardsAreDividedAmongTheRanks) {
+  Offer offer = modernTcp("eth0", "10.0.0.7");
+  for (int i = 0; i < 7; ++i) offer.push_back(efa("card" + std::to_string(i)));
+  const auto cardsOf = [&](int localRank, int localSize) {
+    Options options;
+    options.localRank = localRank;
+    options.localSize = localSize;
+    const Choice choice = choose(offer, options, "");
+    std::vector<std::string> cards{offer[choice.index].domain};
+    for (const size_t index : choice.more) cards.push_back(offer[index].domain);
+    return cards;
+  };
+  EXPECT_THAT(cardsOf(0, 3), ElementsAre("card0", "card3", "card6"));
+  EXPECT_THAT(cardsOf(1, 3), ElementsAre("card1", "card4"));
+  EXPECT_THAT(cardsOf(2, 3), ElementsAre("card2", "card5"));
+  // As many ranks as cards or more, or nobody knows how many.
+  EXPECT_THAT(cardsOf(6, 7), ElementsAre("card6"));
+  EXPECT_THAT(cardsOf(9, 16), ElementsAre("card2"));
+  EXPECT_THAT(cardsOf(1, 0), ElementsAre("card1"));
 }
 
 TEST(Provider, RanksOfANodeUseTheSameInterface) {

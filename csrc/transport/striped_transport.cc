@@ -1,0 +1,199 @@
+#include "transport/striped_transport.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/error.h"
+
+namespace smddp::transport {
+namespace {
+
+constexpr size_t kMostCards = kMaxControlBytes / sizeof(RemoteKey);
+// A peer that a card has lost is reported at the latest after so many polls.
+constexpr int kLastPolls = 64;
+
+// An address is a list of | length, 2 bytes | address of a card |.
+std::vector<Bytes> split(Bytes address, const std::string& description) {
+  std::vector<Bytes> parts;
+  while (!address.empty()) {
+    uint16_t length = 0;
+    if (address.size() >= sizeof length) std::memcpy(&length, address.data(), sizeof length);
+    if (length == 0 || length > address.size() - sizeof length) {
+      raise(ErrorKind::Transport, "the network address of {} is malformed", description);
+    }
+    parts.push_back(address.subspan(sizeof length, length));
+    address = address.subspan(sizeof length + length);
+  }
+  if (parts.empty()) raise(ErrorKind::Transport, "{} has no network address", description);
+  return parts;
+}
+
+FileDescriptor watchAll(const std::vector<std::unique_ptr<Transport>>& cards) {
+  FileDescriptor all(epoll_create1(EPOLL_CLOEXEC));
+  for (const auto& card : cards) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    const int descriptor = card->waitDescriptor();
+    // Without one of them, one could sleep through what comes by it.
+    if (descriptor < 0 || epoll_ctl(all.get(), EPOLL_CTL_ADD, descriptor, &event) != 0) return {};
+  }
+  return all;
+}
+
+}  // namespace
+
+// Hears one card during a poll.
+class StripedTransport::Tap final : public Sink {
+ public:
+  Tap(StripedTransport& owner, size_t card, Sink& sink) : owner_(owner), card_(card), sink_(sink) {}
+  void onControl(PeerId from, Bytes message) override {
+    if (card_ == 0) return sink_.onControl(from, message);
+    owner_.onAnnouncement(owner_.peerAt_[card_].at(from), message);
+  }
+  void onPut(uint32_t immediate) override { sink_.onPut(immediate); }
+  void onPutDone(uint64_t token) override { sink_.onPutDone(token); }
+  void onPeerFailed(PeerId peer, const std::string& cause) override {
+    owner_.fail(owner_.peerAt_[card_].at(peer), cause);
+  }
+
+ private:
+  StripedTransport& owner_;
+  const size_t card_;
+  Sink& sink_;
+};
+
+StripedTransport::StripedTransport(std::vector<std::unique_ptr<Transport>> cards)
+    : cards_(std::move(cards)), peerAt_(cards_.size()), wait_(watchAll(cards_)) {
+  SMDDP_CHECK(!cards_.empty() && cards_.size() <= kMostCards, "{} network cards", cards_.size());
+}
+
+StripedTransport::~StripedTransport() = default;
+
+std::vector<std::byte> StripedTransport::address() const {
+  std::vector<std::byte> whole;
+  for (const auto& card : cards_) {
+    const std::vector<std::byte> part = card->address();
+    const auto length = static_cast<uint16_t>(part.size());
+    const auto* bytes = reinterpret_cast<const std::byte*>(&length);
+    whole.insert(whole.end(), bytes, bytes + sizeof length);
+    whole.insert(whole.end(), part.begin(), part.end());
+  }
+  return whole;
+}
+
+PeerId StripedTransport::connect(Bytes address, const std::string& description) {
+  const std::vector<Bytes> parts = split(address, description);
+  std::vector<PeerId> at;
+  for (size_t card = 0; card < std::min(parts.size(), cards_.size()); ++card) {
+    at.push_back(cards_[card]->connect(parts[card], description));
+  }
+  const PeerId id = at.front();
+  for (size_t card = 0; card < at.size(); ++card) peerAt_[card][at[card]] = id;
+  peers_[id].at = std::move(at);
+  announce();
+  return id;
+}
+
+RemoteKey StripedTransport::registerMemory(std::span<std::byte> memory) {
+  Keys keys;
+  for (const auto& card : cards_) keys.push_back(card->registerMemory(memory));
+  regions_.push_back(std::move(keys));
+  announce();
+  return regions_.back().front();
+}
+
+StripedTransport::Peer& StripedTransport::peerOf(PeerId peer) {
+  const auto found = peers_.find(peer);
+  SMDDP_CHECK(found != peers_.end(), "no peer {}", peer);
+  return found->second;
+}
+
+// What finds no room now goes out in a later poll.
+void StripedTransport::announce() {
+  for (auto& [id, peer] : peers_) {
+    if (peer.at.size() < 2 || peer.failed) continue;
+    for (; peer.announced < regions_.size(); ++peer.announced) {
+      const auto message = std::as_bytes(std::span(regions_[peer.announced]));
+      if (!cards_[1]->control(peer.at[1], message)) break;
+    }
+  }
+}
+
+void StripedTransport::onAnnouncement(PeerId id, Bytes message) {
+  Peer& peer = peerOf(id);
+  Keys keys(message.size() / sizeof(RemoteKey));
+  if (message.size() % sizeof(RemoteKey) != 0 || keys.size() < peer.at.size()) {
+    return fail(id, "it announces memory in a message that is malformed");
+  }
+  std::memcpy(keys.data(), message.data(), message.size());
+  const std::pair first{keys.front().address, keys.front().key};
+  peer.regions[first] = std::move(keys);
+}
+
+bool StripedTransport::control(PeerId peer, Bytes message) {
+  return cards_.front()->control(peer, message);
+}
+
+// By the next card that has room.
+bool StripedTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, Bytes header,
+                           Bytes payload, uint64_t token) {
+  Peer& peer = peerOf(id);
+  const auto known = peer.regions.find({slot.region.address, slot.region.key});
+  if (known == peer.regions.end()) {
+    return cards_.front()->put(id, slot, immediate, header, payload, token);
+  }
+  for (size_t tried = 0; tried < peer.at.size(); ++tried) {
+    const size_t card = peer.nextCard;
+    peer.nextCard = (card + 1) % peer.at.size();
+    const RemoteSlot there{known->second[card], slot.offset};
+    if (cards_[card]->put(peer.at[card], there, immediate, header, payload, token)) return true;
+  }
+  return false;
+}
+
+size_t StripedTransport::poll(Sink& sink) {
+  announce();
+  size_t numEvents = 0;
+  for (size_t card = 0; card < cards_.size(); ++card) {
+    Tap tap(*this, card, sink);
+    numEvents += cards_[card]->poll(tap);
+  }
+  return numEvents + reportFailures(sink, numEvents == 0);
+}
+
+void StripedTransport::fail(PeerId id, const std::string& cause) {
+  Peer& peer = peerOf(id);
+  if (std::exchange(peer.failed, true)) return;
+  failures_.push_back({id, cause});
+}
+
+size_t StripedTransport::reportFailures(Sink& sink, bool quiet) {
+  std::vector<Failure> later;
+  size_t numReported = 0;
+  for (Failure& failure : std::exchange(failures_, {})) {
+    if (quiet || ++failure.polls >= kLastPolls) {
+      ++numReported;
+      sink.onPeerFailed(failure.peer, failure.cause);
+    } else {
+      later.push_back(std::move(failure));
+    }
+  }
+  failures_.insert(failures_.end(), later.begin(), later.end());
+  return numReported;
+}
+
+bool StripedTransport::prepareWait() {
+  bool ready = failures_.empty();
+  for (const auto& card : cards_) ready &= card->prepareWait();
+  return ready;
+}
+
+std::string StripedTransport::describe() const {
+  std::string text = fmt::format("puts dealt to {} cards in turn", cards_.size());
+  for (const auto& card : cards_) text += "; " + card->describe();
+  return text;
+}
+
+}  // namespace smddp::transport
