@@ -39,9 +39,9 @@ bool mustAgree(std::string_view field) {
 std::string settingsToAgreeOn(const Settings& settings) {
   const Settings defaults;
   std::string text;
-#define SMDDP_LINE(type, field, env, value, doc)               \
-  if (mustAgree(#field) && settings.field != defaults.field) { \
-    text += fmt::format("{}={}\n", env, settings.field);       \
+#define SMDDP_LINE(type, field, env, value, doc)                \
+  if (mustAgree(#field) && settings.field != defaults.field) {  \
+    text += fmt::format("{}={}\n", env, print(settings.field)); \
   }
   SMDDP_SETTINGS(SMDDP_LINE)
 #undef SMDDP_LINE
@@ -64,23 +64,10 @@ std::string printDefault(std::string_view name) {
   const Settings defaults;
   std::string text = "unset";
 #define SMDDP_DEFAULT(type, field, env, value, doc) \
-  if (name == (env)) text = fmt::format("{}", defaults.field);
+  if (name == (env)) text = print(defaults.field);
   SMDDP_SETTINGS(SMDDP_DEFAULT)
 #undef SMDDP_DEFAULT
   return text.empty() ? "unset" : text;
-}
-
-// "rank 3", "ranks 0-3, 5": ascending ranks.
-std::string listRanks(const std::vector<Rank>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size();) {
-    size_t last = i;
-    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
-    text += fmt::format("{}{}", i == 0 ? "" : ", ", ranks[i]);
-    if (last > i) text += fmt::format("-{}", ranks[last]);
-    i = last + 1;
-  }
-  return text;
 }
 
 // "SMDDP_CHUNK_BYTES is 262144 on ranks 0-2 and 65536 on rank 3; …"
@@ -147,6 +134,18 @@ Introduction introduceThisProcess(const Settings& settings, const ProcessId& id)
   result.nodeName = nodeName(settings);
   result.settings = settingsToAgreeOn(settings);
   return result;
+}
+
+std::string listRanks(const std::vector<Rank>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size();) {
+    size_t last = i;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
+    text += fmt::format("{}{}", i == 0 ? "" : ", ", ranks[i]);
+    if (last > i) text += fmt::format("-{}", ranks[last]);
+    i = last + 1;
+  }
+  return text;
 }
 
 std::string describe(Rank rank, const Introduction& introduction) {

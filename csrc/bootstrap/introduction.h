@@ -36,6 +36,9 @@ struct Introduction {
 // Host, pid, node name, settings and version of this process; the caller adds the rest.
 Introduction introduceThisProcess(const Settings& settings, const ProcessId& id);
 
+// "rank 3", "ranks 0-3, 5": ascending ranks.
+std::string listRanks(const std::vector<Rank>& ranks);
+
 // "rank 3 (node7, pid 4711)": how every error calls a rank.
 std::string describe(Rank rank, const Introduction& introduction);
 

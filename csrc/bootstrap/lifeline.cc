@@ -54,7 +54,9 @@ Lifeline::Lifeline(const ProcessId& self, const std::string& localAddress, const
       options_(options),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
-  if (!epoll_ || !timer_) raiseErrno(ErrorKind::Resource, "no descriptors left for lifelines");
+  if (!epoll_ || !timer_) {
+    raiseErrno(ErrorKind::Resource, "no descriptors left for lifelines; raise ulimit -n");
+  }
   watch(kTimerId, timer_.get(), EPOLL_CTL_ADD, EPOLLIN);
   listen(localAddress);
 }
@@ -66,6 +68,10 @@ void Lifeline::listen(const std::string& localAddress) {
   const int family = endpoint_.storage.ss_family;
   listener_ = FileDescriptor(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   socklen_t size = sizeof(endpoint_.storage);
+  if (!listener_ && (errno == EMFILE || errno == ENFILE)) {
+    raiseErrno(ErrorKind::Resource, "no descriptor left to listen on {}; raise ulimit -n",
+               localAddress);
+  }
   if (!listener_ || ::bind(listener_.get(), endpoint_.address(), endpoint_.size()) != 0 ||
       ::listen(listener_.get(), SOMAXCONN) != 0 ||
       ::getsockname(listener_.get(), endpoint_.address(), &size) != 0) {
@@ -81,7 +87,9 @@ void Lifeline::connect(std::span<const std::byte> address, const std::string& de
   const LifelineAddress peer = parseLifelineAddress(address, description);
   if (peer.process == self_) return;
   const Deadline deadline = Deadline::after(clock_, options_.connectTimeout);
-  if (!peers_.try_emplace(peer.process, Peer{description, deadline}).second) return;
+  if (!peers_.try_emplace(peer.process, Peer{description, peer.endpoint, deadline}).second) {
+    return;
+  }
   if (self_ < peer.process) {
     dial(peer.process, peer.endpoint);
   } else if (const auto early = find(peer.process); early != connections_.end()) {
@@ -96,13 +104,17 @@ void Lifeline::dial(const ProcessId& process, const Endpoint& endpoint) {
   FileDescriptor socket(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket ||
       (::connect(socket.get(), endpoint.address(), endpoint.size()) != 0 && errno != EINPROGRESS)) {
-    depart(process, false, "cannot connect: " + textOf(errno));
+    const bool ours = errno == EMFILE || errno == ENFILE;
+    depart(process, false,
+           fmt::format("cannot connect: {}{}", textOf(errno), ours ? "; raise ulimit -n" : ""));
     return;
   }
   const ConnectionId id = nextId_++;
   watch(id, socket.get(), EPOLL_CTL_ADD, EPOLLOUT);
   // Its time limit is the peer's.
-  connections_.emplace(id, Connection{std::move(socket), State::Connecting, false, process});
+  Connection connection{std::move(socket), State::Connecting, false, process};
+  connection.givenUp = Deadline::after(clock_, options_.handshakeTimeout / 2);
+  connections_.emplace(id, std::move(connection));
 }
 
 size_t Lifeline::poll(const std::function<void(const Departure&)>& onDeparture) {
@@ -168,9 +180,9 @@ void Lifeline::onWritable(Connections::iterator it) {
   socklen_t size = sizeof(error);
   if (::getsockopt(connection.socket.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0)
     error = errno;
-  if (error != 0) return fail(it, "cannot connect: " + textOf(error));
-  if (!sendAll(connection.socket, serialise(Hello{self_, connection.peer}))) {
-    return fail(it, "cannot send the hello: " + textOf(errno));
+  if (error != 0) return failHandshake(it, "cannot connect: " + textOf(error));
+  if (!sendAll(connection.socket, serialise(signedHello(self_, connection.peer, options_.seal)))) {
+    return failHandshake(it, "cannot send the hello: " + textOf(errno));
   }
   connection.state = State::AwaitingHello;
   watch(it->first, connection.socket.get(), EPOLL_CTL_MOD, EPOLLIN);
@@ -183,12 +195,15 @@ void Lifeline::onHello(Connections::iterator it) {
   const size_t missing = kHelloBytes - connection.received.size();
   const auto got = ::recv(connection.socket.get(), buffer.data(), missing, MSG_DONTWAIT);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-  if (got <= 0) return fail(it, got == 0 ? "it hung up before its hello" : textOf(errno));
+  if (got <= 0) {
+    return failHandshake(it, got == 0 ? "it hung up before its hello" : textOf(errno));
+  }
   connection.received.insert(connection.received.end(), buffer.begin(), buffer.begin() + got);
   if (connection.received.size() < kHelloBytes) return;
 
   const auto hello = parseHello(connection.received);
   if (!hello || hello->to != self_) return fail(it, "its port belongs to another program");
+  if (!isGenuine(*hello, options_.seal)) return fail(it, "it does not have our SMDDP_JOB_TOKEN");
   if (!connection.accepted) {
     if (hello->from != connection.peer) return fail(it, "its port belongs to another process");
     return confirm(it);
@@ -205,7 +220,7 @@ void Lifeline::onHello(Connections::iterator it) {
 
 void Lifeline::admit(Connections::iterator it) {
   if (peers_.at(it->second.peer).state != Peer::Expected) return drop(it);
-  if (!sendAll(it->second.socket, serialise(Hello{self_, it->second.peer}))) {
+  if (!sendAll(it->second.socket, serialise(signedHello(self_, it->second.peer, options_.seal)))) {
     return fail(it, "cannot send the hello: " + textOf(errno));
   }
   confirm(it);
@@ -265,6 +280,16 @@ void Lifeline::fail(Connections::iterator it, const std::string& cause) {
   drop(it);
   // A stranger, whose peer is all zeros, has nobody who waits for it.
   if (peers_.contains(process)) depart(process, false, cause);
+}
+
+// Before the peer's hello. Whoever is late with his own is hung up on: if that was us, because nothing ran
+// here for a while, we call again, until the peer's time is over.
+void Lifeline::failHandshake(Connections::iterator it, const std::string& cause) {
+  const Connection& connection = it->second;
+  if (connection.accepted || !connection.givenUp.passed(clock_)) return fail(it, cause);
+  const ProcessId process = connection.peer;
+  drop(it);
+  dial(process, peers_.at(process).endpoint);
 }
 
 void Lifeline::depart(const ProcessId& process, bool orderly, const std::string& cause) {
@@ -327,7 +352,7 @@ void Lifeline::leave() {
     if (connection.state == State::Connecting || connection.peer == ProcessId{}) continue;
     // The peer expects a hello before anything else.
     if (connection.state == State::AwaitingIntroduction) {
-      sendAll(connection.socket, serialise(Hello{self_, connection.peer}));
+      sendAll(connection.socket, serialise(signedHello(self_, connection.peer, options_.seal)));
     }
     sendAll(connection.socket, std::span(&kGoodbye, 1));
     // Unread bytes would turn the close into a reset, which may overtake the goodbye.

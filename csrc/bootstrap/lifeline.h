@@ -6,10 +6,11 @@
 // who waits for it (probe()). A process that leaves in order says goodbye first.
 //
 // One connection per pair: the process with the smaller id connects. Both sides say hello with both
-// ids, so that only somebody who has read our address in the store gets past the door, and a stale
-// port that now belongs to another program is found out. Strangers are dropped without an answer,
-// after 3 s at the latest; at most 64 of them are let in at a time, the others wait in the kernel's
-// queue.
+// ids, so that only somebody who has read our address in the store gets past the door (and has the
+// job token, if there is one), and a stale port that now belongs to another program is found out.
+// Strangers are dropped without an answer, after 3 s at the latest; at most 64 of them are let in at
+// a time, the others wait in the kernel's queue. A peer that was dropped because nobody let it run in
+// these 3 s connects again.
 //
 // Threads: none of its own; all calls from one thread (closeInChild excepted). Nothing blocks. Owns
 // its sockets. Destroying it without leave() looks to the peers like a death. Errors: the
@@ -41,6 +42,7 @@ class Lifeline {
     size_t maxHalfOpen = 64;
     // What was sent and is not acknowledged for so long says that the host is gone or cut off.
     Nanoseconds hostTimeout = 1'500'000'000;
+    Seal seal{};
   };
   // Said once per peer.
   struct Departure {
@@ -103,11 +105,14 @@ class Lifeline {
     ProcessId peer{};  // of an accepted one: once its hello is heard
     Deadline deadline{};
     std::vector<std::byte> received{};  // of its hello
+    // Ours: when the peer may have given us up for a stranger that says nothing.
+    Deadline givenUp{};
     Deadline nextProbe{0};
     int silentLooks = 0;
   };
   struct Peer {
     std::string description;
+    Endpoint endpoint;
     Deadline deadline;
     enum { Expected, Connected, Departed } state = Expected;
   };
@@ -124,6 +129,7 @@ class Lifeline {
   void admit(Connections::iterator it);
   void confirm(Connections::iterator it);
   void fail(Connections::iterator it, const std::string& cause);
+  void failHandshake(Connections::iterator it, const std::string& cause);
   void depart(const ProcessId& process, bool orderly, const std::string& cause);
   void drop(Connections::iterator it);
   bool isSilent(Connection& connection) const;

@@ -2,6 +2,8 @@
 
 #include <arpa/inet.h>
 
+#include <algorithm>
+
 #include "bootstrap/blob.h"
 #include "common/error.h"
 
@@ -10,7 +12,7 @@ namespace {
 
 constexpr uint8_t kAddressVersion = 1;
 constexpr uint32_t kHelloMagic = 0x4c444d53;  // "SMDL"
-constexpr uint32_t kHelloVersion = 1;
+constexpr uint32_t kHelloVersion = 2;
 
 // The parts of an endpoint that travel: 4 or 16 address bytes and the port, both in network order.
 struct Parts {
@@ -75,12 +77,23 @@ LifelineAddress parseLifelineAddress(std::span<const std::byte> blob,
   }
 }
 
+Hello signedHello(const ProcessId& from, const ProcessId& to, const Seal& seal) {
+  std::array<std::byte, sizeof from + sizeof to> pair;
+  std::copy(to.begin(), to.end(), std::copy(from.begin(), from.end(), pair.begin()));
+  return {from, to, seal.sign("hello", pair)};
+}
+
+bool isGenuine(const Hello& hello, const Seal& seal) {
+  return sameDigest(hello.signature, signedHello(hello.from, hello.to, seal).signature);
+}
+
 std::vector<std::byte> serialise(const Hello& hello) {
   BlobWriter writer;
   writer.number(kHelloMagic);
   writer.number(kHelloVersion);
   writer.raw(hello.from);
   writer.raw(hello.to);
+  writer.raw(hello.signature);
   return writer.take();
 }
 
@@ -91,6 +104,7 @@ std::optional<Hello> parseHello(std::span<const std::byte> bytes) {
   Hello hello;
   reader.raw("from", hello.from);
   reader.raw("to", hello.to);
+  reader.raw("signature", hello.signature);
   return hello;
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bootstrap/process_id.h"
+#include "bootstrap/seal.h"
 
 namespace smddp::bootstrap {
 
@@ -36,11 +37,15 @@ std::vector<std::byte> serialise(const LifelineAddress& address);
 LifelineAddress parseLifelineAddress(std::span<const std::byte> blob,
                                      const std::string& description);
 
-// The first bytes in both directions. Knowing `to` is the proof of having read the store.
+// The first bytes in both directions. Knowing `to` is the proof of having read the store, `signature` that of
+// having the job token. Processes draw their ids, so a hello is worth nothing to any other pair.
 struct Hello {
   ProcessId from{}, to{};
+  Digest signature{};
 };
-inline constexpr size_t kHelloBytes = 40;
+Hello signedHello(const ProcessId& from, const ProcessId& to, const Seal& seal);
+bool isGenuine(const Hello& hello, const Seal& seal);
+inline constexpr size_t kHelloBytes = 72;
 std::vector<std::byte> serialise(const Hello& hello);
 // Nothing when it is not a hello of our version. `bytes` has kHelloBytes.
 std::optional<Hello> parseHello(std::span<const std::byte> bytes);

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <charconv>
 #include <exception>
+#include <map>
 #include <string_view>
 #include <utility>
 
@@ -57,8 +58,14 @@ void warnOnce(const std::vector<std::string>& warnings) {
 
 }  // namespace
 
-Rendezvous::Rendezvous(Store& store, std::string group, Rank me, int size, Nanoseconds timeout)
-    : store_(store), group_(std::move(group)), me_(me), size_(size), timeout_(timeout) {
+Rendezvous::Rendezvous(Store& store, std::string group, Rank me, int size, Nanoseconds timeout,
+                       Seal seal)
+    : store_(store),
+      group_(std::move(group)),
+      me_(me),
+      size_(size),
+      timeout_(timeout),
+      seal_(std::move(seal)) {
   SMDDP_CHECK(me >= 0 && me < size, "rank {} of {}", me, size);
 }
 
@@ -68,13 +75,15 @@ std::vector<Introduction> Rendezvous::exchange(const Introduction& mine) {
   std::vector<Store::Value> values;
   if (me_ == 0) {
     epoch_ = openEpoch();
-    store_.set(key(kIn, epoch_, 0), blob);
+    publish(kIn, blob);
     values = collect(kIn, deadline);
     store_.set(key(kClosed, epoch_), toValue(kComplete));
   } else {
     joinEpoch(blob, deadline);
     values = collect(kIn, deadline);
   }
+  // Only now, when the meeting is closed: no rank waits for one that has thrown.
+  unseal(kIn, values);
   std::vector<Introduction> introductions;
   for (Rank rank = 0; rank < size_; ++rank) {
     introductions.push_back(parseIntroduction(values[rank], rank));
@@ -93,13 +102,13 @@ int64_t Rendezvous::openEpoch() {
   return epoch;
 }
 
-void Rendezvous::joinEpoch(const Store::Value& mine, const Deadline& deadline) {
+void Rendezvous::joinEpoch(std::span<const std::byte> mine, const Deadline& deadline) {
   epoch_ = store_.add(fmt::format("smddp/{}/epoch", group_), 0);
   for (;;) {
     // Epoch 0 is the time before the first meeting. In a closed epoch slow ranks may still be
     // reading.
     if (epoch_ > 0 && !store_.contains(key(kClosed, epoch_))) {
-      store_.set(key(kIn, epoch_, me_), mine);
+      publish(kIn, mine);
       if (toText(await(key(kClosed, epoch_), deadline)) == kComplete) return;
     }
     const Store::Value next = await(key(kNext, epoch_), deadline);
@@ -119,8 +128,9 @@ Locality Rendezvous::agreeOnNodes(const std::vector<Introduction>& introductions
   std::vector<ProbeReport> reports;
   if (needsProbing(introductions)) {
     const ProbeReport mine = probeCandidates(introductions, me_, probe);
-    store_.set(key(kNodes, epoch_, me_), serialise(mine));
-    const auto values = collect(kNodes, Deadline::after(clock_, timeout_));
+    publish(kNodes, serialise(mine));
+    auto values = collect(kNodes, Deadline::after(clock_, timeout_));
+    unseal(kNodes, values);
     for (Rank rank = 0; rank < size_; ++rank) {
       reports.push_back(parseProbeReport(values[rank], rank, size_));
     }
@@ -139,6 +149,32 @@ std::vector<Store::Value> Rendezvous::collect(const char* what, const Deadline& 
     if (error.kind() == ErrorKind::Timeout) raiseMissing(what);
     throw;
   }
+}
+
+void Rendezvous::publish(const char* what, std::span<const std::byte> blob) {
+  const std::string where = key(what, epoch_, me_);
+  store_.set(where, seal_.close(where, blob));
+}
+
+void Rendezvous::unseal(const char* what, std::vector<Store::Value>& values) const {
+  std::map<Seal::Verdict, std::vector<Rank>> found;
+  for (Rank rank = 0; rank < size_; ++rank) {
+    found[seal_.open(key(what, epoch_, rank), values[rank])].push_back(rank);
+  }
+  std::string wrong;
+  for (const auto& [verdict, ranks] : found) {
+    if (verdict == Seal::Verdict::Good) continue;
+    const char* verb = ranks.size() == 1 ? "has" : "have";
+    wrong += fmt::format("{}{} {} {}", wrong.empty() ? "" : ", ", listRanks(ranks), verb,
+                         verdict == Seal::Verdict::NoToken      ? "no token"
+                         : verdict == Seal::Verdict::Unexpected ? "a token"
+                                                                : "another token");
+  }
+  if (wrong.empty()) return;
+  raise(ErrorKind::Mismatch,
+        "SMDDP_JOB_TOKEN is {} on rank {} of group {}, but {}. Give all ranks of the job the same "
+        "one; where they have it, somebody else has written into the store",
+        seal_.isEmpty() ? "not set" : "set", me_, group_, wrong);
 }
 
 Store::Value Rendezvous::await(const std::string& awaited, const Deadline& deadline) {

@@ -17,6 +17,10 @@
 // what a slow rank reads there never changes. No polling; a constant number of keys and calls per
 // rank.
 //
+// With a job token (seal.h) what ranks say about themselves is sealed under the key it is stored at: somebody
+// else who reaches the store can hold a meeting up, but neither join it nor change what is said. Epochs and
+// their ends are not sealed; they decide nothing but when to look.
+//
 // Threads: one. Errors: Timeout names the missing ranks, Mismatch the ranks that disagree. The
 // object is then spent; a new one on the same store starts a new meeting.
 #pragma once
@@ -27,6 +31,7 @@
 
 #include "bootstrap/introduction.h"
 #include "bootstrap/locality.h"
+#include "bootstrap/seal.h"
 #include "bootstrap/store.h"
 #include "common/clock.h"
 #include "common/types.h"
@@ -40,7 +45,8 @@ class Rendezvous {
   using Probe = std::function<bool(const Introduction& candidate, std::string* why)>;
 
   // The store is used during the calls below only. `timeout` bounds each of them.
-  Rendezvous(Store& store, std::string group, Rank me, int size, Nanoseconds timeout);
+  Rendezvous(Store& store, std::string group, Rank me, int size, Nanoseconds timeout,
+             Seal seal = Seal());
 
   // Everybody's introduction, by rank, parsed and in agreement.
   std::vector<Introduction> exchange(const Introduction& mine);
@@ -52,8 +58,10 @@ class Rendezvous {
 
  private:
   int64_t openEpoch();
-  void joinEpoch(const Store::Value& mine, const Deadline& deadline);
+  void joinEpoch(std::span<const std::byte> mine, const Deadline& deadline);
   std::vector<Store::Value> collect(const char* what, const Deadline& deadline);
+  void publish(const char* what, std::span<const std::byte> blob);
+  void unseal(const char* what, std::vector<Store::Value>& values) const;
   Store::Value await(const std::string& awaited, const Deadline& deadline);
   [[noreturn]] void raiseMissing(const char* what);
   std::string key(const char* what, int64_t epoch) const;
@@ -65,6 +73,7 @@ class Rendezvous {
   const Rank me_;
   const int size_;
   const Nanoseconds timeout_;
+  const Seal seal_;
   const MonotonicClock clock_;
   int64_t epoch_ = 0;
 };

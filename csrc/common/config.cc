@@ -12,6 +12,7 @@ namespace {
 
 // What does not parse is told with what is allowed, and the default as an example: `value` still has it.
 void parse(const char*, const std::string& text, std::string& value) { value = text; }
+void parse(const char*, const std::string& text, Secret& value) { value.text = text; }
 
 void parse(const char* name, const std::string& text, bool& value) {
   if (text == "1" || text == "true" || text == "on") {
@@ -37,11 +38,8 @@ void parse(const char* name, const std::string& text, int64_t& value) {
   value = number;
 }
 
-std::string print(const std::string& value) { return value; }
-std::string print(bool value) { return value ? "1" : "0"; }
-std::string print(int64_t value) { return std::to_string(value); }
-
 const char* typeName(const std::string&) { return "text"; }
+const char* typeName(const Secret&) { return "secret"; }
 const char* typeName(bool) { return "switch"; }
 const char* typeName(int64_t) { return "integer"; }
 
@@ -55,6 +53,11 @@ Settings readSettings() {
 }
 
 }  // namespace
+
+std::string print(const std::string& value) { return value; }
+std::string print(const Secret& value) { return value.text.empty() ? "" : "(hidden)"; }
+std::string print(bool value) { return value ? "1" : "0"; }
+std::string print(int64_t value) { return std::to_string(value); }
 
 std::string environment(const char* name) {
   const char* text = std::getenv(name);

@@ -12,6 +12,12 @@
 
 namespace smddp {
 
+// A setting that is never printed.
+struct Secret {
+  std::string text;
+  friend bool operator==(const Secret&, const Secret&) = default;
+};
+
 // clang-format off
 #define SMDDP_SETTINGS(X)                                                                                     \
   X(std::string, nodeId, "SMDDP_NODE_ID", "",                                                                 \
@@ -22,6 +28,10 @@ namespace smddp {
     "that is missing is an error. Default: the first of that list that is there, shm excepted.")              \
   X(std::string, interface, "SMDDP_INTERFACE", "",                                                            \
     "Network interface between nodes, such as eth0. Default: the one that routes to MASTER_ADDR.")            \
+  X(Secret, jobToken, "SMDDP_JOB_TOKEN", {},                                                                  \
+    "Secret of the job, the same on all ranks. With it, what ranks say about themselves in the store and on "  \
+    "their lifelines is signed: whoever reaches the store but has no token cannot join or pose as a rank. It " \
+    "encrypts nothing. Take 16 random bytes or more, for example `openssl rand -hex 16`.")                     \
   X(bool, fabricRma, "SMDDP_FABRIC_RMA", true,                                                                \
     "Use remote writes where the provider has them; 0 sends into posted receives instead.")                  \
   X(std::string, log, "SMDDP_LOG", "warn",                                                                    \
@@ -66,6 +76,12 @@ struct SettingRow {
 };
 // One row per line of the table, with the value in force and where it came from.
 std::vector<SettingRow> describeSettings();
+
+// How a value is written into the environment and printed; secrets are not.
+std::string print(const std::string& value);
+std::string print(const Secret& value);
+std::string print(bool value);
+std::string print(int64_t value);
 
 // A variable of the launcher (RANK, SMDDP_*, MASTER_ADDR, …); empty when unset.
 std::string environment(const char* name);

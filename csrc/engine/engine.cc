@@ -10,6 +10,7 @@
 #include <system_error>
 #include <utility>
 
+#include "common/config.h"
 #include "common/log.h"
 #include "engine/call.h"
 
@@ -32,11 +33,18 @@ constexpr size_t kMaxThreads = 64;
 // Control messages kept for groups that this rank has yet to make.
 constexpr size_t kMaxStashed = 1024;
 
+// How long a fork may wait for the owner to come to a stop. Who is busier than that, in the set-up of the network
+// for example, is not waited for; the child then keeps its copies of the connections.
+constexpr auto kForkPatience = std::chrono::seconds(1);
+
 std::atomic<uint32_t> forkGeneration{0};
+// Held from before a fork until after it, and while the list changes.
+std::mutex forkMutex;
 // Engines whose connections a child must not keep alive. More than these are ranks as threads, which do not fork.
 std::array<std::atomic<Engine*>, 8> engines{};
 
 void enroll(Engine* engine) {
+  const std::lock_guard lock(forkMutex);
   for (auto& slot : engines) {
     Engine* nobody = nullptr;
     if (slot.compare_exchange_strong(nobody, engine)) return;
@@ -44,19 +52,38 @@ void enroll(Engine* engine) {
 }
 
 void strike(Engine* engine) {
+  const std::lock_guard lock(forkMutex);
   for (auto& slot : engines) {
     Engine* expected = engine;
     slot.compare_exchange_strong(expected, nullptr);
   }
 }
 
+template <typename Action>
+void forEachEngine(const Action& action) {
+  for (auto& slot : engines) {
+    if (Engine* engine = slot.load()) action(*engine);
+  }
+}
+
+void beforeFork() {
+  forkMutex.lock();
+  forEachEngine([](Engine& engine) { engine.beforeFork(); });
+}
+
+void afterForkInParent() {
+  forEachEngine([](Engine& engine) { engine.afterForkInParent(); });
+  forkMutex.unlock();
+}
+
+void afterForkInChild() {
+  ++forkGeneration;
+  forEachEngine([](Engine& engine) { engine.afterForkInChild(); });
+  forkMutex.unlock();
+}
+
 uint32_t watchForks() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] {
-    ++forkGeneration;
-    for (auto& slot : engines) {
-      if (Engine* engine = slot.load()) engine->closeInChild();
-    }
-  });
+  static const int registered = pthread_atfork(&beforeFork, &afterForkInParent, &afterForkInChild);
   static_cast<void>(registered);
   return forkGeneration.load();
 }
@@ -100,9 +127,63 @@ Engine::Engine(Options options)
   enroll(this);
 }
 
-void Engine::closeInChild() noexcept {
-  // Whoever owned the engine while we were forked may have been at work on the connections.
-  if (process_ && !owned_.load()) process_->closeInChild();
+// Keeps the owner, between two turns, until the fork is over.
+struct Engine::ForkPause {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool held = false;  // guarded by mutex, as is `over`
+  bool over = false;
+
+  void hold() {
+    std::unique_lock lock(mutex);
+    held = true;
+    changed.notify_all();
+    changed.wait(lock, [this] { return over; });
+  }
+  void end() {
+    const std::lock_guard lock(mutex);
+    over = true;
+    changed.notify_all();
+  }
+};
+
+void Engine::beforeFork() {
+  ownedForFork_ = false;
+  pausedForFork_.reset();
+  // A child that forks again has nothing to hold still.
+  if (forkGeneration_ != forkGeneration.load()) return;
+  ownedForFork_ = tryOwn();
+  if (ownedForFork_) return;
+  auto pause = std::make_shared<ForkPause>();
+  {
+    // Not by post(), which may run what is posted on this thread.
+    const std::lock_guard lock(inboxMutex_);
+    inbox_.push_back([pause] { pause->hold(); });
+    inboxSize_.store(inbox_.size());
+  }
+  process_->doorbell().ringSelf();
+  const auto limit = std::chrono::steady_clock::now() + kForkPatience;
+  std::unique_lock lock(pause->mutex);
+  while (!pause->held && !ownedForFork_ && std::chrono::steady_clock::now() < limit) {
+    pause->changed.wait_for(lock, kWaiterPeriod);
+    // The owner let go before it looked into the inbox.
+    ownedForFork_ = !pause->held && tryOwn();
+  }
+  if (pause->held) {
+    pausedForFork_ = std::move(pause);
+  } else {
+    pause->over = true;
+  }
+}
+
+void Engine::afterForkInParent() {
+  if (ownedForFork_) release();
+  if (pausedForFork_) pausedForFork_->end();
+  pausedForFork_.reset();
+}
+
+void Engine::afterForkInChild() noexcept {
+  if (ownedForFork_ || pausedForFork_) process_->closeInChild();
 }
 
 Engine::~Engine() { shutdown(); }
@@ -197,7 +278,8 @@ void Engine::finishGroup(const std::shared_ptr<Group>& group,
 std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group::Spec& spec,
                                            Nanoseconds timeout) {
   auto [group, mine] = beginGroup(spec);
-  bootstrap::Rendezvous rendezvous(store, spec.name, spec.me, spec.size, timeout);
+  const bootstrap::Seal seal(settings().jobToken.text);
+  bootstrap::Rendezvous rendezvous(store, spec.name, spec.me, spec.size, timeout, seal);
   auto introductions = rendezvous.exchange(mine);
   const auto probe = [this](const bootstrap::Introduction& other, std::string* why) {
     return process_->probe(other, why);
@@ -213,7 +295,7 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
       mine = process_->introduce(mine.group);
       mine.nodeAgreement = nodeAgreement_;
     });
-    bootstrap::Rendezvous second(store, spec.name + ".fabric", spec.me, spec.size, timeout);
+    bootstrap::Rendezvous second(store, spec.name + ".fabric", spec.me, spec.size, timeout, seal);
     introductions = second.exchange(mine);
   }
   call([&] { nodeAgreement_ = locality.agreement; });
@@ -280,6 +362,23 @@ void Engine::dispatch(Peer& from, transport::Bytes message) {
   if (waiting.size() < kMaxStashed) waiting.push_back({&from, {message.begin(), message.end()}});
 }
 
+void Engine::failActive(const std::string& text, ErrorKind kind) {
+  for (Group* group : active_) group->fail(Error(kind, text));
+  collectContinuations();
+}
+
+// An owner that threw past release() would leave everybody waiting for ever.
+template <typename Action>
+void Engine::guarded(const Action& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    failActive(error.what(), error.kind());
+  } catch (const std::exception& error) {
+    failActive(error.what(), ErrorKind::Internal);
+  }
+}
+
 // --- operations -------------------------------------------------------------------------------------------
 
 template <typename Operation>
@@ -288,14 +387,16 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
   auto completion = std::make_shared<Completion>();
   const bool willWait = operation.willWait;
   if (tryOwn()) {
-    drainInbox();
-    group.submit(std::move(operation), completion);
-    activate(group);
-    if (willWait) {
-      runOwned([&] { return completion->done(); }, /*patient=*/false);
-    } else {
-      turn();
-    }
+    guarded([&] {
+      drainInbox();
+      group.submit(std::move(operation), completion);
+      activate(group);
+      if (willWait) {
+        runOwned([&] { return completion->done(); }, /*patient=*/false);
+      } else {
+        turn();
+      }
+    });
     release();
     runContinuations();
   } else {
@@ -434,8 +535,10 @@ void Engine::release() {
   }
   // What was posted while we let go has no other taker.
   if (inboxSize_.load() > 0 && tryOwn()) {
-    drainInbox();
-    turn();
+    guarded([this] {
+      drainInbox();
+      turn();
+    });
     release();
   }
 }
@@ -444,7 +547,7 @@ void Engine::waitUntil(const std::function<bool()>& done) {
   bool asked = false;
   while (!done()) {
     if (tryOwn()) {
-      runOwned(done, /*patient=*/false);
+      guarded([&] { runOwned(done, /*patient=*/false); });
       release();
       runContinuations();
       continue;
@@ -487,10 +590,13 @@ bool Engine::turn() {
 
 bool Engine::step() {
   if (!tryOwn()) return false;
-  drainInbox();
-  process_->poll();
-  const bool advanced = turn();
-  if (!advanced) look();
+  bool advanced = true;
+  guarded([&] {
+    drainInbox();
+    process_->poll();
+    advanced = turn();
+    if (!advanced) look();
+  });
   release();
   runContinuations();
   return advanced;
@@ -594,13 +700,10 @@ void Engine::progressLoop(bool first) {
       if (stop_) return;
     }
     if (!tryOwn()) continue;
-    try {
+    guarded([this] {
       if (process_->onFabric()) look();
       runOwned([this] { return active_.empty(); }, /*patient=*/true);
-    } catch (const std::exception& error) {
-      for (Group* group : active_) group->fail(Error(ErrorKind::Internal, error.what()));
-      collectContinuations();
-    }
+    });
     if (!continuations_.empty()) keepOneIdle();
     release();
     runContinuations();

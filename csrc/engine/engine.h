@@ -81,13 +81,17 @@ class Engine {
   bool step();
 
   Process& process() { return *process_; }
-  // In the child of a fork, which must not keep the parent's connections open.
-  void closeInChild() noexcept;
+  // Around a fork, on the thread that forks. The first holds the engine still, so that the child finds its
+  // connections in order; one of the others ends that. The child must not keep the connections open.
+  void beforeFork();
+  void afterForkInParent();
+  void afterForkInChild() noexcept;
   // Leaves all groups, waits a moment for peers to have what we sent, joins the thread. Idempotent.
   void shutdown();
 
  private:
   struct Patience;
+  struct ForkPause;
 
   bool tryOwn() {
     return !owned_.load(std::memory_order_relaxed) &&
@@ -106,6 +110,10 @@ class Engine {
   void breakOff(Group& group, const std::function<void()>& failing);
   void progressLoop(bool first);
   void keepOneIdle();
+  void failActive(const std::string& text, ErrorKind kind);
+  // With ownership. What `action` throws ends what is in flight, and the caller goes on to release().
+  template <typename Action>
+  void guarded(const Action& action);
   void activate(Group& group);
   void dispatch(Peer& from, transport::Bytes message);
   void reap();
@@ -116,6 +124,9 @@ class Engine {
 
   const uint32_t forkGeneration_;
   const bool hasThreads_;
+  // While somebody forks: how the engine is held still. Guarded by the lock of all forks.
+  bool ownedForFork_ = false;
+  std::shared_ptr<ForkPause> pausedForFork_;
   std::unique_ptr<Process> process_;
   std::atomic<bool> owned_{false};
 

@@ -54,11 +54,11 @@ Group::Group(Process& process, Spec spec)
 std::vector<std::byte> Group::publish() {
   region_ = process_.slab().allocate(layout_.bytes());
   process_.slab().commit(region_.first(layout_.poolOffset(0, 0)));
-  new (region_.data()) RegionHeader;
   for (int64_t t = 0; t < layout_.tracks; ++t)
     new (region_.data() + layout_.trackOffset(t)) TrackHeader;
   const GroupBlob blob{process_.slab().offsetOf(region_.data()), region_.size(),
                        process_.newGroupId()};
+  reinterpret_cast<RegionHeader*>(region_.data())->group.store(blob.groupId);
   std::vector<std::byte> bytes(sizeof blob);
   std::memcpy(bytes.data(), &blob, sizeof blob);
   return bytes;
@@ -83,7 +83,9 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
       if (!sharesNode) continue;
       const GroupBlob blob = parseBlob(introductions[r]);
       const auto& mate = *member.peer->mate;
-      if (blob.regionBytes != region_.size() || blob.regionOffset > mate.size() ||
+      if (blob.regionBytes != region_.size() ||
+          blob.regionOffset < sizeof(transport::shm::ProcessPage) ||
+          blob.regionOffset % kPage != 0 || blob.regionOffset > mate.size() ||
           blob.regionBytes > mate.size() - blob.regionOffset) {
         raise(ErrorKind::Mismatch,
               "rank {} ({}) shares {} bytes for group \"{}\", this rank {}: do all ranks run the "
@@ -91,6 +93,7 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
               r, member.peer->describe(), blob.regionBytes, spec_.name, region_.size());
       }
       region = mate.data() + blob.regionOffset;
+      member.regionGroup = blob.groupId;
       mates_.push_back(member.peer);
     }
     member.region = reinterpret_cast<RegionHeader*>(region);

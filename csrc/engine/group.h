@@ -100,6 +100,7 @@ class Group final : private Matcher::Host {
   struct Member {
     Peer* peer = nullptr;            // null for this rank
     RegionHeader* region = nullptr;  // of mates, and mine
+    uint64_t regionGroup = 0;        // RegionHeader::group of a mate, until it gives the region up
   };
   struct Operation {
     Request request;

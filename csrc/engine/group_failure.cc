@@ -445,7 +445,10 @@ void Group::leave() {
 bool Group::abandoned() {
   for (const Member& member : members_) {
     if (member.peer == nullptr || member.peer->lost) continue;
-    if (member.region != nullptr && member.region->left.load(std::memory_order_acquire) == 0) {
+    // A mate that saw us leave may have used its region for another group already.
+    if (member.region != nullptr &&
+        member.region->group.load(std::memory_order_acquire) == member.regionGroup &&
+        member.region->left.load(std::memory_order_acquire) == 0) {
       return false;
     }
     if (!member.peer->table->drained(id_)) return false;

@@ -105,12 +105,18 @@ bool Process::probe(const bootstrap::Introduction& other, std::string* why) {
 
 void Process::openFabric() {
   if (fabric_) return;
+  // Sleeping needs a pipe from now on. Nothing of this is kept when the rest fails: the next group tries again.
+  doorbell_.openPipe();
+  std::unique_ptr<bootstrap::Lifeline> lifeline;
+  if (options_.lifelines) {
+    bootstrap::Lifeline::Options options;
+    options.seal = bootstrap::Seal(settings().jobToken.text);
+    lifeline = std::make_unique<bootstrap::Lifeline>(
+        id_, bootstrap::localAddress(settings(), environment("MASTER_ADDR")), options);
+  }
   fabric_ = std::make_unique<Link>(
       *this, options_.fabric ? options_.fabric() : transport::fabric::create());
-  if (options_.lifelines) {
-    lifeline_ = std::make_unique<bootstrap::Lifeline>(
-        id_, bootstrap::localAddress(settings(), environment("MASTER_ADDR")));
-  }
+  lifeline_ = std::move(lifeline);
   SMDDP_LOG(Info, "transport/fabric", "{}", describeFabric());
 }
 
@@ -119,8 +125,7 @@ std::string Process::describeFabric() const {
 }
 
 Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
-  auto& slot = peers_[other.processId];
-  if (slot) return *slot;
+  if (const auto known = peers_.find(other.processId); known != peers_.end()) return *known->second;
   auto peer = std::make_unique<Peer>();
   peer->introduction = other;
   const std::string name = peer->describe();
@@ -138,8 +143,7 @@ Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
   peer->table = &link.table;
   if (!sharesNode && lifeline_) lifeline_->connect(other.lifeline, name);
   link.peers[peer->id] = peer.get();
-  slot = std::move(peer);
-  return *slot;
+  return *(peers_[other.processId] = std::move(peer));
 }
 
 transport::RemoteKey Process::registerMemory(const Peer& peer, std::span<std::byte> memory) {

@@ -11,6 +11,7 @@
 #include <climits>
 
 #include "common/error.h"
+#include "common/log.h"
 
 namespace smddp::transport::shm {
 namespace {
@@ -49,7 +50,14 @@ uint64_t inodeOfPipe(int fd) {
   return fstat(fd, &status) == 0 && S_ISFIFO(status.st_mode) ? status.st_ino : 0;
 }
 
-// The mate's pipe, opened at first need; -1 when the mate is gone.
+void warnOnce(const std::string& path) {
+  static std::atomic<bool> warned{false};
+  if (warned.exchange(true)) return;
+  SMDDP_LOG(Warn, "transport/shm", "cannot open {} to wake its process: {}; raise ulimit -n", path,
+            std::generic_category().message(errno));
+}
+
+// The mate's pipe, opened at first need; -1 when the mate is gone or no descriptor is left.
 int wakePipeOf(Mate& mate) {
   const uint64_t inode = mate.page().pipeInode.load(std::memory_order_acquire);
   Mate::Probe& probe = mate.probe();
@@ -59,9 +67,8 @@ int wakePipeOf(Mate& mate) {
   // Read and write: being a reader too, we get no SIGPIPE once the mate has died.
   FileDescriptor opened(open(path.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC));
   if (!opened && (errno == EMFILE || errno == ENFILE)) {
-    raiseErrno(ErrorKind::Resource,
-               "cannot open {} to wake its process; raise the limit of open files (ulimit -n)",
-               path);
+    // Slow, and no reason to end a group: nobody sleeps longer than between two looks at his mates.
+    warnOnce(path);
   }
   // Should the mate be dead and its numbers reused, this is some other file: never write into that.
   if (!opened || inode == 0 || inodeOfPipe(opened.get()) != inode) return -1;

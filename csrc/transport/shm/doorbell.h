@@ -18,7 +18,7 @@
 namespace smddp::transport::shm {
 
 // The doorbell of our own process; one per slab. Only one thread at a time sleeps, ringSelf() is
-// for any thread. Owns the wake-up pipe, made at the first sleepOn().
+// for any thread. Owns the wake-up pipe.
 class Doorbell {
  public:
   explicit Doorbell(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) {}
@@ -30,18 +30,19 @@ class Doorbell {
   void cancel();
   // Returns when rung, or when `timeout` is over. Never longer, so every wait can have a deadline.
   void sleep(Nanoseconds timeout);
-  // The same, and also when `descriptor` is readable. Throws Resource when no pipe can be made.
+  // The same, and also when `descriptor` is readable.
   void sleepOn(int descriptor, Nanoseconds timeout);
+
+  // Makes the pipe that sleepOn() needs, which else does so itself. Throws Resource.
+  void openPipe();
 
   // For other threads of this process.
   void ringSelf();
-  // On the thread that owns `mate`. Does nothing when the mate is dead. Throws Resource when
-  // the mate sleeps in sleepOn() and no descriptor is left to wake it.
+  // On the thread that owns `mate`. Does nothing when the mate is dead, and leaves a mate in
+  // sleepOn() to the end of its time when no descriptor is left to wake it.
   static void ring(Mate& mate);
 
  private:
-  void openPipe();
-
   std::shared_ptr<Slab> slab_;
   FileDescriptor readEnd_;
   FileDescriptor writeEnd_;

@@ -287,6 +287,63 @@ TEST(Lifeline, SilentVisitorsAreBoundedAndShutOutNobody) {
   EXPECT_TRUE(two.departures.empty());
 }
 
+// A rank that was stopped, or got no core, in the middle of its handshake.
+TEST(Lifeline, WhoWasGivenUpForAStrangerCallsAgain) {
+  const Lifeline::Options options{.handshakeTimeout = kSoon, .connectTimeout = kNever};
+  Side one(1, options), two(2, options);
+  const size_t before = numOpenDescriptors();
+  one.meet(two);
+  // Number 2 lets the visitor in and, as it says nothing, drops it.
+  size_t most = 0;
+  ASSERT_TRUE(pollUntil({&two}, [&] {
+    const size_t now = numOpenDescriptors();
+    most = std::max(most, now);
+    return most == before + 2 && now == before + 1;
+  }));
+  two.meet(one);
+  ASSERT_TRUE(areConnected(one, two));
+  EXPECT_TRUE(one.departures.empty() && two.departures.empty());
+}
+
+TEST(JobToken, LifelinesThatShareItConnect) {
+  const Lifeline::Options options{.connectTimeout = kNever, .seal = Seal("secret")};
+  Side one(1, options), two(2, options);
+  one.meet(two);
+  two.meet(one);
+  EXPECT_TRUE(areConnected(one, two));
+}
+
+TEST(JobToken, LifelinesDropWhoHasAnotherOrNone) {
+  const Lifeline::Options options{.connectTimeout = kNever, .seal = Seal("secret")};
+  for (const char* token : {"", "guess"}) {
+    Side two(2, options);
+    const auto hello = signedHello(process(1), process(2), Seal(token));
+    two.line->connect(Side(1).line->address(), "one");
+    RawClient client(*two.line);
+    client.send(serialise(hello));
+    ASSERT_TRUE(pollUntil({&two}, [&] { return client.hasHungUp(); }));
+    EXPECT_EQ(client.numReceived, 0U);
+    EXPECT_EQ(two.line->numConnected(), 0U);
+    // Nor does a hello to somebody else do, nor one that number 2 itself has sent.
+    for (const auto& other : {signedHello(process(1), process(3), Seal("secret")),
+                              signedHello(process(2), process(1), Seal("secret"))}) {
+      RawClient replaying(*two.line);
+      replaying.send(serialise(Hello{process(1), process(2), other.signature}));
+      ASSERT_TRUE(pollUntil({&two}, [&] { return replaying.hasHungUp(); }));
+    }
+    EXPECT_EQ(two.line->numConnected(), 0U);
+  }
+}
+
+TEST(JobToken, APeerWithAnotherIsNoPeer) {
+  Side one(1, {.connectTimeout = kNever, .seal = Seal("secret")});
+  Side two(2, {.connectTimeout = kNever, .seal = Seal("guess")});
+  one.meet(two);
+  two.meet(one);
+  ASSERT_TRUE(pollUntil({&one, &two}, [&] { return !one.departures.empty(); }));
+  EXPECT_EQ(one.line->numConnected() + two.line->numConnected(), 0U);
+}
+
 TEST(Lifeline, DescriptorWakesASleeper) {
   Side one(1), two(2, {.connectTimeout = kSoon});
   const auto sleep = [](const Side& side) {

@@ -301,5 +301,77 @@ TEST(AgreeOnNodes, ARankThatDiesBetweenTheRoundsIsNamed) {
   EXPECT_THAT(errors[1], HasSubstr("for rank 2 of 3"));
 }
 
+// Every rank meets the others with a token of its own.
+std::vector<std::string> meetWithTokens(Store& store, const std::vector<std::string>& tokens) {
+  const int size = static_cast<int>(tokens.size());
+  return runRanks(firstRanks(size), [&](Rank me) {
+    Rendezvous rendezvous(store, "g", me, size, kPlenty, Seal(tokens[me]));
+    const auto all = rendezvous.exchange(introduce(me, "only"));
+    rendezvous.agreeOnNodes(all, [](const Introduction&, std::string*) { return true; });
+  });
+}
+
+TEST(JobToken, RanksThatShareItMeet) {
+  LocalStore store;
+  for (int life = 0; life < 3; ++life) {
+    EXPECT_THAT(meetWithTokens(store, {"secret", "secret", "secret"}), Each(""));
+  }
+}
+
+TEST(JobToken, EveryRankNamesWhoDiffers) {
+  struct Case {
+    const char* of2;
+    const char* seenByOthers;
+    const char* seenBy2;
+  };
+  for (const Case& c : {Case{"guess", "rank 2 has another token", "ranks 0-1 have another token"},
+                        Case{"", "rank 2 has no token",
+                             "is not set on rank 2 of group g, but ranks 0-1 have a token"}}) {
+    LocalStore store;
+    const auto errors = meetWithTokens(store, {"secret", "secret", c.of2});
+    EXPECT_THAT(errors[0], HasSubstr(c.seenByOthers));
+    EXPECT_THAT(errors[1], HasSubstr(c.seenByOthers));
+    EXPECT_THAT(errors[2], HasSubstr(c.seenBy2));
+  }
+}
+
+// Changes what one rank stores, as somebody else with access to the store could.
+class TamperedStore final : public Store {
+ public:
+  TamperedStore(Store& honest, std::function<Value(const std::string&, Value)> change)
+      : honest_(honest), change_(std::move(change)) {}
+  void set(const std::string& key, const Value& value) override {
+    honest_.set(key, change_(key, value));
+  }
+  Value get(const std::string& key, Nanoseconds timeout) override {
+    return honest_.get(key, timeout);
+  }
+  int64_t add(const std::string& key, int64_t amount) override { return honest_.add(key, amount); }
+  bool contains(const std::string& key) override { return honest_.contains(key); }
+
+ private:
+  Store& honest_;
+  std::function<Value(const std::string&, Value)> change_;
+};
+
+TEST(JobToken, WhatWasChangedOrMovedInTheStoreIsRefused) {
+  for (uint32_t seed = 0; seed < 60; ++seed) {
+    LocalStore store;
+    std::mt19937 random(seed);
+    Store::Value ofRank0;
+    TamperedStore tampered(store, [&](const std::string& key, Store::Value value) {
+      if (key == "smddp/g/1/in/0") ofRank0 = value;
+      if (key != "smddp/g/1/in/1") return value;
+      // A copy of what rank 0 said, or one damaged bit anywhere.
+      if (seed == 0) return store.get("smddp/g/1/in/0", kPlenty);
+      value[random() % value.size()] ^= std::byte(1u << random() % 8);
+      return value;
+    });
+    const auto errors = meetWithTokens(tampered, {"secret", "secret"});
+    EXPECT_THAT(errors[0], HasSubstr("rank 1 has")) << "seed " << seed;
+    EXPECT_THAT(errors[1], HasSubstr("rank 1 has")) << "seed " << seed;
+  }
+}
+
 }  // namespace
 }  // namespace smddp::bootstrap

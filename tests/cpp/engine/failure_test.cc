@@ -6,6 +6,7 @@
 #include <latch>
 
 #include "engine/calls.h"
+#include "support/effort.h"
 #include "support/ranks.h"
 #include "support/watchdog.h"
 
@@ -15,7 +16,7 @@ namespace {
 using engine::CompletionPtr;
 using testing::HasSubstr;
 
-constexpr Nanoseconds kShort = 1'000'000'000;
+constexpr Nanoseconds kShort = kSlowdown * 1'000'000'000;
 constexpr Nanoseconds kLong = 20'000'000'000;
 
 CompletionPtr begin(engine::Engine& engine, engine::Group& group, engine::Request request,

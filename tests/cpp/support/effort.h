@@ -1,5 +1,7 @@
-// How long the long vectors of a test are. Their lengths are free to choose as long as they are cut into several
-// chunks, and ThreadSanitizer, which looks at every access, takes ten times as long for each byte.
+// What ThreadSanitizer, which looks at every access and takes ten times as long for each byte, asks of a test.
+//
+// Long vectors are shorter: their lengths are free to choose as long as they are cut into several chunks.
+// Time-outs in which others still have to say something are longer.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +10,10 @@ namespace smddp::test {
 
 #if defined(__SANITIZE_THREAD__)
 inline constexpr size_t kShortening = 8;
+inline constexpr int kSlowdown = 5;
 #else
 inline constexpr size_t kShortening = 1;
+inline constexpr int kSlowdown = 1;
 #endif
 
 constexpr size_t longCount(size_t count) { return count / kShortening; }

@@ -1,0 +1,97 @@
+// A process may fork at any moment, whatever its other threads are doing.
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "bootstrap/lifeline_wire.h"
+#include "engine/calls.h"
+#include "support/ranks.h"
+
+namespace smddp::test {
+namespace {
+
+using bootstrap::Endpoint;
+using GetName = int (*)(int, sockaddr*, socklen_t*);
+
+Endpoint lifelineOf(engine::Engine& engine) {
+  Endpoint endpoint;
+  engine.call([&] {
+    const auto mine = engine.process().introduce({});
+    endpoint = bootstrap::parseLifelineAddress(mine.lifeline, "this rank").endpoint;
+  });
+  return endpoint;
+}
+
+// Sockets that listen or end at the lifeline's address, at whichever side. In a child: calls nothing that locks.
+int socketsOf(const Endpoint& lifeline) {
+  int found = 0;
+  for (int fd = 3; fd < 512; ++fd) {
+    for (const GetName get :
+         {static_cast<GetName>(&getsockname), static_cast<GetName>(&getpeername)}) {
+      Endpoint name;
+      socklen_t size = sizeof name.storage;
+      if (get(fd, name.address(), &size) != 0) continue;
+      found += std::memcmp(name.address(), lifeline.address(), lifeline.size()) == 0 ? 1 : 0;
+    }
+  }
+  return found;
+}
+
+// How many lifeline sockets a child has that is forked now.
+int socketsInChild(const std::vector<Endpoint>& lifelines) {
+  const pid_t child = fork();
+  if (child == 0) {
+    int found = 0;
+    for (const Endpoint& lifeline : lifelines) found += socketsOf(lifeline);
+    _exit(found);
+  }
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  return WEXITSTATUS(status);
+}
+
+TEST(Fork, AChildHoldsNoConnectionWhateverTheParentWasDoing) {
+  std::vector<Endpoint> lifelines(2);
+  std::atomic<int> known{0};
+  std::atomic<bool> stop{false};
+  // Ends the ranks, also when an assertion ends the test early.
+  std::thread ranks([&] {
+    runRanks({1, 1}, [&](RankContext& rank) {
+      lifelines[static_cast<size_t>(rank.rank)] = lifelineOf(rank.engine);
+      ++known;
+      // Rank 0 decides, for both, when to end.
+      for (bool last = false; !last;) {
+        last = stop.load();
+        Block flag(1);
+        flag.bytes()[0] = static_cast<std::byte>(last);
+        rank.run(broadcast(flag.bytes(), 0));
+        last = flag.bytes()[0] != std::byte{0};
+      }
+    });
+  });
+  while (known < 2) std::this_thread::yield();
+  EXPECT_GE(socketsOf(lifelines[0]) + socketsOf(lifelines[1]), 4);  // two listen, one connection
+  for (int i = 0; i < 50; ++i) EXPECT_EQ(socketsInChild(lifelines), 0) << "fork " << i;
+  stop = true;
+  ranks.join();
+}
+
+TEST(Fork, AChildHoldsNoConnectionWhileTheParentSleepsInACall) {
+  std::vector<Endpoint> lifelines(2);
+  runRanks({1, 1}, [&](RankContext& rank) {
+    lifelines[static_cast<size_t>(rank.rank)] = lifelineOf(rank.engine);
+    rank.run(barrier());
+    if (rank.rank == 0) return rank.run(barrier());
+    // Rank 0 waits meanwhile.
+    for (int i = 0; i < 20; ++i) EXPECT_EQ(socketsInChild(lifelines), 0) << "fork " << i;
+    rank.run(barrier());
+  });
+}
+
+}  // namespace
+}  // namespace smddp::test
