@@ -44,6 +44,12 @@ test-cpp: build  ## the C++ tests
 test-python: setup  ## the Python tests
 	$(PYTHON) -m pytest -q
 
+.PHONY: test-torch
+test-torch: setup  ## torch's own tests of a backend, in every configuration (docs/torch-suite.md)
+	for each in cpu-2 cpu-3 cpu-4 mapped-2 mapped-3 mapped-4; do \
+	  PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(PYTHON) -m torch_suite $$each || exit 1; \
+	done
+
 .PHONY: sanitize
 sanitize: sanitize-address,undefined sanitize-thread  ## the C++ tests under ASan with UBSan, and under TSan
 

@@ -1,0 +1,53 @@
+"""Torch's own tests of a backend, against "smddp": whatever is recorded as passing passes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from torch_suite import page, record  # noqa: E402
+
+CONFIGURATIONS = [one.name for one in record.CONFIGURATIONS if record.served_first_by(one)]
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    # Other releases have other tests; the records are of this one.
+    pytest.mark.skipif(
+        not torch.__version__.startswith("2.15."), reason="the records are of torch 2.15"
+    ),
+]
+
+
+def _run(*arguments: str, timeout: float) -> None:
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_suite", *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_what_passed_passes(configuration: str) -> None:
+    """Every test once, in the first configuration that serves it; `make test-torch` runs all."""
+    _run(configuration, "--first", timeout=590)
+
+
+def test_the_page_is_up_to_date_and_explains_every_test() -> None:
+    text = page.PAGE.read_text()
+    assert page.updated(text) == text, "run `python -m torch_suite.page`"
