@@ -24,7 +24,7 @@ DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& 
   numServers_ = static_cast<int>(std::clamp<int64_t>(most, 1, t_.numNodes()));
   firstServer_ = t_.myLocal() * numServers_ % t_.numNodes();
   if (numServers_ == 1 && resultNode_ >= 0) firstServer_ = resultNode_;
-  iServe_ = serves(t_.myNode());
+  iServe_ = t_.onRail() && serves(t_.myNode());
   for (int n : others_) {
     if (iServe_ && getsResults(n)) receivers_.push_back(t_.railPeer(n));
   }

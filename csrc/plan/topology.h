@@ -63,7 +63,11 @@ class Topology {
   }
   bool onRail() const { return myLocal() < numRails(); }
   // The rank on node n that shares my rail. Only for ranks on a rail.
-  Rank railPeer(int n) const { return nodes_[n][myLocal()]; }
+  Rank railPeer(int n) const {
+    const auto local = static_cast<size_t>(myLocal());
+    SMDDP_CHECK(local < nodes_[n].size(), "rank {} has no peer on node {}", me_, n);
+    return nodes_[n][local];
+  }
   Topology seenBy(Rank other) const { return {nodes_, other}; }
   const std::vector<std::vector<Rank>>& nodes() const { return nodes_; }
 
