@@ -1,0 +1,186 @@
+"""The one object per process that holds what `smp.init` made; and init itself.
+
+Functions inside the library receive what they need as arguments. Only the public names read
+`state`, because scripts call them without any context.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from smddp._environment import complete_from_launcher
+from smddp.modelparallel.config import Configuration, configure
+from smddp.modelparallel.errors import SMPInitializationError
+from smddp.modelparallel.groups import Groups
+from smddp.modelparallel.topology import Topology
+
+if TYPE_CHECKING:
+    from smddp.modelparallel.model import DistributedModel
+    from smddp.modelparallel.pipeline.executor import Executor
+
+__all__ = ["State", "init", "is_initialized", "shutdown", "state"]
+
+log = logging.getLogger("smddp.modelparallel")
+
+_FIRST = "call smp.init() first"
+
+# Where ranks meet when the launcher names no port (mpirun).
+_PORT = 29400
+
+
+class _ModuleManager:
+    """What scripts ask the original's module manager for: translations of tensor parallel models.
+
+    There are none without tensor parallelism.
+    """
+
+    def __init__(self) -> None:
+        self.translate_functions: list[tuple[Any, Any]] = []
+
+
+class State:
+    """What exists between `smp.init` and `smp.shutdown`."""
+
+    def __init__(self) -> None:
+        self.module_manager = _ModuleManager()
+        self.clear()
+
+    def clear(self) -> None:
+        """Back to the state before `smp.init`."""
+        self._cfg: Configuration | None = None
+        self._topology: Topology | None = None
+        self._groups: Groups | None = None
+        self._owns_default_group = False
+        self.model: weakref.ref[DistributedModel] | None = None
+        self.executor: Executor | None = None
+        self.optimizer: weakref.ref[Any] | None = None
+        self.tracing = False
+        self.in_step = False
+        self.resumed: dict[str, Any] = {}
+
+    @property
+    def initialized(self) -> bool:
+        """Has `smp.init` been called?"""
+        return self._cfg is not None
+
+    @property
+    def cfg(self) -> Configuration:
+        """The configuration in force, one attribute per key."""
+        if self._cfg is None:
+            raise SMPInitializationError(_FIRST)
+        return self._cfg
+
+    @property
+    def topology(self) -> Topology:
+        """Where this rank stands."""
+        if self._topology is None:
+            raise SMPInitializationError(_FIRST)
+        return self._topology
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups."""
+        if self._groups is None:
+            raise SMPInitializationError(_FIRST)
+        return self._groups
+
+    def fill(self, cfg: Configuration, topology: Topology, groups: Groups, owns: bool) -> None:
+        """Sets everything at once, at the end of `smp.init`."""
+        self._cfg, self._topology, self._groups = cfg, topology, groups
+        self._owns_default_group = owns
+
+
+state = State()
+
+
+def is_initialized() -> bool:
+    """Returns whether `smp.init` has been called; may be called at any time."""
+    return state.initialized
+
+
+def init(config: Mapping[str, Any] | None = None) -> None:
+    """Reads the configuration, brings up torch.distributed, and makes the process groups.
+
+    Must be called first, on every rank. A second call does nothing.
+
+    Args:
+        config: see `smddp.modelparallel.config.KEYS`; SM_HP_MP_PARAMETERS wins over it.
+
+    Raises:
+        SMPConfigurationError: the configuration is wrong.
+        SMPInitializationError: the number of ranks does not fit it.
+    """
+    if state.initialized:
+        log.debug("smp.init() was called again; the first call stays in force")
+        return
+    cfg = configure(config, os.environ)
+    complete_from_launcher()
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    local_rank = int(os.environ.get("LOCAL_RANK", str(rank % local_size)))
+    topology = Topology(
+        rank,
+        size,
+        local_rank,
+        local_size,
+        cfg.pipeline_parallel_degree,
+        cfg.tensor_parallel_degree,
+        cfg.placement_strategy,
+    )
+    if topology.rdp_size > 1 and not cfg.ddp:
+        raise SMPInitializationError(
+            f"{size} ranks make {topology.rdp_size} replicas of {topology.pp_size} partition(s); "
+            "data parallelism needs ddp: True in the configuration."
+        )
+    owns = not dist.is_initialized()
+    if owns:
+        _bring_up(cfg, rank, size)
+    state.fill(cfg, topology, Groups(topology), owns)
+    atexit.register(shutdown)
+    if rank == 0:
+        log.info("smp: %s, %s", topology, cfg)
+
+
+def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
+    """Makes the default process group of torch.distributed."""
+    environ = os.environ
+    environ.setdefault("RANK", str(rank))
+    environ.setdefault("WORLD_SIZE", str(size))
+    if "MASTER_ADDR" not in environ:
+        hosts = environ.get("SM_HOSTS", "")
+        first = hosts.strip('[]"').split('"')[0] if hosts not in ("", "[]") else ""
+        environ["MASTER_ADDR"] = first or socket.gethostname() if size > 1 else "127.0.0.1"
+    if "MASTER_PORT" not in environ:
+        # A job of one process may take any port; several must agree.
+        environ["MASTER_PORT"] = str(cfg.ddp_port or (_PORT if size > 1 else 0))
+    backend = {"auto": "smddp"}.get(cfg.ddp_dist_backend, cfg.ddp_dist_backend)
+    if backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"
+    elif backend == "smddp":
+        import smddp  # noqa: F401  registers the backend
+    dist.init_process_group(backend, rank=rank, world_size=size)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def shutdown() -> None:
+    """Releases the process groups; called by itself when the process ends."""
+    if not state.initialized:
+        return
+    owns = state._owns_default_group
+    state.groups.close()
+    state.clear()
+    if owns and dist.is_initialized():
+        dist.destroy_process_group()
+    atexit.unregister(shutdown)

@@ -1,0 +1,123 @@
+"""The configuration: what is accepted, what is refused and in which words, and who wins."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from smddp.modelparallel.config import ENVIRONMENT_VARIABLE, configure
+from smddp.modelparallel.config_keys import KEYS, insert, markdown
+from smddp.modelparallel.errors import SMPConfigurationError
+
+
+def test_defaults_follow_from_other_keys() -> None:
+    cfg = configure({"partitions": 4, "optimize": "speed"}, {})
+    assert (cfg.pipeline_parallel_degree, cfg.partitions) == (4, 4)
+    assert cfg.active_microbatches == 6
+    assert cfg.memory_weight == 0.2
+    assert configure({}, {}).memory_weight == 0.8
+    assert configure({}, {}).partitions == 1
+    assert configure({"placement_strategy": "spread"}, {}).placement_strategy == "TPD"
+
+
+def test_environment_wins() -> None:
+    environ = {ENVIRONMENT_VARIABLE: json.dumps({"microbatches": 8, "ddp": True})}
+    cfg = configure({"microbatches": 2, "partitions": 2}, environ)
+    assert (cfg.microbatches, cfg.partitions, cfg.ddp) == (8, 2, True)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_environment_must_be_an_object(text: str) -> None:
+    with pytest.raises(SMPConfigurationError, match=ENVIRONMENT_VARIABLE):
+        configure(None, {ENVIRONMENT_VARIABLE: text})
+
+
+def test_unknown_keys_warn_with_advice() -> None:
+    with pytest.warns(UserWarning, match="'microbatch'; did you mean 'microbatches'"):
+        configure({"microbatch": 4}, {})
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"microbatches": 0}, "The number of microbatches must be a positive integer."),
+        ({"partitions": 2.0}, "The number of partitions must be a positive integer."),
+        ({"active_microbatches": True}, "The number of active_microbatches must be a positive"),
+        (
+            {"pipeline": "both"},
+            "pipeline must be a value in: ['simple', 'interleaved', '_only_forward'].",
+        ),
+        ({"placement_strategy": "DDP"}, "placement_strategy must be a value in: ['spread', "),
+        ({"optimize": "cost"}, "optimize must be a value in: ['speed', 'memory']."),
+        ({"auto_partition": 1}, "auto_partition must be a value in: [True, False]."),
+        ({"partition_file": 3}, "'partition_file' must be a str."),
+        (
+            {"auto_partition": False, "partitions": 2},
+            "default_partition must be supplied if auto_partition is set to False!",
+        ),
+        (
+            {"default_partition": 2, "partitions": 2},
+            "default_partition must be less than the number of partitions!",
+        ),
+        ({"memory_weight": 1.5}, "memory_weight must be between 0.0 and 1.0!"),
+        ({"ddp_port": 1}, "`ddp_port` needs `ddp` to be set as well"),
+        ({"ddp_dist_backend": "nccl"}, "`ddp_dist_backend` needs `ddp` to be set as well"),
+        ({"ddp": True, "ddp_port": -1}, "Invalid port number -1."),
+        (
+            {"ddp": True, "horovod": True},
+            "'ddp' and 'horovod' cannot be simultaneously enabled.",
+        ),
+        ({"partitions": 2, "pipeline_parallel_degree": 4}, "mean the same"),
+        ({"tensor_parallel_degree": 2}, "tensor_parallel_degree greater than 1 needs ddp."),
+        ({"bf16": True}, "bf16 needs sharded_data_parallel_degree"),
+        ({"fp16": True, "bf16": True}, "fp16 and bf16 cannot be simultaneously enabled."),
+        (
+            {"ddp": True, "sharded_data_parallel_degree": 2, "partitions": 2},
+            "needs pipeline_parallel_degree 1",
+        ),
+        (
+            {"ddp": True, "sharded_data_parallel_degree": 2, "shard_optimizer_state": True},
+            "exclude each other",
+        ),
+        ({"load_partition": True}, "load_partition needs partition_file."),
+    ],
+)
+def test_wrong_values(config: dict[str, object], text: str) -> None:
+    with pytest.raises(SMPConfigurationError) as caught:
+        configure(config, {})
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.later], ids=lambda key: key.name)
+def test_features_of_later_versions(key) -> None:
+    value = {"bool": not key.default, "positive": 2, "count": 7, "number": 3.0}[key.kind]
+    config = {key.name: value, "ddp": True}
+    if key.name == "bf16":
+        config["sharded_data_parallel_degree"] = 2
+    if key.later == "refuse":
+        with pytest.raises(SMPConfigurationError, match="would differ"):
+            configure(config, {})
+    else:
+        with pytest.warns(UserWarning, match="does not act on it"):
+            configure(config, {})
+
+
+def test_every_key_is_an_attribute_and_silent_by_default() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cfg = configure({key.name: key.default for key in KEYS if key.default is not None}, {})
+    for key in KEYS:
+        assert hasattr(cfg, key.name)
+        assert f"| `{key.name}` |" in markdown()
+    with pytest.raises(AttributeError, match="no configuration key 'colour'"):
+        _ = cfg.colour
+
+
+def test_the_documented_table_is_the_real_one() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "model-parallel.md").read_text()
+    assert insert(text) == text, (
+        "run python -m smddp.modelparallel.config_keys docs/model-parallel.md"
+    )
