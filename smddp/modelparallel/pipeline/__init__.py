@@ -1,0 +1,1 @@
+"""Runs modules where they live, microbatch by microbatch."""

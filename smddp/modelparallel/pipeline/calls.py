@@ -1,0 +1,273 @@
+"""The caller's side of calls between ranks, and the bridge into autograd.
+
+A frame runs on a task. Calls of remote modules are collected; when a value is needed the graph is
+sent, and the frame waits. The results enter the frame's autograd graph as the outputs of one node,
+whose backward sends the gradients along the same edges and waits for those of the inputs. Waiting
+inside a backward node is safe because every microbatch has a thread of its own and autograd runs
+in the calling thread (see `run_backward`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smddp.modelparallel.pipeline.baton import Ticket
+from smddp.modelparallel.pipeline.collector import Collector
+from smddp.modelparallel.pipeline.lazy import Lazy
+from smddp.modelparallel.pipeline.protocol import (
+    SINK,
+    SOURCE,
+    Ambient,
+    Graph,
+    Kind,
+    ambient,
+)
+from smddp.modelparallel.structure import rebuild
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from smddp.modelparallel.pipeline.executor import Executor
+
+__all__ = ["Caller", "Frame", "Outgoing", "run_backward"]
+
+
+class Frame:
+    """What a task of a microbatch knows about itself.
+
+    Attributes:
+        microbatch: its number.
+        forward: does it do forward or backward work at the moment?
+        order: breaks ties between tasks of one microbatch.
+        name: for timelines.
+        depth: how many segments come before it in the pipeline.
+        open: the calls whose values nobody has looked at yet.
+    """
+
+    __slots__ = ("depth", "forward", "microbatch", "name", "open", "order")
+
+    def __init__(
+        self, microbatch: int, forward: bool, order: tuple[int, ...], name: str, depth: int
+    ) -> None:
+        self.microbatch = microbatch
+        self.forward = forward
+        self.order = order
+        self.name = name
+        self.depth = depth
+        self.open: Collector | None = None
+
+
+class Outgoing:
+    """A call graph that has been sent.
+
+    Attributes:
+        number: of this caller in this step.
+        values: results by place (call, tensor), as they arrive.
+        returned: shape, objects and number of tensors of calls whose shape was not known.
+        places: of the outputs, in the order of the autograd node.
+    """
+
+    def __init__(self, number: int, graph: Graph, inputs: list[torch.Tensor], mb: int) -> None:
+        self.number = number
+        self.graph = graph
+        self.inputs = inputs
+        self.microbatch = mb
+        self.values: dict[tuple[int, int], torch.Tensor] = {}
+        self.returned: dict[int, tuple[Any, list[Any], int]] = {}
+        self.places: list[tuple[int, int]] = []
+        self.ticket = Ticket()
+        self.missing = len(graph.into[SINK])
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.backward_ticket = Ticket()
+        self.backward_missing = len(graph.out_of[SOURCE])
+        # The places of each edge to SINK, complete with those of unknown calls.
+        self.sunk: dict[int, list[tuple[int, int]]] = {}
+
+
+class Caller:
+    """The graphs that frames of this rank have sent in this step."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._outgoing: dict[int, Outgoing] = {}
+        self._numbers = itertools.count()
+        self._known: dict[Graph, int] = {}
+        # Makes the node's outputs require a gradient even if no input does: parameters there do.
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def clear(self) -> None:
+        """Forgets the step."""
+        self._outgoing.clear()
+        self._numbers = itertools.count()
+
+    def forget(self) -> None:
+        """Forgets the graphs, too: there is another model."""
+        self.clear()
+        self._known.clear()
+
+    def collector(self, frame: Frame) -> Collector:
+        """Returns the frame's open graph, a new one if what surrounds the call has changed."""
+        now = ambient()
+        if frame.open is not None and frame.open.ambient != now:
+            self.send(frame)
+        if frame.open is None:
+            frame.open = _OpenGraph(self, frame, now)
+        return frame.open
+
+    def send(self, frame: Frame) -> Outgoing:
+        """Sends the frame's open graph to the owners."""
+        opened = frame.open
+        assert isinstance(opened, _OpenGraph)
+        frame.open = None
+        graph, alive = opened.close()
+        out = Outgoing(next(self._numbers), graph, opened.inputs, frame.microbatch)
+        opened.sent, opened.alive = out, alive
+        self._outgoing[out.number] = out
+        identity = self._announce(graph)
+        me = self._executor.rank
+        head = (me, out.number, identity, frame.microbatch, opened.ambient, frame.depth)
+        seeds = opened.seeds if any(seed is not None for seed in opened.seeds) else None
+        for edge in graph.out_of[SOURCE]:
+            calls = graph.segments[edge.target].calls
+            objects = {i: opened.objects[i] for c in calls for i in graph.calls[c].objects}
+            tensors = [opened.inputs[number] for _, number in edge.values]
+            header = (head, seeds, SOURCE, edge.target, objects or None)
+            owner = graph.segments[edge.target].owner
+            self._executor.send(owner, Kind.FORWARD, header, tensors)
+        return out
+
+    def _announce(self, graph: Graph) -> int:
+        """Makes sure that all members know the graph; a graph is sent once in a job."""
+        identity = self._known.get(graph)
+        if identity is None:
+            identity = self._known[graph] = len(self._known)
+            for owner in graph.owners():
+                self._executor.send(owner, Kind.GRAPH, (self._executor.rank, identity, graph))
+        return identity
+
+    def results(self, frame: Frame, out: Outgoing, surroundings: Ambient) -> None:
+        """Waits for the values of a graph and makes them outputs of one autograd node."""
+        self._executor.wait(out.ticket, frame, frame.forward)
+        out.places = sorted(out.values)
+        values = [out.values[place] for place in out.places]
+        if surroundings.grad and any(value.requires_grad for value in values):
+            with torch.enable_grad():
+                values = list(_Remote.apply(self, frame, out, self._anchor, *out.inputs))
+        out.values = dict(zip(out.places, values, strict=True))
+        out.inputs = []
+
+    # --- what arrives; on a receiving thread ------------------------------------------------------
+
+    def take_values(self, number: int, segment: int, tensors: list[Any], extra: Any) -> None:
+        """Takes the values of an edge to SINK."""
+        out = self._outgoing.get(number)
+        if out is None:
+            return
+        edge = next(e for e in out.graph.into[SINK] if e.source == segment)
+        places = list(edge.values)
+        for call, (shape, objects, count) in (extra or {}).items():
+            out.returned[call] = (shape, objects, count)
+            places += [(call, index) for index in range(count)]
+        out.values.update(zip(places, tensors, strict=True))
+        out.sunk[segment] = places
+        out.missing -= 1
+        if out.missing == 0:
+            self._executor.baton.complete(out.ticket)
+
+    def take_gradients(self, number: int, segment: int, tensors: list[Any]) -> None:
+        """Takes the gradients of an edge from SOURCE."""
+        out = self._outgoing.get(number)
+        if out is None:
+            return
+        edge = next(e for e in out.graph.out_of[SOURCE] if e.target == segment)
+        for (_, index), gradient in zip(edge.values, tensors, strict=True):
+            if gradient is not None:
+                # By segment: the sum must not depend on who answers first.
+                out.gradients[index * len(out.graph.segments) + segment] = gradient
+        out.backward_missing -= 1
+        if out.backward_missing == 0:
+            self._executor.baton.complete(out.backward_ticket)
+
+    def backward(self, frame: Frame, out: Outgoing, gradients: Sequence[Any]) -> list[Any]:
+        """Sends the gradients of a graph's outputs; returns those of its inputs."""
+        by_place = dict(zip(out.places, gradients, strict=True))
+        for segment, places in sorted(out.sunk.items()):
+            header = (self._executor.rank, out.number, SINK, segment)
+            owner = out.graph.segments[segment].owner
+            values = [by_place[place] for place in places]
+            self._executor.send(owner, Kind.BACKWARD, header, values)
+        self._executor.wait(out.backward_ticket, frame, forward=False)
+        self._outgoing.pop(out.number, None)
+        count = len(out.graph.segments)
+        sums: dict[int, torch.Tensor] = {}
+        for key in sorted(out.gradients):
+            index = key // count
+            gradient = out.gradients[key]
+            sums[index] = sums[index] + gradient if index in sums else gradient
+        return [sums.get(index) for index in range(len(sums) and max(sums) + 1)]
+
+
+class _OpenGraph(Collector):
+    """A collector that knows how to get its values."""
+
+    def __init__(self, caller: Caller, frame: Frame, surroundings: Ambient) -> None:
+        super().__init__(surroundings, self.fetch)
+        self._caller = caller
+        self._frame = frame
+        self.sent: Outgoing | None = None
+        self.alive: list[Lazy] = []
+
+    def fetch(self) -> None:
+        """Sends the graph unless that is done, and gives all stand-ins their values."""
+        if self.sent is None:
+            self._caller.send(self._frame)
+        assert self.sent is not None
+        self._caller.results(self._frame, self.sent, self.ambient)
+        for lazy in self.alive:
+            lazy.value = self.sent.values[lazy.place]
+            lazy.fetch = None
+        self.alive = []
+
+    def result_of_last(self) -> tuple[Any, Any]:
+        """Returns (shape, value) of the last call, whose shape was not known."""
+        call = len(self.seeds) - 1
+        self.fetch()
+        assert self.sent is not None
+        shape, objects, count = self.sent.returned[call]
+        tensors = [self.sent.values[call, index] for index in range(count)]
+        return shape, rebuild(shape, tensors, objects)
+
+
+class _Remote(torch.autograd.Function):
+    """Stands for a call graph in the caller's autograd graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, caller: Any, frame: Any, out: Outgoing, _anchor: Any, *inputs: Any
+    ) -> Any:
+        ctx.caller, ctx.frame, ctx.out, ctx.count = caller, frame, out, len(inputs)
+        ctx.set_materialize_grads(False)
+        values = [out.values[place] for place in out.places]
+        ctx.mark_non_differentiable(*[value for value in values if not value.requires_grad])
+        return tuple(value.detach() if value.requires_grad else value for value in values)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = ctx.caller.backward(ctx.frame, ctx.out, gradients)
+        return (None, None, None, None, *found, *([None] * (ctx.count - len(found))))
+
+
+def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[Any] | None) -> None:
+    """Runs autograd in this thread, for CUDA too.
+
+    Autograd's device threads are shared by all microbatches: one that waits in such a thread would
+    hold up the very work it waits for.
+    """
+    if not tensors:
+        return
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.backward(tensors, gradients)

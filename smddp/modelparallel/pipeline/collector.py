@@ -1,0 +1,154 @@
+"""Collects the calls of one frame whose values nobody has looked at, and makes a graph of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from smddp.modelparallel.pipeline.lazy import Lazy
+from smddp.modelparallel.pipeline.protocol import (
+    SINK,
+    SOURCE,
+    Ambient,
+    Call,
+    Edge,
+    Graph,
+    Segment,
+)
+from smddp.modelparallel.structure import Shape, constants, rebuild
+
+__all__ = ["Collector"]
+
+
+class Collector:
+    """The open call graph of a frame: it grows until it is sent.
+
+    Attributes:
+        ambient: holds for all its calls.
+        inputs: the caller's tensors that enter the graph.
+        objects: the caller's other values that enter it.
+        seeds: one per call, None for calls that draw no random numbers.
+        lazies: the stand-ins handed out, which may have been dropped since.
+    """
+
+    def __init__(self, ambient: Ambient, fetch: Callable[[], None]) -> None:
+        self.ambient = ambient
+        self.inputs: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+        self.seeds: list[int | None] = []
+        self.lazies: list[weakref.ref[Lazy]] = []
+        self._fetch = fetch
+        self._numbers: dict[int, int] = {}
+        self._calls: list[Call] = []
+        self._owners: list[int] = []
+
+    def owner_of(self, lazy: Lazy) -> int | None:
+        """Returns who computes a lazy tensor, if it is one of this graph's."""
+        if lazy.fetch is None or lazy.graph is not self:
+            return None
+        owner: int = self._owners[lazy.place[0]]
+        return owner
+
+    def add(
+        self,
+        owner: int,
+        module: int,
+        method: str,
+        shape: Shape,
+        tensors: list[torch.Tensor],
+        objects: list[Any],
+        seed: int | None,
+        returns: Shape | None,
+    ) -> Any:
+        """Adds a call.
+
+        Returns:
+            What the caller's code gets: lazy tensors in the shape that it expects, or None if that
+            is not known.
+        """
+        places = tuple(self._place(tensor) for tensor in tensors)
+        numbers = range(len(self.objects), len(self.objects) + len(objects))
+        self.objects.extend(objects)
+        self._calls.append(Call(module, method, shape, places, tuple(numbers), returns))
+        self._owners.append(owner)
+        self.seeds.append(seed)
+        if returns is None:
+            return None
+        number = len(self._calls) - 1
+        stand_ins = [
+            Lazy(self, (number, index), self._fetch) for index in range(count_tensors(returns))
+        ]
+        self.lazies.extend(weakref.ref(lazy) for lazy in stand_ins)
+        return rebuild(returns, stand_ins)
+
+    def _place(self, tensor: torch.Tensor) -> tuple[int, int]:
+        if type(tensor) is Lazy and tensor.fetch is not None:
+            assert tensor.graph is self, "a frame has one open graph at a time"
+            return tensor.place
+        number = self._numbers.setdefault(id(tensor), len(self.inputs))
+        if number == len(self.inputs):
+            # Held until the end: so its id stays its own.
+            self.inputs.append(tensor)
+        return (-1, number)
+
+    def close(self) -> tuple[Graph, list[Lazy]]:
+        """Returns the graph and the stand-ins still in use; what nobody holds is not returned."""
+        alive = [lazy for lazy in (ref() for ref in self.lazies) if lazy is not None]
+        segments, of_call = self._segments()
+        wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for number, call in enumerate(self._calls):
+            target = of_call[number]
+            for place in call.tensors:
+                source = SOURCE if place[0] == -1 else of_call[place[0]]
+                if source != target:
+                    values = wanted.setdefault((source, target), [])
+                    if place not in values:
+                        values.append(place)
+        for lazy in alive:
+            wanted.setdefault((of_call[lazy.place[0]], SINK), []).append(lazy.place)
+        for number, segment in enumerate(segments):
+            _connect(wanted, number, segment, self._calls)
+        edges = tuple(Edge(*ends, tuple(wanted[ends])) for ends in sorted(wanted))
+        return Graph(tuple(self._calls), tuple(segments), edges), alive
+
+    def _segments(self) -> tuple[list[Segment], list[int]]:
+        segments: list[list[int]] = []
+        of_call = []
+        for number, owner in enumerate(self._owners):
+            if not segments or self._owners[segments[-1][0]] != owner:
+                segments.append([])
+            segments[-1].append(number)
+            of_call.append(len(segments) - 1)
+        return [Segment(self._owners[calls[0]], tuple(calls)) for calls in segments], of_call
+
+
+def _connect(
+    wanted: dict[tuple[int, int], list[tuple[int, int]]],
+    number: int,
+    segment: Segment,
+    calls: list[Call],
+) -> None:
+    """Adds the edges without which a segment would never begin, or its end not be known."""
+    needs_objects = any(calls[call].objects for call in segment.calls)
+    if needs_objects or not any(target == number for _, target in wanted):
+        wanted.setdefault((SOURCE, number), [])
+    unknown = any(calls[call].returns is None for call in segment.calls)
+    if unknown or not any(source == number for source, _ in wanted):
+        wanted.setdefault((number, SINK), [])
+
+
+def count_tensors(shape: Shape) -> int:
+    """Returns how many tensors a shape has."""
+    if shape[0] == "t":
+        return 1
+    if shape[0] in "co":
+        return 0
+    return sum(count_tensors(child) for child in shape[-1])
+
+
+def predictable(shape: Shape) -> bool:
+    """Can a caller rely on the next result of the same call having this shape?"""
+    return count_tensors(shape) > 0 and all(value is None for value in constants(shape))

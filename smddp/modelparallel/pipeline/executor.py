@@ -1,0 +1,345 @@
+"""One rank's part in the steps of a pipeline: what arrives, what runs, and how a step ends.
+
+See docs/model-parallel-design.md for the whole. This file holds the life of a step; calls.py the
+caller's side of remote calls, server.py the owner's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from smddp.modelparallel.errors import SMPPeerError
+from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
+from smddp.modelparallel.pipeline.calls import Caller, Frame
+from smddp.modelparallel.pipeline.channel import Channel
+from smddp.modelparallel.pipeline.failure import Failure, choose, describe, raise_as_error
+from smddp.modelparallel.pipeline.modules import Modules
+from smddp.modelparallel.pipeline.protocol import Kind
+from smddp.modelparallel.pipeline.randomness import RandomState
+from smddp.modelparallel.pipeline.server import Server
+from smddp.modelparallel.pipeline.timeline import Timeline
+from smddp.modelparallel.pipeline.wire import Message
+
+__all__ = ["Executor", "Failure", "StepBegin"]
+
+# How long a rank waits for the others' END once the step is over for itself. They send it at once,
+# unless they hang.
+_PATIENCE = 120.0
+
+
+class StepBegin(NamedTuple):
+    """What rank 0 tells the others when a step begins."""
+
+    number: int
+    name: str
+    microbatches: int
+    modes: bytes | None  # of all modules, train or eval, if they have changed
+    learning: bool
+
+
+class Executor:
+    """Runs the steps of a pipeline on one rank.
+
+    The caller's thread blocks in `run`; the work is done by the baton's threads, and messages are
+    taken in by the channel's. A failed step leaves the executor ready for the next one, unless a
+    peer was lost.
+
+    Attributes:
+        rank, size: in the pipeline.
+        on_begin: what to do on other ranks when a step begins; set by the model.
+        on_partition: what to do with a decision that arrives; set by the model.
+        on_microbatch_end: told on every rank when a microbatch has ended, if anybody asked.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.timeline = Timeline(rank)
+        self.baton = Baton(self._task_failed)
+        self.caller = Caller(self)
+        self.server = Server(self)
+        self.on_partition: Callable[[Any], None] | None = None
+        self.on_microbatch_end: Callable[[int], None] | None = None
+        self.on_begin: Callable[[StepBegin], None] | None = None
+        self._modules: Modules | None = None
+        # What runs the microbatches, on rank 0 in a step.
+        self.driver: Any = None
+        self.partitioned = size == 1
+        self._mutex = threading.RLock()
+        self._held: list[tuple[int, Message]] = []
+        self._begin: StepBegin | None = None
+        self._reset()
+        self.channel = (
+            Channel(group, rank, size, self._deliver, self._peer_lost)
+            if group is not None and size > 1
+            else None
+        )
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks of the pipeline."""
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    @property
+    def modules(self) -> Modules:
+        """The modules that are served."""
+        assert self._modules is not None
+        return self._modules
+
+    def adopt(self, modules: Modules) -> None:
+        """Takes a model; all ranks do so at the same point of the script."""
+        self._modules = modules
+        self.partitioned = self.size == 1
+        self.caller.forget()
+        self.server.forget()
+
+    def finish(self) -> None:
+        """Lets the thread in `run` go on; for the last task of rank 0."""
+        self._over.set()
+
+    def wait_for_finish(self) -> None:
+        """Waits until `finish` was called or the step has failed.
+
+        Raises:
+            Aborted: the step has failed.
+        """
+        self._over.wait()
+        if self._failures:
+            raise Aborted
+
+    def _reset(self) -> None:
+        self._over = threading.Event()
+        self._failures: list[Failure] = []
+        self._cause: BaseException | None = None
+        self._end_sent = False
+        self._result: tuple[Any, list[Any]] | None = None
+
+    # --- the life of a step -----------------------------------------------------------------------
+
+    def run(
+        self, begin: StepBegin | None, drive: Callable[[], tuple[Any, list[Any]]] | None
+    ) -> Any:
+        """Runs one step.
+
+        Args:
+            begin: on rank 0, what the others have to know.
+            drive: on rank 0, submits the microbatches, waits for them, and returns the header and
+                the tensors of the result.
+
+        Returns:
+            (header, tensors) of the result, on every rank.
+
+        Raises:
+            SMPMicrobatchError: a microbatch failed, here or elsewhere.
+            SMPPeerError: a rank is gone.
+        """
+        self._refuse_if_broken()
+        self._reset()
+        self.timeline.begin()
+        # Not at the end of the last step: others' failures may have come after our own end.
+        self.baton.begin()
+        if self.channel is not None:
+            self.channel.open()
+        try:
+            if begin is not None:
+                assert drive is not None
+                for peer in self.peers:
+                    self.send(peer, Kind.BEGIN, begin)
+                self._begin_step(begin)
+                self._result = drive()
+                self._send_end(*self._result)
+            else:
+                self._over.wait()
+                self._send_end(None, [])
+        except Aborted:
+            pass  # the failure is raised below
+        except BaseException as error:  # an interrupt, or a mistake of ours
+            self.fail(-1, error)
+            raise
+        finally:
+            self.baton.settle()
+            silent = self.channel.drain(_PATIENCE) if self.channel is not None else []
+            self._end_step()
+        if silent and not self._failures:
+            raise SMPPeerError(f"{self._who(silent[0])} did not end its step within {_PATIENCE} s")
+        self._raise_failure()
+        result, self._result = self._result, None
+        assert result is not None
+        return result
+
+    def _begin_step(self, begin: StepBegin) -> None:
+        with self._mutex:
+            self._begin = begin
+            self._release_held()
+
+    def _end_step(self) -> None:
+        with self._mutex:
+            self._begin = None
+            self._held.clear()
+            self.caller.clear()
+            self.server.clear()
+            self.modules.end_step()
+            self.timeline.end()
+
+    def wait(self, ticket: Ticket, frame: Frame, forward: bool) -> None:
+        """Lets other tasks run until a ticket is done."""
+        if ticket.done:
+            return
+        state = RandomState()
+        self.timeline.leave()
+        self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order))
+        self.timeline.enter(frame.microbatch, forward, frame.name)
+        state.restore()
+
+    def microbatch_done(self, microbatch: int, announce: bool) -> None:
+        """Ends a microbatch, on rank 0; the others are told if they have to know."""
+        if self.on_microbatch_end is not None:
+            self.on_microbatch_end(microbatch)
+        if announce:
+            for peer in self.peers:
+                self.send(peer, Kind.DONE, microbatch)
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> None:
+        """Sends a message to a rank of the pipeline, or to this one."""
+        if self._end_sent:
+            return
+        if peer == self.rank:
+            detached = [t if t is None else _leaf(t) for t in tensors]
+            self._deliver(peer, Message(kind, header, detached))
+            return
+        assert self.channel is not None
+        self.channel.send(peer, Message(kind, header, list(tensors)))
+
+    def _deliver(self, peer: int, message: Message) -> None:
+        """Takes in a message; on a receiving thread."""
+        try:
+            self._take_in(peer, message)
+        except Exception as error:
+            self.fail(-1, error)
+
+    def _take_in(self, peer: int, message: Message) -> None:
+        with self._mutex:
+            if message.kind == Kind.END:
+                self._take_end(peer, message)
+            elif message.kind == Kind.BEGIN:
+                self._take_begin(message.header)
+            elif message.kind == Kind.PARTITION:
+                # In a task: hooks of the user run in it, and collectives.
+                task = Task(Priority(False, -1), lambda: self._take_partition(message.header))
+                self.baton.submit(task)
+            elif self._begin is None or not self.partitioned:
+                # Streams are not ordered among each other: this one was faster than rank 0's.
+                self._held.append((peer, message))
+            else:
+                self._handle(peer, message)
+
+    def _handle(self, peer: int, message: Message) -> None:
+        if message.kind == Kind.GRAPH:
+            self.server.take_graph(*message.header)
+        elif message.kind == Kind.FORWARD:
+            self.server.take_forward(peer, message)
+        elif message.kind == Kind.BACKWARD:
+            self.server.take_backward(peer, message)
+        elif message.kind == Kind.DONE:
+            self.server.drop(message.header)
+            if self.on_microbatch_end is not None:
+                self.on_microbatch_end(message.header)
+
+    def _release_held(self) -> None:
+        held, self._held = self._held, []
+        for peer, message in held:
+            self._deliver(peer, message)
+
+    def _take_begin(self, begin: StepBegin) -> None:
+        if self.on_begin is not None:
+            self.on_begin(begin)
+        self._begin_step(begin)
+
+    def _take_partition(self, decision: Any) -> None:
+        assert self.on_partition is not None
+        self.on_partition(decision)
+        self.set_partitioned()
+
+    def set_partitioned(self) -> None:
+        """From now on calls can be served."""
+        with self._mutex:
+            self.partitioned = True
+            self._release_held()
+
+    # --- failure ----------------------------------------------------------------------------------
+
+    def fail(self, microbatch: int, error: BaseException) -> None:
+        """Ends the step on all ranks because of an error on this one."""
+        failure = describe(microbatch, self.rank, error)
+        with self._mutex:
+            if self._failures:
+                return
+            self._failures.append(failure)
+            self._cause = error
+            self._send_end(failure, [])
+            self._stop()
+
+    def _task_failed(self, task: Task, error: BaseException) -> None:
+        frame: Frame | None = task.local
+        self.fail(frame.microbatch if frame is not None else -1, error)
+
+    def _peer_lost(self, peer: int, error: Exception) -> None:
+        text = f"{self._who(peer)} is gone: {error}"
+        with self._mutex:
+            self._failures.append(Failure(-1, self.rank, text, "", None))
+            self._send_end(self._failures[-1], [])
+            self._stop()
+
+    def _take_end(self, peer: int, message: Message) -> None:
+        if isinstance(message.header, Failure):
+            self._failures.append(message.header)
+            self._send_end(None, [])
+            self._stop()
+        elif peer == 0:
+            self._result = (message.header, message.tensors)
+            self._over.set()
+
+    def _stop(self) -> None:
+        self.baton.abort()
+        self._over.set()
+
+    def _send_end(self, header: Any, tensors: list[Any]) -> None:
+        with self._mutex:
+            if self._end_sent:
+                return
+            for peer in self.peers:
+                assert self.channel is not None
+                if peer in self.channel.broken:
+                    continue
+                try:
+                    self.channel.send(peer, Message(Kind.END, header, tensors))
+                except RuntimeError as error:
+                    self.channel.broken[peer] = error
+            self._end_sent = True
+
+    def _raise_failure(self) -> None:
+        if not self._failures:
+            return
+        first = choose(self._failures)
+        if self.channel is not None and self.channel.broken:
+            raise SMPPeerError(first.text)
+        # Not kept: its traceback holds the model, and everything of the step.
+        cause, self._cause = self._cause, None
+        raise_as_error(first, cause if first.rank == self.rank else None)
+
+    def _refuse_if_broken(self) -> None:
+        if self.channel is not None and self.channel.broken:
+            peer, error = next(iter(self.channel.broken.items()))
+            raise SMPPeerError(f"{self._who(peer)} was lost in an earlier step: {error}")
+
+    def _who(self, peer: int) -> str:
+        return f"rank {peer} of the pipeline"
+
+
+def _leaf(tensor: Any) -> Any:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,57 @@
+"""Why a step failed, in a form that can be sent: all ranks raise the same."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from smddp.modelparallel.errors import SMPMicrobatchError
+
+__all__ = ["Failure", "choose", "describe", "raise_as_error"]
+
+
+class Failure(NamedTuple):
+    """Why a step failed: the same on all ranks."""
+
+    microbatch: int
+    rank: int
+    text: str
+    trace: str
+    pickled: bytes | None
+
+
+def choose(failures: Sequence[Failure]) -> Failure:
+    """Returns the one that all ranks name; they know the same ones at the end of a step."""
+    return min(failures, key=lambda f: (f.microbatch < 0, f.microbatch, f.rank))
+
+
+def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:
+    """Raises SMPMicrobatchError, from the original exception where that is possible."""
+    which = f", microbatch {failure.microbatch}" if failure.microbatch >= 0 else ""
+    trace = f"\n{failure.trace}" if cause is None else ""
+    text = f"rank {failure.rank} of the pipeline{which}: {failure.text}{trace}"
+    raise SMPMicrobatchError(text) from (cause or _unpickled(failure))
+
+
+def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
+    """Returns an exception of this rank as a failure."""
+    text = f"{type(error).__name__}: {error}"
+    trace = "".join(traceback.format_exception(error))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    return Failure(microbatch, rank, text, trace, pickled)
+
+
+def _unpickled(failure: Failure) -> BaseException | None:
+    if failure.pickled is None:
+        return None
+    try:
+        error = pickle.loads(failure.pickled)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None

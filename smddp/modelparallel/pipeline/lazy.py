@@ -1,0 +1,77 @@
+"""Values that another rank has not computed yet.
+
+A call of a module on another rank returns at once, with `Lazy` tensors. If all that is done with
+them is to pass them to further remote modules, they never come here: the values travel straight
+from owner to owner. As soon as anything looks at one (any function, method or attribute of a tensor
+does) the value is fetched, and the code goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+__all__ = ["Lazy", "force"]
+
+_WITHOUT = torch._C.DisableTorchFunctionSubclass
+
+
+def _misused(_: torch.Tensor) -> None:
+    raise RuntimeError(
+        "a value of another rank was used in a way that smp cannot see (a torch.autograd.Function "
+        "applied to a module's output directly); put that code into a module of its own, or set "
+        "direct_forwarding: False in the smp configuration"
+    )
+
+
+class Lazy(torch.Tensor):
+    """Stands for tensor number `place[1]` of call number `place[0]` of an open call graph.
+
+    Attributes:
+        fetch: makes the value be there; None once it is.
+        value: the tensor, afterwards.
+    """
+
+    fetch: Callable[[], None] | None
+    place: tuple[int, int]
+    graph: Any
+    value: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, graph: Any, place: tuple[int, int], fetch: Callable[[], None]) -> Lazy:
+        """Returns a stand-in without memory."""
+        with _WITHOUT():
+            self = torch.Tensor._make_wrapper_subclass(cls, (0,), requires_grad=True)
+            # A graph that reaches the stand-in has bypassed us: better an error than no gradient.
+            self.register_hook(_misused)  # type: ignore[no-untyped-call]
+            self.graph, self.place, self.fetch = graph, place, fetch
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Lazy{self.place}"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Fetches what is needed and goes on with the values."""
+        return func(*tree_map(force, args), **tree_map(force, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Is reached only past __torch_function__."""
+        _misused(args[0])
+
+
+def force(value: Any) -> Any:
+    """Returns the value behind a lazy tensor, and anything else as it is."""
+    if type(value) is not Lazy:
+        return value
+    if value.fetch is not None:
+        value.fetch()
+        assert value.fetch is None
+    return value.value

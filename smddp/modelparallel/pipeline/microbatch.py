@@ -1,0 +1,210 @@
+"""Divides the arguments of a step into microbatches, and collects what comes back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.structure import flatten, rebuild
+
+__all__ = ["StepOutput", "collect", "split_arguments"]
+
+
+class StepOutput:
+    """A tensor that a step returned: one value per microbatch.
+
+    Attributes:
+        outputs: the values, by microbatch.
+    """
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        self.outputs = list(outputs)
+
+    def reduce_mean(self) -> torch.Tensor:
+        """Returns the mean over the microbatches."""
+        return self.reduce_sum() / len(self.outputs)
+
+    average = reduce_mean
+
+    def reduce_sum(self) -> torch.Tensor:
+        """Returns the sum over the microbatches."""
+        total = self.outputs[0]
+        for output in self.outputs[1:]:
+            total = total + output
+        return total
+
+    def concat(self) -> torch.Tensor:
+        """Returns the values one after the other along dimension 0."""
+        return torch.cat(self.outputs)
+
+    def stack(self) -> torch.Tensor:
+        """Returns the values along a new dimension 0."""
+        return torch.stack(self.outputs)
+
+    def __repr__(self) -> str:
+        return f"StepOutput({self.outputs})"
+
+    # As it has no __getitem__ either, `for` over one is a TypeError that says so.
+    __iter__ = None
+
+
+def split_arguments(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    count: int,
+    whole: Sequence[str],
+    axes: Mapping[str, int],
+) -> list[tuple[list[Any], dict[str, Any]]]:
+    """Returns the arguments of each microbatch.
+
+    Args:
+        function: whose parameter names `whole` and `axes` use.
+        args: positional arguments.
+        kwargs: named arguments.
+        count: of microbatches.
+        whole: names of arguments that are not divided.
+        axes: along which dimension to divide; 0 for those that are not named.
+
+    Raises:
+        SMPUsageError: an unknown name, or a tensor that cannot be divided evenly.
+    """
+    signature = inspect.signature(function)
+    bound = signature.bind(*args, **kwargs)
+    _check_names(signature, whole, axes)
+    parts: list[tuple[list[Any], dict[str, Any]]] = [([], {}) for _ in range(count)]
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            for item in value:
+                pieces = _pieces(name, item, count, name in whole, axes.get(name, 0))
+                for part, piece in zip(parts, pieces, strict=True):
+                    part[0].append(piece)
+            continue
+        entries = value.items() if kind is inspect.Parameter.VAR_KEYWORD else [(name, value)]
+        for entry, item in entries:
+            pieces = _pieces(entry, item, count, entry in whole, axes.get(entry, 0))
+            positional = kind in (
+                inspect.Parameter.POSITIONAL_ONLY,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            )
+            for part, piece in zip(parts, pieces, strict=True):
+                if positional:
+                    part[0].append(piece)
+                else:
+                    part[1][entry] = piece
+    return parts
+
+
+def _check_names(
+    signature: inspect.Signature, whole: Sequence[str], axes: Mapping[str, int]
+) -> None:
+    takes_any = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD
+        for parameter in signature.parameters.values()
+    )
+    for name in (*whole, *axes):
+        if name not in signature.parameters and not takes_any:
+            raise SMPUsageError(
+                f"smp.step: the function has no argument {name!r}; it has "
+                f"{', '.join(signature.parameters)}"
+            )
+
+
+def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[Any]:
+    if whole:
+        return [value] * count
+    if hasattr(value, "smp_slice"):
+        return [value.smp_slice(count, number, axis) for number in range(count)]
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return [value] * count
+    tensors: list[torch.Tensor] = []
+    objects: list[Any] = []
+    shape = flatten(value, tensors, objects)
+    if not tensors and not any(hasattr(item, "smp_slice") for item in objects):
+        return [value] * count
+    divided = [_divide(name, tensor, count, axis) for tensor in tensors]
+    return [
+        rebuild(
+            shape,
+            [chunks[number] for chunks in divided],
+            [
+                item.smp_slice(count, number, axis) if hasattr(item, "smp_slice") else item
+                for item in objects
+            ],
+        )
+        for number in range(count)
+    ]
+
+
+def _divide(name: str, tensor: torch.Tensor, count: int, axis: int) -> list[torch.Tensor]:
+    advice = f"If it is not part of the batch, add {name!r} to non_split_inputs of smp.step"
+    if tensor.dim() == 0:
+        if count == 1:
+            return [tensor]
+        raise SMPUsageError(f"argument {name!r} has a tensor without dimensions. {advice}.")
+    if not -tensor.dim() <= axis < tensor.dim():
+        raise SMPUsageError(
+            f"argument {name!r} has a tensor of shape {tuple(tensor.shape)}, which has no "
+            f"dimension {axis} to divide. {advice}, or name the dimension in input_split_axes."
+        )
+    if tensor.shape[axis] % count:
+        raise SMPUsageError(
+            f"argument {name!r} has a tensor of shape {tuple(tensor.shape)}: its dimension {axis} "
+            f"cannot be divided into {count} microbatches. Use drop_last=True in the DataLoader "
+            f"and a batch size that is a multiple of {count}. {advice}."
+        )
+    return list(tensor.split(tensor.shape[axis] // count, dim=axis))  # type: ignore[no-untyped-call]
+
+
+def collect(results: Sequence[Any], detach: bool) -> Any:
+    """Returns what the caller of a step gets from what the microbatches returned.
+
+    The structure is that of the results; each tensor becomes a StepOutput, each other value a
+    list with an entry per microbatch.
+    """
+    parts = []
+    for result in results:
+        tensors: list[torch.Tensor] = []
+        objects: list[Any] = []
+        parts.append((flatten(result, tensors, objects), tensors, objects))
+    shapes = {_outline(shape) for shape, _, _ in parts}
+    if len(shapes) > 1:
+        raise SMPUsageError(
+            "smp.step: the microbatches returned values of different structures: "
+            f"{[type(result).__name__ for result in results]}"
+        )
+    if results and results[0] is None and all(result is None for result in results):
+        return None
+    return _combine(parts, detach)
+
+
+def _outline(shape: Any) -> Any:
+    """Returns a shape without the values of its constants."""
+    if shape[0] == "t":
+        return "t"
+    if shape[0] in "co":
+        return "c"
+    if shape[0] in "da":
+        return (shape[0], shape[1], shape[2], tuple(_outline(child) for child in shape[3]))
+    return (shape[0], tuple(_outline(child) for child in shape[-1]))
+
+
+def _combine(parts: list[tuple[Any, list[torch.Tensor], list[Any]]], detach: bool) -> Any:
+    """Builds the combined value along the first shape."""
+    first = parts[0][0]
+    letter = first[0]
+    if letter == "t":
+        values = [tensors[shape[1]] for shape, tensors, _ in parts]
+        return StepOutput([value.detach() if detach else value for value in values])
+    if letter == "c" or letter == "o":
+        return [rebuild(shape, tensors, objects) for shape, tensors, objects in parts]
+    children = []
+    for position in range(len(first[-1])):
+        children.append(_combine([(s[-1][position], t, o) for s, t, o in parts], detach))
+    placeholders = [("o", position) for position in range(len(children))]
+    return rebuild((*first[:-1], tuple(placeholders)), [], children)

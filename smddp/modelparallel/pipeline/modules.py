@@ -1,0 +1,196 @@
+"""Sends every call of a module to where the module lives.
+
+`nn.Module._call_impl` is replaced once, for all modules of the process: a call of a module that
+belongs to the partitioned model, made by a task of a step, is looked at here; any other call goes
+its usual way. Nothing is stored in the modules, so copies of them (for averaging weights, say) are
+ordinary modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.pipeline.collector import predictable
+from smddp.modelparallel.pipeline.lazy import Lazy, force
+from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, stream
+from smddp.modelparallel.structure import flatten, map_tensors
+
+if TYPE_CHECKING:
+    from smddp.modelparallel.pipeline.executor import Executor
+
+__all__ = ["Modules"]
+
+_original_call = nn.Module._call_impl
+
+
+class Modules:
+    """The modules of the model, by number, and who owns them.
+
+    Attributes:
+        names: by number; the root's is "model".
+        owners: by number; None for modules without state, which run where their input is.
+        forwarding: may values go directly from owner to owner?
+    """
+
+    def __init__(self, executor: Executor, root: nn.Module, forwarding: bool = True) -> None:
+        self._executor = executor
+        self._rank = executor.rank
+        self.forwarding = forwarding
+        self.list = list(root.modules())
+        by_id = {id(module): name for name, module in reversed(list(root.named_modules()))}
+        self.names = [by_id[id(module)] or "model" for module in self.list]
+        self._numbers = {id(module): number for number, module in enumerate(self.list)}
+        self._draws = [may_draw(module) for module in self.list]
+        self.owners: list[int | None] = [executor.rank if executor.size == 1 else 0] * len(
+            self.list
+        )
+        # What a call returned the last time: (module, arguments, mode) -> shape, or None.
+        self._shapes: dict[Any, Any] = {}
+        # What this step has learned. It is used from the next step on: then all microbatches of a
+        # step make the same calls, and so pass every module in the same order.
+        self._learned: dict[Any, Any] = {}
+
+    def place(self, owners: Sequence[int | None]) -> None:
+        """Sets the owners, and makes `module.forward(...)` of remote modules a call, too."""
+        self.owners = list(owners)
+        for number, owner in enumerate(self.owners):
+            if owner is not None and owner != self._rank:
+                module = self.list[number]
+                object.__setattr__(module, "forward", _RemoteForward(self, number))
+
+    def end_step(self) -> None:
+        """Makes what has been learned known."""
+        self._shapes.update(self._learned)
+        self._learned.clear()
+
+    def install(self) -> None:
+        """Begins to look at calls."""
+        _installed.append(weakref.ref(self))
+        nn.Module._call_impl = _call  # type: ignore[method-assign,assignment]
+
+    def number_of(self, module: nn.Module) -> int | None:
+        """Returns the number of a module of the model."""
+        return self._numbers.get(id(module))
+
+    def enter(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
+        """Calls a module where it lives."""
+        task = self._executor.baton.task
+        frame = task.local if task is not None else None
+        owner = self.owners[number]
+        if frame is None:
+            if owner is not None and owner != self._rank:
+                raise SMPUsageError(
+                    f"module {self.names[number]!r} lives on rank {owner} of the pipeline, and can "
+                    "be called only within a function decorated with smp.step"
+                )
+            return self._original(number, method, args, kwargs)
+        if owner is None:
+            owner = self._follow(frame, args, kwargs)
+        if owner == self._rank:
+            args, kwargs = _forced(args), _forced(kwargs)
+            if not self._draws[number]:
+                return self._original(number, method, args, kwargs)
+            with stream(draw_seed()):
+                return self._original(number, method, args, kwargs)
+        return self._remote(frame, owner, number, method, args, kwargs)
+
+    def run(self, number: int, method: str, seed: int | None, args: Any, kwargs: Any) -> Any:
+        """Runs a call that another rank has asked for."""
+        with stream(seed):
+            return self._original(number, method, args, kwargs)
+
+    def _follow(self, frame: Any, args: Any, kwargs: Any) -> int:
+        """Returns who should run a module without state: the owner of its input."""
+        if frame.open is not None:
+            for value in (*args, *kwargs.values()):
+                if type(value) is Lazy:
+                    owner: int | None = frame.open.owner_of(value)
+                    if owner is not None:
+                        return owner
+        return self._rank
+
+    def _remote(
+        self, frame: Any, owner: int, number: int, method: str, args: Any, kwargs: Any
+    ) -> Any:
+        collector = self._executor.caller.collector(frame)
+        tensors: list[torch.Tensor] = []
+        objects: list[Any] = []
+        shape = flatten((args, kwargs), tensors, objects)
+        for position, tensor in enumerate(tensors):
+            if type(tensor) is Lazy and (tensor.fetch is None or tensor.graph is not collector):
+                tensors[position] = force(tensor)
+        seed = draw_seed() if self._draws[number] else None
+        module = self.list[number]
+        key = (number, method, shape, module.training, collector.ambient.grad)
+        returns = self._shapes.get(key) if self.forwarding else None
+        result = collector.add(owner, number, method, shape, tensors, objects, seed, returns)
+        if returns is not None:
+            return result
+        found, value = collector.result_of_last()  # type: ignore[attr-defined]
+        self._learned[key] = found if predictable(found) else None
+        return value
+
+    def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
+        module = self.list[number]
+        if method:
+            return getattr(type(module), method)(module, *args, **kwargs)
+        return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+# Usually one; the last is asked first.
+_installed: list[weakref.ref[Modules]] = []
+
+
+@functools.wraps(_original_call)
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    for reference in reversed(_installed):
+        modules = reference()
+        if modules is None:
+            _installed.remove(reference)
+            continue
+        number = modules._numbers.get(id(module))
+        if number is not None:
+            return modules.enter(number, "", args, kwargs)
+    return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class _RemoteForward:
+    """Takes the place of `forward` on modules that live elsewhere; shared by copies."""
+
+    def __init__(self, modules: Modules, number: int) -> None:
+        self._modules = weakref.ref(modules)
+        self._number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        modules = self._modules()
+        if modules is None:
+            raise SMPUsageError("the model that this module belonged to is gone")
+        return modules.enter(self._number, "forward", args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> _RemoteForward:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise SMPUsageError("a module that lives on another rank cannot be pickled on this one")
+
+
+def _forced(value: Any) -> Any:
+    """Returns arguments with every lazy tensor fetched."""
+    items: Callable[[], Any] = value.values if isinstance(value, dict) else value.__iter__
+    if any(not isinstance(item, torch.nn.Parameter) and _may_hide_lazy(item) for item in items()):
+        return map_tensors(force, value)
+    return value
+
+
+def _may_hide_lazy(item: Any) -> bool:
+    kind = type(item)
+    return kind is Lazy or not (
+        kind is torch.Tensor or item is None or kind in (bool, int, float, str)
+    )

@@ -1,0 +1,152 @@
+"""Takes nested Python values apart into tensors and a shape, and puts them together again.
+
+Unlike torch's pytree it keeps the class of any dict subclass or dataclass (such as the outputs of
+model libraries) without registration, and the shape is hashable, so that it can be a key.
+
+A shape is a tuple that begins with a letter:
+    ("t", i)                tensor i
+    ("c", value, type)      a plain constant
+    ("o", i)                object i: anything else, and numbers that may differ each time
+    ("l" | "u" | "s", children)             list, tuple, set
+    ("n", class, children)                  named tuple
+    ("d", class, keys, children)            dict
+    ("a", class, names, children)           dataclass
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["CONSTANTS", "Shape", "constants", "flatten", "rebuild", "tensors_in"]
+
+Shape = tuple[Any, ...]
+
+# What is compared by value, so that it may stand in a key. Not floats: each would be a new key.
+CONSTANTS = (type(None), bool, str, torch.dtype, torch.device)
+_SMALL = 1024
+
+
+def flatten(value: Any, tensors: list[torch.Tensor], objects: list[Any]) -> Shape:
+    """Appends what is found in `value` to the two lists and returns its shape."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ("t", len(tensors) - 1)
+    kind = type(value)
+    if kind in CONSTANTS or (kind is int and -_SMALL <= value <= _SMALL):
+        # With the type: True == 1, but they are different arguments.
+        return ("c", value, kind)
+    if kind is tuple:
+        return ("u", tuple([flatten(item, tensors, objects) for item in value]))
+    if kind is list:
+        return ("l", tuple([flatten(item, tensors, objects) for item in value]))
+    if isinstance(value, dict):
+        return (
+            "d",
+            (kind, _Like(value)) if kind is not dict else (dict, None),
+            tuple(value),
+            tuple([flatten(item, tensors, objects) for item in value.values()]),
+        )
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return ("n", kind, tuple([flatten(item, tensors, objects) for item in value]))
+    if kind is set:
+        # Tensors are hashed by identity; the order within one set is its own.
+        return ("s", tuple([flatten(item, tensors, objects) for item in value]))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        children = tuple([flatten(getattr(value, name), tensors, objects) for name in names])
+        return ("a", (kind, _Like(value)), names, children)
+    objects.append(value)
+    return ("o", len(objects) - 1)
+
+
+class _Like:
+    """An example of a class whose instances cannot simply be constructed; equal to any other."""
+
+    def __init__(self, example: Any) -> None:
+        self._emptied = copy.copy(example)
+        # Some outputs of model libraries are both, and mirror items as attributes.
+        if dataclasses.is_dataclass(self._emptied):
+            for field in dataclasses.fields(self._emptied):
+                object.__setattr__(self._emptied, field.name, None)
+        if isinstance(self._emptied, dict):
+            attributes = getattr(self._emptied, "__dict__", {})
+            for key in self._emptied:
+                attributes.pop(key, None)
+            # Not the class's own: some forbid to remove items.
+            ordered = isinstance(self._emptied, collections.OrderedDict)
+            (collections.OrderedDict if ordered else dict).clear(self._emptied)
+
+    def new(self) -> Any:
+        return copy.copy(self._emptied)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Like) and type(self._emptied) is type(other._emptied)
+
+    def __hash__(self) -> int:
+        return hash(type(self._emptied))
+
+
+def rebuild(shape: Shape, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
+    """Returns the value of a shape over other tensors and objects."""
+    letter = shape[0]
+    if letter == "t":
+        return tensors[shape[1]]
+    if letter == "c":
+        return shape[1]
+    if letter == "o":
+        return objects[shape[1]]
+    children = [rebuild(child, tensors, objects) for child in shape[-1]]
+    if letter == "u":
+        return tuple(children)
+    if letter == "l":
+        return children
+    if letter == "s":
+        return set(children)
+    if letter == "n":
+        return shape[1]._make(children)
+    like = shape[1][1]
+    if letter == "d":
+        items = dict(zip(shape[2], children, strict=True))
+        if like is None:
+            return items
+        result = like.new()
+        for key, item in items.items():
+            # Not dict.__setitem__: some classes mirror their items as attributes.
+            result[key] = item
+        return result
+    result = like.new()
+    for name, child in zip(shape[2], children, strict=True):
+        object.__setattr__(result, name, child)
+    return result
+
+
+def constants(shape: Shape) -> list[Any]:
+    """Returns the constants of a shape, and an entry for each object."""
+    if shape[0] == "c":
+        return [shape[1]]
+    if shape[0] == "t":
+        return []
+    if shape[0] == "o":
+        return [shape]
+    return [item for child in shape[-1] for item in constants(child)]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns all tensors in a nested value."""
+    found: list[torch.Tensor] = []
+    flatten(value, found, [])
+    return found
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Returns a nested value with `function` applied to each tensor."""
+    tensors: list[torch.Tensor] = []
+    objects: list[Any] = []
+    shape = flatten(value, tensors, objects)
+    return rebuild(shape, [function(tensor) for tensor in tensors], objects)

@@ -1,0 +1,166 @@
+"""How arguments are divided, and results put together."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.pipeline.microbatch import StepOutput, collect, split_arguments
+from smddp.modelparallel.structure import flatten, rebuild
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+class Output(collections.OrderedDict):
+    """Like those of model libraries: items are attributes, integers are positions."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
+
+
+@dataclasses.dataclass
+class Named:
+    a: Any
+    b: Any = None
+
+
+class Sliced:
+    def __init__(self, values: list[int]) -> None:
+        self.values = values
+
+    def smp_slice(self, num_mb: int, mb: int, axis: int) -> Sliced:
+        size = len(self.values) // num_mb
+        return Sliced(self.values[mb * size : (mb + 1) * size])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(3),
+        [torch.zeros(1), (torch.ones(1), None)],
+        {"a": torch.zeros(2), 3: [True, 1, 1.5, "x"]},
+        Pair(torch.zeros(1), 2),
+        Named(torch.zeros(1)),
+        Output(loss=torch.zeros(()), logits=torch.ones(2)),
+        collections.defaultdict(list, {"a": torch.zeros(1)}),
+        object,
+    ],
+)
+def test_structures_survive(value: Any) -> None:
+    tensors: list[torch.Tensor] = []
+    objects: list[Any] = []
+    shape = flatten(value, tensors, objects)
+    hash(shape)
+    again = rebuild(shape, tensors, objects)
+    assert type(again) is type(value)
+    second: list[torch.Tensor] = []
+    assert flatten(again, second, []) == shape
+    assert all(x is y for x, y in zip(tensors, second, strict=True))
+    if isinstance(value, Output):
+        assert again.loss is tensors[0]
+        assert again[1:] == (tensors[1],)
+
+
+def test_shapes_tell_true_from_one() -> None:
+    assert flatten((True,), [], []) != flatten((1,), [], [])
+
+
+def body(model: Any, data: Any, factor: Any = None, *rest: Any, **named: Any) -> None: ...
+
+
+def split(*args: Any, whole: Any = (), axes: Any = None, count: int = 2, **kwargs: Any) -> Any:
+    return split_arguments(body, args, kwargs, count, whole, axes or {})
+
+
+def test_tensors_are_divided_wherever_they_are() -> None:
+    x = torch.arange(8)
+    parts = split("model", {"x": [x, (x, 3)], "s": {x}}, 0.5, x, mask=x)
+    for number, (args, kwargs) in enumerate(parts):
+        half = x[4 * number : 4 * number + 4]
+        model, data, factor, extra = args
+        assert (model, factor) == ("model", 0.5)
+        assert torch.equal(data["x"][0], half)
+        assert torch.equal(data["x"][1][0], half)
+        assert data["x"][1][1] == 3
+        assert torch.equal(next(iter(data["s"])), half)
+        assert torch.equal(extra, half)
+        assert torch.equal(kwargs["mask"], half)
+
+
+def test_exceptions_from_division() -> None:
+    x = torch.arange(12).reshape(2, 6)
+    scale = torch.tensor(2.0)
+    sliced = Sliced([1, 2, 3, 4, 5, 6])
+    parts = split("m", x, scale, sliced, whole=["factor"], axes={"data": 1}, count=3)
+    for number, (args, _) in enumerate(parts):
+        assert torch.equal(args[1], x[:, 2 * number : 2 * number + 2])
+        assert args[2] is scale
+        assert args[3].values == [2 * number + 1, 2 * number + 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"data": torch.zeros(5)}, "cannot be divided into 2 microbatches. Use drop_last=True"),
+        ({"data": torch.tensor(1.0)}, "add 'data' to non_split_inputs"),
+        ({"data": torch.zeros(4), "axes": {"data": 1}}, "no dimension 1"),
+        ({"data": torch.zeros(4), "axes": {"date": 1}}, None),
+    ],
+)
+def test_mistakes(arguments: dict[str, Any], text: str | None) -> None:
+    data = arguments.pop("data")
+    if text is None:
+
+        def plain(model: Any, data: Any) -> None: ...
+
+        with pytest.raises(SMPUsageError, match="no argument 'date'"):
+            split_arguments(plain, ("m", data), {}, 2, (), arguments["axes"])
+        return
+    with pytest.raises(SMPUsageError, match=text):
+        split("m", data, **arguments)
+
+
+def test_results_become_outputs_and_lists() -> None:
+    results = [Output(loss=torch.tensor(float(n)), logits=torch.full((2, 3), n)) for n in range(4)]
+    found = collect([(result, n, {"name": "x"}, [None]) for n, result in enumerate(results)], True)
+    output, numbers, names, nothing = found
+    assert type(output) is Output
+    assert isinstance(output["loss"], StepOutput)
+    assert output.loss.reduce_mean() == 1.5
+    assert output.loss.average() == 1.5
+    assert output.loss.reduce_sum() == 6
+    assert output.loss.stack().tolist() == [0, 1, 2, 3]
+    assert output[1].concat().shape == (8, 3)
+    assert output[1].stack().shape == (4, 2, 3)
+    assert numbers == [0, 1, 2, 3]
+    assert names == {"name": ["x"] * 4}
+    assert nothing == [[None] * 4]
+    with pytest.raises(TypeError):
+        iter(output.loss)
+
+
+def test_results_are_detached_if_asked() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not collect([x * 2], True).outputs[0].requires_grad
+    assert collect([x * 2], False).outputs[0].requires_grad
+
+
+def test_results_of_different_structure() -> None:
+    with pytest.raises(SMPUsageError, match="different structures"):
+        collect([(torch.zeros(1),), torch.zeros(1)], True)
+
+
+def test_nothing_stays_nothing() -> None:
+    assert collect([None, None], True) is None
