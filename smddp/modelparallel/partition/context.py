@@ -1,0 +1,55 @@
+"""`smp.partition`: says where modules created inside it shall live."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from smddp.modelparallel.errors import SMPPartitionError
+from smddp.modelparallel.runtime import state
+
+__all__ = ["ATTRIBUTE", "partition"]
+
+# On modules created inside a context. It is copied with a module, so that copied layers stay put.
+ATTRIBUTE = "_smp_partition"
+
+_stack: list[int] = []
+
+
+@contextlib.contextmanager
+def partition(index: int) -> Iterator[None]:
+    """Places the modules created inside on a partition; the innermost context wins.
+
+    It is used when auto_partition is off in the configuration, and ignored otherwise.
+
+    Args:
+        index: of the partition.
+    """
+    count = state.cfg.pipeline_parallel_degree
+    if not isinstance(index, int) or not 0 <= index < count:
+        raise SMPPartitionError(
+            f"smp.partition({index}): there are {count} partitions, numbered from 0"
+        )
+    if not _stack:
+        nn.Module.__init__ = _recording_init  # type: ignore[method-assign]
+    _stack.append(index)
+    try:
+        yield
+    finally:
+        _stack.pop()
+        if not _stack:
+            nn.Module.__init__ = _original_init  # type: ignore[method-assign]
+
+
+_original_init = nn.Module.__init__
+
+
+@functools.wraps(_original_init)
+def _recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    _original_init(self, *args, **kwargs)
+    if _stack:
+        self.__dict__[ATTRIBUTE] = _stack[-1]

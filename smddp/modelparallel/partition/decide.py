@@ -1,0 +1,169 @@
+"""Finds the partition: by hand, from a file, or automatically."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from smddp.modelparallel.errors import SMPPartitionError
+from smddp.modelparallel.partition.manual import has_state, manual_owners
+from smddp.modelparallel.partition.placement import Decision, Placement
+from smddp.modelparallel.partition.solver import divide_exactly, divide_tree, loads
+from smddp.modelparallel.partition.trace import Trace, trace_model
+from smddp.modelparallel.partition.units import Units
+from smddp.modelparallel.pipeline.modules import Modules
+from smddp.modelparallel.runtime import State
+
+__all__ = ["decide"]
+
+log = logging.getLogger("smddp.modelparallel")
+
+
+def decide(
+    state: State,
+    root: nn.Module,
+    modules: Modules,
+    placement: Placement,
+    args: Any,
+    kwargs: Any,
+    times: bool,
+) -> Decision:
+    """Returns where each module shall live; the same on all replicas.
+
+    Called on rank 0 of each pipeline, in its first microbatch.
+
+    Args:
+        state: configuration and groups.
+        root: the model.
+        modules: its modules.
+        placement: with what the script has asked for.
+        args: of the model's first call.
+        kwargs: of the model's first call.
+        times: measure time on real data.
+    """
+    box: list[Decision | None] = [None]
+    group = state.groups.of("dp")
+    first = state.topology.rank_in("dp") == 0
+    if first:
+        decision = _decide(state, root, modules, placement, args, kwargs, times)
+        _save(state, decision)
+        _report(decision, state.topology.pp_size)
+        box[0] = decision
+    if state.topology.size_of("dp") > 1:
+        dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
+    assert box[0] is not None
+    return box[0]
+
+
+def _decide(
+    state: State,
+    root: nn.Module,
+    modules: Modules,
+    placement: Placement,
+    args: Any,
+    kwargs: Any,
+    times: bool,
+) -> Decision:
+    cfg = state.cfg
+    preset = placement.preset
+    if preset is not None and preset.fits(modules.names, cfg.pipeline_parallel_degree):
+        return preset
+    if cfg.load_partition:
+        return _load(cfg.partition_file, cfg.pipeline_parallel_degree)
+    if not cfg.auto_partition:
+        owners = manual_owners(root, modules, placement.pins, cfg.default_partition)
+        return Decision(list(modules.names), owners)
+    if cfg.skip_tracing:
+        trace = Trace(len(modules.list), "parameters only")
+    else:
+        trace = trace_model(root, args, kwargs, times)
+    units = Units(modules, trace, cfg.memory_weight if cfg.use_times else 1.0)
+    parts = cfg.pipeline_parallel_degree
+    starts = divide_exactly(units.costs, units.cuts, parts)
+    owners = units.owners(starts)
+    method = f"exact, traced with {trace.how}"
+    if cfg.partitioner == "tree":
+        by_tree = divide_tree(units.tree(), parts)
+        owners = _consistent(units, by_tree, modules)
+        method = f"d'Hondt tree cut, traced with {trace.how}"
+    _apply_pins(owners, modules, placement, root)
+    return Decision(
+        list(modules.names),
+        owners,
+        units.costs_of_modules(),
+        # A small model may have fewer parts than there are partitions.
+        loads(units.costs, units.cuts, starts) + [0.0] * (parts - len(starts)),
+        sum(units.cut_bytes[start] for start in starts[1:]),
+        method,
+    )
+
+
+def _consistent(units: Units, by_tree: dict[int, int], modules: Modules) -> list[int | None]:
+    """Keeps together what has to be: every module goes where its unit's first module is."""
+    first_of_unit: dict[int, int] = {}
+    owners: list[int | None] = []
+    for number, module in enumerate(modules.list):
+        unit = units.unit_of(number)
+        first_of_unit.setdefault(unit, by_tree.get(units.first_module(unit), 0))
+        keep = has_state(module) or number == 0
+        has_parts = any(has_state(child) for child in module.children())
+        part = by_tree.get(number, 0) if has_parts else first_of_unit[unit]
+        owners.append(part if keep else None)
+    return owners
+
+
+def _apply_pins(
+    owners: list[int | None], modules: Modules, placement: Placement, root: nn.Module
+) -> None:
+    """What `set_partition` says holds in automatic partitions, too."""
+    for number, part in sorted(placement.pins.items()):
+        for module in modules.list[number].modules():
+            inner = modules.number_of(module)
+            assert inner is not None
+            if owners[inner] is not None:
+                owners[inner] = part
+
+
+def _load(file: str, parts: int) -> Decision:
+    try:
+        decision = Decision.from_dict(json.loads(Path(file).read_text()))
+    except FileNotFoundError:
+        raise SMPPartitionError(f"load_partition: there is no file {file}") from None
+    except (ValueError, TypeError) as error:
+        raise SMPPartitionError(f"load_partition: {file} holds no decision: {error}") from None
+    if decision.parts > parts:
+        raise SMPPartitionError(
+            f"load_partition: {file} divides the model into {decision.parts} partitions, the "
+            f"configuration asks for {parts}"
+        )
+    return decision
+
+
+def _save(state: State, decision: Decision) -> None:
+    if state.cfg.partition_file and not state.cfg.load_partition:
+        Path(state.cfg.partition_file).write_text(json.dumps(decision.as_dict(), indent=1))
+
+
+def _report(decision: Decision, parts: int) -> None:
+    lines = [f"Partition assignments: ({decision.method})"]
+    for part in range(parts):
+        mine = _outermost(decision, part)
+        share = f", {100 * decision.loads[part]:.0f} % of the cost" if decision.loads else ""
+        lines.append(f"  partition {part}{share}: {', '.join(mine) or 'nothing'}")
+    log.info("%s", "\n".join(lines))
+
+
+def _outermost(decision: Decision, part: int) -> list[str]:
+    """Returns the modules of a partition whose enclosing module is not of it."""
+    owner_of = dict(zip(decision.names, decision.owners, strict=True))
+    found = []
+    for name, owner in owner_of.items():
+        parent = name.rpartition(".")[0] or "model"
+        if owner == part and (name == "model" or owner_of.get(parent) != part):
+            found.append(name)
+    return found

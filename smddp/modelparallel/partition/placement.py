@@ -1,0 +1,180 @@
+"""A decision where each module lives, and making it true on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from smddp.modelparallel.errors import SMPPartitionError
+from smddp.modelparallel.pipeline.modules import Modules
+
+__all__ = ["Decision", "Placement"]
+
+
+@dataclasses.dataclass
+class Decision:
+    """Where every module lives: plain data, that can be sent and saved.
+
+    Attributes:
+        names: of the modules, by number.
+        owners: by number; None for modules without state, which run where their input is.
+        costs: per module, its own share of memory and time; for `smp.explain`.
+        loads: per partition, its share of the cost.
+        cut_bytes: what crosses borders between partitions, per microbatch and direction.
+        method: how it was found.
+    """
+
+    names: list[str]
+    owners: list[int | None]
+    costs: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    loads: list[float] = dataclasses.field(default_factory=list)
+    cut_bytes: float = 0.0
+    method: str = "manual"
+
+    @property
+    def parts(self) -> int:
+        """How many partitions are used."""
+        return 1 + max(owner for owner in self.owners if owner is not None)
+
+    def fits(self, names: list[str], parts: int) -> bool:
+        """Can it be used for a model with these modules, and this number of partitions?"""
+        return self.names == names and self.parts <= parts
+
+    @staticmethod
+    def everything_here(modules: Modules) -> Decision:
+        """Returns the decision for one partition."""
+        return Decision(list(modules.names), [0] * len(modules.names), method="one partition")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns it as JSON-able data."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Decision:
+        """The inverse of as_dict."""
+        return Decision(**data)
+
+
+class Placement:
+    """Which modules, parameters and buffers live on this rank.
+
+    Attributes:
+        rank, size: in the pipeline.
+        pins: partitions that the script has asked for, by module number.
+        decision: once there is one.
+    """
+
+    def __init__(self, modules: Modules, rank: int, size: int) -> None:
+        self._modules = modules
+        self.rank, self.size = rank, size
+        self.pins: dict[int, int] = {}
+        self.decision: Decision | None = None
+        # From a checkpoint: used again if it fits.
+        self.preset: Decision | None = None
+        self.device = torch.device("cpu")
+        self._entries: dict[str, int] = {}
+        self._local: set[int] = set()
+        # Asked for names once, so that it holds no matter how the module is wrapped later.
+        self._root = modules.list[0]
+
+    @property
+    def applied(self) -> bool:
+        """Is there a decision?"""
+        return self.decision is not None
+
+    def pin(self, module: nn.Module, partition: int) -> None:
+        """Says where a module shall live, with what is inside it unless that is pinned, too."""
+        number = self._modules.number_of(module)
+        if number is None:
+            raise SMPPartitionError("set_partition: the module is not part of the model")
+        if not isinstance(partition, int) or not 0 <= partition < self.size:
+            raise SMPPartitionError(
+                f"set_partition: there are {self.size} partitions, from 0, and no {partition}"
+            )
+        self.pins[number] = partition
+
+    def apply(self, decision: Decision, device: torch.device) -> None:
+        """Keeps what lives here on `device`, and empties the other parameters."""
+        if decision.names != self._modules.names:
+            raise SMPPartitionError(
+                "the partition decision belongs to another model: it names other modules"
+            )
+        self.decision, self.device = decision, device
+        self._modules.place(decision.owners)
+        owners = self._owners_of_parameters(decision)
+        for prefix, module in self._root.named_modules(remove_duplicate=False):
+            number = self._modules.number_of(module)
+            assert number is not None
+            owner = decision.owners[number]
+            dot = f"{prefix}." if prefix else ""
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._entries[dot + name] = owners[id(parameter)]
+            for name in module._buffers:
+                self._entries[dot + name] = self.rank if owner is None else owner
+            self._entries[f"{dot}_extra_state"] = self.rank if owner is None else owner
+            if owner is None or owner == self.rank:
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = buffer.to(device)
+        for parameter in list(self._root.parameters()):
+            if owners[id(parameter)] == self.rank:
+                self._local.add(id(parameter))
+                parameter.data = parameter.data.to(device)
+            else:
+                _empty(parameter)
+
+    def _owners_of_parameters(self, decision: Decision) -> dict[int, int]:
+        owners: dict[int, int] = {}
+        for number, module in enumerate(self._modules.list):
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                owner = decision.owners[number]
+                assert owner is not None
+                if owners.setdefault(id(parameter), owner) != owner:
+                    raise SMPPartitionError(
+                        f"parameter {name!r} of {self._modules.names[number]!r} is shared with a "
+                        f"module of partition {owners[id(parameter)]}, but would live on {owner}: "
+                        "modules that share parameters have to be on the same partition"
+                    )
+        return owners
+
+    def is_local(self, module: nn.Module) -> bool:
+        """Does a module live here? Those without state live where the module around them does."""
+        number = self._modules.number_of(module)
+        if number is None or self.decision is None:
+            return False
+        owner = self.decision.owners[number]
+        return owner == self.rank or (owner is None and self.rank == 0)
+
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Does a parameter live here?"""
+        return id(parameter) in self._local
+
+    def owns_buffer(self, name: str) -> bool:
+        """Does a buffer live here? The name is the original model's."""
+        return self._entries.get(name, 0) == self.rank
+
+    def owner_of_entry(self, name: str) -> int:
+        """Returns the partition of an entry of the state dict."""
+        return self._entries.get(name, 0)
+
+
+def _empty(parameter: nn.Parameter) -> None:
+    """Gives the memory of a parameter back; shape and dtype stay, and any use is an error."""
+    hollow = nn.Parameter(
+        torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+    )
+    parameter.grad = None
+    try:
+        torch.utils.swap_tensors(parameter, hollow)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        # Somebody holds on to it, as recurrent layers do by weak references. The memory goes all
+        # the same: one element stands for all of them, and poisons whatever uses it.
+        value = float("nan") if parameter.is_floating_point() else 0
+        one = torch.full((1,) * parameter.dim(), value, dtype=parameter.dtype)
+        parameter.data = one.to(parameter.device).expand(parameter.shape)

@@ -1,0 +1,206 @@
+"""Runs the model once, without its data if possible, to see what calls what and at what cost.
+
+A copy of the model is run on fake tensors: they have shapes but no memory, and nothing is computed.
+Control flow that depends on data cannot be followed that way; then the model itself runs on the
+microbatch, without gradients, and what it has changed is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from smddp.modelparallel.pipeline.randomness import RandomState
+from smddp.modelparallel.runtime import state
+from smddp.modelparallel.structure import map_tensors, tensors_in
+
+__all__ = ["Trace", "Visit", "trace_model"]
+
+log = logging.getLogger("smddp.modelparallel")
+
+# A plain core: operations are turned into seconds with these, so that time and traffic compare.
+_FLOPS = 2e10
+_MEMORY = 5e9
+
+
+class Visit:
+    """One call of a module.
+
+    Attributes:
+        module: its number.
+        parent: the number of the calling module, -1 for the root.
+        taken, given: bytes of the tensors it takes and gives.
+        direct: it takes nothing but what the previous call of the same parent gave.
+    """
+
+    def __init__(self, module: int, parent: int, taken: int, direct: bool) -> None:
+        self.module, self.parent = module, parent
+        self.taken, self.direct = taken, direct
+        self.given = 0
+
+
+class Trace:
+    """What was seen.
+
+    Attributes:
+        visits: all calls, in order of their beginning.
+        seconds: per module, of its own code, without the modules it calls.
+        activations: per module, bytes of what its own code made.
+        uses: (module, module that has the parameter) where code used a parameter of another.
+        how: "fake tensors", "real data", or "parameters only".
+    """
+
+    def __init__(self, count: int, how: str) -> None:
+        self.visits: list[Visit] = []
+        self.seconds = [0.0] * count
+        self.activations = [0] * count
+        self.uses: set[tuple[int, int]] = set()
+        self.how = how
+
+
+def trace_model(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
+    """Returns a trace of `root(*args, **kwargs)`.
+
+    Args:
+        root: the model, whole on this rank.
+        args: of the first microbatch.
+        kwargs: of the first microbatch.
+        times: measure time on real data.
+    """
+    state.tracing = True
+    before = RandomState()
+    try:
+        if not times:
+            try:
+                return _on_fake_tensors(root, args, kwargs)
+            except Exception as error:
+                log.info("smp: tracing with fake tensors failed (%s); using real data", error)
+        try:
+            return _on_real_data(root, args, kwargs)
+        except Exception as error:
+            # The model's own error, most likely; the step will show it in its place.
+            log.warning("smp: the model could not be traced: %s", error)
+            return Trace(len(list(root.modules())), "parameters only")
+    finally:
+        before.restore()
+        state.tracing = False
+
+
+def _on_fake_tensors(root: nn.Module, args: Any, kwargs: Any) -> Trace:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        model = copy.deepcopy(root)
+    for part in model.modules():
+        part.__dict__.pop("_compiled_call_impl", None)
+    fake = mode.from_tensor
+    args, kwargs = map_tensors(fake, args), map_tensors(fake, kwargs)
+    trace = Trace(len(list(model.modules())), "fake tensors")
+    with mode, torch.no_grad(), _observed(model, trace, timed=False):
+        model(*args, **kwargs)
+    return trace
+
+
+def _on_real_data(root: nn.Module, args: Any, kwargs: Any) -> Trace:
+    buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
+    trace = Trace(len(list(root.modules())), "real data")
+    try:
+        with torch.no_grad(), _observed(root, trace, timed=True):
+            root(*map_tensors(torch.clone, args), **map_tensors(torch.clone, kwargs))
+    finally:
+        for buffer, value in buffers:
+            buffer.data.copy_(value)
+    return trace
+
+
+class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Charges every operation to the module whose code runs."""
+
+    def __init__(self, model: nn.Module, trace: Trace, timed: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace, self._timed = trace, timed
+        self._numbers = {id(module): n for n, module in enumerate(model.modules())}
+        self._owners: dict[int, list[int]] = {}
+        for number, module in enumerate(model.modules()):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._owners.setdefault(id(parameter), []).append(number)
+        self._stack: list[int] = []
+        self._visits: list[Visit] = []
+        # Per open module, the tensors that the last call it made has given.
+        self._last: list[list[torch.Tensor]] = [[]]
+        self._clock = 0.0
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._charge_time()
+        taken = tensors_in((args, kwargs))
+        last = {id(tensor) for tensor in self._last[-1]}
+        direct = bool(taken) and all(id(tensor) in last for tensor in taken)
+        parent = self._stack[-1] if self._stack else -1
+        visit = Visit(self._numbers[id(module)], parent, _size(taken), direct)
+        self._trace.visits.append(visit)
+        self._visits.append(visit)
+        self._stack.append(visit.module)
+        self._last.append([])
+
+    def after(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._charge_time()
+        self._stack.pop()
+        self._last.pop()
+        given = tensors_in(result)
+        self._visits.pop().given = _size(given)
+        self._last[-1] = given
+
+    def _charge_time(self) -> None:
+        now = time.perf_counter()
+        if self._timed and self._stack:
+            self._trace.seconds[self._stack[-1]] += now - self._clock
+        self._clock = now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._stack:
+            number = self._stack[-1]
+            made = _size(tensors_in(result))
+            self._trace.activations[number] += made
+            if not self._timed:
+                self._trace.seconds[number] += made / _MEMORY
+                count = flop_registry.get(func._overloadpacket)
+                if count is not None:
+                    operations = count(*args, **(kwargs or {}), out_val=result)
+                    self._trace.seconds[number] += operations / _FLOPS
+            for tensor in tensors_in(args):
+                owners = self._owners.get(id(tensor))
+                if owners is not None and number not in owners:
+                    self._trace.uses.add((number, owners[0]))
+        return result
+
+
+@contextlib.contextmanager
+def _observed(model: nn.Module, trace: Trace, timed: bool) -> Iterator[None]:
+    observer = _Observer(model, trace, timed)
+    handles = []
+    for module in model.modules():
+        handles.append(
+            module.register_forward_pre_hook(observer.before, prepend=True, with_kwargs=True)
+        )
+        handles.append(module.register_forward_hook(observer.after))
+    try:
+        with observer:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _size(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

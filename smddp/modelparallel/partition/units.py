@@ -1,0 +1,219 @@
+"""Turns a module tree and its trace into a sequence that can be divided.
+
+The sequence has one *unit* per module without stateful children, in the order of first calls. The
+code of a module around others runs where its first unit is, and its cost counts there. Modules
+that share a parameter, or use one of another module directly, become one unit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from smddp.modelparallel.partition.manual import has_state
+from smddp.modelparallel.partition.solver import Node
+from smddp.modelparallel.partition.trace import Trace
+from smddp.modelparallel.pipeline.modules import Modules
+
+__all__ = ["Units"]
+
+_NETWORK = 1e9  # bytes per second, next to the rates in trace.py
+# A border past which values return to the caller holds up a microbatch twice, and lengthens the
+# pipeline; as a share of the whole cost.
+_DETOUR = 0.05
+
+
+@dataclasses.dataclass
+class _Module:
+    memory: float
+    seconds: float
+    children: list[int]
+    first: int  # position of its first call
+    taken: int = 0
+    given: int = 0
+    direct: bool = False
+    cost: float = 0.0
+
+
+class Units:
+    """The sequence.
+
+    Attributes:
+        costs: per unit, normalised so that all add up to 1.
+        cuts: per unit, the price of a border before it, in the same measure.
+        cut_bytes: the same in bytes.
+    """
+
+    def __init__(self, modules: Modules, trace: Trace, memory_weight: float) -> None:
+        self._modules = modules
+        self._records = _records(modules, trace)
+        self._weigh(memory_weight)
+        order: list[int] = []
+        self._enclosing: dict[int, list[int]] = {}
+        self._first: dict[int, int] = {}
+        self._walk(0, [], order)
+        groups = self._merged(trace, order)
+        self._groups = groups
+        self._unit_of = {number: unit for unit, group in enumerate(groups) for number in group}
+        self.costs = [0.0] * len(groups)
+        for number in range(len(modules.list)):
+            self.costs[self._unit_of[self._leaf_of(number)]] += self._records[number].cost
+        self.cuts = [0.0] * len(groups)
+        self.cut_bytes = [0.0] * len(groups)
+        for unit, group in enumerate(groups):
+            if unit > 0:
+                self.cut_bytes[unit], detours = self._border(group[0])
+                seconds = self.cut_bytes[unit] / _NETWORK
+                self.cuts[unit] = (1 - memory_weight) * seconds / self._total_seconds
+                self.cuts[unit] += _DETOUR * detours
+
+    def owners(self, starts: list[int]) -> list[int | None]:
+        """Returns the owner of each module for a division of the sequence."""
+        part_of_unit = []
+        part = -1
+        for unit in range(len(self.costs)):
+            part += part + 1 < len(starts) and starts[part + 1] == unit
+            part_of_unit.append(part)
+        return [
+            part_of_unit[self._unit_of[self._leaf_of(number)]]
+            if has_state(module) or not number
+            else None
+            for number, module in enumerate(self._modules.list)
+        ]
+
+    def unit_of(self, number: int) -> int:
+        """Returns the unit of a module."""
+        return self._unit_of[self._leaf_of(number)]
+
+    def first_module(self, unit: int) -> int:
+        """Returns the module that a unit is named after."""
+        return self._groups[unit][0]
+
+    def tree(self) -> Node:
+        """Returns the module tree with its costs, for the division of the paper."""
+        return self._node(0)
+
+    def costs_of_modules(self) -> list[dict[str, float]]:
+        """Returns memory, seconds and cost of each module's own part."""
+        return [
+            {"bytes": record.memory, "seconds": record.seconds, "cost": record.cost}
+            for record in self._records
+        ]
+
+    def _node(self, number: int) -> Node:
+        record = self._records[number]
+        return Node(number, record.cost, [self._node(child) for child in record.children])
+
+    def _weigh(self, weight: float) -> None:
+        memory = sum(record.memory for record in self._records) or 1.0
+        self._total_seconds = sum(record.seconds for record in self._records) or 1.0
+        timed = any(record.seconds for record in self._records)
+        for record in self._records:
+            share = record.memory / memory
+            time = record.seconds / self._total_seconds if timed else share
+            record.cost = weight * share + (1 - weight) * time
+
+    def _walk(self, number: int, around: list[int], order: list[int]) -> None:
+        """Lists the modules without stateful children, in order."""
+        record = self._records[number]
+        stateful = [c for c in record.children if has_state(self._modules.list[c])]
+        self._enclosing[number] = around
+        if not stateful:
+            order.append(number)
+            self._first[number] = number
+            for child in record.children:
+                self._first[child] = number
+            return
+        for child in stateful:
+            self._walk(child, [*around, number], order)
+        self._first[number] = self._first[stateful[0]]
+        # Stateless ones run where the value is that they work on: with the one before them.
+        before = stateful[0]
+        for child in record.children:
+            if child in self._first:
+                before = child
+            else:
+                self._adopt(child, self._last_of(before))
+
+    def _adopt(self, number: int, leaf: int) -> None:
+        self._first[number] = leaf
+        for child in self._records[number].children:
+            self._adopt(child, leaf)
+
+    def _last_of(self, number: int) -> int:
+        stateful = [c for c in self._records[number].children if has_state(self._modules.list[c])]
+        return self._last_of(stateful[-1]) if stateful else self._first[number]
+
+    def _leaf_of(self, number: int) -> int:
+        # A module that the tree reaches by two ways is known by its first.
+        return self._first.get(number, self._first[0])
+
+    def _merged(self, trace: Trace, order: list[int]) -> list[list[int]]:
+        """Returns groups of leaves that must stay together, in order of their first member."""
+        group_of = {leaf: leaf for leaf in order}
+
+        def find(leaf: int) -> int:
+            while group_of[leaf] != leaf:
+                leaf = group_of[leaf]
+            return leaf
+
+        place = {leaf: position for position, leaf in enumerate(order)}
+        pairs = list(trace.uses)
+        holder: dict[int, int] = {}
+        for number, module in enumerate(self._modules.list):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    pairs.append((holder.setdefault(id(parameter), number), number))
+        for one, other in pairs:
+            ends = sorted(
+                (find(self._leaf_of(one)), find(self._leaf_of(other))), key=place.__getitem__
+            )
+            group_of[ends[1]] = ends[0]
+        groups: dict[int, list[int]] = {}
+        for leaf in order:
+            groups.setdefault(find(leaf), []).append(leaf)
+        return list(groups.values())
+
+    def _border(self, leaf: int) -> tuple[float, int]:
+        """Returns the bytes that move if there is a border before a leaf, and detours."""
+        # The outermost module that begins with this leaf is the one whose call crosses the border.
+        chain = [*self._enclosing[leaf], leaf]
+        crossing = next(m for m in chain if self._first[m] == leaf or m == leaf)
+        around = chain[: chain.index(crossing)]
+        record = self._records[crossing]
+        moved = float(record.taken + (0 if record.direct else record.given))
+        # What is cut inside a module returns to its owner before it goes on.
+        moved += sum(self._records[number].given for number in around[1:])
+        inside = [number for number in around[1:] if self._first[number] != self._first[around[0]]]
+        return moved, len(inside) + (not record.direct)
+
+
+def _records(modules: Modules, trace: Trace) -> list[_Module]:
+    records = []
+    seen: set[int] = set()
+    for number, module in enumerate(modules.list):
+        memory = trace.activations[number]
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                memory += tensor.numel() * tensor.element_size()
+        records.append(_Module(memory, trace.seconds[number], [], -1))
+    for position, visit in enumerate(trace.visits):
+        record = records[visit.module]
+        if record.first < 0:
+            record.first = position
+            record.taken, record.given, record.direct = visit.taken, visit.given, visit.direct
+    listed: set[int] = {0}
+    for number, module in enumerate(modules.list):
+        last = -1
+        places: list[tuple[float, int]] = []
+        for child in module.children():
+            index = modules.number_of(child)
+            assert index is not None
+            if index in listed:
+                continue
+            listed.add(index)
+            # One that was never called stays behind its elder sibling.
+            last = records[index].first if records[index].first >= 0 else last
+            places.append((last, index))
+        records[number].children = [index for _, index in sorted(places, key=lambda p: p[0])]
+    return records

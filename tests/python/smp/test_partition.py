@@ -1,0 +1,125 @@
+"""The partitioner: against every possible division, in time, and on the zoo."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from smp.zoo import ZOO, arguments, batch_of, make
+from torch import nn
+
+from smddp.modelparallel.partition.solver import Node, bottleneck, divide_exactly, divide_tree
+from smddp.modelparallel.partition.trace import trace_model
+from smddp.modelparallel.partition.units import Units
+from smddp.modelparallel.pipeline.modules import Modules
+
+
+class _Executor:
+    rank, size = 0, 4
+
+
+def modules_of(model: nn.Module) -> Modules:
+    executor: Any = _Executor()
+    return Modules(executor, model)
+
+
+def best_by_trying_all(costs: list[float], cuts: list[float], parts: int) -> float:
+    """The oracle: every way to choose the borders."""
+    borders = itertools.combinations(range(1, len(costs)), min(parts, len(costs)) - 1)
+    return min(bottleneck(costs, cuts, [0, *starts]) for starts in borders)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_exact_division_is_the_best(seed: int) -> None:
+    source = random.Random(seed)
+    count, parts = source.randint(1, 11), source.randint(1, 5)
+    costs = [source.choice([0.0, source.random(), 10 * source.random()]) for _ in range(count)]
+    cuts = [source.random() * source.choice([0, 0.1, 3]) for _ in range(count)]
+    starts = divide_exactly(costs, cuts, parts)
+    assert starts[0] == 0
+    assert starts == sorted(set(starts))
+    assert len(starts) == min(parts, count)
+    # All borders are used: a rank without work would be no help to anybody.
+    assert bottleneck(costs, cuts, starts) == pytest.approx(
+        best_by_trying_all(costs, cuts, parts)
+    ), f"seed {seed}"
+
+
+def test_a_thousand_modules_take_less_than_a_second() -> None:
+    source = random.Random(1)
+    costs = [source.random() for _ in range(1000)]
+    cuts = [source.random() * 0.01 for _ in range(1000)]
+    begun = time.process_time()
+    starts = divide_exactly(costs, cuts, 8)
+    assert time.process_time() - begun < 1.0
+    assert bottleneck(costs, cuts, starts) < 1.05 * sum(costs) / 8
+
+
+def test_tree_division_of_equal_layers() -> None:
+    layers = [Node(10 + i, 1.0) for i in range(8)]
+    found = divide_tree(Node(0, 0.0, [Node(1, 0.0, layers)]), 4)
+    assert [found[10 + i] for i in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert found[0] == found[1] == 0
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo_is_divided_within_five_percent_of_the_best(name: str, parts: int) -> None:
+    model = make(name)
+    modules = modules_of(model)
+    trace = trace_model(model, arguments(ZOO[name], batch_of(name, 0, 0)), {}, False)
+    units = Units(modules, trace, 0.5)
+    assert sum(units.costs) == pytest.approx(1.0)
+    starts = divide_exactly(units.costs, units.cuts, parts)
+    best = best_by_trying_all(units.costs, units.cuts, parts)
+    assert bottleneck(units.costs, units.cuts, starts) <= 1.05 * best
+    owners = units.owners(starts)
+    assert owners[0] == 0
+    used: dict[int, int] = {}
+    for module, owner in zip(modules.list, owners, strict=True):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                assert used.setdefault(id(parameter), owner) == owner, "shared, but on two ranks"
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("tied gpt", "fake tensors"), ("mixture of experts", "real data")]
+)
+def test_trace_computes_nothing_unless_control_flow_needs_data(name: str, how: str) -> None:
+    model = make(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    trace = trace_model(model, arguments(ZOO[name], batch_of(name, 0, 0)), {}, False)
+    assert trace.how == how
+    assert torch.equal(torch.get_rng_state(), state)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def test_trace_puts_statistics_back() -> None:
+    model = make("resnet")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    trace = trace_model(model, batch_of("resnet", 0, 0)[:1], {}, True)
+    assert trace.how == "real data"
+    assert sum(trace.seconds) > 0
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def test_trace_sees_who_uses_whose_parameters() -> None:
+    model = make("tied gpt")
+    modules = modules_of(model)
+    trace = trace_model(model, batch_of("tied gpt", 0, 0)[:1], {}, False)
+    assert (0, modules.names.index("tokens")) in trace.uses
+    blocks = [v for v in trace.visits if modules.names[v.module] in ("blocks.1", "blocks.2")]
+    assert all(visit.direct is False for visit in blocks), "they also take the mask"
+
+
+def test_chains_are_seen() -> None:
+    model = make("mlp")
+    trace = trace_model(model, batch_of("mlp", 0, 0)[:1], {}, False)
+    assert [visit.direct for visit in trace.visits[2:]] == [True] * (len(trace.visits) - 2)
