@@ -1,0 +1,153 @@
+"""Model parallelism: trains a model that is divided over ranks, with `@smp.step`.
+
+Scripts import it under its original name, `import smdistributed.modelparallel.torch as smp`. The
+names are in the order in which a training script meets them.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from smddp.modelparallel import amp
+from smddp.modelparallel.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
+from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.messaging import (
+    allgather,
+    barrier,
+    broadcast,
+    dp_barrier,
+    mp_barrier,
+    pp_barrier,
+    rdp_barrier,
+    recv_from,
+    send,
+    tp_barrier,
+)
+from smddp.modelparallel.model import DistributedModel
+from smddp.modelparallel.optimizer import DistributedOptimizer, clip_grad_norm
+from smddp.modelparallel.partition.context import partition
+from smddp.modelparallel.ranks import (
+    dp_rank,
+    dp_size,
+    get_dp_group,
+    get_dp_process_group,
+    get_mp_group,
+    get_mp_process_group,
+    get_pp_group,
+    get_pp_process_group,
+    get_rdp_group,
+    get_rdp_process_group,
+    get_tp_group,
+    get_tp_process_group,
+    get_world_group,
+    get_world_process_group,
+    instance_id,
+    local_rank,
+    local_size,
+    mp_rank,
+    mp_size,
+    pp_rank,
+    pp_size,
+    rank,
+    rdp_rank,
+    rdp_size,
+    size,
+    tp_rank,
+    tp_size,
+)
+from smddp.modelparallel.report import StepReport, explain, timeline
+from smddp.modelparallel.runtime import init, is_initialized, shutdown, state
+from smddp.modelparallel.step import StepOutput, step
+from smddp.modelparallel.topology import CommGroup, RankType
+
+WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
+TP_GROUP, PP_GROUP, RDP_GROUP = CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP
+WORLD_RANK, MP_RANK, DP_RANK = RankType.WORLD_RANK, RankType.MP_RANK, RankType.DP_RANK
+TP_RANK, PP_RANK, RDP_RANK = RankType.TP_RANK, RankType.PP_RANK, RankType.RDP_RANK
+
+__all__ = [
+    "DP_GROUP",
+    "DP_RANK",
+    "MP_GROUP",
+    "MP_RANK",
+    "PP_GROUP",
+    "PP_RANK",
+    "RDP_GROUP",
+    "RDP_RANK",
+    "TP_GROUP",
+    "TP_RANK",
+    "WORLD",
+    "WORLD_RANK",
+    "CommGroup",
+    "DistributedModel",
+    "DistributedOptimizer",
+    "RankType",
+    "StepOutput",
+    "StepReport",
+    "allgather",
+    "amp",
+    "barrier",
+    "broadcast",
+    "clip_grad_norm",
+    "dp_barrier",
+    "dp_rank",
+    "dp_size",
+    "explain",
+    "get_dp_group",
+    "get_dp_process_group",
+    "get_mp_group",
+    "get_mp_process_group",
+    "get_pp_group",
+    "get_pp_process_group",
+    "get_rdp_group",
+    "get_rdp_process_group",
+    "get_tp_group",
+    "get_tp_process_group",
+    "get_world_group",
+    "get_world_process_group",
+    "init",
+    "instance_id",
+    "is_initialized",
+    "is_tracing",
+    "load",
+    "local_rank",
+    "local_size",
+    "mp_barrier",
+    "mp_rank",
+    "mp_size",
+    "partition",
+    "pp_barrier",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_barrier",
+    "rdp_rank",
+    "rdp_size",
+    "recv_from",
+    "resume_from_checkpoint",
+    "save",
+    "save_checkpoint",
+    "send",
+    "set_partition",
+    "shutdown",
+    "size",
+    "state",
+    "step",
+    "timeline",
+    "tp_barrier",
+    "tp_rank",
+    "tp_size",
+]
+
+
+def set_partition(module: nn.Module, index: int) -> None:
+    """Says where a module and what is inside shall live; after DistributedModel, before a step."""
+    model = state.model() if state.model is not None else None
+    if model is None:
+        raise SMPUsageError("create smp.DistributedModel before set_partition")
+    model.runtime.pin(module, index)
+
+
+def is_tracing() -> bool:
+    """Is the model being traced, to decide about its partition?"""
+    return state.tracing

@@ -1,0 +1,280 @@
+"""Checkpoints: `save` and `load` of anything per rank, and whole checkpoints of a training job.
+
+A file is written under another name, synchronised and renamed, so that a job that dies while it
+saves leaves the previous checkpoint whole. A checkpoint in parts has a manifest with the hash of
+each file; it is written last, and what it does not describe is not loaded. Parts are merged when
+they are loaded, so the numbers of partitions and replicas may have changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.files import hash_of, read, write
+from smddp.modelparallel.messaging import Messenger
+from smddp.modelparallel.model_state import MARKER
+from smddp.modelparallel.partition.placement import Decision
+from smddp.modelparallel.runtime import state
+from smddp.modelparallel.topology import CommGroup
+
+__all__ = ["load", "resume_from_checkpoint", "save", "save_checkpoint"]
+
+_MANIFEST = "manifest.json"
+_NEWEST = "newest"
+
+
+def save(
+    obj: Any,
+    f: str,
+    partial: bool = True,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = 2,
+    v3: bool = False,
+    **ignored: Any,
+) -> None:
+    """Saves an object; with `partial`, each rank its own under a name with its number.
+
+    Args:
+        obj: what torch.save can save.
+        f: the file; a number is appended if partial.
+        partial: every rank saves; otherwise exactly `f` is written by whoever calls.
+        pickle_module: as for torch.save.
+        pickle_protocol: as for torch.save.
+        v3: the name also has the number of the replica.
+        ignored: accepted for compatibility.
+    """
+    if not isinstance(f, str):
+        raise SMPUsageError(f"smp.save: f must be a str, not {type(f).__name__}")
+    name = f + _suffix(v3) if partial else f
+    write(Path(name), lambda file: torch.save(obj, file, pickle_module, pickle_protocol))
+
+
+def load(
+    f: str,
+    map_location: Any = None,
+    pickle_module: Any = pickle,
+    partial: bool = True,
+    back_compat: bool = False,
+    **pickle_load_args: Any,
+) -> Any:
+    """Loads what `save` has written; with `partial`, this rank's own.
+
+    Args:
+        f: as for `save`.
+        map_location: as for torch.load.
+        pickle_module: as for torch.load; used only for what is not plain tensors and containers.
+        partial: as for `save`.
+        back_compat: names without the numbers of later versions; always tried.
+        pickle_load_args: as for torch.load.
+
+    Raises:
+        FileNotFoundError: there is no such file; the text lists the names that were tried.
+    """
+    names = [f]
+    if partial:
+        topology = state.topology
+        pp, tp, rdp = (topology.rank_in(kind) for kind in ("pp", "tp", "rdp"))
+        names = [f + _suffix(False), f"{f}_{pp}_{tp}", f"{f}_{pp}_{tp}_{rdp}"]
+    for name in names:
+        if os.path.exists(name):
+            return read(Path(name), map_location, pickle_module, **pickle_load_args)
+    raise FileNotFoundError(
+        f"smp.load: there is no checkpoint {' or '.join(names)}"
+        + ("; was it saved with partial=True, and with as many partitions?" if partial else "")
+    )
+
+
+def save_checkpoint(
+    path: str,
+    tag: str,
+    partial: bool = True,
+    model: Any = None,
+    optimizer: Any = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Saves a checkpoint; all ranks have to call it, with the same arguments.
+
+    Args:
+        path: a folder that all ranks see.
+        tag: names the checkpoint.
+        partial: each partition saves its part, and the optimizer's, into `{tag}_partial`; otherwise
+            the whole model, and only that, is saved as the file `tag`.
+        model: a smp.DistributedModel.
+        optimizer: a smp.DistributedOptimizer.
+        user_content: anything that pickles; rank 0's is saved.
+        translate_if_full: accepted; there is nothing to translate without tensor parallelism.
+        num_kept_partial_checkpoints: older ones in parts are deleted.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    first = state.topology.rank == 0
+    if partial:
+        _save_parts(folder / f"{tag}_partial", model, optimizer, user_content)
+    else:
+        entries = model.state_dict() if model is not None else {}
+        if first:
+            write(folder / tag, lambda file: torch.save(entries, file))
+            write(folder / f"user_content_{tag}", lambda file: torch.save(user_content, file))
+    if first:
+        write(folder / _NEWEST, lambda file: file.write(tag.encode()))
+        if partial and num_kept_partial_checkpoints is not None:
+            _delete_old(folder, num_kept_partial_checkpoints)
+    Messenger(state).barrier(CommGroup.WORLD)
+
+
+def resume_from_checkpoint(
+    path: str,
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Loads a checkpoint into the model and the optimizer, which must exist.
+
+    Args:
+        path: the folder.
+        tag: which; the newest if None.
+        partial: saved in parts, by any number of partitions; or as one file, by anybody.
+        strict: as for load_state_dict.
+        load_optimizer: the optimizer, too; never from one file.
+        load_sharded_optimizer_state: accepted.
+        translate_function: applied to the entries of one file first.
+
+    Returns:
+        The user_content; an empty dict if there is none.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint, or a part of it is missing.
+        ValueError: a file is damaged.
+    """
+    folder = Path(path)
+    if tag is None:
+        newest = folder / _NEWEST
+        if not newest.exists():
+            raise FileNotFoundError(f"there is no checkpoint in {folder}: it has no file {_NEWEST}")
+        tag = newest.read_text().strip()
+    model = state.model() if state.model is not None else None
+    optimizer = state.optimizer() if state.optimizer is not None else None
+    if model is None:
+        raise SMPUsageError("create smp.DistributedModel before resume_from_checkpoint")
+    if not partial:
+        file = folder / tag
+        if not file.exists():
+            raise FileNotFoundError(f"there is no checkpoint {file}")
+        entries = read(file, "cpu", weights_only=True)
+        model.load_state_dict(
+            translate_function(entries) if translate_function else entries, strict
+        )
+        return _user_content(folder / f"user_content_{tag}")
+    parts = folder / f"{tag}_partial"
+    manifest = _manifest(parts)
+    entries = {}
+    for name in manifest["model"]:
+        entries.update(read(_verified(parts, name, manifest), "cpu", weights_only=True, mmap=True))
+    if entries:
+        entries.pop(MARKER, None)
+        model.load_state_dict(entries, strict)
+    if load_optimizer and optimizer is not None and manifest["optimizer"]:
+        optimizer.load_state_dict(_merged_optimizer(parts, manifest))
+    if manifest["partition"] is not None and not model.partitioned:
+        model.runtime.placement.preset = Decision.from_dict(manifest["partition"])
+    return _user_content(parts / "user_content.pt")
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> None:
+    """Writes this rank's part, and on rank 0 the manifest of all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    topology = state.topology
+    hashes: dict[str, str] = {}
+    # Replicas have the same parts.
+    if topology.rank_in("rdp") == 0:
+        suffix = f"{topology.rank_in('mp')}.pt"
+        for name, source in (("model", model), ("optimizer", optimizer)):
+            if source is not None:
+                entries = source.local_state_dict()
+                file = folder / f"{name}_{suffix}"
+                hashes[file.name] = write(file, functools.partial(torch.save, entries))
+    if topology.rank == 0:
+        write(folder / "user_content.pt", lambda file: torch.save(user_content, file))
+    everybody = Messenger(state).allgather(hashes, CommGroup.WORLD)
+    if topology.rank == 0:
+        merged = {name: value for part in everybody for name, value in part.items()}
+        decision = model.runtime.placement.decision if model is not None else None
+        manifest = {
+            "hashes": merged,
+            "model": sorted(name for name in merged if name.startswith("model_")),
+            "optimizer": sorted(name for name in merged if name.startswith("optimizer_")),
+            "partition": decision.as_dict() if decision is not None else None,
+        }
+        write(folder / _MANIFEST, lambda file: file.write(json.dumps(manifest).encode()))
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    file = folder / _MANIFEST
+    if not file.exists():
+        raise FileNotFoundError(
+            f"there is no complete checkpoint in {folder}: it has no {_MANIFEST}, which comes last"
+        )
+    manifest: dict[str, Any] = json.loads(file.read_text())
+    return manifest
+
+
+def _verified(folder: Path, name: str, manifest: dict[str, Any]) -> Path:
+    file = folder / name
+    if not file.exists():
+        raise FileNotFoundError(f"the checkpoint in {folder} lacks its part {name}")
+    if hash_of(file) != manifest["hashes"][name]:
+        raise ValueError(f"{file} is damaged: its hash is not the one in {_MANIFEST}")
+    return file
+
+
+def _merged_optimizer(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    states: dict[int, Any] = {}
+    for name in manifest["optimizer"]:
+        merged = read(_verified(folder, name, manifest), "cpu", weights_only=True)
+        states.update(merged["state"])
+    merged.pop(MARKER, None)
+    return {**merged, "state": states}
+
+
+def _delete_old(folder: Path, keep: int) -> None:
+    complete = [f.parent for f in folder.glob(f"*_partial/{_MANIFEST}")]
+    complete.sort(key=lambda old: (old / _MANIFEST).stat().st_mtime_ns)
+    for old in complete[: max(0, len(complete) - keep)]:
+        # The manifest first: half a folder is then no checkpoint.
+        (old / _MANIFEST).unlink()
+        shutil.rmtree(old)
+
+
+def _user_content(file: Path) -> Any:
+    # Some tools leave an empty file in its place.
+    if not file.exists() or file.stat().st_size == 0:
+        return {}
+    content = read(file, "cpu")
+    return {} if content is None else content
+
+
+def _suffix(v3: bool) -> str:
+    topology = state.topology
+    pp, tp, rdp = (topology.rank_in(kind) for kind in ("pp", "tp", "rdp"))
+    if v3:
+        return f"_{pp}_{tp}_{rdp}"
+    return f"_{pp}_{tp}" if topology.tp_size > 1 else f"_{topology.rank_in('mp')}"

@@ -1,0 +1,57 @@
+"""Files that are there whole or not at all, and are read without running code if possible."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["hash_of", "read", "write"]
+
+log = logging.getLogger("smddp.modelparallel")
+
+
+def write(file: Path, fill: Callable[[Any], Any]) -> str:
+    """Writes a file so that it is there whole or not at all; returns its hash."""
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        with open(unfinished, "wb") as stream:
+            fill(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        result = hash_of(unfinished)
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return result
+
+
+def hash_of(file: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read(file: Path, map_location: Any, pickle_module: Any = pickle, **options: Any) -> Any:
+    """Loads without unpickling code if that is enough, unless told otherwise."""
+    if "weights_only" in options:
+        return torch.load(file, map_location, **options)
+    try:
+        return torch.load(file, map_location, weights_only=True, **options)
+    except pickle.UnpicklingError:
+        log.debug("%s holds more than tensors and plain containers", file)
+        return torch.load(file, map_location, pickle_module, weights_only=False, **options)

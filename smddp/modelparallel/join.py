@@ -1,0 +1,70 @@
+"""Replicas with different numbers of batches: those that have no more shadow the others' steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from smddp.modelparallel.errors import SMPUsageError
+
+if TYPE_CHECKING:
+    from smddp.modelparallel.data_parallel import DataParallel
+
+__all__ = ["Join"]
+
+
+class Join:
+    """The count of active replicas, on one rank.
+
+    Inside the context every step begins with a count. Who leaves the body goes on counting as
+    inactive and takes part in the reductions with zeros, until nobody is active; gradients are
+    divided by the number of replicas all the same, as in DistributedDataParallel. Then parameters
+    and buffers are taken from a replica that has made the most steps.
+    """
+
+    def __init__(self, data_parallel: DataParallel) -> None:
+        self._data_parallel = data_parallel
+        self._inside = False
+        self._steps = 0
+
+    def begin_step(self) -> None:
+        """Says that this replica is active; for every step with gradients."""
+        if self._inside:
+            self._count(1)
+            self._steps += 1
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """See the class.
+
+        Raises:
+            SMPUsageError: this replica has made no step, and so has no partition.
+        """
+        self._inside, self._steps = True, 0
+        try:
+            yield
+        finally:
+            self._inside = False
+        if self._data_parallel.size == 1:
+            return
+        if not self._data_parallel.parameters and not self._steps:
+            raise SMPUsageError("join() needs at least one batch on every replica")
+        while self._count(0):
+            self._data_parallel.shadow_step()
+        self._data_parallel.synchronise(self._most_advanced())
+
+    def _count(self, active: int) -> int:
+        total = torch.tensor([active])
+        if self._data_parallel.size > 1:
+            dist.all_reduce(total, group=self._data_parallel.group)
+        return int(total)
+
+    def _most_advanced(self) -> int:
+        group, size = self._data_parallel.group, self._data_parallel.size
+        mine = torch.tensor([self._steps * size + dist.get_rank(group)])
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+        return int(mine) % size

@@ -1,0 +1,206 @@
+"""What works behind a DistributedModel: its place on the ranks, and the life of its steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smddp.modelparallel.data_parallel import DataParallel
+from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.model_state import ModelState
+from smddp.modelparallel.partition.decide import decide
+from smddp.modelparallel.partition.placement import Decision, Placement
+from smddp.modelparallel.pipeline.executor import Executor, StepBegin
+from smddp.modelparallel.pipeline.gradients import GradientSum
+from smddp.modelparallel.pipeline.modules import Modules
+from smddp.modelparallel.pipeline.protocol import Kind
+from smddp.modelparallel.runtime import State
+
+__all__ = ["ModelRuntime"]
+
+
+class ModelRuntime:
+    """Belongs to one DistributedModel, and ends with it.
+
+    The executor, which belongs to the process, knows it only weakly.
+
+    Attributes:
+        executor: runs the steps.
+        placement: which modules live here.
+        data_parallel: makes gradients equal on all replicas.
+        model_state: gathers and loads.
+        steps: how many have begun.
+        device: of what lives here.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        model: nn.Module,
+        module: nn.Module,
+        data_parallel: DataParallel,
+        average: bool,
+        times: bool,
+    ) -> None:
+        self._state = state
+        self._model = weakref.ref(model)
+        self.module = module
+        self.data_parallel = data_parallel
+        self._average = average
+        self._times = times
+        self.executor = _executor(state)
+        modules = Modules(self.executor, module, state.cfg.direct_forwarding)
+        self.executor.adopt(modules)
+        self.executor.on_partition = _weakly(self.apply)
+        self.executor.on_begin = _weakly(self._on_begin)
+        self.executor.on_microbatch_end = _weakly(self._on_microbatch_end)
+        topology = state.topology
+        self.placement = Placement(modules, topology.rank_in("pp"), topology.pp_size)
+        self.model_state = ModelState(module, self.placement)
+        self._sum = GradientSum(data_parallel.final)
+        # Ordered dicts, because handles refer to them weakly.
+        self._hooks: dict[str, OrderedDict[int, Callable[..., Any]]] = {
+            "partition": OrderedDict(),
+            "step": OrderedDict(),
+        }
+        self._modes: bytes | None = None
+        self.steps = 0
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        modules.install()
+        if topology.pp_size == 1:
+            self.apply(Decision.everything_here(modules))
+
+    @property
+    def partitioned(self) -> bool:
+        """Has it been decided where each module lives?"""
+        return self.executor.partitioned
+
+    # --- the partition ----------------------------------------------------------------------------
+
+    def partition(self, args: Any, kwargs: Any) -> None:
+        """Decides, on rank 0 of the pipeline in the first microbatch, and tells the others."""
+        executor = self.executor
+        decision = decide(
+            self._state, self.module, executor.modules, self.placement, args, kwargs, self._times
+        )
+        for peer in executor.peers:
+            executor.send(peer, Kind.PARTITION, decision)
+        self.apply(decision)
+        executor.set_partitioned()
+
+    def apply(self, decision: Decision) -> None:
+        """Makes a decision true on this rank."""
+        self.placement.apply(decision, self.device)
+        local = [p for p in self.module.parameters() if self.placement.owns(p)]
+        for parameter in local:
+            if parameter.requires_grad:
+                hook = _weakly(self._on_gradient)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        buffers = [b for n, b in self.module.named_buffers() if self.placement.owns_buffer(n)]
+        self.data_parallel.adopt(local, buffers)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._smp_state.load_deferred(self.placement)
+        self._run_hooks("partition")
+
+    def pin(self, module: nn.Module, partition: int) -> None:
+        """Says where a module and what is inside it shall live; before the first step."""
+        if self.partitioned and self.executor.size > 1:
+            raise SMPUsageError("set_partition has to be called before the first step")
+        self.placement.pin(module, partition)
+
+    # --- the life of a step; called by step.py ----------------------------------------------------
+
+    def begin_step(self, microbatches: int) -> None:
+        """Makes everything ready for the gradients of a step."""
+        self.steps += 1
+        self._sum.begin(microbatches)
+        self.data_parallel.begin_step(self._sum, microbatches if self._average else 1)
+
+    def end_step(self, succeeded: bool) -> None:
+        """Turns the sums into `Parameter.grad`; a failed step leaves gradients as they were."""
+        if succeeded:
+            self._sum.end(self.data_parallel.parameters)
+        self.data_parallel.end_step(succeeded)
+        if succeeded:
+            self._run_hooks("step")
+
+    def changed_modes(self) -> bytes | None:
+        """Returns train or eval of every module, if that has changed; others must follow."""
+        modes = bytes(module.training for module in self.executor.modules.list)
+        if modes == self._modes:
+            return None
+        self._modes = modes
+        return modes
+
+    def _on_begin(self, begin: StepBegin) -> None:
+        if begin.number != self.steps:
+            raise SMPUsageError(
+                f"rank 0 of the pipeline is in step {begin.number} ({begin.name}), this rank in "
+                f"step {self.steps}: every rank has to make the same calls"
+            )
+        if begin.modes is not None:
+            for module, mode in zip(self.executor.modules.list, begin.modes, strict=True):
+                module.training = bool(mode)
+
+    def _on_microbatch_end(self, microbatch: int) -> None:
+        self._sum.end_microbatch(microbatch)
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Takes what autograd has left in `Parameter.grad`."""
+        assert isinstance(parameter, nn.Parameter)
+        task = self.executor.baton.task
+        if task is None:
+            self.data_parallel.outside_step(parameter)
+            return
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self._sum.add(parameter, task.local.microbatch, gradient)
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    def register(self, kind: str, hook: Callable[..., Any]) -> RemovableHandle:
+        """Adds a hook that is called once: after the "partition", or the next "step"."""
+        handle = RemovableHandle(self._hooks[kind])
+        self._hooks[kind][handle.id] = hook
+        if kind == "partition" and self.partitioned:
+            self._run_hooks("partition")
+        return handle
+
+    def _run_hooks(self, kind: str) -> None:
+        hooks = dict(self._hooks[kind])
+        self._hooks[kind].clear()
+        for hook in hooks.values():
+            hook(self._model(), self._optimizer())
+
+    def _optimizer(self) -> Any:
+        reference = self._state.optimizer
+        return reference() if reference is not None else None
+
+
+def _executor(state: State) -> Executor:
+    """Returns the process's executor; its threads outlive a model."""
+    if state.executor is None:
+        topology = state.topology
+        state.executor = Executor(state.groups.pipeline, topology.rank_in("pp"), topology.pp_size)
+    return state.executor
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls a method as long as its object exists."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*args)
+
+    return call

@@ -1,0 +1,1 @@
+"""What launchers look for."""

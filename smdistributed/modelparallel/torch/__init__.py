@@ -1,0 +1,11 @@
+"""`import smdistributed.modelparallel.torch as smp`."""
+
+import smdistributed.modelparallel.torch.step  # noqa: F401
+from smddp.modelparallel import *  # noqa: F403
+from smddp.modelparallel import step as _decorator
+from smdistributed.modelparallel.torch import exceptions, model, state_mod, utils
+
+# The decorator takes the name of the module it is in, as scripts expect it.
+step = _decorator
+
+__all__ = ["exceptions", "model", "state_mod", "step", "utils"]

@@ -1,0 +1,5 @@
+"""Mixed precision."""
+
+from smddp.modelparallel.amp import GradScaler
+
+__all__ = ["GradScaler"]

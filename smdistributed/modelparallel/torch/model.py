@@ -1,0 +1,5 @@
+"""`smp.model`."""
+
+from smddp.modelparallel.model import DistributedModel
+
+__all__ = ["DistributedModel"]

@@ -1,0 +1,304 @@
+"""Mistakes and failures: every rank hears of them, in words that help, and the job can go on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from ranks import check_ranks, run_ranks
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.errors import (
+    SMPInitializationError,
+    SMPMicrobatchError,
+    SMPPartitionError,
+    SMPPeerError,
+    SMPUsageError,
+)
+
+pytestmark = pytest.mark.multiprocess
+
+MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": True, "microbatches": 4}
+
+
+class Faulty(nn.Module):
+    """Fails where and when it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.where = where
+        self.fault = ""
+        self.seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        if self.fault == f"forward {self.where}" and bool(x[0, 0] == 2):
+            raise ZeroDivisionError("in forward")
+        y = x * self.weight
+        if self.fault == f"backward {self.where}" and bool(x[0, 0] == 2):
+            y.register_hook(self._fail)
+        return y
+
+    def _fail(self, gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError("in backward")
+
+
+@smp.step
+def train(model: Any, x: torch.Tensor, fault: str) -> Any:
+    if fault == "body" and bool(x[0, 0] == 2):
+        raise KeyError("in the body")
+    loss = model(x).sum()
+    model.backward(loss)
+    return loss
+
+
+def failing(pp: int, pipeline: str) -> list[str]:
+    smp.init({"partitions": pp, "pipeline": pipeline, **MANUAL})
+    parts = []
+    for index in range(pp):
+        with smp.partition(index):
+            parts.append(Faulty(str(index)))
+    model = smp.DistributedModel(nn.Sequential(*parts))
+    x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, 4)
+    expected = float(train(model, x, "").reduce_sum())
+    gradients = [parameter.grad.clone() for parameter in model.local_parameters()]
+    texts = []
+    places = ["body", *(f"{way} {index}" for way in ("forward", "backward") for index in range(pp))]
+    for fault in places:
+        for part in parts:
+            part.fault = fault
+        with pytest.raises(SMPMicrobatchError) as caught:
+            train(model, x, fault)
+        texts.append(str(caught.value).splitlines()[0])
+        assert isinstance(caught.value.__cause__, ZeroDivisionError | KeyError)
+        # Nothing of the failed step is left: gradients are as before, and the next step works.
+        for parameter, gradient in zip(model.local_parameters(), gradients, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+        for part in parts:
+            part.fault = ""
+        for parameter in model.local_parameters():
+            parameter.grad = None
+        assert float(train(model, x, "").reduce_sum()) == expected
+        for parameter, gradient in zip(model.local_parameters(), gradients, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("pp", "pipeline"), [(1, "interleaved"), (2, "simple"), (3, "interleaved")]
+)
+def test_an_exception_reaches_all_ranks(pp: int, pipeline: str) -> None:
+    ranks = check_ranks(failing, str(pp), pp, pipeline)
+    for texts in ranks:
+        assert texts == ranks[0]
+    begin = "rank {} of the pipeline, microbatch 2: "
+    assert ranks[0][0] == begin.format(0) + "KeyError: 'in the body'"
+    for index in range(pp):
+        assert ranks[0][1 + index] == begin.format(index) + "ZeroDivisionError: in forward"
+        assert ranks[0][1 + pp + index] == begin.format(index) + "ZeroDivisionError: in backward"
+
+
+def replica_fails() -> list[str]:
+    smp.init({"partitions": 1, **MANUAL})
+    part = Faulty("0")
+    model = smp.DistributedModel(part)
+    x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, 4)
+    seen = []
+    for number in range(3):
+        part.fault = "forward 0" if number == 1 and smp.rank() == 1 else ""
+        part.weight.grad = None
+        try:
+            train(model, x, "")
+            seen.append(str(part.weight.grad.tolist()))
+        except (SMPMicrobatchError, SMPPeerError) as error:
+            assert part.weight.grad is None
+            seen.append(type(error).__name__)
+    return seen
+
+
+def test_a_failure_of_one_replica_reaches_the_others() -> None:
+    zero, one = check_ranks(replica_fails, "2")
+    assert zero == [zero[0], "SMPPeerError", zero[0]]
+    assert one == [zero[0], "SMPMicrobatchError", zero[0]]
+
+
+def dying() -> str:
+    smp.init({"partitions": 2, **MANUAL})
+
+    class Deadly(Faulty):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.seen > 4 and smp.pp_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().forward(x)
+
+    with smp.partition(1):
+        last = Deadly("1")
+    model = smp.DistributedModel(nn.Sequential(Faulty("0"), last))
+    train(model, torch.ones(8, 4), "")
+    with pytest.raises(SMPPeerError) as caught:
+        train(model, torch.ones(8, 4), "")
+    # The pipeline stays broken, and says so at once.
+    with pytest.raises(SMPPeerError, match="lost in an earlier step"):
+        train(model, torch.ones(8, 4), "")
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    alive, dead = run_ranks(dying, "2")
+    assert dead.status == -signal.SIGKILL
+    assert alive.returned, str(alive)
+    assert alive.value.startswith("rank 1 of the pipeline is gone")
+
+
+def misused() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(SMPInitializationError, match=r"call smp.init\(\)"):
+        smp.DistributedModel(layer)
+    with pytest.raises(SMPInitializationError, match=r"call smp.init\(\)"):
+        smp.DistributedOptimizer(torch.optim.SGD(layer.parameters()))
+    with pytest.raises(SMPInitializationError, match=r"call smp.init\(\)"):
+        train(layer, torch.ones(4, 4), "")
+    smp.init({"partitions": 2, **MANUAL})
+    with pytest.raises(SMPUsageError, match=r"create smp.DistributedModel"):
+        train(layer, torch.ones(4, 4), "")
+    with pytest.raises(SMPPartitionError, match="there are 2 partitions"), smp.partition(2):
+        pass
+    with pytest.raises(SMPUsageError, match="trace_execution_times must be False"):
+        smp.DistributedModel(layer, trace_device="cpu", trace_execution_times=True)
+    with pytest.raises(SMPUsageError, match="trace_device must be"):
+        smp.DistributedModel(layer, trace_device="tpu")
+    with pytest.raises(SMPUsageError, match=r"torch.jit"):
+        smp.DistributedModel(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
+    first = nn.Linear(4, 4)
+    with smp.partition(1):
+        second = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(first, second))
+    with pytest.raises(SMPUsageError, match=r"there is a smp.DistributedModel already"):
+        smp.DistributedModel(layer)
+    with pytest.raises(SMPUsageError, match=r"is a smp.DistributedModel already"):
+        smp.DistributedModel(model)
+    with pytest.raises(SMPUsageError, match="only inside a function"):
+        model(torch.ones(4, 4))
+    with pytest.raises(SMPUsageError, match="only inside a function"):
+        model.backward(torch.ones(()))
+    with pytest.raises(SMPUsageError, match="known only when the first step has begun"):
+        list(model.local_parameters())
+    with pytest.raises(SMPPartitionError, match="not part of the model"):
+        smp.set_partition(layer, 1)
+    with pytest.raises(SMPPartitionError, match="there are 2 partitions"):
+        smp.set_partition(first, 2)
+    model.runtime.data_parallel.overlap = False
+    with pytest.raises(SMPUsageError, match="needs ddp in the configuration and overlapping"):
+        model.register_comm_hook(None, print)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(SMPUsageError, match="already"):
+        smp.DistributedOptimizer(optimizer)
+
+    # What goes wrong on rank 0 before the first microbatch is heard on all ranks, too.
+    for batch, text in ((torch.ones(6, 4), "cannot be divided into 4"), (torch.ones(()), "no dim")):
+        with pytest.raises((SMPUsageError, SMPMicrobatchError)) as caught:
+            train(model, batch, "")
+        assert text in str(caught.value) or "without dimensions" in str(caught.value)
+
+    @smp.step
+    def steps_inside(model: Any, x: torch.Tensor) -> Any:
+        model.backward(model(x).sum())
+        optimizer.step()
+
+    with pytest.raises(SMPMicrobatchError, match="has to be outside"):
+        steps_inside(model, torch.ones(8, 4))
+
+    @smp.step
+    def nested(model: Any, x: torch.Tensor) -> Any:
+        train(model, x, "")
+
+    with pytest.raises(SMPMicrobatchError, match="cannot be called inside another"):
+        nested(model, torch.ones(8, 4))
+
+    @smp.step
+    def unequal(model: Any, x: torch.Tensor) -> Any:
+        return x if bool(x[0, 0] == 0) else None
+
+    with pytest.raises((SMPMicrobatchError, SMPUsageError), match="different structures"):
+        unequal(model, torch.arange(8.0).unsqueeze(1))
+    train(model, torch.ones(8, 4), "")
+    with pytest.raises(SMPUsageError, match="before the first step"):
+        smp.set_partition(first, 1)
+    remote = second if smp.pp_rank() == 0 else first
+    with pytest.raises(SMPUsageError, match="lives on rank"):
+        remote(torch.ones(4))
+    with pytest.raises(SMPUsageError, match="lives on rank"):
+        remote.forward(torch.ones(4))
+
+
+def test_misuse_is_refused_on_all_ranks() -> None:
+    check_ranks(misused, "2")
+
+
+def impossible() -> None:
+    """A parameter shared across partitions, and changed structures."""
+    gc.freeze()  # so that collecting one model does not walk through all of torch
+    smp.init({"partitions": 2, **MANUAL})
+    with smp.partition(1):
+        tied = nn.Linear(4, 4)
+    base = nn.Linear(4, 4)
+    tied.weight = base.weight
+    model = smp.DistributedModel(nn.Sequential(base, tied))
+    with pytest.raises(SMPMicrobatchError, match="modules that share parameters have to be on"):
+        train(model, torch.ones(8, 4), "")
+    del model, base, tied
+    gc.collect()
+
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.calls += 1
+            return x * self.weight if self.calls <= 4 else (x, None)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(4, 4)
+            with smp.partition(1):
+                self.fickle = Fickle()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fickle(self.base(x))
+
+    model = smp.DistributedModel(Outer())
+    train(model, torch.ones(8, 4), "")
+    with pytest.raises(SMPMicrobatchError, match="direct_forwarding: False"):
+        train(model, torch.ones(8, 4), "")
+
+
+def test_what_cannot_be_divided() -> None:
+    check_ranks(impossible, "2")
+
+
+def out_of_step() -> str:
+    smp.init({"partitions": 2, **MANUAL})
+    with smp.partition(1):
+        last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    train(model, torch.ones(8, 4), "")
+    if smp.pp_rank() == 1:
+        model.runtime.steps += 1  # as if this rank alone had made a step
+    with pytest.raises(SMPMicrobatchError) as caught:
+        train(model, torch.ones(8, 4), "")
+    return str(caught.value)
+
+
+def test_ranks_in_different_steps() -> None:
+    for text in check_ranks(out_of_step, "2"):
+        assert "every rank has to make the same calls" in text

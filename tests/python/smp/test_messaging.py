@@ -1,0 +1,105 @@
+"""Ranks, groups and messages on real processes."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import check_ranks
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.errors import SMPInitializationError, SMPUsageError
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Special(collections.OrderedDict):
+    pass
+
+
+def talk() -> dict[str, Any]:
+    assert not smp.is_initialized()
+    with pytest.raises(SMPInitializationError, match=r"call smp.init\(\) first"):
+        smp.rank()
+    smp.init({"partitions": 2, "ddp": True})
+    smp.init({"partitions": 4})  # the first call stays in force
+    assert smp.is_initialized()
+    assert (smp.size(), smp.pp_size(), smp.dp_size(), smp.rdp_size(), smp.tp_size()) == (
+        4,
+        2,
+        2,
+        2,
+        1,
+    )
+    assert smp.state.cfg.microbatches == 1
+    assert smp.state.module_manager.translate_functions == []
+    assert smp.get_mp_group() == smp.get_pp_group()
+    assert smp.get_world_group() == [0, 1, 2, 3]
+    assert dist.get_process_group_ranks(smp.get_dp_process_group()) == smp.get_dp_group()
+    assert (smp.local_rank(), smp.local_size(), smp.instance_id()) == (smp.rank(), 4, 0)
+    found: dict[str, Any] = {}
+    # A message between neighbours, both ways at once.
+    value = Special(a=torch.arange(3), b=[smp.rank(), {"x": (None, 1.5)}])
+    other = 1 - smp.pp_rank()
+    if smp.pp_rank() == 0:
+        smp.send(value, other, smp.PP_RANK)
+        got = smp.recv_from(other, smp.RankType.PP_RANK)
+    else:
+        got = smp.recv_from(other, smp.PP_RANK)
+        smp.send(value, other, smp.PP_RANK)
+    assert type(got) is Special
+    assert torch.equal(got["a"], torch.arange(3))
+    found["neighbour"] = got["b"][0]
+    # A broadcast is called by the sender only.
+    if smp.rank() == 2:
+        smp.broadcast("news", smp.WORLD)
+        found["news"] = "news"
+    else:
+        found["news"] = smp.recv_from(2, smp.WORLD_RANK)
+    smp.broadcast("to nobody", smp.TP_GROUP)
+    found["all"] = smp.allgather((smp.rank(), "x" * smp.rank()), smp.CommGroup.DP_GROUP)
+    big = torch.full((3, 1 << 18), float(smp.rank()))
+    gathered = smp.allgather(big, smp.WORLD)
+    assert [float(t[2, 5]) for t in gathered] == [0.0, 1.0, 2.0, 3.0]
+    for barrier in (smp.barrier, smp.dp_barrier, smp.mp_barrier, smp.pp_barrier, smp.tp_barrier):
+        barrier()
+    with pytest.raises(SMPInitializationError, match="there is no rank 7"):
+        smp.send(1, 7, smp.MP_RANK)
+    with pytest.raises(SMPUsageError, match="cannot send to itself"):
+        smp.send(1, smp.rank(), smp.WORLD_RANK)
+    return found
+
+
+def test_messages() -> None:
+    results = check_ranks(talk, "4")
+    assert [result["neighbour"] for result in results] == [1, 0, 3, 2]
+    assert {result["news"] for result in results} == {"news"}
+    assert results[3]["all"] == [(1, "x"), (3, "xxx")]
+
+
+def from_mpirun() -> tuple[int, int, int]:
+    import os
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ["OMPI_COMM_WORLD_" + name.replace("WORLD_", "")] = os.environ.pop(name)
+    smp.init({"partitions": 2})
+    with pytest.raises(SMPUsageError, match="needs ddp: True"):
+        smp.get_dp_process_group()
+    return smp.rank(), smp.pp_rank(), smp.local_rank()
+
+
+def test_ranks_come_from_mpirun_too() -> None:
+    assert check_ranks(from_mpirun, "2") == [(0, 0, 0), (1, 1, 1)]
+
+
+def without_ddp() -> str:
+    with pytest.raises(SMPInitializationError) as caught:
+        smp.init({"partitions": 1})
+    return str(caught.value)
+
+
+def test_replicas_need_ddp() -> None:
+    assert "needs ddp: True" in check_ranks(without_ddp, "2")[0]

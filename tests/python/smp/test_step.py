@@ -1,0 +1,374 @@
+"""Steps on real processes: results, modes, hooks, random numbers, gradients, memory."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from ranks import check_ranks
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.model import DistributedModel
+from smdistributed.modelparallel.torch.step import step as step_by_path
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Net(nn.Module):
+    """Two layers that may live apart, with dropout in both halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with smp.partition(0):
+            self.one = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+        with smp.partition(smp.pp_size() - 1):
+            self.two = nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 8), nn.Dropout(0.5))
+        self.three = nn.Linear(8, 2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.three(self.two(self.one(x)))
+
+
+MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": True, "microbatches": 4}
+
+
+def build(seed: int = 0) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = smp.DistributedModel(Net())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    return model, optimizer
+
+
+@smp.step
+def plain(model: Any, x: torch.Tensor) -> Any:
+    output = model(x)
+    loss = output.square().mean()
+    model.backward(loss)
+    return output, loss
+
+
+def various(pp: int) -> dict[str, Any]:
+    """Many small questions to one job, because starting one costs more than each of them."""
+    assert step_by_path is smp.step
+    smp.init({"partitions": pp, **MANUAL})
+    model, optimizer = build()
+    assert isinstance(model, DistributedModel)
+    assert isinstance(optimizer, smp.DistributedOptimizer)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert model.partitioned == (pp == 1)
+    assert model.get_module() is model.module
+    found: dict[str, Any] = {}
+    events: list[str] = []
+    model.register_post_partition_hook(lambda m, o: events.append(f"partition {o is optimizer}"))
+    model.register_post_step_hook(lambda m, o: events.append(f"step {m is model}"))
+    x = torch.arange(32.0).reshape(8, 4) / 32
+    # Only rank 0 of the pipeline needs the values.
+    output, loss = plain(model, x if smp.pp_rank() == 0 else torch.zeros(8, 4))
+    plain(model, x)
+    assert events == ["partition True", "step True"]
+    found["dropout"] = [o.tolist() for o in output.outputs]
+    found["loss"] = float(loss.reduce_mean())
+    assert not loss.outputs[0].requires_grad
+    # Gradients accumulate until they are cleared.
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.local_parameters())
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.local_parameters())
+
+    # Evaluation: no gradients, modes hold everywhere, other structures, keywords, scalars.
+    @smp.step(non_split_inputs=["scale"], input_split_axes={"y": 1})
+    def evaluate(model: Any, x: Any, *, y: Any, scale: Any, flag: bool) -> Any:
+        assert flag
+        assert y.shape == (3, 2)
+        return {"out": model(x) * scale, "rows": len(x), "pair": [y.sum(), "text"]}
+
+    model.eval()
+    with torch.no_grad():
+        one = evaluate(model, x, y=torch.ones(3, 8), scale=torch.tensor(2.0), flag=True)
+        two = evaluate(model, x, y=torch.ones(3, 8), scale=torch.tensor(2.0), flag=True)
+    assert torch.equal(one["out"].concat(), two["out"].concat()), "dropout in evaluation"
+    assert one["rows"] == [2, 2, 2, 2]
+    assert one["pair"][0].reduce_sum() == 24
+    assert one["pair"][1] == ["text"] * 4
+    found["evaluated"] = one["out"].concat().tolist()
+    assert all(parameter.grad is None for parameter in model.local_parameters())
+    model.train()
+
+    # A step that is only a forward pass leaves nothing behind, with gradients enabled too.
+    @smp.step()
+    def forward_only(model: Any, x: Any) -> Any:
+        return model(x).sum()
+
+    for _ in range(2):
+        forward_only(model, x)
+
+    # Autocast holds on other ranks.
+    @smp.step
+    def cast(model: Any, x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        model.backward(output.float().sum())
+        return output
+
+    found["dtype"] = str(cast(model, x).outputs[0].dtype)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert forward_only(model, x).outputs[0].dtype == torch.bfloat16
+
+    # What is local is exactly one part.
+    names = [name for name, _ in model.local_named_parameters()]
+    everything = [name for part in smp.allgather(names, smp.PP_GROUP) for name in part]
+    assert sorted(everything) == sorted(name for name, _ in model.module.named_parameters())
+    assert all(p.device.type == "cpu" for p in model.local_parameters())
+    elsewhere = [p for n, p in model.module.named_parameters() if n not in names]
+    assert all(parameter.is_meta for parameter in elsewhere)
+    found["calls"] = model.module.calls
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    plain(model, x)
+    optimizer.step()
+    scheduler.step()
+    norm = smp.clip_grad_norm(1e-3)
+    found["norm"] = float(norm)
+    clipped = smp.clip_grad_norm(1.0)
+    assert float(clipped) == pytest.approx(1e-3, rel=1e-2)
+    found["explain"] = smp.explain()
+    report = smp.timeline()
+    assert len(report.spans) == pp
+    assert 0 < report.busy <= 1.0
+    found["state"] = {key: value.tolist() for key, value in model.state_dict().items()}
+    assert smp.state.cfg.microbatches == 4
+    assert torch.initial_seed() == 0
+    found["random"] = float(torch.rand(())) if smp.pp_rank() == 0 else None
+    return found
+
+
+def test_steps_are_the_same_for_any_number_of_partitions() -> None:
+    by_degree = {pp: check_ranks(various, str(pp), pp) for pp in (1, 2, 3)}
+    whole = by_degree[1][0]
+    assert whole["dtype"] == "torch.bfloat16"
+    for pp, ranks in by_degree.items():
+        for rank, result in enumerate(ranks):
+            for key in ("dropout", "loss", "evaluated", "dtype", "state"):
+                assert result[key] == whole[key], f"{key} on rank {rank} of {pp}"
+            assert result["norm"] == pytest.approx(whole["norm"], rel=1e-5)
+            assert "manual" in result["explain"] or pp == 1
+        # The stream of the script advances by one number per step, on rank 0.
+        assert ranks[0]["random"] == whole["random"]
+        # The body and the root run on rank 0 only.
+        assert [result["calls"] > 0 for result in ranks] == [True] + [False] * (pp - 1)
+    rows = [tuple(row) for mb in whole["dropout"] for row in mb]
+    assert len(set(rows)) == len(rows), "microbatches share random numbers"
+
+
+def scaled(pp: int) -> list[Any]:
+    """An overflow on one rank makes all skip the step; the scale stays equal."""
+    smp.init({"partitions": pp, **MANUAL})
+    model, optimizer = build()
+    scaler = smp.amp.GradScaler(init_scale=2.0**10, growth_interval=2)
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor, bad: bool) -> Any:
+        loss = model(x).square().mean()
+        model.backward(scaler.scale(loss))
+        return loss
+
+    seen: list[Any] = []
+    x = torch.ones(8, 4)
+    for number in range(4):
+        optimizer.zero_grad()
+        train(model, x, False)
+        if number == 1 and smp.pp_rank() == pp - 1:
+            next(p for p in model.local_parameters()).grad.fill_(float("inf"))
+        before = model.state_dict()
+        scaler.step(optimizer)
+        scaler.update()
+        after = model.state_dict()
+        changed = any(not torch.equal(after[key], before[key]) for key in after)
+        seen.append((changed, scaler.get_scale()))
+    return seen
+
+
+def test_grad_scaler_skips_together() -> None:
+    expected = [(True, 1024.0), (False, 512.0), (True, 512.0), (True, 1024.0)]
+    for rank in check_ranks(scaled, "2", 2):
+        assert rank == expected
+
+
+class Probe(nn.Module):
+    """Counts how many microbatches it holds activations of."""
+
+    held, most = 0, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        class Hold(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                Probe.held += 1
+                Probe.most = max(Probe.most, Probe.held)
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                Probe.held -= 1
+                return gradient
+
+        return Hold.apply(x * self.weight)
+
+
+def memory(active: int, pipeline: str) -> int:
+    smp.init(
+        {
+            "partitions": 2,
+            **MANUAL,
+            "microbatches": 8,
+            "active_microbatches": active,
+            "pipeline": pipeline,
+        }
+    )
+    parts = []
+    for index in range(2):
+        with smp.partition(index):
+            parts.append(Probe())
+    model = smp.DistributedModel(nn.Sequential(*parts))
+    for _ in range(2):
+        plain(model, torch.ones(8, 4))
+    assert Probe.held == 0
+    return Probe.most
+
+
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
+def test_no_rank_holds_more_than_the_active_microbatches(pipeline: str) -> None:
+    held = check_ranks(memory, "2", 3, pipeline)
+    assert held[0] == 3
+    assert held[1] <= 3
+
+
+def uneven_use() -> list[Any]:
+    """Replicas that use different parameters, several passes, buffers, views, and hooks."""
+    gc.freeze()  # so that collecting one model does not walk through all of torch
+    smp.init({"partitions": 1, "ddp": True, "microbatches": 2})
+    seen: list[Any] = []
+
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
+            for part in self.parts:
+                nn.init.ones_(part.weight)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts[int(x[0, 0])](x)
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> Any:
+        model.backward(model(x).mean())
+
+    module = Choice()
+    module.count.fill_(float(smp.rank()))
+    model = smp.DistributedModel(module, backward_passes_per_step=2, gradient_as_bucket_view=True)
+    seen.append(float(module.count))
+    x = torch.full((4, 2), float(smp.rank()))
+    train(model, x)
+    seen.append([None if p.grad is None else p.grad.tolist() for p in module.parameters()])
+    module.count.fill_(float(smp.rank()))
+    train(model, x)
+    seen.append([None if p.grad is None else p.grad.tolist() for p in module.parameters()])
+    seen.append(float(module.count))
+    # Outside a step, with one partition: plain torch code, reduced every second time, too.
+    for p in module.parameters():
+        p.grad = None
+    for _ in range(2):
+        model(x).mean().backward()
+    seen.append([None if p.grad is None else p.grad.tolist() for p in module.parameters()][:2])
+    del model
+    gc.collect()
+    hooked = smp.DistributedModel(Choice())
+    calls = []
+
+    def hook(state: Any, bucket: Any) -> Any:
+        calls.append((bucket.index(), bucket.is_last(), len(bucket.parameters())))
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        torch.distributed.all_reduce(bucket.buffer(), group=state)
+        future.set_result(bucket.buffer() * 10)
+        return future
+
+    hooked.register_comm_hook(smp.get_dp_process_group(), hook)
+    train(hooked, x)
+    seen.append([None if p.grad is None else p.grad.tolist() for p in hooked.parameters()])
+    assert calls == [(0, True, 3)]
+    return seen
+
+
+def test_replicas_agree_on_what_was_used() -> None:
+    zero, one = check_ranks(uneven_use, "2")
+    assert zero[0] == one[0] == 0.0, "buffers come from the first replica"
+    # After the first of two passes gradients are local.
+    assert zero[1] == [[[0.0, 0.0]], None, None]
+    assert one[1] == [None, [[1.0, 1.0]], None]
+    # Then the mean over replicas of the sum of both; nobody used the third.
+    assert zero[2] == one[2] == [[[0.0, 0.0]], [[1.0, 1.0]], None]
+    assert zero[3] == one[3] == 0.0
+    assert zero[4] == one[4] == [[[0.0, 0.0]], [[1.0, 1.0]]]
+    # The hook has to average over the microbatches itself.
+    assert zero[5] == one[5] == [[[0.0, 0.0]], [[20.0, 20.0]], None]
+
+
+def uneven_batches(pp: int) -> Any:
+    """Replica r has r + 1 batches."""
+    smp.init({"partitions": pp, **MANUAL, "microbatches": 2})
+    torch.manual_seed(0)
+    first = nn.Linear(2, 2, bias=False)
+    with smp.partition(pp - 1):
+        second = nn.Linear(2, 1, bias=False)
+    model = smp.DistributedModel(nn.Sequential(first, second))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with model.join():
+        for number in range(smp.rdp_rank() + 1):
+            optimizer.zero_grad()
+            plain(model, torch.full((4, 2), float(number)))
+            optimizer.step()
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def test_replicas_may_have_different_numbers_of_batches() -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for number in range(2):
+        optimizer.zero_grad()
+        loss = whole(torch.full((4, 2), float(number))).square().mean()
+        (loss * (2 - number) / 2).backward()
+        optimizer.step()
+    expected = {name: value.tolist() for name, value in whole.state_dict().items()}
+    for pp in (1, 2):
+        for rank in check_ranks(uneven_batches, str(2 * pp), pp):
+            for name, value in expected.items():
+                torch.testing.assert_close(torch.tensor(rank[name]), torch.tensor(value))
+
+
+def summed(average: bool) -> Any:
+    smp.init({"partitions": 1, "ddp": True, "microbatches": 4})
+    layer = nn.Linear(2, 1, bias=False)
+    model = smp.DistributedModel(layer, average_grads_across_microbatches=average)
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> Any:
+        model.backward(model(x).mean())
+
+    train(model, torch.ones(8, 2))
+    return layer.weight.grad.tolist()
+
+
+@pytest.mark.parametrize(("average", "expected"), [(True, 1.0), (False, 4.0)])
+def test_gradients_are_averaged_or_summed(average: bool, expected: float) -> None:
+    assert check_ranks(summed, "1", average) == [[[expected, expected]]]

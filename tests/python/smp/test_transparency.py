@@ -1,0 +1,133 @@
+"""A divided model learns what the whole model does: the same losses, the same parameters.
+
+The oracle is a plain loop over microbatches in one process, without any of our code.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from ranks import check_ranks
+from smp.zoo import ZOO, arguments, batch_of, make
+
+import smdistributed.modelparallel.torch as smp
+
+pytestmark = pytest.mark.multiprocess
+
+MICROBATCHES = 4
+STEPS = 3
+
+# pp, replicas, pipeline, further configuration
+LAYOUTS = [
+    (1, 1, "interleaved", {}),
+    (2, 1, "interleaved", {}),
+    (2, 1, "simple", {"partitioner": "tree"}),
+    (4, 1, "interleaved", {"active_microbatches": 2}),
+    (4, 1, "simple", {"direct_forwarding": False}),
+    (2, 2, "interleaved", {}),
+    (2, 2, "simple", {"placement_strategy": "spread"}),
+]
+
+
+def whole(name: str, replicas: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Trains a model the ordinary way; with replicas, each has its own batch."""
+    entry = ZOO[name]
+    models = [make(name)]
+    models += [copy.deepcopy(models[0]) for _ in range(replicas - 1)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        state = copy.deepcopy(models[0].state_dict())
+        grads: list[dict[str, torch.Tensor]] = []
+        for replica, model in enumerate(models):
+            model.load_state_dict(state)
+            model.zero_grad()
+            total = 0.0
+            chunks = [t.chunk(MICROBATCHES) for t in batch_of(name, step, replica)]
+            for part in zip(*chunks, strict=True):
+                loss = entry.loss(model(*arguments(entry, part)), *part)
+                loss.backward()
+                total += loss.item()
+            if replica == 0:
+                losses.append(total / MICROBATCHES)
+            grads.append(
+                {
+                    n: p.grad / MICROBATCHES
+                    for n, p in model.named_parameters()
+                    if p.grad is not None
+                }
+            )
+        for key, parameter in models[0].named_parameters():
+            found = [grad[key] for grad in grads if key in grad]
+            parameter.grad = sum(found[1:], found[0]) / replicas if found else None
+        optimizer.step()
+    return losses, {n: v.clone() for n, v in models[0].state_dict().items()}
+
+
+@smp.step
+def train_step(model: Any, name: str, *batch: Any) -> Any:
+    entry = ZOO[name]
+    loss = entry.loss(model(*arguments(entry, batch)), *batch)
+    model.backward(loss)
+    return loss
+
+
+def divided(config: dict[str, Any]) -> dict[str, Any]:
+    """Trains all models on this rank's part; returns losses and whole states by name."""
+    gc.freeze()  # so that collecting one model does not walk through all of torch
+    smp.init({"ddp": True, "microbatches": MICROBATCHES, **config})
+    results = {}
+    for name in ZOO:
+        module = make(name)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        model = smp.DistributedModel(module)
+        optimizer = smp.DistributedOptimizer(optimizer)
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            output = train_step(model, name, *batch_of(name, step, smp.rdp_rank()))
+            optimizer.step()
+            losses.append(sum(float(loss) for loss in output.outputs) / MICROBATCHES)
+        owners = {o for o in model.runtime.placement.decision.owners if o is not None}
+        state = {n: v.clone() for n, v in model.state_dict().items()}
+        results[name] = (losses, state, owners)
+        del model, optimizer, module
+        gc.collect()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("pp", "replicas", "pipeline", "more"),
+    LAYOUTS,
+    ids=lambda value: str(value) if not isinstance(value, dict) else "-".join(map(str, value)),
+)
+@pytest.mark.timeout(170)
+def test_divided_models_learn_the_same(pp: int, replicas: int, pipeline: str, more: Any) -> None:
+    config = {"partitions": pp, "pipeline": pipeline, **more}
+    ranks = check_ranks(divided, str(pp * replicas), config, timeout=150)
+    for name, entry in ZOO.items():
+        losses, state = whole(name, replicas)
+        for rank, result in enumerate(ranks):
+            found_losses, found_state, owners = result[name]
+            where = f"{name} on rank {rank}"
+            assert len(owners) >= min(pp, 2), f"{where}: nothing was divided"
+            replica_0 = rank < pp if more.get("placement_strategy") != "spread" else rank % 2 == 0
+            assert found_state.keys() == state.keys(), where
+            for key, value in state.items():
+                assert found_state[key].shape == value.shape, where
+                if not replica_0 and "running" in key:
+                    continue  # the oracle knows only the first replica's statistics
+                message = f"{where}: {key}"
+                if entry.exact and replicas == 1:
+                    assert torch.equal(found_state[key], value), message
+                else:
+                    torch.testing.assert_close(
+                        found_state[key], value, rtol=1e-6, atol=1e-6, msg=message
+                    )
+            if replica_0:
+                assert found_losses == pytest.approx(losses, abs=1e-6), where
