@@ -128,7 +128,7 @@ class Caller:
         self._outgoing[out.number] = out
         identity = self._announce(graph)
         me = self._executor.rank
-        head = (me, out.number, identity, frame.microbatch, opened.ambient, frame.depth)
+        head = (me, out.number, identity, frame.microbatch, frame.depth)
         seeds = opened.seeds if any(seed is not None for seed in opened.seeds) else None
         for edge in graph.out_of[SOURCE]:
             calls = graph.segments[edge.target].calls

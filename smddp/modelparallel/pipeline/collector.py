@@ -112,7 +112,7 @@ class Collector:
         for number, segment in enumerate(segments):
             _connect(wanted, number, segment, self._calls)
         edges = tuple(Edge(*ends, tuple(wanted[ends])) for ends in sorted(wanted))
-        return Graph(tuple(self._calls), tuple(segments), edges), alive
+        return Graph(self.ambient, tuple(self._calls), tuple(segments), edges), alive
 
     def _segments(self) -> tuple[list[Segment], list[int]]:
         segments: list[list[int]] = []

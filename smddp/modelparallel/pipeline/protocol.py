@@ -115,8 +115,12 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """The shape of a call graph; the same for many microbatches and steps."""
+    """The shape of a call graph, and what surrounds it; the same for many microbatches and steps.
 
+    Members know it by number, so that messages hold little but numbers.
+    """
+
+    ambient: Ambient
     calls: tuple[Call, ...]
     segments: tuple[Segment, ...]
     edges: tuple[Edge, ...]

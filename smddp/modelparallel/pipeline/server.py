@@ -41,7 +41,7 @@ class _Hosted:
         self.caller: int = head[0]
         self.number: int = head[1]
         self.microbatch: int = head[3]
-        self.ambient: Ambient = head[4]
+        self.ambient: Ambient = graph.ambient
         self.head = head
         self.graph = graph
         self.seeds: list[int | None] | None = None
@@ -111,7 +111,7 @@ class Server:
         box[source] = message.tensors  # type: ignore[assignment]
         if len(box) == len(graph.into[target]):
             order = (hosted.caller, hosted.number, target)
-            frame = Frame(hosted.microbatch, True, order, "", head[5] + graph.depths[target])
+            frame = Frame(hosted.microbatch, True, order, "", head[4] + graph.depths[target])
             admitted = (lambda: self._admits(frame)) if hosted.ambient.grad else None
             self._begin(frame, lambda: self._forward(frame, hosted, target), admitted)
 

@@ -1,0 +1,206 @@
+"""How near a pipeline comes to its bound: stages that sleep, so that any machine shows many ranks.
+
+    python benchmarks/pipeline.py --partitions 2 4 8 --microbatches 4 8 16 32
+
+A step of m microbatches on p equal stages takes at least (m + p - 1) * (forward + backward). The
+same stages run under `@smp.step`, and then under torch.distributed.pipelining. A sleep takes a
+little longer than asked; so each rank measures its own sleeps, and the bound is made of those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+import smdistributed.modelparallel.torch as smp
+
+WIDTH = 8
+
+
+class Sleep(torch.autograd.Function):
+    """Computes nothing, and takes its time for that; adds up how long it really was."""
+
+    slept = 0.0
+    count = 0
+
+    @staticmethod
+    def pause(seconds: float) -> None:
+        """Sleeps."""
+        begun = time.perf_counter()
+        time.sleep(seconds)
+        Sleep.slept += time.perf_counter() - begun
+        Sleep.count += 1
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        """Sleeps, and copies."""
+        ctx.seconds = seconds
+        Sleep.pause(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Sleeps."""
+        Sleep.pause(ctx.seconds)
+        return gradient, None
+
+
+class Stage(nn.Module):
+    """One stage."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Sleeps, and multiplies by the weight."""
+        result: torch.Tensor = Sleep.apply(x * self.weight, self.seconds)
+        return result
+
+
+@smp.step
+def train_step(model: Any, x: torch.Tensor) -> Any:
+    """The step."""
+    loss = model(x).sum()
+    model.backward(loss)
+    return loss
+
+
+def ours(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
+    """Returns a function that makes one step under smp."""
+    smp.init(
+        {
+            "partitions": size,
+            "microbatches": microbatches,
+            "pipeline": pipeline,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    stages = []
+    for index in range(size):
+        with smp.partition(index):
+            stages.append(Stage(options.seconds))
+    model = smp.DistributedModel(nn.Sequential(*stages))
+    x = torch.ones(microbatches, WIDTH)
+    return lambda: train_step(model, x)
+
+
+def torchs(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
+    """Returns a function that makes one step under torch.distributed.pipelining."""
+    stage = PipelineStage(Stage(options.seconds), rank, size, torch.device("cpu"))
+    kind = {"simple": ScheduleGPipe, "interleaved": Schedule1F1B}[pipeline]
+    schedule = kind(stage, microbatches, loss_fn=lambda y, _: y.sum())
+    x = torch.ones(microbatches, WIDTH)
+
+    def step() -> None:
+        if rank == 0:
+            schedule.step(x)
+        elif rank == size - 1:
+            schedule.step(target=x)
+        else:
+            schedule.step()
+
+    return step
+
+
+def measure(step: Callable[[], Any], size: int, microbatches: int, steps: int) -> float:
+    """Returns the best step's share of its bound."""
+    for _ in range(2):
+        step()
+    shares = []
+    for _ in range(steps):
+        dist.barrier()
+        Sleep.slept, Sleep.count = 0.0, 0
+        begun = time.perf_counter()
+        step()
+        took = torch.tensor([time.perf_counter() - begun, Sleep.slept / Sleep.count])
+        every = [torch.zeros(2) for _ in range(size)]
+        dist.all_gather(every, took)
+        wall = max(float(one[0]) for one in every)
+        slept = statistics.mean(float(one[1]) for one in every)
+        shares.append((microbatches + size - 1) * 2 * slept / wall)
+    return max(shares)
+
+
+def rank_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: Any) -> None:
+    """One rank of one job."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    who, size, microbatches, pipeline = job
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group(options.backend if who is ours else "gloo")
+    share = measure(
+        who(options, rank, size, microbatches, pipeline), size, microbatches, options.steps
+    )
+    if rank == 0:
+        queue.put(share)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(options: Any, job: tuple[Any, ...], port: int) -> float:
+    """Runs one job; returns its share of the bound."""
+    context = mp.get_context("fork")
+    queue = context.SimpleQueue()
+    ranks = [
+        context.Process(target=rank_main, args=(rank, options, job, port, queue))
+        for rank in range(job[1])
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit(f"a rank of {job[0].__name__} failed")
+    return float(queue.get())
+
+
+def main() -> None:
+    """Measures all combinations and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--partitions", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--pipelines", nargs="+", default=["simple", "interleaved"])
+    parser.add_argument("--seconds", type=float, default=0.025, help="of each sleep")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--backend", default="smddp", help="for smp; torch's runs over gloo")
+    options = parser.parse_args()
+    import smddp  # noqa: F401  registers the backend, before the ranks are forked
+
+    print("| partitions | microbatches | pipeline | smp | torch.distributed.pipelining |")
+    print("|---|---|---|---|---|")
+    port = 29700
+    for size in options.partitions:
+        for microbatches in options.microbatches:
+            for pipeline in options.pipelines:
+                shares = []
+                for who in (ours, torchs):
+                    if who is torchs and microbatches < size and pipeline == "interleaved":
+                        shares.append("needs m >= p")
+                        continue
+                    port += 1
+                    shares.append(
+                        f"{100 * run(options, (who, size, microbatches, pipeline), port):.1f} %"
+                    )
+                print(
+                    f"| {size} | {microbatches} | {pipeline} | {shares[0]} | {shares[1]} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

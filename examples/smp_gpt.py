@@ -1,0 +1,112 @@
+"""Trains a small GPT on real text (the documentation beside this folder), divided over ranks.
+
+    torchrun --nproc-per-node 2 examples/smp_gpt.py --partitions 2
+
+The model is written as one would write it for a single process: a list of blocks in a loop, the
+output layer tied to the embedding. --report writes pictures of the partition and of one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+
+DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
+LENGTH = 64
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, each with a residual."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns hidden states of the same shape."""
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A language model of characters."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList([Block(width, 4) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@smp.step
+def train_step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    """The forward and backward pass of a microbatch."""
+    loss = model(ids, labels=labels)
+    model.backward(loss)
+    return loss
+
+
+def main() -> None:
+    """Trains, and reports."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--partitions", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--report", type=Path, help="a folder for pictures")
+    options = parser.parse_args()
+    config = {"partitions": options.partitions, "microbatches": options.microbatches, "ddp": True}
+    smp.init({**config, "optimize": "speed"})
+    torch.manual_seed(0)
+    text = "".join(file.read_text() for file in sorted(DOCUMENTS.glob("*.md")))
+    letters = sorted(set(text))
+    data = torch.tensor([letters.index(letter) for letter in text])
+    model = smp.DistributedModel(GPT(len(letters), 64, options.layers))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    places = torch.Generator().manual_seed(smp.dp_rank())
+    for number in range(options.steps):
+        starts = torch.randint(0, len(data) - LENGTH - 1, (16,), generator=places)
+        rows = torch.stack([data[start : start + LENGTH + 1] for start in starts.tolist()])
+        optimizer.zero_grad()
+        loss = train_step(model, rows[:, :-1], rows[:, 1:]).reduce_mean()
+        smp.clip_grad_norm(1.0)
+        optimizer.step()
+        if smp.rank() == 0 and (number % 20 == 0 or number == options.steps - 1):
+            print(f"step {number}: loss {float(loss):.3f}")
+    if options.report is not None:
+        options.report.mkdir(parents=True, exist_ok=True)
+        report = smp.timeline(str(options.report / "step.svg"))
+        if smp.rank() == 0:
+            print(smp.explain(str(options.report / "partition.svg")))
+            print(report)
+
+
+if __name__ == "__main__":
+    main()
