@@ -20,6 +20,8 @@ from smddp.modelparallel.pipeline.gradients import GradientSum
 
 __all__ = ["Bucket", "DataParallel"]
 
+_BROADCAST = 250 * 2**20  # bytes of a message
+
 
 class Bucket:
     """Gradients that are reduced together; what communication hooks get.
@@ -134,10 +136,6 @@ class DataParallel:
         self._buckets = [Bucket(i, group, i == last) for i, group in enumerate(groups)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters()}
 
-    @property
-    def _source(self) -> int:
-        return dist.get_global_rank(self.group, 0)
-
     # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, sums: GradientSum, divisor: int) -> None:
@@ -150,8 +148,7 @@ class DataParallel:
         self._sums, self._divisor, self._with_gradients = sums, divisor, with_gradients
         self._put_aside()
         if self._with_gradients and self._broadcast_buffers and self.size > 1:
-            for buffer in self._buffers:
-                dist.broadcast(buffer, self._source, group=self.group)
+            self._broadcast(self._buffers, 0)
 
     def _put_aside(self) -> None:
         self._old = {parameter: parameter.grad for parameter in self.parameters}
@@ -298,6 +295,10 @@ class DataParallel:
 
     def synchronise(self, source: int) -> None:
         """Takes parameters and buffers from a replica."""
-        source = dist.get_global_rank(self.group, source)
-        for tensor in (*self._everything, *self._buffers):
-            dist.broadcast(tensor.detach(), source, group=self.group)
+        self._broadcast([*self._everything, *self._buffers], source)
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        # Many small tensors: in few large messages.
+        if tensors:
+            detached = [tensor.detach() for tensor in tensors]
+            dist._broadcast_coalesced(self.group, detached, _BROADCAST, source)  # type: ignore[attr-defined]
