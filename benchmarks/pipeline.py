@@ -85,6 +85,7 @@ def ours(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -
             "partitions": size,
             "microbatches": microbatches,
             "pipeline": pipeline,
+            "active_microbatches": microbatches if pipeline == "simple" else options.active(size),
             "auto_partition": False,
             "default_partition": 0,
         }
@@ -175,10 +176,15 @@ def main() -> None:
     parser.add_argument("--partitions", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--pipelines", nargs="+", default=["simple", "interleaved"])
+    parser.add_argument(
+        "--active", help="microbatches under way: an expression in p; the default is smp's, p + 2"
+    )
     parser.add_argument("--seconds", type=float, default=0.025, help="of each sleep")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--backend", default="smddp", help="for smp; torch's runs over gloo")
     options = parser.parse_args()
+    expression = options.active or "p + 2"
+    options.active = lambda size: int(eval(expression, {"p": size}))
     import smddp  # noqa: F401  registers the backend, before the ranks are forked
 
     print("| partitions | microbatches | pipeline | smp | torch.distributed.pipelining |")
