@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from smddp import _load
 from smddp._environment import complete_from_launcher
-from smddp.backend import BACKEND_NAME, register_backend
+from smddp.backend import BACKEND_NAME, GroupOptions, register_backend
 from smddp.errors import (
     AbortedError,
     CollectiveMismatchError,
@@ -33,6 +33,7 @@ __all__ = [
     "AbortedError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "GroupOptions",
     "InternalError",
     "PeerLostError",
     "ResourceError",

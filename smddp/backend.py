@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import os
 import warnings
@@ -16,9 +17,20 @@ from smddp._environment import complete_environment
 if TYPE_CHECKING:
     from smddp._C import ProcessGroup
 
-__all__ = ["BACKEND_NAME", "register_backend"]
+__all__ = ["BACKEND_NAME", "GroupOptions", "register_backend"]
 
 BACKEND_NAME = "smddp"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupOptions:
+    """What one group has instead of a setting: `new_group(pg_options=GroupOptions(...))`.
+
+    All ranks of the group have to give the same options.
+    """
+
+    algorithm: str = ""
+    """Instead of SMDDP_ALGORITHM, such as "allreduce=ring"; empty: what that says."""
 
 
 def register_backend() -> None:
@@ -34,7 +46,7 @@ def register_backend() -> None:
         os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 
 
-def _create_process_group(options: Any, _backend_options: Any) -> ProcessGroup:
+def _create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     """Creates one rank of a group; c10d calls it in init_process_group() and new_group()."""
     from smddp import _load
 
@@ -45,8 +57,14 @@ def _create_process_group(options: Any, _backend_options: Any) -> ProcessGroup:
     timeout = options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
+    algorithm = group_options.algorithm if isinstance(group_options, GroupOptions) else ""
     group: ProcessGroup = module.ProcessGroup(
-        options.store, options.group_rank, options.group_size, timeout, str(options.group_id)
+        options.store,
+        options.group_rank,
+        options.group_size,
+        timeout,
+        str(options.group_id),
+        algorithm,
     )
     return group
 

@@ -4,6 +4,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include "bindings/bare_loop.h"
 #include "bindings/error_types.h"
 #include "bindings/plan_tool.h"
 #include "common/config.h"
@@ -26,11 +27,12 @@ void bindProcessGroup(py::module& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>(m, "ProcessGroup")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                       std::chrono::milliseconds timeout, const std::string& name) {
-             return c10::make_intrusive<ProcessGroup>(store, rank, size, timeout, name);
+                       std::chrono::milliseconds timeout, const std::string& name,
+                       const std::string& algorithm) {
+             return c10::make_intrusive<ProcessGroup>(store, rank, size, timeout, name, algorithm);
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
-           Release())
+           py::arg("algorithm") = "", Release())
       .def("describe", &ProcessGroup::describe, Release())
       // new_group() calls it, where a device is bound, on ranks that are not in the new group.
       .def("perform_nocolor_split", [](ProcessGroup&, const c10::Device&) {})
@@ -77,6 +79,7 @@ void bindSettings(py::module& m) {
 PYBIND11_MODULE(_C, m) {
   smddp::bindings::bindErrorTypes(m);
   smddp::bindings::bindPlanTool(m);
+  smddp::bindings::bindBareLoop(m);
   bindProcessGroup(m);
   bindSettings(m);
 }

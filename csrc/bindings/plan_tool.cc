@@ -35,7 +35,8 @@ plan::Plan build(const std::string& collective, int64_t bytes, const Nodes& node
   const int64_t oneShot = settings().oneShotBytes;
   const auto& choice =
       algorithm.empty()
-          ? collectives::select(topology, allowed, shape, oneShot, settings().algorithm)
+          ? collectives::select(topology, allowed, shape, oneShot, settings().algorithm,
+                                "SMDDP_ALGORITHM", collectives::tuningFromSettings())
           : collectives::select(topology, allowed, shape, oneShot, collective + "=" + algorithm,
                                 "--algorithm");
   return choice.build(topology, allowed, shape);

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "collectives/algorithms.h"
+#include "common/log.h"
 
 namespace smddp::collectives {
 namespace {
@@ -142,6 +143,25 @@ const Row& rowCalled(Collective collective, std::string_view name, const std::st
         namesOf(collective));
 }
 
+// What was measured to be best here, if that can serve the request.
+const Row* measuredBest(const Tuning& tuning, const plan::Topology& t, const plan::Limits& limits,
+                        const Shape& shape) {
+  if (tuning.rows().empty()) return nullptr;
+  const char* memory = shape.shared ? "shared" : "private";
+  for (const TuningRow& row : tuning.rows()) {
+    if (!fits(row, t, shape)) continue;
+    const std::string where = fmt::format("{}:{}", tuning.origin(), row.line);
+    const Row& asked = rowCalled(row.collective, row.algorithm, where);
+    if (!canServe(asked, t, limits, shape)) continue;
+    SMDDP_LOG(Trace, "collectives", "{} of {} bytes in {} memory: {} says {}",
+              toString(shape.collective), shape.bytes, memory, where, row.algorithm);
+    return &asked;
+  }
+  SMDDP_LOG(Trace, "collectives", "{} of {} bytes in {} memory: no row of {} matches",
+            toString(shape.collective), shape.bytes, memory, tuning.origin());
+  return nullptr;
+}
+
 std::string_view trimmed(std::string_view text) {
   const size_t first = text.find_first_not_of(' ');
   if (first == std::string_view::npos) return {};
@@ -171,7 +191,8 @@ std::vector<const Row*> overriding(Collective collective, const std::string& ove
 }  // namespace
 
 const Choice& select(const plan::Topology& t, const plan::Limits& limits, const Shape& shape,
-                     int64_t oneShotBytes, const std::string& overrides, const char* origin) {
+                     int64_t oneShotBytes, const std::string& overrides, const char* origin,
+                     const Tuning& tuning) {
   const std::string where = fmt::format("{}={}", origin, overrides);
   const auto asked = overriding(shape.collective, overrides, where);
   for (const Row* row : asked) {
@@ -188,6 +209,7 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
           toString(shape.collective), shape.bytes, shape.shared ? "shared" : "private",
           t.numNodes(), able);
   }
+  if (const Row* row = measuredBest(tuning, t, limits, shape)) return row->choice;
   for (const Row& row : kTable) {
     if (isPreferred(row, t, shape, oneShotBytes) && canServe(row, t, limits, shape)) {
       return row.choice;
@@ -197,8 +219,16 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
         shape.bytes);
 }
 
-void checkOverrides(const std::string& overrides) {
-  overriding(Collective::AllReduce, overrides, "SMDDP_ALGORITHM=" + overrides);
+void checkOverrides(const std::string& overrides, const char* origin) {
+  overriding(Collective::AllReduce, overrides, fmt::format("{}={}", origin, overrides));
+}
+
+std::vector<std::string> algorithmsOf(Collective collective) {
+  std::vector<std::string> names;
+  for (const Row& row : kTable) {
+    if (row.collective == collective) names.emplace_back(row.choice.name);
+  }
+  return names;
 }
 
 std::vector<AlgorithmInfo> listAlgorithms() {

@@ -41,6 +41,9 @@ struct Secret {
   X(std::string, algorithm, "SMDDP_ALGORITHM", "",                                                            \
     "Overrides the choice of algorithm, for all ranks alike, as collective=name[,...], for example "          \
     "allreduce=ring. `python -m smddp.plan list` prints the names.")                                         \
+  X(std::string, tuningFile, "SMDDP_TUNING_FILE", "",                                                         \
+    "File with the algorithms that were measured to be best, as `python -m smddp.bench --tune` writes it; "   \
+    "the same rows on all ranks. SMDDP_ALGORITHM goes before it, the built-in table comes after it.")        \
   X(bool, commMemory, "SMDDP_COMM_MEMORY", true,                                                              \
     "Let DDP's gradient buckets live in node-shared memory, so that nothing is staged.")                     \
   X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 32768,                                                     \

@@ -26,6 +26,7 @@ struct GroupBlob {
   uint64_t regionOffset = 0;
   uint64_t regionBytes = 0;
   uint64_t groupId = 0;  // rank 0's counts
+  uint64_t choices = 0;  // of algorithms: equal on all ranks, or they would wait for one another
 };
 
 GroupBlob parseBlob(const bootstrap::Introduction& introduction) {
@@ -38,6 +39,23 @@ GroupBlob parseBlob(const bootstrap::Introduction& introduction) {
   return blob;
 }
 
+// What overrules the built-in table, apart from the settings that are compared one by one.
+uint64_t choicesOf(const Group::Spec& spec) {
+  return collectives::tuningFromSettings().digest(spec.algorithm);
+}
+
+void requireSameChoices(const std::vector<bootstrap::Introduction>& introductions) {
+  const uint64_t first = parseBlob(introductions.front()).choices;
+  for (size_t rank = 1; rank < introductions.size(); ++rank) {
+    if (parseBlob(introductions[rank]).choices == first) continue;
+    raise(ErrorKind::Mismatch,
+          "{} and {} would choose different algorithms: the files that SMDDP_TUNING_FILE names "
+          "there must have the same rows, and the group must be made with the same options",
+          bootstrap::describe(0, introductions.front()),
+          bootstrap::describe(static_cast<Rank>(rank), introductions[rank]));
+  }
+}
+
 }  // namespace
 
 Group::Group(Process& process, Spec spec)
@@ -47,6 +65,7 @@ Group::Group(Process& process, Spec spec)
       limits_(limitsFromSettings()) {
   // Not only in the first collective that looks for an algorithm.
   collectives::checkOverrides(settings().algorithm);
+  collectives::checkOverrides(spec_.algorithm, "algorithm");
   layout_.tracks = std::max(settings().inFlight, kTracksAcrossNodes);
   layout_.halfBytes = limits_.poolBytes;
 }
@@ -57,7 +76,7 @@ std::vector<std::byte> Group::publish() {
   for (int64_t t = 0; t < layout_.tracks; ++t)
     new (region_.data() + layout_.trackOffset(t)) TrackHeader;
   const GroupBlob blob{process_.slab().offsetOf(region_.data()), region_.size(),
-                       process_.newGroupId()};
+                       process_.newGroupId(), choicesOf(spec_)};
   reinterpret_cast<RegionHeader*>(region_.data())->group.store(blob.groupId);
   std::vector<std::byte> bytes(sizeof blob);
   std::memcpy(bytes.data(), &blob, sizeof blob);
@@ -66,6 +85,7 @@ std::vector<std::byte> Group::publish() {
 
 void Group::join(const std::vector<bootstrap::Introduction>& introductions,
                  const std::vector<std::string>& nodeOfRank) {
+  requireSameChoices(introductions);
   topology_.emplace(plan::Topology::fromNames(nodeOfRank, spec_.me));
   id_ = parseBlob(introductions.front()).groupId;
   members_.resize(static_cast<size_t>(spec_.size));
@@ -99,7 +119,7 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
     member.region = reinterpret_cast<RegionHeader*>(region);
     regions[topology_->localOf(r)] = region;
   }
-  plans_ = std::make_unique<PlanCache>(*topology_, limits_);
+  plans_ = std::make_unique<PlanCache>(*topology_, limits_, spec_.algorithm);
   Matcher::Host& host = *this;
   matcher_ = std::make_unique<Matcher>(host, id_, spec_.me, kMessageBytes);
   const int64_t numTracks = settings().inFlight > 0 ? settings().inFlight

@@ -47,6 +47,7 @@ class Group final : private Matcher::Host {
     std::string name;
     Rank me = 0;
     int size = 1;
+    std::string algorithm = {};  // instead of SMDDP_ALGORITHM, for this group only
   };
 
   // Two halves, so that something else than a store can stand between them (the simulator's tests):

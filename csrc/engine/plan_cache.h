@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "collectives/selection.h"
+#include "collectives/tuning.h"
 #include "common/config.h"
 #include "common/log.h"
 #include "engine/executor.h"
@@ -16,8 +17,9 @@ namespace smddp::engine {
 
 class PlanCache {
  public:
-  PlanCache(const plan::Topology& topology, const plan::Limits& limits)
-      : topology_(topology), limits_(limits) {}
+  // overrides: what the group asks for, as SMDDP_ALGORITHM does; that decides where it is empty.
+  PlanCache(const plan::Topology& topology, const plan::Limits& limits, std::string overrides)
+      : topology_(topology), limits_(limits), overrides_(std::move(overrides)) {}
 
   struct Entry {
     std::string name;  // "allreduce/direct"
@@ -28,9 +30,12 @@ class PlanCache {
     if (last_ != nullptr && lastShape_ == shape) return *last_;
     auto& slot = entries_[shape];
     if (!slot) {
-      const collectives::Choice& choice = choose(shape);
-      slot = std::make_unique<Entry>(fmt::format("{}/{}", toString(shape.collective), choice.name),
-                                     CachedPlan(choice.build(topology_, limits_, shape)));
+      slot = std::make_unique<Entry>(build(shape));
+      // Executions of shared buffers choose after the arrival: what a plan does before it would be left
+      // out. The private plan does nothing then (else ignoresSharing()), and serves any buffer.
+      if (shape.shared && slot->plan.plan.preamble.numSteps > kBareArrival) {
+        *slot = build({shape.collective, shape.bytes, shape.root, /*shared=*/false});
+      }
       SMDDP_LOG(Debug, "engine", "{} of {} bytes: {}", toString(shape.collective), shape.bytes,
                 slot->plan.plan.name);
     }
@@ -49,9 +54,14 @@ class PlanCache {
   }
 
  private:
-  const collectives::Choice& choose(const collectives::Shape& shape) const {
-    return collectives::select(topology_, limits_, shape, settings().oneShotBytes,
-                               settings().algorithm);
+  Entry build(const collectives::Shape& shape) const {
+    const bool mine = !overrides_.empty();
+    const collectives::Choice& choice = collectives::select(
+        topology_, limits_, shape, settings().oneShotBytes,
+        mine ? overrides_ : settings().algorithm, mine ? "algorithm" : "SMDDP_ALGORITHM",
+        collectives::tuningFromSettings());
+    return {fmt::format("{}/{}", toString(shape.collective), choice.name),
+            CachedPlan(choice.build(topology_, limits_, shape))};
   }
   // Signal, Wait.
   static constexpr uint32_t kBareArrival = 2;
@@ -67,6 +77,7 @@ class PlanCache {
 
   const plan::Topology& topology_;
   const plan::Limits& limits_;
+  const std::string overrides_;
   std::unordered_map<collectives::Shape, std::unique_ptr<Entry>, Hash> entries_;
   collectives::Shape lastShape_;
   const Entry* last_ = nullptr;

@@ -74,12 +74,13 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
 }
 
 ProcessGroup::ProcessGroup(const intrusive_ptr<c10d::Store>& store, int rank, int size,
-                           std::chrono::milliseconds timeout, const std::string& name)
+                           std::chrono::milliseconds timeout, const std::string& name,
+                           const std::string& algorithm)
     : Backend(rank, size), engine_(sharedEngine()), timeoutMs_(timeout.count()) {
   if (name == "default_pg" || name.empty() || name == "0") setLogRank(rank);
   StoreAdapter adapter(store);
   translated([&] {
-    group_ = engine_->createGroup(adapter, {name, rank, size},
+    group_ = engine_->createGroup(adapter, {name, rank, size, algorithm},
                                   std::chrono::nanoseconds(timeout).count());
   });
   init();
@@ -145,10 +146,10 @@ intrusive_ptr<c10d::Backend> ProcessGroup::split(
   const auto me = std::find(members.begin(), members.end(), getRank());
   if (me == members.end()) return nullptr;
   const auto timeout = options ? options->timeout : std::chrono::milliseconds(timeoutMs_.load());
+  const auto parent = group();
   const engine::Group::Spec spec{options ? options->group_name : "",
                                  static_cast<Rank>(me - members.begin()),
-                                 static_cast<int>(members.size())};
-  const auto parent = group();
+                                 static_cast<int>(members.size()), parent->spec().algorithm};
   return translated([&] {
     return c10::make_intrusive<ProcessGroup>(
         engine_->splitGroup(parent, spec, members, nanoseconds(timeout)), timeout);

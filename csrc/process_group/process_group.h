@@ -32,8 +32,10 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 class ProcessGroup final : public c10d::Backend {
  public:
   // Meets the other ranks through the store; blocks until all are there or the timeout is over.
+  // algorithm: overrides SMDDP_ALGORITHM for this group unless empty.
   ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-               std::chrono::milliseconds timeout, const std::string& name);
+               std::chrono::milliseconds timeout, const std::string& name,
+               const std::string& algorithm = "");
   // Around a group that exists already.
   ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout);
   ~ProcessGroup() override;
