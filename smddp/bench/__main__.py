@@ -1,160 +1,196 @@
-"""The command line: `python -m smddp.bench`.
+"""The command line: `python -m smddp.bench`, or `smddp bench`.
 
-Starts its ranks on this machine, or is a rank itself under torchrun.
+Starts its ranks on this machine, or is a rank itself under torchrun or mpirun.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import datetime
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-import smddp.bench
-from smddp.bench import table
-from smddp.bench.launch import launch
-from smddp.bench.measure import BITWISE, DTYPES, NOT_IN_GLOO, OPS, Bench, Case, Workload
-from smddp.plan import parse_bytes, parse_nodes
-
-_MEMORY = {
-    "ordinary": ["ordinary"],
-    "communication": ["communication"],
-    "both": ["ordinary", "communication"],
-}
+import smddp
+from smddp.bench import ddp, options, plot, table, tune
+from smddp.bench.about import about
+from smddp.bench.bounds import BoundContender, copy_rate, link_rate
+from smddp.bench.contender import Contender
+from smddp.bench.launch import complete_rendezvous, is_rank, launch
+from smddp.bench.measure import Bench, Case, Measurement
+from smddp.bench.mpi import MPIS, MpiContender
+from smddp.bench.torch_calls import TorchContender
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m smddp.bench",
-        description=smddp.bench.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--ranks", type=int, default=2, help="on this machine (default 2)")
-    where.add_argument("--nodes", help="ranks that play several nodes, as 2x2 or 3+1")
-    parser.add_argument("--backends", default="smddp,gloo", help="default smddp,gloo")
-    parser.add_argument(
-        "--memory",
-        choices=list(_MEMORY),
-        default="both",
-        help="tensors for smddp: from torch.empty, from smddp.empty, or both (default)",
-    )
-    parser.add_argument("--min-bytes", default="8", help="default 8")
-    parser.add_argument("--max-bytes", default="64MiB", help="default 64MiB")
-    parser.add_argument("--factor", type=int, default=8, help="between sizes (default 8)")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float")
-    parser.add_argument("--op", choices=list(OPS), default="sum")
-    parser.add_argument(
-        "--seconds", type=float, default=0.5, help="about, per size and row (default 0.5)"
-    )
-    parser.add_argument("--iterations", type=int, help="calls per size and row, instead")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
-    parser.add_argument(
-        "--limit", type=float, default=900, help="seconds after which the ranks are ended"
-    )
-    return parser
+def _nodes_of_ranks() -> list[int]:
+    """Returns the node of each rank, as far as names tell."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, (socket.gethostname(), os.environ.get("SMDDP_NODE_ID")))
+    order = list(dict.fromkeys(names))
+    return [order.index(name) for name in names]
 
 
-def _sizes(options: argparse.Namespace) -> list[int]:
-    smallest, largest = parse_bytes(options.min_bytes), parse_bytes(options.max_bytes)
-    if not 0 < smallest <= largest:
-        raise ValueError(f"--min-bytes {smallest} must be positive, and at most --max-bytes")
-    if options.factor < 2:
-        raise ValueError("--factor must be at least 2")
-    sizes = [smallest]
-    while sizes[-1] * options.factor <= largest:
-        sizes.append(sizes[-1] * options.factor)
-    return sizes if sizes[-1] == largest else [*sizes, largest]
+class _Rank:
+    """One rank of a run. Makes the contenders, and ends them with the with statement."""
+
+    def __init__(self, run: options.Run) -> None:
+        self._run = run
+        self._contenders: dict[Case, Contender] = {}
+        self._exit = contextlib.ExitStack()
+        self._notes = list(run.left_out)
+        self._start = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        self.speaks = dist.get_rank() == 0
+
+    def __enter__(self) -> _Rank:
+        try:
+            self._nodes = _nodes_of_ranks()
+            self._limits = self._measure_limits()
+            for case in self._run.cases:
+                contender = self._contender(case)
+                if contender is not None:
+                    self._contenders[case] = contender
+        except BaseException:
+            self._exit.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def _measure_limits(self) -> dict[str, float | None]:
+        if not any(case.backend == table.BOUND for case in self._run.cases):
+            return {}
+        return {"copy_gbps": copy_rate(), "link_gbps": link_rate(self._nodes)}
+
+    def _contender(self, case: Case) -> Contender | None:
+        largest = max(size for _, size in self._run.workload.tasks)
+        if case.backend == table.BOUND:
+            return BoundContender(self._nodes, largest, self._limits["link_gbps"])
+        if case.backend in MPIS:
+            if max(self._nodes) > 0:
+                self._notes.append(f"{case.backend} is left out: it is measured on one host only")
+                return None
+            mpi = MpiContender(case.backend, self._run.mpi)
+            self._exit.callback(mpi.close)
+            self._notes.append(f"{case.backend}: {mpi.library}")
+            return mpi
+        algorithm = ""
+        if case.algorithm:
+            collective = self._run.workload.tasks[0][0].collective
+            algorithm = f"{tune.NAMES[collective]}/{case.algorithm}"
+        return TorchContender(case.backend, case.memory, algorithm)
+
+    def _description(self) -> str:
+        groups = [c.group for case, c in self._contenders.items() if isinstance(c, TorchContender)
+                  and case.backend == "smddp"]  # fmt: skip
+        return smddp.describe(groups[0]) if groups else ""
+
+    def _say(self, text: str) -> None:
+        if self.speaks:
+            print(text, flush=True)
+
+    def _progress(self, text: str) -> None:
+        """One line that is written over, for who watches."""
+        if self.speaks and sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    def run(self) -> list[list[Measurement]]:
+        """Measures and prints everything; returns the rows."""
+        self._introduce()
+        bench = Bench(self._run.workload, self._contenders, dist.get_world_size())
+        tasks: list[list[Measurement]] = []
+        collective = ""
+        wanted = self._run.workload.tasks
+        self._announce(0)
+        for number, rows in enumerate(bench.run()):
+            self._progress("")
+            task = wanted[number][0]
+            if task.collective != collective:
+                collective = task.collective
+                self._say(f"# {collective}\n{table.header()}")
+            if rows:
+                self._say(table.format_rows(rows))
+            tasks.append(rows)
+            self._announce(number + 1)
+        for sentence in bench.left_out:
+            self._say(f"# {sentence}")
+        self._say(table.footer(tasks))
+        return tasks
+
+    def _announce(self, done: int) -> None:
+        wanted = self._run.workload.tasks
+        if done < len(wanted):
+            task, size = wanted[done]
+            self._progress(f"{task.collective}, {size} bytes ({done + 1} of {len(wanted)}) ...")
+
+    def _introduce(self) -> None:
+        self._say(f"# median of calls, each on its slowest rank; {dist.get_world_size()} ranks")
+        self._say(f"# {self._description()}")
+        if self._limits:
+            link = self._limits["link_gbps"]
+            between = "" if link is None else f", {link:.3f} GB/s from node 1 to node 0 by TCP"
+            self._say(
+                f"# limits: {self._limits['copy_gbps']:.1f} GB/s copied by each rank{between}"
+            )
+        for note in self._notes:
+            self._say(f"# {note}")
+
+    def _about(self) -> dict[str, Any]:
+        return about(
+            self._start,
+            ranks_of_nodes=[self._nodes.count(node) for node in range(max(self._nodes) + 1)],
+            description=self._description(),
+            limits=self._limits,
+            notes=self._notes,
+        )
+
+    def write(self, tasks: list[list[Measurement]]) -> None:
+        """Writes the files that were asked for."""
+        run, where = self._run, self._about()
+        if run.json is not None:
+            result = table.as_json(tasks, where, run.every_call)
+            run.json.write_text(json.dumps(result, indent=2) + "\n")
+        nodes = where["config"]["ranks_of_nodes"]
+        title = f"{dist.get_world_size()} ranks, {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+        if run.plot is not None:
+            plot.draw(tasks, title, run.plot)
+        if run.tune is not None:
+            lines = [f"{self._start}, {title}", f"smddp.bench {' '.join(sys.argv[1:])}"]
+            run.tune.write_text(tune.write(tune.rows(tasks, nodes), lines))
 
 
-def _backends(options: argparse.Namespace) -> list[str]:
-    """Returns those asked for: each must be one that torch knows here, for CPU tensors."""
-    known = [
-        name
-        for name, devices in dist.Backend.backend_capability.items()
-        if "cpu" in devices and dist.is_backend_available(name)
-    ]
-    asked: list[str] = options.backends.split(",")
-    for backend in asked:
-        if backend not in known:
-            names = ", ".join(known)
-            raise ValueError(f"--backends {backend!r} is not available here, only {names}")
-    if len(set(asked)) < len(asked):
-        raise ValueError(f"--backends {options.backends} names one twice")
-    return asked
-
-
-def _workload(options: argparse.Namespace) -> Workload:
-    cases = []
-    for backend in _backends(options):
-        memories = _MEMORY[options.memory] if backend == "smddp" else ["ordinary"]
-        cases += [Case(backend, memory) for memory in memories]
-    is_float = DTYPES[options.dtype].is_floating_point
-    if options.op == "avg" and not is_float:
-        raise ValueError(f"--op avg of --dtype {options.dtype} is truncated, which is not checked")
-    if options.op in BITWISE and is_float:
-        raise ValueError(f"--op {options.op} of --dtype {options.dtype} is undefined")
-    if any(case.backend == "gloo" for case in cases):
-        if options.op == "avg":
-            raise ValueError("gloo has no avg; use --backends smddp")
-        if options.dtype in NOT_IN_GLOO:
-            raise ValueError(f"gloo has no {options.dtype}; use --backends smddp")
-    sizes = _sizes(options)
-    return Workload(sizes, cases, options.dtype, options.op, options.seconds, options.iterations)
-
-
-def _layout(options: argparse.Namespace) -> list[int]:
-    if options.nodes is not None:
-        return [len(node) for node in parse_nodes(options.nodes)]
-    if options.ranks < 1:
-        raise ValueError("--ranks must be at least 1")
-    return [options.ranks]
-
-
-def _be_rank(workload: Workload, layout: Sequence[int], file: Path | None) -> int:
-    start = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+def _be_rank(run: options.Run) -> int:
+    complete_rendezvous()
     # The bench's own messages go through gloo, whatever is measured.
     dist.init_process_group("gloo")
-    bench = Bench(workload)
-    speaker = dist.get_rank() == 0
-    description = bench.describe()
-    if speaker:
-        print(f"# allreduce, in place, median of calls; {dist.get_world_size()} ranks")
-        print(f"# {description}")
-        print(table.header(), flush=True)
-    sizes = []
-    for rows in bench.run():
-        sizes.append(rows)
-        if speaker:
-            print(table.format_rows(rows), flush=True)
-    if speaker:
-        print(table.footer(sizes), flush=True)
-        if file is not None:
-            result = table.as_json(sizes, layout, start, description)
-            file.write_text(json.dumps(result, indent=2) + "\n")
+    with _Rank(run) as rank:
+        tasks = rank.run()
+        if rank.speaks:
+            rank.write(tasks)
+    dist.barrier()
     dist.destroy_process_group()
-    return 1 if table.count_wrong(sizes) else 0
+    return 1 if table.count_wrong(tasks) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 1 when it failed or a result was wrong."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(arguments)
+    """Runs the benchmark; returns 1 when it failed or a result was wrong, 2 for bad arguments."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["ddp"]:
+        return ddp.main(arguments[1:])
+    parsed = options.parser().parse_args(arguments)
     try:
-        workload, layout = _workload(options), _layout(options)
+        run = options.parse(parsed, int(os.environ["WORLD_SIZE"]) if is_rank() else None)
     except ValueError as error:
         print(f"smddp.bench: {error}", file=sys.stderr)
         return 2
-    if "RANK" not in os.environ:
-        return launch(layout, arguments, options.limit)
-    if sum(layout) != int(os.environ["WORLD_SIZE"]):
-        layout = [int(os.environ["WORLD_SIZE"])]
-    return _be_rank(workload, layout, options.json)
+    if not is_rank():
+        return launch(run.layout, arguments, run.limit)
+    return _be_rank(run)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine."""
+"""Starts the ranks of a run on this machine, or lets those of mpirun find one another."""
 
 from __future__ import annotations
 
@@ -9,13 +9,61 @@ import sys
 import time
 from collections.abc import Sequence
 
-__all__ = ["launch"]
+__all__ = ["complete_rendezvous", "is_rank", "launch"]
+
+_PATIENCE = 60.0
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def is_rank() -> bool:
+    """Returns whether a launcher has started this process as a rank (importing smddp tells)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def complete_rendezvous() -> None:
+    """Sets MASTER_ADDR and MASTER_PORT, which mpirun leaves unset, for ranks of one host.
+
+    Raises:
+        OSError: the ranks are on several hosts, or rank 0 did not come.
+    """
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) != size:
+        raise OSError("set MASTER_ADDR and MASTER_PORT: the ranks are on several hosts")
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    # A name that only children of one mpirun have in common, and that goes with its last user.
+    name = f"\0smddp.bench.{os.getuid()}.{os.getppid()}"
+    if rank == 0:
+        os.environ["MASTER_PORT"] = str(_free_port())
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(name)
+            server.listen(size)
+            server.settimeout(_PATIENCE)
+            for _ in range(size - 1):
+                with server.accept()[0] as other:
+                    other.sendall(os.environ["MASTER_PORT"].encode())
+    else:
+        os.environ["MASTER_PORT"] = _ask(name)
+
+
+def _ask(name: str) -> str:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_PATIENCE)
+            try:
+                connection.connect(name)
+                return connection.recv(16).decode()
+            except ConnectionRefusedError:
+                if time.monotonic() > deadline:
+                    raise OSError(f"rank 0 did not come within {_PATIENCE:.0f} s") from None
+        time.sleep(0.05)
 
 
 def launch(layout: Sequence[int], arguments: Sequence[str], seconds: float) -> int:

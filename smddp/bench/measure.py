@@ -1,51 +1,21 @@
-"""What a rank does: times one size with every backend, and checks the results."""
+"""The measuring loop: contenders take turns, size by size, and their results are checked."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 
-import torch
-import torch.distributed as dist
+from smddp.bench.contender import PLACES, Contender, Unable
+from smddp.bench.operations import Task
 
-import smddp
-
-DTYPES = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-    "uint16": torch.uint16,
-    "uint32": torch.uint32,
-    "uint64": torch.uint64,
-    "bool": torch.bool,
-}
-OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "prod": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "avg": dist.ReduceOp.AVG,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
-BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
-# What the reference backend cannot reduce.
-NOT_IN_GLOO = {"int16", "uint16", "uint32", "uint64"}
+__all__ = ["Bench", "Case", "Measurement", "Timing", "Workload"]
 
 # Blocks of calls that take turns with those of the other cases: a slow second of the machine then
 # hits all of them.
 _ROUNDS = 5
 _WARM_UP = 3
+_MAX_CALLS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,36 +23,21 @@ class Case:
     """One of the things compared."""
 
     backend: str
-    memory: str  # "ordinary", or "communication": what smddp.empty() returns
+    memory: str = "ordinary"  # or "communication": what smddp.empty() returns
+    algorithm: str = ""  # as SMDDP_ALGORITHM; empty: what the backend chooses
 
 
 @dataclasses.dataclass
-class Measurement:
-    """One size with one case."""
+class Timing:
+    """One place of the buffers: in place or not."""
 
-    case: Case
-    size: int  # bytes
-    count: int
-    dtype: str
-    op: str
-    ranks: int
     microseconds: list[float]  # of each call, on its slowest rank
-    wrong: int  # elements, on all ranks together
+    wrong: int | None  # elements, on all ranks together; None: there was nothing to check
 
     @property
     def time(self) -> float:
         """The median in microseconds."""
         return statistics.median(self.microseconds)
-
-    @property
-    def algbw(self) -> float:
-        """Bytes of the vector per time, in GB/s."""
-        return self.size / self.time / 1e3
-
-    @property
-    def busbw(self) -> float:
-        """The same, times what any algorithm has to move per byte and rank."""
-        return self.algbw * 2 * (self.ranks - 1) / self.ranks
 
     def percentile(self, share: float) -> float:
         """Returns the time that this share of the calls took at most."""
@@ -91,125 +46,117 @@ class Measurement:
 
 
 @dataclasses.dataclass
+class Measurement:
+    """One task with one case."""
+
+    case: Case
+    task: Task
+    size: int  # bytes of the larger buffer
+    ranks: int
+    out_of_place: Timing | None = None
+    in_place: Timing | None = None
+
+    def timing(self, place: str) -> Timing | None:
+        """Returns that of one of PLACES."""
+        return self.in_place if place == "in_place" else self.out_of_place
+
+    @property
+    def best(self) -> Timing:
+        """In place where there is such a call; what comparisons are made with."""
+        timing = self.in_place or self.out_of_place
+        assert timing is not None
+        return timing
+
+    def algbw(self, timing: Timing) -> float:
+        """Returns bytes of the larger buffer per time, in GB/s."""
+        return self.size / timing.time / 1e3
+
+    def busbw(self, timing: Timing) -> float:
+        """Returns the same, times what any algorithm has to move per byte and rank."""
+        return self.algbw(timing) * self.task.operation.bus_factor(self.ranks)
+
+    @property
+    def wrong(self) -> int:
+        """Wrong elements of both places."""
+        timings = (self.timing(place) for place in PLACES)
+        return sum(timing.wrong or 0 for timing in timings if timing is not None)
+
+
+@dataclasses.dataclass
 class Workload:
     """What is measured."""
 
-    sizes: Sequence[int]
-    cases: Sequence[Case]
-    dtype: str = "float"
-    op: str = "sum"
-    seconds: float = 0.5  # per size and case, about
+    tasks: Sequence[tuple[Task, int]]  # with bytes of the larger buffer
+    places: Sequence[str] = PLACES
+    check: bool = True
+    seconds: float = 0.3  # per task, case and place, about
     iterations: int | None = None  # instead of `seconds`
 
 
 class Bench:
-    """The ranks' side of a run. Needs a default group; times only groups of its own."""
+    """Measures every task with every contender."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-        self.groups: dict[str, dist.ProcessGroup] = {}
-        for case in workload.cases:
-            if case.backend not in self.groups:
-                group = dist.new_group(backend=case.backend)
-                assert isinstance(group, dist.ProcessGroup)  # every rank is in it
-                self.groups[case.backend] = group
-
-    def describe(self) -> str:
-        """Returns what smddp chose, if it takes part."""
-        group = self.groups.get("smddp")
-        return smddp.describe(group) if group is not None else ""
+    def __init__(self, workload: Workload, contenders: dict[Case, Contender], ranks: int) -> None:
+        self._workload = workload
+        self._contenders = contenders
+        self._ranks = ranks
+        self.left_out: list[str] = []  # sentences about what a contender cannot do
 
     def run(self) -> Iterator[list[Measurement]]:
-        """Yields the measurements of one size after the other."""
-        itemsize = DTYPES[self.workload.dtype].itemsize
-        for size in self.workload.sizes:
-            # A size that is no multiple of the element is rounded, but never to nothing.
-            yield self._measure(max(size // itemsize, 1))
+        """Yields the measurements of one task after the other."""
+        for task, size in self._workload.tasks:
+            yield self._measure(task, size)
 
-    def _measure(self, count: int) -> list[Measurement]:
-        work = self.workload
-        dtype = DTYPES[work.dtype]
-        tensors = [self._tensor(case, count) for case in work.cases]
-        results = [
-            Measurement(case, count * dtype.itemsize, count, work.dtype, work.op, _size(), [], 0)
-            for case in work.cases
+    def _measure(self, task: Task, size: int) -> list[Measurement]:
+        rows = []
+        for case in self._contenders:
+            row = Measurement(case, task, size, self._ranks)
+            if self._prepare(row):
+                rows.append(row)
+        turns = [
+            (row, place, timing)
+            for row in rows
+            for place in PLACES
+            if (timing := row.timing(place)) is not None
         ]
-        for result, tensor in zip(results, tensors, strict=True):
-            result.wrong += self._count_wrong(result.case, tensor, shift=0)
-        calls = [self._calls_per_round(r.case, t) for r, t in zip(results, tensors, strict=True)]
+        calls = [self._calls_per_round(row, place) for row, place, _ in turns]
         for _ in range(_ROUNDS):
-            for result, tensor, number in zip(results, tensors, calls, strict=True):
-                result.microseconds += self._time(result.case, tensor, number)
-        for result, tensor in zip(results, tensors, strict=True):
-            result.wrong += self._count_wrong(result.case, tensor, shift=1)
-        return results
+            for (row, place, timing), number in zip(turns, calls, strict=True):
+                timing.microseconds += self._contenders[row.case].time(place, number)
+        for row, place, timing in turns:
+            self._check(row, place, timing, shift=1)
+        return rows
 
-    def _tensor(self, case: Case, count: int) -> torch.Tensor:
-        dtype = DTYPES[self.workload.dtype]
-        if case.memory == "communication":
-            return smddp.empty(count, dtype=dtype)
-        return torch.empty(count, dtype=dtype)
+    def _prepare(self, row: Measurement) -> bool:
+        """Checks the first results; False when there are none."""
+        contender = self._contenders[row.case]
+        try:
+            places = contender.prepare(row.task)
+        except Unable as reason:
+            name = " ".join(part for part in dataclasses.astuple(row.case) if part)
+            sentence = f"{name} is left out of {row.task.collective}: {reason}"
+            if sentence not in self.left_out:
+                self.left_out.append(sentence)
+            return False
+        # What has no call in place is measured out of place whatever was asked for.
+        wanted = [place for place in places if place in self._workload.places] or places
+        for place in wanted:
+            timing = Timing([], None)
+            setattr(row, place, timing)
+            self._check(row, place, timing, shift=0)
+        return True
 
-    def _reduce(self, case: Case, tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, OPS[self.workload.op], group=self.groups[case.backend])
+    def _check(self, row: Measurement, place: str, timing: Timing, shift: int) -> None:
+        if not self._workload.check:
+            return
+        wrong = self._contenders[row.case].wrong(place, shift)
+        if wrong is not None:
+            timing.wrong = (timing.wrong or 0) + wrong
 
-    def _calls_per_round(self, case: Case, tensor: torch.Tensor) -> int:
-        if self.workload.iterations is not None:
-            return max(1, self.workload.iterations // _ROUNDS)
+    def _calls_per_round(self, row: Measurement, place: str) -> int:
+        if self._workload.iterations is not None:
+            return max(1, self._workload.iterations // _ROUNDS)
         # Every rank sees the same times, so every rank decides alike.
-        median = statistics.median(self._time(case, tensor, _WARM_UP))
-        calls = int(self.workload.seconds * 1e6 / max(median, 1.0) / _ROUNDS)
-        return max(2, min(calls, 2000))
-
-    def _time(self, case: Case, tensor: torch.Tensor, calls: int) -> list[float]:
-        tensor.zero_()  # stays zero: repeated sums of anything else overflow
-        dist.barrier()
-        self._reduce(case, tensor)  # nobody is late for the first one that counts
-        times = []
-        for _ in range(calls):
-            start = time.perf_counter_ns()
-            self._reduce(case, tensor)
-            times.append((time.perf_counter_ns() - start) / 1e3)
-        slowest = torch.tensor(times, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return [float(value) for value in slowest]
-
-    def _count_wrong(self, case: Case, tensor: torch.Tensor, shift: int) -> int:
-        """Returns how many elements of all ranks differ from an independent computation."""
-        values = [_pattern(tensor.numel(), rank, shift) for rank in range(_size())]
-        if tensor.dtype == torch.bool:
-            values = [value - 1 for value in values]
-        tensor.copy_(values[dist.get_rank()])
-        self._reduce(case, tensor)
-        expected = _combine(values, self.workload.op)
-        if self.workload.op == "avg":
-            right = torch.isclose(tensor.double(), expected, rtol=_tolerance(tensor.dtype), atol=0)
-        else:
-            right = tensor == expected.to(tensor.dtype)
-        wrong = torch.tensor(tensor.numel() - int(right.sum()))
-        dist.all_reduce(wrong)
-        return int(wrong)
-
-
-def _size() -> int:
-    return dist.get_world_size()
-
-
-def _pattern(count: int, rank: int, shift: int) -> torch.Tensor:
-    """Ones and twos: sums and products of a few of them are exact in every dtype."""
-    index = torch.arange(count, dtype=torch.int64)
-    return ((index * 7 + rank * 3 + shift) % 5 > 2).to(torch.uint8) + 1
-
-
-def _combine(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    if op in BITWISE:
-        return functools.reduce(BITWISE[op], values)
-    if op in ("min", "max"):
-        return functools.reduce(torch.minimum if op == "min" else torch.maximum, values)
-    numbers = [value.double() for value in values]
-    result = functools.reduce(torch.mul if op == "prod" else torch.add, numbers)
-    return result / len(values) if op == "avg" else result
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        median = statistics.median(self._contenders[row.case].time(place, _WARM_UP))
+        calls = int(self._workload.seconds * 1e6 / max(median, 1.0) / _ROUNDS)
+        return max(2, min(calls, _MAX_CALLS))

@@ -1,35 +1,43 @@
-"""How measurements are written down: columns and JSON keys are those of nccl-tests."""
+"""How measurements are written down: columns and JSON keys are those of nccl-tests.
+
+Scripts for nccl-tests find theirs; backend, memory and the ratio follow after them.
+"""
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
+import dataclasses
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
+from smddp.bench.contender import PLACES
+from smddp.bench.measure import Case, Measurement, Timing
 
-from smddp import _load
-from smddp.bench.measure import Case, Measurement
+__all__ = [
+    "BOUND",
+    "REFERENCE",
+    "as_json",
+    "count_wrong",
+    "footer",
+    "format_rows",
+    "header",
+    "ratio",
+]
 
-# What times are compared with, where it is one of the backends.
+# What times are compared with, where it is one of the backends; and what no time can beat.
 REFERENCE = "gloo"
+BOUND = "bound"
 
-_COLUMNS = (
-    ("size", 12, "(B)"),
-    ("count", 12, "(elements)"),
-    ("type", 9, ""),
-    ("redop", 6, ""),
-    ("root", 5, ""),
-    ("backend", 9, ""),
-    ("memory", 14, ""),
-    ("time", 10, "(us)"),
-    ("algbw", 8, "(GB/s)"),
-    ("busbw", 8, "(GB/s)"),
-    ("#wrong", 7, ""),
+_TASK = (("size", 12, "(B)"), ("count", 12, "(elements)"), ("type", 8, ""), ("redop", 6, ""))
+_TIMING = (("time", 9, "(us)"), ("algbw", 7, "(GB/s)"), ("busbw", 7, "(GB/s)"), ("#wrong", 6, ""))
+_CASE = (
+    ("backend", 8, ""),
+    ("memory", 13, ""),
     (f"x {REFERENCE}", 8, "(speed)"),
+    (f"of {BOUND}", 8, "(speed)"),
 )
+_COLUMNS = (*_TASK, ("root", 5, ""), *_TIMING, *_TIMING, *_CASE)
+_ABSENT = "-"
 
 
 def _line(cells: Iterable[str], mark: str = " ") -> str:
@@ -38,98 +46,152 @@ def _line(cells: Iterable[str], mark: str = " ") -> str:
 
 
 def header() -> str:
-    """Returns the two lines above the table."""
+    """Returns the lines above a table."""
+    task = sum(width + 1 for _, width, _ in (*_TASK, _COLUMNS[len(_TASK)]))
+    timing = sum(width + 1 for _, width, _ in _TIMING)
+    above = "#" + " " * task + "out-of-place".center(timing) + "in-place".center(timing)
     names = _line((name for name, _, _ in _COLUMNS), "#")
-    return f"{names}\n{_line((unit for _, _, unit in _COLUMNS), '#')}"
+    return "\n".join([above.rstrip(), names, _line((unit for _, _, unit in _COLUMNS), "#")])
 
 
-def ratio(row: Measurement, rows: Sequence[Measurement]) -> float | None:
-    """Returns how many times faster than the reference a row is, if that was measured beside it."""
+def ratio(
+    row: Measurement, rows: Sequence[Measurement], reference: str = REFERENCE
+) -> float | None:
+    """Returns how many times faster than a backend a row is, if that was measured beside it."""
     for other in rows:
-        if other.case.backend == REFERENCE:
-            return other.time / row.time
+        if other.case.backend == reference and row.best.time > 0:
+            return other.best.time / row.best.time
     return None
 
 
+def _share(row: Measurement, rows: Sequence[Measurement]) -> str:
+    share = ratio(row, rows, BOUND)
+    return _ABSENT if share is None else f"{100 * share:.1f} %"
+
+
+def _number(value: float, width: int, decimals: int) -> str:
+    """As many decimals as make sense, or as there is room for."""
+    texts = [f"{value:.{places}f}" for places in range(decimals, -1, -1)]
+    return next((text for text in texts if len(text) <= width), texts[-1])
+
+
+def _timing_cells(row: Measurement, timing: Timing | None) -> list[str]:
+    if timing is None:
+        return [_ABSENT] * len(_TIMING)
+    cells = [_number(timing.time, 9, 2)]
+    cells += [_number(value, 7, 3) for value in (row.algbw(timing), row.busbw(timing))]
+    return [*cells, "N/A" if timing.wrong is None else str(timing.wrong)]
+
+
+def _redop(row: Measurement) -> str:
+    return row.task.op if row.task.operation.reduces else "none"
+
+
+def _root(row: Measurement) -> int:
+    return row.task.root if row.task.operation.rooted else -1
+
+
 def format_rows(rows: Sequence[Measurement]) -> str:
-    """Returns the lines of one size."""
+    """Returns the lines of one task."""
     lines = []
     for row in rows:
         faster = ratio(row, rows)
-        cells = [str(row.size), str(row.count), row.dtype, row.op, "-1"]
-        cells += [row.case.backend, row.case.memory, f"{row.time:.2f}"]
-        cells += [f"{row.algbw:.3f}", f"{row.busbw:.3f}", str(row.wrong)]
-        cells.append("-" if faster is None else f"{faster:.2f}")
+        cells = [str(row.size), str(row.task.count), row.task.dtype, _redop(row), str(_root(row))]
+        for place in PLACES:
+            cells += _timing_cells(row, row.timing(place))
+        cells += [row.case.algorithm or row.case.backend, row.case.memory or _ABSENT]
+        cells += [_ABSENT if faster is None else f"{faster:.2f}", _share(row, rows)]
         lines.append(_line(cells))
     return "\n".join(lines)
 
 
-def _by_case(sizes: Sequence[Sequence[Measurement]]) -> dict[Case, list[Measurement]]:
-    result: dict[Case, list[Measurement]] = {}
-    for rows in sizes:
-        for row in rows:
-            result.setdefault(row.case, []).append(row)
-    return result
-
-
-def count_wrong(sizes: Sequence[Sequence[Measurement]]) -> int:
+def count_wrong(tasks: Sequence[Sequence[Measurement]]) -> int:
     """Returns the number of wrong elements of all rows."""
-    return sum(row.wrong for rows in sizes for row in rows)
+    return sum(row.wrong for rows in tasks for row in rows)
 
 
-def _average_busbw(rows: Sequence[Measurement]) -> float:
-    return sum(row.busbw for row in rows) / len(rows)
+def _average_busbw(tasks: Sequence[Sequence[Measurement]]) -> dict[Case, float]:
+    bandwidths: dict[Case, list[float]] = {}
+    for row in (row for rows in tasks for row in rows):
+        timings = [timing for place in PLACES if (timing := row.timing(place)) is not None]
+        bandwidths.setdefault(row.case, []).extend(row.busbw(timing) for timing in timings)
+    return {case: sum(values) / len(values) for case, values in bandwidths.items()}
 
 
-def footer(sizes: Sequence[Sequence[Measurement]]) -> str:
+def footer(tasks: Sequence[Sequence[Measurement]]) -> str:
     """Returns the lines below the table."""
-    wrong = count_wrong(sizes)
+    wrong = count_wrong(tasks)
     lines = [f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"]
-    for case, rows in _by_case(sizes).items():
-        average = _average_busbw(rows)
-        lines.append(f"# Avg bus bandwidth    : {average:.4f} ({case.backend}, {case.memory})")
+    for case, average in _average_busbw(tasks).items():
+        parts = (case.backend, case.memory, case.algorithm)
+        name = ", ".join(part for part in parts if part)
+        lines.append(f"# Avg bus bandwidth    : {average:.4f} ({name})")
     return "\n".join(lines)
 
 
+def _place_as_json(row: Measurement, timing: Timing) -> dict[str, Any]:
+    return {
+        "time": timing.time,
+        "alg_bw": row.algbw(timing),
+        "bus_bw": row.busbw(timing),
+        "nwrong": timing.wrong,
+        "p50": timing.time,
+        "p95": timing.percentile(0.95),
+        "p99": timing.percentile(0.99),
+        "calls": len(timing.microseconds),
+    }
+
+
+def _calls_as_json(timing: Timing, every_call: bool) -> dict[str, Any]:
+    times = timing.microseconds
+    average, deviation = statistics.fmean(times), statistics.pstdev(times)
+    return {
+        "min_us": min(times),
+        "max_us": max(times),
+        "avg_us": average,
+        "p50_us": timing.time,
+        "p95_us": timing.percentile(0.95),
+        "p99_us": timing.percentile(0.99),
+        "stdev_us": deviation,
+        "cv_pct": 100 * deviation / average if average else 0.0,
+        **({"times_us": times} if every_call else {}),
+    }
+
+
+def _row_as_json(row: Measurement, rows: Sequence[Measurement], every_call: bool) -> dict[str, Any]:
+    case, task = row.case, row.task
+    result: dict[str, Any] = {"size": row.size, "count": task.count, "type": task.dtype}
+    result |= {"redop": _redop(row), "root": _root(row), "collective": task.collective}
+    result |= {"backend": case.backend, "memory": case.memory, "algorithm": case.algorithm}
+    result |= {"offset": task.offset}
+    for place in PLACES:
+        timing = row.timing(place)
+        result[place] = None if timing is None else _place_as_json(row, timing)
+        if timing is not None:
+            result[f"{place}_per_iter"] = _calls_as_json(timing, every_call)
+    result[f"x_{REFERENCE}"] = ratio(row, rows)
+    result[f"of_{BOUND}"] = ratio(row, rows, BOUND)
+    return result
+
+
 def as_json(
-    sizes: Sequence[Sequence[Measurement]], layout: Sequence[int], start: str, description: str
+    tasks: Sequence[Sequence[Measurement]], about: dict[str, Any], every_call: bool = False
 ) -> dict[str, Any]:
-    """Returns everything that was measured, and where."""
-    results = []
-    for rows in sizes:
-        for row in rows:
-            in_place = {
-                "time": row.time,
-                "alg_bw": row.algbw,
-                "bus_bw": row.busbw,
-                "nwrong": row.wrong,
-                "p50": row.time,
-                "p95": row.percentile(0.95),
-                "p99": row.percentile(0.99),
-                "calls": len(row.microseconds),
-            }
-            result = {"size": row.size, "count": row.count, "type": row.dtype, "redop": row.op}
-            result |= {"root": -1, "backend": row.case.backend, "memory": row.case.memory}
-            results.append(result | {"in_place": in_place, f"x_{REFERENCE}": ratio(row, rows)})
-    wrong = count_wrong(sizes)
+    """Returns everything that was measured.
+
+    Args:
+        tasks: the rows of each.
+        about: when, where and how it was measured; goes before the results.
+        every_call: the time of each call too.
+    """
+    wrong = count_wrong(tasks)
     return {
         "version": 3,
-        "start_time": start,
-        "args": ["smddp.bench", *sys.argv[1:]],
-        "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("SMDDP_", "OMP_"))},
-        "config": {
-            "ranks": sum(layout),
-            "ranks_of_nodes": list(layout),
-            "cores": os.cpu_count(),
-            "machine": platform.machine(),
-            "torch": torch.__version__,
-            "smddp": _load.load().build_info(),
-            "description": description,
-        },
-        "results": results,
+        **about,
+        "results": [_row_as_json(row, rows, every_call) for rows in tasks for row in rows],
         "out_of_bounds": {"count": wrong, "okay": wrong == 0},
         "average_bus_bandwidth": [
-            {"backend": case.backend, "memory": case.memory, "bandwidth": _average_busbw(rows)}
-            for case, rows in _by_case(sizes).items()
+            {**dataclasses.asdict(case), "bandwidth": bandwidth}
+            for case, bandwidth in _average_busbw(tasks).items()
         ],
     }

@@ -1,0 +1,193 @@
+"""What the hardware allows: rows of the table that no library can pass.
+
+On one node an allreduce is bounded by the bare loop that sums the vectors of all ranks where they
+lie in shared memory, other collectives by copying what a rank receives. Between nodes it is the
+link: a node has to send and receive 2 (N - 1) / N of the vector.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smddp import _load
+from smddp.bench.contender import Unable
+from smddp.bench.operations import Task
+
+__all__ = ["BoundContender", "copy_rate", "link_rate"]
+
+_COPIED = 16 << 20  # beyond most caches, as gradients are
+_STREAMED = 64 << 20
+_PATIENCE = 60.0
+
+
+def _median_of_slowest(action: Callable[[], Any], times: int = 5) -> float:
+    """Returns the seconds an action takes on the slowest rank when all do it at once."""
+    seconds = []
+    for _ in range(times + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(seconds[1:], dtype=torch.float64)  # the first one touches the memory
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest.median())
+
+
+def _copying(count: int) -> Callable[[], None]:
+    """Returns what copies so many bytes; costs less than a call of torch that does nothing."""
+    source, target = memoryview(bytearray(count)), memoryview(bytearray(count))
+
+    def copy() -> None:
+        target[:] = source
+
+    return copy
+
+
+def copy_rate() -> float:
+    """Returns the GB/s that every rank copies while all others do."""
+    return _COPIED / _median_of_slowest(_copying(_COPIED)) / 1e9
+
+
+def link_rate(nodes: list[int]) -> float | None:
+    """Returns the GB/s of one TCP stream from the second node to the first.
+
+    Args:
+        nodes: the node of each rank.
+
+    Returns:
+        None on one node, and where no stream can be made.
+    """
+    if max(nodes) == 0:
+        return None
+    receiver, sender = nodes.index(0), nodes.index(1)
+    rank = dist.get_rank()
+    server = socket.create_server(("", 0)) if rank == receiver else None
+    # Every rank reached this host by that name when the job began.
+    port = server.getsockname()[1] if server is not None else 0
+    address: list[Any] = [(os.environ["MASTER_ADDR"], port)]
+    dist.broadcast_object_list(address, receiver)
+    rate = 0.0
+    try:
+        if server is not None:
+            with server:
+                server.settimeout(_PATIENCE)
+                rate = _receive(server.accept()[0])
+        elif rank == sender:
+            with socket.create_connection(address[0], timeout=_PATIENCE) as stream:
+                stream.sendall(bytes(_STREAMED))
+    except OSError as error:
+        print(f"smddp.bench: the link cannot be measured: {error}", file=sys.stderr)
+    found = torch.tensor([rate], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found) or None
+
+
+def _receive(stream: socket.socket) -> float:
+    """Returns the GB/s of the last three quarters of a stream."""
+    with stream:
+        stream.settimeout(_PATIENCE)
+        block = bytearray(1 << 20)
+        received, counted_from, start = 0, 0, 0.0
+        while received < _STREAMED:
+            got = stream.recv_into(block)
+            if got == 0:
+                raise OSError("the stream ended early")
+            received += got
+            # TCP begins slower than it goes on, a shaper faster.
+            if counted_from == 0 and received >= _STREAMED // 4:
+                counted_from, start = received, time.perf_counter()
+        return (received - counted_from) / (time.perf_counter() - start) / 1e9
+
+
+class _SharedVectors:
+    """A vector of each rank of one node, mapped by all; gone with the last process."""
+
+    def __init__(self, count: int) -> None:
+        descriptor = os.memfd_create("bench")
+        os.ftruncate(descriptor, max(count, 1) * 4)
+        paths: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}")
+        self._vectors: list[memoryview[Any]] = []
+        for path in paths:
+            theirs = os.open(path, os.O_RDWR)
+            self._vectors.append(memoryview(mmap.mmap(theirs, max(count, 1) * 4)).cast("f"))
+            os.close(theirs)
+        dist.barrier()  # nobody closes what another one has yet to open
+        os.close(descriptor)
+
+    def slices(self, count: int) -> list[memoryview[Any]]:
+        """Returns this rank's part of the first `count` elements of all vectors."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        # Whole cache lines: ranks should not write to the same one.
+        share = -(-count // (16 * size)) * 16
+        begin, end = min(rank * share, count), min((rank + 1) * share, count)
+        return [vector[begin:end] for vector in self._vectors]
+
+
+class BoundContender:
+    """The rows of the bounds.
+
+    Args:
+        nodes: the node of each rank.
+        largest: bytes of the largest buffer that will be asked for.
+        link: GB/s between nodes, None on one node.
+    """
+
+    def __init__(self, nodes: list[int], largest: int, link: float | None) -> None:
+        self._num_nodes = max(nodes) + 1
+        self._link = link
+        one_node = self._num_nodes == 1 and len(nodes) > 1
+        self._vectors = _SharedVectors(-(-largest // 4)) if one_node else None
+        self._action: Callable[[], Any] | None = None
+        self._constant = 0.0
+
+    def prepare(self, task: Task) -> list[str]:
+        """See Contender."""
+        from smddp.bench.torch_calls import DTYPES
+
+        block = task.count * DTYPES[task.dtype].itemsize
+        operation, ranks = task.operation, dist.get_world_size()
+        self._action, self._constant = None, 0.0
+        if self._num_nodes > 1:
+            if task.collective != "allreduce" or self._link is None:
+                raise Unable("between nodes it is known for allreduce only")
+            share = 2 * (self._num_nodes - 1) / self._num_nodes
+            self._constant = share * block / self._link / 1e3
+        elif task.collective == "allreduce" and self._vectors is not None:
+            slices = self._vectors.slices(-(-block // 4))
+            add = _load.load().sum_in_place
+            self._action = lambda: add(slices)
+        elif task.collective in ("reduce", "reduce_scatter", "barrier") or ranks == 1:
+            raise Unable("it is known for what copies, and for allreduce")
+        else:
+            received = block * (ranks if operation.blocks_out else 1)
+            self._action = _copying(received)
+        return ["in_place" if operation.in_place else "out_of_place"]
+
+    def time(self, place: str, calls: int) -> list[float]:
+        """See Contender."""
+        if self._action is None:
+            return [self._constant] * calls
+        self._action()
+        dist.barrier()
+        times = []
+        for _ in range(calls):
+            start = time.perf_counter_ns()
+            self._action()
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        slowest = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return [float(value) for value in slowest]
+
+    def wrong(self, place: str, shift: int) -> int | None:
+        """See Contender."""
+        return None

@@ -1,0 +1,205 @@
+"""Measures training steps with DDP or FSDP: `python -m smddp.bench ddp`.
+
+The same model is wrapped once for each backend, and once for steps that communicate nothing; they
+take turns, a few steps each. One step is zero_grad, forward, backward and SGD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smddp.bench.about import about
+from smddp.bench.launch import complete_rendezvous, is_rank, launch
+from smddp.bench.models import MODELS, Trainee, sleeper
+from smddp.bench.steps import NOTHING, Amount, Row, measure
+from smddp.plan import parse_nodes
+
+__all__ = ["main"]
+
+_BACKENDS = ("smddp", "gloo")
+
+
+_COLUMNS = (
+    ("model", 12), ("parameters", 11), ("ranks", 6), ("backend", 8), ("step", 9), ("p95", 9),
+    ("steps/s", 8), (f"x {NOTHING}", 7), ("scaling", 8), ("hidden", 7), ("gradients", 10),
+)  # fmt: skip
+
+
+def _header() -> str:
+    units = {"step": "(ms)", "p95": "(ms)", "scaling": "(of one)"}
+    names = "#" + "".join(name.rjust(width) for name, width in _COLUMNS)
+    return names + "\n#" + "".join(units.get(name, "").rjust(width) for name, width in _COLUMNS)
+
+
+def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
+    alone = next(other.step for other in rows if other.backend == NOTHING)
+    p95 = sorted(row.milliseconds)[
+        min(len(row.milliseconds) - 1, int(0.95 * len(row.milliseconds)))
+    ]
+    hidden = "-" if row.hidden is None else f"{100 * row.hidden:.0f} %"
+    gradients = "-" if row.right is None else ("right" if row.right else "WRONG")
+    return [
+        row.model, str(row.parameters), str(row.ranks), row.backend, f"{row.step:.2f}",
+        f"{p95:.2f}", f"{1e3 / row.step:.2f}", f"{row.step / alone:.3f}",
+        f"{row.ranks * alone / row.step:.2f}", hidden, gradients,
+    ]  # fmt: skip
+
+
+def _format(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        cells = zip(_cells(row, rows), _COLUMNS, strict=True)
+        lines.append(" " + "".join(cell.rjust(width) for cell, (_, width) in cells))
+    return "\n".join(lines)
+
+
+def _as_json(models: Sequence[Sequence[Row]], start: str) -> dict[str, Any]:
+    results = []
+    for rows in models:
+        alone = next(row.step for row in rows if row.backend == NOTHING)
+        for row in rows:
+            result = dataclasses.asdict(row) | {"step_ms": row.step, "steps_per_s": 1e3 / row.step}
+            results.append(result | {f"x_{NOTHING}": row.step / alone})
+    return {"version": 1, **about(start), "results": results}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m smddp.bench ddp",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--ranks", type=int, default=2, help="on this machine (default 2)")
+    where.add_argument("--nodes", help="ranks that play several nodes, as 2x2 or 8x1")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--backends",
+        default=",".join(_BACKENDS),
+        help=f"beside no communication; of {', '.join(_BACKENDS)} (default both)",
+    )
+    parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="default ddp")
+    parser.add_argument(
+        "--sleep",
+        type=float,
+        metavar="MS",
+        help="instead of the models one whose compute is so many milliseconds of sleep",
+    )
+    parser.add_argument(
+        "--sleep-parameters",
+        type=int,
+        default=4 << 20,
+        metavar="COUNT",
+        help="of that model (default 4194304, which is 16 MiB of gradients)",
+    )
+    parser.add_argument(
+        "--bucket-mib",
+        type=float,
+        help="size of DDP's buckets (default: torch's own, 25; with --sleep one layer of eight)",
+    )
+    parser.add_argument("--seconds", type=float, default=5, help="about, per row (default 5)")
+    parser.add_argument("--steps", type=int, help="per row, instead")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
+    parser.add_argument(
+        "--limit", type=float, default=900, help="seconds after which the ranks are ended"
+    )
+    return parser
+
+
+def _check(options: argparse.Namespace) -> list[int]:
+    """Splits lists; returns the ranks of each node.
+
+    Raises:
+        ValueError: what was asked for cannot be.
+    """
+    options.models, options.backends = options.models.split(","), options.backends.split(",")
+    for asked, known, name in (
+        (options.models, list(MODELS), "--models"),
+        (options.backends, list(_BACKENDS), "--backends"),
+    ):
+        for each in asked:
+            if each not in known:
+                raise ValueError(f"{name} {each!r} is unknown; use {', '.join(known)}")
+        if len(set(asked)) < len(asked):
+            raise ValueError(f"{name} {','.join(asked)} names one twice")
+    if options.sleep is not None and not (math.isfinite(options.sleep) and options.sleep > 0):
+        raise ValueError("--sleep must be positive")
+    if options.sleep_parameters < 8:
+        raise ValueError("--sleep-parameters must be at least 8")
+    if options.sleep is not None and options.bucket_mib is None:
+        options.bucket_mib = options.sleep_parameters * 4 / 8 / 2**20
+    if options.bucket_mib is not None and not options.bucket_mib > 0:
+        raise ValueError("--bucket-mib must be positive")
+    if not (math.isfinite(options.seconds) and options.seconds > 0):
+        raise ValueError("--seconds must be positive")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ValueError(f"{options.json}: there is no such folder")
+    if options.nodes is not None:
+        return [len(node) for node in parse_nodes(options.nodes)]
+    if options.ranks < 1:
+        raise ValueError("--ranks must be at least 1")
+    return [options.ranks]
+
+
+def _models(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Trainee]]]:
+    if options.sleep is not None:
+        yield "sleep", sleeper(options.sleep / 1e3, options.sleep_parameters)
+        return
+    for name in options.models:
+        yield name, MODELS[name]
+
+
+def _amount(options: argparse.Namespace) -> Amount:
+    return Amount(
+        options.backends, options.parallel, options.bucket_mib, options.seconds, options.steps
+    )
+
+
+def _be_rank(options: argparse.Namespace) -> int:
+    start = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    complete_rendezvous()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)  # ranks share the machine
+    speaks = dist.get_rank() == 0
+    if speaks:
+        print(
+            f"# {options.parallel} steps, median, each on its slowest rank\n{_header()}", flush=True
+        )
+    models = []
+    for name, make in _models(options):
+        rows = measure(name, make, _amount(options))
+        models.append(rows)
+        if speaks:
+            print(_format(rows), flush=True)
+    if speaks and options.json is not None:
+        options.json.write_text(json.dumps(_as_json(models, start), indent=2) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 1 if any(row.right is False for rows in models for row in rows) else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the benchmark; returns 1 when it failed or gradients were wrong, 2 for bad arguments."""
+    options = _parser().parse_args(arguments)
+    # The profiler otherwise tells everybody that it starts, and that there is no GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    try:
+        layout = _check(options)
+    except ValueError as error:
+        print(f"smddp.bench: {error}", file=sys.stderr)
+        return 2
+    if not is_rank():
+        return launch(layout, ["ddp", *arguments], options.limit)
+    return _be_rank(options)

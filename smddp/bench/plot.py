@@ -1,0 +1,78 @@
+"""The table as a picture: time and bus bandwidth over the size, a line for each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from smddp.bench.measure import Case, Measurement
+from smddp.bench.table import BOUND
+
+__all__ = ["FORMATS", "draw", "unavailable"]
+
+FORMATS = (".png", ".svg")
+
+
+def unavailable(file: Path) -> str | None:
+    """Returns why nothing can be drawn into this file; None if it can."""
+    if file.suffix not in FORMATS:
+        return f"--plot {file}: draws {' and '.join(FORMATS)} only"
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return "--plot needs matplotlib: pip install matplotlib"
+    return None
+
+
+def _label(case: Case) -> str:
+    if case.backend == BOUND:
+        return "what the hardware allows"
+    extra = case.algorithm or ("" if case.memory == "ordinary" else f"{case.memory} memory")
+    return f"{case.backend}, {extra}" if extra else case.backend
+
+
+def _style(case: Case, number: int) -> dict[str, str]:
+    """The same line for a case in every picture."""
+    if case.backend == BOUND:
+        return {"linestyle": ":", "color": "black"}
+    return {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+
+
+def draw(tasks: Sequence[Sequence[Measurement]], title: str, file: Path) -> None:
+    """Draws a row of two pictures for each collective.
+
+    Args:
+        tasks: the rows of each task.
+        title: above everything.
+        file: its name ends in one of FORMATS.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines: dict[str, dict[Case, list[Measurement]]] = {}
+    for row in (row for rows in tasks for row in rows):
+        lines.setdefault(row.task.collective, {}).setdefault(row.case, []).append(row)
+    every_case = dict.fromkeys(case for cases in lines.values() for case in cases)
+    styles = {case: _style(case, number) for number, case in enumerate(every_case)}
+    figure, grid = pyplot.subplots(
+        len(lines), 2, figsize=(11, 4 * len(lines) + 0.5), squeeze=False, layout="constrained"
+    )
+    for (collective, cases), (times, bandwidths) in zip(lines.items(), grid, strict=True):
+        for case, rows in cases.items():
+            style = styles[case]
+            sizes = [max(row.size, 1) for row in rows]
+            for axes, values in (
+                (times, [row.best.time for row in rows]),
+                (bandwidths, [row.busbw(row.best) for row in rows]),
+            ):
+                axes.plot(sizes, values, marker=".", label=_label(case), **style)
+        times.set(title=collective, xscale="log", yscale="log", xlabel="bytes", ylabel="µs")
+        bandwidths.set(title=collective, xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
+        times.legend()
+        for axes in (times, bandwidths):
+            axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

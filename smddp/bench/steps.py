@@ -1,0 +1,224 @@
+"""What a rank does to measure training steps: the contenders, their turns, and checks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from smddp.bench.models import Trainee
+
+__all__ = ["NOTHING", "Amount", "Row", "hidden_share", "measure"]
+
+NOTHING = "none"  # no communication
+_ROUNDS = 5
+_PROFILED = 3
+_SEED = 1234
+
+
+@dataclasses.dataclass(frozen=True)
+class Amount:
+    """How a model is wrapped, and how often it is trained."""
+
+    backends: Sequence[str]
+    parallel: str  # "ddp" or "fsdp"
+    bucket_mib: float | None  # None: torch's default
+    seconds: float  # per backend, about
+    steps: int | None  # instead of `seconds`
+
+
+@dataclasses.dataclass
+class Row:
+    """One model with one backend."""
+
+    model: str
+    parameters: int
+    ranks: int
+    backend: str
+    milliseconds: list[float]  # of each step, on its slowest rank
+    hidden: float | None = None  # share of the communication that compute covers
+    right: bool | None = None  # the first step's gradients
+
+    @property
+    def step(self) -> float:
+        """The median in milliseconds."""
+        return statistics.median(self.milliseconds)
+
+
+class _Contender:
+    """The model under one backend. Needs a default group."""
+
+    def __init__(self, trainee: Trainee, backend: str, amount: Amount) -> None:
+        self.trainee = trainee
+        self.backend = backend
+        self.synchronised = backend != NOTHING
+        self.group = dist.new_group(backend=backend if self.synchronised else "gloo")
+        self.model: nn.Module
+        if amount.parallel == "ddp":
+            # Without communication it does everything else that DDP does.
+            self.model = DistributedDataParallel(
+                trainee.model,
+                process_group=self.group,
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=amount.bucket_mib,
+            )
+        elif self.synchronised:
+            self.model = _sharded(trainee.model, self.group)
+        else:
+            self.model = trainee.model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+
+    def step(self) -> None:
+        """Trains once."""
+        self.optimizer.zero_grad()
+        quiet = isinstance(self.model, DistributedDataParallel) and not self.synchronised
+        with self.model.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
+            output = self.model(self.trainee.batch)
+            self.trainee.loss(output).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the whole gradients of the last step."""
+        found = [p.grad for p in self.model.parameters() if p.grad is not None]
+        whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
+        return [gradient.detach().clone() for gradient in whole]
+
+
+def _sharded(model: nn.Module, group: Any) -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in model.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _union(ranges: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(ranges):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def hidden_share(
+    communication: Sequence[tuple[float, float]], compute: Sequence[tuple[float, float]]
+) -> float | None:
+    """Returns the share of the time of communication in which something is computed as well.
+
+    Args:
+        communication: beginning and end of each operation.
+        compute: the same of each function that computes.
+
+    Returns:
+        None when there was no communication.
+    """
+    total = covered = 0.0
+    busy = _union(compute)
+    for begin, end in _union(communication):
+        total += end - begin
+        covered += sum(max(0.0, min(end, e) - max(begin, b)) for b, e in busy)
+    return covered / total if total > 0 else None
+
+
+def _profile(contender: _Contender) -> float | None:
+    """Returns the hidden share of a few steps, from the ranges of the profiler."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(_PROFILED):
+            contender.step()
+    communication, compute = [], []
+    for event in profiler.events() or []:
+        span = (event.time_range.start, event.time_range.end)
+        if event.name.startswith(f"{contender.backend}:"):
+            communication.append(span)
+        # Accumulating a gradient is what calls DDP, and so communicates itself.
+        elif "evaluate_function" in event.name and "AccumulateGrad" not in event.name:
+            compute.append(span)
+    return hidden_share(communication, compute)
+
+
+def _right(contender: _Contender, oracle: Sequence[torch.Tensor]) -> bool:
+    gradients = contender.gradients()
+    same = len(gradients) == len(oracle) and all(
+        torch.allclose(mine, right, rtol=1e-4, atol=1e-6 + 1e-4 * float(right.abs().max()))
+        for mine, right in zip(gradients, oracle, strict=False)
+    )
+    worst = torch.tensor(int(same))
+    dist.all_reduce(worst, dist.ReduceOp.MIN)
+    return bool(worst)
+
+
+def _check_first_step(contenders: Sequence[_Contender]) -> dict[str, bool]:
+    """Compares gradients with the mean of those of the ranks, which gloo makes."""
+    for contender in contenders:
+        contender.step()
+    oracle = next(c for c in contenders if not c.synchronised).gradients()
+    for gradient in oracle:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return {c.backend: _right(c, oracle) for c in contenders if c.synchronised}
+
+
+def _time(contender: _Contender, steps: int) -> list[float]:
+    dist.barrier()
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        contender.step()
+        times.append((time.perf_counter() - start) * 1e3)
+    slowest = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return [float(value) for value in slowest]
+
+
+def measure(name: str, make: Callable[[], Trainee], amount: Amount) -> list[Row]:
+    """Measures one model with every backend and without any; all ranks call it."""
+    contenders = []
+    for backend in [*amount.backends, NOTHING]:
+        torch.manual_seed(_SEED)  # the same model everywhere …
+        trainee = make()
+        torch.manual_seed(_SEED + 1 + dist.get_rank())  # … and other data on every rank
+        batch = trainee.batch
+        trainee.batch = (
+            torch.randn_like(batch)
+            if batch.is_floating_point()
+            else torch.randint_like(batch, 0, 8192)
+        ).requires_grad_(batch.requires_grad)
+        contenders.append(_Contender(trainee, backend, amount))
+    parameters = sum(p.numel() for p in contenders[-1].trainee.model.parameters())
+    right = _check_first_step(contenders)
+    rows = {
+        c.backend: Row(name, parameters, dist.get_world_size(), c.backend, []) for c in contenders
+    }
+    # The first steps allocate; the last of them tells how many are worth while.
+    steps = {c.backend: _steps(amount, _time(c, 3)[-1]) for c in contenders}
+    for _ in range(_ROUNDS):
+        for contender in contenders:
+            times = _time(contender, steps[contender.backend])
+            rows[contender.backend].milliseconds += times
+    for contender in contenders:
+        row = rows[contender.backend]
+        row.right = right.get(contender.backend)
+        if contender.synchronised and amount.parallel == "ddp":
+            row.hidden = _profile(contender)
+    return list(rows.values())
+
+
+def _steps(amount: Amount, milliseconds: float) -> int:
+    if amount.steps is not None:
+        return int(max(1, amount.steps // _ROUNDS))
+    return max(1, int(amount.seconds * 1e3 / milliseconds / _ROUNDS))

@@ -1,0 +1,262 @@
+"""Collectives through torch.distributed, whatever the backend."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import smddp
+from smddp import _load
+from smddp.bench.contender import PLACES, Unable
+from smddp.bench.operations import Task, contribution, result
+
+__all__ = ["DTYPES", "OPS", "TorchContender", "preferring"]
+
+DTYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "cfloat": torch.complex64,
+    "cdouble": torch.complex128,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "uint64": torch.uint64,
+    "bool": torch.bool,
+}
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "avg": dist.ReduceOp.AVG,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+# What backends say in different words when they cannot do a call; nothing has moved then.
+_REFUSALS = ("not support", "unsupported", "not implement", "invalid scalar", "unhandled")
+
+
+def preferring(algorithm: str) -> str:
+    """Returns SMDDP_ALGORITHM for one that is taken where it can serve ("allreduce/ring")."""
+    collective, name = algorithm.split("/")
+    known = [row[1] for row in _load.load().list_algorithms() if row[0] == collective]
+    # The others, last one first: those for few bytes, which copy before anybody knows where the
+    # buffers lie, come first in the library's table and would then serve every memory alike.
+    order = [name, *(other for other in reversed(known) if other != name)]
+    return ",".join(f"{collective}={each}" for each in order)
+
+
+class TorchContender:
+    """A group of one backend, which it makes, and the tensors of the task.
+
+    Args:
+        backend: as for new_group().
+        memory: "ordinary", or "communication" for tensors from smddp.empty().
+        algorithm: of smddp, as statistics() names it ("allreduce/ring"); empty: what it chooses.
+    """
+
+    def __init__(self, backend: str, memory: str, algorithm: str = "") -> None:
+        if backend == "fake":
+            # Registers it: a backend that does nothing, and so shows what torch itself takes.
+            importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        options = smddp.GroupOptions(algorithm=preferring(algorithm)) if algorithm else None
+        group = dist.new_group(backend=backend, pg_options=options)
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        self.group = group
+        self._algorithm = algorithm
+        self._moves_data = backend != "fake"
+        self._communication = memory == "communication"
+        self._cuda = backend == "nccl"
+        if self._cuda:
+            torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        self._calls: dict[str, Callable[[], None]] = {}
+        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def prepare(self, task: Task) -> list[str]:
+        """See Contender."""
+        self._calls.clear()
+        self._buffers.clear()  # before others take their place
+        self._task = task
+        for place in PLACES:
+            if place == "in_place" and not task.operation.in_place:
+                continue
+            self._buffers[place] = self._allocate(place)
+            self._calls[place] = self._call(*self._buffers[place], copies=place == PLACES[0])
+            self._agree(self._attempt(place))
+        return list(self._calls)
+
+    def _attempt(self, place: str) -> str:
+        """Calls once; returns why this backend cannot."""
+        self._clear(place)
+        before = self._uses()
+        try:
+            self._calls[place]()
+        except (NotImplementedError, TypeError, ValueError) as error:
+            return str(error) or type(error).__name__
+        except RuntimeError as error:
+            text = str(error)
+            if not any(refusal in text.lower() for refusal in _REFUSALS):
+                raise
+            return text
+        if self._algorithm and before == self._uses():
+            return f"{self._algorithm} cannot serve it"
+        return ""
+
+    def _uses(self) -> int:
+        """Returns how often the algorithm ran so far."""
+        use = smddp.statistics(self.group).get(self._algorithm) if self._algorithm else None
+        return use["calls"] if use is not None else 0
+
+    def _agree(self, reason: str) -> None:
+        refused = torch.tensor(int(bool(reason)))
+        dist.all_reduce(refused, dist.ReduceOp.MAX)
+        if refused:
+            raise Unable(reason.splitlines()[0] if reason else "another rank refused")
+
+    def _empty(self, count: int) -> torch.Tensor:
+        dtype, offset = DTYPES[self._task.dtype], self._task.offset
+        if self._communication:
+            whole = smddp.empty(count + offset, dtype=dtype)
+        else:
+            whole = torch.empty(count + offset, dtype=dtype, device="cuda" if self._cuda else "cpu")
+        return whole[offset:]
+
+    def _allocate(self, place: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns input and output."""
+        task, size, rank = self._task, dist.get_world_size(), dist.get_rank()
+        operation, count = task.operation, task.count
+        inputs = count * (size if operation.blocks_in else 1)
+        outputs = count * (size if operation.blocks_out else 1)
+        if place == "out_of_place":
+            return self._empty(inputs), self._empty(outputs)
+        whole = self._empty(max(inputs, outputs))
+        mine = whole[rank * count : (rank + 1) * count]
+        return (
+            mine if inputs < outputs else whole,
+            mine if outputs < inputs else whole,
+        )
+
+    def _call(self, given: torch.Tensor, out: torch.Tensor, copies: bool) -> Callable[[], None]:
+        """Returns the call, with all that can be prepared done."""
+        task, group, size = self._task, self.group, dist.get_world_size()
+        op, root, at_root = OPS[task.op], task.root, task.root == dist.get_rank()
+
+        def after_copy(call: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
+            # Torch has these in place only: whoever wants to keep the input copies it.
+            def run() -> Any:
+                out.copy_(given)
+                call(out)
+
+            return run if copies else lambda: call(out)
+
+        def blocks(tensor: torch.Tensor) -> list[torch.Tensor]:
+            return list(tensor.view(size, -1).unbind(0))
+
+        calls: dict[str, Callable[[], Callable[[], Any]]] = {
+            "allreduce": lambda: after_copy(lambda t: dist.all_reduce(t, op, group)),
+            "reduce": lambda: after_copy(lambda t: dist.reduce(t, root, op, group)),
+            "broadcast": lambda: after_copy(lambda t: dist.broadcast(t, root, group)),
+            "all_gather": lambda: _bind(dist.all_gather, blocks(out), given, group),
+            "all_gather_into_tensor": lambda: _bind(dist.all_gather_into_tensor, out, given, group),
+            "reduce_scatter": lambda: _bind(dist.reduce_scatter_tensor, out, given, op, group),
+            "gather": lambda: _bind(
+                dist.gather, given, blocks(out) if at_root else None, root, group
+            ),
+            "scatter": lambda: _bind(
+                dist.scatter, out, blocks(given) if at_root else None, root, group
+            ),
+            "all_to_all": lambda: _bind(dist.all_to_all_single, out, given, None, None, group),
+            "sendrecv": lambda: _bind(_send_and_receive, out, given, group),
+            "barrier": lambda: _bind(dist.barrier, group),
+        }
+        call = calls[task.collective]()
+        if not self._cuda:
+            return call
+
+        def synchronous() -> None:
+            call()
+            torch.cuda.synchronize()
+
+        return synchronous
+
+    def _clear(self, place: str) -> None:
+        for tensor in self._buffers[place]:
+            tensor.zero_()  # stays zero: repeated sums of anything else overflow
+
+    def time(self, place: str, calls: int) -> list[float]:
+        """See Contender."""
+        self._clear(place)
+        call = self._calls[place]
+        dist.barrier()
+        call()  # nobody is late for the first one that counts
+        times = []
+        for _ in range(calls):
+            start = time.perf_counter_ns()
+            call()
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        slowest = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return [float(value) for value in slowest]
+
+    def wrong(self, place: str, shift: int) -> int | None:
+        """See Contender."""
+        task, size, rank = self._task, dist.get_world_size(), dist.get_rank()
+        if not self._moves_data or task.collective == "barrier":
+            return None
+        given, out = self._buffers[place]
+        out.zero_()
+        blocks = size if task.operation.blocks_in else 1
+        data = [contribution(task, rank, block, shift) for block in range(blocks)]
+        given.copy_(_tiled(data, task.count, given.dtype))
+        self._calls[place]()
+        wrong = torch.zeros((), dtype=torch.int64)
+        right = result(task, size, rank, shift)
+        if right is not None:
+            wrong += _differing(out.cpu(), _tiled(right, task.count, torch.float64))
+        dist.all_reduce(wrong)
+        return int(wrong)
+
+
+def _bind(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    return lambda: function(*arguments)
+
+
+def _send_and_receive(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    receiving = dist.irecv(out, (rank - 1) % size, group)
+    sending = dist.isend(given, (rank + 1) % size, group)
+    assert receiving is not None
+    assert sending is not None
+    receiving.wait()
+    sending.wait()
+
+
+def _tiled(blocks: list[Any], count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns blocks of `count` elements, each filled by repeating its period."""
+    periods = torch.tensor(blocks, dtype=torch.float64).to(dtype)
+    times = -(-count // periods.shape[1])
+    return periods.repeat(1, times)[:, :count].reshape(-1)
+
+
+def _differing(out: torch.Tensor, right: torch.Tensor) -> int:
+    if out.dtype.is_floating_point or out.dtype.is_complex:
+        # Exact, but for averages of ranks that are no power of two.
+        wide = out.to(torch.complex128 if out.dtype.is_complex else torch.float64)
+        same = torch.isclose(
+            wide, right.to(wide.dtype), rtol=4 * torch.finfo(out.dtype).eps, atol=0
+        )
+    else:
+        same = out == right.to(out.dtype)
+    return out.numel() - int(same.sum())

@@ -1,0 +1,194 @@
+"""Which algorithm serves a call: what was measured, what a group asks for, what all agree on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import smddp
+from smddp.bench import Case, Measurement, Timing, tune
+from smddp.bench.operations import Task
+from smddp.bench.torch_calls import preferring
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Failure(NamedTuple):
+    kind: str
+    text: str
+
+
+def failure_of(action: Callable[[], Any]) -> Failure:
+    """Returns how an action failed; errors of the caller are no DistBackendError."""
+    with pytest.raises((ValueError, dist.DistBackendError)) as caught:
+        action()
+    return Failure(type(caught.value).__name__, str(caught.value))
+
+
+def _row(size: int, algorithm: str, time: float, memory: str = "ordinary") -> Measurement:
+    timing = Timing([time], 0)
+    task = Task("allreduce", size // 4)
+    return Measurement(Case("smddp", memory, algorithm), task, size, 2, in_place=timing)
+
+
+def test_rows_follow_what_is_clearly_faster() -> None:
+    tasks = [
+        [_row(100, "a", 10), _row(100, "b", 12)],
+        [_row(400, "a", 10), _row(400, "b", 9.8)],  # by chance, perhaps
+        [_row(1600, "a", 20), _row(1600, "b", 10)],
+        [_row(6400, "b", 40)],  # "a" could not
+    ]
+    assert [row.split() for row in tune.rows(tasks, [2])] == [
+        ["allreduce", "1x2", "private", "800", "a"],
+        ["allreduce", "1x2", "private", "max", "b"],
+    ]
+
+
+def test_rows_know_memory_on_one_node_only() -> None:
+    tasks = [[
+        _row(100, "a", 10), _row(100, "b", 12),
+        _row(100, "a", 30, "communication"), _row(100, "b", 12, "communication"),
+    ]]  # fmt: skip
+    assert [row.split()[2::2] for row in tune.rows(tasks, [2])] == [
+        ["private", "a"],
+        ["shared", "b"],
+    ]
+    # Between nodes all choose alike: by the memory that is slower.
+    assert [row.split()[1:] for row in tune.rows(tasks, [3, 1])] == [["3+1", "any", "max", "b"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--ranks=2", "--nodes=2x1"])
+def test_what_is_measured_is_obeyed(layout: str, tmp_path: Path) -> None:
+    file = tmp_path / "tuning.txt"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "smddp.bench", layout, "--max-bytes=4096", "--iterations=5"]
+    command += ["--place=in"]
+    done = subprocess.run(
+        [*command, f"--tune={file}"], env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in file.read_text().splitlines() if not line.startswith("#")]
+    assert rows[0] == ["smddp-tuning", "1"]
+    assert len(rows) > 1
+    assert {row[1] for row in rows[1:]} == {"1x2" if "ranks" in layout else "2x1"}
+    traced = {**environment, "SMDDP_TUNING_FILE": str(file), "SMDDP_LOG": "trace"}
+    done = subprocess.run(
+        [*command, "--backends=smddp"], env=traced, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    where = next(
+        i for i, row in enumerate(file.read_text().splitlines(), 1) if row.startswith("allr")
+    )
+    said = [line for line in done.stderr.splitlines() if "allreduce of 8 bytes in private" in line]
+    assert said
+    assert all(line.endswith(f"{file}:{where} says {rows[1][4]}") for line in said), said
+
+
+def _reduce_with(text: str, shared: bool) -> tuple[list[str], bool]:
+    os.environ["SMDDP_TUNING_FILE"] = text
+    dist.init_process_group("smddp")
+    right = True
+    for count in (1, 1000, 100_000):
+        tensor = smddp.empty(count) if shared else torch.empty(count)
+        for turn in range(3):
+            tensor.copy_(torch.arange(count) % 7 + dist.get_rank() + turn)
+            dist.all_reduce(tensor)
+            right &= torch.equal(tensor, 2.0 * (torch.arange(count) % 7 + turn) + 1)
+    names = sorted(name for name in smddp.statistics() if name.startswith("allreduce"))
+    dist.destroy_process_group()
+    return names, right
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        # What is done before the arrival must not depend on what the arrival tells.
+        ["private max two_phase", "shared max one_shot"],
+        ["private max two_phase"],
+        ["shared max one_shot"],
+        ["private 100 one_shot", "any max two_phase"],
+    ],
+)
+def test_any_file_gives_right_results(rows: list[str], shared: bool, tmp_path: Path) -> None:
+    file = tmp_path / "tuning.txt"
+    file.write_text("smddp-tuning 1\n" + "".join(f"allreduce 1x2 {row}\n" for row in rows))
+    for names, right in ranks.check_ranks(_reduce_with, "2", str(file), shared):
+        assert right, names
+
+
+def _fail(paths: list[str]) -> Failure:
+    os.environ["SMDDP_TUNING_FILE"] = paths[int(os.environ["RANK"])]
+    return failure_of(lambda: dist.init_process_group("smddp"))
+
+
+def test_bad_file_ends_init_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "tuning.txt"
+    file.write_text("smddp-tuning 1\nallreduce 1x2 any 8 rign\n")
+    for failure in ranks.check_ranks(_fail, "2", [str(file)] * 2):
+        assert failure.kind == "ValueError"
+        assert f'{file}:2: allreduce knows no "rign", only one_shot' in failure.text
+
+
+def test_different_files_end_init(tmp_path: Path) -> None:
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file, size in zip(files, (8, 9), strict=True):
+        file.write_text(f"smddp-tuning 1\nallreduce 1x2 any {size} two_phase\n")
+    for failure in ranks.check_ranks(_fail, "2", [str(file) for file in files]):
+        assert failure.kind == "CollectiveMismatchError"
+        assert "would choose different algorithms" in failure.text
+        assert "SMDDP_TUNING_FILE" in failure.text
+
+
+def _group_of_its_own(algorithms: list[str]) -> tuple[list[str], Failure | None]:
+    dist.init_process_group("smddp")
+    options = smddp.GroupOptions(algorithm=algorithms[dist.get_rank()])
+    made = []
+    failure = None
+    if len(set(algorithms)) > 1 or "nothing" in algorithms[0]:
+        failure = failure_of(lambda: dist.new_group(backend="smddp", pg_options=options))
+        return [], failure
+    group = dist.new_group(backend="smddp", pg_options=options)
+    assert isinstance(group, dist.ProcessGroup)
+    for each in (group, None):
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor, group=each)
+        assert torch.equal(tensor, torch.full((10,), 2.0))
+        made.append(next(name for name in smddp.statistics(each) if name.startswith("allreduce")))
+    dist.destroy_process_group()
+    return made, None
+
+
+def test_group_with_an_algorithm_of_its_own() -> None:
+    for names, _ in ranks.check_ranks(_group_of_its_own, "2x1", ["allreduce=ring"] * 2):
+        assert names[0] == "allreduce/ring"
+        assert names[1] != "allreduce/ring"
+
+
+def test_group_options_have_to_agree() -> None:
+    for _, failure in ranks.check_ranks(_group_of_its_own, "2", ["allreduce=ring", ""]):
+        assert failure is not None
+        assert "would choose different algorithms" in failure.text
+    for _, failure in ranks.check_ranks(_group_of_its_own, "2", ["allreduce=nothing"] * 2):
+        assert failure is not None
+        assert failure.kind == "ValueError"
+        assert 'algorithm=allreduce=nothing: allreduce knows no "nothing"' in failure.text
+
+
+def test_preferred_algorithm_comes_first_and_all_others_after_it() -> None:
+    names = [entry.split("=")[1] for entry in preferring("allreduce/ring").split(",")]
+    assert names[0] == "ring"
+    assert sorted(names) == sorted(set(names))
+    assert names[-1] == "one_shot"
