@@ -1,7 +1,7 @@
 // Throughput of the reduction kernels beside memcpy, in bytes of one buffer per second.
 //
 //   cmake --build <folder> --target reduction_bench
-//   <folder>/csrc/reduction/reduction_bench --benchmark_filter=float32
+//   <folder>/benchmarks/reduction_bench --benchmark_filter=float32
 //
 // A reduction of n sources moves (n + 1) / 2 times the bytes of a memcpy of the same buffer.
 #include <cstring>
