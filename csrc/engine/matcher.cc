@@ -116,9 +116,10 @@ void Matcher::accept(Rank from, const Announced& message, Exchange exchange) {
     // It ends with the group, like all that is open.
     posted_.push_back(std::move(exchange));
     raise(ErrorKind::Mismatch,
-          "rank {} sends {} bytes {} to rank {}, which receives {}: the tensors on both sides must "
-          "have the same size",
-          from, message.bytes, describeTag(message.tag), me_, expected);
+          "rank {} sends {} bytes {} to rank {}, which receives {}: {} must have the same size",
+          from, message.bytes, describeTag(message.tag), me_, expected,
+          message.tag < 0 ? "what one rank splits off for another, and the other expects from it,"
+                          : "the tensors on both sides");
   }
   OfferMessage answer;
   answer.header.kind = kAccept;
