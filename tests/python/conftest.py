@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import ranks
+import torch
+
+# As in the ranks: sums in one process are oracles, and depend on the number of threads.
+torch.set_num_threads(1)
 
 
 def _shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """Programs that later tests start must not find what earlier ones have set."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -293,7 +293,9 @@ def _work() -> None:
         work.wait()
         assert work.is_completed()
         assert work.is_success()
-        assert work.exception() is None
+        # Before 2.15, torch's own binding cannot turn what this returns into a Python object.
+        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+            assert work.exception() is None
         work.wait()  # again
         same(work.result(), [tensor], "result")
         same(tensor, torch.full((1000,), float(size)), "all_reduce")
