@@ -29,7 +29,7 @@ build:  ## compile the C++ core, its tests and the module
 	@tools/setup.sh build
 
 .PHONY: test
-test: test-cpp test-python sanitize  ## all tests: C++, Python, and C++ again under sanitizers
+test: test-cpp test-python sanitize fuzz  ## all tests: C++, Python, C++ again under sanitizers, fuzzers
 
 .PHONY: test-fast
 test-fast: setup  ## the tests that take less than three minutes together
@@ -60,6 +60,13 @@ sanitize-%:
 	@tools/setup.sh packages
 	@tools/setup.sh core build/$* $(if $(filter thread,$*),threaded_tests,all) -DSMDDP_SANITIZE=$*
 	setarch -R $(CTEST) --test-dir build/$* $(if $(filter thread,$*),--label-exclude sequential)
+
+FUZZ_SECONDS ?= 60
+
+.PHONY: fuzz
+fuzz:  ## each parser of bytes from peers or the store under libFuzzer, FUZZ_SECONDS=60 each
+	@tools/setup.sh fuzzers build/fuzz
+	setarch -R tests/fuzz/run.sh build/fuzz $(FUZZ_SECONDS)
 
 .PHONY: demo
 demo: setup  ## train a real model on 2 nodes x 2 ranks of this machine, beside gloo

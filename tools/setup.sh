@@ -6,6 +6,7 @@
 #   tools/setup.sh build         + the C++ core, its tests and the module, in build/torch-<release>
 #   tools/setup.sh               + `import smddp` works in .venv
 #   tools/setup.sh core <folder> <target> [cmake option...]   a target of the core alone, without torch
+#   tools/setup.sh fuzzers <folder>   the fuzzers, compiled by clang
 #   tools/setup.sh lint          what `make lint` needs
 #
 # TORCH=2.11 picks another torch release; it gets an environment and a build folder of its own.
@@ -83,6 +84,15 @@ core() {
   compile "$folder" "$@"
 }
 
+fuzzers() {
+  packages
+  # The package `clang` alone leaves the fuzzer's run-time library out.
+  install_packages clang libclang-rt-dev
+  target=fuzzers
+  compile "$1" -DCMAKE_CXX_COMPILER=clang++ -DSMDDP_FUZZ=ON -DSMDDP_SANITIZE=address,undefined \
+    -DSMDDP_BUILD_TESTS=OFF
+}
+
 develop() {
   target=_C
   build
@@ -108,6 +118,6 @@ lint() {
 }
 
 case "${1:-develop}" in
-  packages | environment | build | core | develop | lint) "${@:-develop}" ;;
+  packages | environment | build | core | fuzzers | develop | lint) "${@:-develop}" ;;
   *) die "unknown step $1" ;;
 esac

@@ -69,6 +69,8 @@ LifelineAddress parseLifelineAddress(std::span<const std::byte> blob,
     std::memcpy(parts.bytes.data(), bytes.data(), bytes.size());
     *parts.port = reader.number<uint16_t>("port");
     reader.raw("processId", result.process);
+    // What a connection has that belongs to nobody yet.
+    if (result.process == ProcessId{}) throw BlobError("no process has the id 0");
     reader.end();
     return result;
   } catch (const BlobError& error) {

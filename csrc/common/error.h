@@ -21,6 +21,8 @@
 
 #include <fmt/format.h>
 
+#include "common/printable.h"
+
 namespace smddp {
 
 enum class ErrorKind : uint8_t {
@@ -52,7 +54,9 @@ constexpr const char* toString(ErrorKind kind) {
 // first one and rethrow it in every thread that waits.
 class Error : public std::runtime_error {
  public:
-  Error(ErrorKind kind, const std::string& text) : std::runtime_error(text), kind_(kind) {}
+  // Texts quote peers and the store, hence printable().
+  Error(ErrorKind kind, const std::string& text)
+      : std::runtime_error(printable(text)), kind_(kind) {}
   ErrorKind kind() const noexcept { return kind_; }
 
  private:

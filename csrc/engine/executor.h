@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/buffer.h"
 #include "engine/request.h"
 #include "engine/track.h"
 #include "plan/plan.h"
@@ -17,35 +18,6 @@
 #include "reduction/reduce.h"
 
 namespace smddp::engine {
-
-// Memory that the executor addresses by offset: usually one run of bytes, else several.
-class Buffer {
- public:
-  Buffer() = default;
-  explicit Buffer(std::byte* flat) : flat_(flat) {}
-  explicit Buffer(const Pieces& pieces) {
-    if (pieces.size() == 1) {
-      flat_ = pieces.front().data();
-    } else {
-      pieces_ = &pieces;
-    }
-  }
-  struct Run {
-    std::byte* data;
-    int64_t bytes;
-  };
-  // The longest contiguous run from `offset`, at most `length` bytes.
-  Run at(int64_t offset, int64_t length) const {
-    if (pieces_ == nullptr) return {flat_ + offset, length};
-    return find(offset, length);
-  }
-
- private:
-  Run find(int64_t offset, int64_t length) const;
-
-  std::byte* flat_ = nullptr;
-  const Pieces* pieces_ = nullptr;
-};
 
 // A plan and what can be known about it once, whatever it is bound to.
 struct CachedPlan {

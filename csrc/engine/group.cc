@@ -313,7 +313,9 @@ void Group::agree(Active& active) {
   for (int local = 0; local < topology_->teamSize(); ++local) {
     const Arrival& theirs = track.arrivalOf(local);
     requireSameCall(topology_->team()[local], theirs.call, mine.call);
-    fused = std::clamp<uint32_t>(theirs.ready, 1, fused);
+    // A copy: the mate can change what is there between two looks.
+    const uint32_t ready = *static_cast<const volatile uint32_t*>(&theirs.ready);
+    fused = std::clamp<uint32_t>(ready, 1, fused);
     shared &= theirs.shared != 0;
   }
   for (int local = 0; fused > 1 && local < topology_->teamSize(); ++local) {

@@ -15,8 +15,8 @@
 #include <map>
 #include <vector>
 
+#include "engine/buffer.h"
 #include "engine/completion.h"
-#include "engine/executor.h"
 #include "engine/request.h"
 #include "transport/channel.h"
 

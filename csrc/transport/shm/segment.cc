@@ -121,7 +121,8 @@ std::byte* map(int fd, size_t bytes) {
 
 FileDescriptor openMemoryOf(const SegmentAddress& address) {
   const std::string path = fmt::format("/proc/{}/fd/{}", address.pid, address.fd);
-  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  // Until it has been examined this may be any file: opening a device must not block or make it our terminal.
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (fd >= 0) return FileDescriptor(fd);
   if (outOfSomething(errno)) {
     raiseErrno(ErrorKind::Resource, "cannot open {}; raise the limit of open files (ulimit -n)",

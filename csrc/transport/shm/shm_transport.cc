@@ -52,8 +52,10 @@ std::vector<std::byte> ShmTransport::address() const {
 
 PeerId ShmTransport::connect(Bytes bytes, const std::string& description) {
   auto peer = std::make_unique<Peer>();
-  SMDDP_CHECK(bytes.size() == sizeof peer->address, "the address of {} has {} bytes", description,
-              bytes.size());
+  if (bytes.size() != sizeof peer->address) {
+    raise(ErrorKind::Transport, "the memory address of {} has {} bytes, not {}", description,
+          bytes.size(), sizeof peer->address);
+  }
   std::memcpy(&peer->address, bytes.data(), bytes.size());
   peer->id = static_cast<PeerId>(peers_.size());
   attach(*peer);

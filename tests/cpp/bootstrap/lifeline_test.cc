@@ -384,6 +384,21 @@ TEST(Lifeline, MalformedAddressesAreRefusedByName) {
   }
 }
 
+// Strangers have no id yet: a peer without one would be taken for any of them.
+TEST(Lifeline, AnAddressWithoutAProcessIsRefused) {
+  Side one(1);
+  RawClient stranger(*one.line);
+  one.poll();
+  const auto nobody = LifelineAddress{parseNumericAddress("127.0.0.1"), ProcessId{}};
+  try {
+    one.line->connect(serialise(nobody), "rank 7");
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::Transport);
+    EXPECT_THAT(error.what(), HasSubstr("rank 7"));
+  }
+}
+
 // A process of its own with a lifeline that is connected to `side`. `afterwards` runs in it.
 pid_t forkPeer(Side& side, int number, const std::function<void(Lifeline&)>& afterwards) {
   int channel[2];

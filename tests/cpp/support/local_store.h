@@ -36,7 +36,10 @@ class LocalStore final : public bootstrap::Store {
   int64_t add(const std::string& key, int64_t amount) override {
     const std::lock_guard lock(mutex_);
     ++numCalls_;
-    return counters_[key] += amount;
+    int64_t& counter = counters_[key];
+    // Round about, as in stores that are written in other languages.
+    return counter =
+               static_cast<int64_t>(static_cast<uint64_t>(counter) + static_cast<uint64_t>(amount));
   }
 
   bool contains(const std::string& key) override {

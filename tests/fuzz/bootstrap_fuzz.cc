@@ -1,0 +1,91 @@
+// All that is read from the store: introductions, probe reports, addresses, seals, and the keys of a meeting.
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "bootstrap/lifeline_wire.h"
+#include "bootstrap/rendezvous.h"
+#include "common/error.h"
+#include "script.h"
+
+namespace {
+
+using namespace smddp;
+using namespace smddp::bootstrap;
+using fuzz::Script;
+
+// Says what the input says, whatever it is asked.
+class HostileStore final : public Store {
+ public:
+  explicit HostileStore(Script& script) : script_(script) {}
+  void set(const std::string&, const Value&) override {}
+  Value get(const std::string& key, Nanoseconds) override {
+    if (script_.done()) raise(ErrorKind::Timeout, "nobody has set {}", key);
+    const auto value = script_.take(script_.number<uint16_t>() % 2048);
+    return {value.begin(), value.end()};
+  }
+  int64_t add(const std::string&, int64_t) override { return script_.number<int64_t>(); }
+  bool contains(const std::string&) override { return script_.byte() % 2 != 0; }
+
+ private:
+  Script& script_;
+};
+
+// What the parsers let through can be used and written again.
+void introductions(Script& script) {
+  const auto blob = script.rest();
+  const Introduction parsed = parseIntroduction(blob, 1);
+  const auto again = serialise(parsed);
+  if (!std::equal(again.begin(), again.end(), blob.begin(), blob.end())) std::abort();
+  Introduction mine = introduceThisProcess(Settings(), ProcessId{});
+  (void)needsProbing({mine, parsed});
+  (void)decideLocality({mine, parsed}, {{}, {{{0, "why"}}}}, 0);
+  checkAgreement({mine, parsed});
+}
+
+void meeting(Script& script) {
+  const int size = 1 + script.byte() % 4;
+  const Rank me = script.byte() % size;
+  const Seal seal(script.byte() % 2 != 0 ? "token" : "");
+  HostileStore store(script);
+  Rendezvous rendezvous(store, "g", me, size, 0, seal);
+  const auto introductions = rendezvous.exchange(introduceThisProcess(Settings(), ProcessId{}));
+  if (introductions.size() != static_cast<size_t>(size)) std::abort();
+  const auto probe = [&](const Introduction&, std::string*) { return script.byte() % 2 != 0; };
+  (void)rendezvous.agreeOnNodes(introductions, probe);
+}
+
+void greeting(Script& script) {
+  std::vector<std::byte> bytes(kHelloBytes);
+  const auto given = script.take(bytes.size());
+  std::copy(given.begin(), given.end(), bytes.begin());
+  const auto hello = parseHello(bytes);
+  // Nobody can sign without the token.
+  if (hello && isGenuine(*hello, Seal("not in any corpus: 93b1"))) std::abort();
+}
+
+void seals(Script& script) {
+  const auto bytes = script.rest();
+  std::vector<std::byte> sealed(bytes.begin(), bytes.end());
+  if (Seal("not in any corpus: 93b1").open("a key", sealed) == Seal::Verdict::Good) std::abort();
+  if (sealed.size() > bytes.size()) std::abort();
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Script script(data, size);
+  try {
+    switch (script.byte()) {
+      case 0: introductions(script); break;
+      case 1: (void)parseProbeReport(script.rest(), 1, 4); break;
+      case 2: (void)serialise(parseLifelineAddress(script.rest(), "a peer")); break;
+      case 3: greeting(script); break;
+      case 4: seals(script); break;
+      default: meeting(script);
+    }
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::Internal) std::abort();
+  }
+  return 0;
+}

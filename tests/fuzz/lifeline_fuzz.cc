@@ -1,0 +1,75 @@
+// Strangers at the door of the lifelines: what they send, in which pieces, and when they hang up.
+#include <fcntl.h>
+#include <sys/socket.h>
+
+#include <cstdlib>
+#include <vector>
+
+#include "bootstrap/lifeline.h"
+#include "common/error.h"
+#include "script.h"
+
+namespace {
+
+using namespace smddp;
+using namespace smddp::bootstrap;
+
+ProcessId process(uint8_t number) {
+  ProcessId id{};
+  id.front() = static_cast<std::byte>(number);
+  return id;
+}
+
+FileDescriptor visit(const Endpoint& endpoint) {
+  FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  // Closed by a reset, so that thousands of connections a second leave no ports in use behind.
+  const linger none{1, 0};
+  ::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &none, sizeof none);
+  if (::connect(socket.get(), endpoint.address(), endpoint.size()) != 0) return {};
+  ::fcntl(socket.get(), F_SETFL, O_NONBLOCK);
+  return socket;
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  fuzz::Script script(data, size);
+  constexpr uint8_t kSelf = 200;
+  Lifeline::Options options;
+  options.maxHalfOpen = 4;
+  if (script.byte() % 2 != 0) options.seal = Seal("not in any corpus: 93b1");
+  Lifeline line(process(kSelf), "127.0.0.1", options);
+  const Endpoint endpoint = parseLifelineAddress(line.address(), "the lifeline").endpoint;
+  std::vector<FileDescriptor> visitors;
+  size_t introduced = 0, departed = 0;
+  const auto poll = [&] { line.poll([&](const Lifeline::Departure&) { ++departed; }); };
+  while (!script.done()) {
+    const uint8_t what = script.byte();
+    FileDescriptor* visitor = visitors.empty() ? nullptr : &visitors[what / 8 % visitors.size()];
+    switch (what % 8) {
+      case 0:
+        if (visitors.size() < 8) visitors.push_back(visit(endpoint));
+        break;
+      case 1:
+        // Those with smaller numbers are expected to call.
+        line.connect(serialise(LifelineAddress{endpoint, process(1 + what / 8)}), "a peer");
+        introduced = std::min<size_t>(introduced + 1, 32);
+        break;
+      case 2:
+        if (visitor != nullptr) *visitor = FileDescriptor();
+        break;
+      case 3: poll(); break;
+      default: {
+        const auto bytes = script.piece();
+        if (visitor != nullptr && *visitor) {
+          (void)!::send(visitor->get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+        }
+      }
+    }
+    if (line.numConnected() + line.numExpected() > introduced) std::abort();
+    if (!options.seal.isEmpty() && line.numConnected() > 0) std::abort();
+  }
+  poll();
+  if (departed > introduced) std::abort();
+  return 0;
+}

@@ -1,0 +1,122 @@
+// Messages between two ranks whose other end says anything at any time.
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "common/error.h"
+#include "engine/call.h"
+#include "engine/matcher.h"
+#include "script.h"
+
+namespace {
+
+using namespace smddp;
+using namespace smddp::engine;
+using smddp::fuzz::Script;
+using transport::Bytes;
+
+constexpr uint64_t kGroup = 1;
+constexpr int64_t kMessageBytes = 64, kWindow = 4;
+
+// Takes all that is sent, delivers nothing by itself.
+class Wire final : public transport::Transport {
+ public:
+  std::vector<std::byte> address() const override { return {}; }
+  transport::PeerId connect(Bytes, const std::string&) override { return 0; }
+  transport::RemoteKey registerMemory(std::span<std::byte>) override { return {}; }
+  bool control(transport::PeerId, Bytes) override { return true; }
+  bool put(transport::PeerId, const transport::RemoteSlot&, uint32_t, Bytes, Bytes,
+           uint64_t token) override {
+    done_.push_back(token);
+    return true;
+  }
+  size_t poll(transport::Sink& sink) override {
+    const auto done = std::exchange(done_, {});
+    for (const uint64_t token : done) sink.onPutDone(token);
+    if (next_) std::exchange(next_, nullptr)(sink);
+    return done.size();
+  }
+  std::string describe() const override { return "fuzzer"; }
+  // What the next poll() delivers.
+  void deliver(std::function<void(transport::Sink&)> event) { next_ = std::move(event); }
+
+ private:
+  std::vector<uint64_t> done_;
+  std::function<void(transport::Sink&)> next_;
+};
+
+class Peer final : public Matcher::Host, public transport::ControlSink {
+ public:
+  void sendControl(Rank, Bytes) override {}
+  transport::SendChannel& sendChannel(Rank) override { return table.send({kGroup, 0, 0, 0, 1}, 0); }
+  transport::ReceiveChannel& receiveChannel(Rank) override {
+    return table.receive({kGroup, 0, 0, 1, 0}, 0, window, {}, 0, kMessageBytes, kWindow);
+  }
+  void finish(Exchange& exchange) override {
+    if (exchange.moved > exchange.bytes) std::abort();
+    (void)exchange.completion->finish(std::nullopt);
+  }
+  void onControl(transport::PeerId, Bytes message) override { (void)matcher.onControl(1, message); }
+  void onPeerFailed(transport::PeerId, const std::string&) override {}
+
+  Wire wire;
+  transport::ChannelTable table{wire, *this};
+  std::vector<std::byte> window =
+      std::vector<std::byte>(kWindow * transport::slotStride(kMessageBytes));
+  Matcher matcher{*this, kGroup, 0, kMessageBytes};
+};
+
+void play(Script& script, Peer& peer, std::vector<std::vector<std::byte>>& buffers) {
+  const uint8_t what = script.byte();
+  // What a rank says it is in.
+  if (what == 255) (void)describe(script.number<transport::CallFingerprint>());
+  switch (what % 8) {
+    case 0:
+    case 1: {
+      buffers.emplace_back(script.byte());
+      Exchange exchange;
+      exchange.message.send = what % 8 == 0;
+      exchange.message.peer = what % 8 == 1 && what >= 128 ? kAnySource : 1;
+      exchange.message.tag = what / 8 % 4;
+      exchange.message.buffer = {buffers.back()};
+      exchange.completion = std::make_shared<Completion>();
+      peer.matcher.submit(std::move(exchange));
+      break;
+    }
+    case 2: peer.matcher.advance(); break;
+    case 3: {
+      // Straight into the memory that it was granted.
+      const auto bytes = script.piece();
+      const size_t at = script.number<uint16_t>() % peer.window.size();
+      std::copy_n(bytes.begin(), std::min(bytes.size(), peer.window.size() - at),
+                  peer.window.begin() + static_cast<std::ptrdiff_t>(at));
+      break;
+    }
+    case 4:
+      peer.wire.deliver([value = script.number<uint32_t>()](auto& sink) { sink.onPut(value); });
+      break;
+    case 5:
+      peer.wire.deliver([value = script.number<uint64_t>()](auto& sink) { sink.onPutDone(value); });
+      break;
+    default:
+      peer.wire.deliver([message = script.piece()](auto& sink) { sink.onControl(0, message); });
+  }
+  (void)peer.table.poll();
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Script script(data, size);
+  std::vector<std::vector<std::byte>> buffers;
+  // Pieces of the buffers are kept by those who wait.
+  buffers.reserve(size + 1);
+  Peer peer;
+  try {
+    while (!script.done()) play(script, peer, buffers);
+    (void)peer.matcher.awaited();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::Internal) std::abort();
+  }
+  return 0;
+}

@@ -1,0 +1,146 @@
+// A mate that writes anything into the memory that it shares with us: rings, its control page, where its tensors lie.
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "common/error.h"
+#include "script.h"
+#include "transport/shm/comm_memory.h"
+#include "transport/shm/liveness.h"
+#include "transport/shm/ring.h"
+#include "transport/shm/shm_transport.h"
+
+namespace {
+
+using namespace smddp;
+using namespace smddp::transport;
+using namespace smddp::transport::shm;
+using smddp::fuzz::Script;
+
+struct Nobody final : Sink {
+  void onControl(PeerId from, Bytes message) override {
+    if (from != 0 || message.size() > kMaxControlBytes) std::abort();
+  }
+  void onPut(uint32_t) override {}
+  void onPutDone(uint64_t) override {}
+  void onPeerFailed(PeerId, const std::string& cause) override {
+    if (cause.empty()) std::abort();
+  }
+};
+
+// Two processes in one: we, and the mate whose part the input plays.
+struct Node {
+  std::shared_ptr<Slab> ours = Slab::create(Slab::kLeastReserve);
+  std::shared_ptr<Slab> mates = Slab::create(Slab::kLeastReserve);
+};
+
+// One for all inputs: making it takes longer than playing.
+Node& theNode() {
+  static auto* const node = new Node;
+  return *node;
+}
+
+RingTable& ringsOf(Slab& slab) {
+  return *reinterpret_cast<RingTable*>(slab.data() + slab.page().ringsOffset.load());
+}
+
+template <typename T>
+void overwrite(Script& script, std::atomic<T>& word) {
+  word.store(script.number<T>());
+}
+
+void writeInto(Script& script, Ring& ring) {
+  const auto bytes = script.piece();
+  ring.copyIn(script.number<uint16_t>(), bytes);
+}
+
+// What the mate may reach in our memory and what we read in its. Where its process is, is not played with:
+// files of other processes would be opened.
+void play(Script& script, Ring& incoming, Ring& outgoing, Node& node) {
+  ProcessPage& page = node.mates->page();
+  switch (script.byte() % 9) {
+    case 0: writeInto(script, incoming); break;
+    case 1: overwrite(script, incoming.head); break;
+    case 2: incoming.head.store(script.byte() * Ring::kGranule); break;
+    case 3: overwrite(script, incoming.refused); break;
+    case 4: overwrite(script, outgoing.tail); break;
+    case 5: overwrite(script, page.life); break;
+    case 6: overwrite(script, page.ringsGeneration); break;
+    case 7: overwrite(script, page.ringsOffset); break;
+    default: page.commSegments[script.byte()].store(script.number<uint64_t>() | 1);
+  }
+}
+
+void locate(Script& script, Node& node) {
+  MateMemory memory(Mate::attach(node.mates->address()));
+  auto location = script.number<Location>();
+  if (script.byte() % 2 != 0) location.segment = node.mates->address();
+  location.segment.pid = node.mates->address().pid;
+  if (location.index < ProcessPage::kMaxCommSegments && script.byte() % 2 != 0) {
+    uint64_t tag = 0;
+    std::memcpy(&tag, location.segment.nonce.data(), sizeof tag);
+    node.mates->page().commSegments[location.index].store(tag | 1);
+  }
+  const size_t bytes = script.number<uint32_t>();
+  std::byte* const found = memory.resolve(location, bytes);
+  if (found < node.mates->data() || found + bytes > node.mates->data() + node.mates->size()) {
+    std::abort();
+  }
+}
+
+void run(Script& script) {
+  Node* const node = &theNode();
+  const uint64_t ringsOffset = node->mates->page().ringsOffset.load();
+  Nobody sink;
+  {
+    ShmTransport mate(node->mates);
+    ShmTransport we(node->ours);
+    (void)mate.connect(we.address(), "we");
+    const PeerId peer = we.connect(mate.address(), "the mate");
+    Ring& incoming = ringsOf(*node->ours).rings[0];
+    Ring& outgoing = ringsOf(*node->mates).rings[0];
+    const std::byte payload[24] = {};
+    while (!script.done()) {
+      switch (script.byte() % 4) {
+        case 0: (void)we.control(peer, script.piece()); break;
+        case 1:
+          (void)we.put(peer, script.number<RemoteSlot>(), 1, std::vector<std::byte>(kHeaderBytes),
+                       payload, 1);
+          break;
+        case 2: (void)we.poll(sink); break;
+        default: play(script, incoming, outgoing, *node);
+      }
+    }
+    (void)we.poll(sink);
+    (void)describeLife(*Mate::attach(node->mates->address()));
+  }
+  // As it was, for the next input.
+  for (Slab* slab : {node->ours.get(), node->mates.get()}) {
+    ProcessPage& page = slab->page();
+    page.life.store(Life::Running);
+    page.ringsGeneration.store(0);
+    if (slab == node->mates.get() && ringsOffset != 0) page.ringsOffset.store(ringsOffset);
+    RingTable& rings = ringsOf(*slab);
+    Ring& first = rings.rings[0];
+    first.state.store(RingState::Free);
+    first.head.store(0);
+    first.tail.store(0);
+    first.refused.store(0);
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Script script(data, size);
+  try {
+    if (script.byte() % 4 == 0) {
+      locate(script, theNode());
+    } else {
+      run(script);
+    }
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::Internal) std::abort();
+  }
+  return 0;
+}
