@@ -24,6 +24,7 @@ constexpr size_t kMaxVersionBytes = 64;
 constexpr size_t kMaxHostBytes = 256;
 constexpr size_t kMaxSettingsBytes = 4096;
 constexpr size_t kMaxOpaqueBytes = 1024;
+constexpr size_t kMaxTroubleBytes = 512;
 
 // Plans, slot sizes and the order of operations follow from these: with different values two ranks
 // would wait for messages that the other never sends.
@@ -119,6 +120,10 @@ Introduction parseFields(BlobReader& reader) {
   result.fabric = reader.bytes("fabric", kMaxOpaqueBytes);
   result.lifeline = reader.bytes("lifeline", kMaxOpaqueBytes);
   result.group = reader.bytes("group", kMaxOpaqueBytes);
+  result.trouble = reader.text("trouble", kMaxTroubleBytes);
+  const auto kind = reader.number<uint8_t>("troubleKind");
+  if (kind > static_cast<uint8_t>(ErrorKind::Internal)) throw BlobError("unknown kind of trouble");
+  result.troubleKind = static_cast<ErrorKind>(kind);
   reader.end();
   return result;
 }
@@ -167,6 +172,9 @@ std::vector<std::byte> serialise(const Introduction& introduction) {
   writer.bytes("fabric", introduction.fabric, kMaxOpaqueBytes);
   writer.bytes("lifeline", introduction.lifeline, kMaxOpaqueBytes);
   writer.bytes("group", introduction.group, kMaxOpaqueBytes);
+  writer.text("trouble", std::string_view(introduction.trouble).substr(0, kMaxTroubleBytes),
+              kMaxTroubleBytes);
+  writer.number(static_cast<uint8_t>(introduction.troubleKind));
   return writer.take();
 }
 
@@ -195,6 +203,16 @@ Introduction parseIntroduction(std::span<const std::byte> blob, Rank from) {
   }
 }
 
+void checkTrouble(const std::vector<Introduction>& introductions, Rank me) {
+  for (Rank rank = 0; rank < static_cast<Rank>(introductions.size()); ++rank) {
+    const Introduction& introduction = introductions[rank];
+    if (introduction.trouble.empty()) continue;
+    if (rank == me) throw Error(introduction.troubleKind, introduction.trouble);
+    raise(introduction.troubleKind, "{} cannot take part: {}", describe(rank, introduction),
+          introduction.trouble);
+  }
+}
+
 void checkAgreement(const std::vector<Introduction>& introductions) {
   // Against rank 0 in rank order: every rank finds the same pair.
   for (size_t rank = 1; rank < introductions.size(); ++rank) {
@@ -211,6 +229,16 @@ void checkAgreement(const std::vector<Introduction>& introductions) {
           "{} have different settings: {}. Give all ranks the same value, or none: check what the "
           "launcher hands on to the hosts",
           who, differences(introductions));
+  }
+  std::map<ProcessId, Rank> ranks;
+  for (Rank rank = 0; rank < static_cast<Rank>(introductions.size()); ++rank) {
+    const auto [first, isNew] = ranks.try_emplace(introductions[rank].processId, rank);
+    if (isNew) continue;
+    raise(
+        ErrorKind::Mismatch,
+        "{} and {} say that they are the same process: was one forked from the other after it had "
+        "used smddp, or has somebody copied keys in the store?",
+        describe(first->second, introductions[first->second]), describe(rank, introductions[rank]));
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include "bootstrap/process_id.h"
 #include "common/config.h"
+#include "common/error.h"
 #include "common/types.h"
 
 namespace smddp::bootstrap {
@@ -31,10 +32,16 @@ struct Introduction {
   std::vector<std::byte> fabric;    // address for other nodes; empty: single node only
   std::vector<std::byte> lifeline;  // Lifeline::address()
   std::vector<std::byte> group;     // what concerns this group only
+  // Why this rank cannot take part; then the others shall not wait for it, but raise this too.
+  std::string trouble;
+  ErrorKind troubleKind = ErrorKind::Internal;
 };
 
 // Host, pid, node name, settings and version of this process; the caller adds the rest.
 Introduction introduceThisProcess(const Settings& settings, const ProcessId& id);
+
+// Raises the trouble of the first rank that has any. On that rank itself it need not be said whose it is.
+void checkTrouble(const std::vector<Introduction>& introductions, Rank me);
 
 // "rank 3", "ranks 0-3, 5": ascending ranks.
 std::string listRanks(const std::vector<Rank>& ranks);

@@ -43,7 +43,8 @@ uint64_t agreementOf(const Candidates& candidates, const std::vector<Introductio
   return hash | 1;
 }
 
-// The first pair of candidates that cannot share memory, as a sentence; empty when all can.
+// The first pair of candidates that cannot share memory, as a sentence; empty when all can. Throws
+// when that is for want of resources: going through the network would need more of them.
 std::string firstFailure(const Candidates& candidates,
                          const std::vector<Introduction>& introductions,
                          const std::vector<ProbeReport>& reports) {
@@ -51,8 +52,11 @@ std::string firstFailure(const Candidates& candidates,
     if (reports[rank].failures.empty()) continue;
     // A rank tries its candidates only, so whom it names is one of them.
     const auto& failure = reports[rank].failures.front();
-    return fmt::format("{} cannot attach the memory of {}: {}", describe(rank, introductions[rank]),
-                       describe(failure.rank, introductions[failure.rank]), failure.why);
+    const std::string text =
+        fmt::format("{} cannot attach the memory of {}: {}", describe(rank, introductions[rank]),
+                    describe(failure.rank, introductions[failure.rank]), failure.why);
+    if (failure.exhausted) throw Error(ErrorKind::Resource, text);
+    return text;
   }
   return "";
 }
@@ -65,6 +69,7 @@ std::vector<std::byte> serialise(const ProbeReport& report) {
   for (const auto& failure : report.failures) {
     writer.number(static_cast<uint32_t>(failure.rank));
     writer.text("why", failure.why.substr(0, kMaxWhyBytes), kMaxWhyBytes);
+    writer.number(static_cast<uint8_t>(failure.exhausted));
   }
   return writer.take();
 }
@@ -77,7 +82,9 @@ ProbeReport parseProbeReport(std::span<const std::byte> blob, Rank from, int siz
     for (uint32_t i = 0; i < count; ++i) {
       const auto rank = reader.number<uint32_t>("rank");
       if (rank >= static_cast<uint32_t>(size)) throw BlobError(fmt::format("rank {}", rank));
-      report.failures.push_back({static_cast<Rank>(rank), reader.text("why", kMaxWhyBytes)});
+      std::string why = reader.text("why", kMaxWhyBytes);
+      const bool exhausted = reader.number<uint8_t>("exhausted") != 0;
+      report.failures.push_back({static_cast<Rank>(rank), std::move(why), exhausted});
     }
     reader.end();
     return report;

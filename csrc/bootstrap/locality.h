@@ -29,6 +29,8 @@ struct ProbeReport {
   struct Failure {
     Rank rank;
     std::string why;
+    // Neither the pair nor the machine is to blame: the reporting process is out of descriptors or address space.
+    bool exhausted = false;
   };
   std::vector<Failure> failures;
 };
@@ -42,7 +44,7 @@ bool needsProbing(const std::vector<Introduction>& introductions);
 
 // `reports` has one entry per rank, or none at all when no probing was needed. Candidates form a
 // node if each reached all the others. If not: single-rank nodes and a warning when the names were
-// probed, a Usage error when the user had chosen them.
+// probed, a Usage error when the user had chosen them, a Resource error when a rank is exhausted.
 Locality decideLocality(const std::vector<Introduction>& introductions,
                         const std::vector<ProbeReport>& reports, Rank me);
 

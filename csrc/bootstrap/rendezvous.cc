@@ -39,13 +39,17 @@ ProbeReport probeCandidates(const std::vector<Introduction>& introductions, Rank
     if (rank == me || introductions[rank].nodeName != introductions[me].nodeName) continue;
     std::string why = "unknown cause";
     bool reached = false;
+    bool exhausted = false;
     // Whatever goes wrong here is a fact about this pair. The others wait for our report.
     try {
       reached = probe(introductions[rank], &why);
+    } catch (const Error& error) {
+      why = error.what();
+      exhausted = error.kind() == ErrorKind::Resource;
     } catch (const std::exception& error) {
       why = error.what();
     }
-    if (!reached) report.failures.push_back({rank, why});
+    if (!reached) report.failures.push_back({rank, why, exhausted});
   }
   return report;
 }
@@ -88,12 +92,23 @@ std::vector<Introduction> Rendezvous::exchange(const Introduction& mine) {
   for (Rank rank = 0; rank < size_; ++rank) {
     introductions.push_back(parseIntroduction(values[rank], rank));
   }
+  checkTrouble(introductions, me_);
   checkAgreement(introductions);
   return introductions;
 }
 
+int64_t Rendezvous::countEpoch(int64_t amount) {
+  const std::string counter = fmt::format("smddp/{}/epoch", group_);
+  const int64_t epoch = store_.add(counter, amount);
+  if (epoch < amount) {
+    raise(ErrorKind::Transport, "the store counts {} under {}; is another program using it?", epoch,
+          counter);
+  }
+  return epoch;
+}
+
 int64_t Rendezvous::openEpoch() {
-  const int64_t epoch = store_.add(fmt::format("smddp/{}/epoch", group_), 1);
+  const int64_t epoch = countEpoch(1);
   // An epoch that nobody closed was cut short; ranks of this meeting may already wait in it.
   if (!store_.contains(key(kClosed, epoch - 1))) {
     store_.set(key(kClosed, epoch - 1), toValue(kSuperseded));
@@ -103,7 +118,7 @@ int64_t Rendezvous::openEpoch() {
 }
 
 void Rendezvous::joinEpoch(std::span<const std::byte> mine, const Deadline& deadline) {
-  epoch_ = store_.add(fmt::format("smddp/{}/epoch", group_), 0);
+  epoch_ = countEpoch(0);
   for (;;) {
     // Epoch 0 is the time before the first meeting. In a closed epoch slow ranks may still be
     // reading.

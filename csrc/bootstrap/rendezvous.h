@@ -48,7 +48,7 @@ class Rendezvous {
   Rendezvous(Store& store, std::string group, Rank me, int size, Nanoseconds timeout,
              Seal seal = Seal());
 
-  // Everybody's introduction, by rank, parsed and in agreement.
+  // Everybody's introduction, by rank, parsed and in agreement. Raises the trouble that one of them tells.
   std::vector<Introduction> exchange(const Introduction& mine);
 
   // After exchange(): which ranks share a node. A second round through the store, left out when no
@@ -58,6 +58,7 @@ class Rendezvous {
 
  private:
   int64_t openEpoch();
+  int64_t countEpoch(int64_t amount);
   void joinEpoch(std::span<const std::byte> mine, const Deadline& deadline);
   std::vector<Store::Value> collect(const char* what, const Deadline& deadline);
   void publish(const char* what, std::span<const std::byte> blob);

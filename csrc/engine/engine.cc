@@ -290,10 +290,20 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
       std::any_of(names.begin(), names.end(), [&](const auto& name) { return name != names[0]; });
   if (severalNodes) {
     // Endpoints are made only now: on a single node the network is never touched.
+    const auto remote = static_cast<size_t>(std::count_if(
+        names.begin(), names.end(), [&](const auto& name) { return name != names[spec.me]; }));
     call([&] {
-      process_->openFabric();
+      std::optional<Error> trouble;
+      try {
+        process_->openFabric(remote);
+      } catch (const Error& error) {
+        trouble = error;
+      }
       mine = process_->introduce(mine.group);
       mine.nodeAgreement = nodeAgreement_;
+      if (!trouble) return;
+      mine.trouble = trouble->what();
+      mine.troubleKind = trouble->kind();
     });
     bootstrap::Rendezvous second(store, spec.name + ".fabric", spec.me, spec.size, timeout, seal);
     introductions = second.exchange(mine);

@@ -1,6 +1,10 @@
 #include "engine/process.h"
 
+#include <sys/resource.h>
+
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 
 #include "bootstrap/local_address.h"
 #include "common/config.h"
@@ -29,6 +33,25 @@ SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
   }
   std::memcpy(&address, introduction.slab.data(), sizeof address);
   return address;
+}
+
+// Asked before, because providers do not say why they fail.
+void requireDescriptors(size_t remotePeers) {
+  // Endpoint, queues and lifelines of this process; connections in both directions and a lifeline per peer.
+  constexpr size_t kOwn = 20, kPerPeer = 3;
+  const size_t needed = kOwn + kPerPeer * remotePeers;
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  std::error_code unreadable;
+  const std::filesystem::directory_iterator open("/proc/self/fd", unreadable);
+  // Looking takes a descriptor, too.
+  const auto used = static_cast<size_t>(std::distance(begin(open), end(open)));
+  const size_t left = unreadable || limit.rlim_cur < used ? 0 : limit.rlim_cur - used;
+  if (left >= needed) return;
+  raise(ErrorKind::Resource,
+        "the network between nodes needs about {} file descriptors here, and {} of {} are left; "
+        "raise the limit of open files (ulimit -n)",
+        needed, left, limit.rlim_cur);
 }
 
 }  // namespace
@@ -98,13 +121,15 @@ bool Process::probe(const bootstrap::Introduction& other, std::string* why) {
     probed_[other.processId] = transport::shm::Mate::attach(slabAddress(other));
     return true;
   } catch (const Error& error) {
+    if (error.kind() == ErrorKind::Resource) throw;
     *why = error.what();
     return false;
   }
 }
 
-void Process::openFabric() {
+void Process::openFabric(size_t remotePeers) {
   if (fabric_) return;
+  if (!options_.fabric) requireDescriptors(remotePeers);
   // Sleeping needs a pipe from now on. Nothing of this is kept when the rest fails: the next group tries again.
   doorbell_.openPipe();
   std::unique_ptr<bootstrap::Lifeline> lifeline;

@@ -85,10 +85,12 @@ class Process {
 
   // What we publish. The addresses between nodes are in it only after openFabric().
   bootstrap::Introduction introduce(std::vector<std::byte> group);
-  // Can this process's memory be mapped here? Remembers the mapping. [thread-safe]
+  // Can this process's memory be mapped here? Remembers the mapping. Throws Resource when this process has no
+  // descriptor or address space left. [thread-safe]
   bool probe(const bootstrap::Introduction& other, std::string* why);
   // Creates the endpoint and the lifelines; once. Throws Usage when built without libfabric.
-  void openFabric();
+  // Throws Resource when there are not enough descriptors for `remotePeers` as well.
+  void openFabric(size_t remotePeers);
   bool onFabric() const { return fabric_ != nullptr; }
   // The peer behind an introduction; connected by shared memory when `sharesNode`, else by the fabric.
   Peer& meet(const bootstrap::Introduction& other, bool sharesNode);

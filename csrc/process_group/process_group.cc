@@ -40,13 +40,17 @@ std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>>& coalescing() {
   return calls;
 }
 
-}  // namespace
-
-std::shared_ptr<engine::Engine> sharedEngine() {
+std::shared_ptr<engine::Engine> engineAtFirstUse() {
   EngineSlot& slot = engineSlot();
   const std::lock_guard lock(slot.mutex);
   if (!slot.engine) slot.engine = std::make_shared<engine::Engine>(engine::Engine::Options{});
   return slot.engine;
+}
+
+}  // namespace
+
+std::shared_ptr<engine::Engine> sharedEngine() {
+  return translated([] { return engineAtFirstUse(); });
 }
 
 void shutdownEngine() {
@@ -59,10 +63,10 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
   if (!options.device().is_cpu()) {
     notImplemented("communication memory", c10::str("on ", options.device()));
   }
-  const auto memory = sharedEngine()->process().sharedCommMemory();
   const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
                      c10::elementSize(c10::typeMetaToScalarType(options.dtype()));
   try {
+    const auto memory = engineAtFirstUse()->process().sharedCommMemory();
     void* block = memory->allocate(std::max<size_t>(bytes, 1));
     return at::from_blob(
         block, sizes, [memory](void* freed) { memory->free(freed); }, options);

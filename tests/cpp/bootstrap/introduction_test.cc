@@ -113,6 +113,15 @@ TEST(Agreement, EqualSettingsAgree) {
   EXPECT_NO_THROW(checkAgreement({example(), example(), example()}));
 }
 
+TEST(Agreement, TwoRanksAreNotOneProcess) {
+  const Introduction twice = example();
+  const auto text = errorOf(ErrorKind::Mismatch, [&] {
+    checkAgreement({example(), twice, example(), twice});
+  });
+  EXPECT_THAT(text, HasSubstr("rank 1 ("));
+  EXPECT_THAT(text, HasSubstr("rank 3 ("));
+}
+
 TEST(Agreement, SettingsThatMayDifferDoNotCount) {
   Settings settings;
   settings.log = "debug";
@@ -140,17 +149,22 @@ TEST(Agreement, DifferenceNamesTheRanksAndTheirValues) {
 
 TEST(Agreement, EachSettingThatPlansDependOnCounts) {
   const std::vector<std::function<void(Settings&)>> changes = {
-      [](Settings& s) { s.algorithm = "x"; },  [](Settings& s) { s.oneShotBytes = 1; },
-      [](Settings& s) { s.chunkBytes = 1; },   [](Settings& s) { s.fabricChunkBytes = 1; },
-      [](Settings& s) { s.fabricWindow = 1; }, [](Settings& s) { s.poolBytes = 1; },
-      [](Settings& s) { s.inFlight = 1; },     [](Settings& s) { s.fusionBytes = 1; },
+      [](Settings& s) { s.algorithm = std::string("x"); },
+      [](Settings& s) { s.oneShotBytes = 1; },
+      [](Settings& s) { s.chunkBytes = 1; },
+      [](Settings& s) { s.fabricChunkBytes = 1; },
+      [](Settings& s) { s.fabricWindow = 1; },
+      [](Settings& s) { s.poolBytes = 1; },
+      [](Settings& s) { s.inFlight = 1; },
+      [](Settings& s) { s.fusionBytes = 1; },
   };
   for (size_t i = 0; i < changes.size(); ++i) {
     Settings settings;
     changes[i](settings);
     const auto other = introduceThisProcess(settings, randomProcessId());
     EXPECT_THROW(checkAgreement({example(), other}), Error) << i;
-    EXPECT_NO_THROW(checkAgreement({other, other})) << i;
+    const auto same = introduceThisProcess(settings, randomProcessId());
+    EXPECT_NO_THROW(checkAgreement({other, same})) << i;
   }
 }
 

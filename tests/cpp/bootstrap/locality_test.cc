@@ -48,6 +48,23 @@ TEST(Locality, AgreementIsEqualOnANodeAndDiffersBetweenNodes) {
   EXPECT_NE(agreement(0), agreement(1));
 }
 
+TEST(Locality, ARankOutOfResourcesIsNamedOnAllRanks) {
+  for (const char* name : {"boot:x", "id:x"}) {
+    const auto all = ranks({name, name, "other"});
+    auto reports = allWell(3);
+    reports[1].failures.push_back({0, "Too many open files", true});
+    for (Rank me = 0; me < 3; ++me) {
+      try {
+        decideLocality(all, reports, me);
+        FAIL() << "rank " << me;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::Resource);
+        EXPECT_THAT(error.what(), HasSubstr("rank 1 (host1"));
+      }
+    }
+  }
+}
+
 TEST(Locality, SubgroupsOfANodeAreAcquainted) {
   auto all = ranks({"a", "a", "a"});
   const uint64_t agreement = decideLocality(all, allWell(3), 0).agreement;
@@ -111,9 +128,11 @@ TEST(Locality, AFailingProbeUnderAChosenNameIsAnError) {
 }
 
 TEST(ProbeReport, SurvivesTheStore) {
-  const ProbeReport before{{{3, "first"}, {0, std::string(1000, 'x')}}};
+  const ProbeReport before{{{3, "first"}, {0, std::string(1000, 'x'), true}}};
   const ProbeReport after = parseProbeReport(serialise(before), 1, 4);
   ASSERT_EQ(after.failures.size(), 2U);
+  EXPECT_FALSE(after.failures[0].exhausted);
+  EXPECT_TRUE(after.failures[1].exhausted);
   EXPECT_EQ(after.failures[0].rank, 3);
   EXPECT_EQ(after.failures[0].why, "first");
   // Long explanations are cut, not refused.

@@ -301,6 +301,37 @@ TEST(AgreeOnNodes, ARankThatDiesBetweenTheRoundsIsNamed) {
   EXPECT_THAT(errors[1], HasSubstr("for rank 2 of 3"));
 }
 
+TEST(Rendezvous, TheTroubleOfOneIsRaisedByAll) {
+  LocalStore store;
+  std::vector<ErrorKind> kinds(3);
+  const auto errors = runRanks(firstRanks(3), [&](Rank me) {
+    Introduction mine = introduce(me, "host" + std::to_string(me));
+    if (me == 1) {
+      mine.trouble = "no descriptors " + std::string(1000, 'x');
+      mine.troubleKind = ErrorKind::Resource;
+    }
+    try {
+      Rendezvous(store, "g", me, 3, kPlenty).exchange(mine);
+    } catch (const Error& error) {
+      kinds[me] = error.kind();
+      throw;
+    }
+  });
+  EXPECT_THAT(kinds, Each(ErrorKind::Resource));
+  EXPECT_THAT(errors, Each(HasSubstr("no descriptors")));
+  EXPECT_THAT(errors[0], HasSubstr("rank 1 (host1, pid 1001) cannot take part: "));
+  EXPECT_THAT(errors[1], testing::Not(HasSubstr("cannot take part")));
+}
+
+TEST(Rendezvous, ACounterThatIsNotOursIsRefused) {
+  for (const int64_t value : {std::numeric_limits<int64_t>::max(), int64_t{-5}}) {
+    LocalStore store;
+    store.add("smddp/g/epoch", value);
+    EXPECT_THAT(runRanks({0}, [&](Rank me) { meet(store, me, 2, "only", kShort); }),
+                Each(HasSubstr("is another program using it?")));
+  }
+}
+
 // Every rank meets the others with a token of its own.
 std::vector<std::string> meetWithTokens(Store& store, const std::vector<std::string>& tokens) {
   const int size = static_cast<int>(tokens.size());

@@ -1,0 +1,103 @@
+"""What the machine may refuse: descriptors, room in /dev/shm. A typed error, or it works."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import subprocess
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import smddp._load
+import smddp.env
+
+pytestmark = pytest.mark.multiprocess
+
+POOR = 1  # the rank that runs out
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir())) - 1
+
+
+def _limited(spare: int) -> tuple[str, str, int]:
+    """Returns the error's type and text, and how many descriptors are in use after a second try."""
+    smddp._load.load()
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    before = _descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    kind = text = ""
+
+    def train(name: str) -> None:
+        options: dict[str, Any] = {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
+        options["store"] = dist.PrefixStore(name, store)
+        dist.init_process_group("smddp", timeout=timedelta(seconds=4), **options)
+        tensor = torch.ones(100_000)
+        dist.all_reduce(tensor)
+        assert tensor.sum() == 200_000
+        dist.destroy_process_group()
+
+    if rank == POOR:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + spare, hard))
+    try:
+        train("limited")
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    # The others may have waited longer.
+    store.add("ready", 1)
+    while store.add("ready", 0) < 2:
+        time.sleep(0.01)
+    train("again")
+    return kind, text, _descriptors() - before
+
+
+PLENTY = 100
+
+
+@pytest.mark.parametrize("layout", ["2", "1+1"])
+def test_few_descriptors(layout: str) -> None:
+    in_use = [count for _, _, count in ranks.check_ranks(_limited, layout, PLENTY)]
+    for spare in (0, 1, 2, 4, 8, 16, 22, 30):
+        rich, poor = ranks.check_ranks(_limited, layout, spare)
+        if poor[0]:
+            assert poor[0] == "ResourceError", poor
+            assert "ulimit -n" in poor[1]
+            # It died before it could tell, and is missed; or it told.
+            assert rich[0] in ("ResourceError", "CollectiveTimeoutError"), rich
+            assert "rank 1" in rich[1]
+            assert spare == 0 or rich[0] == "ResourceError", rich
+        else:
+            assert not rich[0]
+        # Nothing is left of the attempt that failed.
+        assert [rich[2], poor[2]] == in_use
+    assert not poor[0], "30 are enough for 2 ranks"
+
+
+def _in_small_shared_memory() -> float:
+    clone_newns = 0x00020000
+    if ctypes.CDLL(None, use_errno=True).unshare(clone_newns) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", "/dev/shm"], check=True)
+    dist.init_process_group("smddp", timeout=timedelta(seconds=30))
+    tensor = torch.ones(4_000_000)
+    dist.all_reduce(tensor)
+    assert list(Path("/dev/shm").iterdir()) == []
+    dist.destroy_process_group()
+    return float(tensor.mean())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@pytest.mark.parametrize("layout", ["2", "1+1"])
+def test_the_size_of_dev_shm_does_not_matter(layout: str) -> None:
+    assert ranks.check_ranks(_in_small_shared_memory, layout) == [2.0, 2.0]
