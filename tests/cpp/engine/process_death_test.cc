@@ -69,7 +69,7 @@ void runChild(int socket, Rank me, const std::vector<std::string>& nodes, bool d
   options.process.nodeName = nodes[static_cast<size_t>(me)];
   // Not destroyed: the child leaves by _exit.
   auto& engine = *new engine::Engine(options);
-  if (nodes.front() != nodes.back()) engine.call([&] { engine.process().openFabric(); });
+  if (nodes.front() != nodes.back()) engine.call([&] { engine.process().openFabric(nodes.size()); });
   const auto [group, mine] = engine.beginGroup({"doomed", me, static_cast<int>(nodes.size())});
   sendData(socket, bootstrap::serialise(mine));
   std::vector<bootstrap::Introduction> introductions;

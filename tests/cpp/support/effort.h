@@ -5,15 +5,16 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace smddp::test {
 
 #if defined(__SANITIZE_THREAD__)
 inline constexpr size_t kShortening = 8;
-inline constexpr int kSlowdown = 5;
+inline constexpr int64_t kSlowdown = 5;
 #else
 inline constexpr size_t kShortening = 1;
-inline constexpr int kSlowdown = 1;
+inline constexpr int64_t kSlowdown = 1;
 #endif
 
 constexpr size_t longCount(size_t count) { return count / kShortening; }
