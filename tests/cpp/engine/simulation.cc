@@ -90,7 +90,7 @@ void Simulation::makePlayers() {
     options.process.lifelines = false;
     Player player;
     player.engine = std::make_unique<engine::Engine>(options);
-    player.engine->call([&] { player.engine->process().openFabric(); });
+    player.engine->call([&] { player.engine->process().openFabric(nodes_.size()); });
     players_.push_back(std::move(player));
   }
 }
