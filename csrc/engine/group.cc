@@ -61,6 +61,7 @@ void requireSameChoices(const std::vector<bootstrap::Introduction>& introduction
 Group::Group(Process& process, Spec spec)
     : process_(process),
       slab_(process.sharedSlab()),
+      regions_(process.sharedRegions()),
       spec_(std::move(spec)),
       limits_(limitsFromSettings()) {
   // Not only in the first collective that looks for an algorithm.
@@ -71,10 +72,7 @@ Group::Group(Process& process, Spec spec)
 }
 
 std::vector<std::byte> Group::publish() {
-  region_ = process_.slab().allocate(layout_.bytes());
-  process_.slab().commit(region_.first(layout_.poolOffset(0, 0)));
-  for (int64_t t = 0; t < layout_.tracks; ++t)
-    new (region_.data() + layout_.trackOffset(t)) TrackHeader;
+  region_ = regions_->take(layout_);
   const GroupBlob blob{process_.slab().offsetOf(region_.data()), region_.size(),
                        process_.newGroupId(), choicesOf(spec_)};
   reinterpret_cast<RegionHeader*>(region_.data())->group.store(blob.groupId);
@@ -153,7 +151,7 @@ Group::~Group() {
   // memory then lives until the last mate has unmapped it.
   if (topology_ && !abandoned_) return;
   for (auto window : windows_) slab_->free(window);
-  if (!region_.empty()) slab_->free(region_);
+  if (!region_.empty()) regions_->giveBack(region_, layout_);
 }
 
 void Group::submit(Request request, CompletionPtr completion) {

@@ -27,6 +27,7 @@
 #include "engine/plan_cache.h"
 #include "engine/process.h"
 #include "engine/region.h"
+#include "engine/region_pool.h"
 #include "engine/request.h"
 #include "engine/track.h"
 
@@ -194,6 +195,7 @@ class Group final : private Matcher::Host {
 
   Process& process_;  // gone when the engine has been shut down; the slab outlives the group
   const std::shared_ptr<transport::shm::Slab> slab_;
+  const std::shared_ptr<RegionPool> regions_;
   const Spec spec_;
   plan::Limits limits_;
   RegionLayout layout_;

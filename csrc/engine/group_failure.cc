@@ -41,6 +41,7 @@ Error decode(uint32_t kind, std::string text) {
 // --- looking ----------------------------------------------------------------------------------------------
 
 void Group::checkHealth() {
+  if (left_) return;
   hearMates();
   Blame blame;
   std::set<Rank> all;

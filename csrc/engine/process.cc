@@ -74,6 +74,7 @@ Process::Process(Options options)
     : options_(std::move(options)),
       id_(options_.id ? *options_.id : bootstrap::randomProcessId()),
       slab_(transport::shm::Slab::create(options_.slabBytes)),
+      regions_(std::make_shared<RegionPool>(slab_)),
       doorbell_(slab_),
       commMemory_(std::make_shared<transport::shm::CommMemory>(slab_)),
       local_(std::make_unique<Link>(*this, std::make_unique<transport::shm::ShmTransport>(slab_))) {

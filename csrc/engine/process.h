@@ -17,6 +17,7 @@
 #include "bootstrap/introduction.h"
 #include "bootstrap/lifeline.h"
 #include "common/clock.h"
+#include "engine/region_pool.h"
 #include "transport/channel.h"
 #include "transport/shm/comm_memory.h"
 #include "transport/shm/doorbell.h"
@@ -78,6 +79,7 @@ class Process {
   uint64_t newGroupId();
   transport::shm::Slab& slab() { return *slab_; }
   const std::shared_ptr<transport::shm::Slab>& sharedSlab() const { return slab_; }
+  const std::shared_ptr<RegionPool>& sharedRegions() const { return regions_; }
   transport::shm::Doorbell& doorbell() { return doorbell_; }
   // [thread-safe]
   transport::shm::CommMemory& commMemory() { return *commMemory_; }
@@ -145,6 +147,7 @@ class Process {
   ProcessId id_;
   uint64_t lastGroup_ = 0;  // how many groups this process has numbered
   std::shared_ptr<transport::shm::Slab> slab_;
+  std::shared_ptr<RegionPool> regions_;
   transport::shm::Doorbell doorbell_;
   std::shared_ptr<transport::shm::CommMemory> commMemory_;
   ControlHandler handler_;

@@ -55,6 +55,10 @@ void Slab::free(std::span<std::byte> memory) {
   regions_.free(offset, rounded);
 }
 
+void Slab::discard(std::span<std::byte> memory) {
+  segment_->discard(offsetOf(memory.data()), roundUp(memory.size(), Segment::kPage));
+}
+
 void Slab::commit(std::span<std::byte> memory) {
   segment_->commit(offsetOf(memory.data()), memory.size());
 }

@@ -37,6 +37,8 @@ class Slab {
   std::span<std::byte> allocate(size_t bytes, size_t align = Segment::kPage);
   // `memory` exactly as allocate() returned it; its pages go back to the system at once.
   void free(std::span<std::byte> memory);
+  // Gives the pages of `memory`, whole ones, back to the system: they read as zeros.
+  void discard(std::span<std::byte> memory);
   // Reserves backing, so that touching `memory` cannot fail later. Throws Resource.
   void commit(std::span<std::byte> memory);
   // How mates name a place in this slab.
