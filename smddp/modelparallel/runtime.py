@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from smddp._environment import complete_from_launcher
+from smddp._environment import complete_from_launcher, complete_rendezvous
 from smddp.modelparallel.config import Configuration, configure
 from smddp.modelparallel.errors import SMPInitializationError
 from smddp.modelparallel.groups import Groups
@@ -32,9 +31,6 @@ __all__ = ["State", "init", "is_initialized", "shutdown", "state"]
 log = logging.getLogger("smddp.modelparallel")
 
 _FIRST = "call smp.init() first"
-
-# Where ranks meet when the launcher names no port (mpirun).
-_PORT = 29400
 
 
 class _ModuleManager:
@@ -157,13 +153,11 @@ def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
     environ = os.environ
     environ.setdefault("RANK", str(rank))
     environ.setdefault("WORLD_SIZE", str(size))
-    if "MASTER_ADDR" not in environ:
-        hosts = environ.get("SM_HOSTS", "")
-        first = hosts.strip('[]"').split('"')[0] if hosts not in ("", "[]") else ""
-        environ["MASTER_ADDR"] = first or socket.gethostname() if size > 1 else "127.0.0.1"
-    if "MASTER_PORT" not in environ:
-        # A job of one process may take any port; several must agree.
-        environ["MASTER_PORT"] = str(cfg.ddp_port or (_PORT if size > 1 else 0))
+    if not complete_rendezvous(cfg.ddp_port):
+        raise SMPInitializationError(
+            f"the job has {size} ranks on several hosts, and nothing says where rank 0 is: set "
+            "MASTER_ADDR, for instance by mpirun -x MASTER_ADDR=host"
+        )
     backend = {"auto": "smddp"}.get(cfg.ddp_dist_backend, cfg.ddp_dist_backend)
     if backend == "nccl":
         backend = "cpu:gloo,cuda:nccl"

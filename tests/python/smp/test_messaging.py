@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_ranks
+from ranks import check_ranks, free_port
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.errors import SMPInitializationError, SMPUsageError
@@ -80,19 +80,37 @@ def test_messages() -> None:
     assert results[3]["all"] == [(1, "x"), (3, "xxx")]
 
 
-def from_mpirun() -> tuple[int, int, int]:
+# What each launcher sets in place of RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+LAUNCHERS = {
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                 "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}  # fmt: skip
+
+
+def launched(launcher: str, port: int) -> tuple[int, int, int, int]:
     import os
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ["OMPI_COMM_WORLD_" + name.replace("WORLD_", "")] = os.environ.pop(name)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        del os.environ[name]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    for name, theirs in zip(names, LAUNCHERS[launcher], strict=True):
+        os.environ[theirs] = os.environ.pop(name)
+    # Each test its own job, and so its own port.
+    os.environ["SLURM_JOB_ID"] = str(port)
     smp.init({"partitions": 2})
     with pytest.raises(SMPUsageError, match="needs ddp: True"):
         smp.get_dp_process_group()
-    return smp.rank(), smp.pp_rank(), smp.local_rank()
+    assert dist.get_backend() == "smddp"
+    assert smp.allgather(smp.rank(), smp.WORLD) == [0, 1]
+    return smp.rank(), smp.pp_rank(), smp.local_rank(), smp.local_size()
 
 
-def test_ranks_come_from_mpirun_too() -> None:
-    assert check_ranks(from_mpirun, "2") == [(0, 0, 0), (1, 1, 1)]
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_come_from_any_launcher(launcher: str) -> None:
+    results = check_ranks(launched, "2", launcher, free_port())
+    assert results == [(0, 0, 0, 2), (1, 1, 1, 2)]
 
 
 def without_ddp() -> str:
