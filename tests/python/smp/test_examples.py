@@ -1,20 +1,24 @@
-"""The examples: the script of the guide in both forms, a GPT on real text, a U-Net."""
+"""The scripts of the guide, word for word; the examples: digits, a GPT on real text, a U-Net."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
 import runpy
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 from ranks import check_ranks
+from sklearn.datasets import load_digits
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(170)]
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -37,8 +41,113 @@ def output_of(ranks: int, script: str, *arguments: str, parameters: str = "") ->
     return printed[0]
 
 
+# --- the scripts of the guide ---------------------------------------------------------------------
+
+REPLICAS, BATCHES = 2, 3
+
+
+class Digits(torch.utils.data.TensorDataset):
+    """In place of MNIST, which would have to be downloaded; has its arguments."""
+
+    def __init__(self, root: str, train: bool, download: bool) -> None:
+        images, labels = load_digits(return_X_y=True)
+        count = 64 * BATCHES * REPLICAS
+        x = torch.tensor(images[:count], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+        super().__init__(x, torch.tensor(labels[:count]))
+
+
+class SplitDataset(torch.utils.data.Dataset[Any]):
+    """In place of torchnet's: consecutive parts, with shares by name."""
+
+    def __init__(self, dataset: Any, partitions: dict[str, float]) -> None:
+        self.dataset, self.partitions = dataset, partitions
+        self.indices = range(len(dataset))
+
+    def select(self, name: str) -> None:
+        ends = [round(len(self.dataset) * share) for share in itertools.accumulate(
+            self.partitions.values())]  # fmt: skip
+        place = list(self.partitions).index(name)
+        self.indices = range(ends[place - 1] if place else 0, ends[place])
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.indices[index]]
+
+
+def guide(script: str, parameters: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Runs a script as a launcher would; returns the whole model, and what lives here."""
+    for name, content in (
+        ("torchvision", {"datasets": types.SimpleNamespace(MNIST=Digits)}),
+        ("torchnet", {}),
+        ("torchnet.dataset", {"SplitDataset": SplitDataset}),
+    ):
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        sys.modules[name] = module
+    os.environ["SM_HP_MP_PARAMETERS"] = parameters
+    sys.argv = [script, "--mp_parameters", "microbatches=4,partitions=2"]
+    torch.manual_seed(0)
+    names = runpy.run_path(str(Path(__file__).parent / "guide" / script), run_name="__main__")
+    model = names["model"]
+    return dict(model.state_dict()), [name for name, _ in model.local_named_parameters()]
+
+
+def plainly(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The oracle: the same training in one process, as without any library."""
+    optimizer = torch.optim.Adadelta(net.parameters(), lr=4.0)
+    dataset = Digits("", train=True, download=False)
+    x, y = dataset.tensors
+    for batch in range(BATCHES):
+        optimizer.zero_grad()
+        for replica in range(REPLICAS):
+            begin = 64 * (batch + BATCHES * replica)
+            for part in range(begin, begin + 64, 16):
+                rows = slice(part, part + 16)
+                loss = torch.nn.functional.nll_loss(net(x[rows]), y[rows]) / (4 * REPLICAS)
+                loss.backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+class Layers(torch.nn.Module):
+    """The layers that the scripts have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn = torch.nn
+        self.net1 = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU())
+        self.net2 = nn.Sequential(nn.Flatten(), nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.log_softmax(self.net2(self.net1(x)), dim=1)
+
+
+@pytest.mark.parametrize("script", ["automated.py", "manual.py"])
+def test_scripts_of_the_guide_train_what_one_process_would(script: str) -> None:
+    parameters = {"partitions": 2, "microbatches": 4, "ddp": True, "pipeline": "interleaved"}
+    if script == "manual.py":
+        parameters |= {"auto_partition": False, "default_partition": 0}
+    results = check_ranks(guide, str(2 * REPLICAS), script, json.dumps(parameters))
+    torch.manual_seed(0)
+    expected = plainly(Layers())
+    for state, _ in results:
+        torch.testing.assert_close(state, dict(expected), rtol=1e-4, atol=1e-5)
+    for pipeline in (results[:2], results[2:]):
+        (_, first), (_, second) = pipeline
+        assert first
+        assert second
+        assert sorted(first + second) == sorted(expected)
+        if script == "manual.py":
+            assert all(name.startswith("net1.") for name in first)
+
+
+# --- the examples ---------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("manual", [False, True])
-def test_script_of_the_guide(manual: bool) -> None:
+def test_digits_are_learned(manual: bool) -> None:
     config = {"partitions": 2, "microbatches": 4, "ddp": True, "pipeline": "interleaved"}
     if manual:
         config.update(auto_partition=False, default_partition=0)
