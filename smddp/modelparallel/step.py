@@ -185,6 +185,7 @@ class _Driver:
         seed = draw_seed()
         self.random_state = RandomState()
         surroundings, context = ambient(), contextvars.copy_context()
+        self._grad = surroundings.grad
         self._executor.driver = self
 
         def body(number: int) -> None:
@@ -225,7 +226,7 @@ class _Driver:
                 self._started += 1
                 self._forward += 1
         for number in numbers:
-            frame = Frame(number, True, (), "step", 0)
+            frame = Frame(number, True, (), "step", 0, self._grad)
             task = Task(Priority(True, number), functools.partial(self._microbatch, frame))
             task.local = frame
             self._executor.baton.submit(task)

@@ -44,19 +44,27 @@ class Frame:
         order: breaks ties between tasks of one microbatch.
         name: for timelines.
         depth: how many segments come before it in the pipeline.
+        grad: did it begin with gradients enabled?
         open: the calls whose values nobody has looked at yet.
     """
 
-    __slots__ = ("depth", "forward", "microbatch", "name", "open", "order")
+    __slots__ = ("depth", "forward", "grad", "microbatch", "name", "open", "order")
 
     def __init__(
-        self, microbatch: int, forward: bool, order: tuple[int, ...], name: str, depth: int
+        self,
+        microbatch: int,
+        forward: bool,
+        order: tuple[int, ...],
+        name: str,
+        depth: int,
+        grad: bool,
     ) -> None:
         self.microbatch = microbatch
         self.forward = forward
         self.order = order
         self.name = name
         self.depth = depth
+        self.grad = grad
         self.open: Collector | None = None
 
 

@@ -8,22 +8,23 @@ does) the value is fetched, and the code goes on with it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-__all__ = ["Lazy", "force"]
+__all__ = ["Lazy", "force", "install"]
 
 _WITHOUT = torch._C.DisableTorchFunctionSubclass
 
 
 def _misused(_: torch.Tensor) -> None:
     raise RuntimeError(
-        "a value of another rank was used in a way that smp cannot see (a torch.autograd.Function "
-        "applied to a module's output directly); put that code into a module of its own, or set "
-        "direct_forwarding: False in the smp configuration"
+        "a value of another rank was used in a way that smp cannot see; put the code that takes a "
+        "module's output into a module of its own, or set direct_forwarding: False in the smp "
+        "configuration"
     )
 
 
@@ -72,6 +73,27 @@ def force(value: Any) -> Any:
     if type(value) is not Lazy:
         return value
     if value.fetch is not None:
+        with _WITHOUT():
+            if value.grad_fn is not None:
+                _misused(value)
         value.fetch()
         assert value.fetch is None
     return value.value
+
+
+# A classmethod written in Python in some versions of torch, in C in others.
+_original_apply: Any = (
+    vars(torch.autograd.Function).get("apply") or vars(torch._C._FunctionBase)["apply"]
+)
+
+
+@functools.wraps(torch.autograd.Function.apply)
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(type(arg) is Lazy for arg in args):
+        args = tuple(map(force, args))
+    return _original_apply.__get__(None, cls)(*args, **kwargs)
+
+
+def install() -> None:
+    """Makes autograd functions, too, see values in place of stand-ins."""
+    torch.autograd.Function.apply = classmethod(_apply)

@@ -18,7 +18,7 @@ from torch import nn
 
 from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.pipeline.collector import predictable
-from smddp.modelparallel.pipeline.lazy import Lazy, force
+from smddp.modelparallel.pipeline.lazy import Lazy, force, install
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, stream
 from smddp.modelparallel.structure import flatten, map_tensors
 
@@ -74,6 +74,7 @@ class Modules:
         """Begins to look at calls."""
         _installed.append(weakref.ref(self))
         nn.Module._call_impl = _call  # type: ignore[method-assign,assignment]
+        install()
 
     def number_of(self, module: nn.Module) -> int | None:
         """Returns the number of a module of the model."""
@@ -130,6 +131,10 @@ class Modules:
         module = self.list[number]
         key = (number, method, shape, module.training, collector.ambient.grad)
         returns = self._shapes.get(key) if self.forwarding else None
+        if frame.grad and not collector.ambient.grad:
+            # Perhaps within an autograd function (such as a checkpoint): autograd would take a
+            # stand-in for its output, and gradients would go no further.
+            returns = None
         result = collector.add(owner, number, method, shape, tensors, objects, seed, returns)
         if returns is not None:
             return result

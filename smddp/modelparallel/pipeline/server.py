@@ -111,8 +111,9 @@ class Server:
         box[source] = message.tensors  # type: ignore[assignment]
         if len(box) == len(graph.into[target]):
             order = (hosted.caller, hosted.number, target)
-            frame = Frame(hosted.microbatch, True, order, "", head[4] + graph.depths[target])
-            admitted = (lambda: self._admits(frame)) if hosted.ambient.grad else None
+            depth, grad = head[4] + graph.depths[target], hosted.ambient.grad
+            frame = Frame(hosted.microbatch, True, order, "", depth, grad)
+            admitted = (lambda: self._admits(frame)) if grad else None
             self._begin(frame, lambda: self._forward(frame, hosted, target), admitted)
 
     def take_backward(self, peer: int, message: Message) -> None:
@@ -129,7 +130,7 @@ class Server:
         if len(box) == len(hosted.graph.out_of[target]):
             # The other way round: later segments first.
             order = (-caller, -number, -target)
-            frame = Frame(hosted.microbatch, False, order, "", 0)
+            frame = Frame(hosted.microbatch, False, order, "", 0, True)
             self._begin(frame, lambda: self._backward(frame, hosted, target), None)
 
     def _admits(self, frame: Frame) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo  # the first optimizer imports it: seconds, better once, before ranks fork
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 BATCH = 8
 
@@ -318,6 +319,31 @@ class Frozen(nn.Module):
         return self.last(self.fixed(self.first(x)) + features)
 
 
+class Checkpointed(nn.Module):
+    """Activations are computed again in the backward pass, in both of torch's ways.
+
+    Checkpoints are around single layers, around several that live apart, and of a layer's output.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(5)]
+        )
+        self.last = nn.Linear(8, 4)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layers[4](self.layers[3](x) + x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](self.first(x))
+        x = checkpoint(self.layers[1], x, use_reentrant=True)
+        x = checkpoint(self.layers[2], x, use_reentrant=False)
+        x = checkpoint(self.inner, x, use_reentrant=True)
+        return self.last(checkpoint(self.inner, x, use_reentrant=False))
+
+
 def _mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16),
@@ -366,6 +392,7 @@ ZOO: dict[str, Entry] = {
     "vision transformer": Entry(VisionTransformer, _images, _cross_entropy),
     "parametrized": Entry(Parametrized, _vectors, _cross_entropy),
     "frozen": Entry(Frozen, _vectors, _cross_entropy),
+    "checkpointed": Entry(Checkpointed, _vectors, _cross_entropy, exact=False),
     "shared layer": Entry(_shared, _vectors, _cross_entropy),
 }
 
