@@ -73,8 +73,15 @@ class Configuration:
         return f"Configuration({self._values})"
 
 
-def configure(config: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Configuration:
+def configure(
+    config: Mapping[str, Any] | None, environ: Mapping[str, str], speak: bool = True
+) -> Configuration:
     """Returns the configuration in force: defaults < `config` < SM_HP_MP_PARAMETERS.
+
+    Args:
+        config: what the script passes.
+        environ: the environment.
+        speak: warn of keys that are unknown or not acted upon; one rank of a job does.
 
     Raises:
         SMPConfigurationError: a value is wrong, or two keys contradict each other.
@@ -82,7 +89,7 @@ def configure(config: Mapping[str, Any] | None, environ: Mapping[str, str]) -> C
     given = dict(config or {})
     given.update(_from_environment(environ))
     known = {name: value for name, value in given.items() if name in _BY_NAME}
-    for name in given.keys() - known.keys():
+    for name in sorted(given.keys() - known.keys()) if speak else ():
         nearest = difflib.get_close_matches(name, _BY_NAME, n=1)
         advice = f"; did you mean {nearest[0]!r}?" if nearest else ""
         warnings.warn(f"smp ignores the unknown configuration key {name!r}{advice}", stacklevel=3)
@@ -91,7 +98,8 @@ def configure(config: Mapping[str, Any] | None, environ: Mapping[str, str]) -> C
     _check_together(known)
     values = {key.name: known.get(key.name, key.default) for key in KEYS}
     _complete(values, known)
-    _say_what_is_missing(values)
+    if speak:
+        _say_what_is_missing(values)
     return Configuration(values)
 
 
@@ -178,17 +186,17 @@ def _complete(values: dict[str, Any], known: Mapping[str, Any]) -> None:
 
 
 def _say_what_is_missing(values: Mapping[str, Any]) -> None:
-    """Refuses features that would change the result; notes those that only cost memory or time."""
+    """Notes features that this version does not have, above all where results would differ."""
     for key in KEYS:
         if not key.later or values[key.name] == key.default:
             continue
-        if key.later == "refuse":
-            raise SMPConfigurationError(
-                f"{key.name}={values[key.name]!r} asks for a feature that this version of smp does "
-                "not have, and without it the results would differ. Remove the key."
-            )
+        result = (
+            "RESULTS WILL DIFFER from those with the feature"
+            if key.differs
+            else "Results are those of the feature, memory and speed are not"
+        )
         warnings.warn(
-            f"smp accepts {key.name}={values[key.name]!r} but does not act on it in this version; "
-            "results are the same without it.",
+            f"smp accepts {key.name}={values[key.name]!r}, a feature that this version does not "
+            f"have: {key.later}. {result}.",
             stacklevel=4,
         )

@@ -21,6 +21,11 @@ END = "<!-- end of keys -->"
 _PLACEMENTS = ["spread", "cluster", *("".join(p) for p in itertools.permutations("DPT"))]
 
 
+_PRECISION = "the model is trained in the dtype it has: use torch.autocast and smp.amp.GradScaler"
+_STAY = "activations stay where they are"
+_WHOLE = "parameters are not divided"
+
+
 @dataclasses.dataclass(frozen=True)
 class Key:
     """One configuration key.
@@ -31,8 +36,9 @@ class Key:
         default: the value when the key is absent; None means "decided from other keys".
         doc: one sentence.
         values: for kind "one of".
-        later: the key belongs to a feature that this version does not have. A value other than
-            the default is then refused if results would differ, and noted otherwise.
+        later: the key belongs to a feature that this version does not have: what happens instead.
+            It is said once, when the key has another value than the default.
+        differs: results are then not those of the feature.
     """
 
     name: str
@@ -41,9 +47,10 @@ class Key:
     doc: str
     values: tuple[Any, ...] = ()
     later: str = ""
+    differs: bool = False
 
 
-# In the order in which a reader meets them. "later" is "refuse" or "note".
+# In the order in which a reader meets them.
 KEYS: tuple[Key, ...] = (
     Key("pipeline_parallel_degree", "positive", None, "Number of partitions of the model."),
     Key("partitions", "positive", None, "The same under its older name."),
@@ -125,24 +132,92 @@ KEYS: tuple[Key, ...] = (
     Key("use_times", "bool", True, "Let the partitioner see computation as well as memory."),
     Key("static_mode", "bool", False, "Accepted; call plans are always reused."),
     Key("fast_mode", "bool", False, "Accepted; nothing is negotiated after the first step."),
-    Key("tensor_parallel_degree", "positive", 1, "Tensor parallelism.", (), "refuse"),
-    Key("prescaled_batch", "bool", False, "Batches of tensor parallelism.", (), "note"),
-    Key("fp16", "bool", False, "Train in half precision throughout.", (), "refuse"),
-    Key("fp16_params", "bool", False, "Half precision for distributed modules.", (), "refuse"),
-    Key("bf16", "bool", False, "bfloat16 with sharded data parallelism.", (), "refuse"),
-    Key("_fp32_grad_accumulation", "bool", False, "Gradients are kept in their dtype.", (), "note"),
-    Key("shard_optimizer_state", "bool", False, "Divide the optimizer's state.", (), "note"),
-    Key("offload_activations", "bool", False, "Move activations to the host.", (), "note"),
-    Key("activation_loading_horizon", "positive", 4, "How early they return.", (), "note"),
-    Key("checkpoint_attentions", "bool", False, "Recompute attention.", (), "note"),
-    Key("delayed_parameter_initialization", "bool", False, "Parameters on demand.", (), "note"),
-    Key("sharded_data_parallel_degree", "positive", 1, "Divide parameters too.", (), "refuse"),
-    Key("sdp_reduce_bucket_size", "positive", int(5e8), "For the above: elements.", (), "note"),
-    Key("sdp_param_persistence_threshold", "count", int(1e6), "For the above.", (), "note"),
-    Key("sdp_max_live_parameters", "positive", int(1e9), "For the above.", (), "note"),
-    Key("sdp_hierarchical_allgather", "bool", True, "For the above.", (), "note"),
-    Key("sdp_gradient_clipping", "number", 1.0, "For the above.", (), "note"),
-    Key("_match_weights", "bool", False, "For tests of tensor parallelism.", (), "note"),
+    Key(
+        "tensor_parallel_degree",
+        "positive",
+        1,
+        "Tensor parallelism.",
+        later="no module is divided over tensor-parallel ranks: each is one more replica",
+    ),
+    Key(
+        "prescaled_batch",
+        "bool",
+        False,
+        "The ranks of a tensor-parallel group get the same batch.",
+        later="tensor-parallel ranks are replicas, of equal batches then",
+    ),
+    Key("fp16", "bool", False, "Train in half precision throughout.", (), _PRECISION, True),
+    Key(
+        "fp16_params",
+        "bool",
+        False,
+        "Half precision for distributed modules.",
+        (),
+        _PRECISION,
+        True,
+    ),
+    Key("bf16", "bool", False, "bfloat16 with sharded data parallelism.", (), _PRECISION, True),
+    Key(
+        "_fp32_grad_accumulation",
+        "bool",
+        False,
+        "Sum gradients in fp32.",
+        (),
+        "gradients are summed in their own dtype",
+    ),
+    Key(
+        "shard_optimizer_state",
+        "bool",
+        False,
+        "Divide the optimizer's state.",
+        (),
+        "every replica keeps all of it",
+    ),
+    Key("offload_activations", "bool", False, "Move activations to the host.", (), _STAY),
+    Key("activation_loading_horizon", "positive", 4, "How early they return.", (), _STAY),
+    Key(
+        "checkpoint_attentions",
+        "bool",
+        False,
+        "Recompute attention.",
+        (),
+        "use torch.utils.checkpoint in the model",
+    ),
+    Key(
+        "delayed_parameter_initialization",
+        "bool",
+        False,
+        "Parameters on demand.",
+        (),
+        "parameters are made at once, and freed where they do not live",
+    ),
+    Key(
+        "sharded_data_parallel_degree",
+        "positive",
+        1,
+        "Divide parameters too.",
+        (),
+        "every replica keeps all of them; gradients are clipped as with the feature",
+    ),
+    Key("sdp_reduce_bucket_size", "positive", int(5e8), "For the above: elements.", (), _WHOLE),
+    Key("sdp_param_persistence_threshold", "count", int(1e6), "For the above.", (), _WHOLE),
+    Key("sdp_max_live_parameters", "positive", int(1e9), "For the above.", (), _WHOLE),
+    Key("sdp_hierarchical_allgather", "bool", True, "For the above.", (), _WHOLE),
+    Key(
+        "sdp_gradient_clipping",
+        "number",
+        1.0,
+        "For the above: the norm to which `optimizer.step` clips gradients.",
+    ),
+    Key(
+        "_match_weights",
+        "bool",
+        False,
+        "For tests of tensor parallelism.",
+        (),
+        "modules keep their weights in any case",
+    ),
+    Key("task_level_activation_checkpointing", "bool", False, "Accepted; without effect."),
 )
 
 
@@ -151,8 +226,8 @@ def markdown() -> str:
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for key in KEYS:
         default = "" if key.default is None else f"`{key.default}`"
-        note = {"refuse": " *Not in this version: refused.*", "note": " *Without effect yet.*"}
-        lines.append(f"| `{key.name}` | {default} | {key.doc}{note.get(key.later, '')} |")
+        note = f" *Not in this version: {key.later}.*" if key.later else ""
+        lines.append(f"| `{key.name}` | {default} | {key.doc}{note} |")
     return "\n".join(lines) + "\n"
 
 

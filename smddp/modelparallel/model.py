@@ -62,6 +62,7 @@ class DistributedModel(nn.Module):
         super().__init__()
         _check(module, trace_device, trace_execution_times, backward_passes_per_step)
         self.module = module
+        _name_original_forwards(module)
         cfg, topology = state.cfg, state.topology
         if overlapping_allreduce is None:
             overlapping_allreduce = cfg.overlapping_allreduce
@@ -239,6 +240,13 @@ class DistributedModel(nn.Module):
     def _require_partition(self, what: str) -> None:
         if not self.partitioned:
             raise SMPUsageError(f"{what} are known only when the first step has begun")
+
+
+def _name_original_forwards(module: nn.Module) -> None:
+    """Lets child classes call `super()._orig_forward()`, as the original library asks them to."""
+    for kind in {base for part in module.modules() for base in type(part).__mro__}:
+        if "forward" in vars(kind) and kind is not nn.Module and "_orig_forward" not in vars(kind):
+            kind._orig_forward = kind.forward  # type: ignore[attr-defined]
 
 
 def _check(module: nn.Module, device: str, times: bool, passes: int) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
+from smddp.modelparallel.errors import SMPPeerError
 from smddp.modelparallel.partition.placement import Placement
 from smddp.modelparallel.runtime import state
 
@@ -30,12 +31,21 @@ class ModelState:
         """Returns everything; each value comes from the rank that owns it.
 
         All ranks of the pipeline have to call it.
+
+        Raises:
+            SMPPeerError: one has not, within the timeout of the process group.
         """
         local = self._module.state_dict()
         if self._placement.size > 1 and self._placement.applied:
             group = state.groups.of("pp")
-            for name, value in local.items():
-                local[name] = self._gathered(name, value, group)
+            try:
+                for name, value in local.items():
+                    local[name] = self._gathered(name, value, group)
+            except RuntimeError as error:
+                raise SMPPeerError(
+                    "state_dict: not all ranks of the pipeline answered; all of them have to call "
+                    f"it, at the same point of the script ({error})"
+                ) from error
         if only_rank_0 and state.topology.rank != 0:
             return {}
         return local

@@ -51,9 +51,11 @@ class DistributedOptimizer(metaclass=_IsPatched):
             raise SMPInitializationError("call smp.init() before smp.DistributedOptimizer")
         if hasattr(optimizer, "_smp_state"):
             raise SMPUsageError("the optimizer is a smp.DistributedOptimizer already")
-        if static_loss_scale != 1.0 or dynamic_loss_scale or dynamic_loss_args:
+        scales = static_loss_scale != 1.0 or dynamic_loss_scale or dynamic_loss_args
+        if scales and state.topology.rank == 0:
             warnings.warn(
-                "smp.DistributedOptimizer scales losses only with fp16: use smp.amp.GradScaler",
+                "smp.DistributedOptimizer does not scale losses in this version: use "
+                "smp.amp.GradScaler",
                 stacklevel=2,
             )
         helper = _State(optimizer)
@@ -62,8 +64,19 @@ class DistributedOptimizer(metaclass=_IsPatched):
             setattr(optimizer, name, types.MethodType(getattr(_patches, name), optimizer))
         for name in ("local_state_dict", "orig_state_dict", "_param_id_to_index"):
             setattr(optimizer, name, types.MethodType(getattr(_patches, name), optimizer))
+        if state.cfg.fp16:
+            _add_names_of_fp16(optimizer)
         state.optimizer = weakref.ref(optimizer)
         return optimizer
+
+
+def _add_names_of_fp16(optimizer: Any) -> None:
+    """Adds what scripts for fp16 use; parameters are their own master copies, with scale 1."""
+    optimizer.optimizer = optimizer
+    optimizer.loss_scale, optimizer.overflow = 1.0, False
+    optimizer.clip_master_grads = clip_grad_norm
+    optimizer.update_master_grads = lambda: None
+    optimizer.backward = lambda loss, **_: _model().backward(loss)
 
 
 class _patches:  # noqa: N801  a namespace of functions that become methods of the optimizer
@@ -76,6 +89,8 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
                 "optimizer.step() has to be outside the function decorated with smp.step: only "
                 "there the gradients of all microbatches are complete"
             )
+        if state.cfg.sharded_data_parallel_degree > 1:
+            self._global_grad_norm = clip_grad_norm(state.cfg.sdp_gradient_clipping)
         arguments = (closure, *args) if closure is not None or args else ()
         return self._smp_state.step(*arguments, **kwargs)
 

@@ -118,11 +118,11 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     if state.initialized:
         log.debug("smp.init() was called again; the first call stays in force")
         return
-    cfg = configure(config, os.environ)
     complete_from_launcher()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
+    cfg = configure(config, os.environ, speak=rank == 0)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank % local_size)))
     topology = Topology(
@@ -139,13 +139,46 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             f"{size} ranks make {topology.rdp_size} replicas of {topology.pp_size} partition(s); "
             "data parallelism needs ddp: True in the configuration."
         )
+    if topology.size_of("dp") % cfg.sharded_data_parallel_degree:
+        raise SMPInitializationError(
+            f"sharded_data_parallel_degree {cfg.sharded_data_parallel_degree} does not divide the "
+            f"data parallel degree {topology.size_of('dp')}"
+        )
     owns = not dist.is_initialized()
     if owns:
         _bring_up(cfg, rank, size)
+    _compare(cfg)
     state.fill(cfg, topology, Groups(topology), owns)
     atexit.register(shutdown)
     if rank == 0:
-        log.info("smp: %s, %s", topology, cfg)
+        _be_heard()
+        log.info(
+            "smp: %d ranks = %d replica(s) x %d partition(s); %d microbatches, %s pipeline",
+            *(size, topology.size_of("dp"), topology.pp_size, cfg.microbatches, cfg.pipeline),
+        )
+        log.debug("smp: %s", cfg)
+
+
+def _compare(cfg: Configuration) -> None:
+    """Raises, on all ranks, if they have different configurations: groups would not match."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, cfg.as_dict())
+    for rank, other in enumerate(everybody):
+        for name, value in other.items():
+            if value != everybody[0][name]:
+                raise SMPInitializationError(
+                    f"the ranks have different configurations: {name} is {everybody[0][name]!r} on "
+                    f"rank 0, {value!r} on rank {rank}"
+                )
+
+
+def _be_heard() -> None:
+    """Prints what smp says to stderr, in scripts that do nothing about logging themselves."""
+    if log.level == logging.NOTSET and not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
 
 
 def _bring_up(cfg: Configuration, rank: int, size: int) -> None:

@@ -247,6 +247,7 @@ class _Driver:
             self._body(number)
         finally:
             timeline.leave()
+        self._executor.caller.abandon(frame.sent)
         had_backward = number in self._passed
         idle = torch.is_grad_enabled() and not had_backward
         self._executor.microbatch_done(number, idle or not self._step._learned)

@@ -9,7 +9,7 @@ A shape is a tuple that begins with a letter:
     ("o", i)                object i: anything else, and numbers that may differ each time
     ("l" | "u" | "s", children)             list, tuple, set
     ("n", class, children)                  named tuple
-    ("d", class, keys, children)            dict
+    ("d", class, keys, children)            dict, UserDict
     ("a", class, names, children)           dataclass
 """
 
@@ -52,6 +52,10 @@ def flatten(value: Any, tensors: list[torch.Tensor], objects: list[Any]) -> Shap
             tuple(value),
             tuple([flatten(item, tensors, objects) for item in value.values()]),
         )
+    if isinstance(value, collections.UserDict):
+        items = value.data
+        children = tuple([flatten(item, tensors, objects) for item in items.values()])
+        return ("d", (kind, _Like(value)), tuple(items), children)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return ("n", kind, tuple([flatten(item, tensors, objects) for item in value]))
     if kind is set:
@@ -74,7 +78,9 @@ class _Like:
         if dataclasses.is_dataclass(self._emptied):
             for field in dataclasses.fields(self._emptied):
                 object.__setattr__(self._emptied, field.name, None)
-        if isinstance(self._emptied, dict):
+        if isinstance(self._emptied, collections.UserDict):
+            self._emptied.data = {}
+        elif isinstance(self._emptied, dict):
             attributes = getattr(self._emptied, "__dict__", {})
             for key in self._emptied:
                 attributes.pop(key, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def decide(
     group = state.groups.of("dp")
     first = state.topology.rank_in("dp") == 0
     if first:
+        begun = time.monotonic()
         decision = _decide(state, root, modules, placement, args, kwargs, times)
+        log.info("smp: the partition took %.1f s", time.monotonic() - begun)
         _save(state, decision)
         _report(decision, state.topology.pp_size)
         box[0] = decision
@@ -81,6 +84,7 @@ def _decide(
     if cfg.skip_tracing:
         trace = Trace(len(modules.list), "parameters only")
     else:
+        log.info("smp: tracing %d modules to divide them", len(modules.list))
         trace = trace_model(root, args, kwargs, times)
     units = Units(modules, trace, cfg.memory_weight if cfg.use_times else 1.0)
     parts = cfg.pipeline_parallel_degree

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import logging
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,6 +81,16 @@ def trace_model(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
     state.tracing = True
     before = RandomState()
     try:
+        return _trace(root, args, kwargs, times)
+    finally:
+        before.restore()
+        state.tracing = False
+
+
+def _trace(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
+    with warnings.catch_warnings():
+        # Of a run without gradients; the step itself warns where there is reason to.
+        warnings.simplefilter("ignore")
         if not times:
             try:
                 return _on_fake_tensors(root, args, kwargs)
@@ -91,9 +102,6 @@ def trace_model(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
             # The model's own error, most likely; the step will show it in its place.
             log.warning("smp: the model could not be traced: %s", error)
             return Trace(len(list(root.modules())), "parameters only")
-    finally:
-        before.restore()
-        state.tracing = False
 
 
 def _on_fake_tensors(root: nn.Module, args: Any, kwargs: Any) -> Trace:

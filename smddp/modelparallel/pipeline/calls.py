@@ -10,6 +10,7 @@ in the calling thread (see `run_backward`).
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,9 +47,10 @@ class Frame:
         depth: how many segments come before it in the pipeline.
         grad: did it begin with gradients enabled?
         open: the calls whose values nobody has looked at yet.
+        sent: numbers of the call graphs that it has sent.
     """
 
-    __slots__ = ("depth", "forward", "grad", "microbatch", "name", "open", "order")
+    __slots__ = ("depth", "forward", "grad", "microbatch", "name", "open", "order", "sent")
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class Frame:
         self.depth = depth
         self.grad = grad
         self.open: Collector | None = None
+        self.sent: list[int] = []
 
 
 class Outgoing:
@@ -76,6 +79,7 @@ class Outgoing:
         values: results by place (call, tensor), as they arrive.
         returned: shape, objects and number of tensors of calls whose shape was not known.
         places: of the outputs, in the order of the autograd node.
+        abandoned: no gradients will come; the owners are told when its values are there.
     """
 
     def __init__(self, number: int, graph: Graph, inputs: list[torch.Tensor], mb: int) -> None:
@@ -93,6 +97,7 @@ class Outgoing:
         self.backward_missing = len(graph.out_of[SOURCE])
         # The places of each edge to SINK, complete with those of unknown calls.
         self.sunk: dict[int, list[tuple[int, int]]] = {}
+        self.abandoned = False
 
 
 class Caller:
@@ -103,6 +108,7 @@ class Caller:
         self._outgoing: dict[int, Outgoing] = {}
         self._numbers = itertools.count()
         self._known: dict[Graph, int] = {}
+        self._lock = threading.Lock()
         # Makes the node's outputs require a gradient even if no input does: parameters there do.
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -134,6 +140,7 @@ class Caller:
         out = Outgoing(next(self._numbers), graph, opened.inputs, frame.microbatch)
         opened.sent, opened.alive = out, alive
         self._outgoing[out.number] = out
+        frame.sent.append(out.number)
         identity = self._announce(graph)
         me = self._executor.rank
         head = (me, out.number, identity, frame.microbatch, frame.depth)
@@ -164,6 +171,8 @@ class Caller:
         if surroundings.grad and any(value.requires_grad for value in values):
             with torch.enable_grad():
                 values = list(_Remote.apply(self, frame, out, self._anchor, *out.inputs))
+        else:
+            self._outgoing.pop(out.number, None)
         out.values = dict(zip(out.places, values, strict=True))
         out.inputs = []
 
@@ -181,9 +190,35 @@ class Caller:
             places += [(call, index) for index in range(count)]
         out.values.update(zip(places, tensors, strict=True))
         out.sunk[segment] = places
-        out.missing -= 1
-        if out.missing == 0:
+        with self._lock:
+            out.missing -= 1
+            complete, abandoned = out.missing == 0, out.abandoned
+        if complete:
             self._executor.baton.complete(out.ticket)
+        if complete and abandoned:
+            self._drop(out)
+
+    def abandon(self, numbers: Sequence[int]) -> None:
+        """Says that no gradients will come for those of some graphs that have had none.
+
+        A part of the model may not reach the loss, or be computed again by a checkpoint. Its owners
+        would keep it until the end of the step, and count the microbatch as under way.
+        """
+        for number in numbers:
+            out = self._outgoing.get(number)
+            if out is None or not out.graph.ambient.grad:
+                continue
+            with self._lock:
+                out.abandoned = True
+                complete = out.missing == 0
+            if complete:
+                self._drop(out)
+
+    def _drop(self, out: Outgoing) -> None:
+        self._outgoing.pop(out.number, None)
+        header = (self._executor.rank, out.number, out.microbatch)
+        for owner in out.graph.owners():
+            self._executor.send(owner, Kind.DROP, header)
 
     def take_gradients(self, number: int, segment: int, tensors: list[Any]) -> None:
         """Takes the gradients of an edge from SOURCE."""

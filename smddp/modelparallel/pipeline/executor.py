@@ -245,6 +245,8 @@ class Executor:
             self.server.take_forward(peer, message)
         elif message.kind == Kind.BACKWARD:
             self.server.take_backward(peer, message)
+        elif message.kind == Kind.DROP:
+            self.server.take_drop(*message.header)
         elif message.kind == Kind.DONE:
             self.server.drop(message.header)
             if self.on_microbatch_end is not None:

@@ -32,7 +32,8 @@ class Kind(enum.IntEnum):
     FORWARD = 4  # the values of one edge
     BACKWARD = 5  # the gradients of one edge
     DONE = 6  # rank 0 to all: a microbatch has ended; its graphs may be dropped
-    END = 7  # the last message of a step on each stream
+    DROP = 7  # caller to a member: no gradients will come for a call graph
+    END = 8  # the last message of a step on each stream
 
 
 class Ambient(NamedTuple):

@@ -35,6 +35,7 @@ class _Hosted:
         gradients: per segment, the gradients of each edge out of it.
         saved: per segment with a graph: its leaves and its outputs, by place.
         sunk: per segment, the places of its edge to SINK.
+        sent: per saved segment, the numbers of the call graphs that it has sent itself.
     """
 
     def __init__(self, head: tuple[Any, ...], graph: Graph) -> None:
@@ -50,6 +51,7 @@ class _Hosted:
         self.gradients: dict[int, dict[int, list[torch.Tensor | None]]] = {}
         self.saved: dict[int, tuple[dict[Place, torch.Tensor], dict[Place, torch.Tensor]]] = {}
         self.sunk: dict[int, list[Place]] = {}
+        self.sent: dict[int, list[int]] = {}
 
 
 class Server:
@@ -133,6 +135,21 @@ class Server:
             frame = Frame(hosted.microbatch, False, order, "", 0, True)
             self._begin(frame, lambda: self._backward(frame, hosted, target), None)
 
+    def take_drop(self, caller: int, number: int, microbatch: int) -> None:
+        """Forgets a call graph for which no gradients will come."""
+        frame = Frame(microbatch, False, (), "", 0, True)
+        # A task, as only the holder of the baton counts what is under way.
+        task = Task(Priority(False, microbatch), lambda: self._drop(caller, number))
+        task.local = frame
+        self._executor.baton.submit(task)
+
+    def _drop(self, caller: int, number: int) -> None:
+        hosted = self._hosted.pop((caller, number), None)
+        if hosted is not None:
+            self._land(hosted.microbatch, len(hosted.saved))
+            for sent in hosted.sent.values():
+                self._executor.caller.abandon(sent)
+
     def _admits(self, frame: Frame) -> bool:
         """May forward work of a microbatch begin here?
 
@@ -188,8 +205,10 @@ class Server:
         outputs = {place: tensor for place, tensor in values.items() if place not in leaves}
         if hosted.ambient.grad and any(tensor.requires_grad for tensor in outputs.values()):
             hosted.saved[number] = (leaves, outputs)
+            hosted.sent[number] = frame.sent
         else:
             self._land(frame.microbatch, 1)
+            self._executor.caller.abandon(frame.sent)
         for edge in graph.out_of[number]:
             places = list(edge.values)
             if edge.target == SINK:
@@ -240,6 +259,8 @@ class Server:
             graph.calls[graph.segments[number].calls[-1]].module
         ]
         run_backward([outputs[place] for place in sums], list(sums.values()))
+        # What it has called, but not for this gradient; or called again, for a checkpoint.
+        self._executor.caller.abandon([*hosted.sent.pop(number, []), *frame.sent])
         for edge in graph.into[number]:
             owner = hosted.caller if edge.source == SOURCE else graph.segments[edge.source].owner
             gradients = [leaves[place].grad if place in leaves else None for place in edge.values]

@@ -91,18 +91,20 @@ def test_wrong_values(config: dict[str, object], text: str) -> None:
     assert text in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:smp accepts sharded_data_parallel_degree")
 @pytest.mark.parametrize("key", [key for key in KEYS if key.later], ids=lambda key: key.name)
-def test_features_of_later_versions(key) -> None:
-    value = {"bool": not key.default, "positive": 2, "count": 7, "number": 3.0}[key.kind]
+def test_features_of_later_versions_are_accepted_and_named(key) -> None:
+    value = {"bool": not key.default, "positive": 2, "count": 7}[key.kind]
     config = {key.name: value, "ddp": True}
     if key.name == "bf16":
         config["sharded_data_parallel_degree"] = 2
-    if key.later == "refuse":
-        with pytest.raises(SMPConfigurationError, match="would differ"):
-            configure(config, {})
-    else:
-        with pytest.warns(UserWarning, match="does not act on it"):
-            configure(config, {})
+    with pytest.warns(UserWarning, match=f"smp accepts {key.name}=") as said:
+        assert getattr(configure(config, {}), key.name) == value
+    text = next(str(w.message) for w in said if f"accepts {key.name}=" in str(w.message))
+    assert ("RESULTS WILL DIFFER" in text) == (key.name in ("fp16", "fp16_params", "bf16"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        configure({**config, "nonsense": 1}, {}, speak=False)  # what other ranks do
 
 
 def test_every_key_is_an_attribute_and_silent_by_default() -> None:

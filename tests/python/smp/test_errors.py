@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from ranks import check_ranks, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.errors import (
+    SMPConfigurationError,
     SMPInitializationError,
     SMPMicrobatchError,
     SMPPartitionError,
@@ -165,6 +169,22 @@ def misused() -> None:
         smp.DistributedOptimizer(torch.optim.SGD(layer.parameters()))
     with pytest.raises(SMPInitializationError, match=r"call smp.init\(\)"):
         train(layer, torch.ones(4, 4), "")
+    # Configurations are refused before anything is started, so the right one may follow.
+    for wrong, text in (
+        ({"auto_partition": False}, "default_partition must be supplied"),
+        ({"tensor_parallel_degree": 2}, "needs ddp"),
+        ({"bf16": True}, "bf16 needs sharded_data_parallel_degree"),
+        ({"fp16": True, "bf16": True}, "cannot be simultaneously enabled"),
+        ({"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 2}, "needs pipeline"),
+        (
+            {"sharded_data_parallel_degree": 2, "ddp": True, "shard_optimizer_state": True},
+            "exclude each other",
+        ),
+        ({"sharded_data_parallel_degree": 3, "ddp": True}, "does not divide the data parallel"),
+        ({"partitions": 3}, "2 ranks cannot be divided into pipelines of 3"),
+    ):
+        with pytest.raises((SMPConfigurationError, SMPInitializationError), match=text):
+            smp.init(wrong)
     smp.init({"partitions": 2, **MANUAL})
     with pytest.raises(SMPUsageError, match=r"create smp.DistributedModel"):
         train(layer, torch.ones(4, 4), "")
@@ -302,3 +322,33 @@ def out_of_step() -> str:
 def test_ranks_in_different_steps() -> None:
     for text in check_ranks(out_of_step, "2"):
         assert "every rank has to make the same calls" in text
+
+
+def different_configurations() -> None:
+    microbatches = 2 + int(os.environ["RANK"])
+    with pytest.raises(SMPInitializationError, match="microbatches is 2 on rank 0, 3 on rank 1"):
+        smp.init({"partitions": 2, "microbatches": microbatches})
+
+
+def test_ranks_with_different_configurations() -> None:
+    check_ranks(different_configurations, "2")
+
+
+def state_dict_of_one_rank() -> str:
+    dist.init_process_group("smddp", timeout=timedelta(seconds=2))
+    smp.init({"partitions": 2, **MANUAL})
+    with smp.partition(1):
+        last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    train(model, torch.ones(8, 4), "")
+    # The other one goes on, and waits for a step that rank 0 does not begin before it ends.
+    other = functools.partial(train, model, torch.ones(8, 4), "")
+    with pytest.raises(SMPPeerError) as caught:
+        (model.state_dict if smp.pp_rank() == 0 else other)()
+    return str(caught.value)
+
+
+def test_a_state_dict_that_one_rank_alone_asks_for() -> None:
+    asking, other = check_ranks(state_dict_of_one_rank, "2")
+    assert "all of them have to call it" in asking
+    assert "rank 0 of the pipeline is gone" in other

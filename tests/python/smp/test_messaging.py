@@ -100,8 +100,14 @@ def launched(launcher: str, port: int) -> tuple[int, int, int, int]:
     # Each test its own job, and so its own port.
     os.environ["SLURM_JOB_ID"] = str(port)
     smp.init({"partitions": 2})
-    with pytest.raises(SMPUsageError, match="needs ddp: True"):
-        smp.get_dp_process_group()
+    for kind in ("world", "mp", "dp", "tp", "pp", "rdp"):
+        with pytest.raises(SMPUsageError, match=f"get_{kind}_process_group.* needs ddp: True"):
+            getattr(smp, f"get_{kind}_process_group")()
+    model = smp.DistributedModel(torch.nn.Linear(2, 2))
+    with pytest.raises(SMPUsageError, match="register_comm_hook needs ddp"):
+        model.register_comm_hook(None, print)
+    with pytest.raises(SMPUsageError, match=r"join\(\) needs ddp"):
+        model.join()
     assert dist.get_backend() == "smddp"
     assert smp.allgather(smp.rank(), smp.WORLD) == [0, 1]
     return smp.rank(), smp.pp_rank(), smp.local_rank(), smp.local_size()

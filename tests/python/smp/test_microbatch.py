@@ -30,6 +30,14 @@ class Output(collections.OrderedDict):
         return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
 
 
+class Encoding(collections.UserDict):
+    """Like what tokenizers return; it has more attributes than its items."""
+
+    def __init__(self, data: Any, origin: str) -> None:
+        super().__init__(data)
+        self.origin = origin
+
+
 @dataclasses.dataclass
 class Named:
     a: Any
@@ -55,6 +63,7 @@ class Sliced:
         Named(torch.zeros(1)),
         Output(loss=torch.zeros(()), logits=torch.ones(2)),
         collections.defaultdict(list, {"a": torch.zeros(1)}),
+        Encoding({"input_ids": torch.zeros(2), "mask": None}, "here"),
         object,
     ],
 )
@@ -71,6 +80,10 @@ def test_structures_survive(value: Any) -> None:
     if isinstance(value, Output):
         assert again.loss is tensors[0]
         assert again[1:] == (tensors[1],)
+    if isinstance(value, Encoding):
+        assert again.origin == "here"
+        assert again["input_ids"] is tensors[0]
+        assert value.data.keys() == again.data.keys()
 
 
 def test_shapes_tell_true_from_one() -> None:
@@ -86,7 +99,7 @@ def split(*args: Any, whole: Any = (), axes: Any = None, count: int = 2, **kwarg
 
 def test_tensors_are_divided_wherever_they_are() -> None:
     x = torch.arange(8)
-    parts = split("model", {"x": [x, (x, 3)], "s": {x}}, 0.5, x, mask=x)
+    parts = split("model", {"x": [x, (x, 3)], "s": {x}}, 0.5, x, mask=Encoding({"m": x}, "y"))
     for number, (args, kwargs) in enumerate(parts):
         half = x[4 * number : 4 * number + 4]
         model, data, factor, extra = args
@@ -96,7 +109,8 @@ def test_tensors_are_divided_wherever_they_are() -> None:
         assert data["x"][1][1] == 3
         assert torch.equal(next(iter(data["s"])), half)
         assert torch.equal(extra, half)
-        assert torch.equal(kwargs["mask"], half)
+        assert torch.equal(kwargs["mask"]["m"], half)
+        assert kwargs["mask"].origin == "y"
 
 
 def test_exceptions_from_division() -> None:

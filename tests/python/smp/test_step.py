@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 import torch._dynamo
-from ranks import check_ranks
+from ranks import check_ranks, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -16,6 +19,18 @@ from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.step import step as step_by_path
 
 pytestmark = pytest.mark.multiprocess
+
+
+class Base(nn.Sequential):
+    """A module whose child class extends its forward, as the guide of the original library says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Child(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._orig_forward(x)
 
 
 class Net(nn.Module):
@@ -26,7 +41,7 @@ class Net(nn.Module):
         with smp.partition(0):
             self.one = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
         with smp.partition(smp.pp_size() - 1):
-            self.two = nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 8), nn.Dropout(0.5))
+            self.two = Child(nn.Dropout(0.3), nn.Linear(8, 8), nn.Dropout(0.5))
         self.three = nn.Linear(8, 2)
         self.calls = 0
 
@@ -53,7 +68,7 @@ def plain(model: Any, x: torch.Tensor) -> Any:
     return output, loss
 
 
-def various(pp: int) -> dict[str, Any]:
+def various(pp: int, folder: str) -> dict[str, Any]:
     """Many small questions to one job, because starting one costs more than each of them."""
     assert step_by_path is smp.step
     smp.init({"partitions": pp, **MANUAL})
@@ -120,6 +135,24 @@ def various(pp: int) -> dict[str, Any]:
     with torch.autocast("cpu", torch.bfloat16):
         assert forward_only(model, x).outputs[0].dtype == torch.bfloat16
 
+    # A loss may be changed in place, as scripts do that accumulate gradients.
+    @smp.step
+    def divided(model: Any, x: Any) -> Any:
+        loss = model(x).square().mean()
+        loss /= 2
+        model.backward(loss)
+        return loss
+
+    model.eval()
+    plain(model, x)
+    twice = [2 * parameter.grad for parameter in model.local_parameters()]
+    optimizer.zero_grad()
+    found["halved"] = [divided(model, x).reduce_sum().item(), divided(model, x).reduce_sum().item()]
+    for parameter, grad in zip(model.local_parameters(), twice, strict=True):
+        torch.testing.assert_close(2 * parameter.grad, grad)
+    model.train()
+    optimizer.zero_grad()
+
     # What is local is exactly one part.
     names = [name for name, _ in model.local_named_parameters()]
     everything = [name for part in smp.allgather(names, smp.PP_GROUP) for name in part]
@@ -140,6 +173,18 @@ def various(pp: int) -> dict[str, Any]:
     report = smp.timeline()
     assert len(report.spans) == pp
     assert 0 < report.busy <= 1.0
+    assert "without delays" in str(report)
+    smp.timeline(f"{folder}/step-{pp}.json")
+    smp.timeline(f"{folder}/step-{pp}.svg")
+    smp.explain(f"{folder}/partition-{pp}.svg")
+    smp.barrier()
+    events = json.loads(Path(folder, f"step-{pp}.json").read_text())["traceEvents"]
+    spans = [span for rank in report.spans for span in rank]
+    assert len(events) == len(spans)
+    assert {event["tid"] for event in events} == {0, pp - 1}
+    assert min(event["dur"] for event in events) >= 0
+    for name in (f"step-{pp}.svg", f"partition-{pp}.svg"):
+        ElementTree.parse(Path(folder, name))
     found["state"] = {key: value.tolist() for key, value in model.state_dict().items()}
     assert smp.state.cfg.microbatches == 4
     assert torch.initial_seed() == 0
@@ -147,13 +192,13 @@ def various(pp: int) -> dict[str, Any]:
     return found
 
 
-def test_steps_are_the_same_for_any_number_of_partitions() -> None:
-    by_degree = {pp: check_ranks(various, str(pp), pp) for pp in (1, 2, 3)}
+def test_steps_are_the_same_for_any_number_of_partitions(tmp_path: Path) -> None:
+    by_degree = {pp: check_ranks(various, str(pp), pp, str(tmp_path)) for pp in (1, 2, 3)}
     whole = by_degree[1][0]
     assert whole["dtype"] == "torch.bfloat16"
     for pp, ranks in by_degree.items():
         for rank, result in enumerate(ranks):
-            for key in ("dropout", "loss", "evaluated", "dtype", "state"):
+            for key in ("dropout", "loss", "evaluated", "dtype", "state", "halved"):
                 assert result[key] == whole[key], f"{key} on rank {rank} of {pp}"
             assert result["norm"] == pytest.approx(whole["norm"], rel=1e-5)
             assert "manual" in result["explain"] or pp == 1
@@ -178,18 +223,28 @@ def scaled(pp: int) -> list[Any]:
         return loss
 
     seen: list[Any] = []
+    norms: list[float] = []
     x = torch.ones(8, 4)
     for number in range(4):
         optimizer.zero_grad()
         train(model, x, False)
         if number == 1 and smp.pp_rank() == pp - 1:
             next(p for p in model.local_parameters()).grad.fill_(float("inf"))
+        if number > 1:
+            # Clipping needs the true gradients; a second unscaling would be an error.
+            scaler.unscale_(optimizer)
+            norms.append(float(smp.clip_grad_norm(0.1)))
         before = model.state_dict()
         scaler.step(optimizer)
         scaler.update()
         after = model.state_dict()
         changed = any(not torch.equal(after[key], before[key]) for key in after)
         seen.append((changed, scaler.get_scale()))
+    assert smp.allgather(norms, smp.PP_GROUP) == [norms] * pp
+    assert all(0.01 < norm < 100 for norm in norms), "the scale is in the gradients"
+    again = smp.amp.GradScaler()
+    again.load_state_dict(scaler.state_dict())
+    assert again.get_scale() == scaler.get_scale()
     return seen
 
 
@@ -372,3 +427,59 @@ def summed(average: bool) -> Any:
 @pytest.mark.parametrize(("average", "expected"), [(True, 1.0), (False, 4.0)])
 def test_gradients_are_averaged_or_summed(average: bool, expected: float) -> None:
     assert check_ranks(summed, "1", average) == [[[expected, expected]]]
+
+
+def with_later_features(config: dict[str, Any]) -> Any:
+    """Asks for features of later versions, in the words of scripts for them."""
+    smp.init({"ddp": True, "microbatches": 2, **config})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)))
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"scale_window": 1000},
+    )
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> Any:
+        loss = model(x).square().mean() * 100
+        model.backward(loss)
+        return loss
+
+    train(model, torch.full((4, 2), 1.0 + smp.dp_rank()))
+    if smp.state.cfg.fp16:
+        torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
+        optimizer.clip_master_grads(1.0)
+        assert optimizer.loss_scale == 1.0
+        assert not optimizer.overflow
+    optimizer.step()
+    return smp.dp_size(), {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def test_features_of_later_versions_are_named_once_and_training_goes_on() -> None:
+    """Tensor parallel ranks are replicas, sharded training clips: the same results in both ways."""
+    configs = (
+        {"partitions": 2, "tensor_parallel_degree": 2, "fp16": True},
+        {"sharded_data_parallel_degree": 2},
+    )
+    states = []
+    for ranks, config in zip(("4", "2"), configs, strict=True):
+        outcomes = run_ranks(with_later_features, ranks, config)
+        assert all(outcome.returned for outcome in outcomes), "\n".join(map(str, outcomes))
+        for key in config:
+            said = [outcome.stderr.count(f"smp accepts {key}=") for outcome in outcomes]
+            assert said == [int(key != "partitions")] + [0] * (len(outcomes) - 1)
+        assert ("RESULTS WILL DIFFER" in outcomes[0].stderr) == ("fp16" in config)
+        assert f"smp: {ranks} ranks = 2 replica(s)" in outcomes[0].stderr
+        assert ("\nPartition assignments:" in outcomes[0].stderr) == ("partitions" in config)
+        states += [outcome.value for outcome in outcomes]
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    for replica in range(2):
+        (whole(torch.full((4, 2), 1.0 + replica)).square().mean() * 50).backward()
+    torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    torch.optim.SGD(whole.parameters(), lr=0.5).step()
+    for replicas, state in states:
+        assert replicas == 2
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(torch.tensor(state[name]), value)

@@ -319,6 +319,32 @@ class Frozen(nn.Module):
         return self.last(self.fixed(self.first(x)) + features)
 
 
+class LooseEnds(nn.Module):
+    """Arguments that a module does not use, results that nobody uses, and that miss the loss."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.extra = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.tanh(self.linear(x)), self.extra(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([LooseEnds.Part() for _ in range(3)])
+        self.dropped = nn.Linear(8, 2)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        auxiliary = x
+        for part in self.parts:
+            self.dropped(x)
+            x, auxiliary = part(x, auxiliary.detach())
+        return self.last(x)
+
+
 class Checkpointed(nn.Module):
     """Activations are computed again in the backward pass, in both of torch's ways.
 
@@ -392,6 +418,7 @@ ZOO: dict[str, Entry] = {
     "vision transformer": Entry(VisionTransformer, _images, _cross_entropy),
     "parametrized": Entry(Parametrized, _vectors, _cross_entropy),
     "frozen": Entry(Frozen, _vectors, _cross_entropy),
+    "loose ends": Entry(LooseEnds, _vectors, _cross_entropy),
     "checkpointed": Entry(Checkpointed, _vectors, _cross_entropy, exact=False),
     "shared layer": Entry(_shared, _vectors, _cross_entropy),
 }
