@@ -162,6 +162,8 @@ class Executor:
         finally:
             self.baton.settle()
             silent = self.channel.drain(_PATIENCE) if self.channel is not None else []
+            # A peer may have given up a graph after our own end.
+            self.baton.settle()
             self._end_step()
         if silent and not self._failures:
             raise SMPPeerError(f"{self._who(silent[0])} did not end its step within {_PATIENCE} s")
