@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from smddp.modelparallel import safetensors
 from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.files import hash_of, read, write
 from smddp.modelparallel.messaging import Messenger
@@ -110,7 +111,8 @@ def save_checkpoint(
         path: a folder that all ranks see.
         tag: names the checkpoint.
         partial: each partition saves its part, and the optimizer's, into `{tag}_partial`; otherwise
-            the whole model, and only that, is saved as the file `tag`.
+            the whole model, and only that, is saved as the file `tag`: as torch.save would, or as
+            safetensors if the tag ends so.
         model: a smp.DistributedModel.
         optimizer: a smp.DistributedOptimizer.
         user_content: anything that pickles; rank 0's is saved.
@@ -125,7 +127,8 @@ def save_checkpoint(
     else:
         entries = model.state_dict() if model is not None else {}
         if first:
-            write(folder / tag, lambda file: torch.save(entries, file))
+            save_as = safetensors.write if _is_safetensors(tag) else _torch_save
+            write(folder / tag, lambda file: save_as(file, entries))
             write(folder / f"user_content_{tag}", lambda file: torch.save(user_content, file))
     if first:
         write(folder / _NEWEST, lambda file: file.write(tag.encode()))
@@ -148,7 +151,8 @@ def resume_from_checkpoint(
     Args:
         path: the folder.
         tag: which; the newest if None.
-        partial: saved in parts, by any number of partitions; or as one file, by anybody.
+        partial: saved in parts, by any number of partitions; or as one file, by anybody: of
+            torch.save, of safetensors, or the index (`.index.json`) of several such files.
         strict: as for load_state_dict.
         load_optimizer: the optimizer, too; never from one file.
         load_sharded_optimizer_state: accepted.
@@ -175,7 +179,7 @@ def resume_from_checkpoint(
         file = folder / tag
         if not file.exists():
             raise FileNotFoundError(f"there is no checkpoint {file}")
-        entries = read(file, "cpu", weights_only=True)
+        entries = _whole(file)
         model.load_state_dict(
             translate_function(entries) if translate_function else entries, strict
         )
@@ -193,6 +197,32 @@ def resume_from_checkpoint(
     if manifest["partition"] is not None and not model.partitioned:
         model.runtime.placement.preset = Decision.from_dict(manifest["partition"])
     return _user_content(parts / "user_content.pt")
+
+
+# --- one file -------------------------------------------------------------------------------------
+
+
+def _is_safetensors(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+def _torch_save(file: Any, entries: Any) -> None:
+    torch.save(entries, file)
+
+
+def _whole(file: Path) -> dict[str, Any]:
+    """Reads a model from one file, or from those that an index names."""
+    if file.name.endswith(".index.json"):
+        entries: dict[str, Any] = {}
+        for name in sorted(set(json.loads(file.read_text())["weight_map"].values())):
+            if not (file.parent / name).exists():
+                raise FileNotFoundError(f"the checkpoint {file} lacks its part {name}")
+            entries.update(_whole(file.parent / name))
+        return entries
+    if _is_safetensors(file.name):
+        return dict(safetensors.read(file))
+    found: dict[str, Any] = read(file, "cpu", weights_only=True)
+    return found
 
 
 # --- parts ----------------------------------------------------------------------------------------

@@ -48,10 +48,15 @@ def hash_of(file: Path) -> str:
 
 def read(file: Path, map_location: Any, pickle_module: Any = pickle, **options: Any) -> Any:
     """Loads without unpickling code if that is enough, unless told otherwise."""
-    if "weights_only" in options:
+    if options.get("mmap"):
         return torch.load(file, map_location, **options)
-    try:
-        return torch.load(file, map_location, weights_only=True, **options)
-    except pickle.UnpicklingError:
-        log.debug("%s holds more than tensors and plain containers", file)
-        return torch.load(file, map_location, pickle_module, weights_only=False, **options)
+    # A stream, because torch takes some endings of names for other formats.
+    with open(file, "rb") as stream:
+        if "weights_only" in options:
+            return torch.load(stream, map_location, **options)
+        try:
+            return torch.load(stream, map_location, weights_only=True, **options)
+        except pickle.UnpicklingError:
+            log.debug("%s holds more than tensors and plain containers", file)
+            stream.seek(0)
+            return torch.load(stream, map_location, pickle_module, weights_only=False, **options)

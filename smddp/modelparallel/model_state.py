@@ -83,6 +83,11 @@ class ModelState:
                 merged.update(part)
             entries = merged
         names = list(self._module.state_dict())
+        # Files of model libraries hold a shared parameter under one of its names only.
+        for same in self._shared():
+            present = next((name for name in same if name in entries), None)
+            if present is not None:
+                entries = {**dict.fromkeys(same, entries[present]), **entries}
         here = [name for name in names if self._is_here(name)]
         expected = here if given.get(MARKER) and same_partition else names
         missing = [name for name in expected if name not in entries]
@@ -97,6 +102,13 @@ class ModelState:
         }
         self._module.load_state_dict(local, strict=False)
         return IncompatibleKeys(missing, unexpected)
+
+    def _shared(self) -> list[list[str]]:
+        """Returns the names of each parameter that has several."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return [same for same in names.values() if len(same) > 1]
 
     def _is_here(self, name: str) -> bool:
         placement = self._placement

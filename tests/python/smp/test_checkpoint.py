@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from ranks import check_ranks
 from smp.zoo import ZOO, arguments, batch_of, make
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel import safetensors
 from smddp.modelparallel.errors import SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
@@ -124,6 +128,105 @@ def test_training_goes_on_at_any_degree(tmp_path: Path) -> None:
     for later in (False, True):
         for result in check_ranks(resuming, "2", 2, path, later, "full"):
             same(dict(result), dict(plain.state_dict()))
+
+
+def begin_shared() -> Any:
+    torch.manual_seed(smp.rank())
+    return smp.DistributedModel(ZOO["shared layer"].make())
+
+
+@smp.step
+def forward(model: Any, x: torch.Tensor) -> Any:
+    return model(x)
+
+
+def files_of_others(path: str, weights: dict[str, torch.Tensor]) -> None:
+    """Whole models in the files of model libraries, loaded before and after the partition."""
+    gc.freeze()  # so that collecting one model does not walk through all of torch
+    smp.init({"partitions": 2, "ddp": True, "microbatches": 2})
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    whole = ZOO["shared layer"].make()
+    whole.load_state_dict(weights)
+    for name in ("pytorch_model.bin", "model.safetensors", "pytorch_model.bin.index.json"):
+        for later in (False, True):
+            model = begin_shared()
+            if later:
+                forward(model, x)
+            assert smp.resume_from_checkpoint(path, name, partial=False) == {}, name
+            with torch.no_grad():
+                result = forward(model, x).concat()
+            # The same rows, in halves.
+            same(result, torch.cat([whole(x[:2]), whole(x[2:])]).detach())
+            same(dict(model.state_dict()), weights)
+            for tag in ("ours.safetensors", "ours.bin"):
+                smp.save_checkpoint(path, tag, partial=False, model=model, user_content={"e": 1})
+                assert smp.resume_from_checkpoint(path, tag, partial=False) == {"e": 1}
+            same(dict(model.state_dict()), weights)
+            with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+                smp.resume_from_checkpoint(path, "absent.bin", partial=False)
+            with pytest.raises(FileNotFoundError, match=r"lacks its part gone.safetensors"):
+                smp.resume_from_checkpoint(path, "broken.index.json", partial=False)
+            with pytest.raises(RuntimeError, match=r"lacks \['2.weight', '2.bias'"):
+                smp.resume_from_checkpoint(path, "part.bin", partial=False)
+            del model
+            gc.collect()
+
+
+def test_whole_models_in_files_of_other_libraries(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    plain = ZOO["shared layer"].make()
+    weights = {name: value.clone() for name, value in plain.state_dict().items()}
+    assert torch.equal(weights["0.weight"], weights["4.weight"])
+    # Such libraries keep one name of a shared parameter, and divide a large model.
+    kept = {name: value for name, value in weights.items() if not name.startswith("4.")}
+    halves = [dict(list(kept.items())[:2]), dict(list(kept.items())[2:])]
+    torch.save(kept, tmp_path / "pytorch_model.bin")
+    torch.save(halves[0], tmp_path / "part.bin")
+    torch.save(halves[0], tmp_path / "pytorch_model-1.bin")
+    with open(tmp_path / "pytorch_model-2.safetensors", "wb") as stream:
+        safetensors.write(stream, halves[1])
+    with open(tmp_path / "model.safetensors", "wb") as stream:
+        safetensors.write(stream, weights)
+    names = ("pytorch_model-1.bin", "pytorch_model-2.safetensors")
+    index = {key: name for half, name in zip(halves, names, strict=True) for key in half}
+    for file, content in (
+        ("pytorch_model.bin.index.json", index),
+        ("broken.index.json", {"a": "gone.safetensors"}),
+    ):
+        (tmp_path / file).write_text(json.dumps({"weight_map": content}))
+    (tmp_path / "user_content_pytorch_model.bin").touch()  # some tools leave an empty one
+    check_ranks(files_of_others, "2", str(tmp_path), weights)
+    again = ZOO["shared layer"].make()
+    again.load_state_dict(torch.load(tmp_path / "ours.bin", weights_only=True))
+    same(dict(again.state_dict()), weights)
+    same(safetensors.read(tmp_path / "ours.safetensors"), weights)
+
+
+def test_safetensors_by_the_letter(tmp_path: Path) -> None:
+    """The bytes of the format's description, and files that are cut or tampered with."""
+    file = tmp_path / "x.safetensors"
+    entries = {
+        "a": torch.tensor([[1, 2]], dtype=torch.int16),
+        "b": torch.tensor([True, False, True]),
+        "c": torch.tensor(1.5, dtype=torch.bfloat16),
+        "d": torch.zeros(0, 3),
+    }
+    with open(file, "wb") as stream:
+        safetensors.write(stream, entries)
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    assert header["a"] == {"dtype": "I16", "shape": [1, 2], "data_offsets": [0, 4]}
+    assert header["__metadata__"] == {"format": "pt"}
+    assert data[8 + length :] == b"\x01\0\x02\0\x01\0\x01\xc0\x3f"
+    same(safetensors.read(file), entries)
+    for wrong in (b"", data[:7], data[:40], data[:-1], b"\xff" * 8 + data[8:]):
+        file.write_bytes(wrong)
+        with pytest.raises(ValueError, match="no safetensors file, or damaged"):
+            safetensors.read(file)
+    with pytest.raises(SMPUsageError, match="'s' cannot be saved as safetensors"):
+        safetensors.write(io.BytesIO(), {"s": "text"})
 
 
 def damaged(path: str, text: str, kind: str) -> None:
