@@ -101,6 +101,8 @@ void pause() {
 // How long nothing has happened, and what to do about it.
 struct Engine::Patience {
   explicit Patience(bool patient) : rounds(patient ? kPauses : 0) {}
+  // Whoever is waited for takes longer than a few pauses.
+  bool yields() const { return rounds == kPauses; }
   // False: it is time to sleep.
   bool spin() {
     if (rounds++ < kPauses) {
@@ -632,6 +634,7 @@ void Engine::collectContinuations() {
 
 void Engine::runOwned(const std::function<bool()>& done, bool patient) {
   Patience patience(patient);
+  process_->noteCore();
   while (true) {
     drainInbox();
     const bool advanced = turn();
@@ -642,6 +645,7 @@ void Engine::runOwned(const std::function<bool()>& done, bool patient) {
       patience = Patience(patient);
       continue;
     }
+    if (patience.yields()) process_->moveApart();
     if (patience.spin()) continue;
     const Nanoseconds now = process_->clock().now();
     if (now >= nextLook_) {

@@ -75,6 +75,7 @@ Process::Process(Options options)
       id_(options_.id ? *options_.id : bootstrap::randomProcessId()),
       slab_(transport::shm::Slab::create(options_.slabBytes)),
       regions_(std::make_shared<RegionPool>(slab_)),
+      coreSharing_(slab_->page()),
       doorbell_(slab_),
       commMemory_(std::make_shared<transport::shm::CommMemory>(slab_)),
       local_(std::make_unique<Link>(*this, std::make_unique<transport::shm::ShmTransport>(slab_))) {
@@ -163,6 +164,7 @@ Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
     const std::lock_guard lock(probeMutex_);
     peer->mate = probed_[other.processId];
     peer->memory = std::make_unique<transport::shm::MateMemory>(peer->mate);
+    matePages_.push_back(&peer->mate->page());
   }
   Link& link = linkOf(*peer);
   peer->id = link.transport->connect(sharesNode ? other.slab : other.fabric, name);
@@ -175,6 +177,8 @@ Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
 transport::RemoteKey Process::registerMemory(const Peer& peer, std::span<std::byte> memory) {
   return linkOf(peer).transport->registerMemory(memory);
 }
+
+void Process::moveApart() { coreSharing_.moveApart(matePages_, clock().now()); }
 
 size_t Process::poll() { return local_->table.poll() + pollFabric(); }
 

@@ -17,6 +17,7 @@
 #include "bootstrap/introduction.h"
 #include "bootstrap/lifeline.h"
 #include "common/clock.h"
+#include "engine/core_sharing.h"
 #include "engine/region_pool.h"
 #include "transport/channel.h"
 #include "transport/shm/comm_memory.h"
@@ -116,6 +117,10 @@ class Process {
   // Sleeps until a mate rings, a message comes or `timeout` is over. The caller has called
   // doorbell().prepare() and looked once more.
   void sleep(Nanoseconds timeout, bool network);
+  // For mates that share a core with this thread.
+  void noteCore() { coreSharing_.note(); }
+  // This thread waits: leaves the core to mates, if there is a better one.
+  void moveApart();
   void wake(Peer& peer) { transport::shm::Doorbell::ring(*peer.mate); }
 
   void closeInChild() noexcept {
@@ -148,6 +153,8 @@ class Process {
   uint64_t lastGroup_ = 0;  // how many groups this process has numbered
   std::shared_ptr<transport::shm::Slab> slab_;
   std::shared_ptr<RegionPool> regions_;
+  CoreSharing coreSharing_;
+  std::vector<const transport::shm::ProcessPage*> matePages_;  // kept mapped by peers_
   transport::shm::Doorbell doorbell_;
   std::shared_ptr<transport::shm::CommMemory> commMemory_;
   ControlHandler handler_;

@@ -55,7 +55,7 @@ enum class Sleep : uint32_t { Awake = 0, OnFutex = 1, OnPoll = 2 };
 // `sleep` (anyone may clear it).
 struct ProcessPage {
   static constexpr uint64_t kMagic = 0x3164706d6d647364;
-  static constexpr uint32_t kVersion = 1;
+  static constexpr uint32_t kVersion = 2;
   static constexpr size_t kMaxCommSegments = 2048;
 
   explicit ProcessPage(const Nonce& slabNonce);
@@ -75,6 +75,9 @@ struct ProcessPage {
   alignas(64) std::atomic<Sleep> sleep{Sleep::Awake};
   std::atomic<int32_t> pipeDescriptor{-1};  // write end of the owner's wake-up pipe
   std::atomic<uint64_t> pipeInode{0};  // what that descriptor must be, lest its number was reused
+
+  // Where its engine ran last, a hint for mates that share a core with it (engine/core_sharing.h).
+  std::atomic<int32_t> core{-1};
 
   // ShmTransport: where its rings lie in the slab, and which incarnation reads them (odd while
   // there is one).
