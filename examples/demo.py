@@ -137,8 +137,8 @@ def report(console: Console, results: dict[str, dict[str, Any]]) -> None:
     console.print(learned)
 
     moved = Table(title="Where smddp's bytes went (all ranks together, MiB)")
-    moved.add_column("algorithm")
-    for column in ("calls", "in place", "of vectors", "read in shared memory", "over libfabric"):
+    moved.add_column("algorithm", no_wrap=True)
+    for column in ("calls", "zero copy", "vectors", "shared memory", "fabric"):
         moved.add_column(column, justify="right")
     for algorithm, use in sorted(results["smddp"]["statistics"].items()):
         amounts = [mebibytes(use[key]) for key in ("bytes", "memory_bytes", "fabric_bytes")]

@@ -238,7 +238,8 @@ std::vector<AlgorithmInfo> listAlgorithms() {
     if (row.buffers == Buffers::Shared) serves += ", shared buffers";
     if (row.size == Size::OneShot) serves += ", up to the staging memory";
     if (row.size == Size::Tiny) serves += ", up to half of the staging memory";
-    std::string chosen = "where no row above fits";
+    const bool first = infos.empty() || infos.back().collective != row.collective;
+    std::string chosen = first ? "always" : "where no row above fits";
     if (row.size == Size::OneShot) chosen = "up to SMDDP_ONE_SHOT_BYTES";
     if (row.size == Size::Tiny) {
       chosen = fmt::format("up to {} KiB on 2, 4, 8, 16 nodes, and on {} or more", kTinyBytes >> 10,
