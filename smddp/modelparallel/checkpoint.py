@@ -28,7 +28,7 @@ from smddp.modelparallel.partition.placement import Decision
 from smddp.modelparallel.runtime import state
 from smddp.modelparallel.topology import CommGroup
 
-__all__ = ["load", "resume_from_checkpoint", "save", "save_checkpoint"]
+__all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
 
 _MANIFEST = "manifest.json"
 _NEWEST = "newest"
@@ -166,11 +166,7 @@ def resume_from_checkpoint(
         ValueError: a file is damaged.
     """
     folder = Path(path)
-    if tag is None:
-        newest = folder / _NEWEST
-        if not newest.exists():
-            raise FileNotFoundError(f"there is no checkpoint in {folder}: it has no file {_NEWEST}")
-        tag = newest.read_text().strip()
+    tag = _newest(folder) if tag is None else tag
     model = state.model() if state.model is not None else None
     optimizer = state.optimizer() if state.optimizer is not None else None
     if model is None:
@@ -186,17 +182,32 @@ def resume_from_checkpoint(
         return _user_content(folder / f"user_content_{tag}")
     parts = folder / f"{tag}_partial"
     manifest = _manifest(parts)
-    entries = {}
-    for name in manifest["model"]:
-        entries.update(read(_verified(parts, name, manifest), "cpu", weights_only=True, mmap=True))
+    entries = _merged_model(parts, manifest)
     if entries:
-        entries.pop(MARKER, None)
         model.load_state_dict(entries, strict)
     if load_optimizer and optimizer is not None and manifest["optimizer"]:
         optimizer.load_state_dict(_merged_optimizer(parts, manifest))
     if manifest["partition"] is not None and not model.partitioned:
         model.runtime.placement.preset = Decision.from_dict(manifest["partition"])
     return _user_content(parts / "user_content.pt")
+
+
+def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
+    """Returns the whole model of a checkpoint in parts; needs no job and no `smp.init`.
+
+    Args:
+        path: the folder.
+        tag: which; the newest if None.
+    """
+    parts = Path(path) / f"{tag or _newest(Path(path))}_partial"
+    return _merged_model(parts, _manifest(parts))
+
+
+def _newest(folder: Path) -> str:
+    newest = folder / _NEWEST
+    if not newest.exists():
+        raise FileNotFoundError(f"there is no checkpoint in {folder}: it has no file {_NEWEST}")
+    return newest.read_text().strip()
 
 
 # --- one file -------------------------------------------------------------------------------------
@@ -273,6 +284,14 @@ def _verified(folder: Path, name: str, manifest: dict[str, Any]) -> Path:
     if hash_of(file) != manifest["hashes"][name]:
         raise ValueError(f"{file} is damaged: its hash is not the one in {_MANIFEST}")
     return file
+
+
+def _merged_model(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for name in manifest["model"]:
+        merged.update(read(_verified(folder, name, manifest), "cpu", weights_only=True, mmap=True))
+    merged.pop(MARKER, None)
+    return merged
 
 
 def _merged_optimizer(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:

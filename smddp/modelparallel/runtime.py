@@ -89,6 +89,24 @@ class State:
             raise SMPInitializationError(_FIRST)
         return self._groups
 
+    @property
+    def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
+        """Per tensor-parallel rank, the name of each parameter by its number in the optimizer."""
+        model = self.model() if self.model is not None else None
+        optimizer = self.optimizer() if self.optimizer is not None else None
+        if model is None or optimizer is None:
+            raise SMPInitializationError("create model and optimizer first")
+        numbers = optimizer._param_id_to_index()
+        named = model.module.named_parameters()
+        names = {numbers[id(p)]: name for name, p in named if id(p) in numbers}
+        return [dict(names) for _ in range(self.topology.tp_size)]
+
+    @property
+    def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
+        """The other way round."""
+        groups = self.param_index_to_name_tp_group
+        return [{name: number for number, name in names.items()} for names in groups]
+
     def fill(self, cfg: Configuration, topology: Topology, groups: Groups, owns: bool) -> None:
         """Sets everything at once, at the end of `smp.init`."""
         self._cfg, self._topology, self._groups = cfg, topology, groups

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from smddp.modelparallel.runtime import state
 
-__all__ = ["get_distribution_axis", "rmsg"]
+__all__ = ["dump_model", "get_distribution_axis", "rmsg", "verify"]
 
 
 def rmsg(message: str) -> str:
@@ -18,3 +21,17 @@ def rmsg(message: str) -> str:
 def get_distribution_axis(parameter: nn.Parameter) -> int | None:
     """Returns along which dimension tensor parallelism divides a parameter; None if it does not."""
     return None
+
+
+def dump_model(model: Any, file: str) -> None:
+    """Saves a divided model's parameters and buffers as one file; all ranks have to call it."""
+    entries = model.state_dict()
+    if state.topology.rank == 0:
+        torch.save(entries, file)
+
+
+def verify(model: Any, file: str, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Raises AssertionError if a model differs from one that `dump_model` has saved."""
+    expected = torch.load(file, "cpu", weights_only=True)
+    found = {name: value.cpu() for name, value in model.state_dict().items()}
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)

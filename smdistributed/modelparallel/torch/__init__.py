@@ -3,9 +3,29 @@
 import smdistributed.modelparallel.torch.step  # noqa: F401
 from smddp.modelparallel import *  # noqa: F403
 from smddp.modelparallel import step as _decorator
-from smdistributed.modelparallel.torch import exceptions, model, state_mod, utils
+from smdistributed.modelparallel.torch import (
+    exceptions,
+    model,
+    nn,
+    optimizers,
+    patches,
+    sharded_data_parallel_checkpoint,
+    state_mod,
+    utils,
+)
+from smdistributed.modelparallel.torch.patches import checkpoint as _patch  # noqa: F401
 
 # The decorator takes the name of the module it is in, as scripts expect it.
 step = _decorator
 
-__all__ = ["exceptions", "model", "state_mod", "step", "utils"]
+__all__ = [
+    "exceptions",
+    "model",
+    "nn",
+    "optimizers",
+    "patches",
+    "sharded_data_parallel_checkpoint",
+    "state_mod",
+    "step",
+    "utils",
+]

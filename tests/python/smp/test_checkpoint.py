@@ -18,7 +18,9 @@ from smp.zoo import ZOO, arguments, batch_of, make
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel import safetensors
+from smddp.modelparallel.checkpoint import full_state_dict
 from smddp.modelparallel.errors import SMPUsageError
+from smdistributed.modelparallel.test.torch.utils import dump_model, verify
 
 pytestmark = pytest.mark.multiprocess
 
@@ -68,6 +70,12 @@ def saving(pp: int, path: str) -> Any:
         user_content=content,
         num_kept_partial_checkpoints=1,
     )
+    dump_model(model, f"{path}/two.whole")
+    smp.barrier()
+    verify(model, f"{path}/two.whole")
+    names = smp.state.param_index_to_name_tp_group[0]
+    assert names == dict(enumerate(name for name, _ in model.module.named_parameters()))
+    assert smp.state.param_name_to_index_tp_group[0]["norm.weight"] in names
     smp.save_checkpoint(path, "full", partial=False, model=model)
     smp.save({"rank": smp.rank(), "sets": {1}}, f"{path}/mine.pt")
     assert smp.load(f"{path}/mine.pt") == {"rank": smp.rank(), "sets": {1}}
@@ -122,6 +130,8 @@ def test_training_goes_on_at_any_degree(tmp_path: Path) -> None:
         for result in check_ranks(resuming, str(ranks), pp, path, later, mode):
             same(result[0], whole[0][0])
             same(result[1]["state"], whole[0][1]["state"])
+    # Parts are put together without any job, too.
+    same(full_state_dict(path, "two"), torch.load(tmp_path / "two.whole", weights_only=True))
     # The single file is what plain torch reads and writes.
     plain = make(NAME)
     plain.load_state_dict(torch.load(tmp_path / "full", weights_only=True))

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from smddp.modelparallel.errors import SMPUsageError
+
 NAMES = {
     "smdistributed.modelparallel": ["__version__"],
     "smdistributed.modelparallel.torch": [
@@ -21,12 +23,20 @@ NAMES = {
         "send recv_from broadcast allgather barrier dp_barrier mp_barrier pp_barrier tp_barrier",
         "rdp_barrier CommGroup RankType WORLD MP_GROUP DP_GROUP TP_GROUP PP_GROUP RDP_GROUP",
         "WORLD_RANK MP_RANK DP_RANK TP_RANK PP_RANK RDP_RANK model utils explain timeline",
+        "nn optimizers patches sharded_data_parallel_checkpoint",
     ],
     "smdistributed.modelparallel.torch.model": ["DistributedModel"],
     "smdistributed.modelparallel.torch.step": ["step StepOutput"],
     "smdistributed.modelparallel.torch.state_mod": ["state"],
     "smdistributed.modelparallel.torch.amp": ["GradScaler"],
     "smdistributed.modelparallel.torch.utils": ["rmsg get_distribution_axis"],
+    "smdistributed.modelparallel.torch.nn": ["FusedLayerNorm"],
+    "smdistributed.modelparallel.torch.optimizers": ["FusedLAMB FusedLamb FusedNovoGrad FusedAdam"],
+    "smdistributed.modelparallel.torch.patches.checkpoint": ["checkpoint checkpoint_sequential"],
+    "smdistributed.modelparallel.test.torch.utils": ["dump_model verify"],
+    "smdistributed.modelparallel.torch.sharded_data_parallel_checkpoint": [
+        "get_full_state_dict_from_sharded_data_parallel_checkpoint"
+    ],
 }
 
 
@@ -35,6 +45,13 @@ def test_names(module: str) -> None:
     found = importlib.import_module(module)
     for name in " ".join(NAMES[module]).split():
         assert hasattr(found, name), name
+
+
+def test_modules_of_tensor_parallelism_say_that_they_are_missing() -> None:
+    nn = importlib.import_module("smdistributed.modelparallel.torch.nn")
+    with pytest.raises(SMPUsageError, match="DistributedTransformer belongs to tensor parallelism"):
+        _ = nn.DistributedTransformer
+    assert not hasattr(nn, "Nonsense")
 
 
 def test_version_selects_the_newer_checkpoint_interface() -> None:

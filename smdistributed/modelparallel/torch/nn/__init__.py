@@ -1,0 +1,21 @@
+"""`smp.nn`: modules that are used in place of torch's."""
+
+from typing import Any
+
+from torch.nn import LayerNorm
+
+from smddp.modelparallel.errors import SMPUsageError
+
+__all__ = ["FusedLayerNorm"]
+
+
+class FusedLayerNorm(LayerNorm):
+    """torch's, whose kernels are fused by now."""
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("Distributed"):
+        raise SMPUsageError(
+            f"smp.nn.{name} belongs to tensor parallelism, which this version of smp does not have"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Functions in place of torch's."""

@@ -1,0 +1,7 @@
+"""A tool that makes one state dict of a checkpoint in parts, without any job."""
+
+from smddp.modelparallel.checkpoint import (
+    full_state_dict as get_full_state_dict_from_sharded_data_parallel_checkpoint,
+)
+
+__all__ = ["get_full_state_dict_from_sharded_data_parallel_checkpoint"]

@@ -1,0 +1,198 @@
+"""Optimizers and checkpoints under the names of the original library."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from ranks import check_ranks
+from torch import Tensor, nn
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.errors import SMPUsageError
+from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint, checkpoint_sequential
+
+pytestmark = pytest.mark.multiprocess
+
+STEPS = 3
+MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": True, "microbatches": 2}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adam": lambda p: smp.optimizers.FusedAdam(p, lr=0.1, weight_decay=0.1),
+    "adam l2": lambda p: smp.optimizers.FusedAdam(p, lr=0.1, weight_decay=0.1, adam_w_mode=False),
+    "lamb": lambda p: smp.optimizers.FusedLAMB(p, lr=0.1, weight_decay=0.1),
+    "lamb l2": lambda p: smp.optimizers.FusedLamb(
+        p, lr=0.1, weight_decay=0.1, adam_w_mode=False, max_grad_norm=0.5, use_nvlamb=True
+    ),
+    "novograd": lambda p: smp.optimizers.FusedNovoGrad(p, lr=0.1, weight_decay=0.1),
+    "novograd inside": lambda p: smp.optimizers.FusedNovoGrad(
+        p, lr=0.1, weight_decay=0.1, reg_inside_moment=True, norm_type=0, init_zero=True
+    ),
+}
+
+
+def layers(last: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.Linear(4, 8)
+    with smp.partition(last):
+        second = nn.Linear(8, 1)
+    return nn.Sequential(first, nn.Tanh(), second)
+
+
+@smp.step
+def train(model: Any, x: Tensor) -> Any:
+    loss = model(x).square().mean() * 20
+    model.backward(loss)
+    return loss
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
+def trained(pp: int) -> dict[str, dict[str, Tensor]]:
+    gc.freeze()  # so that collecting one model does not walk through all of torch
+    smp.init({"partitions": pp, **MANUAL})
+    results = {}
+    for name, make in OPTIMIZERS.items():
+        model = smp.DistributedModel(layers(pp - 1))
+        optimizer = smp.DistributedOptimizer(make(model.parameters()))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            train(model, batch(step))
+            optimizer.step()
+            # What is saved comes back.
+            optimizer.load_state_dict(optimizer.state_dict())
+        results[name] = {key: value.clone() for key, value in model.state_dict().items()}
+        del model, optimizer
+        gc.collect()
+    return results
+
+
+def by_the_formulas(name: str, parameters: list[Tensor], gradients: list[list[Tensor]]) -> None:
+    """The oracle: the papers' formulas, from the gradients' point of view, without any state."""
+    kind, _, variant = name.partition(" ")
+    moments = [torch.zeros_like(p) for p in parameters]
+    squares = [torch.zeros(()) for _ in parameters]
+    for t, grads in enumerate(gradients, 1):
+        total = torch.sqrt(sum(g.square().sum() for g in grads))
+        for i, (p, g) in enumerate(zip(parameters, grads, strict=True)):
+            if kind == "lamb":
+                g = g / max(1.0, float(total) / (0.5 if variant else 1.0))
+            if variant == "l2":
+                g = g + 0.1 * p
+            if kind == "novograd":
+                new = g.abs().max() if variant else g.square().sum()
+                old = squares[i] if t > 1 or variant else new
+                squares[i] = 0.999 * old + 0.001 * new
+                norm = squares[i] / (1 - 0.999**t)
+                g = g / ((norm if variant else norm.sqrt()) + 1e-8)
+                g = g + 0.1 * p if variant else g
+                moments[i] = 0.9 * moments[i] + 0.1 * g
+                update = moments[i] / (1 - 0.9**t) + (0 if variant else 0.1 * p)
+            else:
+                moments[i] = 0.9 * moments[i] + 0.1 * g
+                squares[i] = 0.999 * squares[i] + 0.001 * g * g
+                root = (squares[i] / (1 - 0.999**t)).sqrt()
+                update = moments[i] / (1 - 0.9**t) / (root + (1e-6 if kind == "lamb" else 1e-8))
+                update = update if variant else update + 0.1 * p
+                if kind == "lamb":
+                    update = update * p.norm() / update.norm()
+            p -= 0.1 * update
+
+
+def test_optimizers_follow_their_formulas_whole_and_divided() -> None:
+    whole = check_ranks(trained, "1", 1)[0]
+    for rank in check_ranks(trained, "2", 2):
+        for name, state in rank.items():
+            torch.testing.assert_close(state, whole[name], msg=lambda m, n=name: f"{n}: {m}")
+    for name, state in whole.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        parameters = list(model.parameters())
+        gradients: list[list[Tensor]] = []
+        start = [p.detach().clone() for p in parameters]
+        for step in range(STEPS):
+            (model(batch(step)).square().mean() * 20).backward()
+            gradients.append([p.grad.clone() for p in parameters])  # type: ignore[union-attr]
+            with torch.no_grad():
+                for p, value in zip(parameters, start, strict=True):
+                    p.copy_(value)
+                    p.grad = None
+                by_the_formulas(name, [p.data for p in parameters], gradients)
+        for (key, value), p in zip(state.items(), parameters, strict=True):
+            torch.testing.assert_close(value, p.data, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
+
+
+class Recomputed(nn.Module):
+    """Calls its parts through checkpoints, with tuples and named arguments among them."""
+
+    held = 0
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+            def note(_: Tensor) -> None:
+                Recomputed.held -= 1
+
+            y = self.dropout(torch.tanh(self.linear(x)))
+            if y.requires_grad:
+                Recomputed.held += 1
+                y.register_hook(note)
+            return y if scale is None else (y * scale, scale)
+
+    def __init__(self, last: int, plain: bool) -> None:
+        super().__init__()
+        self.plain = plain
+        self.first = nn.Linear(4, 4)
+        with smp.partition(last):
+            self.one = Recomputed.Part()
+            self.many = nn.Sequential(*[Recomputed.Part() for _ in range(3)])
+            self.pairs = nn.Sequential(Recomputed.Part(), Recomputed.Part())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale = self.first(x), torch.tensor(0.5)
+        if self.plain:
+            x = self.one(x, scale=scale)[0]
+            # Not self.many(x): a call of its own would have a stream of random numbers.
+            for part in self.many:
+                x = part(x)
+            return self.pairs[1](*self.pairs[0](x, scale))[0]
+        x = checkpoint(self.one, x, scale=scale)[0]
+        x = checkpoint_sequential(self.many, x, strategy="group_2")
+        assert Recomputed.held == 0, "activations are kept between forward and backward"
+        return checkpoint_sequential(self.pairs, (x, scale), strategy="each")[0]
+
+
+def recomputed(pp: int) -> list[Any]:
+    gc.freeze()  # so that collecting one model does not walk through all of torch
+    smp.init({"partitions": pp, **MANUAL, "microbatches": 1})
+    with pytest.raises(SMPUsageError, match="strategy must be"):
+        checkpoint_sequential(nn.Sequential(nn.Tanh()), torch.ones(1), strategy="group_x")
+    results = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        model = smp.DistributedModel(Recomputed(pp - 1, plain))
+        losses = [float(train(model, batch(0)).reduce_mean()) for _ in range(2)]
+        grads = {n: p.grad.tolist() for n, p in model.local_named_parameters()}
+        results.append((losses, grads))
+        del model
+        gc.collect()
+        Recomputed.held = 0
+    return results
+
+
+def test_checkpoints_change_nothing() -> None:
+    for pp in (1, 2):
+        for plain, saving in check_ranks(recomputed, str(pp), pp):
+            assert saving[0] == plain[0]
+            assert saving[1].keys() == plain[1].keys()
+            for name, value in saving[1].items():
+                torch.testing.assert_close(torch.tensor(value), torch.tensor(plain[1][name]))
