@@ -157,7 +157,8 @@ def _report(decision: Decision, parts: int) -> None:
     lines = [f"Partition assignments: ({decision.method})"]
     for part in range(parts):
         mine = _outermost(decision, part)
-        share = f", {100 * decision.loads[part]:.0f} % of the cost" if decision.loads else ""
+        load = decision.loads[part] if decision.loads else 0.0
+        share = f", {100 * load:.0f} % of the cost, its borders included" if load else ""
         lines.append(f"  partition {part}{share}: {', '.join(mine) or 'nothing'}")
     log.info("%s", "\n".join(lines))
 

@@ -117,16 +117,25 @@ def same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_training_goes_on_at_any_degree(tmp_path: Path) -> None:
+# Where it is saved, and where it goes on: ranks, partitions, loaded after a step or before.
+MATRIX = [
+    pytest.param((2, 2), ((1, 1, False), (2, 2, False), (3, 3, True), (4, 2, True))),
+    pytest.param((4, 4), ((2, 1, True), (4, 2, False), (4, 4, False)), marks=pytest.mark.slow),
+    pytest.param((4, 2), ((1, 1, True), (4, 4, True)), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), MATRIX)
+def test_training_goes_on_at_any_degree(tmp_path: Path, saved: Any, loaded: Any) -> None:
     path = str(tmp_path)
-    whole = check_ranks(saving, "2", 2, path)
+    whole = check_ranks(saving, str(saved[0]), saved[1], path)
     same(whole[0], whole[1])
     assert not (tmp_path / "old_partial").exists(), "only one was to be kept"
     assert (tmp_path / "newest").read_text() == "full"
     assert not list(tmp_path.glob("**/.*")), "unfinished files"
     # With replicas gradients are averaged over equal batches: the sums are the same.
-    for ranks, pp, later in ((1, 1, False), (2, 2, False), (3, 3, True), (4, 2, True)):
-        mode = "same" if pp == 2 and not later else "other"
+    for ranks, pp, later in loaded:
+        mode = "same" if pp == saved[1] and not later else "other"
         for result in check_ranks(resuming, str(ranks), pp, path, later, mode):
             same(result[0], whole[0][0])
             same(result[1]["state"], whole[0][1]["state"])
