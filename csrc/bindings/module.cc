@@ -10,6 +10,7 @@
 #include "common/config.h"
 #include "engine/capabilities.h"
 #include "process_group/errors.h"
+#include "process_group/mailbox.h"
 #include "process_group/process_group.h"
 
 namespace py = pybind11;
@@ -55,6 +56,37 @@ void bindProcessGroup(py::module& m) {
   m.def("shutdown", &smddp::process_group::shutdownEngine, Release());
 }
 
+void bindMailbox(py::module& m) {
+  using smddp::process_group::Mailbox;
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<Mailbox>(m, "Mailbox")
+      .def(py::init([](const c10::intrusive_ptr<ProcessGroup>& group) {
+             return std::make_unique<Mailbox>(group);
+           }),
+           py::arg("group"))
+      .def("open", &Mailbox::open, Release())
+      .def(
+          "take",
+          [](Mailbox& mailbox, bool block) {
+            std::vector<Mailbox::Arrival> arrived;
+            {
+              const py::gil_scoped_release release;
+              arrived = mailbox.take(block);
+            }
+            py::list result;
+            for (auto& arrival : arrived) {
+              result.append(py::make_tuple(arrival.peer, py::bytes(arrival.head),
+                                           std::move(arrival.tensors), arrival.error));
+            }
+            return result;
+          },
+          py::arg("block"))
+      .def("interrupt", &Mailbox::interrupt, Release())
+      .def("send", &Mailbox::send, py::arg("peer"), py::arg("head"), py::arg("tensors"),
+           py::arg("last"), Release())
+      .def("flush", &Mailbox::flush, Release());
+}
+
 void bindSettings(py::module& m) {
   m.def("settings", [] {
     py::list rows;
@@ -81,5 +113,6 @@ PYBIND11_MODULE(_C, m) {
   smddp::bindings::bindPlanTool(m);
   smddp::bindings::bindBareLoop(m);
   bindProcessGroup(m);
+  bindMailbox(m);
   bindSettings(m);
 }

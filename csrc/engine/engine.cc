@@ -443,6 +443,23 @@ bool Engine::waitFor(const Completion& completion, Nanoseconds timeout) {
   return completion.done();
 }
 
+void Engine::waitForAny(const std::vector<CompletionPtr>& completions,
+                        const std::atomic<bool>& enough) {
+  requireUsable();
+  waitUntil([&] {
+    return enough.load(std::memory_order_acquire) ||
+           std::any_of(completions.begin(), completions.end(),
+                       [](const auto& completion) { return completion->done(); });
+  });
+}
+
+void Engine::wakeWaiters() {
+  // Who waits sleeps as owner or beside it.
+  if (process_) process_->doorbell().ringSelf();
+  const std::lock_guard lock(waitMutex_);
+  waitChanged_.notify_all();
+}
+
 void Engine::expire(Group& group, const Completion& completion, Nanoseconds waited) {
   breakOff(group, [&] { group.expire(completion, waited); });
 }
@@ -467,10 +484,7 @@ void Engine::breakOff(Group& group, const std::function<void()>& failing) {
 
 void Engine::finish(Completion& completion, std::optional<Error> error) {
   for (const auto& action : completion.finish(std::move(error))) action();
-  // Who waits sleeps as owner or beside it.
-  if (process_) process_->doorbell().ringSelf();
-  const std::lock_guard lock(waitMutex_);
-  waitChanged_.notify_all();
+  wakeWaiters();
 }
 
 void Engine::call(const std::function<void()>& action) {

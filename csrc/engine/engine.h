@@ -65,6 +65,10 @@ class Engine {
   void wait(const Completion& completion);
   // The same, but at most this long; false when the time is over.
   bool waitFor(const Completion& completion, Nanoseconds timeout);
+  // Until one of them has ended, or somebody has set `enough` and called wakeWaiters().
+  void waitForAny(const std::vector<CompletionPtr>& completions, const std::atomic<bool>& enough);
+  // Those who wait look again at what they wait for.
+  void wakeWaiters();
   // A caller has waited this long for an operation and will not any longer: ends everything in flight on the
   // group, on all ranks, as the operation's own deadline does.
   void expire(Group& group, const Completion& completion, Nanoseconds waited);

@@ -13,9 +13,9 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Aborted", "Baton", "Priority", "Task", "Ticket"]
+__all__ = ["Aborted", "Baton", "Inbox", "Priority", "Task", "Ticket"]
 
 
 class Aborted(BaseException):
@@ -60,14 +60,36 @@ class Task:
         self.local: Any = None
 
 
+class Inbox(Protocol):
+    """Where messages come from: they are taken by the thread that would have nothing to do."""
+
+    @property
+    def expects(self) -> bool:
+        """May anything come?"""
+
+    def take(self, block: bool) -> Any:
+        """Returns what has come; may wait for that."""
+
+    def deliver(self, arrived: Any) -> None:
+        """Does what has to be done about it; it submits tasks and completes tickets."""
+
+    def interrupt(self) -> None:
+        """Ends the `take` that waits, or else the next one."""
+
+
 class Baton:
     """Owns the worker threads, which are daemons and are used again and again.
+
+    At most one holds the baton. It runs a task, or looks for one; if there is none, it waits
+    for messages. So what comes for the task that waits on this very thread, or makes a new one, is
+    gone on with without waking another thread.
 
     All methods may be called from any thread; `wait` only from a task.
     """
 
-    def __init__(self, failed: Callable[[Task, BaseException], None]) -> None:
+    def __init__(self, failed: Callable[[Task, BaseException], None], inbox: Inbox) -> None:
         self._failed = failed
+        self._inbox = inbox
         self._lock = threading.Lock()
         # Heaps: forward work that goes on, forward work to begin, backward work.
         self._resumed: list[_Entry] = []
@@ -78,6 +100,8 @@ class Baton:
         self._idle: list[_Worker] = []
         self._waiting: set[Task] = set()
         self._running: Task | None = None
+        # Does anybody hold the baton? Is it in `take`, so that it has to be interrupted?
+        self._held = self._blocked = False
         self._aborted = False
         self._quiet = threading.Condition(self._lock)
         self._current = threading.local()
@@ -86,6 +110,16 @@ class Baton:
     def task(self) -> Task | None:
         """The task that runs on the calling thread, if it is one of ours."""
         return getattr(self._current, "task", None)
+
+    def begin(self) -> None:
+        """Takes tasks again, after an abort; nothing may be going on."""
+        with self._lock:
+            self._aborted = self._last_forward = False
+
+    def look(self) -> None:
+        """Sees to it that somebody takes messages, and looks for work."""
+        with self._lock:
+            self._rouse()
 
     def submit(self, task: Task) -> None:
         """Makes a task runnable."""
@@ -111,8 +145,7 @@ class Baton:
             task.priority = priority
             self._waiting.add(task)
             self._running = None
-            self._hand_over()
-        task.worker.wake.acquire()
+        self._find_work(task.worker, task)
         if self._aborted:
             raise Aborted
 
@@ -142,25 +175,13 @@ class Baton:
                 self._resumed.append((task.priority, next(self._numbers), task))
             heapq.heapify(self._resumed)
             self._waiting.clear()
-            if self._running is None:
-                self._hand_over()
-
-    def begin(self) -> None:
-        """Takes tasks again, after an abort; nothing may be going on."""
-        with self._lock:
-            self._aborted = self._last_forward = False
+            self._rouse()
 
     def settle(self) -> None:
         """Waits until no task runs, waits or is ready."""
         with self._quiet:
             while self._running is not None or self._waiting or self._has_ready():
                 self._quiet.wait()
-
-    def look_again(self) -> None:
-        """Says that a task that was not admitted may be now."""
-        with self._lock:
-            if self._running is None:
-                self._hand_over()
 
     def _has_ready(self) -> bool:
         return bool(self._resumed or self._forward or self._backward)
@@ -171,21 +192,67 @@ class Baton:
         else:
             heap = self._forward if task.worker is None else self._resumed
         heapq.heappush(heap, (task.priority, next(self._numbers), task))
-        if self._running is None:
-            self._hand_over()
+        self._rouse()
 
-    def _hand_over(self) -> None:
-        """Gives the baton to the best runnable task. The lock is held, and nobody runs."""
-        task = self._next()
-        if task is None:
-            if not self._waiting and not self._has_ready():
-                self._quiet.notify_all()
-            return
+    def _rouse(self) -> None:
+        """Makes somebody look for work, unless somebody will. The lock is held."""
+        if not self._held:
+            self._held = True
+            self._free_worker().wake.release()
+        elif self._blocked:
+            self._blocked = False
+            self._inbox.interrupt()
+
+    def _free_worker(self) -> _Worker:
+        return self._idle.pop() if self._idle else _Worker(self)
+
+    def _find_work(self, worker: _Worker, own: Task | None) -> Task:
+        """Passes the time of a worker that holds the baton until there is something for it to do.
+
+        Args:
+            worker: who calls.
+            own: the task that waits on this thread; None if the thread can take any new one.
+
+        Returns:
+            The task to go on with, or to begin.
+        """
+        inbox = self._inbox
+        while True:
+            if inbox.expects:
+                inbox.deliver(inbox.take(False))
+            with self._lock:
+                task = self._next()
+                if task is not None and (task is own or (own is None and task.worker is None)):
+                    self._running = task
+                    return task
+                keeps = task is None and inbox.expects
+                self._blocked = keeps
+                if task is not None:
+                    self._pass_on(task)
+                elif not self._waiting:
+                    self._quiet.notify_all()
+                if not keeps:
+                    self._held = task is not None
+                    if own is None:
+                        self._idle.append(worker)
+            del task
+            if keeps:
+                arrived = inbox.take(True)
+                self._blocked = False
+                inbox.deliver(arrived)
+                del arrived
+                continue
+            worker.wake.acquire()
+            found, worker.task = worker.task, None
+            if found is not None:
+                return found
+
+    def _pass_on(self, task: Task) -> None:
+        """Gives the baton to the worker of a task. The lock is held."""
         self._running = task
-        if task.worker is None:
-            task.worker = self._idle.pop() if self._idle else _Worker(self)
-            task.worker.task = task
-        task.worker.wake.release()
+        worker = task.worker or self._free_worker()
+        worker.task = task
+        worker.wake.release()
 
     def _next(self) -> Task | None:
         """Takes the best runnable task.
@@ -216,10 +283,12 @@ class Baton:
 
     def _run(self, worker: _Worker) -> None:
         """The life of a worker thread."""
+        worker.wake.acquire()
+        task, worker.task = worker.task, None
         while True:
-            worker.wake.acquire()
-            task = worker.task
-            assert task is not None
+            if task is None:
+                task = self._find_work(worker, None)
+            task.worker = worker
             self._current.task = task
             try:
                 task.function()
@@ -227,13 +296,10 @@ class Baton:
                 pass
             except BaseException as error:
                 self._failed(task, error)
-            self._current.task = worker.task = None
-            with self._lock:
-                self._idle.append(worker)
-                self._running = None
-                self._hand_over()
             # Nothing of the task may live on while this thread sleeps.
-            del task
+            self._current.task = task = None
+            with self._lock:
+                self._running = None
 
 
 _Entry = tuple[Priority, int, Task]
@@ -244,5 +310,6 @@ class _Worker:
         # A raw lock: unlike threading.Semaphore it is woken without Python code.
         self.wake = _thread.allocate_lock()
         self.wake.acquire()
+        # What to go on with when woken; None to look for work.
         self.task: Task | None = None
         threading.Thread(target=baton._run, args=(self,), name="smp-task", daemon=True).start()

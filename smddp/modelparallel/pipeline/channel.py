@@ -5,75 +5,96 @@ streams there is no order. A step begins and ends on every stream: END is the la
 to each other rank in a step, whether the step went well or not. So between steps nobody has a
 receive posted, and a failed step leaves no message behind.
 
-One thread per peer receives. It waits for nothing but the network, and hands every message to
-`deliver` at once; hence a sender is never held up for long, whatever the receiver computes.
+A receive is posted on every stream all the time, and sends are not waited for: so no sender is held
+up by what the receiver computes. What has come is taken by `Channel.take`. Over smddp, the thread
+that calls it waits for all streams at once. torch.distributed knows no such wait, so over other
+backends each stream has a thread, which fills a queue.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
+import queue
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from smddp import _C
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.wire import ENVELOPE, Message, decode, encode
 
-__all__ = ["Channel"]
+__all__ = ["Arrival", "Channel", "Ended"]
+
+
+class Ended(NamedTuple):
+    """A stream has ended in this step."""
+
+    error: Exception | None
+
+
+Arrival = tuple[int, Message | Ended]
 
 
 class Channel:
     """This rank's ends of all streams of its pipeline.
 
-    Owns the receiving threads, which end with the process. After `failed` was called for a peer the
+    One thread takes; any thread sends and interrupts. Once a stream has ended with an error the
     channel is broken for good: a step that needs it raises.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        rank: int,
-        size: int,
-        deliver: Callable[[int, Message], None],
-        failed: Callable[[int, Exception], None],
-    ) -> None:
-        self._group = group
-        self._deliver = deliver
-        self._failed = failed
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.peers = [peer for peer in range(size) if peer != rank]
         self.broken: dict[int, Exception] = {}
-        # Sends under way, with the memory they read.
-        self._sending: deque[tuple[Any, list[torch.Tensor]]] = deque()
-        self._lock = threading.Lock()
-        # A receiver runs while its gate is open, which is from open() to the peer's END.
-        self._gates = {peer: threading.Semaphore(0) for peer in self.peers}
         self._ended = threading.Semaphore(0)
-        self._ended_peers: set[int] = set()
-        for peer in self.peers:
-            name = f"smp-from-{peer}"
-            threading.Thread(target=self._receive, args=(peer,), name=name, daemon=True).start()
+        self._ended_peers = set(self.peers)
+        backend: Any = group._get_backend(torch.device("cpu"))
+        self._streams: _Streams
+        if isinstance(backend, _C.ProcessGroup):
+            self._streams = _Together(backend)
+        else:
+            self._streams = _Threads(group, self.peers)
 
     def open(self) -> None:
         """Begins a step on all streams."""
+        self._streams.open()
         self._ended_peers.clear()
-        for gate in self._gates.values():
-            gate.release()
+
+    @property
+    def expects(self) -> bool:
+        """May messages still come in this step?"""
+        return len(self._ended_peers) < len(self.peers)
+
+    def take(self, block: bool) -> list[Arrival]:
+        """Returns what has come. `end` has to be called for an `Ended`, after all before it.
+
+        Args:
+            block: wait until something has come, or somebody interrupts.
+        """
+        return self._streams.take(block)
+
+    def end(self, peer: int, ended: Ended) -> None:
+        """Notes the end of a stream in this step."""
+        if ended.error is not None:
+            self.broken[peer] = ended.error
+        self._ended_peers.add(peer)
+        self._ended.release()
+
+    def interrupt(self) -> None:
+        """Ends the `take` that waits, or else the next one."""
+        self._streams.interrupt()
 
     def send(self, peer: int, message: Message) -> None:
         """Sends a message; returns at once. Its tensors must not change any more."""
-        parts = encode(message)
-        with self._lock:
-            while self._sending and all(w.is_completed() for w in self._sending[0][0]):
-                self._sending.popleft()
-            works = [self._group.send([part], peer, 0) for part in parts]
-            self._sending.append((works, parts))
+        self._streams.send(peer, message)
 
     def drain(self, patience: float) -> list[int]:
         """Waits until every peer has sent END and every send of ours is complete.
+
+        Somebody has to `take` meanwhile.
 
         Returns:
             The peers whose END has not come within `patience` seconds.
@@ -81,28 +102,86 @@ class Channel:
         for _ in self.peers:
             if not self._ended.acquire(timeout=patience):
                 return [peer for peer in self.peers if peer not in self._ended_peers]
-        with self._lock:
-            for works, _ in self._sending:
-                for work in works:
-                    # A send to a peer that is gone; the peer's loss has been reported.
-                    with contextlib.suppress(RuntimeError):
-                        work.wait()
-            self._sending.clear()
+        self._streams.flush()
         return []
 
-    def _receive(self, peer: int) -> None:
-        gate = self._gates[peer]
+
+class _Streams(Protocol):
+    """How messages go and come; see Channel."""
+
+    def open(self) -> None: ...
+
+    def take(self, block: bool) -> list[Arrival]: ...
+
+    def interrupt(self) -> None: ...
+
+    def send(self, peer: int, message: Message) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class _Together:
+    """Over smddp: the thread that takes waits for all streams at once."""
+
+    def __init__(self, backend: _C.ProcessGroup) -> None:
+        self._mailbox = _C.Mailbox(backend)
+        self.open = self._mailbox.open
+        self.interrupt = self._mailbox.interrupt
+        self.flush = self._mailbox.flush
+
+    def send(self, peer: int, message: Message) -> None:
+        head = pickle.dumps((int(message.kind), message.header), pickle.HIGHEST_PROTOCOL)
+        self._mailbox.send(peer, head, message.tensors, message.kind == Kind.END)
+
+    def take(self, block: bool) -> list[Arrival]:
+        arrived: list[Arrival] = []
+        for peer, head, tensors, error in self._mailbox.take(block):
+            if error:
+                arrived.append((peer, Ended(RuntimeError(error))))
+                continue
+            kind, header = pickle.loads(head)
+            message = Message(kind, header, tensors)
+            arrived.append((peer, message))
+            if message.kind == Kind.END:
+                arrived.append((peer, Ended(None)))
+        return arrived
+
+
+class _Threads:
+    """Over any backend: a thread per stream.
+
+    The threads end with the process. Each waits at its gate between steps.
+    """
+
+    # A backend may not say that a send is complete unless it is waited for. As somebody receives
+    # all the time, that takes no longer than the network.
+    _PENDING = 8
+
+    def __init__(self, group: dist.ProcessGroup, peers: list[int]) -> None:
+        self._group = group
+        # None wakes who takes.
+        self._arrived: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
+        # Sends under way, with the memory they read.
+        self._sending: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
+        self._lock = threading.Lock()
+        self._gates = {peer: threading.Semaphore(0) for peer in peers}
+        for peer in peers:
+            name = f"smp-from-{peer}"
+            threading.Thread(target=self._run, args=(peer,), name=name, daemon=True).start()
+
+    def open(self) -> None:
+        for gate in self._gates.values():
+            gate.release()
+
+    def _run(self, peer: int) -> None:
         while True:
-            gate.acquire()
+            self._gates[peer].acquire()
             try:
                 self._receive_step(peer)
             except Exception as error:
-                self.broken[peer] = error
-                self._failed(peer, error)
-            self._ended_peers.add(peer)
-            self._ended.release()
-            if peer in self.broken:
+                self._arrived.put((peer, Ended(error)))
                 return
+            self._arrived.put((peer, Ended(None)))
 
     def _receive_step(self, peer: int) -> None:
         def receive(size: int) -> torch.Tensor:
@@ -112,6 +191,40 @@ class Channel:
 
         while True:
             message = decode(receive(ENVELOPE), receive)
-            self._deliver(peer, message)
+            self._arrived.put((peer, message))
             if message.kind == Kind.END:
                 return
+            # Not held until the next one comes.
+            del message
+
+    def take(self, block: bool) -> list[Arrival]:
+        arrived: list[Arrival | None] = []
+        if block:
+            arrived.append(self._arrived.get())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                arrived.append(self._arrived.get_nowait())
+        return [one for one in arrived if one is not None]
+
+    def interrupt(self) -> None:
+        self._arrived.put(None)
+
+    def send(self, peer: int, message: Message) -> None:
+        parts = encode(message)
+        with self._lock:
+            while len(self._sending) > self._PENDING:
+                self._finish_one()
+            works = [self._group.send([part], peer, 0) for part in parts]
+            self._sending.append((works, parts))
+
+    def flush(self) -> None:
+        with self._lock:
+            while self._sending:
+                self._finish_one()
+
+    def _finish_one(self) -> None:
+        works, _ = self._sending.popleft()
+        for work in works:
+            # A send to a peer that is gone; the peer's loss is reported by its stream.
+            with contextlib.suppress(RuntimeError):
+                work.wait()

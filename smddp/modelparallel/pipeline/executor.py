@@ -15,7 +15,7 @@ import torch.distributed as dist
 from smddp.modelparallel.errors import SMPPeerError
 from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp.modelparallel.pipeline.calls import Caller, Frame
-from smddp.modelparallel.pipeline.channel import Channel
+from smddp.modelparallel.pipeline.channel import Arrival, Channel
 from smddp.modelparallel.pipeline.failure import Failure, choose, describe, raise_as_error
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import Kind
@@ -58,7 +58,7 @@ class Executor:
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.timeline = Timeline(rank)
-        self.baton = Baton(self._task_failed)
+        self.baton = Baton(self._task_failed, self)
         self.caller = Caller(self)
         self.server = Server(self)
         self.on_partition: Callable[[Any], None] | None = None
@@ -72,11 +72,7 @@ class Executor:
         self._held: list[tuple[int, Message]] = []
         self._begin: StepBegin | None = None
         self._reset()
-        self.channel = (
-            Channel(group, rank, size, self._deliver, self._peer_lost)
-            if group is not None and size > 1
-            else None
-        )
+        self.channel = Channel(group, rank, size) if group is not None and size > 1 else None
 
     @property
     def peers(self) -> list[int]:
@@ -152,6 +148,7 @@ class Executor:
                 self._result = drive()
                 self._send_end(*self._result)
             else:
+                self.baton.look()
                 self._over.wait()
                 self._send_end(None, [])
         except Aborted:
@@ -160,6 +157,7 @@ class Executor:
             self.fail(-1, error)
             raise
         finally:
+            self.baton.look()
             self.baton.settle()
             silent = self.channel.drain(_PATIENCE) if self.channel is not None else []
             # A peer may have given up a graph after our own end.
@@ -217,8 +215,34 @@ class Executor:
         assert self.channel is not None
         self.channel.send(peer, Message(kind, header, list(tensors)))
 
+    @property
+    def expects(self) -> bool:
+        """May messages still come in this step?"""
+        return self.channel is not None and self.channel.expects
+
+    def take(self, block: bool) -> list[Arrival]:
+        """Returns what has come; may wait for that."""
+        assert self.channel is not None
+        return self.channel.take(block)
+
+    def deliver(self, arrived: list[Arrival]) -> None:
+        """Takes in what has come; on the thread that has the baton."""
+        assert self.channel is not None
+        for peer, item in arrived:
+            if isinstance(item, Message):
+                self._deliver(peer, item)
+                continue
+            if item.error is not None:
+                self._peer_lost(peer, item.error)
+            self.channel.end(peer, item)
+
+    def interrupt(self) -> None:
+        """Ends the `take` that waits, or else the next one."""
+        assert self.channel is not None
+        self.channel.interrupt()
+
     def _deliver(self, peer: int, message: Message) -> None:
-        """Takes in a message; on a receiving thread."""
+        """Takes in a message."""
         try:
             self._take_in(peer, message)
         except Exception as error:

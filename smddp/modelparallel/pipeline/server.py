@@ -83,7 +83,7 @@ class Server:
         for key in [k for k, h in self._hosted.items() if h.microbatch == microbatch]:
             del self._hosted[key]
         self._flying.pop(microbatch, None)
-        self._executor.baton.look_again()
+        self._executor.baton.look()
 
     # --- what arrives; on a receiving thread, or on the caller's if it is this rank ---------------
 
