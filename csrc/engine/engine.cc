@@ -453,6 +453,16 @@ void Engine::waitForAny(const std::vector<CompletionPtr>& completions,
   });
 }
 
+std::vector<CompletionPtr> Engine::withdraw(Group& group, std::vector<CompletionPtr> receives) {
+  requireUsable();
+  call([&] {
+    std::erase_if(receives, [&](const auto& receive) { return group.withdraw(*receive); });
+    collectContinuations();
+  });
+  runContinuations();
+  return receives;
+}
+
 void Engine::wakeWaiters() {
   // Who waits sleeps as owner or beside it.
   if (process_) process_->doorbell().ringSelf();

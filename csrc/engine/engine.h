@@ -67,6 +67,8 @@ class Engine {
   bool waitFor(const Completion& completion, Nanoseconds timeout);
   // Until one of them has ended, or somebody has set `enough` and called wakeWaiters().
   void waitForAny(const std::vector<CompletionPtr>& completions, const std::atomic<bool>& enough);
+  // Takes back receives for which nobody has sent anything yet. Returns those that cannot be taken back.
+  std::vector<CompletionPtr> withdraw(Group& group, std::vector<CompletionPtr> receives);
   // Those who wait look again at what they wait for.
   void wakeWaiters();
   // A caller has waited this long for an operation and will not any longer: ends everything in flight on the

@@ -514,6 +514,8 @@ transport::ReceiveChannel& Group::receiveChannel(Rank peer) {
   return *channel;
 }
 
+bool Group::backlogged(Rank peer) { return members_[peer].peer->table->hasBacklog(); }
+
 void Group::finish(Exchange& exchange) { end(*exchange.completion, std::nullopt); }
 
 std::string Group::describe() const {

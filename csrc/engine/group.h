@@ -70,6 +70,8 @@ class Group final : private Matcher::Host {
 
   void submit(Request request, CompletionPtr completion);
   void submit(Message message, CompletionPtr completion);
+  // Takes back a receive that nobody has sent for yet: it ends without being heard of again.
+  bool withdraw(const Completion& receive) { return matcher_->withdraw(receive); }
   // Does what can be done now; true when anything advanced. Never throws: trouble breaks the group.
   bool advance();
   bool idle() const;
@@ -186,6 +188,7 @@ class Group final : private Matcher::Host {
   transport::SendChannel& sendChannel(Rank peer) override;
   transport::ReceiveChannel& receiveChannel(Rank peer) override;
   void finish(Exchange& exchange) override;
+  bool backlogged(Rank peer) override;
 
   transport::ReceiveChannel& openReceive(Rank peer, uint8_t track, uint8_t stream,
                                          int64_t messageBytes);

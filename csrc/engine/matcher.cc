@@ -1,6 +1,7 @@
 #include "engine/matcher.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "common/error.h"
@@ -14,6 +15,7 @@ using transport::ControlHeader;
 
 constexpr uint8_t kAnnounce = transport::kFirstEngineKind;
 constexpr uint8_t kAccept = transport::kFirstEngineKind + 1;
+constexpr uint8_t kBuffered = transport::kFirstEngineKind + 4;
 // More than any sane program has open; a peer that exceeds it is broken.
 constexpr size_t kMaxAnnounced = 1 << 16;
 
@@ -27,6 +29,7 @@ struct OfferMessage {
   uint32_t reserved = 0;
   int64_t bytes = 0;
 };
+static_assert(sizeof(OfferMessage) + Matcher::kShortBytes <= transport::kMaxControlBytes);
 static_assert(sizeof(OfferMessage) == 40 && std::is_trivially_copyable_v<OfferMessage>);
 
 }  // namespace
@@ -42,6 +45,10 @@ void Matcher::submit(Exchange exchange) {
     return;
   }
   exchange.id = nextId_++;
+  if (exchange.message.buffered && exchange.bytes <= kShortBytes) {
+    sendBuffered(std::move(exchange));
+    return;
+  }
   OfferMessage offer;
   offer.header.kind = kAnnounce;
   offer.group = group_;
@@ -51,6 +58,41 @@ void Matcher::submit(Exchange exchange) {
   const Rank peer = exchange.message.peer;
   offered_[peer].emplace(exchange.id, std::move(exchange));
   host_.sendControl(peer, transport::bytesOf(offer));
+}
+
+void Matcher::sendBuffered(Exchange send) {
+  OfferMessage offer;
+  offer.header.kind = kBuffered;
+  offer.group = group_;
+  offer.id = send.id;
+  offer.tag = send.message.tag;
+  offer.bytes = send.bytes;
+  std::array<std::byte, sizeof offer + kShortBytes> message;
+  std::memcpy(message.data(), &offer, sizeof offer);
+  const Buffer from(send.message.buffer);
+  const auto size = static_cast<size_t>(send.bytes);
+  for (size_t copied = 0; copied < size;) {
+    const auto run = from.at(static_cast<int64_t>(copied), static_cast<int64_t>(size - copied));
+    std::memcpy(message.data() + sizeof offer + copied, run.data, static_cast<size_t>(run.bytes));
+    copied += static_cast<size_t>(run.bytes);
+  }
+  const Rank peer = send.message.peer;
+  host_.sendControl(peer, {message.data(), sizeof offer + size});
+  // What is kept back goes only as long as somebody polls: as long as the group is not idle.
+  if (host_.backlogged(peer)) {
+    leaving_.push_back(std::move(send));
+  } else {
+    host_.finish(send);
+  }
+}
+
+bool Matcher::withdraw(const Completion& receive) {
+  const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Exchange& exchange) {
+    return exchange.completion.get() == &receive;
+  });
+  if (found == posted_.end()) return false;
+  posted_.erase(found);
+  return true;
 }
 
 void Matcher::post(Exchange exchange) {
@@ -70,7 +112,7 @@ void Matcher::post(Exchange exchange) {
       return m.tag == exchange.message.tag;
     });
     if (found == messages.end()) continue;
-    const Announced message = *found;
+    const Announced message = std::move(*found);
     messages.erase(found);
     accept(from, message, std::move(exchange));
     return;
@@ -80,8 +122,15 @@ void Matcher::post(Exchange exchange) {
 
 bool Matcher::onControl(Rank from, Bytes message) {
   OfferMessage offer;
-  if (message.size() != sizeof offer) return false;
+  if (message.size() < sizeof offer) return false;
   std::memcpy(&offer, message.data(), sizeof offer);
+  const Bytes data = message.subspan(sizeof offer);
+  if (offer.header.kind == kBuffered) {
+    if (offer.bytes < 0 || static_cast<uint64_t>(offer.bytes) != data.size()) return false;
+    announced(from, {offer.id, offer.tag, offer.bytes, {data.begin(), data.end()}, true});
+    return true;
+  }
+  if (!data.empty()) return false;
   if (offer.header.kind == kAccept) {
     accepted(from, offer.id);
     return true;
@@ -91,7 +140,7 @@ bool Matcher::onControl(Rank from, Bytes message) {
   return true;
 }
 
-void Matcher::announced(Rank from, const Announced& message) {
+void Matcher::announced(Rank from, Announced message) {
   const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Exchange& receive) {
     return (receive.message.peer == from || receive.message.peer == kAnySource) &&
            receive.message.tag == message.tag;
@@ -107,7 +156,7 @@ void Matcher::announced(Rank from, const Announced& message) {
     raise(ErrorKind::Transport, "rank {} has {} messages that nobody receives", from,
           waiting.size());
   }
-  waiting.push_back(message);
+  waiting.push_back(std::move(message));
 }
 
 void Matcher::accept(Rank from, const Announced& message, Exchange exchange) {
@@ -120,6 +169,17 @@ void Matcher::accept(Rank from, const Announced& message, Exchange exchange) {
           from, message.bytes, describeTag(message.tag), me_, expected,
           message.tag < 0 ? "what one rank splits off for another, and the other expects from it,"
                           : "the tensors on both sides");
+  }
+  if (message.buffered) {
+    const Buffer to(exchange.message.buffer);
+    for (int64_t copied = 0; copied < message.bytes;) {
+      const auto run = to.at(copied, message.bytes - copied);
+      std::memcpy(run.data, message.data.data() + copied, static_cast<size_t>(run.bytes));
+      copied += run.bytes;
+    }
+    exchange.completion->setSource(from);
+    host_.finish(exchange);
+    return;
   }
   OfferMessage answer;
   answer.header.kind = kAccept;
@@ -181,6 +241,12 @@ bool Matcher::advance() {
   }
   for (auto& [peer, queue] : receiving_) {
     if (!queue.empty()) advanced |= pumpReceive(peer, queue);
+  }
+  while (!leaving_.empty() && !host_.backlogged(leaving_.front().message.peer)) {
+    Exchange gone = std::move(leaving_.front());
+    leaving_.pop_front();
+    host_.finish(gone);
+    advanced = true;
   }
   return advanced;
 }
@@ -249,13 +315,14 @@ bool Matcher::idle() const {
     return std::all_of(queues.begin(), queues.end(),
                        [](const auto& entry) { return entry.second.empty(); });
   };
-  return posted_.empty() && toSelf_.empty() && empty(offered_) && empty(sending_) &&
-         empty(receiving_);
+  return posted_.empty() && toSelf_.empty() && leaving_.empty() && empty(offered_) &&
+         empty(sending_) && empty(receiving_);
 }
 
 void Matcher::forEach(const std::function<void(Exchange&)>& visit) {
   for (Exchange& exchange : posted_) visit(exchange);
   for (Exchange& exchange : toSelf_) visit(exchange);
+  for (Exchange& exchange : leaving_) visit(exchange);
   for (auto& [peer, offers] : offered_) {
     for (auto& [id, exchange] : offers) visit(exchange);
   }
@@ -269,6 +336,7 @@ void Matcher::forEach(const std::function<void(Exchange&)>& visit) {
 void Matcher::clear() {
   posted_.clear();
   toSelf_.clear();
+  leaving_.clear();
   announced_.clear();
   offered_.clear();
   sending_.clear();

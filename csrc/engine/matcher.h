@@ -7,6 +7,7 @@
 //
 // A message travels only when its buffer is known, so nothing unexpected ever has to be stored and messages
 // with different tags cannot block one another. Messages of one sender and one tag match in the order sent.
+// Short ones that were sent as buffered are part of their announcement, which then has no answer.
 // Runs on the thread that owns the engine. An exception is the end of the group.
 #pragma once
 
@@ -43,7 +44,12 @@ class Matcher {
     virtual transport::SendChannel& sendChannel(Rank peer) = 0;
     virtual transport::ReceiveChannel& receiveChannel(Rank peer) = 0;
     virtual void finish(Exchange& exchange) = 0;
+    // Control messages to this peer still wait for room.
+    virtual bool backlogged(Rank peer) = 0;
   };
+
+  // The longest message that is sent as buffered.
+  static constexpr int64_t kShortBytes = 960;
 
   Matcher(Host& host, uint64_t group, Rank me, int64_t messageBytes)
       : host_(host), group_(group), me_(me), messageBytes_(messageBytes) {}
@@ -54,6 +60,8 @@ class Matcher {
   // Moves data. True when anything advanced.
   bool advance();
   bool idle() const;
+  // Takes back a receive that has no sender yet. False if it has one, or has ended.
+  bool withdraw(const Completion& receive);
   // Every exchange that has not ended, for errors and deadlines.
   void forEach(const std::function<void(Exchange&)>& visit);
   void clear();
@@ -65,12 +73,15 @@ class Matcher {
     uint64_t id;
     int32_t tag;
     int64_t bytes;
+    std::vector<std::byte> data = {};  // of a buffered message
+    bool buffered = false;
   };
   using Queue = std::deque<Exchange>;
 
   void post(Exchange exchange);
-  void announced(Rank from, const Announced& message);
+  void announced(Rank from, Announced message);
   void accept(Rank from, const Announced& message, Exchange exchange);
+  void sendBuffered(Exchange send);
   void accepted(Rank from, uint64_t id);
   void sendToSelf(Exchange send);
   void copyToSelf(Exchange& send, Exchange& receive);
@@ -87,7 +98,8 @@ class Matcher {
   std::map<Rank, std::map<uint64_t, Exchange>> offered_;  // our sends, not accepted yet
   std::map<Rank, Queue> sending_;
   std::map<Rank, Queue> receiving_;
-  std::deque<Exchange> toSelf_;  // our sends to ourselves, not received yet
+  std::deque<Exchange> toSelf_;   // our sends to ourselves, not received yet
+  std::deque<Exchange> leaving_;  // buffered, and kept back by a full transport
 };
 
 }  // namespace smddp::engine

@@ -50,6 +50,9 @@ struct Message {
   Pieces buffer;
   Nanoseconds timeout = 0;
   bool willWait = false;
+  // A short message to send (Matcher::kShortBytes) goes off at once, and has ended when it has left: whether
+  // anybody receives it is not known then. Its receiver keeps it until it is asked for.
+  bool buffered = false;
   std::shared_ptr<void> keepAlive;
 };
 

@@ -7,15 +7,18 @@
 #include <cstring>
 #include <span>
 
+#include "engine/matcher.h"
 #include "process_group/errors.h"
 
 namespace smddp::process_group {
 
 namespace {
 
-constexpr size_t kEnvelope = 8192;
-// Below this a tensor is copied into the envelope, as long as that is half empty; above, it travels alone.
-constexpr size_t kInline = 4096;
+constexpr auto kEnvelope = static_cast<size_t>(engine::Matcher::kShortBytes);
+// Below this a tensor is copied into the front of a message, as long as that stays short; above, it travels alone.
+constexpr size_t kInside = 4096;
+// Up to this a front travels in buffered messages.
+constexpr size_t kShortFront = 8 * kEnvelope;
 
 struct Front {
   uint32_t head = 0;     // bytes
@@ -39,13 +42,14 @@ at::Tensor newTensor(at::IntArrayRef sizes, at::ScalarType type) {
 
 at::Tensor newBytes(size_t size) { return newTensor({static_cast<int64_t>(size)}, at::kByte); }
 
-// The memory of a dense tensor as bytes, shared.
-at::Tensor bytesOf(const at::Tensor& tensor) {
+// Some of the memory of a dense tensor, shared.
+at::Tensor partOf(const at::Tensor& tensor, int64_t begin, int64_t length) {
   auto bytes = newTensor({0}, at::kByte);
-  bytes.unsafeGetTensorImpl()->set_storage_and_dtype(tensor.storage(), bytes.dtype());
-  bytes.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset() *
-                                                  static_cast<int64_t>(tensor.element_size()));
-  bytes.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(tensor.nbytes())});
+  at::TensorImpl* part = bytes.unsafeGetTensorImpl();
+  const auto size = static_cast<int64_t>(tensor.element_size());
+  part->set_storage_keep_dtype(tensor.storage());
+  part->set_storage_offset(tensor.storage_offset() * size + begin);
+  part->set_sizes_contiguous({length});
   return bytes;
 }
 
@@ -96,97 +100,132 @@ class Reader {
   std::span<const std::byte> left_;
 };
 
+// How a front of so many bytes is divided: begin and length of each part.
+std::vector<std::pair<int64_t, int64_t>> partsOf(size_t total) {
+  std::vector<std::pair<int64_t, int64_t>> parts{{0, static_cast<int64_t>(kEnvelope)}};
+  const size_t length = total > kShortFront ? total - kEnvelope : kEnvelope;
+  for (size_t begin = kEnvelope; begin < total; begin += length) {
+    parts.emplace_back(begin, std::min(length, total - begin));
+  }
+  return parts;
+}
+
 }  // namespace
 
 Mailbox::Mailbox(c10::intrusive_ptr<ProcessGroup> group) : group_(std::move(group)) {}
 
 void Mailbox::open() {
-  const c10::InferenceMode guard(false);
   std::vector<Stream> streams;
   for (int peer = 0; peer < group_->getSize(); ++peer) {
-    if (peer == group_->getRank()) continue;
-    expectEnvelope(streams.emplace_back(peer));
+    if (peer != group_->getRank()) streams.emplace_back(peer);
   }
   streams_ = std::move(streams);
 }
 
-Mailbox::WorkPtr Mailbox::receive(int peer, at::Tensor bytes) {
-  std::vector<at::Tensor> tensors{std::move(bytes)};
-  return group_->recv(tensors, peer, 0);
+engine::CompletionPtr Mailbox::submit(bool send, int peer, at::Tensor bytes, bool buffered) {
+  auto message = group_->newMessage(send, peer, 0,
+                                    {{static_cast<std::byte*>(bytes.data_ptr()), bytes.nbytes()}});
+  message.buffered = buffered;
+  message.keepAlive = std::make_shared<at::Tensor>(std::move(bytes));
+  const auto target = group_->group();
+  return group_->engine_->submit(*target, std::move(message));
 }
 
-void Mailbox::expectEnvelope(Stream& stream) {
-  stream.envelope = newBytes(kEnvelope);
-  stream.front.clear();
-  stream.parsed = false;
-  stream.arriving = Arrival{stream.peer, {}, {}, false, {}};
-  stream.works = {receive(stream.peer, stream.envelope)};
+void Mailbox::interrupt() {
+  interrupted_.store(true);
+  group_->engine_->wakeWaiters();
 }
 
 std::vector<Mailbox::Arrival> Mailbox::take(bool block) {
   const c10::InferenceMode guard(false);
   std::vector<Arrival> arrived;
-  while (!streams_.empty()) {
-    std::erase_if(streams_, [&](Stream& stream) { return !advance(stream, arrived); });
-    if (!arrived.empty() || !block) break;
-    std::vector<c10d::Work*> works;
-    for (const Stream& stream : streams_) {
-      for (const auto& work : stream.works) {
-        if (!work->isCompleted()) works.push_back(work.get());
+  translated([&] {
+    while (!streams_.empty()) {
+      std::erase_if(streams_, [&](Stream& stream) { return !advance(stream, arrived); });
+      if (!arrived.empty() || !block || interrupted_.exchange(false)) break;
+      std::vector<engine::CompletionPtr> receives;
+      for (const Stream& stream : streams_) {
+        // The last of a stream ends last.
+        receives.push_back(stream.receives.back());
       }
+      group_->engine_->waitForAny(receives, interrupted_);
     }
-    // One that has ended between the two looks needs no waiting.
-    const bool all = std::all_of(streams_.begin(), streams_.end(), [](const Stream& stream) {
-      return std::any_of(stream.works.begin(), stream.works.end(),
-                         [](const auto& work) { return !work->isCompleted(); });
-    });
-    if (all && waiter_.wait(works, /*block=*/true).empty()) break;
-  }
+    withdraw();
+  });
   return arrived;
 }
 
+void Mailbox::withdraw() {
+  std::vector<engine::CompletionPtr> receives;
+  for (const Stream& stream : streams_) {
+    if (stream.expects == Stream::Envelope) receives.push_back(stream.receives.back());
+  }
+  if (receives.empty()) return;
+  const auto kept = group_->engine_->withdraw(*group_->group(), receives);
+  for (Stream& stream : streams_) {
+    if (stream.expects != Stream::Envelope) continue;
+    const bool stays = std::find(kept.begin(), kept.end(), stream.receives.back()) != kept.end();
+    if (!stays) stream.receives.clear();
+  }
+}
+
 bool Mailbox::advance(Stream& stream, std::vector<Arrival>& arrived) {
-  const auto ended = [](const WorkPtr& work) { return work->isCompleted(); };
   try {
-    while (std::all_of(stream.works.begin(), stream.works.end(), ended)) {
-      for (const auto& work : std::exchange(stream.works, {})) work->wait();
-      if (!stream.parsed) {
-        parse(stream);
-        continue;
+    while (true) {
+      if (stream.receives.empty() && stream.expects == Stream::Envelope) {
+        stream.front = newBytes(kEnvelope);
+        receiveFront(stream, 0);
       }
-      const bool last = stream.arriving.last;
-      arrived.push_back(std::move(stream.arriving));
-      if (last) return false;
-      expectEnvelope(stream);
+      for (const auto& receive : stream.receives) {
+        if (!receive->done()) return true;
+        if (receive->error()) throw *receive->error();
+      }
+      stream.receives.clear();
+      if (stream.expects == Stream::Envelope) {
+        readEnvelope(stream);
+      } else if (stream.expects == Stream::Rest) {
+        readFront(stream);
+      } else {
+        stream.expects = Stream::Envelope;
+        const bool last = stream.arriving.last;
+        arrived.push_back(std::exchange(stream.arriving, {}));
+        if (last) return false;
+      }
     }
-    return true;
   } catch (const std::exception& error) {
     arrived.push_back({stream.peer, {}, {}, true, error.what()});
     return false;
   }
 }
 
-void Mailbox::parse(Stream& stream) {
-  const auto* data = static_cast<const std::byte*>(stream.envelope.const_data_ptr());
-  const auto front = Reader({data, kEnvelope}).value<Front>();
-  if (front.total > kEnvelope && !stream.rest.defined()) {
-    stream.rest = newBytes(front.total - kEnvelope);
-    stream.works = {receive(stream.peer, stream.rest)};
-    return;
+void Mailbox::receiveFront(Stream& stream, int64_t first) {
+  const auto parts = partsOf(stream.front.nbytes());
+  for (auto i = static_cast<size_t>(first); i < parts.size(); ++i) {
+    const auto [begin, length] = parts[i];
+    stream.receives.push_back(
+        submit(false, stream.peer, partOf(stream.front, begin, length), false));
   }
-  stream.front.assign(data, data + std::min<size_t>(front.total, kEnvelope));
-  if (stream.rest.defined()) {
-    const auto* more = static_cast<const std::byte*>(stream.rest.const_data_ptr());
-    stream.front.insert(stream.front.end(), more, more + stream.rest.nbytes());
-    stream.rest.reset();
-  }
-  Reader reader(stream.front);
-  reader.value<Front>();
+}
+
+void Mailbox::readEnvelope(Stream& stream) {
+  Front front;
+  std::memcpy(&front, stream.front.const_data_ptr(), sizeof(front));
+  stream.expects = Stream::Rest;
+  if (front.total <= kEnvelope) return;
+  const at::Tensor envelope = std::exchange(stream.front, newBytes(front.total));
+  std::memcpy(stream.front.mutable_data_ptr(), envelope.const_data_ptr(), kEnvelope);
+  receiveFront(stream, 1);
+}
+
+void Mailbox::readFront(Stream& stream) {
+  Reader reader(
+      {static_cast<const std::byte*>(stream.front.const_data_ptr()), stream.front.nbytes()});
+  const auto front = reader.value<Front>();
   const auto head = reader.raw(front.head);
   Arrival& arrival = stream.arriving;
+  arrival.peer = stream.peer;
   arrival.head.assign(reinterpret_cast<const char*>(head.data()), head.size());
   arrival.last = front.last != 0;
-  std::vector<std::pair<size_t, at::Tensor>> inside;
   for (uint32_t i = 0; i < front.tensors; ++i) {
     const auto about = reader.value<Description>();
     auto& place = arrival.tensors.emplace_back();
@@ -198,11 +237,12 @@ void Mailbox::parse(Stream& stream) {
       const auto bytes = reader.raw(place->nbytes());
       if (!bytes.empty()) std::memcpy(place->mutable_data_ptr(), bytes.data(), bytes.size());
     } else {
-      stream.works.push_back(receive(stream.peer, bytesOf(*place)));
+      const auto size = static_cast<int64_t>(place->nbytes());
+      stream.receives.push_back(submit(false, stream.peer, partOf(*place, 0, size), false));
     }
     place->set_requires_grad(about.requiresGrad != 0);
   }
-  stream.parsed = true;
+  stream.expects = Stream::Tensors;
 }
 
 void Mailbox::send(int peer, const std::string& head,
@@ -212,9 +252,8 @@ void Mailbox::send(int peer, const std::string& head,
   Front front{static_cast<uint32_t>(head.size()), static_cast<uint32_t>(tensors.size()), 0, last};
   writer.value(front);
   writer.raw(head.data(), head.size());
-  Sending sending;
-  sending.parts.emplace_back();
-  size_t room = kEnvelope / 2;
+  std::vector<at::Tensor> alone;
+  size_t inside = 0;
   for (const auto& tensor : tensors) {
     Description about;
     if (!tensor) {
@@ -222,41 +261,41 @@ void Mailbox::send(int peer, const std::string& head,
       continue;
     }
     const at::Tensor data = sendable(*tensor);
-    const bool inside = data.nbytes() <= std::min(kInline, room);
-    about = {inside ? Description::Inside : Description::Alone,
+    const bool isInside = inside + data.nbytes() <= kInside;
+    about = {isInside ? Description::Inside : Description::Alone,
              static_cast<int8_t>(data.scalar_type()), tensor->requires_grad(),
              static_cast<uint8_t>(data.dim())};
     writer.value(about);
     for (const int64_t size : data.sizes()) writer.value(size);
-    if (inside) {
-      room -= data.nbytes();
+    if (isInside) {
+      inside += data.nbytes();
       writer.raw(data.const_data_ptr(), data.nbytes());
     } else {
-      sending.parts.push_back(bytesOf(data));
+      alone.push_back(partOf(data, 0, static_cast<int64_t>(data.nbytes())));
     }
   }
   auto& bytes = writer.bytes();
   front.total = static_cast<uint32_t>(bytes.size());
   std::memcpy(bytes.data(), &front, sizeof(front));
-  sending.parts[0] = newBytes(kEnvelope);
-  std::memcpy(sending.parts[0].mutable_data_ptr(), bytes.data(), std::min(bytes.size(), kEnvelope));
-  if (bytes.size() > kEnvelope) {
-    auto rest = newBytes(bytes.size() - kEnvelope);
-    std::memcpy(rest.mutable_data_ptr(), bytes.data() + kEnvelope, bytes.size() - kEnvelope);
-    sending.parts.insert(sending.parts.begin() + 1, std::move(rest));
-  }
-  const auto gone = [](const Sending& one) {
-    return std::all_of(one.works.begin(), one.works.end(),
-                       [](const auto& work) { return work->isCompleted(); });
+  const at::Tensor whole = newBytes(std::max(bytes.size(), kEnvelope));
+  std::memcpy(whole.mutable_data_ptr(), bytes.data(), bytes.size());
+  const auto gone = [](const Sending& sending) {
+    return std::all_of(sending.begin(), sending.end(),
+                       [](const auto& completion) { return completion->done(); });
   };
-  // The parts of two messages must not mix.
-  const std::lock_guard lock(mutex_);
-  while (!sending_.empty() && gone(sending_.front())) sending_.pop_front();
-  for (const at::Tensor& part : sending.parts) {
-    std::vector<at::Tensor> list{part};
-    sending.works.push_back(group_->send(list, peer, 0));
-  }
-  if (!gone(sending)) sending_.push_back(std::move(sending));
+  translated([&] {
+    // The parts of two messages must not mix.
+    const std::lock_guard lock(mutex_);
+    while (!sending_.empty() && gone(sending_.front())) sending_.pop_front();
+    Sending sending;
+    for (const auto& [begin, length] : partsOf(bytes.size())) {
+      sending.push_back(submit(true, peer, partOf(whole, begin, length), /*buffered=*/true));
+    }
+    for (at::Tensor& tensor : alone) {
+      sending.push_back(submit(true, peer, std::move(tensor), /*buffered=*/false));
+    }
+    if (!gone(sending)) sending_.push_back(std::move(sending));
+  });
 }
 
 void Mailbox::flush() {
@@ -265,15 +304,12 @@ void Mailbox::flush() {
     const std::lock_guard lock(mutex_);
     sending.swap(sending_);
   }
-  for (const auto& one : sending) {
-    for (const auto& work : one.works) {
-      try {
-        work->wait();
-      } catch (const std::exception&) {
-        // To a peer that is gone: its stream has failed as well, and says so.
-      }
+  // What cannot go any more ends with an error; the stream from that peer says so.
+  translated([&] {
+    for (const Sending& one : sending) {
+      for (const auto& completion : one) group_->engine_->wait(*completion);
     }
-  }
+  });
 }
 
 }  // namespace smddp::process_group

@@ -123,6 +123,8 @@ class ProcessGroup final : public c10d::Backend {
   std::string describe();
 
  private:
+  friend class Mailbox;  // messages without the ceremony of a Work
+
   engine::Request newRequest(collectives::Collective collective, std::chrono::milliseconds timeout,
                              bool asyncOp) const;
   c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
