@@ -163,7 +163,7 @@ class ModelRuntime:
             return
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        self._sum.add(parameter, task.local.microbatch, gradient)
+        self._sum.add(parameter, task.local.microbatch, gradient, task.local.path)
 
     # --- hooks ------------------------------------------------------------------------------------
 

@@ -173,7 +173,7 @@ class _Driver:
 
     def drive(self) -> tuple[Any, list[Any]]:
         """Runs all microbatches; returns header and tensors of the result."""
-        parts = split_arguments(
+        self._parts = split_arguments(
             self._step._function,
             self._args,
             self._kwargs,
@@ -182,20 +182,11 @@ class _Driver:
             self._step._axes,
         )
         # One number of the script's stream per step; the rest comes from seeds.
-        seed = draw_seed()
+        self._seed = draw_seed()
         self.random_state = RandomState()
-        surroundings, context = ambient(), contextvars.copy_context()
-        self._grad = surroundings.grad
+        self._surroundings, self._context = ambient(), contextvars.copy_context()
+        self._grad = self._surroundings.grad
         self._executor.driver = self
-
-        def body(number: int) -> None:
-            args, kwargs = parts[number]
-            seed_all(mix(seed, number))
-            with surroundings.entered():
-                result = context.copy().run(self._step._function, *args, **kwargs)
-                self._results[number] = map_tensors(force, result)
-
-        self._body = body
         self._start_more()
         self._executor.wait_for_finish()
         tensors: list[torch.Tensor] = []
@@ -203,6 +194,16 @@ class _Driver:
         shapes = [flatten(result, tensors, objects) for result in self._results]
         collect(self._results, detach=False)  # raises, if they do not match, before others get them
         return (shapes, objects), tensors
+
+    def _body(self, number: int) -> None:
+        """Runs the script's function for a microbatch."""
+        args, kwargs = self._parts[number]
+        seed_all(mix(self._seed, number))
+        with self._surroundings.entered():
+            result = self._context.copy().run(self._step._function, *args, **kwargs)
+            # A value with a graph would keep all of it until the step ends.
+            take = _detached if self._step._detach else force
+            self._results[number] = map_tensors(take, result)
 
     def reach_backward(self, frame: Frame) -> None:
         """Called by a microbatch before a backward pass."""
@@ -213,8 +214,11 @@ class _Driver:
         ticket = Ticket()
         with self._lock:
             self._forward -= 1
-            self._parked.append(ticket)
+            if self._simple:
+                self._parked.append(ticket)
         self._start_more()
+        if not self._simple:
+            return
         self._release()
         self._executor.wait(ticket, frame, forward=False)
 
@@ -261,6 +265,11 @@ class _Driver:
         else:
             self._start_more()
             self._release()
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    value: torch.Tensor = force(tensor)
+    return value.detach()
 
 
 def _active_microbatches(count: int) -> int:

@@ -218,7 +218,8 @@ class Baton:
         """
         inbox = self._inbox
         while True:
-            if inbox.expects:
+            if self._has_ready() and inbox.expects:
+                # What has come meanwhile may be better than what is there.
                 inbox.deliver(inbox.take(False))
             with self._lock:
                 task = self._next()
@@ -268,15 +269,21 @@ class Baton:
         number = self._admissible()
         if number:
             self._last_forward = True
-            entry = self._forward[number - 1]
-            self._forward.remove(entry)
+            if number == 1:
+                return heapq.heappop(self._forward)[2]
+            entry = self._forward.pop(number - 1)
             heapq.heapify(self._forward)
             return entry[2]
         return None
 
     def _admissible(self) -> int:
         """Returns 1 + the position in the heap of the best task that may begin; 0 if none may."""
-        for entry in sorted(self._forward, key=lambda entry: entry[:2]):
+        forward = self._forward
+        if not forward:
+            return 0
+        if forward[0][2].admitted is None or forward[0][2].admitted():
+            return 1
+        for entry in sorted(forward, key=lambda entry: entry[:2])[1:]:
             if entry[2].admitted is None or entry[2].admitted():
                 return 1 + self._forward.index(entry)
         return 0

@@ -29,7 +29,7 @@ from smddp.modelparallel.pipeline.protocol import (
 from smddp.modelparallel.structure import rebuild
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from smddp.modelparallel.pipeline.executor import Executor
 
@@ -42,6 +42,8 @@ class Frame:
     Attributes:
         microbatch: its number.
         forward: does it do forward or backward work at the moment?
+        path: where its call stands in the program: per caller on the way from the body, the
+            number of the call graph and of the segment. It does not depend on timing.
         order: breaks ties between tasks of one microbatch.
         name: for timelines.
         depth: how many segments come before it in the pipeline.
@@ -50,20 +52,22 @@ class Frame:
         sent: numbers of the call graphs that it has sent.
     """
 
-    __slots__ = ("depth", "forward", "grad", "microbatch", "name", "open", "order", "sent")
+    __slots__ = ("depth", "forward", "grad", "microbatch", "name", "open", "order", "path", "sent")
 
     def __init__(
         self,
         microbatch: int,
         forward: bool,
-        order: tuple[int, ...],
+        path: tuple[int, ...],
         name: str,
         depth: int,
         grad: bool,
     ) -> None:
         self.microbatch = microbatch
         self.forward = forward
-        self.order = order
+        self.path = path
+        # Backwards the other way round: later segments first.
+        self.order = path if forward else tuple([-number for number in path])
         self.name = name
         self.depth = depth
         self.grad = grad
@@ -107,7 +111,8 @@ class Caller:
         self._executor = executor
         self._outgoing: dict[int, Outgoing] = {}
         self._numbers = itertools.count()
-        self._known: dict[Graph, int] = {}
+        # By signature: the graph, and its number.
+        self._known: dict[Hashable, tuple[Graph, int]] = {}
         self._lock = threading.Lock()
         # Makes the node's outputs require a gradient even if no input does: parameters there do.
         self._anchor = torch.zeros((), requires_grad=True)
@@ -136,14 +141,15 @@ class Caller:
         opened = frame.open
         assert isinstance(opened, _OpenGraph)
         frame.open = None
-        graph, alive = opened.close()
+        alive = opened.close()
+        graph, identity = self._graph(opened, alive)
         out = Outgoing(next(self._numbers), graph, opened.inputs, frame.microbatch)
         opened.sent, opened.alive = out, alive
         self._outgoing[out.number] = out
+        path = (*frame.path, len(frame.sent))
         frame.sent.append(out.number)
-        identity = self._announce(graph)
         me = self._executor.rank
-        head = (me, out.number, identity, frame.microbatch, frame.depth)
+        head = (me, out.number, identity, frame.microbatch, frame.depth, path)
         seeds = opened.seeds if any(seed is not None for seed in opened.seeds) else None
         for edge in graph.out_of[SOURCE]:
             calls = graph.segments[edge.target].calls
@@ -154,17 +160,26 @@ class Caller:
             self._executor.send(owner, Kind.FORWARD, header, tensors)
         return out
 
-    def _announce(self, graph: Graph) -> int:
-        """Makes sure that all members know the graph; a graph is sent once in a job."""
-        identity = self._known.get(graph)
-        if identity is None:
-            identity = self._known[graph] = len(self._known)
+    def _graph(self, opened: Collector, alive: list[Lazy]) -> tuple[Graph, int]:
+        """Returns a graph that all members know, with its number; it is sent once in a job."""
+        signature = opened.signature(alive)
+        known = self._known.get(signature)
+        if known is None:
+            graph, identity = opened.graph(alive), len(self._known)
+            known = self._known[signature] = graph, identity
             for owner in graph.owners():
                 self._executor.send(owner, Kind.GRAPH, (self._executor.rank, identity, graph))
-        return identity
+        return known
 
-    def results(self, frame: Frame, out: Outgoing, surroundings: Ambient) -> None:
-        """Waits for the values of a graph and makes them outputs of one autograd node."""
+    def results(
+        self, frame: Frame, out: Outgoing, surroundings: Ambient
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """Waits for the values of a graph and makes them outputs of one autograd node.
+
+        Returns:
+            The values by place. `out` does not keep them: the node, of which they are outputs, has
+            it, and such a circle nobody would ever collect.
+        """
         self._executor.wait(out.ticket, frame, frame.forward)
         out.places = sorted(out.values)
         values = [out.values[place] for place in out.places]
@@ -173,8 +188,9 @@ class Caller:
                 values = list(_Remote.apply(self, frame, out, self._anchor, *out.inputs))
         else:
             self._outgoing.pop(out.number, None)
-        out.values = dict(zip(out.places, values, strict=True))
+        out.values = {}
         out.inputs = []
+        return dict(zip(out.places, values, strict=True))
 
     # --- what arrives; on a receiving thread ------------------------------------------------------
 
@@ -257,30 +273,31 @@ class _OpenGraph(Collector):
     """A collector that knows how to get its values."""
 
     def __init__(self, caller: Caller, frame: Frame, surroundings: Ambient) -> None:
-        super().__init__(surroundings, self.fetch)
+        super().__init__(surroundings)
         self._caller = caller
         self._frame = frame
         self.sent: Outgoing | None = None
         self.alive: list[Lazy] = []
 
-    def fetch(self) -> None:
+    def fetch(self) -> dict[tuple[int, int], torch.Tensor]:
         """Sends the graph unless that is done, and gives all stand-ins their values."""
         if self.sent is None:
             self._caller.send(self._frame)
         assert self.sent is not None
-        self._caller.results(self._frame, self.sent, self.ambient)
+        values = self._caller.results(self._frame, self.sent, self.ambient)
         for lazy in self.alive:
-            lazy.value = self.sent.values[lazy.place]
+            lazy.value = values[lazy.place]
             lazy.fetch = None
-        self.alive = []
+        self.alive, self.inputs = [], []
+        return values
 
     def result_of_last(self) -> tuple[Any, Any]:
         """Returns (shape, value) of the last call, whose shape was not known."""
         call = len(self.seeds) - 1
-        self.fetch()
+        values = self.fetch()
         assert self.sent is not None
         shape, objects, count = self.sent.returned[call]
-        tensors = [self.sent.values[call, index] for index in range(count)]
+        tensors = [values[call, index] for index in range(count)]
         return shape, rebuild(shape, tensors, objects)
 
 

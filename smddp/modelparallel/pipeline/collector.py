@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -34,16 +34,19 @@ class Collector:
         lazies: the stand-ins handed out, which may have been dropped since.
     """
 
-    def __init__(self, ambient: Ambient, fetch: Callable[[], None]) -> None:
+    def __init__(self, ambient: Ambient) -> None:
         self.ambient = ambient
         self.inputs: list[torch.Tensor] = []
         self.objects: list[Any] = []
         self.seeds: list[int | None] = []
         self.lazies: list[weakref.ref[Lazy]] = []
-        self._fetch = fetch
         self._numbers: dict[int, int] = {}
         self._calls: list[Call] = []
         self._owners: list[int] = []
+
+    def fetch(self) -> object:
+        """Gives the stand-ins their values."""
+        raise NotImplementedError
 
     def owner_of(self, lazy: Lazy) -> int | None:
         """Returns who computes a lazy tensor, if it is one of this graph's."""
@@ -79,7 +82,7 @@ class Collector:
             return None
         number = len(self._calls) - 1
         stand_ins = [
-            Lazy(self, (number, index), self._fetch) for index in range(count_tensors(returns))
+            Lazy(self, (number, index), self.fetch) for index in range(count_tensors(returns))
         ]
         self.lazies.extend(weakref.ref(lazy) for lazy in stand_ins)
         return rebuild(returns, stand_ins)
@@ -94,9 +97,17 @@ class Collector:
             self.inputs.append(tensor)
         return (-1, number)
 
-    def close(self) -> tuple[Graph, list[Lazy]]:
-        """Returns the graph and the stand-ins still in use; what nobody holds is not returned."""
-        alive = [lazy for lazy in (ref() for ref in self.lazies) if lazy is not None]
+    def close(self) -> list[Lazy]:
+        """Returns the stand-ins still in use: values that nobody holds need not come back."""
+        return [lazy for lazy in (ref() for ref in self.lazies) if lazy is not None]
+
+    def signature(self, alive: list[Lazy]) -> Hashable:
+        """Returns what the graph depends on: equal signatures, equal graphs."""
+        places = tuple([lazy.place for lazy in alive])
+        return self.ambient, tuple(self._owners), tuple(self._calls), places
+
+    def graph(self, alive: list[Lazy]) -> Graph:
+        """Returns the graph, if those values have to come back."""
         segments, of_call = self._segments()
         wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for number, call in enumerate(self._calls):
@@ -112,7 +123,7 @@ class Collector:
         for number, segment in enumerate(segments):
             _connect(wanted, number, segment, self._calls)
         edges = tuple(Edge(*ends, tuple(wanted[ends])) for ends in sorted(wanted))
-        return Graph(self.ambient, tuple(self._calls), tuple(segments), edges), alive
+        return Graph(self.ambient, tuple(self._calls), tuple(segments), edges)
 
     def _segments(self) -> tuple[list[Segment], list[int]]:
         segments: list[list[int]] = []

@@ -2,13 +2,15 @@
 
 Which microbatch finishes its backward pass first depends on timing, and a sum of floating-point
 numbers depends on its order. So contributions are taken from `Parameter.grad` as autograd leaves
-them there, and added when all earlier microbatches have had their turn. Results are then the same
-for any timing, schedule and partition.
+them there, and added when all earlier microbatches have had their turn. Those of one microbatch to
+one parameter, if it is used in several segments, are added in the order of the calls in the
+program. Results are then the same for any timing, schedule and partition.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -22,7 +24,8 @@ class GradientSum:
 
     How often a parameter contributes per microbatch is learned from the previous step. As long as
     it is unknown, a contribution waits for the end of its microbatch; known, it is added at once in
-    the usual case that microbatches come in order, and costs no memory.
+    the usual case that microbatches come in order, and costs no memory. Only three and more
+    contributions have to wait for each other: the order of two is of no consequence.
 
     Attributes:
         sums: the sum per parameter so far.
@@ -43,7 +46,7 @@ class GradientSum:
         self.late = {}
         self._microbatches = microbatches
         self._counts: dict[tuple[nn.Parameter, int], int] = collections.Counter()
-        self._waiting: dict[tuple[nn.Parameter, int], torch.Tensor] = {}
+        self._waiting: dict[tuple[nn.Parameter, int], list[_Contribution]] = {}
         # Per parameter, the microbatch whose turn it is; and the ended microbatches.
         self._turn: dict[nn.Parameter, int] = collections.Counter()
         self._ended: set[int] = set()
@@ -53,15 +56,33 @@ class GradientSum:
         """Has a step been seen, so that ends of microbatches need not be announced?"""
         return bool(self._expected)
 
-    def add(self, parameter: nn.Parameter, microbatch: int, gradient: torch.Tensor) -> None:
-        """Takes one contribution."""
+    def add(
+        self,
+        parameter: nn.Parameter,
+        microbatch: int,
+        gradient: torch.Tensor,
+        path: tuple[int, ...] = (),
+    ) -> None:
+        """Takes one contribution.
+
+        Args:
+            parameter: whose.
+            microbatch: from which.
+            gradient: it.
+            path: where in the program it comes from; those of a microbatch are added in this order.
+        """
         key = (parameter, microbatch)
         self._counts[key] += 1
         if self._turn[parameter] > microbatch:
             self._accumulate(self.late, parameter, gradient)
             return
-        self._accumulate(self._waiting, key, gradient)
-        if self._counts[key] == self._expected.get(parameter, 0):
+        expected = self._expected.get(parameter, 0)
+        waiting = self._waiting.setdefault(key, [])
+        if waiting and expected == 2:
+            waiting[:] = [(path, _added(waiting[0][1], gradient))]
+        else:
+            waiting.append((path, gradient))
+        if self._counts[key] == expected:
             self._advance(parameter)
 
     def end_microbatch(self, microbatch: int) -> None:
@@ -89,8 +110,10 @@ class GradientSum:
             complete = expected and self._counts[key] >= expected
             if not complete and turn not in self._ended:
                 break
-            gradient = self._waiting.pop(key, None)
-            if gradient is not None:
+            waiting = self._waiting.pop(key, None)
+            if waiting is not None:
+                waiting.sort(key=lambda contribution: contribution[0])
+                gradient = functools.reduce(_added, [one for _, one in waiting])
                 self._accumulate(self.sums, parameter, gradient)
             turn += 1
         if turn != self._turn[parameter]:
@@ -98,10 +121,20 @@ class GradientSum:
             if turn == self._microbatches and self._final is not None:
                 self._final(parameter)
 
-    def _accumulate(self, where: dict, key: object, gradient: torch.Tensor) -> None:  # type: ignore[type-arg]
-        if key not in where:
-            where[key] = gradient
-        elif where[key].is_sparse or gradient.is_sparse:
-            where[key] = where[key] + gradient
-        else:
-            where[key].add_(gradient)
+    def _accumulate(
+        self,
+        where: dict[nn.Parameter, torch.Tensor],
+        parameter: nn.Parameter,
+        gradient: torch.Tensor,
+    ) -> None:
+        where[parameter] = _added(where[parameter], gradient) if parameter in where else gradient
+
+
+_Contribution = tuple[tuple[int, ...], torch.Tensor]
+
+
+def _added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns the sum, in the place of the first if that is possible."""
+    if total.is_sparse or gradient.is_sparse:
+        return total + gradient
+    return total.add_(gradient)

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map
 
 __all__ = ["Lazy", "force", "install"]
 
+# Whatever else may hide tensors from torch's functions holds none of ours.
+_CONTAINERS = (list, tuple, dict)
 _WITHOUT = torch._C.DisableTorchFunctionSubclass
 
 
@@ -36,13 +38,13 @@ class Lazy(torch.Tensor):
         value: the tensor, afterwards.
     """
 
-    fetch: Callable[[], None] | None
+    fetch: Callable[[], object] | None
     place: tuple[int, int]
     graph: Any
     value: torch.Tensor
 
     @staticmethod
-    def __new__(cls, graph: Any, place: tuple[int, int], fetch: Callable[[], None]) -> Lazy:
+    def __new__(cls, graph: Any, place: tuple[int, int], fetch: Callable[[], object]) -> Lazy:
         """Returns a stand-in without memory."""
         with _WITHOUT():
             self = torch.Tensor._make_wrapper_subclass(cls, (0,), requires_grad=True)
@@ -60,7 +62,9 @@ class Lazy(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Fetches what is needed and goes on with the values."""
-        return func(*tree_map(force, args), **tree_map(force, kwargs or {}))
+        if kwargs or any(isinstance(value, _CONTAINERS) for value in args):
+            return func(*tree_map(force, args), **tree_map(force, kwargs or {}))
+        return func(*[force(value) for value in args])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

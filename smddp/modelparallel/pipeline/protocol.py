@@ -44,9 +44,12 @@ class Ambient(NamedTuple):
     autocast: tuple[tuple[str, torch.dtype], ...]  # device types for which it is on
     autocast_cache: bool
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> contextlib.AbstractContextManager[None]:
         """Makes this thread's state equal to it."""
+        return contextlib.nullcontext() if ambient() == self else self._enter()
+
+    @contextlib.contextmanager
+    def _enter(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self.inference != torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(self.inference))
@@ -57,6 +60,7 @@ class Ambient(NamedTuple):
             yield
 
 
+@functools.cache
 def _devices() -> tuple[str, ...]:
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 

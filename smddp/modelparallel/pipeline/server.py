@@ -17,7 +17,7 @@ from smddp.modelparallel.pipeline.calls import Frame, run_backward
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.protocol import SINK, SOURCE, Ambient, Graph, Kind
 from smddp.modelparallel.pipeline.wire import Message
-from smddp.modelparallel.structure import flatten, map_tensors, rebuild
+from smddp.modelparallel.structure import flatten, rebuild
 
 if TYPE_CHECKING:
     from smddp.modelparallel.pipeline.executor import Executor
@@ -112,9 +112,8 @@ class Server:
         box = hosted.arrived.setdefault(target, {})
         box[source] = message.tensors  # type: ignore[assignment]
         if len(box) == len(graph.into[target]):
-            order = (hosted.caller, hosted.number, target)
             depth, grad = head[4] + graph.depths[target], hosted.ambient.grad
-            frame = Frame(hosted.microbatch, True, order, "", depth, grad)
+            frame = Frame(hosted.microbatch, True, (*head[5], target), "", depth, grad)
             admitted = (lambda: self._admits(frame)) if grad else None
             self._begin(frame, lambda: self._forward(frame, hosted, target), admitted)
 
@@ -130,9 +129,7 @@ class Server:
         box = hosted.gradients.setdefault(target, {})
         box[source] = message.tensors
         if len(box) == len(hosted.graph.out_of[target]):
-            # The other way round: later segments first.
-            order = (-caller, -number, -target)
-            frame = Frame(hosted.microbatch, False, order, "", 0, True)
+            frame = Frame(hosted.microbatch, False, (*hosted.head[5], target), "", 0, True)
             self._begin(frame, lambda: self._backward(frame, hosted, target), None)
 
     def take_drop(self, caller: int, number: int, microbatch: int) -> None:
@@ -231,10 +228,10 @@ class Server:
         modules = self._executor.modules
         frame.name = modules.names[call.module]
         result = modules.run(call.module, call.method, seed, args, kwargs)
-        result = map_tensors(force, result)
         tensors: list[torch.Tensor] = []
         found: list[Any] = []
         shape = flatten(result, tensors, found)
+        tensors = [force(tensor) for tensor in tensors]
         if call.returns is not None and shape != call.returns:
             raise SMPUsageError(
                 f"module {frame.name!r} returned another structure than before with the same "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import NamedTuple
 
@@ -34,7 +33,6 @@ class Timeline:
         self.spans: list[Span] = []
         self.began = self.ended = 0.0
         self._open: tuple[float, int, bool, str] | None = None
-        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Forgets the previous step."""
@@ -47,13 +45,11 @@ class Timeline:
 
     def enter(self, microbatch: int, forward: bool, name: str) -> None:
         """Work goes on."""
-        with self._lock:
-            self._open = (time.monotonic(), microbatch, forward, name)
+        self._open = (time.monotonic(), microbatch, forward, name)
 
     def leave(self) -> None:
         """Work stops, to wait or for good."""
-        with self._lock:
-            if self._open is not None:
-                start, microbatch, forward, name = self._open
-                self.spans.append(Span(start, time.monotonic(), microbatch, forward, name))
-                self._open = None
+        if self._open is not None:
+            start, microbatch, forward, name = self._open
+            self.spans.append(Span(start, time.monotonic(), microbatch, forward, name))
+            self._open = None

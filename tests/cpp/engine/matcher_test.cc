@@ -2,8 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
+#include <thread>
 
 #include "engine/calls.h"
+#include "engine/matcher.h"
 #include "support/ranks.h"
 
 namespace smddp::test {
@@ -13,13 +16,15 @@ using engine::CompletionPtr;
 using engine::kAnySource;
 using Data = std::vector<std::byte>;
 
-CompletionPtr begin(RankContext& rank, bool send, Rank peer, Bytes buffer, int tag) {
+CompletionPtr begin(RankContext& rank, bool send, Rank peer, Bytes buffer, int tag,
+                    bool buffered = false) {
   engine::Message message;
   message.send = send;
   message.peer = peer;
   message.tag = tag;
   message.buffer = {buffer};
   message.timeout = kTimeout;
+  message.buffered = buffered;
   return rank.engine.submit(*rank.group, std::move(message));
 }
 
@@ -83,6 +88,86 @@ TEST_P(MatcherTest, TagsSelectAndOneTagKeepsItsOrder) {
       }
     }
     for (const auto& completion : completions) finish(rank, completion);
+  });
+}
+
+// Buffered messages have ended before anybody receives them; a long one is no different from others, and the
+// order of a tag holds across both.
+TEST_P(MatcherTest, BufferedMessagesEndBeforeTheyAreReceived) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const Rank next = (rank.rank + 1) % rank.size;
+    const Rank previous = (rank.rank + rank.size - 1) % rank.size;
+    constexpr auto kLongest = static_cast<size_t>(engine::Matcher::kShortBytes);
+    std::vector<size_t> sizes{0, 1, kLongest, kLongest + 1, 7, 300'000, 64};
+    // More than any transport has room for at once.
+    for (size_t i = 0; i < 500; ++i) sizes.push_back(kLongest - i);
+    std::vector<Data> out;
+    std::vector<CompletionPtr> sent;
+    for (const size_t bytes : sizes) out.push_back(make(bytes, rank.rank));
+    for (Data& data : out) sent.push_back(begin(rank, true, next, data, 5, /*buffered=*/true));
+    if (rank.size > 1) {
+      for (const size_t i : {0, 1, 2, 4}) finish(rank, sent[i]);
+      EXPECT_FALSE(sent[3]->done()) << "nobody can have received it";
+    }
+    rank.run(barrier());
+    for (const size_t bytes : sizes) {
+      Data in(bytes);
+      const auto received = receive(rank, previous, in, 5);
+      finish(rank, received);
+      EXPECT_EQ(received->source(), previous);
+      EXPECT_TRUE(in == make(bytes, previous)) << bytes << " bytes to rank " << rank.rank;
+    }
+    for (const auto& completion : sent) finish(rank, completion);
+  });
+}
+
+TEST_P(MatcherTest, ReceivesThatNobodyAnsweredCanBeTakenBack) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    if (rank.size == 1) return;
+    const Rank next = (rank.rank + 1) % rank.size;
+    const Rank previous = (rank.rank + rank.size - 1) % rank.size;
+    Data never(100), early(100), late(100), out = make(100, rank.rank);
+    const auto forgotten = receive(rank, previous, never);
+    EXPECT_TRUE(rank.engine.withdraw(*rank.group, {forgotten}).empty());
+    rank.run(barrier());
+    const auto kept = receive(rank, previous, early);
+    finish(rank, begin(rank, true, next, out, 0, /*buffered=*/true));
+    finish(rank, kept);
+    EXPECT_EQ(rank.engine.withdraw(*rank.group, {kept, forgotten}).size(), 2u);
+    // The next message goes to the next receive, not to what was taken back.
+    finish(rank, begin(rank, true, next, out, 0, /*buffered=*/true));
+    finish(rank, receive(rank, previous, late));
+    EXPECT_TRUE(early == make(100, previous));
+    EXPECT_TRUE(late == make(100, previous));
+    EXPECT_TRUE(never == Data(100));
+    EXPECT_FALSE(forgotten->done());
+  });
+}
+
+// Who waits for any of several is told of one that ends, or is woken.
+TEST_P(MatcherTest, WaitsForAnyOfSeveral) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    if (rank.size == 1) return;
+    const Rank next = (rank.rank + 1) % rank.size;
+    const Rank previous = (rank.rank + rank.size - 1) % rank.size;
+    Data one(10), two(10), out = make(10, rank.rank);
+    const std::vector<CompletionPtr> both{receive(rank, previous, one, 1),
+                                          receive(rank, previous, two, 2)};
+    std::atomic<bool> enough{false};
+    std::thread waker([&] {
+      enough.store(true);
+      rank.engine.wakeWaiters();
+    });
+    rank.engine.waitForAny(both, enough);
+    waker.join();
+    EXPECT_TRUE(!both[0]->done() && !both[1]->done());
+    rank.run(barrier());
+    const auto sent = begin(rank, true, next, out, 2);
+    enough.store(false);
+    rank.engine.waitForAny(both, enough);
+    EXPECT_TRUE(both[1]->done());
+    EXPECT_TRUE(rank.engine.withdraw(*rank.group, {both[0]}).empty());
+    finish(rank, sent);
   });
 }
 

@@ -1,0 +1,54 @@
+"""Sums of gradients: the same bits in whatever order the contributions come."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from smddp.modelparallel.pipeline.gradients import GradientSum
+
+# Float32: (BIG + 1) - BIG is 0, (BIG - BIG) + 1 is 1.
+BIG = 1e8
+SHARES = [BIG, 1.0, -BIG]
+
+
+def total(sums: GradientSum, order: list[tuple[int, int]], parameter: nn.Parameter) -> float:
+    """Makes a step of two microbatches whose contributions come in an order; returns their sum."""
+    sums.begin(2)
+    left = {0: len(SHARES), 1: len(SHARES)}
+    for microbatch, place in order:
+        gradient = torch.tensor([SHARES[place] * (microbatch + 1)])
+        # Paths compare as they stand in the program, not by how long they are.
+        sums.add(parameter, microbatch, gradient, (place, 7) if place % 2 else (place,))
+        left[microbatch] -= 1
+        if left[microbatch] == 0:
+            sums.end_microbatch(microbatch)
+    sums.end([parameter])
+    return float(sums.sums[parameter])
+
+
+def test_several_uses_in_a_microbatch_are_added_in_the_order_of_the_program() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    sums = GradientSum()
+    # Each microbatch for itself: BIG swallows the 1. In other orders it does not.
+    expected = 0.0
+    contributions = list(itertools.product((0, 1), range(len(SHARES))))
+    # The first step learns how often the parameter is used; the rest knows it.
+    for order in itertools.permutations(contributions):
+        assert total(sums, list(order), parameter) == expected, order
+
+
+def test_two_uses_are_added_at_once_and_in_any_order() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    sums = GradientSum()
+    for first, second in ((0, 1), (1, 0), (0, 1)):
+        sums.begin(1)
+        held = torch.tensor([float(first + 1)])
+        sums.add(parameter, 0, held, (first,))
+        sums.add(parameter, 0, torch.tensor([float(second + 1)]), (second,))
+        sums.end([parameter])
+        assert float(sums.sums[parameter]) == 3.0
+    # Known to be two: the second was added to the first where it lay.
+    assert float(held) == 3.0
