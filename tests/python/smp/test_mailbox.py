@@ -1,0 +1,103 @@
+"""Messages of the core's mailbox: every kind of tensor, every length, order, interrupts, ends."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import check_ranks
+
+from smddp import _C
+
+pytestmark = pytest.mark.multiprocess
+
+
+def messages(rank: int) -> list[tuple[bytes, list[torch.Tensor | None]]]:
+    """Returns what a rank sends."""
+    torch.manual_seed(rank)
+    tensors: list[torch.Tensor | None] = [
+        None,
+        torch.empty(0, 3),
+        torch.tensor(2.5 + rank, requires_grad=True),
+        torch.randn(4, 6).t(),
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.bfloat16),
+        torch.randn(2, dtype=torch.complex64).conj(),
+        torch.arange(1024, dtype=torch.int64) * rank,
+        torch.randn(100_000, requires_grad=True),
+    ]
+    short: list[tuple[bytes, list[torch.Tensor | None]]] = [
+        (b"%d" % length, [torch.full((length,), rank, dtype=torch.uint8)])
+        for length in (0, 1, 900, 1000, 4096, 4097, 9000)
+    ]
+    many: list[torch.Tensor | None] = [torch.tensor(number) for number in range(2000)]
+    return [(b"all", tensors), *short, (b"x" * 20_000, []), (b"many", many), (b"", [])]
+
+
+def new_mailbox() -> _C.Mailbox:
+    """Returns one for all ranks."""
+    dist.init_process_group("smddp")
+    group = dist.group.WORLD
+    assert group is not None
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return _C.Mailbox(backend)
+
+
+def exchange() -> int:
+    """Sends everything to everybody, twice; returns how many messages came."""
+    mailbox = new_mailbox()
+    me, size = dist.get_rank(), dist.get_world_size()
+    count = 0
+    for _ in range(2):
+        mailbox.open()
+        for peer in range(size):
+            mine = messages(me)
+            for number, (head, tensors) in enumerate(mine if peer != me else []):
+                mailbox.send(peer, head, tensors, number == len(mine) - 1)
+        expected = {peer: messages(peer) for peer in range(size) if peer != me}
+        while any(expected.values()):
+            for peer, head, tensors, error in mailbox.take(True):
+                assert error == ""
+                wanted, values = expected[peer].pop(0)
+                assert head == wanted
+                for tensor, value in zip(tensors, values, strict=True):
+                    if value is None or tensor is None:
+                        assert tensor is value
+                        continue
+                    assert tensor.requires_grad == value.requires_grad
+                    assert tensor.dtype == value.dtype
+                    assert torch.equal(tensor, value)
+                count += 1
+        assert mailbox.take(False) == []
+        mailbox.flush()
+        dist.barrier()
+    return count
+
+
+@pytest.mark.parametrize("layout", ["2", "3", "2x1"])
+def test_all_that_is_sent_arrives_in_order(layout: str) -> None:
+    counts = check_ranks(exchange, layout)
+    assert counts == [2 * len(messages(0)) * (len(counts) - 1)] * len(counts)
+
+
+def interrupted() -> None:
+    mailbox = new_mailbox()
+    mailbox.open()
+    # One that comes first ends the next wait, one that comes meanwhile this one.
+    mailbox.interrupt()
+    assert mailbox.take(True) == []
+    threading.Timer(0.1, mailbox.interrupt).start()
+    assert mailbox.take(True) == []
+    mailbox.send(1 - dist.get_rank(), b"end", [], True)
+    with torch.inference_mode():
+        ((_, head, _, _),) = mailbox.take(True)
+    assert head == b"end"
+    with pytest.raises(RuntimeError, match="lives on another rank"):
+        mailbox.send(1 - dist.get_rank(), b"", [torch.empty(1, device="meta")], False)
+
+
+def test_a_wait_can_be_interrupted() -> None:
+    check_ranks(interrupted, "2")
