@@ -77,8 +77,8 @@ def saving(pp: int, path: str) -> Any:
     assert names == dict(enumerate(name for name, _ in model.module.named_parameters()))
     assert smp.state.param_name_to_index_tp_group[0]["norm.weight"] in names
     smp.save_checkpoint(path, "full", partial=False, model=model)
-    smp.save({"rank": smp.rank(), "sets": {1}}, f"{path}/mine.pt")
-    assert smp.load(f"{path}/mine.pt") == {"rank": smp.rank(), "sets": {1}}
+    smp.save({"rank": smp.pp_rank(), "sets": {1}}, f"{path}/mine.pt")
+    assert smp.load(f"{path}/mine.pt") == {"rank": smp.pp_rank(), "sets": {1}}
     smp.save({"rank": -1}, f"{path}/one.pt", partial=False)
     assert smp.load(f"{path}/one.pt", partial=False) == {"rank": -1}
     smp.save([1], f"{path}/v3.pt", v3=True)
