@@ -186,7 +186,7 @@ class Caller:
         if surroundings.grad and any(value.requires_grad for value in values):
             with torch.enable_grad():
                 values = list(_Remote.apply(self, frame, out, self._anchor, *out.inputs))
-        else:
+        elif not surroundings.grad:
             self._outgoing.pop(out.number, None)
         out.values = {}
         out.inputs = []

@@ -69,6 +69,8 @@ class Executor:
         self.driver: Any = None
         self.partitioned = size == 1
         self._mutex = threading.RLock()
+        # No message may follow END: it would be taken for one of the next step.
+        self._send_lock = threading.Lock()
         self._held: list[tuple[int, Message]] = []
         self._begin: StepBegin | None = None
         self._reset()
@@ -206,14 +208,15 @@ class Executor:
 
     def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> None:
         """Sends a message to a rank of the pipeline, or to this one."""
-        if self._end_sent:
-            return
         if peer == self.rank:
-            detached = [t if t is None else _leaf(t) for t in tensors]
-            self._deliver(peer, Message(kind, header, detached))
+            if not self._end_sent:
+                detached = [t if t is None else _leaf(t) for t in tensors]
+                self._deliver(peer, Message(kind, header, detached))
             return
         assert self.channel is not None
-        self.channel.send(peer, Message(kind, header, list(tensors)))
+        with self._send_lock:
+            if not self._end_sent:
+                self.channel.send(peer, Message(kind, header, list(tensors)))
 
     @property
     def expects(self) -> bool:
@@ -337,7 +340,7 @@ class Executor:
         self._over.set()
 
     def _send_end(self, header: Any, tensors: list[Any]) -> None:
-        with self._mutex:
+        with self._mutex, self._send_lock:
             if self._end_sent:
                 return
             for peer in self.peers:

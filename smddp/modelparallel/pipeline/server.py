@@ -81,7 +81,7 @@ class Server:
     def drop(self, microbatch: int) -> None:
         """Frees what a microbatch has left."""
         for key in [k for k, h in self._hosted.items() if h.microbatch == microbatch]:
-            del self._hosted[key]
+            self._abandon_calls_of(self._hosted.pop(key))
         self._flying.pop(microbatch, None)
         self._executor.baton.look()
 
@@ -144,8 +144,11 @@ class Server:
         hosted = self._hosted.pop((caller, number), None)
         if hosted is not None:
             self._land(hosted.microbatch, len(hosted.saved))
-            for sent in hosted.sent.values():
-                self._executor.caller.abandon(sent)
+            self._abandon_calls_of(hosted)
+
+    def _abandon_calls_of(self, hosted: _Hosted) -> None:
+        for sent in hosted.sent.values():
+            self._executor.caller.abandon(sent)
 
     def _admits(self, frame: Frame) -> bool:
         """May forward work of a microbatch begin here?

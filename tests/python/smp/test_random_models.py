@@ -1,0 +1,187 @@
+"""Models made at random, divided at random: the same losses and gradients as in one process.
+
+Each module's forward is a short random program over its children: calls, skips, results that are
+dropped or detached, checkpoints, control flow that depends on data, nested structures. The oracle
+is one partition, which test_transparency.py compares with plain torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from ranks import check_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import smdistributed.modelparallel.torch as smp
+
+pytestmark = pytest.mark.multiprocess
+
+WIDTH, STEPS = 4, 3
+# partitions, microbatches, active, pipeline, direct forwarding
+LAYOUTS = [
+    (2, 4, 2, "interleaved", True),
+    (3, 8, 1, "interleaved", True),
+    (2, 8, 3, "simple", True),
+    (4, 8, 6, "interleaved", True),
+    (3, 4, 3, "interleaved", False),
+]
+
+
+class Leaf(nn.Module):
+    """One layer, which may use a second argument, draw random numbers, or return a structure."""
+
+    def __init__(self, source: random.Random) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.kind = source.choice(["plain", "second", "dropout", "structure"])
+        if self.kind == "dropout":
+            self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, second: Tensor | None = None) -> Any:
+        y = torch.tanh(self.linear(x))
+        if self.kind == "second" and second is not None:
+            y = y + second
+        if self.kind == "dropout":
+            y = self.dropout(y)
+        return (y, {"none": None, "twice": y * 2}) if self.kind == "structure" else y
+
+
+class Node(nn.Module):
+    """Runs a random program."""
+
+    OPERATIONS = (
+        *["call"] * 4,
+        *["second", "dropped", "no_grad", "checkpoint", "reentrant", "residual"],
+        *["detached", "condition", "stateless", "in place"],
+    )
+
+    def __init__(self, source: random.Random, depth: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            Leaf(source) if depth == 0 or source.random() < 0.5 else Node(source, depth - 1)
+            for _ in range(source.randint(1, 4))
+        )
+        if source.random() < 0.3:
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.relu = nn.ReLU()
+        self.program = [
+            (source.choice(self.OPERATIONS), source.randrange(len(self.parts)), source.random())
+            for _ in range(source.randint(1, 5))
+        ]
+
+    def run(self, part: int, *args: Tensor) -> Tensor:
+        result = self.parts[part](*args)
+        return result[0] if isinstance(result, tuple) else result
+
+    def forward(self, x: Tensor, second: Tensor | None = None) -> Tensor:
+        values = [x]
+        for operation, part, choice in self.program:
+            old = values[int(choice * len(values))] if choice < 0.5 else values[-1]
+            new = self.apply_operation(operation, part, old, x)
+            values.append(new * self.scale if hasattr(self, "scale") else new)
+        return values[-1]
+
+    def apply_operation(self, operation: str, part: int, old: Tensor, first: Tensor) -> Tensor:
+        if operation == "call":
+            return self.run(part, old)
+        if operation == "second":
+            return self.run(part, old, first)
+        if operation == "dropped":
+            self.parts[part](old)
+            return old * 1.1
+        if operation == "no_grad":
+            with torch.no_grad():
+                return_value = self.run(part, old)
+            return return_value + old
+        if operation in ("checkpoint", "reentrant"):
+            again = operation == "reentrant"
+            return checkpoint(self.run, part, old, use_reentrant=again)  # type: ignore[no-any-return]
+        if operation == "residual":
+            return old + self.run(part, old)
+        if operation == "detached":
+            return self.run(part, old.detach()) + old
+        if operation == "condition":
+            return self.run(part, old) if float(old.detach().sum()) > 0 else old - 0.1
+        if operation == "stateless":
+            return self.relu(old) + torch.sin(old)
+        return (self.run(part, old) + 0).mul_(0.9)  # in place
+
+
+def make(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    body = Node(random.Random(seed), 2)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), body, nn.Linear(WIDTH, 2))
+
+
+@smp.step
+def train(model: Any, x: Tensor) -> Any:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def trained(seeds: list[int], layout: tuple[Any, ...]) -> dict[int, list[Any]]:
+    gc.freeze()  # so that collecting one model does not walk through all of torch
+    parts, microbatches, active, pipeline, forwarding = layout
+    smp.init({
+        "partitions": parts, "microbatches": microbatches, "active_microbatches": active,
+        "pipeline": pipeline, "direct_forwarding": forwarding, "ddp": True,
+        "auto_partition": False, "default_partition": 0,
+    })  # fmt: skip
+    results: dict[int, list[Any]] = {}
+    for seed in seeds:
+        module = make(seed)
+        model = smp.DistributedModel(module)
+        source = random.Random(1000 + seed)
+        for part in list(module.modules())[1:]:
+            if source.random() < 0.6:
+                smp.set_partition(part, source.randrange(parts))
+        results[seed] = []
+        for step in range(STEPS):
+            for parameter in module.parameters():
+                parameter.grad = None
+            generator = torch.Generator().manual_seed(100 * seed + step)
+            x = torch.randn(2 * microbatches, WIDTH, generator=generator)
+            torch.manual_seed(step)
+            losses = [float(loss) for loss in train(model, x).outputs]
+            grads = {name: p.grad for name, p in model.local_named_parameters()}
+            results[seed].append((losses, grads))
+        del model, module, part
+        gc.collect()
+    return results
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [[3, 7], pytest.param(list(range(20, 32)), marks=pytest.mark.slow)],
+    ids=["few", "many"],
+)
+@pytest.mark.timeout(400)
+def test_random_models_divided_at_random(seeds: list[int]) -> None:
+    whole = {
+        count: check_ranks(trained, "1", seeds, (1, count, 4, "interleaved", True))[0]
+        for count in (4, 8)
+    }
+    for layout in LAYOUTS:
+        ranks = check_ranks(trained, str(layout[0]), seeds, layout)
+        for seed in seeds:
+            for step, (losses, grads) in enumerate(whole[layout[1]][seed]):
+                where = f"seed {seed}, step {step}, {layout}"
+                found: dict[str, Any] = {}
+                for rank in ranks:
+                    assert rank[seed][step][0] == pytest.approx(losses, abs=1e-6), where
+                    found.update(rank[seed][step][1])
+                assert found.keys() == grads.keys(), where
+                for name, grad in grads.items():
+                    message = f"{where}: {name}"
+                    assert (found[name] is None) == (grad is None), message
+                    if grad is not None:
+                        torch.testing.assert_close(
+                            found[name], grad, rtol=1e-4, atol=1e-6, msg=message
+                        )
