@@ -1,20 +1,27 @@
 """How near a pipeline comes to its bound: stages that sleep, so that any machine shows many ranks.
 
-    python benchmarks/pipeline.py --partitions 2 4 8 --microbatches 4 8 16 32
+    python benchmarks/pipeline.py --partitions 2 4 8 --microbatches 4 8 16 32 --json FILE
+    python benchmarks/pipeline.py --calls 4096
 
 A step of m microbatches on p equal stages takes at least (m + p - 1) * (forward + backward). The
 same stages run under `@smp.step`, and then under torch.distributed.pipelining. A sleep takes a
 little longer than asked; so each rank measures its own sleeps, and the bound is made of those.
+
+With --calls it measures the round trip of one call of a module on another rank instead, with
+gradients, whose value is looked at before the next one: nothing hides what a call costs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,7 +92,9 @@ def ours(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -
             "partitions": size,
             "microbatches": microbatches,
             "pipeline": pipeline,
-            "active_microbatches": microbatches if pipeline == "simple" else options.active(size),
+            "active_microbatches": microbatches
+            if pipeline == "simple"
+            else options.active_of(size),
             "auto_partition": False,
             "default_partition": 0,
         }
@@ -117,6 +126,108 @@ def torchs(options: Any, rank: int, size: int, microbatches: int, pipeline: str)
     return step
 
 
+class Caller(nn.Module):
+    """Calls a module that does next to nothing, again and again."""
+
+    CALLS = 200
+
+    def __init__(self, remote: bool) -> None:
+        super().__init__()
+        self.here = nn.Parameter(torch.ones(()))
+        with smp.partition(1 if remote else 0):
+            self.scale = Scale()
+        self.seconds: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Notes how long each call takes."""
+        x = x * self.here
+        self.seconds = []
+        for _ in range(self.CALLS):
+            begun = time.perf_counter()
+            x = self.scale(x)
+            float(x[0])
+            self.seconds.append(time.perf_counter() - begun)
+        return x
+
+
+class Scale(nn.Module):
+    """Multiplies by a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiplies."""
+        return x * self.weight
+
+
+def calls_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: Any) -> None:
+    """One rank of the benchmark of calls; job is (None, 2 ranks, remote?)."""
+    begin(rank, 2, port, options.backend)
+    smp.init({"partitions": 2, "microbatches": 1, "auto_partition": False, "default_partition": 0})
+    caller = Caller(job[2])
+    model = smp.DistributedModel(caller)
+    x = torch.ones(options.calls // 4)
+    forward, backward = [], []
+    for number in range(7):
+        dist.barrier()
+        Timing.backward = 0.0
+        timed_step(model, x)
+        if number >= 2:
+            forward.append(statistics.median(caller.seconds or [0.0]))
+            backward.append(Timing.backward / Caller.CALLS)
+    if rank == 0:
+        queue.put((statistics.median(forward), statistics.median(backward)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Timing:
+    """Seconds of the last backward pass."""
+
+    backward = 0.0
+
+
+@smp.step
+def timed_step(model: Any, x: torch.Tensor) -> Any:
+    """Forward and backward, the latter timed."""
+    loss = model(x).sum()
+    begun = time.perf_counter()
+    model.backward(loss)
+    Timing.backward = time.perf_counter() - begun
+    return loss
+
+
+def messages_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: Any) -> None:
+    """The same bytes there and back by send and recv: what a call cannot go below."""
+    begin(rank, 2, port, options.backend)
+    x, y = torch.ones(options.calls // 4), torch.ones(options.calls // 4)
+    seconds = []
+    for _ in range(1000):
+        begun = time.perf_counter()
+        if rank == 0:
+            dist.send(x, 1)
+            dist.recv(y, 1)
+        else:
+            dist.recv(y, 0)
+            dist.send(x, 0)
+        seconds.append(time.perf_counter() - begun)
+    if rank == 0:
+        queue.put((statistics.median(seconds), 0.0))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def begin(rank: int, size: int, port: int, backend: str) -> None:
+    """Brings up a rank."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group(backend)
+
+
 def measure(step: Callable[[], Any], size: int, microbatches: int, steps: int) -> float:
     """Returns the best step's share of its bound."""
     for _ in range(2):
@@ -138,12 +249,8 @@ def measure(step: Callable[[], Any], size: int, microbatches: int, steps: int) -
 
 def rank_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: Any) -> None:
     """One rank of one job."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     who, size, microbatches, pipeline = job
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group(options.backend if who is ours else "gloo")
+    begin(rank, size, port, options.backend if who is ours else "gloo")
     share = measure(
         who(options, rank, size, microbatches, pipeline), size, microbatches, options.steps
     )
@@ -153,12 +260,12 @@ def rank_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: A
     dist.destroy_process_group()
 
 
-def run(options: Any, job: tuple[Any, ...], port: int) -> float:
-    """Runs one job; returns its share of the bound."""
+def run(options: Any, job: tuple[Any, ...], port: int, target: Any = rank_main) -> Any:
+    """Runs one job; returns what its rank 0 has found."""
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
     ranks = [
-        context.Process(target=rank_main, args=(rank, options, job, port, queue))
+        context.Process(target=target, args=(rank, options, job, port, queue))
         for rank in range(job[1])
     ]
     for process in ranks:
@@ -166,8 +273,8 @@ def run(options: Any, job: tuple[Any, ...], port: int) -> float:
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):
-        raise SystemExit(f"a rank of {job[0].__name__} failed")
-    return float(queue.get())
+        raise SystemExit(f"a rank of {job} failed")
+    return queue.get()
 
 
 def main() -> None:
@@ -181,12 +288,56 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=0.025, help="of each sleep")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--calls", type=int, help="measure calls, with so many bytes")
+    parser.add_argument("--json", help="a file for all figures")
     parser.add_argument("--backend", default="smddp", help="for smp; torch's runs over gloo")
     options = parser.parse_args()
     expression = options.active or "p + 2"
-    options.active = lambda size: int(eval(expression, {"p": size}))
+    options.active_of = lambda size: int(eval(expression, {"p": size}))
     import smddp  # noqa: F401  registers the backend, before the ranks are forked
 
+    figures: dict[str, Any] = {
+        "arguments": {k: v for k, v in vars(options).items() if k != "active_of"},
+        "versions": {"smddp": smddp_version(), "torch": torch.__version__},
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg(),
+        "results": [],
+    }
+    if options.calls:
+        measure_calls(options, figures)
+    else:
+        measure_shares(options, figures)
+    figures["load_after"] = os.getloadavg()
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def smddp_version() -> str:
+    """Returns the version of the core."""
+    from smddp import _C
+
+    return _C.build_info()["version"]
+
+
+def measure_calls(options: Any, figures: dict[str, Any]) -> None:
+    """Measures round trips, in microseconds."""
+    rows = [
+        ("send and recv, there and back", messages_main, None),
+        ("module on this rank", calls_main, False),
+        ("module on the other rank", calls_main, True),
+    ]
+    print(f"| {options.calls} B | forward us | backward us |")
+    print("|---|---|---|")
+    for number, (name, target, remote) in enumerate(rows):
+        found = run(options, (None, 2, remote), 29650 + number, target)
+        forward, backward = (round(1e6 * seconds, 1) for seconds in found)
+        print(f"| {name} | {forward} | {backward or ''} |", flush=True)
+        figures["results"].append({"what": name, "forward_us": forward, "backward_us": backward})
+
+
+def measure_shares(options: Any, figures: dict[str, Any]) -> None:
+    """Measures shares of the bound."""
     print("| partitions | microbatches | pipeline | smp | torch.distributed.pipelining |")
     print("|---|---|---|---|---|")
     port = 29700
@@ -199,8 +350,16 @@ def main() -> None:
                         shares.append("needs m >= p")
                         continue
                     port += 1
-                    shares.append(
-                        f"{100 * run(options, (who, size, microbatches, pipeline), port):.1f} %"
+                    share = run(options, (who, size, microbatches, pipeline), port)
+                    shares.append(f"{100 * share:.1f} %")
+                    figures["results"].append(
+                        {
+                            "who": "smp" if who is ours else "torch.distributed.pipelining",
+                            "partitions": size,
+                            "microbatches": microbatches,
+                            "pipeline": pipeline,
+                            "share_of_bound": round(share, 4),
+                        }
                     )
                 print(
                     f"| {size} | {microbatches} | {pipeline} | {shares[0]} | {shares[1]} |",

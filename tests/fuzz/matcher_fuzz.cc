@@ -56,9 +56,11 @@ class Peer final : public Matcher::Host, public transport::ControlSink {
     if (exchange.moved > exchange.bytes) std::abort();
     (void)exchange.completion->finish(std::nullopt);
   }
+  bool backlogged(Rank) override { return full; }
   void onControl(transport::PeerId, Bytes message) override { (void)matcher.onControl(1, message); }
   void onPeerFailed(transport::PeerId, const std::string&) override {}
 
+  bool full = false;  // Has the transport no room?
   Wire wire;
   transport::ChannelTable table{wire, *this};
   std::vector<std::byte> window =
@@ -76,14 +78,20 @@ void play(Script& script, Peer& peer, std::vector<std::vector<std::byte>>& buffe
       buffers.emplace_back(script.byte());
       Exchange exchange;
       exchange.message.send = what % 8 == 0;
+      exchange.message.buffered = what >= 128;
       exchange.message.peer = what % 8 == 1 && what >= 128 ? kAnySource : 1;
       exchange.message.tag = what / 8 % 4;
       exchange.message.buffer = {buffers.back()};
       exchange.completion = std::make_shared<Completion>();
+      const auto completion = exchange.completion;
       peer.matcher.submit(std::move(exchange));
+      if (what >= 192) (void)peer.matcher.withdraw(*completion);
       break;
     }
-    case 2: peer.matcher.advance(); break;
+    case 2:
+      peer.full = what >= 128;
+      peer.matcher.advance();
+      break;
     case 3: {
       // Straight into the memory that it was granted.
       const auto bytes = script.piece();
