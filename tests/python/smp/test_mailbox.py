@@ -91,6 +91,8 @@ def interrupted() -> None:
     assert mailbox.take(True) == []
     threading.Timer(0.1, mailbox.interrupt).start()
     assert mailbox.take(True) == []
+    # Not before the other has waited for nothing, too.
+    dist.barrier()
     mailbox.send(1 - dist.get_rank(), b"end", [], True)
     with torch.inference_mode():
         ((_, head, _, _),) = mailbox.take(True)
