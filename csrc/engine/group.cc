@@ -304,6 +304,8 @@ bool Group::allArrived(const Active& active) const {
 
 // Everyone's description is there: all ranks of the node decide alike from here on.
 void Group::agree(Active& active) {
+  // Who gave up may have left, and its buffers with it.
+  if (hearMates() && active.phase == Phase::Idle) return;
   const Track& track = active.track;
   const Arrival& mine = track.arrivalOf(topology_->myLocal());
   uint32_t fused = mine.ready;
@@ -462,12 +464,11 @@ void Group::finishTrack(Active& active) {
       }
     }
   }
+  // What a mate has given up ends with its error here, too, even if all we need was there when we came late; and
+  // with zero copy its buffers may have been overwritten while we read them.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (hearMates() && active.phase == Phase::Idle) return;
   const PlanCache::Entry& entry = *active.plan;
-  if (entry.plan.plan.zeroCopy) {
-    // A mate that gave up meanwhile may have had its buffers overwritten while we read them.
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (hearMates() && active.phase == Phase::Idle) return;
-  }
   RegionHeader& mine = *members_[spec_.me].region;
   if (mine.blame.load(std::memory_order_relaxed) != 0) mine.blame.store(0);
   AlgorithmUse& use = statistics_[entry.name];

@@ -305,9 +305,9 @@ void Group::publishBreak() {
 // Whether a mate has broken the group, from some operation on.
 bool Group::hearMates() {
   bool heard = false;
-  for (Rank r = 0; r < spec_.size; ++r) {
+  for (const Rank r : topology_->team()) {
     const Member& member = members_[r];
-    if (member.region == nullptr || member.peer == nullptr) continue;
+    if (member.peer == nullptr) continue;
     const uint32_t number =
         std::min(member.region->numBreaks.load(std::memory_order_acquire), kMaxBreaks);
     for (; heard_[r] < number; ++heard_[r]) {

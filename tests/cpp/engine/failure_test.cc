@@ -135,6 +135,27 @@ TEST_P(FailureTest, WhoeverDoesNotComeIsNamed) {
   });
 }
 
+// Also where all that it needs lies there already.
+TEST_P(FailureTest, WhoeverComesAfterTheTimeOutGetsTheErrorToo) {
+  int size = 0;
+  for (const int ranks : GetParam()) size += ranks;
+  for (const size_t bytes : {64, 400'000}) {
+    std::latch failed(size - 1);
+    runRanks(GetParam(), [&](RankContext& rank) {
+      const bool late = rank.rank == rank.size - 1;
+      if (late) failed.wait();
+      Block data(bytes);
+      const auto call =
+          begin(rank.engine, *rank.group, allReduce(data.bytes()), late ? kLong : kShort);
+      rank.engine.wait(*call);
+      if (!late) failed.count_down();
+      ASSERT_TRUE(call->error()) << bytes;
+      EXPECT_EQ(call->error()->kind(), ErrorKind::Timeout) << call->error()->what();
+      EXPECT_THAT(call->error()->what(), HasSubstr("Timed out after"));
+    });
+  }
+}
+
 // wait() with a time-out of its own, shorter than the operation's; also of an operation that has yet to begin.
 TEST_P(FailureTest, WhoeverWillNotWaitLongerEndsItAsADeadlineDoes) {
   int size = 0;
