@@ -32,6 +32,25 @@ struct OfferMessage {
 static_assert(sizeof(OfferMessage) + Matcher::kShortBytes <= transport::kMaxControlBytes);
 static_assert(sizeof(OfferMessage) == 40 && std::is_trivially_copyable_v<OfferMessage>);
 
+OfferMessage offerOf(const Exchange& send, uint64_t group, uint8_t kind) {
+  OfferMessage offer;
+  offer.header.kind = kind;
+  offer.group = group;
+  offer.id = send.id;
+  offer.tag = send.message.tag;
+  offer.bytes = send.bytes;
+  return offer;
+}
+
+void copy(const Buffer& from, const Buffer& to, int64_t bytes) {
+  for (int64_t moved = 0; moved < bytes;) {
+    const auto source = from.at(moved, bytes - moved);
+    const auto target = to.at(moved, source.bytes);
+    std::memmove(target.data, source.data, static_cast<size_t>(target.bytes));
+    moved += target.bytes;
+  }
+}
+
 }  // namespace
 
 void Matcher::submit(Exchange exchange) {
@@ -49,35 +68,19 @@ void Matcher::submit(Exchange exchange) {
     sendBuffered(std::move(exchange));
     return;
   }
-  OfferMessage offer;
-  offer.header.kind = kAnnounce;
-  offer.group = group_;
-  offer.id = exchange.id;
-  offer.tag = exchange.message.tag;
-  offer.bytes = exchange.bytes;
+  const OfferMessage offer = offerOf(exchange, group_, kAnnounce);
   const Rank peer = exchange.message.peer;
   offered_[peer].emplace(exchange.id, std::move(exchange));
   host_.sendControl(peer, transport::bytesOf(offer));
 }
 
 void Matcher::sendBuffered(Exchange send) {
-  OfferMessage offer;
-  offer.header.kind = kBuffered;
-  offer.group = group_;
-  offer.id = send.id;
-  offer.tag = send.message.tag;
-  offer.bytes = send.bytes;
+  const OfferMessage offer = offerOf(send, group_, kBuffered);
   std::array<std::byte, sizeof offer + kShortBytes> message;
   std::memcpy(message.data(), &offer, sizeof offer);
-  const Buffer from(send.message.buffer);
-  const auto size = static_cast<size_t>(send.bytes);
-  for (size_t copied = 0; copied < size;) {
-    const auto run = from.at(static_cast<int64_t>(copied), static_cast<int64_t>(size - copied));
-    std::memcpy(message.data() + sizeof offer + copied, run.data, static_cast<size_t>(run.bytes));
-    copied += static_cast<size_t>(run.bytes);
-  }
+  copy(Buffer(send.message.buffer), Buffer(message.data() + sizeof offer), send.bytes);
   const Rank peer = send.message.peer;
-  host_.sendControl(peer, {message.data(), sizeof offer + size});
+  host_.sendControl(peer, {message.data(), sizeof offer + static_cast<size_t>(send.bytes)});
   // What is kept back goes only as long as somebody polls: as long as the group is not idle.
   if (host_.backlogged(peer)) {
     leaving_.push_back(std::move(send));
@@ -112,9 +115,9 @@ void Matcher::post(Exchange exchange) {
       return m.tag == exchange.message.tag;
     });
     if (found == messages.end()) continue;
-    const Announced message = std::move(*found);
+    Announced message = std::move(*found);
     messages.erase(found);
-    accept(from, message, std::move(exchange));
+    accept(from, std::move(message), std::move(exchange));
     return;
   }
   posted_.push_back(std::move(exchange));
@@ -148,7 +151,7 @@ void Matcher::announced(Rank from, Announced message) {
   if (found != posted_.end()) {
     Exchange receive = std::move(*found);
     posted_.erase(found);
-    accept(from, message, std::move(receive));
+    accept(from, std::move(message), std::move(receive));
     return;
   }
   auto& waiting = announced_[from];
@@ -159,7 +162,7 @@ void Matcher::announced(Rank from, Announced message) {
   waiting.push_back(std::move(message));
 }
 
-void Matcher::accept(Rank from, const Announced& message, Exchange exchange) {
+void Matcher::accept(Rank from, Announced message, Exchange exchange) {
   if (message.bytes != exchange.bytes) {
     const int64_t expected = exchange.bytes;
     // It ends with the group, like all that is open.
@@ -171,12 +174,7 @@ void Matcher::accept(Rank from, const Announced& message, Exchange exchange) {
                           : "the tensors on both sides");
   }
   if (message.buffered) {
-    const Buffer to(exchange.message.buffer);
-    for (int64_t copied = 0; copied < message.bytes;) {
-      const auto run = to.at(copied, message.bytes - copied);
-      std::memcpy(run.data, message.data.data() + copied, static_cast<size_t>(run.bytes));
-      copied += run.bytes;
-    }
+    copy(Buffer(message.data.data()), Buffer(exchange.message.buffer), message.bytes);
     exchange.completion->setSource(from);
     host_.finish(exchange);
     return;
@@ -221,14 +219,7 @@ void Matcher::copyToSelf(Exchange& send, Exchange& receive) {
     raise(ErrorKind::Mismatch, "rank {} sends itself {} bytes {} and receives {}", me_,
           toSelf_.back().bytes, describeTag(toSelf_.back().message.tag), posted_.back().bytes);
   }
-  const Buffer from(send.message.buffer);
-  const Buffer to(receive.message.buffer);
-  for (int64_t moved = 0; moved < send.bytes;) {
-    const auto source = from.at(moved, send.bytes - moved);
-    const auto target = to.at(moved, source.bytes);
-    std::memmove(target.data, source.data, static_cast<size_t>(target.bytes));
-    moved += target.bytes;
-  }
+  copy(Buffer(send.message.buffer), Buffer(receive.message.buffer), send.bytes);
   receive.completion->setSource(me_);
   host_.finish(send);
   host_.finish(receive);

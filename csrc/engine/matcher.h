@@ -80,7 +80,7 @@ class Matcher {
 
   void post(Exchange exchange);
   void announced(Rank from, Announced message);
-  void accept(Rank from, const Announced& message, Exchange exchange);
+  void accept(Rank from, Announced message, Exchange exchange);
   void sendBuffered(Exchange send);
   void accepted(Rank from, uint64_t id);
   void sendToSelf(Exchange send);
