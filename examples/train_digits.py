@@ -9,6 +9,7 @@ are extra.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -138,6 +139,10 @@ def main() -> None:
             parameters = {name: value.detach() for name, value in model.module.named_parameters()}
             result = {"parameters": parameters, "losses": losses, "accuracy": share}
             torch.save({**result, "seconds": seconds, **extra}, arguments.out)
+    # DDP keeps its group. gloo's threads, which may still let go of the last tensor, end with the
+    # group; without this that would be while Python ends, and gloo then aborts now and then.
+    del model
+    gc.collect()
     dist.destroy_process_group()
 
 
