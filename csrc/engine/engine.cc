@@ -412,14 +412,20 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
     release();
     runContinuations();
   } else {
-    auto shared = std::make_shared<Operation>(std::move(operation));
-    post([this, &group, shared, completion] {
-      group.submit(std::move(*shared), completion);
-      activate(group);
-    });
+    postOperation(group, std::move(operation), completion);
   }
   if (willWait) wait(*completion);
   return completion;
+}
+
+template <typename Operation>
+void Engine::postOperation(Group& group, Operation operation, CompletionPtr completion) {
+  // A function can be copied, an operation need not be.
+  const auto shared = std::make_shared<Operation>(std::move(operation));
+  post([this, &group, shared, completion = std::move(completion)] {
+    group.submit(std::move(*shared), completion);
+    activate(group);
+  });
 }
 
 CompletionPtr Engine::submit(Group& group, Request request) {
@@ -428,6 +434,16 @@ CompletionPtr Engine::submit(Group& group, Request request) {
 
 CompletionPtr Engine::submit(Group& group, Message message) {
   return submitAny(group, std::move(message));
+}
+
+void Engine::enqueue(Group& group, Request request, CompletionPtr completion) {
+  requireUsable();
+  postOperation(group, std::move(request), std::move(completion));
+}
+
+void Engine::enqueue(Group& group, Message message, CompletionPtr completion) {
+  requireUsable();
+  postOperation(group, std::move(message), std::move(completion));
 }
 
 void Engine::wait(const Completion& completion) {

@@ -61,6 +61,10 @@ class Engine {
 
   CompletionPtr submit(Group& group, Request request);
   CompletionPtr submit(Group& group, Message message);
+  // The same without running anything: for threads that must not run continuations. The group has to live until
+  // the completion has ended.
+  void enqueue(Group& group, Request request, CompletionPtr completion);
+  void enqueue(Group& group, Message message, CompletionPtr completion);
   // Until the operation has ended, well or not; its deadline is the operation's own.
   void wait(const Completion& completion);
   // The same, but at most this long; false when the time is over.
@@ -127,6 +131,8 @@ class Engine {
   void awaitLifelines(Nanoseconds timeout);
   template <typename Operation>
   CompletionPtr submitAny(Group& group, Operation operation);
+  template <typename Operation>
+  void postOperation(Group& group, Operation operation, CompletionPtr completion);
 
   const uint32_t forkGeneration_;
   const bool hasThreads_;

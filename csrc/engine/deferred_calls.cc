@@ -1,0 +1,163 @@
+#include "engine/deferred_calls.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <system_error>
+#include <utility>
+
+#include "common/log.h"
+
+namespace smddp::engine {
+namespace {
+
+// A device needs some microseconds for a short copy, and as long as a backward pass for what comes before it.
+constexpr int kYields = 50;
+constexpr std::chrono::microseconds kFirstNap{20};
+constexpr std::chrono::microseconds kLongestNap{200};
+
+// The error that ends the call; none: it has begun.
+std::optional<Error> begun(const std::function<void()>& step) {
+  try {
+    step();
+    return std::nullopt;
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::exception& error) {
+    return Error(ErrorKind::Transport, error.what());
+  }
+}
+
+void finish(DeferredCalls::Call& call, const Error& error) {
+  try {
+    call.end(error);
+  } catch (const std::exception& thrown) {
+    SMDDP_LOG(Warn, "engine", "while a call ended that had not begun: {}", thrown.what());
+  }
+}
+
+}  // namespace
+
+DeferredCalls::~DeferredCalls() { close(Error(ErrorKind::Aborted, "the group has ended")); }
+
+void DeferredCalls::start() {
+  if (thread_.joinable()) {
+    if (startedBy_ == getpid()) return;
+    raise(ErrorKind::Usage,
+          "smddp cannot be used in a process that was forked after init_process_group(); "
+          "initialise in the child instead, or start it with spawn");
+  }
+  try {
+    thread_ = std::thread([state = state_] { run(state); });
+    startedBy_ = getpid();
+  } catch (const std::system_error& error) {
+    raise(ErrorKind::Resource, "no thread for calls on a device: {}", error.what());
+  }
+}
+
+void DeferredCalls::add(Call call) {
+  std::unique_lock lock(state_->mutex);
+  if (state_->closed) {
+    const Error error = *state_->closed;
+    lock.unlock();
+    finish(call, error);
+    return;
+  }
+  start();
+  state_->waiting.fetch_add(1, std::memory_order_release);
+  state_->calls.push_back(std::move(call));
+  state_->changed.notify_all();
+}
+
+void DeferredCalls::drain() {
+  if (!busy()) return;
+  std::unique_lock lock(state_->mutex);
+  state_->changed.wait(lock, [this] { return !busy(); });
+}
+
+void DeferredCalls::close(const Error& error) {
+  std::thread thread;
+  bool ours = false;
+  {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->closed) return;
+    state_->closed = error;
+    state_->stop.store(true);
+    state_->changed.notify_all();
+    ours = startedBy_ == getpid() && thread_.get_id() != std::this_thread::get_id();
+    thread = std::move(thread_);
+  }
+  if (thread.joinable()) {
+    if (ours) {
+      thread.join();
+    } else {
+      thread.detach();
+    }
+  }
+  // Nobody else takes calls out any more.
+  std::deque<Call> left;
+  {
+    const std::lock_guard lock(state_->mutex);
+    left.swap(state_->calls);
+  }
+  for (Call& call : left) finish(call, error);
+  count(*state_, left.size());
+}
+
+void DeferredCalls::run(const std::shared_ptr<State>& state) {
+  pthread_setname_np(pthread_self(), "smddp-deferred");
+  std::unique_lock lock(state->mutex);
+  while (true) {
+    state->changed.wait(lock, [&] { return state->stop.load() || !state->calls.empty(); });
+    if (state->stop) return;
+    // Stays where it is while others are added behind it.
+    Call& head = state->calls.front();
+    lock.unlock();
+    serve(*state, head);
+    lock.lock();
+  }
+}
+
+void DeferredCalls::count(State& state, size_t begun) {
+  const std::lock_guard lock(state.mutex);
+  state.waiting.fetch_sub(begun);
+  state.changed.notify_all();
+}
+
+void DeferredCalls::serve(State& state, Call& head) {
+  const MonotonicClock clock;
+  int looks = 0;
+  auto nap = kFirstNap;
+  bool late = false;
+  auto error = begun([&] {
+    while (!state.stop && !head.ready()) {
+      late = head.deadline.passed(clock);
+      if (late) break;
+      if (++looks <= kYields) {
+        std::this_thread::yield();
+        continue;
+      }
+      std::this_thread::sleep_for(nap);
+      nap = std::min(nap * 2, kLongestNap);
+    }
+  });
+  if (late) {
+    error = Error(ErrorKind::Timeout,
+                  "the time-out passed before the device had come to this call: what was queued "
+                  "before it on its stream still runs");
+  }
+  Call call;
+  {
+    // Unless close() has come: it ends what is in the line.
+    const std::lock_guard lock(state.mutex);
+    if (state.stop) return;
+    call = std::move(state.calls.front());
+    state.calls.pop_front();
+  }
+  if (!error) error = begun(call.begin);
+  count(state, 1);
+  if (error) finish(call, *error);
+}
+
+}  // namespace smddp::engine

@@ -1,0 +1,75 @@
+// Calls that may not begin yet because a device still fills their buffers. They begin in the order made.
+//
+// One line per group: what is called while a call waits has to queue behind it, or ranks would number their
+// calls differently.
+//
+// Threads: public functions from any. ready(), begin() and end() run on a thread of the line's own, which starts
+// with the first call and is parked while there is none. It looks again and again: devices ring nobody.
+// Ends: close() (or the destructor) ends what waits, on the caller's thread. The child of a fork has the object,
+// but no thread, and is refused.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "common/clock.h"
+#include "common/error.h"
+
+namespace smddp::engine {
+
+class DeferredCalls {
+ public:
+  struct Call {
+    // Whether it may begin. What it throws ends the call.
+    std::function<bool()> ready;
+    // Hands the call on; must not wait for anything.
+    std::function<void()> begin;
+    // Comes instead of begin(), or after a begin() that threw.
+    std::function<void(const Error&)> end;
+    Deadline deadline;
+  };
+
+  DeferredCalls() = default;
+  ~DeferredCalls();
+  DeferredCalls(const DeferredCalls&) = delete;
+  DeferredCalls& operator=(const DeferredCalls&) = delete;
+
+  // Whether a call made now has to queue.
+  bool busy() const { return state_->waiting.load(std::memory_order_acquire) > 0; }
+  // Blocks until nothing waits: at the latest, when the last deadline has passed.
+  void drain();
+  // After close() the call ends at once.
+  void add(Call call);
+  // Ends what waits with this error, and all that comes. Idempotent.
+  void close(const Error& error);
+
+ private:
+  // The thread's too, which may outlive the object: what it ends may destroy the group.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;  // of calls, stop, waiting
+    std::deque<Call> calls;           // guarded by mutex
+    std::optional<Error> closed;      // guarded by mutex; set once
+    std::atomic<bool> stop{false};
+    std::atomic<size_t> waiting{0};  // calls that have not begun
+  };
+  static void run(const std::shared_ptr<State>& state);
+  static void serve(State& state, Call& head);
+  // So many calls more do not wait any longer.
+  static void count(State& state, size_t begun);
+  void start();
+
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+  std::thread thread_;   // guarded by State::mutex
+  pid_t startedBy_ = 0;  // the same
+};
+
+}  // namespace smddp::engine
