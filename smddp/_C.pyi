@@ -1,6 +1,6 @@
 """The compiled module (csrc/bindings)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypedDict
 
@@ -42,6 +42,27 @@ class ProcessGroup(torch._C._distributed_c10d.Backend):
     def describe(self) -> str: ...
     def perform_nocolor_split(self, device: torch.device) -> None: ...
     def statistics(self) -> dict[str, AlgorithmUse]: ...
+
+# Leaves calls on GPU tensors to a peer; docs in csrc/process_group/gpu_process_group.h.
+class GpuProcessGroup(ProcessGroup):
+    def __init__(
+        self,
+        store: torch._C._distributed_c10d.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        algorithm: str,
+        device_type: str,
+        name_of: Callable[[int], str],
+        make_peer: Callable[
+            [torch._C._distributed_c10d.Store, int, int, timedelta],
+            torch._C._distributed_c10d.Backend,
+        ]
+        | None,
+    ) -> None: ...
+    # "host", "nccl", or empty before the first collective on GPU tensors.
+    def gpu_path(self) -> str: ...
 
 # Messages between the ranks of a group; docs in csrc/process_group/mailbox.h.
 class Mailbox:

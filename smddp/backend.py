@@ -10,6 +10,7 @@ import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from smddp._environment import complete_environment
@@ -58,15 +59,35 @@ def _create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
     algorithm = group_options.algorithm if isinstance(group_options, GroupOptions) else ""
-    group: ProcessGroup = module.ProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        timeout,
-        str(options.group_id),
-        algorithm,
-    )
-    return group
+    store, rank, size = options.store, options.group_rank, options.group_size
+    arguments = (store, rank, size, timeout, str(options.group_id), algorithm)
+    peer = _gpu_peer()
+    if peer is None:
+        group: ProcessGroup = module.ProcessGroup(*arguments)
+        return group
+    return module.GpuProcessGroup(*arguments, *peer)  # type: ignore[no-any-return]
+
+
+def _gpu_peer() -> tuple[str, Any, Any] | None:
+    """Returns how the module reaches GPUs and NCCL: device type, names of GPUs, maker of a peer.
+
+    None on machines without a GPU. Asks the driver's management library, so that CUDA stays as it
+    is until the script uses it.
+    """
+    if torch.cuda.device_count() == 0:
+        return None
+    return "cuda", _gpu_name, _nccl_group if dist.is_nccl_available() else None
+
+
+def _gpu_name(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Makes one rank of an NCCL group; it connects at its first call."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 @functools.cache

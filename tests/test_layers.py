@@ -40,7 +40,8 @@ MAY_INCLUDE: dict[str, set[str]] = {
         "plan",
         "collectives",
     },
-    "process_group": {"engine", "bootstrap"},
+    "cuda": set(),
+    "process_group": {"engine", "bootstrap", "cuda"},
     "bindings": {"process_group", "engine", "plan", "collectives"},
 }
 

@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include "bindings/bare_loop.h"
@@ -10,6 +11,7 @@
 #include "common/config.h"
 #include "engine/capabilities.h"
 #include "process_group/errors.h"
+#include "process_group/gpu_process_group.h"
 #include "process_group/mailbox.h"
 #include "process_group/process_group.h"
 
@@ -47,6 +49,22 @@ void bindProcessGroup(py::module& m) {
         for (const auto& [name, use] : uses) result[py::str(name)] = describeUse(use);
         return result;
       });
+  using smddp::process_group::GpuPeer;
+  using smddp::process_group::GpuProcessGroup;
+  py::class_<GpuProcessGroup, ProcessGroup, c10::intrusive_ptr<GpuProcessGroup>>(m,
+                                                                                 "GpuProcessGroup")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       std::chrono::milliseconds timeout, const std::string& name,
+                       const std::string& algorithm, const std::string& type,
+                       decltype(GpuPeer::nameOf) nameOf, decltype(GpuPeer::make) make) {
+             return c10::make_intrusive<GpuProcessGroup>(
+                 store, rank, size, timeout, name, algorithm,
+                 GpuPeer{c10::Device(type).type(), std::move(nameOf), std::move(make)});
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
+           py::arg("algorithm"), py::arg("device_type"), py::arg("name_of"), py::arg("make_peer"),
+           Release())
+      .def("gpu_path", &GpuProcessGroup::path);
   m.def(
       "empty",
       [](const std::vector<int64_t>& sizes, at::ScalarType type) {

@@ -46,6 +46,9 @@ struct Secret {
     "the same rows on all ranks. SMDDP_ALGORITHM goes before it, the built-in table comes after it.")        \
   X(bool, commMemory, "SMDDP_COMM_MEMORY", true,                                                              \
     "Let DDP's gradient buckets live in node-shared memory, so that nothing is staged.")                     \
+  X(std::string, gpuPath, "SMDDP_GPU_PATH", "auto",                                                           \
+    "Which way calls on GPU tensors go, on all ranks alike: auto (NCCL where each rank has a GPU of its own, "  \
+    "on one node; else through the host), host, or nccl.")                                                    \
   X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 32768,                                                     \
     "Allreduces up to this many bytes exchange everything at once inside a node (one synchronisation).")     \
   X(int64_t, chunkBytes, "SMDDP_CHUNK_BYTES", 262144,                                                         \

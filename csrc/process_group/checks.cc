@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -61,7 +62,9 @@ void requireDense(OpName op, const at::Tensor& tensor) {
   if (tensor.layout() != c10::kStrided) {
     invalid(op, "a tensor has layout {}; make it dense with to_dense()", c10::str(tensor.layout()));
   }
-  if (!tensor.device().is_cpu()) {
+  // Whatever has streams can be copied from and to (meta tensors have no memory).
+  if (!tensor.device().is_cpu() &&
+      (tensor.device().is_meta() || !c10::impl::hasDeviceGuardImpl(tensor.device().type()))) {
     notImplemented(op, c10::str("for tensors on ", tensor.device(), "; move them to the CPU"));
   }
   requireStorage(op, tensor);

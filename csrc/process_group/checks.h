@@ -14,7 +14,7 @@ namespace smddp::process_group {
 // The operation in the words of torch.distributed, for errors: "all_reduce".
 using OpName = const char*;
 
-// A dense CPU tensor, with whatever strides.
+// A dense tensor with memory, of whatever strides, on the CPU or on a device.
 void requireDense(OpName op, const at::Tensor& tensor);
 // The same where every element has a place of its own, so that a result has one, too.
 void requireWritable(OpName op, const at::Tensor& tensor);

@@ -213,6 +213,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::barrier(const c10d::BarrierOptions& options) {
+  awaitDevice();
   Request request = newRequest(Collective::Barrier, options.timeout, options.asyncOp);
   return submit(Work::Call(c10d::OpType::BARRIER, "smddp:barrier", {}, {}), {std::move(request)});
 }

@@ -149,6 +149,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_sparse(std::vector<at::Tensor>
                     " on ", tensor.device());
   TORCH_CHECK_VALUE(options.reduceOp == c10d::ReduceOp::SUM, "smddp: ", kName,
                     ": sparse tensors can only be summed");
+  // It begins here and now, on all ranks.
+  deferred_.drain();
   const uint64_t sequence = ++sequence_;
   auto sum = std::make_shared<SparseSum>(engine_, group(), tensor, tagOfCall(sequence),
                                          nanoseconds(options.timeout));

@@ -25,15 +25,6 @@ EngineSlot& engineSlot() {
   return *slot;
 }
 
-// Tensors that an operation reads or writes after the call that started it has returned.
-std::shared_ptr<void> keepAlive(const Work::Call& call) {
-  auto tensors = std::make_shared<std::vector<at::Tensor>>(call.inputs);
-  for (const auto& list : call.outputs) tensors->insert(tensors->end(), list.begin(), list.end());
-  const auto& kept = call.staging.kept();
-  tensors->insert(tensors->end(), kept.begin(), kept.end());
-  return tensors;
-}
-
 // Groups in which this thread is coalescing, and the calls it has made since.
 std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>>& coalescing() {
   thread_local std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>> calls;
@@ -127,11 +118,14 @@ c10d::ErrorType ProcessGroup::getError() {
 
 void ProcessGroup::abort() {
   if (shutDown_) return;
-  engine_->abort(*group_, fmt::format("rank {} called abort()", getRank()));
+  const auto reason = fmt::format("rank {} called abort()", getRank());
+  engine_->abort(*group_, reason);
+  deferred_.close(Error(ErrorKind::Aborted, reason));
 }
 
 void ProcessGroup::shutdown() {
   if (shutDown_.exchange(true)) return;
+  deferred_.close(Error(ErrorKind::Aborted, "the process group has been destroyed"));
   engine_->destroyGroup(group_);
 }
 
@@ -145,19 +139,25 @@ std::shared_ptr<engine::Group> ProcessGroup::group() const {
 intrusive_ptr<c10d::Backend> ProcessGroup::split(
     const intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
     const intrusive_ptr<c10d::Backend::Options>& options) {
+  const auto [group, timeout] = splitEngineGroup(ranks, options);
+  if (!group) return nullptr;
+  return c10::make_intrusive<ProcessGroup>(group, timeout);
+}
+
+std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGroup::splitEngineGroup(
+    const std::vector<int>& ranks, const intrusive_ptr<c10d::Backend::Options>& options) {
   const std::vector<Rank> members(ranks.begin(), ranks.end());
   for (const Rank rank : members) requireRank("split_group", rank, getSize(), "member");
   const auto me = std::find(members.begin(), members.end(), getRank());
-  if (me == members.end()) return nullptr;
   const auto timeout = options ? options->timeout : std::chrono::milliseconds(timeoutMs_.load());
+  if (me == members.end()) return {nullptr, timeout};
   const auto parent = group();
   const engine::Group::Spec spec{options ? options->group_name : "",
                                  static_cast<Rank>(me - members.begin()),
                                  static_cast<int>(members.size()), parent->spec().algorithm};
-  return translated([&] {
-    return c10::make_intrusive<ProcessGroup>(
-        engine_->splitGroup(parent, spec, members, nanoseconds(timeout)), timeout);
-  });
+  auto child =
+      translated([&] { return engine_->splitGroup(parent, spec, members, nanoseconds(timeout)); });
+  return {std::move(child), timeout};
 }
 
 Nanoseconds ProcessGroup::nanoseconds(std::chrono::milliseconds timeout) const {
@@ -178,12 +178,15 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
                                          std::vector<engine::Message> messages) {
   const auto target = group();
   if (!requests.empty() && call.sequence == 0) call.sequence = ++sequence_;
+  if (call.staging.device() || deferred_.busy()) {
+    return submitFromDevice(std::move(call), std::move(requests), std::move(messages));
+  }
   const bool willWait =
       messages.empty() && std::all_of(requests.begin(), requests.end(),
                                       [](const Request& request) { return request.willWait; });
   // Who waits has the tensors; copies of ours would die with a Work that failed, which the network may still use.
   const bool mustKeep = !willWait || !call.staging.kept().empty();
-  const std::shared_ptr<void> tensors = mustKeep ? keepAlive(call) : nullptr;
+  const std::shared_ptr<void> tensors = mustKeep ? call.keepAlive() : nullptr;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
   std::vector<engine::CompletionPtr> completions;
   completions.reserve(requests.size() + messages.size());

@@ -11,9 +11,13 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "engine/deferred_calls.h"
 #include "engine/engine.h"
 #include "process_group/work.h"
 
@@ -29,7 +33,7 @@ void shutdownEngine();
 // when there is no room. CPU only.
 at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-class ProcessGroup final : public c10d::Backend {
+class ProcessGroup : public c10d::Backend {
  public:
   // Meets the other ranks through the store; blocks until all are there or the timeout is over.
   // algorithm: overrides SMDDP_ALGORITHM for this group unless empty.
@@ -122,6 +126,16 @@ class ProcessGroup final : public c10d::Backend {
   // The layout of the group in one line, and what was chosen between nodes.
   std::string describe();
 
+ protected:
+  // Throws when the group has been destroyed.
+  std::shared_ptr<engine::Group> group() const;
+  bool isShutDown() const { return shutDown_.load(); }
+  // A time-out of a call, or the group's.
+  Nanoseconds nanoseconds(std::chrono::milliseconds timeout) const;
+  // What split() makes a group around, and its time-out; null for ranks that are not in it.
+  std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> splitEngineGroup(
+      const std::vector<int>& ranks, const c10::intrusive_ptr<c10d::Backend::Options>& options);
+
  private:
   friend class Mailbox;  // messages without the ceremony of a Work
 
@@ -129,6 +143,11 @@ class ProcessGroup final : public c10d::Backend {
                              bool asyncOp) const;
   c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
                                   std::vector<engine::Message> messages = {});
+  // The same for calls on a device and those behind them: they begin when their copies to the host are made.
+  c10::intrusive_ptr<Work> submitFromDevice(Work::Call call, std::vector<engine::Request> requests,
+                                            std::vector<engine::Message> messages);
+  // Blocks until the device has done what this thread's stream and the group's collectives had so far.
+  void awaitDevice();
   // Requests of the calls that come in several forms.
   engine::Request gatherRequest(const char* name, const at::Tensor& output, const at::Tensor& input,
                                 Staging& staging, const c10d::AllgatherOptions& options) const;
@@ -142,16 +161,22 @@ class ProcessGroup final : public c10d::Backend {
                                     const c10d::AllToAllOptions& options);
   engine::CompletionPtr signal(bool send, Rank peer, int32_t tag, Nanoseconds timeout);
   void awaitRanks(engine::Group& target, Nanoseconds timeout, bool all);
-  // A time-out of a call, or the group's.
-  Nanoseconds nanoseconds(std::chrono::milliseconds timeout) const;
   void record(const c10::intrusive_ptr<Work>& work);
-  std::shared_ptr<engine::Group> group() const;
 
   const std::shared_ptr<engine::Engine> engine_;
   std::shared_ptr<engine::Group> group_;
   std::atomic<bool> shutDown_{false};
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> timeoutMs_;
+  engine::DeferredCalls deferred_;
+  // Collectives on a device that may not have ended there. A Work that is gone has enqueued its copies.
+  struct OnDevice {
+    c10::weak_intrusive_ptr<Work> work;
+    std::shared_ptr<DeviceCopies> copies;
+  };
+  std::mutex onDeviceMutex_;
+  std::vector<OnDevice> onDevice_;           // guarded by onDeviceMutex_
+  std::optional<c10::Device> latestDevice_;  // the same
 };
 
 }  // namespace smddp::process_group

@@ -25,13 +25,34 @@ engine::Pieces each(const std::vector<at::Tensor>& tensors, const One& one) {
 
 at::Tensor Staging::keep(at::Tensor tensor) { return kept_.emplace_back(std::move(tensor)); }
 
+bool Staging::onDevice(const at::Tensor& tensor) {
+  const c10::Device device = tensor.device();
+  TORCH_CHECK_VALUE(!place_ || *place_ == device,
+                    "smddp: all tensors of a call must be on one device, got ", *place_, " and ",
+                    device);
+  if (place_) return device_ != nullptr;
+  place_ = device;
+  if (!device.is_cpu()) device_ = std::make_shared<DeviceCopies>(device);
+  return device_ != nullptr;
+}
+
 std::span<std::byte> Staging::read(const at::Tensor& tensor) {
+  if (onDevice(tensor)) {
+    const at::Tensor copy = keep(DeviceCopies::pinnedLike(tensor));
+    device_->fetch(tensor, copy);
+    return bytesOf(copy);
+  }
   if (usableInPlace(tensor)) return bytesOf(tensor);
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   return bytesOf(keep(tensor.resolve_conj().resolve_neg().contiguous()));
 }
 
 std::span<std::byte> Staging::write(const at::Tensor& tensor) {
+  if (onDevice(tensor)) {
+    const at::Tensor copy = keep(DeviceCopies::pinnedLike(tensor));
+    back_.emplace_back(tensor, copy);
+    return bytesOf(copy);
+  }
   if (usableInPlace(tensor)) return bytesOf(tensor);
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   const at::Tensor copy = keep(at::empty(tensor.sizes(), tensor.options()));
@@ -40,7 +61,7 @@ std::span<std::byte> Staging::write(const at::Tensor& tensor) {
 }
 
 std::span<std::byte> Staging::update(const at::Tensor& tensor) {
-  if (usableInPlace(tensor)) return bytesOf(tensor);
+  if (!onDevice(tensor) && usableInPlace(tensor)) return bytesOf(tensor);
   const auto bytes = read(tensor);
   back_.emplace_back(tensor, kept_.back());
   return bytes;
@@ -48,6 +69,10 @@ std::span<std::byte> Staging::update(const at::Tensor& tensor) {
 
 std::span<std::byte> Staging::readThrough(const at::Tensor& from, const at::Tensor& into) {
   const auto bytes = write(into);
+  if (onDevice(from)) {
+    device_->fetch(from, kept_.back());
+    return bytes;
+  }
   const at::Tensor& place = usableInPlace(into) ? into : kept_.back();
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   place.view(-1).copy_(from.reshape(-1));
@@ -66,7 +91,15 @@ engine::Pieces Staging::update(const std::vector<at::Tensor>& tensors) {
   return each(tensors, [this](const at::Tensor& tensor) { return update(tensor); });
 }
 
-void Staging::finish() const {
+void Staging::finish(bool well) const {
+  if (device_) {
+    if (well) {
+      for (const auto& [into, from] : back_) device_->putBack(into, from);
+    }
+    device_->finish();
+    return;
+  }
+  if (!well) return;
   // The bytes of other tensors change unseen by autograd; so do these.
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   for (const auto& [into, from] : back_) into.copy_(from);

@@ -2,7 +2,8 @@
 //
 // A tensor in row-major order is used where it lies. Any other (strides, a pending conjugation) is copied: on
 // the way in when it is read, on the way out when the operation has ended. So ranks may pass different layouts, and
-// every rank sees the same elements.
+// every rank sees the same elements. A tensor on a device is always copied, through pinned memory and without
+// waiting for the device (device_copies.h).
 //
 // Owns the copies until it is dropped. Threads: filled before the call is submitted; finish() on whichever thread
 // sees the operation's end, once.
@@ -10,10 +11,13 @@
 
 #include <ATen/ATen.h>
 
+#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "engine/request.h"
+#include "process_group/device_copies.h"
 
 namespace smddp::process_group {
 
@@ -34,13 +38,20 @@ class Staging {
   // Keeps a tensor of the operation's own, such as a message that nobody passed in.
   at::Tensor keep(at::Tensor tensor);
 
+  // Of a call on a device; null on the CPU.
+  const std::shared_ptr<DeviceCopies>& device() const { return device_; }
   // Whether finish() has anything to do.
-  bool copiesBack() const { return !back_.empty(); }
-  // Copies into the tensors that were to be written.
-  void finish() const;
+  bool copiesBack() const { return device_ || !back_.empty(); }
+  // After the operation: copies into the tensors that were to be written, if it went well.
+  void finish(bool well) const;
   const std::vector<at::Tensor>& kept() const { return kept_; }
 
  private:
+  // All tensors of a call are in one place. Whether that is a device.
+  bool onDevice(const at::Tensor& tensor);
+
+  std::shared_ptr<DeviceCopies> device_;
+  std::optional<c10::Device> place_;
   std::vector<at::Tensor> kept_;
   std::vector<std::pair<at::Tensor, at::Tensor>> back_;  // into, from
 };

@@ -1,5 +1,7 @@
 #include "process_group/work.h"
 
+#include <c10/core/StreamGuard.h>
+
 #include <algorithm>
 #include <stdexcept>
 
@@ -15,6 +17,14 @@ std::exception_ptr toTorch(const Error& error) {
 }
 
 void throwAsTorch(const Error& error) { std::rethrow_exception(toTorch(error)); }
+
+std::shared_ptr<void> Work::Call::keepAlive() const {
+  auto tensors = std::make_shared<std::vector<at::Tensor>>(inputs);
+  for (const auto& list : outputs) tensors->insert(tensors->end(), list.begin(), list.end());
+  const auto& kept = staging.kept();
+  tensors->insert(tensors->end(), kept.begin(), kept.end());
+  return tensors;
+}
 
 Work::Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
            Call call)
@@ -53,8 +63,24 @@ void Work::whenDone(std::function<void()> action) {
 void Work::settle() {
   std::call_once(settled_, [this] {
     for (const auto& part : call_.parts) part->settle();
-    if (firstError() == nullptr) call_.staging.finish();
+    try {
+      call_.staging.finish(firstError() == nullptr);
+    } catch (const std::exception& error) {
+      // A device that fails fails for good; who waits hears of it.
+      if (call_.staging.device()) call_.staging.device()->abandon();
+      copyError_.emplace(ErrorKind::Transport, error.what());
+      copyFailed_.store(true, std::memory_order_release);
+    }
   });
+}
+
+std::vector<std::shared_ptr<DeviceCopies>> Work::deviceCopies() const {
+  std::vector<std::shared_ptr<DeviceCopies>> all;
+  if (call_.staging.device()) all.push_back(call_.staging.device());
+  for (const auto& part : call_.parts) {
+    if (part->call_.staging.device()) all.push_back(part->call_.staging.device());
+  }
+  return all;
 }
 
 bool Work::allDone() const {
@@ -66,13 +92,19 @@ const Error* Work::firstError() const {
   for (const auto& completion : completions_) {
     if (completion->done() && completion->error()) return &*completion->error();
   }
+  if (copyFailed_.load(std::memory_order_acquire)) return &*copyError_;
+  for (const auto& part : call_.parts) {
+    if (const Error* error = part->firstError()) return error;
+  }
   return nullptr;
 }
 
 bool Work::isCompleted() {
   if (!allDone()) return false;
   settle();
-  return true;
+  const auto all = deviceCopies();
+  return firstError() != nullptr ||
+         std::all_of(all.begin(), all.end(), [](const auto& copies) { return copies->ended(); });
 }
 
 bool Work::isSuccess() const { return allDone() && firstError() == nullptr; }
@@ -85,12 +117,15 @@ std::exception_ptr Work::exception() const {
 int Work::sourceRank() const { return completions_.front()->source(); }
 
 std::vector<at::Tensor> Work::result() {
-  TORCH_CHECK(isCompleted(), "Work needs to be completed before calling result()");
+  TORCH_CHECK(allDone(), "Work needs to be completed before calling result()");
+  settle();
   TORCH_CHECK(call_.outputs.size() <= 1, "result() is for calls with one list of outputs");
   return call_.outputs.empty() ? std::vector<at::Tensor>{} : call_.outputs.front();
 }
 
-void Work::synchronize() { c10d::Work::synchronize(); }
+void Work::synchronize() {
+  if (!deviceCopies().empty()) wait();
+}
 
 bool Work::wait(std::chrono::milliseconds timeout) {
   const Nanoseconds patience = std::chrono::nanoseconds(timeout).count();
@@ -106,7 +141,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
     settle();
     if (const Error* error = firstError()) throw *error;
   });
-  synchronize();
+  for (const auto& copies : deviceCopies()) copies->order();
   return true;
 }
 
@@ -121,9 +156,18 @@ at::IValue Work::futureValue() const {
 void Work::finishFuture() {
   if (const auto error = exception()) {
     future_->setError(error);
-  } else {
-    future_->markCompleted(futureValue());
+    return;
   }
+  const auto all = deviceCopies();
+  if (all.empty()) {
+    future_->markCompleted(futureValue());
+    return;
+  }
+  // The future takes the current stream for the one that makes its value.
+  const c10::Stream stream = all.front()->stream();
+  for (size_t i = 1; i < all.size(); ++i) all[i]->order(stream);
+  const c10::StreamGuard guard(stream);
+  future_->markCompleted(futureValue());
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
@@ -132,8 +176,10 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     const std::lock_guard lock(futureMutex_);
     if (!future_) {
       const auto list = c10::ListType::create(c10::TensorType::get());
+      std::vector<c10::Device> devices;
+      if (const auto all = deviceCopies(); !all.empty()) devices = {all.front()->device()};
       future_ = c10::make_intrusive<at::ivalue::Future>(
-          call_.outputs.size() <= 1 ? c10::TypePtr(list) : c10::ListType::create(list));
+          call_.outputs.size() <= 1 ? c10::TypePtr(list) : c10::ListType::create(list), devices);
       isNew = true;
     }
   }

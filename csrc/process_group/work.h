@@ -3,9 +3,11 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "engine/completion.h"
@@ -18,6 +20,8 @@ namespace smddp::process_group {
 //
 // Threads: any. wait() runs the engine itself where it can, with the GIL released by the caller.
 // Outputs that were staged are copied before anybody is told of the end.
+// On a device "the end" is that the copies back are enqueued: wait() blocks the host until then, and makes the
+// current stream wait for them; so does synchronize(). Futures hold the device and order streams likewise.
 // Owns shares of the tensors, the completions and the engine, so it may outlive its process group; dropping
 // it does not end the operation. After an error, every wait() throws the same one.
 class Work final : public c10d::Work {
@@ -27,6 +31,8 @@ class Work final : public c10d::Work {
     Call(c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
          std::vector<std::vector<at::Tensor>> outputs)
         : type(type), title(title), inputs(std::move(inputs)), outputs(std::move(outputs)) {}
+    // A share of the tensors that the operation reads or writes after the call has returned.
+    std::shared_ptr<void> keepAlive() const;
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char* title = "";  // of the profiler's range: "smddp:all_reduce"
     uint64_t sequence = 0;
@@ -61,6 +67,8 @@ class Work final : public c10d::Work {
 
  private:
   bool allDone() const;
+  // Of this call, and of those it is made of.
+  std::vector<std::shared_ptr<DeviceCopies>> deviceCopies() const;
   // Runs `action` once all operations have ended, on the thread that sees the last one end.
   void whenDone(std::function<void()> action);
   // After the operations have ended, whoever comes first copies what was staged; the others wait for that.
@@ -75,6 +83,8 @@ class Work final : public c10d::Work {
   const Call call_;
   std::vector<engine::CompletionPtr> completions_;
   std::once_flag settled_;
+  std::optional<Error> copyError_;  // written within settled_; read when copyFailed_
+  std::atomic<bool> copyFailed_{false};
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by futureMutex_; made when asked for
 };

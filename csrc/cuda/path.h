@@ -1,0 +1,31 @@
+// Which way calls on the tensors of GPUs go, decided from what all ranks know alike.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace smddp::cuda {
+
+enum class Path : uint8_t { Host, Nccl };
+constexpr const char* toString(Path path) { return path == Path::Host ? "host" : "nccl"; }
+
+// Where one rank's tensors are.
+struct Place {
+  int node = 0;
+  std::string device;  // its UUID
+};
+
+struct Choice {
+  Path path;
+  std::string reason;
+};
+
+// What SMDDP_GPU_PATH says, if it decides alone: "host" and "nccl", and whatever it says when NCCL is missing.
+// Throws Usage for other words than "auto", and for "nccl" without NCCL.
+bool decidesAlone(const std::string& setting, bool haveNccl);
+
+// The way of a call among these ranks: NCCL where each has a GPU of its own on one node.
+Choice choosePath(const std::string& setting, bool haveNccl, std::span<const Place> ranks);
+
+}  // namespace smddp::cuda

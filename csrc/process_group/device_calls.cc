@@ -1,0 +1,144 @@
+// What calls have besides when their tensors are on a device. Their requests are the same as on the CPU: on the
+// copies that Staging has made.
+#include <algorithm>
+
+#include "process_group/errors.h"
+#include "process_group/process_group.h"
+
+namespace smddp::process_group {
+namespace {
+
+using c10::intrusive_ptr;
+
+// The operations of one call, until the engine has them.
+class Operations {
+ public:
+  Operations(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
+             std::vector<engine::Request> requests, std::vector<engine::Message> messages,
+             const std::shared_ptr<void>& keepAlive)
+      : engine_(std::move(engine)),
+        group_(std::move(group)),
+        requests_(std::move(requests)),
+        messages_(std::move(messages)) {
+    for (auto& request : requests_) request.keepAlive = keepAlive;
+    for (auto& message : messages_) message.keepAlive = keepAlive;
+    for (size_t i = 0; i < requests_.size() + messages_.size(); ++i) {
+      completions_.push_back(std::make_shared<engine::Completion>());
+    }
+  }
+
+  const std::vector<engine::CompletionPtr>& completions() const { return completions_; }
+  Nanoseconds timeout() const {
+    Nanoseconds longest = 0;
+    for (const auto& request : requests_) longest = std::max(longest, request.timeout);
+    for (const auto& message : messages_) longest = std::max(longest, message.timeout);
+    return longest;
+  }
+
+  void beginOrEnd(const std::string& title) {
+    try {
+      begin();
+    } catch (const Error& error) {
+      end(error, title);
+    }
+  }
+
+  // Ends those that have not begun. The other ranks wait for them: unless this one leaves, they hear of it.
+  void end(const Error& error, const std::string& title) {
+    const Error told(error.kind(), fmt::format("{}: {}", title, error.what()));
+    if (error.kind() != ErrorKind::Aborted) engine_->fail(*group_, told);
+    for (; begun_ < completions_.size(); ++begun_) engine_->finish(*completions_[begun_], told);
+  }
+
+ private:
+  void begin() {
+    for (auto& request : requests_) {
+      request.willWait = false;
+      engine_->enqueue(*group_, std::move(request), completions_[begun_]);
+      ++begun_;
+    }
+    for (auto& message : messages_) {
+      engine_->enqueue(*group_, std::move(message), completions_[begun_]);
+      ++begun_;
+    }
+  }
+
+  const std::shared_ptr<engine::Engine> engine_;
+  const std::shared_ptr<engine::Group> group_;
+  std::vector<engine::Request> requests_;
+  std::vector<engine::Message> messages_;
+  std::vector<engine::CompletionPtr> completions_;
+  size_t begun_ = 0;
+};
+
+// Whether the copies are made before the deadline. If not, or if the device fails, the line of deferred calls tells.
+bool arrives(const DeviceCopies& copies, Deadline deadline) {
+  try {
+    return copies.awaitArrival(deadline);
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+intrusive_ptr<Work> ProcessGroup::submitFromDevice(Work::Call call,
+                                                   std::vector<engine::Request> requests,
+                                                   std::vector<engine::Message> messages) {
+  const auto target = group();
+  const auto copies = call.staging.device();
+  if (copies) copies->seal();
+  const bool collective = !requests.empty();
+  const bool willWait =
+      messages.empty() && std::all_of(requests.begin(), requests.end(),
+                                      [](const auto& request) { return request.willWait; });
+  auto operations = std::make_shared<Operations>(engine_, target, std::move(requests),
+                                                 std::move(messages), call.keepAlive());
+  const auto deadline = Deadline::after(MonotonicClock(), operations->timeout());
+  const std::string title = call.title;
+  auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
+  work->start(operations->completions());
+  record(work);
+  if (copies && collective) {
+    const std::lock_guard lock(onDeviceMutex_);
+    latestDevice_ = copies->device();
+    std::erase_if(onDevice_, [](const OnDevice& earlier) {
+      return earlier.work.expired() && earlier.copies->ended();
+    });
+    onDevice_.push_back({c10::weak_intrusive_ptr<Work>(work), copies});
+  }
+  // Who waits for the result may as well wait for the device: no hand-over is paid.
+  if (willWait && copies && !deferred_.busy() && arrives(*copies, deadline)) {
+    operations->beginOrEnd(title);
+    return work;
+  }
+  deferred_.add({[copies] { return !copies || copies->arrived(); },
+                 [operations, title] { operations->beginOrEnd(title); },
+                 [operations, title](const Error& error) { operations->end(error, title); },
+                 deadline});
+  return work;
+}
+
+void ProcessGroup::awaitDevice() {
+  std::vector<OnDevice> calls;
+  std::optional<c10::Device> device;
+  {
+    const std::lock_guard lock(onDeviceMutex_);
+    calls.swap(onDevice_);
+    device = latestDevice_;
+  }
+  if (!device) return;
+  currentStream(*device).synchronize();
+  for (const OnDevice& call : calls) {
+    if (const auto work = call.work.lock()) {
+      translated([&] {
+        for (const auto& completion : work->completions()) engine_->wait(*completion);
+      });
+      // Enqueues the copies back if nobody has.
+      static_cast<void>(work->isCompleted());
+    }
+    call.copies->synchronize();
+  }
+}
+
+}  // namespace smddp::process_group

@@ -1,0 +1,80 @@
+#include "process_group/device_copies.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+namespace smddp::process_group {
+namespace {
+
+constexpr int kYields = 200;
+constexpr std::chrono::microseconds kNap{20};
+
+c10::impl::VirtualGuardImpl guardOf(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type());
+}
+
+}  // namespace
+
+c10::Stream currentStream(c10::Device device) { return guardOf(device).getStream(device); }
+
+DeviceCopies::DeviceCopies(c10::Device device)
+    : stream_(guardOf(device).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
+      arrival_(device.type()),
+      end_(device.type()) {
+  c10::Event now(device.type());
+  now.record(currentStream(device));
+  now.block(stream_);
+}
+
+at::Tensor DeviceCopies::pinnedLike(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), at::TensorOptions(tensor.dtype()).pinned_memory(true));
+}
+
+void DeviceCopies::fetch(const at::Tensor& from, const at::Tensor& into) {
+  const c10::StreamGuard guard(stream_);
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  // What a copy cannot do on the way is done on the device, before it.
+  const at::Tensor plain = from.resolve_conj().resolve_neg().contiguous();
+  into.view(-1).copy_(plain.view(-1), /*non_blocking=*/true);
+  fetches_ = true;
+}
+
+void DeviceCopies::seal() {
+  if (fetches_) arrival_.record(stream_);
+}
+
+bool DeviceCopies::awaitArrival(Deadline deadline) const {
+  const MonotonicClock clock;
+  for (int looks = 0; !arrived(); ++looks) {
+    if (deadline.passed(clock)) return false;
+    if (looks < kYields) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+  return true;
+}
+
+void DeviceCopies::putBack(const at::Tensor& into, const at::Tensor& from) {
+  const c10::StreamGuard guard(stream_);
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  into.copy_(from, /*non_blocking=*/true);
+  // Its memory was not allocated for this stream: freed, it must not be used again too early.
+  guardOf(device()).recordDataPtrOnStream(into.storage().data_ptr(), stream_);
+}
+
+void DeviceCopies::finish() {
+  end_.record(stream_);
+  finished_.store(true, std::memory_order_release);
+}
+
+void DeviceCopies::order() const { order(currentStream(device())); }
+
+void DeviceCopies::order(c10::Stream stream) const { end_.block(stream); }
+
+}  // namespace smddp::process_group

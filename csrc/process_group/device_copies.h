@@ -1,0 +1,67 @@
+// The copies of one call between the memory of a device and pinned memory of the host.
+//
+// They run on a stream of the call's own, behind what the caller's current stream had so far, and before what a
+// stream does that wait() was called for. torch's device-neutral streams and events are the interface: nothing
+// here names CUDA, and nothing of it is linked.
+//
+//   constructor   caller    the stream waits for the caller's
+//   fetch()       caller    device -> pinned, enqueued
+//   seal()        caller    after the last fetch; arrived() tells of what came before
+//   putBack()     anybody   pinned -> device, enqueued, when the operation has ended; then finish(), once
+//   order()       anybody   after finish(): the thread's current stream waits for the copies back
+//
+// Owns the stream's events, no tensor. An error of the device is an exception of torch.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <atomic>
+
+#include "common/clock.h"
+
+namespace smddp::process_group {
+
+class DeviceCopies {
+ public:
+  explicit DeviceCopies(c10::Device device);
+
+  c10::Device device() const { return stream_.device(); }
+  c10::Stream stream() const { return stream_; }
+
+  // Pinned memory of the size of a tensor, contiguous; freed blocks are kept for reuse by torch.
+  static at::Tensor pinnedLike(const at::Tensor& tensor);
+  void fetch(const at::Tensor& from, const at::Tensor& into);
+  void seal();
+  bool arrived() const { return !fetches_ || arrival_.query(); }
+  // Blocks until then; false when the deadline has passed.
+  bool awaitArrival(Deadline deadline) const;
+
+  void putBack(const at::Tensor& into, const at::Tensor& from);
+  // Nothing follows. [thread-safe from here on]
+  void finish();
+  // Instead, after an error of the device: nobody is to wait for it.
+  void abandon() { finished_.store(true, std::memory_order_release); }
+  bool finished() const { return finished_.load(std::memory_order_acquire); }
+  // Whether the device has done everything.
+  bool ended() const { return finished() && end_.query(); }
+  // A stream, by default the current one, waits for the copies back.
+  void order() const;
+  void order(c10::Stream stream) const;
+  // The host waits until the device has done everything.
+  void synchronize() const { end_.synchronize(); }
+
+ private:
+  const c10::Stream stream_;
+  c10::Event arrival_;
+  c10::Event end_;
+  bool fetches_ = false;
+  std::atomic<bool> finished_{false};
+};
+
+// The stream on which this thread's work for a device goes.
+c10::Stream currentStream(c10::Device device);
+
+}  // namespace smddp::process_group

@@ -1,0 +1,152 @@
+// The calls of a GpuProcessGroup: the peer's where it serves them, else the base's.
+#include "process_group/errors.h"
+#include "process_group/gpu_process_group.h"
+
+namespace smddp::process_group {
+
+using WorkPtr = GpuProcessGroup::WorkPtr;
+
+WorkPtr GpuProcessGroup::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  if (auto* peer = peerFor(tensors, options.timeout)) return peer->broadcast(tensors, options);
+  return ProcessGroup::broadcast(tensors, options);
+}
+
+WorkPtr GpuProcessGroup::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (auto* peer = reducingPeerFor(tensors, options.reduceOp, options.timeout)) {
+    return peer->allreduce(tensors, options);
+  }
+  return ProcessGroup::allreduce(tensors, options);
+}
+
+WorkPtr GpuProcessGroup::allreduce_coalesced(Tensors& tensors,
+                                             const c10d::AllreduceCoalescedOptions& options) {
+  if (auto* peer = reducingPeerFor(tensors, options.reduceOp, options.timeout)) {
+    return peer->allreduce_coalesced(tensors, options);
+  }
+  return ProcessGroup::allreduce_coalesced(tensors, options);
+}
+
+WorkPtr GpuProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  if (auto* peer = reducingPeerFor(tensors, options.reduceOp, options.timeout)) {
+    return peer->reduce(tensors, options);
+  }
+  return ProcessGroup::reduce(tensors, options);
+}
+
+WorkPtr GpuProcessGroup::allgather(TensorLists& outputs, Tensors& inputs,
+                                   const c10d::AllgatherOptions& options) {
+  if (auto* peer = peerFor(inputs, options.timeout)) {
+    return peer->allgather(outputs, inputs, options);
+  }
+  return ProcessGroup::allgather(outputs, inputs, options);
+}
+
+WorkPtr GpuProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                         const c10d::AllgatherOptions& options) {
+  if (auto* peer = peerFor(input, options.timeout)) {
+    return peer->_allgather_base(output, input, options);
+  }
+  return ProcessGroup::_allgather_base(output, input, options);
+}
+
+WorkPtr GpuProcessGroup::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                         const c10d::AllgatherOptions& options) {
+  if (auto* peer = peerFor(inputs, options.timeout)) {
+    return peer->allgather_into_tensor_coalesced(outputs, inputs, options);
+  }
+  return ProcessGroup::allgather_into_tensor_coalesced(outputs, inputs, options);
+}
+
+WorkPtr GpuProcessGroup::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                        const c10d::ReduceScatterOptions& options) {
+  if (auto* peer = reducingPeerFor(outputs, options.reduceOp, options.timeout)) {
+    return peer->reduce_scatter(outputs, inputs, options);
+  }
+  return ProcessGroup::reduce_scatter(outputs, inputs, options);
+}
+
+WorkPtr GpuProcessGroup::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                              const c10d::ReduceScatterOptions& options) {
+  if (auto* peer = reducingPeerFor(output, options.reduceOp, options.timeout)) {
+    return peer->_reduce_scatter_base(output, input, options);
+  }
+  return ProcessGroup::_reduce_scatter_base(output, input, options);
+}
+
+WorkPtr GpuProcessGroup::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  if (auto* peer = reducingPeerFor(outputs, options.reduceOp, options.timeout)) {
+    return peer->reduce_scatter_tensor_coalesced(outputs, inputs, options);
+  }
+  return ProcessGroup::reduce_scatter_tensor_coalesced(outputs, inputs, options);
+}
+
+WorkPtr GpuProcessGroup::gather(TensorLists& outputs, Tensors& inputs,
+                                const c10d::GatherOptions& options) {
+  if (auto* peer = peerFor(inputs, options.timeout)) return peer->gather(outputs, inputs, options);
+  return ProcessGroup::gather(outputs, inputs, options);
+}
+
+WorkPtr GpuProcessGroup::scatter(Tensors& outputs, TensorLists& inputs,
+                                 const c10d::ScatterOptions& options) {
+  if (auto* peer = peerFor(outputs, options.timeout)) {
+    return peer->scatter(outputs, inputs, options);
+  }
+  return ProcessGroup::scatter(outputs, inputs, options);
+}
+
+WorkPtr GpuProcessGroup::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                       std::vector<int64_t>& outputSplits,
+                                       std::vector<int64_t>& inputSplits,
+                                       const c10d::AllToAllOptions& options) {
+  if (auto* peer = peerFor(input, options.timeout)) {
+    return peer->alltoall_base(output, input, outputSplits, inputSplits, options);
+  }
+  return ProcessGroup::alltoall_base(output, input, outputSplits, inputSplits, options);
+}
+
+WorkPtr GpuProcessGroup::alltoall(Tensors& outputs, Tensors& inputs,
+                                  const c10d::AllToAllOptions& options) {
+  if (auto* peer = peerFor(inputs, options.timeout)) {
+    return peer->alltoall(outputs, inputs, options);
+  }
+  return ProcessGroup::alltoall(outputs, inputs, options);
+}
+
+WorkPtr GpuProcessGroup::barrier(const c10d::BarrierOptions& options) {
+  // The peer's covers what it has under way on the GPU, on all ranks alike: that it has served collectives.
+  if (state_.load(std::memory_order_acquire) == State::Nccl) {
+    c10d::BarrierOptions theirs = options;
+    {
+      const std::lock_guard lock(mutex_);
+      theirs.device = device_;
+    }
+    nccl_.load()->barrier(theirs)->wait();
+  }
+  return ProcessGroup::barrier(options);
+}
+
+WorkPtr GpuProcessGroup::send(Tensors& tensors, int destination, int tag) {
+  if (auto* peer = messagePeerFor(tensors, destination)) {
+    return peer->send(tensors, destination, tag);
+  }
+  return ProcessGroup::send(tensors, destination, tag);
+}
+
+WorkPtr GpuProcessGroup::recv(Tensors& tensors, int source, int tag) {
+  if (auto* peer = messagePeerFor(tensors, source)) return peer->recv(tensors, source, tag);
+  return ProcessGroup::recv(tensors, source, tag);
+}
+
+WorkPtr GpuProcessGroup::recvAnysource(Tensors& tensors, int tag) {
+  for (int source = 0; source < getSize(); ++source) {
+    if (messagePeerFor(tensors, source) == nullptr) continue;
+    C10_THROW_ERROR(NotImplementedError,
+                    c10::str("smddp: recv from any source is not implemented for GPU tensors that "
+                             "NCCL moves (those of rank ",
+                             source, "); name the source, or set SMDDP_GPU_PATH=host"));
+  }
+  return ProcessGroup::recvAnysource(tensors, tag);
+}
+
+}  // namespace smddp::process_group

@@ -1,0 +1,285 @@
+// Which calls the peer gets, and how the ranks agree on that. The calls themselves are in gpu_calls.cc.
+#include "process_group/gpu_process_group.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <set>
+
+#include "common/config.h"
+#include "common/log.h"
+#include "process_group/errors.h"
+#include "process_group/store_adapter.h"
+
+namespace smddp::process_group {
+namespace {
+
+using c10::intrusive_ptr;
+
+// What NCCL moves; with torch's names. Other types go through the host.
+bool moves(at::ScalarType type) {
+  switch (type) {
+    case at::kByte:
+    case at::kChar:
+    case at::kInt:
+    case at::kLong:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kFloat:
+    case at::kDouble:
+    case at::kBool: return true;
+    default: return false;
+  }
+}
+
+// And sums. Averages of whole numbers and scaled sums of bfloat16 differ between versions of NCCL.
+bool reduces(at::ScalarType type, const c10d::ReduceOp& op) {
+  switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
+    case c10d::ReduceOp::SUM:
+    case c10d::ReduceOp::PRODUCT:
+    case c10d::ReduceOp::MIN:
+    case c10d::ReduceOp::MAX: return true;
+    case c10d::ReduceOp::AVG: return at::isFloatingType(type);
+    case c10d::ReduceOp::PREMUL_SUM: return at::isFloatingType(type) && type != at::kBFloat16;
+    default: return false;
+  }
+}
+
+std::string keyOf(uint64_t group, int rank) {
+  return fmt::format("smddp/gpu/{:x}/{}", group, rank);
+}
+
+// Says once in a process what was chosen otherwise than by NCCL, and why.
+void announce(int rank, const cuda::Choice& choice) {
+  SMDDP_LOG(Info, "process_group", "calls on GPU tensors: {} ({})", cuda::toString(choice.path),
+            choice.reason);
+  static std::mutex mutex;
+  static auto* const said = new std::set<std::string>;
+  const std::lock_guard lock(mutex);
+  if (rank == 0 && choice.path == cuda::Path::Host && said->insert(choice.reason).second) {
+    SMDDP_LOG(Warn, "process_group",
+              "calls on GPU tensors go through the host, where NCCL would be faster: {}",
+              choice.reason);
+  }
+}
+
+// Groups in which this thread is coalescing: whether the peer is, too.
+std::map<const GpuProcessGroup*, bool>& coalescing() {
+  thread_local std::map<const GpuProcessGroup*, bool> groups;
+  return groups;
+}
+
+}  // namespace
+
+GpuProcessGroup::GpuProcessGroup(const intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                 std::chrono::milliseconds timeout, const std::string& name,
+                                 const std::string& algorithm, GpuPeer peer)
+    : ProcessGroup(store, rank, size, timeout, name, algorithm),
+      store_(store),
+      peer_(std::move(peer)) {}
+
+GpuProcessGroup::GpuProcessGroup(std::shared_ptr<engine::Group> group,
+                                 std::chrono::milliseconds timeout,
+                                 const intrusive_ptr<c10d::Store>& store, GpuPeer peer)
+    : ProcessGroup(std::move(group), timeout), store_(store), peer_(std::move(peer)) {}
+
+GpuProcessGroup::~GpuProcessGroup() {
+  try {
+    shutdown();
+  } catch (const std::exception& error) {
+    SMDDP_LOG(Debug, "process_group", "while the group ended: {}", error.what());
+  }
+}
+
+void GpuProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
+  ProcessGroup::setTimeout(timeout);
+  if (auto* peer = nccl_.load()) peer->setTimeout(timeout);
+}
+
+void GpuProcessGroup::abort() {
+  if (auto* peer = nccl_.load()) peer->abort();
+  ProcessGroup::abort();
+}
+
+void GpuProcessGroup::shutdown() {
+  // Calls that come too late are refused by the base.
+  if (auto* peer = nccl_.load(); peer != nullptr && !isShutDown()) peer->shutdown();
+  ProcessGroup::shutdown();
+}
+
+std::string GpuProcessGroup::path() const {
+  switch (state_.load()) {
+    case State::Host: return "host";
+    case State::Nccl: return "nccl";
+    case State::Unknown: break;
+  }
+  return "";
+}
+
+intrusive_ptr<c10d::Backend> GpuProcessGroup::split(
+    const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const intrusive_ptr<c10d::Backend::Options>& options) {
+  const auto [group, timeout] = splitEngineGroup(ranks, options);
+  if (!group) return nullptr;
+  return c10::make_intrusive<GpuProcessGroup>(group, timeout, store, peer_);
+}
+
+// --- who serves a call ------------------------------------------------------------------------------------
+
+bool GpuProcessGroup::isOurs(const at::Tensor& tensor) const {
+  return tensor.defined() && tensor.device().type() == peer_.type &&
+         tensor.layout() == c10::kStrided && moves(tensor.scalar_type());
+}
+
+c10d::Backend* GpuProcessGroup::used(State state) {
+  if (state != State::Nccl) return nullptr;
+  auto* peer = nccl_.load(std::memory_order_acquire);
+  auto& groups = coalescing();
+  if (groups.empty()) return peer;
+  if (const auto found = groups.find(this); found != groups.end() && !found->second) {
+    peer->startCoalescing();
+    found->second = true;
+  }
+  return peer;
+}
+
+c10d::Backend* GpuProcessGroup::peerFor(const at::Tensor& tensor,
+                                        std::chrono::milliseconds timeout) {
+  if (!isOurs(tensor)) return nullptr;
+  State state = state_.load(std::memory_order_acquire);
+  if (state == State::Unknown) {
+    static_cast<void>(group());  // refuses a group that has been destroyed
+    const std::lock_guard lock(mutex_);
+    translated([&] {
+      publish(tensor.device());
+      state = decide(timeout);
+    });
+  }
+  return used(state);
+}
+
+c10d::Backend* GpuProcessGroup::peerFor(const Tensors& tensors, std::chrono::milliseconds timeout) {
+  return tensors.empty() ? nullptr : peerFor(tensors.front(), timeout);
+}
+
+c10d::Backend* GpuProcessGroup::reducingPeerFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                                                std::chrono::milliseconds timeout) {
+  if (!isOurs(tensor) || !reduces(tensor.scalar_type(), op)) return nullptr;
+  return peerFor(tensor, timeout);
+}
+
+c10d::Backend* GpuProcessGroup::reducingPeerFor(const Tensors& tensors, const c10d::ReduceOp& op,
+                                                std::chrono::milliseconds timeout) {
+  return tensors.empty() ? nullptr : reducingPeerFor(tensors.front(), op, timeout);
+}
+
+c10d::Backend* GpuProcessGroup::messagePeerFor(const Tensors& tensors, int rank) {
+  if (tensors.size() != 1 || !isOurs(tensors.front())) return nullptr;
+  // Nonsense is the base's to refuse; and what a rank sends itself needs no network.
+  if (rank < 0 || rank >= getSize() || rank == getRank()) return nullptr;
+  static_cast<void>(group());
+  State state = State::Unknown;
+  {
+    const std::lock_guard lock(mutex_);
+    translated([&] {
+      publish(tensors.front().device());
+      state = decideFor(rank);
+    });
+  }
+  return used(state);
+}
+
+GpuProcessGroup::State GpuProcessGroup::decide(std::chrono::milliseconds timeout) {
+  if (const State known = state_.load(); known != State::Unknown) return known;
+  std::vector<int> all(static_cast<size_t>(getSize()));
+  for (int rank = 0; rank < getSize(); ++rank) all[static_cast<size_t>(rank)] = rank;
+  const auto choice = cuda::choosePath(settings().gpuPath, static_cast<bool>(peer_.make),
+                                       placesOf(all, nanoseconds(timeout)));
+  announce(getRank(), choice);
+  if (choice.path == cuda::Path::Nccl) makePeer();
+  state_.store(stateOf(choice.path), std::memory_order_release);
+  return stateOf(choice.path);
+}
+
+// Of the two ranks alone, so that sender and receiver find the same whatever they know of the others.
+GpuProcessGroup::State GpuProcessGroup::decideFor(int rank) {
+  if (const auto known = messages_.find(rank); known != messages_.end()) return known->second;
+  const auto places = placesOf({getRank(), rank}, nanoseconds(c10d::kUnsetTimeout));
+  const auto choice = cuda::choosePath(settings().gpuPath, static_cast<bool>(peer_.make), places);
+  if (choice.path == cuda::Path::Nccl) makePeer();
+  return messages_[rank] = stateOf(choice.path);
+}
+
+std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks,
+                                                   Nanoseconds timeout) {
+  const auto& topology = group()->topology();
+  std::vector<cuda::Place> places;
+  for (const int rank : ranks) places.push_back({topology.nodeOf(static_cast<Rank>(rank)), ""});
+  const bool severalNodes = std::any_of(places.begin(), places.end(), [&](const auto& place) {
+    return place.node != places.front().node;
+  });
+  // Then nobody need wait for anybody's name.
+  if (severalNodes || cuda::decidesAlone(settings().gpuPath, static_cast<bool>(peer_.make))) {
+    return places;
+  }
+  StoreAdapter store(store_);
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const int rank = ranks[i];
+    if (!names_.contains(rank)) {
+      try {
+        const auto bytes = store.get(keyOf(group()->id(), rank), timeout);
+        const auto* first = reinterpret_cast<const char*>(bytes.data());
+        names_[rank] = std::string(first, bytes.size());
+      } catch (const Error& error) {
+        if (error.kind() != ErrorKind::Timeout) throw;
+        raise(ErrorKind::Timeout,
+              "rank {} of group \"{}\" has made no call on GPU tensors in {} ms; the first one "
+              "needs to know everybody's GPU",
+              rank, group()->spec().name, timeout / 1'000'000);
+      }
+    }
+    places[i].device = names_[rank];
+  }
+  return places;
+}
+
+void GpuProcessGroup::publish(c10::Device device) {
+  if (device_) return;
+  if (!cuda::decidesAlone(settings().gpuPath, static_cast<bool>(peer_.make))) {
+    const std::string name = peer_.nameOf(device.index());
+    const auto* first = reinterpret_cast<const std::byte*>(name.data());
+    StoreAdapter(store_).set(keyOf(group()->id(), getRank()), {first, first + name.size()});
+  }
+  device_ = device;
+}
+
+void GpuProcessGroup::makePeer() {
+  if (made_) return;
+  const auto store =
+      c10::make_intrusive<c10d::PrefixStore>(fmt::format("smddp/nccl/{:x}", group()->id()), store_);
+  made_ = peer_.make(store, getRank(), getSize(),
+                     std::chrono::duration_cast<std::chrono::milliseconds>(
+                         std::chrono::nanoseconds(nanoseconds(c10d::kUnsetTimeout))));
+  nccl_.store(made_.get(), std::memory_order_release);
+}
+
+// --- batches ----------------------------------------------------------------------------------------------
+
+void GpuProcessGroup::startCoalescing() {
+  ProcessGroup::startCoalescing();
+  coalescing()[this] = false;
+}
+
+GpuProcessGroup::WorkPtr GpuProcessGroup::endCoalescing() {
+  const auto entry = coalescing().extract(this);
+  auto ours = ProcessGroup::endCoalescing();
+  if (entry.empty() || !entry.mapped()) return ours;
+  auto theirs = nccl_.load()->endCoalescing();
+  if (!static_cast<Work*>(ours.get())->completions().empty()) {
+    ours->wait();
+    SMDDP_LOG(Debug, "process_group", "a batch of calls was divided between NCCL and the host");
+  }
+  return theirs;
+}
+
+}  // namespace smddp::process_group

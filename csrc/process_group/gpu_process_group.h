@@ -1,0 +1,127 @@
+// A group that leaves to a peer backend, NCCL, what that can do: calls on GPU tensors, where each rank has a GPU of
+// its own. All else is the base's: the CPU, and GPUs that ranks share or that are on several nodes.
+//
+// Which way calls go is decided at the first one with GPU tensors, for good (cuda/path.h): the ranks then tell one
+// another through the store which GPU they use. A message between two ranks needs to know of those two only. After
+// that a call costs a look at the tensor more than the peer's own.
+//
+// Threads: as the base. Owns the peer, which is made when first needed and ends with the group.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+
+#include "cuda/path.h"
+#include "process_group/process_group.h"
+
+namespace smddp::process_group {
+
+// How to reach GPUs and NCCL, which this library is not linked with.
+struct GpuPeer {
+  c10::DeviceType type = c10::DeviceType::CUDA;
+  // A name that no other GPU of the node has.
+  std::function<std::string(c10::DeviceIndex)> nameOf;
+  // One rank of a peer group; empty without NCCL.
+  std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>& store,
+                                                  int rank, int size,
+                                                  std::chrono::milliseconds timeout)>
+      make;
+};
+
+class GpuProcessGroup final : public ProcessGroup {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<Tensors>;
+
+  GpuProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                  std::chrono::milliseconds timeout, const std::string& name,
+                  const std::string& algorithm, GpuPeer peer);
+  GpuProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout,
+                  const c10::intrusive_ptr<c10d::Store>& store, GpuPeer peer);
+  ~GpuProcessGroup() override;
+
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void abort() override;
+  void shutdown() override;
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& outputSplits,
+                        std::vector<int64_t>& inputSplits,
+                        const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+  // NCCL's messages between two ranks get along only within one batch.
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
+
+  // "host", "nccl", or empty before the first collective on GPU tensors.
+  std::string path() const;
+
+ private:
+  enum class State : uint8_t { Unknown, Host, Nccl };
+  static State stateOf(cuda::Path path) {
+    return path == cuda::Path::Nccl ? State::Nccl : State::Host;
+  }
+
+  // The peer if it is to serve a collective, or a message to one rank; else null.
+  c10d::Backend* peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout);
+  c10d::Backend* peerFor(const Tensors& tensors, std::chrono::milliseconds timeout);
+  c10d::Backend* reducingPeerFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                                 std::chrono::milliseconds timeout);
+  c10d::Backend* reducingPeerFor(const Tensors& tensors, const c10d::ReduceOp& op,
+                                 std::chrono::milliseconds timeout);
+  c10d::Backend* messagePeerFor(const Tensors& tensors, int rank);
+  bool isOurs(const at::Tensor& tensor) const;
+  // With mutex_ held.
+  State decide(std::chrono::milliseconds timeout);
+  State decideFor(int rank);
+  std::vector<cuda::Place> placesOf(const std::vector<int>& ranks, Nanoseconds timeout);
+  void publish(c10::Device device);
+  void makePeer();
+  c10d::Backend* used(State state);
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const GpuPeer peer_;
+  std::atomic<State> state_{State::Unknown};
+  std::mutex mutex_;
+  std::optional<c10::Device> device_;  // of the first GPU tensor; guarded by mutex_
+  std::map<int, std::string> names_;   // of the ranks' GPUs, as far as known; guarded by mutex_
+  std::map<int, State> messages_;      // by rank; guarded by mutex_
+  c10::intrusive_ptr<c10d::Backend> made_;  // guarded by mutex_ until nccl_ is set
+  std::atomic<c10d::Backend*> nccl_{nullptr};
+};
+
+}  // namespace smddp::process_group

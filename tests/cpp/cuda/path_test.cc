@@ -1,0 +1,63 @@
+// Which way calls on GPU tensors go.
+#include "cuda/path.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "common/error.h"
+
+namespace smddp::cuda {
+namespace {
+
+using testing::HasSubstr;
+
+const std::vector<Place> kOneNode{{0, "GPU-a"}, {0, "GPU-b"}, {0, "GPU-c"}};
+const std::vector<Place> kShared{{0, "GPU-a"}, {0, "GPU-b"}, {0, "GPU-a"}};
+// Two machines may have GPUs that call themselves alike, as made-up nodes of one machine do.
+const std::vector<Place> kTwoNodes{{0, "GPU-a"}, {1, "GPU-a"}};
+
+TEST(Path, IsNcclForGpusOfTheirOwnOnOneNode) {
+  EXPECT_EQ(choosePath("auto", true, kOneNode).path, Path::Nccl);
+  EXPECT_EQ(choosePath("auto", true, std::span(kOneNode).first(1)).path, Path::Nccl);
+}
+
+TEST(Path, IsTheHostForASharedGpu) {
+  const Choice choice = choosePath("auto", true, kShared);
+  EXPECT_EQ(choice.path, Path::Host);
+  EXPECT_THAT(choice.reason, HasSubstr("ranks 0 and 2 share GPU GPU-a"));
+  // Two of them alone do not share one.
+  EXPECT_EQ(choosePath("auto", true, std::span(kShared).first(2)).path, Path::Nccl);
+}
+
+TEST(Path, IsTheHostBetweenNodes) {
+  const Choice choice = choosePath("auto", true, kTwoNodes);
+  EXPECT_EQ(choice.path, Path::Host);
+  EXPECT_THAT(choice.reason, HasSubstr("several nodes"));
+}
+
+TEST(Path, IsTheHostWithoutNccl) {
+  const Choice choice = choosePath("auto", false, kOneNode);
+  EXPECT_EQ(choice.path, Path::Host);
+  EXPECT_THAT(choice.reason, HasSubstr("without NCCL"));
+  EXPECT_TRUE(decidesAlone("auto", false));
+}
+
+TEST(Path, IsWhatTheSettingSays) {
+  EXPECT_EQ(choosePath("host", true, kOneNode).path, Path::Host);
+  EXPECT_EQ(choosePath("host", false, kOneNode).path, Path::Host);
+  EXPECT_EQ(choosePath("nccl", true, kShared).path, Path::Nccl);
+  EXPECT_EQ(choosePath("nccl", true, kTwoNodes).path, Path::Nccl);
+  EXPECT_TRUE(decidesAlone("host", true));
+  EXPECT_TRUE(decidesAlone("nccl", true));
+  EXPECT_FALSE(decidesAlone("auto", true));
+}
+
+TEST(Path, RefusesWhatItCannotDo) {
+  EXPECT_THROW(decidesAlone("nvlink", true), Error);
+  EXPECT_THROW(choosePath("nccl", false, kOneNode), Error);
+}
+
+}  // namespace
+}  // namespace smddp::cuda

@@ -1,0 +1,371 @@
+// A device for tests on machines without one: torch's PrivateUse1, with threads for streams.
+//
+// What a real device does asynchronously this one does, too: copies and fills are queued on the current stream, and
+// memory that is freed goes back in the order of the stream that allocated it, and of those it was recorded on. A
+// copy that touches memory after that is counted (violations), a test can hold a stream (gate, open), and make copies
+// fail (break_copies). Tensors that nothing here treats go to the CPU and back (cpu_fallback).
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+
+namespace {
+
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+constexpr auto kKey = c10::DispatchKey::PrivateUse1;
+const c10::Device kDevice(kType, 0);
+constexpr int64_t kPoolStreams = 4;
+
+// Tasks in order, on a thread of its own, which lives as long as the process.
+class Lane {
+ public:
+  void add(std::function<void()> task) {
+    const std::lock_guard lock(mutex_);
+    if (!started_) std::thread([this] { run(); }).detach();
+    started_ = true;
+    tasks_.push_back(std::move(task));
+    ++added_;
+    changed_.notify_all();
+  }
+  void drain() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this, until = added_] { return done_ >= until; });
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      task = nullptr;
+      lock.lock();
+      ++done_;
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool started_ = false;
+  size_t added_ = 0, done_ = 0;
+};
+
+// Shared by all lanes; never destroyed, as they use it until the process ends.
+struct World {
+  std::array<Lane, 1 + kPoolStreams> lanes;
+  std::atomic<int64_t> nextPoolStream{0};
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool gated = false;
+  std::map<const void*, size_t> live;                       // device memory
+  std::map<const void*, std::set<c10::StreamId>> recorded;  // streams that use it beside its own
+  int64_t violations = 0;
+  std::atomic<bool> copiesFail{false};
+};
+World& world() {
+  static auto* it = new World;
+  return *it;
+}
+
+thread_local c10::StreamId currentStream = 0;
+
+struct Event {
+  std::mutex mutex;
+  std::condition_variable changed;
+  uint64_t recorded = 0, reached = 0;
+
+  void await(uint64_t version) {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return reached >= version; });
+  }
+};
+
+Lane& laneOf(c10::StreamId id) { return world().lanes.at(static_cast<size_t>(id)); }
+
+void record(const std::shared_ptr<Event>& event, c10::StreamId stream) {
+  uint64_t version = 0;
+  {
+    const std::lock_guard lock(event->mutex);
+    version = ++event->recorded;
+  }
+  laneOf(stream).add([event, version] {
+    const std::lock_guard lock(event->mutex);
+    event->reached = std::max(event->reached, version);
+    event->changed.notify_all();
+  });
+}
+
+void makeWait(c10::StreamId stream, const std::shared_ptr<Event>& event) {
+  uint64_t version = 0;
+  {
+    const std::lock_guard lock(event->mutex);
+    version = event->recorded;
+  }
+  laneOf(stream).add([event, version] { event->await(version); });
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  using Handle = std::shared_ptr<Event>*;
+  c10::DeviceType type() const override { return kType; }
+  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
+  c10::Device getDevice() const override { return kDevice; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream stream(c10::StreamId id) const {
+    return c10::Stream(c10::Stream::UNSAFE, kDevice, id);
+  }
+  c10::Stream getStream(c10::Device) const override { return stream(currentStream); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+    return stream(1 + world().nextPoolStream++ % kPoolStreams);
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return getStreamFromGlobalPool(device, false);
+  }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    return stream(std::exchange(currentStream, next.id()));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Handle>(event);
+  }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new std::shared_ptr<Event>(std::make_shared<Event>());
+    ::record(*static_cast<Handle>(*event), stream.id());
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) makeWait(stream.id(), *static_cast<Handle>(event));
+  }
+  bool queryEvent(void* event) const override {
+    if (event == nullptr) return true;
+    Event& it = **static_cast<Handle>(event);
+    const std::lock_guard lock(it.mutex);
+    return it.reached == it.recorded;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event == nullptr) return;
+    Event& it = **static_cast<Handle>(event);
+    it.await(it.recorded);
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  bool queryStream(const c10::Stream&) const override { return false; }
+  void synchronizeStream(const c10::Stream& stream) const override { laneOf(stream.id()).drain(); }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    for (Lane& lane : world().lanes) lane.drain();
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    const std::lock_guard lock(world().mutex);
+    world().recorded[data.get()].insert(stream.id());
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct DeviceMemory final : c10::Allocator {
+  struct Block {
+    void* data;
+    c10::StreamId stream;
+  };
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) return {nullptr, nullptr, &nothing, kDevice};
+    auto* block = new Block{std::malloc(bytes), currentStream};
+    const std::lock_guard lock(world().mutex);
+    world().live[block->data] = bytes;
+    return {block->data, block, &free, kDevice};
+  }
+  static void nothing(void*) {}
+  static void free(void* context) {
+    const std::unique_ptr<Block> block(static_cast<Block*>(context));
+    std::set<c10::StreamId> users;
+    {
+      const std::lock_guard lock(world().mutex);
+      if (const auto found = world().recorded.extract(block->data)) users = found.mapped();
+    }
+    for (const c10::StreamId user : users) {
+      const auto done = std::make_shared<Event>();
+      record(done, user);
+      makeWait(block->stream, done);
+    }
+    laneOf(block->stream).add([data = block->data] {
+      const std::lock_guard lock(world().mutex);
+      world().live.erase(data);
+      std::free(data);
+    });
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+};
+DeviceMemory deviceMemory;
+REGISTER_ALLOCATOR(kType, &deviceMemory);
+
+struct PinnedMemory final : c10::Allocator {
+  static std::set<const void*>& blocks() {
+    static auto* all = new std::set<const void*>;
+    return *all;
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = std::malloc(std::max<size_t>(bytes, 1));
+    const std::lock_guard lock(world().mutex);
+    blocks().insert(data);
+    return {data, data, &free, c10::DeviceType::CPU};
+  }
+  static void free(void* data) {
+    const std::lock_guard lock(world().mutex);
+    blocks().erase(data);
+    std::free(data);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+};
+PinnedMemory pinnedMemory;
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  at::Device getDeviceFromPtr(void*) const override { return kDevice; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinnedMemory; }
+  bool isPinnedPtr(const void* data) const override {
+    const std::lock_guard lock(world().mutex);
+    return PinnedMemory::blocks().contains(data);
+  }
+};
+
+// The elements as a tensor of the CPU, for the thread of a stream.
+at::Tensor onHost(const at::Tensor& tensor) {
+  at::Tensor view = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                                  tensor.options().device(c10::kCPU).pinned_memory(false));
+  if (tensor.is_conj()) view = view.conj();
+  if (tensor.is_neg()) view = view._neg_view();
+  return view;
+}
+
+// Counts an access to device memory that has been given back.
+void expectLive(const void* data) {
+  const std::lock_guard lock(world().mutex);
+  if (data != nullptr && !world().live.contains(data)) ++world().violations;
+}
+
+at::Tensor copyFrom(const at::Tensor& from, const at::Tensor& to, bool nonBlocking) {
+  if (from.numel() == 0) return to;
+  TORCH_CHECK(!world().copiesFail, "the device is broken");
+  std::vector<const void*> device;
+  // As torch's allocator of pinned memory does: what is being copied is not given to others.
+  std::vector<c10::Storage> pinned;
+  bool blocks = !nonBlocking;
+  for (const at::Tensor& tensor : {from, to}) {
+    if (tensor.device() == kDevice) {
+      device.push_back(tensor.storage().data_ptr().get());
+    } else if (tensor.is_pinned()) {
+      pinned.push_back(tensor.storage());
+    } else {
+      blocks = true;
+    }
+  }
+  laneOf(currentStream).add([device, pinned, source = onHost(from), target = onHost(to)] {
+    const at::NoGradGuard noGrad;
+    for (const void* data : device) expectLive(data);
+    target.copy_(source);
+  });
+  if (blocks) laneOf(currentStream).drain();
+  return to;
+}
+
+at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> type,
+                 std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(size, &deviceMemory, c10::DispatchKeySet(kKey),
+                                   c10::dtype_or_default(type), format);
+}
+
+at::Tensor emptyStrided(c10::IntArrayRef size, c10::IntArrayRef stride,
+                        std::optional<at::ScalarType> type, std::optional<at::Layout>,
+                        std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, &deviceMemory, c10::DispatchKeySet(kKey),
+                                           c10::dtype_or_default(type));
+}
+
+at::Tensor copyFromAndResize(const at::Tensor& from, const at::Tensor& to) {
+  return copyFrom(from, to, false);
+}
+
+void onTheCpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", emptyStrided);
+  m.impl("_copy_from", copyFrom);
+  m.impl("_copy_from_and_resize", copyFromAndResize);
+  m.impl("view", at::native::view);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+}
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&onTheCpu>());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(fake_device, m) {
+  using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  m.def("gate", [] {
+    World& it = world();
+    {
+      const std::lock_guard lock(it.mutex);
+      it.gated = true;
+    }
+    laneOf(currentStream).add([&it] {
+      std::unique_lock lock(it.mutex);
+      it.changed.wait(lock, [&it] { return !it.gated; });
+    });
+  });
+  m.def("open", [] {
+    const std::lock_guard lock(world().mutex);
+    world().gated = false;
+    world().changed.notify_all();
+  });
+  // A kernel: runs when the stream comes to it.
+  m.def("fill", [](const at::Tensor& tensor, double value) {
+    laneOf(currentStream)
+        .add([data = tensor.storage().data_ptr().get(), view = onHost(tensor), value] {
+          expectLive(data);
+          view.fill_(value);
+        });
+  });
+  m.def("violations", [] {
+    const std::lock_guard lock(world().mutex);
+    return world().violations;
+  });
+  m.def("break_copies", [] { world().copiesFail = true; });
+  m.def(
+      "synchronize", [] { Guard().synchronizeDevice(0); }, Release());
+}

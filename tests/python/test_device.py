@@ -1,0 +1,200 @@
+"""Calls on tensors of a device, on a device made of threads: order, lifetimes, errors, values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import device_cases
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from device_cases import error_of
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(device_cases.find_fake() is None, reason="the C++ tests are not built"),
+]
+
+
+@pytest.mark.parametrize("layout", ["1", "2", "2x2"])
+@pytest.mark.parametrize("cases", [device_cases.reduces, device_cases.moves, device_cases.overlaps])
+def test_values(layout: str, cases: Callable[[str], None]) -> None:
+    ranks.check_ranks(cases, layout, "fake", timeout=90)
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        device_cases.messages,
+        device_cases.any_source,
+        device_cases.follows_streams,
+        device_cases.does_not_block,
+        device_cases.barrier_covers,
+        device_cases.outlives_its_tensors,
+        device_cases.futures,
+        device_cases.trains,
+    ],
+)
+def test_order(layout: str, cases: Callable[[str], None]) -> None:
+    ranks.check_ranks(cases, layout, "fake", timeout=90)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_refused_calls() -> None:
+    for said in ranks.check_ranks(device_cases.refuses, "2", "fake"):
+        mixed, wrong_size, undefined = said
+        assert mixed == (
+            "ValueError: smddp: all tensors of a call must be on one device, got fake:0 and cpu"
+        )
+        assert wrong_size.startswith("ValueError: smddp: all_gather_into_tensor: the output must")
+        assert undefined.startswith("TypeError: smddp: all_reduce: BAND of float32 is undefined")
+
+
+def test_absent_rank() -> None:
+    first, second, _ = ranks.check_ranks(device_cases.times_out, "3", "fake")
+    for said in (first, second):
+        assert said.startswith("CollectiveTimeoutError")
+        assert "rank 2" in said
+
+
+def _device_that_never_comes() -> list[str]:
+    with device_cases.job("fake", timeout=2) as device:
+        tensor = torch.zeros(10, device=device.device)
+        device.module.gate()
+        works = [dist.all_reduce(tensor, async_op=True) for _ in range(2)]
+        said = [error_of(work.wait) for work in works]
+        said.append(error_of(lambda: dist.all_reduce(tensor)))
+        device.module.open()
+        return said
+
+
+def test_device_that_never_comes() -> None:
+    """A call whose stream is stuck ends with the time-out, on this rank and on the others."""
+    for said in ranks.check_ranks(_device_that_never_comes, "2"):
+        assert all(text.startswith("CollectiveTimeoutError: smddp") for text in said), said
+        assert "before the device had come to this call" in said[0]
+
+
+def _device_that_breaks() -> str:
+    with device_cases.job("fake") as device:
+        tensor = torch.zeros(10, device=device.device)
+        device.synchronize()
+        device.module.gate()
+        work = dist.all_reduce(tensor, async_op=True)
+        later = work.get_future()
+        device.module.break_copies()
+        device.module.open()
+        said = error_of(work.wait)
+        assert "the device is broken" in error_of(later.wait)
+        assert error_of(work.wait) == said
+        return said
+
+
+def test_device_that_breaks() -> None:
+    """An error of the copies back reaches whoever waits."""
+    for said in ranks.check_ranks(_device_that_breaks, "2"):
+        assert said.startswith("TransportError")
+        assert "the device is broken" in said
+
+
+def _leaving(how: str) -> list[str]:
+    device = device_cases.Fake()
+    dist.init_process_group(device.backend)
+    tensor = torch.zeros(10, device=device.device)
+    device.synchronize()
+    device.module.gate()
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
+    if how == "abort":
+        dist.group.WORLD.abort()
+    else:
+        dist.destroy_process_group()
+    said = [error_of(work.wait) for work in works]
+    device.module.open()
+    device.finish()
+    return said
+
+
+@pytest.mark.parametrize("how", ["abort", "destroy"])
+def test_leaving_while_the_device_is_busy(how: str) -> None:
+    """What has not begun ends when the group does."""
+    for said in ranks.check_ranks(_leaving, "2", how):
+        assert all(text.startswith("AbortedError") for text in said), said
+
+
+# --- a peer ---------------------------------------------------------------------------------------
+
+
+def _with_peer(cases: str, shared: bool) -> tuple[str, int]:
+    """Runs cases in groups that leave calls to a peer: how they went, and calls that it served."""
+    from smddp import _load, backend
+
+    made = []
+
+    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        made.append(_load.load().ProcessGroup(store, rank, size, timeout, "peer"))
+        return made[-1]
+
+    def name_of(index: int) -> str:
+        return "one for all" if shared else f"GPU {os.environ['RANK']}"
+
+    backend._gpu_peer = lambda: ("fake", name_of, make_peer)
+    paths = []
+    destroy = dist.destroy_process_group
+
+    def destroy_and_tell(group: Any = None) -> None:
+        paths.append(dist.group.WORLD._get_backend(torch.device("fake")).gpu_path())
+        destroy(group)
+
+    dist.destroy_process_group = destroy_and_tell
+    getattr(device_cases, cases)("fake")
+    return paths[0], sum(use["calls"] for group in made for use in group.statistics().values())
+
+
+@pytest.mark.parametrize("cases", ["reduces", "moves", "overlaps", "follows_streams", "trains"])
+def test_peer_serves_ranks_with_gpus_of_their_own(cases: str) -> None:
+    for path, served in ranks.check_ranks(_with_peer, "2", cases, False, timeout=90):
+        assert path == "nccl"
+        assert served >= 3
+
+
+@pytest.mark.parametrize(("layout", "shared"), [("2", True), ("1+1", False)])
+def test_host_serves_shared_gpus_and_several_nodes(layout: str, shared: bool) -> None:
+    outcomes = ranks.run_ranks(_with_peer, layout, "moves", shared)
+    for outcome in outcomes:
+        assert outcome.value == ("host", 0), str(outcome)
+    why = "share GPU one for all" if shared else "several nodes"
+    said = [line for outcome in outcomes for line in outcome.stderr.splitlines() if why in line]
+    assert len(said) == 1, said
+
+
+@pytest.mark.parametrize(
+    ("setting", "shared", "expected"), [("host", False, "host"), ("nccl", True, "nccl")]
+)
+def test_setting_decides(setting: str, shared: bool, expected: str) -> None:
+    env = {"SMDDP_GPU_PATH": setting}
+    for path, served in ranks.check_ranks(_with_peer, "2", "moves", shared, env=env):
+        assert path == expected
+        assert (served > 0) == (expected == "nccl")
+
+
+def test_peer_that_some_rank_does_not_ask_for() -> None:
+    """A rank that makes no call on the device is named."""
+    outcomes = ranks.run_ranks(_one_calls, "2")
+    assert "rank 1 of group" in str(outcomes[0].value)
+    assert "has made no call on GPU tensors" in str(outcomes[0].value)
+
+
+def _one_calls() -> str:
+    from smddp import backend
+
+    backend._gpu_peer = lambda: ("fake", lambda index: os.environ["RANK"], lambda *rest: None)
+    with device_cases.job("fake", timeout=2) as device:
+        if dist.get_rank() == 1:
+            return ""
+        return error_of(lambda: dist.all_reduce(torch.zeros(3, device=device.device)))
