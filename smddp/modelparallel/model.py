@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.data_parallel import DataParallel
 from smddp.modelparallel.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.model_runtime import ModelRuntime
-from smddp.modelparallel.pipeline.calls import run_backward
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.runtime import state
 from smddp.modelparallel.structure import map_tensors
@@ -125,7 +124,7 @@ class DistributedModel(nn.Module):
         self.runtime.executor.timeline.leave()
         self.runtime.executor.timeline.enter(frame.microbatch, False, frame.name)
         try:
-            run_backward(roots, given)
+            torch.autograd.backward(roots, given)
         finally:
             frame.forward = True
 

@@ -114,10 +114,13 @@ class StepFunction:
         runtime.begin_step(count)
         if executor.rank != 0:
             done = False
+            # What is served here begins streams of its own.
+            random_state = RandomState()
             try:
                 header, tensors = executor.run(None, None)
                 done = True
             finally:
+                random_state.restore()
                 runtime.end_step(done)
             return self._result(header, tensors)
         driver = _Driver(self, executor, count, args, kwargs)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CONSTANTS", "Shape", "constants", "flatten", "rebuild", "tensors_in"]
+__all__ = ["CONSTANTS", "Shape", "builder", "constants", "flatten", "rebuild", "tensors_in"]
 
 Shape = tuple[Any, ...]
 
@@ -130,6 +130,24 @@ def rebuild(shape: Shape, tensors: Sequence[Any], objects: Sequence[Any] = ()) -
     for name, child in zip(shape[2], children, strict=True):
         object.__setattr__(result, name, child)
     return result
+
+
+def builder(shape: Shape) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+    """Returns `rebuild` for one shape, without looking at it each time where it is simple."""
+    letter = shape[0]
+    if letter == "t":
+        number = shape[1]
+        return lambda tensors, _: tensors[number]
+    if letter == "d" and shape[1] == (dict, None) and not shape[2]:
+        return lambda tensors, objects: {}
+    if letter == "u":
+        children = shape[1]
+        if children and all(child[0] == "t" for child in children):
+            numbers = [child[1] for child in children]
+            return lambda tensors, _: tuple([tensors[number] for number in numbers])
+        parts = [builder(child) for child in children]
+        return lambda tensors, objects: tuple([part(tensors, objects) for part in parts])
+    return lambda tensors, objects: rebuild(shape, tensors, objects)
 
 
 def constants(shape: Shape) -> list[Any]:

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 __all__ = ["Aborted", "Baton", "Inbox", "Priority", "Task", "Ticket"]
 
 
@@ -87,9 +89,22 @@ class Baton:
     All methods may be called from any thread; `wait` only from a task.
     """
 
-    def __init__(self, failed: Callable[[Task, BaseException], None], inbox: Inbox) -> None:
+    def __init__(
+        self,
+        failed: Callable[[Task, BaseException], None],
+        inbox: Inbox,
+        keep: Callable[[], Callable[[], None]],
+    ) -> None:
+        """Begins without threads.
+
+        Args:
+            failed: is told what a task raises.
+            inbox: where messages come from.
+            keep: takes what other tasks may change while one waits; what it returns puts that back.
+        """
         self._failed = failed
         self._inbox = inbox
+        self._keep = keep
         self._lock = threading.Lock()
         # Heaps: forward work that goes on, forward work to begin, backward work.
         self._resumed: list[_Entry] = []
@@ -217,17 +232,22 @@ class Baton:
             The task to go on with, or to begin.
         """
         inbox = self._inbox
+        put_back: Callable[[], None] | None = None
+        looked = False
         while True:
-            if self._has_ready() and inbox.expects:
+            if not looked and self._has_ready() and inbox.expects:
                 # What has come meanwhile may be better than what is there.
                 inbox.deliver(inbox.take(False))
+            looked = False
             with self._lock:
                 task = self._next()
                 if task is not None and (task is own or (own is None and task.worker is None)):
                     self._running = task
-                    return task
+                    break
                 keeps = task is None and inbox.expects
                 self._blocked = keeps
+                if not keeps and own is not None and put_back is None:
+                    put_back = self._keep()
                 if task is not None:
                     self._pass_on(task)
                 elif not self._waiting:
@@ -242,11 +262,15 @@ class Baton:
                 self._blocked = False
                 inbox.deliver(arrived)
                 del arrived
+                looked = True
                 continue
             worker.wake.acquire()
-            found, worker.task = worker.task, None
-            if found is not None:
-                return found
+            task, worker.task = worker.task, None
+            if task is not None:
+                break
+        if put_back is not None:
+            put_back()
+        return task
 
     def _pass_on(self, task: Task) -> None:
         """Gives the baton to the worker of a task. The lock is held."""
@@ -290,6 +314,9 @@ class Baton:
 
     def _run(self, worker: _Worker) -> None:
         """The life of a worker thread."""
+        # Autograd's device threads are shared by all microbatches: one that waits in such a thread
+        # would hold up the very work it waits for.
+        torch.autograd.set_multithreading_enabled(False)
         worker.wake.acquire()
         task, worker.task = worker.task, None
         while True:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.pipeline.baton import Ticket
 from smddp.modelparallel.pipeline.collector import Collector
 from smddp.modelparallel.pipeline.lazy import Lazy
@@ -80,26 +81,31 @@ class Outgoing:
 
     Attributes:
         number: of this caller in this step.
+        graph, identity: what it is, and the number by which its members know it.
+        inputs, microbatch: what entered it, and for whom.
         values: results by place (call, tensor), as they arrive.
         returned: shape, objects and number of tensors of calls whose shape was not known.
         places: of the outputs, in the order of the autograd node.
         abandoned: no gradients will come; the owners are told when its values are there.
     """
 
-    def __init__(self, number: int, graph: Graph, inputs: list[torch.Tensor], mb: int) -> None:
+    def __init__(
+        self, number: int, graph: Graph, identity: int, inputs: list[torch.Tensor], mb: int
+    ) -> None:
         self.number = number
         self.graph = graph
+        self.identity = identity
         self.inputs = inputs
         self.microbatch = mb
         self.values: dict[tuple[int, int], torch.Tensor] = {}
         self.returned: dict[int, tuple[Any, list[Any], int]] = {}
-        self.places: list[tuple[int, int]] = []
+        self.places: Sequence[tuple[int, int]] = graph.results
         self.ticket = Ticket()
         self.missing = len(graph.into[SINK])
         self.gradients: dict[int, torch.Tensor] = {}
         self.backward_ticket = Ticket()
         self.backward_missing = len(graph.out_of[SOURCE])
-        # The places of each edge to SINK, complete with those of unknown calls.
+        # The places of edges to SINK with those of unknown calls.
         self.sunk: dict[int, list[tuple[int, int]]] = {}
         self.abandoned = False
 
@@ -130,11 +136,13 @@ class Caller:
     def collector(self, frame: Frame) -> Collector:
         """Returns the frame's open graph, a new one if what surrounds the call has changed."""
         now = ambient()
-        if frame.open is not None and frame.open.ambient != now:
+        opened = frame.open
+        if opened is not None and opened.ambient != now:
             self.send(frame)
-        if frame.open is None:
-            frame.open = _OpenGraph(self, frame, now)
-        return frame.open
+            opened = None
+        if opened is None:
+            opened = frame.open = _OpenGraph(self, frame, now)
+        return opened
 
     def send(self, frame: Frame) -> Outgoing:
         """Sends the frame's open graph to the owners."""
@@ -143,21 +151,22 @@ class Caller:
         frame.open = None
         alive = opened.close()
         graph, identity = self._graph(opened, alive)
-        out = Outgoing(next(self._numbers), graph, opened.inputs, frame.microbatch)
+        out = Outgoing(next(self._numbers), graph, identity, opened.inputs, frame.microbatch)
         opened.sent, opened.alive = out, alive
         self._outgoing[out.number] = out
         path = (*frame.path, len(frame.sent))
         frame.sent.append(out.number)
-        me = self._executor.rank
-        head = (me, out.number, identity, frame.microbatch, frame.depth, path)
-        seeds = opened.seeds if any(seed is not None for seed in opened.seeds) else None
+        executor, inputs = self._executor, opened.inputs
+        head = (executor.rank, out.number, identity, frame.microbatch, frame.depth, path)
         for edge in graph.out_of[SOURCE]:
-            calls = graph.segments[edge.target].calls
-            objects = {i: opened.objects[i] for c in calls for i in graph.calls[c].objects}
-            tensors = [opened.inputs[number] for _, number in edge.values]
-            header = (head, seeds, SOURCE, edge.target, objects or None)
-            owner = graph.segments[edge.target].owner
-            self._executor.send(owner, Kind.FORWARD, header, tensors)
+            segment = graph.segments[edge.target]
+            objects = None
+            if opened.objects:
+                numbers = [i for c in segment.calls for i in graph.calls[c].objects]
+                objects = {i: opened.objects[i] for i in numbers} or None
+            tensors = [inputs[number] for _, number in edge.values]
+            header = (head, opened.seeds, SOURCE, edge.target, objects)
+            executor.send(segment.owner, Kind.FORWARD, header, tensors)
         return out
 
     def _graph(self, opened: Collector, alive: list[Lazy]) -> tuple[Graph, int]:
@@ -181,31 +190,36 @@ class Caller:
             it, and such a circle nobody would ever collect.
         """
         self._executor.wait(out.ticket, frame, frame.forward)
-        out.places = sorted(out.values)
-        values = [out.values[place] for place in out.places]
-        if surroundings.grad and any(value.requires_grad for value in values):
-            with torch.enable_grad():
-                values = list(_Remote.apply(self, frame, out, self._anchor, *out.inputs))
-        elif not surroundings.grad:
+        if out.returned:
+            out.places = sorted(out.values)
+        values: Sequence[torch.Tensor] = [out.values[place] for place in out.places]
+        if not surroundings.grad:
             self._outgoing.pop(out.number, None)
+        elif any([value.requires_grad for value in values]):
+            if torch.is_grad_enabled():
+                values = _apply_remote(self, frame, out, self._anchor, *out.inputs)
+            else:
+                with torch.enable_grad():
+                    values = _apply_remote(self, frame, out, self._anchor, *out.inputs)
         out.values = {}
         out.inputs = []
         return dict(zip(out.places, values, strict=True))
 
-    # --- what arrives; on a receiving thread ------------------------------------------------------
+    # --- what arrives; with the baton -------------------------------------------------------------
 
     def take_values(self, number: int, segment: int, tensors: list[Any], extra: Any) -> None:
         """Takes the values of an edge to SINK."""
         out = self._outgoing.get(number)
         if out is None:
             return
-        edge = next(e for e in out.graph.into[SINK] if e.source == segment)
-        places = list(edge.values)
-        for call, (shape, objects, count) in (extra or {}).items():
-            out.returned[call] = (shape, objects, count)
-            places += [(call, index) for index in range(count)]
+        places: Sequence[tuple[int, int]] = out.graph.between[segment, SINK].values
+        if extra is not None:
+            more = list(places)
+            for call, (shape, objects, count) in extra.items():
+                out.returned[call] = (shape, objects, count)
+                more += [(call, index) for index in range(count)]
+            places = out.sunk[segment] = more
         out.values.update(zip(places, tensors, strict=True))
-        out.sunk[segment] = places
         with self._lock:
             out.missing -= 1
             complete, abandoned = out.missing == 0, out.abandoned
@@ -232,7 +246,7 @@ class Caller:
 
     def _drop(self, out: Outgoing) -> None:
         self._outgoing.pop(out.number, None)
-        header = (self._executor.rank, out.number, out.microbatch)
+        header = (self._executor.rank, out.number, out.identity, out.microbatch)
         for owner in out.graph.owners():
             self._executor.send(owner, Kind.DROP, header)
 
@@ -241,26 +255,33 @@ class Caller:
         out = self._outgoing.get(number)
         if out is None:
             return
-        edge = next(e for e in out.graph.out_of[SOURCE] if e.target == segment)
-        for (_, index), gradient in zip(edge.values, tensors, strict=True):
+        graph = out.graph
+        values = graph.between[SOURCE, segment].values
+        for (_, index), gradient in zip(values, tensors, strict=True):
             if gradient is not None:
                 # By segment: the sum must not depend on who answers first.
-                out.gradients[index * len(out.graph.segments) + segment] = gradient
+                out.gradients[index * len(graph.segments) + segment] = gradient
         out.backward_missing -= 1
         if out.backward_missing == 0:
             self._executor.baton.complete(out.backward_ticket)
 
     def backward(self, frame: Frame, out: Outgoing, gradients: Sequence[Any]) -> list[Any]:
         """Sends the gradients of a graph's outputs; returns those of its inputs."""
+        executor, graph = self._executor, out.graph
+        if out.backward_ticket.done:
+            raise SMPUsageError(
+                "a second backward pass through a call of a module on another rank: what it needs "
+                "is gone. Add up the losses, and make one backward pass."
+            )
         by_place = dict(zip(out.places, gradients, strict=True))
-        for segment, places in sorted(out.sunk.items()):
-            header = (self._executor.rank, out.number, SINK, segment)
-            owner = out.graph.segments[segment].owner
-            values = [by_place[place] for place in places]
-            self._executor.send(owner, Kind.BACKWARD, header, values)
-        self._executor.wait(out.backward_ticket, frame, forward=False)
+        for edge in graph.into[SINK]:
+            header = (executor.rank, out.number, SINK, edge.source)
+            places = out.sunk.get(edge.source, edge.values)
+            owner = graph.segments[edge.source].owner
+            executor.send(owner, Kind.BACKWARD, header, [by_place[place] for place in places])
+        executor.wait(out.backward_ticket, frame, False)
         self._outgoing.pop(out.number, None)
-        count = len(out.graph.segments)
+        count = len(graph.segments)
         sums: dict[int, torch.Tensor] = {}
         for key in sorted(out.gradients):
             index = key // count
@@ -312,22 +333,31 @@ class _Remote(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         values = [out.values[place] for place in out.places]
         ctx.mark_non_differentiable(*[value for value in values if not value.requires_grad])
-        return tuple(value.detach() if value.requires_grad else value for value in values)
+        return tuple([value.detach() if value.requires_grad else value for value in values])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True: whoever uses that graph has to fail
+            return _Remote._once_only(ctx, *gradients)
+        return _Remote._backward(ctx, *gradients)
+
+    @staticmethod
+    def _backward(ctx: Any, *gradients: Any) -> Any:
         found = ctx.caller.backward(ctx.frame, ctx.out, gradients)
         return (None, None, None, None, *found, *([None] * (ctx.count - len(found))))
 
+    _once_only = staticmethod(torch.autograd.function.once_differentiable(_backward))
 
-def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[Any] | None) -> None:
-    """Runs autograd in this thread, for CUDA too.
 
-    Autograd's device threads are shared by all microbatches: one that waits in such a thread would
-    hold up the very work it waits for.
+# Without the look for stand-ins and functorch of `Function.apply`: there are none.
+_apply_remote: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Remote)
+_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+
+def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
+    """Does what `torch.autograd.backward` does with gradients that are known to fit.
+
+    In this thread, for CUDA too: see `Baton`.
     """
-    if not tensors:
-        return
-    with torch.autograd.set_multithreading_enabled(False):
-        torch.autograd.backward(tensors, gradients)
+    if tensors:
+        _engine.run_backward(tuple(tensors), tuple(gradients), False, False, (), True, True)

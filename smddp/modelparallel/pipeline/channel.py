@@ -18,6 +18,7 @@ import pickle
 import queue
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,6 +58,13 @@ class Channel:
             self._streams = _Together(backend)
         else:
             self._streams = _Threads(group, self.peers)
+        # Returns what has come; with True, it waits until something has, or somebody interrupts.
+        # `end` has to be called for an `Ended`, after all before it.
+        self.take = self._streams.take
+        # Ends the `take` that waits, or else the next one.
+        self.interrupt = self._streams.interrupt
+        # Sends a message; returns at once. Its tensors must not change any more.
+        self.send = self._streams.send
 
     def open(self) -> None:
         """Begins a step on all streams."""
@@ -68,28 +76,12 @@ class Channel:
         """May messages still come in this step?"""
         return len(self._ended_peers) < len(self.peers)
 
-    def take(self, block: bool) -> list[Arrival]:
-        """Returns what has come. `end` has to be called for an `Ended`, after all before it.
-
-        Args:
-            block: wait until something has come, or somebody interrupts.
-        """
-        return self._streams.take(block)
-
     def end(self, peer: int, ended: Ended) -> None:
         """Notes the end of a stream in this step."""
         if ended.error is not None:
             self.broken[peer] = ended.error
         self._ended_peers.add(peer)
         self._ended.release()
-
-    def interrupt(self) -> None:
-        """Ends the `take` that waits, or else the next one."""
-        self._streams.interrupt()
-
-    def send(self, peer: int, message: Message) -> None:
-        """Sends a message; returns at once. Its tensors must not change any more."""
-        self._streams.send(peer, message)
 
     def drain(self, patience: float) -> list[int]:
         """Waits until every peer has sent END and every send of ours is complete.
@@ -115,7 +107,7 @@ class _Streams(Protocol):
 
     def interrupt(self) -> None: ...
 
-    def send(self, peer: int, message: Message) -> None: ...
+    def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -129,9 +121,9 @@ class _Together:
         self.interrupt = self._mailbox.interrupt
         self.flush = self._mailbox.flush
 
-    def send(self, peer: int, message: Message) -> None:
-        head = pickle.dumps((int(message.kind), message.header), pickle.HIGHEST_PROTOCOL)
-        self._mailbox.send(peer, head, message.tensors, message.kind == Kind.END)
+    def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None:
+        head = pickle.dumps((int(kind), header), pickle.HIGHEST_PROTOCOL)
+        self._mailbox.send(peer, head, tensors, kind == Kind.END)
 
     def take(self, block: bool) -> list[Arrival]:
         arrived: list[Arrival] = []
@@ -140,9 +132,8 @@ class _Together:
                 arrived.append((peer, Ended(RuntimeError(error))))
                 continue
             kind, header = pickle.loads(head)
-            message = Message(kind, header, tensors)
-            arrived.append((peer, message))
-            if message.kind == Kind.END:
+            arrived.append((peer, Message(kind, header, tensors)))
+            if kind == Kind.END:
                 arrived.append((peer, Ended(None)))
         return arrived
 
@@ -209,8 +200,8 @@ class _Threads:
     def interrupt(self) -> None:
         self._arrived.put(None)
 
-    def send(self, peer: int, message: Message) -> None:
-        parts = encode(message)
+    def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None:
+        parts = encode(Message(kind, header, list(tensors)))
         with self._lock:
             while len(self._sending) > self._PENDING:
                 self._finish_one()

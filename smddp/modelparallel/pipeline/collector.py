@@ -18,9 +18,31 @@ from smddp.modelparallel.pipeline.protocol import (
     Graph,
     Segment,
 )
-from smddp.modelparallel.structure import Shape, constants, rebuild
+from smddp.modelparallel.structure import Shape, builder, constants
 
-__all__ = ["Collector"]
+__all__ = ["Collector", "Site"]
+
+
+class Site:
+    """A call as it is made again and again: all but its tensors, its objects and its seed.
+
+    Compared by identity: so a call graph is found again without looking at shapes.
+
+    Attributes:
+        module, method, shape, returns: see `Call`.
+        count: of tensors in the result.
+        build: makes the result of them.
+    """
+
+    __slots__ = ("build", "count", "method", "module", "returns", "shape")
+
+    def __init__(self, module: int, method: str, shape: Shape, returns: Shape | None) -> None:
+        self.module = module
+        self.method = method
+        self.shape = shape
+        self.returns = returns
+        self.count = count_tensors(returns) if returns is not None else 0
+        self.build = builder(returns) if returns is not None else None
 
 
 class Collector:
@@ -41,7 +63,8 @@ class Collector:
         self.seeds: list[int | None] = []
         self.lazies: list[weakref.ref[Lazy]] = []
         self._numbers: dict[int, int] = {}
-        self._calls: list[Call] = []
+        # Sites, where their tensors come from, numbers of their objects.
+        self._calls: list[tuple[Site, tuple[tuple[int, int], ...], tuple[int, ...]]] = []
         self._owners: list[int] = []
 
     def fetch(self) -> object:
@@ -58,13 +81,10 @@ class Collector:
     def add(
         self,
         owner: int,
-        module: int,
-        method: str,
-        shape: Shape,
+        site: Site,
         tensors: list[torch.Tensor],
         objects: list[Any],
         seed: int | None,
-        returns: Shape | None,
     ) -> Any:
         """Adds a call.
 
@@ -72,20 +92,20 @@ class Collector:
             What the caller's code gets: lazy tensors in the shape that it expects, or None if that
             is not known.
         """
-        places = tuple(self._place(tensor) for tensor in tensors)
-        numbers = range(len(self.objects), len(self.objects) + len(objects))
-        self.objects.extend(objects)
-        self._calls.append(Call(module, method, shape, places, tuple(numbers), returns))
+        number = len(self._calls)
+        places = tuple([self._place(tensor) for tensor in tensors])
+        numbers: tuple[int, ...] = ()
+        if objects:
+            numbers = tuple(range(len(self.objects), len(self.objects) + len(objects)))
+            self.objects.extend(objects)
+        self._calls.append((site, places, numbers))
         self._owners.append(owner)
         self.seeds.append(seed)
-        if returns is None:
+        if site.build is None:
             return None
-        number = len(self._calls) - 1
-        stand_ins = [
-            Lazy(self, (number, index), self.fetch) for index in range(count_tensors(returns))
-        ]
-        self.lazies.extend(weakref.ref(lazy) for lazy in stand_ins)
-        return rebuild(returns, stand_ins)
+        stand_ins = [Lazy(self, (number, index), self.fetch) for index in range(site.count)]
+        self.lazies.extend([weakref.ref(lazy) for lazy in stand_ins])
+        return site.build(stand_ins, ())
 
     def _place(self, tensor: torch.Tensor) -> tuple[int, int]:
         if type(tensor) is Lazy and tensor.fetch is not None:
@@ -99,7 +119,7 @@ class Collector:
 
     def close(self) -> list[Lazy]:
         """Returns the stand-ins still in use: values that nobody holds need not come back."""
-        return [lazy for lazy in (ref() for ref in self.lazies) if lazy is not None]
+        return [lazy for ref in self.lazies if (lazy := ref()) is not None]
 
     def signature(self, alive: list[Lazy]) -> Hashable:
         """Returns what the graph depends on: equal signatures, equal graphs."""
@@ -108,9 +128,13 @@ class Collector:
 
     def graph(self, alive: list[Lazy]) -> Graph:
         """Returns the graph, if those values have to come back."""
+        calls = [
+            Call(site.module, site.method, site.shape, places, numbers, site.returns)
+            for site, places, numbers in self._calls
+        ]
         segments, of_call = self._segments()
         wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for number, call in enumerate(self._calls):
+        for number, call in enumerate(calls):
             target = of_call[number]
             for place in call.tensors:
                 source = SOURCE if place[0] == -1 else of_call[place[0]]
@@ -121,9 +145,9 @@ class Collector:
         for lazy in alive:
             wanted.setdefault((of_call[lazy.place[0]], SINK), []).append(lazy.place)
         for number, segment in enumerate(segments):
-            _connect(wanted, number, segment, self._calls)
+            _connect(wanted, number, segment, calls)
         edges = tuple(Edge(*ends, tuple(wanted[ends])) for ends in sorted(wanted))
-        return Graph(self.ambient, tuple(self._calls), tuple(segments), edges)
+        return Graph(self.ambient, tuple(calls), tuple(segments), edges)
 
     def _segments(self) -> tuple[list[Segment], list[int]]:
         segments: list[list[int]] = []

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from smddp.modelparallel.errors import SMPPeerError
 from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp.modelparallel.pipeline.calls import Caller, Frame
-from smddp.modelparallel.pipeline.channel import Arrival, Channel
+from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
 from smddp.modelparallel.pipeline.failure import Failure, choose, describe, raise_as_error
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import Kind
@@ -58,7 +58,7 @@ class Executor:
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.timeline = Timeline(rank)
-        self.baton = Baton(self._task_failed, self)
+        self.baton = Baton(self._task_failed, self, lambda: RandomState().restore)
         self.caller = Caller(self)
         self.server = Server(self)
         self.on_partition: Callable[[Any], None] | None = None
@@ -67,6 +67,14 @@ class Executor:
         self._modules: Modules | None = None
         # What runs the microbatches, on rank 0 in a step.
         self.driver: Any = None
+        # What to do with messages that make or end work.
+        self._work: dict[int, Callable[[Message], None]] = {
+            Kind.GRAPH: lambda message: self.server.take_graph(*message.header),
+            Kind.FORWARD: self.server.take_forward,
+            Kind.BACKWARD: self.server.take_backward,
+            Kind.DROP: lambda message: self.server.take_drop(*message.header),
+            Kind.DONE: self._take_done,
+        }
         self.partitioned = size == 1
         self._mutex = threading.RLock()
         # No message may follow END: it would be taken for one of the next step.
@@ -190,11 +198,9 @@ class Executor:
         """Lets other tasks run until a ticket is done."""
         if ticket.done:
             return
-        state = RandomState()
         self.timeline.leave()
         self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order))
         self.timeline.enter(frame.microbatch, forward, frame.name)
-        state.restore()
 
     def microbatch_done(self, microbatch: int, announce: bool) -> None:
         """Ends a microbatch, on rank 0; the others are told if they have to know."""
@@ -213,10 +219,9 @@ class Executor:
                 detached = [t if t is None else _leaf(t) for t in tensors]
                 self._deliver(peer, Message(kind, header, detached))
             return
-        assert self.channel is not None
         with self._send_lock:
             if not self._end_sent:
-                self.channel.send(peer, Message(kind, header, list(tensors)))
+                self.channel.send(peer, kind, header, tensors)  # type: ignore[union-attr]
 
     @property
     def expects(self) -> bool:
@@ -232,9 +237,10 @@ class Executor:
         """Takes in what has come; on the thread that has the baton."""
         assert self.channel is not None
         for peer, item in arrived:
-            if isinstance(item, Message):
+            if type(item) is Message:
                 self._deliver(peer, item)
                 continue
+            assert isinstance(item, Ended)
             if item.error is not None:
                 self._peer_lost(peer, item.error)
             self.channel.end(peer, item)
@@ -253,7 +259,10 @@ class Executor:
 
     def _take_in(self, peer: int, message: Message) -> None:
         with self._mutex:
-            if message.kind == Kind.END:
+            work = self._work.get(message.kind)
+            if work is not None and self._begin is not None and self.partitioned:
+                work(message)
+            elif message.kind == Kind.END:
                 self._take_end(peer, message)
             elif message.kind == Kind.BEGIN:
                 self._take_begin(message.header)
@@ -261,25 +270,14 @@ class Executor:
                 # In a task: hooks of the user run in it, and collectives.
                 task = Task(Priority(False, -1), lambda: self._take_partition(message.header))
                 self.baton.submit(task)
-            elif self._begin is None or not self.partitioned:
+            else:
                 # Streams are not ordered among each other: this one was faster than rank 0's.
                 self._held.append((peer, message))
-            else:
-                self._handle(peer, message)
 
-    def _handle(self, peer: int, message: Message) -> None:
-        if message.kind == Kind.GRAPH:
-            self.server.take_graph(*message.header)
-        elif message.kind == Kind.FORWARD:
-            self.server.take_forward(peer, message)
-        elif message.kind == Kind.BACKWARD:
-            self.server.take_backward(peer, message)
-        elif message.kind == Kind.DROP:
-            self.server.take_drop(*message.header)
-        elif message.kind == Kind.DONE:
-            self.server.drop(message.header)
-            if self.on_microbatch_end is not None:
-                self.on_microbatch_end(message.header)
+    def _take_done(self, message: Message) -> None:
+        self.server.drop(message.header)
+        if self.on_microbatch_end is not None:
+            self.on_microbatch_end(message.header)
 
     def _release_held(self) -> None:
         held, self._held = self._held, []
@@ -348,7 +346,7 @@ class Executor:
                 if peer in self.channel.broken:
                     continue
                 try:
-                    self.channel.send(peer, Message(Kind.END, header, tensors))
+                    self.channel.send(peer, Kind.END, header, tensors)
                 except RuntimeError as error:
                     self.channel.broken[peer] = error
             self._end_sent = True

@@ -8,6 +8,7 @@ does) the value is fetched, and the code goes on with it.
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,10 @@ def _misused(_: torch.Tensor) -> None:
     )
 
 
+# What `register_hook` would make for each stand-in.
+_HOOKS = collections.OrderedDict({0: _misused})
+
+
 class Lazy(torch.Tensor):
     """Stands for tensor number `place[1]` of call number `place[0]` of an open call graph.
 
@@ -49,7 +54,7 @@ class Lazy(torch.Tensor):
         with _WITHOUT():
             self = torch.Tensor._make_wrapper_subclass(cls, (0,), requires_grad=True)
             # A graph that reaches the stand-in has bypassed us: better an error than no gradient.
-            self.register_hook(_misused)  # type: ignore[no-untyped-call]
+            self._backward_hooks = _HOOKS
             self.graph, self.place, self.fetch = graph, place, fetch
         return self
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from smddp.modelparallel.errors import SMPUsageError
-from smddp.modelparallel.pipeline.collector import predictable
+from smddp.modelparallel.pipeline.collector import Site, predictable
 from smddp.modelparallel.pipeline.lazy import Lazy, force, install
-from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, stream
-from smddp.modelparallel.structure import flatten, map_tensors
+from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, stream
+from smddp.modelparallel.structure import Shape, flatten, map_tensors
 
 if TYPE_CHECKING:
     from smddp.modelparallel.pipeline.executor import Executor
@@ -51,8 +51,10 @@ class Modules:
         self.owners: list[int | None] = [executor.rank if executor.size == 1 else 0] * len(
             self.list
         )
-        # What a call returned the last time: (module, arguments, mode) -> shape, or None.
-        self._shapes: dict[Any, Any] = {}
+        # By (module, arguments, mode): the call with what it returned the last time, if that is
+        # something to rely on.
+        self._sites: dict[Any, Site] = {}
+        self._unknown: dict[Any, Site] = {}
         # What this step has learned. It is used from the next step on: then all microbatches of a
         # step make the same calls, and so pass every module in the same order.
         self._learned: dict[Any, Any] = {}
@@ -67,7 +69,10 @@ class Modules:
 
     def end_step(self) -> None:
         """Makes what has been learned known."""
-        self._shapes.update(self._learned)
+        for key, returns in self._learned.items():
+            self._sites.pop(key, None)
+            if returns is not None:
+                self._sites[key] = Site(key[0], key[1], key[2], returns)
         self._learned.clear()
 
     def install(self) -> None:
@@ -104,8 +109,10 @@ class Modules:
 
     def run(self, number: int, method: str, seed: int | None, args: Any, kwargs: Any) -> Any:
         """Runs a call that another rank has asked for."""
-        with stream(seed):
-            return self._original(number, method, args, kwargs)
+        # No stream around it: the task has nothing before it, and whoever waits keeps his own.
+        if seed is not None:
+            seed_all(seed)
+        return self._original(number, method, args, kwargs)
 
     def _follow(self, frame: Any, args: Any, kwargs: Any) -> int:
         """Returns who should run a module without state: the owner of its input."""
@@ -123,23 +130,22 @@ class Modules:
         collector = self._executor.caller.collector(frame)
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
-        shape = flatten((args, kwargs), tensors, objects)
+        shape = _flatten_arguments(args, kwargs, tensors, objects)
         for position, tensor in enumerate(tensors):
             if type(tensor) is Lazy and (tensor.fetch is None or tensor.graph is not collector):
                 tensors[position] = force(tensor)
         seed = draw_seed() if self._draws[number] else None
-        module = self.list[number]
-        key = (number, method, shape, module.training, collector.ambient.grad)
-        returns = self._shapes.get(key) if self.forwarding else None
-        if frame.grad and not collector.ambient.grad:
-            # Perhaps within an autograd function (such as a checkpoint): autograd would take a
-            # stand-in for its output, and gradients would go no further.
-            returns = None
-        result = collector.add(owner, number, method, shape, tensors, objects, seed, returns)
-        if returns is not None:
-            return result
+        grad = collector.ambient.grad
+        key = (number, method, shape, self.list[number].training, grad)
+        site = self._sites.get(key)
+        # Perhaps within an autograd function (such as a checkpoint): autograd would take a
+        # stand-in for its output, and gradients would go no further.
+        if site is not None and (grad or not frame.grad):
+            return collector.add(owner, site, tensors, objects, seed)
+        site = self._unknown.setdefault(key, Site(number, method, shape, None))
+        collector.add(owner, site, tensors, objects, seed)
         found, value = collector.result_of_last()  # type: ignore[attr-defined]
-        self._learned[key] = found if predictable(found) else None
+        self._learned[key] = found if self.forwarding and predictable(found) else None
         return value
 
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
@@ -184,6 +190,21 @@ class _RemoteForward:
 
     def __reduce__(self) -> Any:
         raise SMPUsageError("a module that lives on another rank cannot be pickled on this one")
+
+
+# Of so many tensors and nothing else: most calls.
+_TENSORS_ONLY = [flatten((tuple([torch.empty(0)] * count), {}), [], []) for count in range(9)]
+
+
+def _flatten_arguments(args: Any, kwargs: Any, tensors: list[Any], objects: list[Any]) -> Shape:
+    if not kwargs and len(args) < len(_TENSORS_ONLY):
+        for value in args:
+            if type(value) is not torch.Tensor and type(value) is not Lazy:
+                break
+        else:
+            tensors.extend(args)
+            return _TENSORS_ONLY[len(args)]
+    return flatten((args, kwargs), tensors, objects)
 
 
 def _forced(value: Any) -> Any:

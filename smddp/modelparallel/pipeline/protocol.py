@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from smddp.modelparallel.structure import builder
+
 __all__ = ["SINK", "SOURCE", "Ambient", "Call", "Edge", "Graph", "Kind", "Segment", "ambient"]
 
 SOURCE, SINK = -1, -2
@@ -67,14 +69,14 @@ def _devices() -> tuple[str, ...]:
 
 def ambient() -> Ambient:
     """Returns the state of this thread."""
+    autocast = ()
+    for device in _devices():
+        if torch.is_autocast_enabled(device):
+            autocast += ((device, torch.get_autocast_dtype(device)),)  # type: ignore[assignment]
     return Ambient(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        tuple(
-            (device, torch.get_autocast_dtype(device))
-            for device in _devices()
-            if torch.is_autocast_enabled(device)
-        ),
+        autocast,
         torch.is_autocast_cache_enabled(),
     )
 
@@ -139,6 +141,25 @@ class Graph:
     def out_of(self) -> dict[int, list[Edge]]:
         """The edges out of each segment, and out of SOURCE."""
         return self._by_end(lambda edge: edge.source)
+
+    @functools.cached_property
+    def between(self) -> dict[tuple[int, int], Edge]:
+        """The edges by their ends."""
+        return {(edge.source, edge.target): edge for edge in self.edges}
+
+    @functools.cached_property
+    def results(self) -> tuple[tuple[int, int], ...]:
+        """What comes back to the caller of calls whose shape is known, in order."""
+        return tuple(sorted(place for edge in self.into[SINK] for place in edge.values))
+
+    @functools.cached_property
+    def builders(self) -> list[Callable[..., Any]]:
+        """What makes (args, kwargs) of each call, from tensors and objects."""
+        return [builder(call.shape) for call in self.calls]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Sends what it is made of only."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property
     def depths(self) -> list[int]:

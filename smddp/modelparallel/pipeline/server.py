@@ -7,6 +7,7 @@ the outputs come from outside.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,43 +16,94 @@ from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.pipeline.baton import Priority, Task
 from smddp.modelparallel.pipeline.calls import Frame, run_backward
 from smddp.modelparallel.pipeline.lazy import force
-from smddp.modelparallel.pipeline.protocol import SINK, SOURCE, Ambient, Graph, Kind
+from smddp.modelparallel.pipeline.protocol import (
+    SINK,
+    SOURCE,
+    Edge,
+    Graph,
+    Kind,
+    ambient,
+)
 from smddp.modelparallel.pipeline.wire import Message
-from smddp.modelparallel.structure import flatten, rebuild
+from smddp.modelparallel.structure import flatten
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from smddp.modelparallel.pipeline.executor import Executor
 
 __all__ = ["Server"]
 
 Place = tuple[int, int]
+# Of a part: the caller, the graph's number, the segment's number.
+_Key = tuple[int, int, int]
 
 
-class _Hosted:
-    """A call graph of somebody, as a member knows it.
+class _Part:
+    """One segment of a call graph of somebody, as its owner knows it.
 
     Attributes:
-        arrived: per segment, the values of each edge into it.
-        gradients: per segment, the gradients of each edge out of it.
-        saved: per segment with a graph: its leaves and its outputs, by place.
-        sunk: per segment, the places of its edge to SINK.
-        sent: per saved segment, the numbers of the call graphs that it has sent itself.
+        head: of the messages of its caller; see `Caller.send`.
+        edges: the edges into it and out of it.
+        arrived, gradients: values and gradients, by the edge's other end.
+        saved: leaves and outputs by place, while a backward pass may come.
+        returned: shape, objects and number of tensors of calls whose shape was not known.
+        sent: the numbers of the call graphs that it has sent itself.
     """
 
-    def __init__(self, head: tuple[Any, ...], graph: Graph) -> None:
-        self.caller: int = head[0]
-        self.number: int = head[1]
-        self.microbatch: int = head[3]
-        self.ambient: Ambient = graph.ambient
+    __slots__ = (
+        "arrived",
+        "gradients",
+        "graph",
+        "head",
+        "into",
+        "key",
+        "number",
+        "objects",
+        "out_of",
+        "returned",
+        "saved",
+        "seeds",
+        "sent",
+    )
+
+    def __init__(self, key: _Key, head: tuple[Any, ...], seeds: list[Any], graph: Graph) -> None:
+        self.key = key
+        self.number = key[2]
         self.head = head
+        self.seeds = seeds
         self.graph = graph
-        self.seeds: list[int | None] | None = None
+        self.into = graph.into[self.number]
+        self.out_of = graph.out_of[self.number]
         self.objects: dict[int, Any] = {}
-        self.arrived: dict[int, dict[int, list[torch.Tensor]]] = {}
-        self.gradients: dict[int, dict[int, list[torch.Tensor | None]]] = {}
-        self.saved: dict[int, tuple[dict[Place, torch.Tensor], dict[Place, torch.Tensor]]] = {}
-        self.sunk: dict[int, list[Place]] = {}
-        self.sent: dict[int, list[int]] = {}
+        self.arrived: dict[int, list[torch.Tensor]] = {}
+        self.gradients: dict[int, list[torch.Tensor | None]] = {}
+        self.saved: tuple[dict[Place, torch.Tensor], dict[Place, torch.Tensor]] | None = None
+        self.returned: dict[int, tuple[Any, list[Any], int]] = {}
+        self.sent: list[int] = []
+
+    @property
+    def caller(self) -> int:
+        """The rank of the caller."""
+        rank: int = self.head[0]
+        return rank
+
+    @property
+    def microbatch(self) -> int:
+        """For which microbatch."""
+        number: int = self.head[3]
+        return number
+
+    def owner(self, end: int) -> int:
+        """Returns the rank at the other end of an edge."""
+        return self.caller if end < 0 else self.graph.segments[end].owner
+
+    def places(self, edge: Edge) -> Sequence[Place]:
+        """Returns the places of an edge out of it, with those of unknown calls."""
+        if edge.target != SINK or not self.returned:
+            return edge.values
+        more = [(call, i) for call, (*_, count) in self.returned.items() for i in range(count)]
+        return [*edge.values, *more]
 
 
 class Server:
@@ -60,9 +112,9 @@ class Server:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._graphs: dict[tuple[int, int], Graph] = {}
-        self._hosted: dict[tuple[int, int], _Hosted] = {}
+        self._parts: dict[_Key, _Part] = {}
         # Values that were faster than the graph they belong to.
-        self._early: dict[tuple[int, int], list[tuple[int, Message]]] = {}
+        self._early: dict[tuple[int, int], list[Message]] = {}
         # Microbatches with saved segments here, and how many; at most `limit` minus their depth.
         self._flying: dict[int, int] = {}
         self.limit = 1 << 30
@@ -70,7 +122,7 @@ class Server:
     def clear(self) -> None:
         """Forgets the step; graphs stay known."""
         self._flying.clear()
-        self._hosted.clear()
+        self._parts.clear()
         self._early.clear()
 
     def forget(self) -> None:
@@ -80,75 +132,71 @@ class Server:
 
     def drop(self, microbatch: int) -> None:
         """Frees what a microbatch has left."""
-        for key in [k for k, h in self._hosted.items() if h.microbatch == microbatch]:
-            self._abandon_calls_of(self._hosted.pop(key))
+        for key in [k for k, part in self._parts.items() if part.microbatch == microbatch]:
+            self._executor.caller.abandon(self._parts.pop(key).sent)
         self._flying.pop(microbatch, None)
         self._executor.baton.look()
 
-    # --- what arrives; on a receiving thread, or on the caller's if it is this rank ---------------
+    # --- what arrives; with the baton -------------------------------------------------------------
 
     def take_graph(self, caller: int, identity: int, graph: Graph) -> None:
         """Learns a call graph."""
         self._graphs[caller, identity] = graph
-        for peer, message in self._early.pop((caller, identity), []):
-            self.take_forward(peer, message)
+        for message in self._early.pop((caller, identity), []):
+            self.take_forward(message)
 
-    def take_forward(self, peer: int, message: Message) -> None:
+    def take_forward(self, message: Message) -> None:
         """Takes the values of an edge; begins the segment if they were the last."""
         head, seeds, source, target, extra = message.header
         if target == SINK:
             self._executor.caller.take_values(head[1], source, message.tensors, extra)
             return
-        graph = self._graphs.get((head[0], head[2]))
-        if graph is None:
-            self._early.setdefault((head[0], head[2]), []).append((peer, message))
-            return
-        hosted = self._hosted.get(head[:2])
-        if hosted is None:
-            hosted = self._hosted[head[:2]] = _Hosted(head, graph)
-        hosted.seeds = seeds
-        if source == SOURCE and extra:
-            hosted.objects.update(extra)
-        box = hosted.arrived.setdefault(target, {})
-        box[source] = message.tensors  # type: ignore[assignment]
-        if len(box) == len(graph.into[target]):
-            depth, grad = head[4] + graph.depths[target], hosted.ambient.grad
-            frame = Frame(hosted.microbatch, True, (*head[5], target), "", depth, grad)
-            admitted = (lambda: self._admits(frame)) if grad else None
-            self._begin(frame, lambda: self._forward(frame, hosted, target), admitted)
+        key = (head[0], head[1], target)
+        part = self._parts.get(key)
+        if part is None:
+            graph = self._graphs.get((head[0], head[2]))
+            if graph is None:
+                self._early.setdefault((head[0], head[2]), []).append(message)
+                return
+            part = self._parts[key] = _Part(key, head, seeds, graph)
+        if extra is not None:
+            part.objects = extra
+        part.arrived[source] = message.tensors  # type: ignore[assignment]
+        if len(part.arrived) == len(part.into):
+            depth, grad = head[4] + part.graph.depths[target], part.graph.ambient.grad
+            frame = Frame(head[3], True, (*head[5], target), "", depth, grad)
+            self._begin(frame, part, self._forward, self._admits if grad else None)
 
-    def take_backward(self, peer: int, message: Message) -> None:
+    def take_backward(self, message: Message) -> None:
         """Takes the gradients of an edge; begins the segment's backward if they were the last."""
         caller, number, source, target = message.header
         if target == SOURCE:
             self._executor.caller.take_gradients(number, source, message.tensors)
             return
-        hosted = self._hosted.get((caller, number))
-        if hosted is None:  # dropped: its step has failed
+        part = self._parts.get((caller, number, target))
+        if part is None:  # dropped: its step has failed
             return
-        box = hosted.gradients.setdefault(target, {})
-        box[source] = message.tensors
-        if len(box) == len(hosted.graph.out_of[target]):
-            frame = Frame(hosted.microbatch, False, (*hosted.head[5], target), "", 0, True)
-            self._begin(frame, lambda: self._backward(frame, hosted, target), None)
+        part.gradients[source] = message.tensors
+        if len(part.gradients) == len(part.out_of):
+            frame = Frame(part.head[3], False, (*part.head[5], target), "", 0, True)
+            self._begin(frame, part, self._backward, None)
 
-    def take_drop(self, caller: int, number: int, microbatch: int) -> None:
+    def take_drop(self, caller: int, number: int, identity: int, microbatch: int) -> None:
         """Forgets a call graph for which no gradients will come."""
+        graph = self._graphs[caller, identity]
         frame = Frame(microbatch, False, (), "", 0, True)
+
+        def drop() -> None:
+            for target in range(len(graph.segments)):
+                part = self._parts.pop((caller, number, target), None)
+                if part is not None:
+                    self._land(part)
+                    self._executor.caller.abandon(part.sent)
+
         # A task, as only the holder of the baton counts what is under way.
-        task = Task(Priority(False, microbatch), lambda: self._drop(caller, number))
+        task = Task(Priority(False, microbatch), drop)
         task.local = frame
         self._executor.baton.submit(task)
-
-    def _drop(self, caller: int, number: int) -> None:
-        hosted = self._hosted.pop((caller, number), None)
-        if hosted is not None:
-            self._land(hosted.microbatch, len(hosted.saved))
-            self._abandon_calls_of(hosted)
-
-    def _abandon_calls_of(self, hosted: _Hosted) -> None:
-        for sent in hosted.sent.values():
-            self._executor.caller.abandon(sent)
 
     def _admits(self, frame: Frame) -> bool:
         """May forward work of a microbatch begin here?
@@ -171,101 +219,114 @@ class Server:
         else:
             self._flying.pop(microbatch, None)
 
-    def _begin(self, frame: Frame, function: Any, admitted: Any) -> None:
+    def _land(self, part: _Part) -> None:
+        """Notes that a segment does not wait for its backward any more."""
+        if part.saved is None:
+            return
+        part.saved = None
+        left = self._flying.get(part.microbatch, 0) - 1
+        if left > 0:
+            self._flying[part.microbatch] = left
+        else:
+            self._flying.pop(part.microbatch, None)
+
+    def _begin(self, frame: Frame, part: _Part, work: Any, admits: Any) -> None:
         priority = Priority(frame.forward, frame.microbatch, frame.order)
-        task = Task(priority, lambda: self._run(frame, function), admitted)
+        admitted = functools.partial(admits, frame) if admits is not None else None
+        task = Task(priority, functools.partial(self._run, work, frame, part), admitted)
         task.local = frame
         self._executor.baton.submit(task)
 
-    def _run(self, frame: Frame, function: Any) -> None:
+    def _run(self, work: Any, frame: Frame, part: _Part) -> None:
         timeline = self._executor.timeline
         timeline.enter(frame.microbatch, frame.forward, frame.name)
         try:
-            function()
+            work(frame, part)
         finally:
             timeline.leave()
 
     # --- the work; with the baton -----------------------------------------------------------------
 
-    def _forward(self, frame: Frame, hosted: _Hosted, number: int) -> None:
-        graph, segment = hosted.graph, hosted.graph.segments[number]
+    def _forward(self, frame: Frame, part: _Part) -> None:
+        graph, executor = part.graph, self._executor
+        # Before it may wait: whoever asks meanwhile has to know.
         self._flying[frame.microbatch] = self._flying.get(frame.microbatch, 0) + 1
         leaves: dict[Place, torch.Tensor] = {}
-        for edge in graph.into[number]:
-            leaves.update(zip(edge.values, hosted.arrived[number][edge.source], strict=True))
-        del hosted.arrived[number]
-        values = {place: _Entrance.of(tensor) for place, tensor in leaves.items()}
-        returned: dict[int, tuple[Any, list[Any], int]] = {}
-        with hosted.ambient.entered():
-            for index in segment.calls:
-                tensors, shape, objects = self._call(frame, hosted, index, values)
-                values.update({(index, i): tensor for i, tensor in enumerate(tensors)})
-                if graph.calls[index].returns is None:
-                    returned[index] = (shape, objects, len(tensors))
-        outputs = {place: tensor for place, tensor in values.items() if place not in leaves}
-        if hosted.ambient.grad and any(tensor.requires_grad for tensor in outputs.values()):
-            hosted.saved[number] = (leaves, outputs)
-            hosted.sent[number] = frame.sent
+        for edge in part.into:
+            leaves.update(zip(edge.values, part.arrived[edge.source], strict=True))
+        part.arrived = {}
+        part.saved = leaves, {}
+        surroundings = graph.ambient
+        if ambient() == surroundings:
+            outputs = self._calls(frame, part, leaves)
         else:
-            self._land(frame.microbatch, 1)
-            self._executor.caller.abandon(frame.sent)
-        for edge in graph.out_of[number]:
-            places = list(edge.values)
-            if edge.target == SINK:
-                places += [(call, i) for call, (*_, n) in returned.items() for i in range(n)]
-                hosted.sunk[number] = places
-            owner = hosted.caller if edge.target == SINK else graph.segments[edge.target].owner
-            extra = returned if edge.target == SINK and returned else None
-            header = (hosted.head, hosted.seeds, number, edge.target, extra)
-            tensors = [outputs[place] for place in places]
-            self._executor.send(owner, Kind.FORWARD, header, tensors)
+            with surroundings.entered():
+                outputs = self._calls(frame, part, leaves)
+        if surroundings.grad and any([tensor.requires_grad for tensor in outputs.values()]):
+            part.saved = leaves, outputs
+            part.sent = frame.sent
+        else:
+            self._land(part)
+            executor.caller.abandon(frame.sent)
+        if not surroundings.grad:
+            del self._parts[part.key]
+        for edge in part.out_of:
+            extra = part.returned or None if edge.target == SINK else None
+            header = (part.head, part.seeds, part.number, edge.target, extra)
+            tensors = [outputs[place] for place in part.places(edge)]
+            executor.send(part.owner(edge.target), Kind.FORWARD, header, tensors)
 
-    def _call(
-        self, frame: Frame, hosted: _Hosted, index: int, values: dict[Place, torch.Tensor]
-    ) -> tuple[list[torch.Tensor], Any, list[Any]]:
-        """Runs one call; returns its tensors, shape and objects."""
-        call = hosted.graph.calls[index]
-        objects = [hosted.objects[number] for number in call.objects]
-        args, kwargs = rebuild(call.shape, [values[place] for place in call.tensors], objects)
-        seed = hosted.seeds[index] if hosted.seeds is not None else None
-        modules = self._executor.modules
-        frame.name = modules.names[call.module]
-        result = modules.run(call.module, call.method, seed, args, kwargs)
-        tensors: list[torch.Tensor] = []
-        found: list[Any] = []
-        shape = flatten(result, tensors, found)
-        tensors = [force(tensor) for tensor in tensors]
-        if call.returns is not None and shape != call.returns:
-            raise SMPUsageError(
-                f"module {frame.name!r} returned another structure than before with the same "
-                "arguments, and its caller has gone on already. Set direct_forwarding: False in "
-                "the smp configuration."
-            )
-        return tensors, shape, found
+    def _calls(
+        self, frame: Frame, part: _Part, leaves: dict[Place, torch.Tensor]
+    ) -> dict[Place, torch.Tensor]:
+        """Runs the calls of a segment; returns their tensors."""
+        modules, graph = self._executor.modules, part.graph
+        values = {place: _entrance(tensor) for place, tensor in leaves.items()}
+        outputs: dict[Place, torch.Tensor] = {}
+        for index in graph.segments[part.number].calls:
+            call = graph.calls[index]
+            arguments = [values[place] for place in call.tensors]
+            objects = [part.objects[number] for number in call.objects]
+            args, kwargs = graph.builders[index](arguments, objects)
+            frame.name = modules.names[call.module]
+            result = modules.run(call.module, call.method, part.seeds[index], args, kwargs)
+            tensors: list[torch.Tensor] = []
+            found: list[Any] = []
+            shape = flatten(result, tensors, found)
+            if call.returns is None:
+                part.returned[index] = (shape, found, len(tensors))
+            elif shape != call.returns:
+                raise SMPUsageError(
+                    f"module {frame.name!r} returned another structure than before with the same "
+                    "arguments, and its caller has gone on already. Set direct_forwarding: False "
+                    "in the smp configuration."
+                )
+            for position, tensor in enumerate(tensors):
+                values[index, position] = outputs[index, position] = force(tensor)
+        return outputs
 
-    def _backward(self, frame: Frame, hosted: _Hosted, number: int) -> None:
-        graph = hosted.graph
-        if number in hosted.saved:
-            self._land(frame.microbatch, 1)
-        leaves, outputs = hosted.saved.pop(number, ({}, {}))
-        boxes = hosted.gradients.pop(number)
+    def _backward(self, frame: Frame, part: _Part) -> None:
+        graph = part.graph
+        leaves, outputs = part.saved if part.saved is not None else ({}, {})
+        self._land(part)
+        del self._parts[part.key]
         sums: dict[Place, torch.Tensor] = {}
-        for edge in graph.out_of[number]:
-            places = hosted.sunk[number] if edge.target == SINK else edge.values
-            for place, gradient in zip(places, boxes[edge.target], strict=True):
+        for edge in part.out_of:
+            for place, gradient in zip(part.places(edge), part.gradients[edge.target], strict=True):
                 if gradient is not None and place in outputs and outputs[place].requires_grad:
                     sums[place] = sums[place] + gradient if place in sums else gradient
+        part.gradients = {}
         frame.name = self._executor.modules.names[
-            graph.calls[graph.segments[number].calls[-1]].module
+            graph.calls[graph.segments[part.number].calls[-1]].module
         ]
         run_backward([outputs[place] for place in sums], list(sums.values()))
         # What it has called, but not for this gradient; or called again, for a checkpoint.
-        self._executor.caller.abandon([*hosted.sent.pop(number, []), *frame.sent])
-        for edge in graph.into[number]:
-            owner = hosted.caller if edge.source == SOURCE else graph.segments[edge.source].owner
+        if part.sent or frame.sent:
+            self._executor.caller.abandon([*part.sent, *frame.sent])
+        for edge in part.into:
             gradients = [leaves[place].grad if place in leaves else None for place in edge.values]
-            header = (hosted.caller, hosted.number, number, edge.source)
-            self._executor.send(owner, Kind.BACKWARD, header, gradients)
+            header = (part.head[0], part.head[1], part.number, edge.source)
+            self._executor.send(part.owner(edge.source), Kind.BACKWARD, header, gradients)
 
 
 class _Entrance(torch.autograd.Function):
@@ -279,9 +340,13 @@ class _Entrance(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
-    @staticmethod
-    def of(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad or not torch.is_grad_enabled():
-            return tensor
-        result: torch.Tensor = _Entrance.apply(tensor)
-        return result
+
+# Without the look for stand-ins and functorch of `Function.apply`: there are none.
+_apply_entrance: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Entrance)
+
+
+def _entrance(leaf: torch.Tensor) -> torch.Tensor:
+    if not leaf.requires_grad or not torch.is_grad_enabled():
+        return leaf
+    result: torch.Tensor = _apply_entrance(leaf)
+    return result
