@@ -8,6 +8,7 @@
 #include "bindings/bare_loop.h"
 #include "bindings/error_types.h"
 #include "bindings/plan_tool.h"
+#include "bindings/random_number.h"
 #include "common/config.h"
 #include "engine/capabilities.h"
 #include "process_group/errors.h"
@@ -130,6 +131,7 @@ PYBIND11_MODULE(_C, m) {
   smddp::bindings::bindErrorTypes(m);
   smddp::bindings::bindPlanTool(m);
   smddp::bindings::bindBareLoop(m);
+  smddp::bindings::bindRandomNumber(m);
   bindProcessGroup(m);
   bindMailbox(m);
   bindSettings(m);

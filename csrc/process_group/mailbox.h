@@ -20,7 +20,8 @@ namespace smddp::process_group {
 // messages are buffered: they are there when somebody asks, and need nobody's help to get there.
 //
 // Receives are posted by take() and, as far as nobody has answered them, taken back when it returns: so a rank
-// that computes has nothing under way that would wake its progress thread. A stream begins with open() and ends
+// that computes has nothing under way that would wake its progress thread. Who takes looks again and again for a
+// while before it sleeps: most answers come sooner than a process wakes. A stream begins with open() and ends
 // with the message that its sender called the last. One thread at a time takes; any thread sends and interrupts.
 // What is sent must not change any more, and is held until it is gone. A stream that fails ends; the others go on.
 class Mailbox {
@@ -62,6 +63,8 @@ class Mailbox {
   engine::CompletionPtr submit(bool send, int peer, at::Tensor bytes, bool buffered);
   // Begins to receive the parts of what is as long as `front`, from its part number `first` on.
   void receiveFront(Stream& stream, int64_t first);
+  // Until a stream can go on, or somebody interrupts.
+  void waitForStreams();
   // Takes what has come on a stream; false when it has ended.
   bool advance(Stream& stream, std::vector<Arrival>& arrived);
   // Reads what has come of a front, and begins to receive what follows it.

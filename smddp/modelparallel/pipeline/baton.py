@@ -117,7 +117,7 @@ class Baton:
         self._running: Task | None = None
         # Does anybody hold the baton? Is it in `take`, so that it has to be interrupted?
         self._held = self._blocked = False
-        self._aborted = False
+        self._aborted = self._settling = False
         self._quiet = threading.Condition(self._lock)
         self._current = threading.local()
 
@@ -195,8 +195,10 @@ class Baton:
     def settle(self) -> None:
         """Waits until no task runs, waits or is ready."""
         with self._quiet:
+            self._settling = True
             while self._running is not None or self._waiting or self._has_ready():
                 self._quiet.wait()
+            self._settling = False
 
     def _has_ready(self) -> bool:
         return bool(self._resumed or self._forward or self._backward)
@@ -250,7 +252,7 @@ class Baton:
                     put_back = self._keep()
                 if task is not None:
                     self._pass_on(task)
-                elif not self._waiting:
+                elif self._settling and not self._waiting:
                     self._quiet.notify_all()
                 if not keeps:
                     self._held = task is not None

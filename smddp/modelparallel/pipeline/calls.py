@@ -195,7 +195,7 @@ class Caller:
         values: Sequence[torch.Tensor] = [out.values[place] for place in out.places]
         if not surroundings.grad:
             self._outgoing.pop(out.number, None)
-        elif any([value.requires_grad for value in values]):
+        elif any(value.requires_grad for value in values):
             if torch.is_grad_enabled():
                 values = _apply_remote(self, frame, out, self._anchor, *out.inputs)
             else:
@@ -351,7 +351,7 @@ class _Remote(torch.autograd.Function):
 
 # Without the look for stand-ins and functorch of `Function.apply`: there are none.
 _apply_remote: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Remote)
-_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:

@@ -32,7 +32,7 @@ def _misused(_: torch.Tensor) -> None:
 
 
 # What `register_hook` would make for each stand-in.
-_HOOKS = collections.OrderedDict({0: _misused})
+_HOOKS: Any = collections.OrderedDict({0: _misused})
 
 
 class Lazy(torch.Tensor):

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from smddp import _C
+
 __all__ = ["RandomState", "draw_seed", "may_draw", "mix", "stream"]
 
 _RANDOM_CLASSES = (
@@ -48,7 +50,7 @@ def mix(seed: int, number: int) -> int:
 
 def draw_seed() -> int:
     """Takes one number from the current stream."""
-    return int(torch.randint(0, _MASK, (), device="cpu"))
+    return _C.random_number(_MASK)
 
 
 class RandomState:

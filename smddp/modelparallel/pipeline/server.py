@@ -211,14 +211,6 @@ class Server:
             return True
         return len(flying) < max(1, self.limit - frame.depth)
 
-    def _land(self, microbatch: int, count: int) -> None:
-        """Notes that saved segments of a microbatch are gone."""
-        left = self._flying.get(microbatch, 0) - count
-        if left > 0:
-            self._flying[microbatch] = left
-        else:
-            self._flying.pop(microbatch, None)
-
     def _land(self, part: _Part) -> None:
         """Notes that a segment does not wait for its backward any more."""
         if part.saved is None:
@@ -262,7 +254,7 @@ class Server:
         else:
             with surroundings.entered():
                 outputs = self._calls(frame, part, leaves)
-        if surroundings.grad and any([tensor.requires_grad for tensor in outputs.values()]):
+        if surroundings.grad and any(tensor.requires_grad for tensor in outputs.values()):
             part.saved = leaves, outputs
             part.sent = frame.sent
         else:
