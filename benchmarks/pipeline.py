@@ -4,8 +4,11 @@
     python benchmarks/pipeline.py --calls 4096
 
 A step of m microbatches on p equal stages takes at least (m + p - 1) * (forward + backward). The
-same stages run under `@smp.step`, and then under torch.distributed.pipelining. A sleep takes a
-little longer than asked; so each rank measures its own sleeps, and the bound is made of those.
+same stages run under `@smp.step`, and then under torch.distributed.pipelining (GPipe for the simple
+pipeline, 1F1B and Interleaved1F1B for the interleaved one). The last of these divides each stage
+into two halves, which it places p stages apart; it has a bound of its own, of 2 * m + p - 1 halves.
+A sleep takes a little longer than asked; so each rank measures its own sleeps, and the bound is
+made of those.
 
 With --calls it measures the round trip of one call of a module on another rank instead, with
 gradients, whose value is looked at before the next one: nothing hides what a call costs.
@@ -28,7 +31,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 import smdistributed.modelparallel.torch as smp
 
@@ -124,6 +132,23 @@ def torchs(options: Any, rank: int, size: int, microbatches: int, pipeline: str)
             schedule.step()
 
     return step
+
+
+# Of Interleaved1F1B on each rank.
+HALVES = 2
+
+
+def halves(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
+    """Returns a function that makes one step under torch's Interleaved1F1B."""
+    count, device = HALVES * size, torch.device("cpu")
+    stages = [
+        PipelineStage(Stage(options.seconds / HALVES), rank + size * half, count, device)
+        for half in range(HALVES)
+    ]
+    schedule = ScheduleInterleaved1F1B(stages, microbatches, loss_fn=lambda y, _: y.sum())  # type: ignore[arg-type]
+    x = torch.ones(microbatches, WIDTH)
+    given: dict[str, Any] = {"target": x} if rank == size - 1 else {}
+    return lambda: schedule.step(*([x] if rank == 0 else []), **given)
 
 
 class Caller(nn.Module):
@@ -228,8 +253,8 @@ def begin(rank: int, size: int, port: int, backend: str) -> None:
     dist.init_process_group(backend)
 
 
-def measure(step: Callable[[], Any], size: int, microbatches: int, steps: int) -> float:
-    """Returns the best step's share of its bound."""
+def measure(step: Callable[[], Any], size: int, tasks: int, steps: int) -> float:
+    """Returns the best step's share of its bound, with so many forward tasks on each rank."""
     for _ in range(2):
         step()
     shares = []
@@ -243,7 +268,7 @@ def measure(step: Callable[[], Any], size: int, microbatches: int, steps: int) -
         dist.all_gather(every, took)
         wall = max(float(one[0]) for one in every)
         slept = statistics.mean(float(one[1]) for one in every)
-        shares.append((microbatches + size - 1) * 2 * slept / wall)
+        shares.append((tasks + size - 1) * 2 * slept / wall)
     return max(shares)
 
 
@@ -251,9 +276,9 @@ def rank_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: A
     """One rank of one job."""
     who, size, microbatches, pipeline = job
     begin(rank, size, port, options.backend if who is ours else "gloo")
-    share = measure(
-        who(options, rank, size, microbatches, pipeline), size, microbatches, options.steps
-    )
+    step = who(options, rank, size, microbatches, pipeline)
+    tasks = microbatches * (HALVES if who is halves else 1)
+    share = measure(step, size, tasks, options.steps)
     if rank == 0:
         queue.put(share)
     dist.barrier()
@@ -338,15 +363,23 @@ def measure_calls(options: Any, figures: dict[str, Any]) -> None:
 
 def measure_shares(options: Any, figures: dict[str, Any]) -> None:
     """Measures shares of the bound."""
-    print("| partitions | microbatches | pipeline | smp | torch.distributed.pipelining |")
-    print("|---|---|---|---|---|")
+    systems = {
+        "smp": ours,
+        "torch.distributed.pipelining": torchs,
+        "its Interleaved1F1B": halves,
+    }
+    print(f"| partitions | microbatches | pipeline | {' | '.join(systems)} |")
+    print("|---|---|---|---|---|---|")
     port = 29700
     for size in options.partitions:
         for microbatches in options.microbatches:
             for pipeline in options.pipelines:
                 shares = []
-                for who in (ours, torchs):
-                    if who is torchs and microbatches < size and pipeline == "interleaved":
+                for name, who in systems.items():
+                    if who is halves and pipeline == "simple":
+                        shares.append("")
+                        continue
+                    if who is not ours and microbatches < size and pipeline == "interleaved":
                         shares.append("needs m >= p")
                         continue
                     port += 1
@@ -354,17 +387,15 @@ def measure_shares(options: Any, figures: dict[str, Any]) -> None:
                     shares.append(f"{100 * share:.1f} %")
                     figures["results"].append(
                         {
-                            "who": "smp" if who is ours else "torch.distributed.pipelining",
+                            "who": name,
                             "partitions": size,
                             "microbatches": microbatches,
                             "pipeline": pipeline,
                             "share_of_bound": round(share, 4),
                         }
                     )
-                print(
-                    f"| {size} | {microbatches} | {pipeline} | {shares[0]} | {shares[1]} |",
-                    flush=True,
-                )
+                row = " | ".join([str(size), str(microbatches), pipeline, *shares])
+                print(f"| {row} |", flush=True)
 
 
 if __name__ == "__main__":
