@@ -2,7 +2,13 @@
 # through smddp_common.
 find_package(Threads REQUIRED)
 find_package(PkgConfig REQUIRED)
-find_package(fmt 9 REQUIRED)                                        # fmt::fmt-header-only
+if(FMT_INCLUDE_DIR)                                                 # headers without a package
+  add_library(fmt::fmt-header-only INTERFACE IMPORTED)
+  target_include_directories(fmt::fmt-header-only SYSTEM INTERFACE "${FMT_INCLUDE_DIR}")
+  target_compile_definitions(fmt::fmt-header-only INTERFACE FMT_HEADER_ONLY=1)
+else()
+  find_package(fmt 9 REQUIRED)                                      # fmt::fmt-header-only
+endif()
 
 find_package(Libfabric 1.17)                                        # Libfabric::libfabric
 if(Libfabric_FOUND)

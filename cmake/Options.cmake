@@ -11,6 +11,7 @@ option(SMDDP_WITH_TORCH "Build process_group and the module smddp._C" ${SMDDP_TO
 option(SMDDP_BUILD_TESTS "Build the C++ tests (needs GoogleTest)" ON)
 option(SMDDP_FUZZ "Build the libFuzzer targets of tests/fuzz (needs clang)" OFF)
 option(SMDDP_WARNINGS_AS_ERRORS "Treat compiler warnings as errors" ON)
+set(FMT_INCLUDE_DIR "" CACHE PATH "Folder with fmt/format.h; default: the package fmt that CMake finds")
 set(SMDDP_SANITIZE "" CACHE STRING "address, undefined, thread or empty; join two by a comma")
 set_property(CACHE SMDDP_SANITIZE PROPERTY STRINGS "" address undefined thread address,undefined)
 

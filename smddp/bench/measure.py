@@ -23,7 +23,7 @@ class Case:
     """One of the things compared."""
 
     backend: str
-    memory: str = "ordinary"  # or "communication": what smddp.empty() returns
+    memory: str = "ordinary"  # or "communication": what smddp.empty() returns; or "gpu"
     algorithm: str = ""  # as SMDDP_ALGORITHM; empty: what the backend chooses
 
 

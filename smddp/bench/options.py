@@ -27,6 +27,7 @@ _MEMORY = {
     "ordinary": ["ordinary"],
     "communication": ["communication"],
     "both": ["ordinary", "communication"],
+    "gpu": ["gpu"],
 }
 _PLACES = {"both": PLACES, "in": ("in_place",), "out": ("out_of_place",)}
 # What the reference backend cannot move, and what cannot be reduced so that it can be checked.
@@ -78,7 +79,8 @@ def parser() -> argparse.ArgumentParser:
         "--memory",
         choices=list(_MEMORY),
         default="both",
-        help="tensors for smddp: from torch.empty, from smddp.empty, or both (default)",
+        help="tensors for smddp: from torch.empty, from smddp.empty, or both (default); gpu: those "
+        "of all backends are on a GPU",
     )
     result.add_argument(
         "--place",
@@ -235,8 +237,13 @@ def _check_reduction(options: argparse.Namespace, backends: list[str]) -> None:
 
 def _cases(options: argparse.Namespace, backends: list[str]) -> list[Case]:
     memories = _MEMORY[options.memory]
+    on_gpu = options.memory == "gpu"
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError("--memory gpu: there is no GPU")
+    if on_gpu and set(backends) & set(_EXTRA):
+        raise ValueError("--memory gpu is for --backends of smddp, gloo, nccl")
     if options.tune is None:
-        which = {"smddp": memories, BOUND: [""]}
+        which = dict.fromkeys(backends, memories) if on_gpu else {"smddp": memories, BOUND: [""]}
         return [
             Case(backend, memory)
             for backend in backends

@@ -63,7 +63,7 @@ class TorchContender:
 
     Args:
         backend: as for new_group().
-        memory: "ordinary", or "communication" for tensors from smddp.empty().
+        memory: "ordinary", "communication" for tensors from smddp.empty(), or "gpu".
         algorithm: of smddp, as statistics() names it ("allreduce/ring"); empty: what it chooses.
     """
 
@@ -78,7 +78,7 @@ class TorchContender:
         self._algorithm = algorithm
         self._moves_data = backend != "fake"
         self._communication = memory == "communication"
-        self._cuda = backend == "nccl"
+        self._cuda = backend == "nccl" or memory == "gpu"
         if self._cuda:
             torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
         self._calls: dict[str, Callable[[], None]] = {}

@@ -337,6 +337,13 @@ def moves(name: str) -> None:
             check(case, device)
 
 
+def moves_plainly(name: str) -> None:
+    """Only contiguous tensors, which is what NCCL asks for."""
+    with job(name) as device:
+        for case in itertools.chain(movements(), coalesced()):
+            check(case, device)
+
+
 def overlaps(name: str) -> None:
     """Many calls at once, waited for in another order, with calls on the CPU between them."""
     with job(name) as device:

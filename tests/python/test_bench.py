@@ -175,6 +175,7 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["--counts=0"], "are no numbers of elements"),
         (["--root=2"], "--root 2 is not among 2 ranks"),
         (["--offset=-1"], "--offset must not be negative"),
+        (["--memory=gpu"], "--memory gpu"),
         (["--seconds=nan"], "--seconds must be positive"),
         (["--plot=x.gif"], "draws .png and .svg only"),
         (["--json=/no/such/folder/x"], "there is no such folder"),

@@ -130,8 +130,11 @@ def test_leaving_while_the_device_is_busy(how: str) -> None:
 # --- a peer ---------------------------------------------------------------------------------------
 
 
-def _with_peer(cases: str, shared: bool) -> tuple[str, int]:
-    """Runs cases in groups that leave calls to a peer: how they went, and calls that it served."""
+def _with_peer(cases: str, shared: bool) -> tuple[str, int, int]:
+    """Runs cases in a group that leaves calls to a peer.
+
+    Returns which way collectives went, how many the peers served, and how many peers were made.
+    """
     from smddp import _load, backend
 
     made = []
@@ -153,21 +156,30 @@ def _with_peer(cases: str, shared: bool) -> tuple[str, int]:
 
     dist.destroy_process_group = destroy_and_tell
     getattr(device_cases, cases)("fake")
-    return paths[0], sum(use["calls"] for group in made for use in group.statistics().values())
+    served = sum(use["calls"] for group in made for use in group.statistics().values())
+    return paths[0], served, len(made)
 
 
 @pytest.mark.parametrize("cases", ["reduces", "moves", "overlaps", "follows_streams", "trains"])
 def test_peer_serves_ranks_with_gpus_of_their_own(cases: str) -> None:
-    for path, served in ranks.check_ranks(_with_peer, "2", cases, False, timeout=90):
+    for path, served, _ in ranks.check_ranks(_with_peer, "2", cases, False, timeout=90):
         assert path == "nccl"
         assert served >= 3
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_messages_go_the_way_of_two_ranks(shared: bool) -> None:
+    """They need no choice for the group."""
+    for path, _, peers in ranks.check_ranks(_with_peer, "2", "messages", shared):
+        assert path == ""
+        assert peers == (0 if shared else 1)
 
 
 @pytest.mark.parametrize(("layout", "shared"), [("2", True), ("1+1", False)])
 def test_host_serves_shared_gpus_and_several_nodes(layout: str, shared: bool) -> None:
     outcomes = ranks.run_ranks(_with_peer, layout, "moves", shared)
     for outcome in outcomes:
-        assert outcome.value == ("host", 0), str(outcome)
+        assert outcome.value == ("host", 0, 0), str(outcome)
     why = "share GPU one for all" if shared else "several nodes"
     said = [line for outcome in outcomes for line in outcome.stderr.splitlines() if why in line]
     assert len(said) == 1, said
@@ -178,7 +190,7 @@ def test_host_serves_shared_gpus_and_several_nodes(layout: str, shared: bool) ->
 )
 def test_setting_decides(setting: str, shared: bool, expected: str) -> None:
     env = {"SMDDP_GPU_PATH": setting}
-    for path, served in ranks.check_ranks(_with_peer, "2", "moves", shared, env=env):
+    for path, served, _ in ranks.check_ranks(_with_peer, "2", "moves", shared, env=env):
         assert path == expected
         assert (served > 0) == (expected == "nccl")
 
