@@ -50,7 +50,7 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.peers = [peer for peer in range(size) if peer != rank]
         self.broken: dict[int, Exception] = {}
-        self._ended = threading.Semaphore(0)
+        self._all_ended = threading.Event()
         self._ended_peers = set(self.peers)
         backend: Any = group._get_backend(torch.device("cpu"))
         self._streams: _Streams
@@ -69,6 +69,7 @@ class Channel:
     def open(self) -> None:
         """Begins a step on all streams."""
         self._streams.open()
+        self._all_ended.clear()
         self._ended_peers.clear()
 
     @property
@@ -81,7 +82,8 @@ class Channel:
         if ended.error is not None:
             self.broken[peer] = ended.error
         self._ended_peers.add(peer)
-        self._ended.release()
+        if not self.expects:
+            self._all_ended.set()
 
     def drain(self, patience: float) -> list[int]:
         """Waits until every peer has sent END and every send of ours is complete.
@@ -91,9 +93,8 @@ class Channel:
         Returns:
             The peers whose END has not come within `patience` seconds.
         """
-        for _ in self.peers:
-            if not self._ended.acquire(timeout=patience):
-                return [peer for peer in self.peers if peer not in self._ended_peers]
+        if not self._all_ended.wait(patience):
+            return [peer for peer in self.peers if peer not in self._ended_peers]
         self._streams.flush()
         return []
 

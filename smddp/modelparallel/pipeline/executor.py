@@ -160,7 +160,6 @@ class Executor:
             else:
                 self.baton.look()
                 self._over.wait()
-                self._send_end(None, [])
         except Aborted:
             pass  # the failure is raised below
         except BaseException as error:  # an interrupt, or a mistake of ours
@@ -331,6 +330,8 @@ class Executor:
             self._stop()
         elif peer == 0:
             self._result = (message.header, message.tensors)
+            # At once, not when the thread in `run` has woken: all ranks wait for all ENDs.
+            self._send_end(None, [])
             self._over.set()
 
     def _stop(self) -> None:
