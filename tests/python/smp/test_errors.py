@@ -306,6 +306,28 @@ def test_what_cannot_be_divided() -> None:
     check_ranks(impossible, "2")
 
 
+@smp.step
+def backward_twice(model: Any, x: torch.Tensor) -> Any:
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss
+
+
+def second_backward() -> None:
+    smp.init({"partitions": 2, **MANUAL})
+    with smp.partition(1):
+        last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    with pytest.raises(SMPMicrobatchError, match="a second backward pass"):
+        backward_twice(model, torch.ones(8, 4))
+    train(model, torch.ones(8, 4), "")
+
+
+def test_what_a_remote_call_needs_is_there_once() -> None:
+    check_ranks(second_backward, "2")
+
+
 def out_of_step() -> str:
     smp.init({"partitions": 2, **MANUAL})
     with smp.partition(1):

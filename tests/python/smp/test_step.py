@@ -483,3 +483,30 @@ def test_features_of_later_versions_are_named_once_and_training_goes_on() -> Non
         assert replicas == 2
         for name, value in whole.state_dict().items():
             torch.testing.assert_close(torch.tensor(state[name]), value)
+
+
+@smp.step
+def draw_step(model: Any, x: torch.Tensor) -> Any:
+    loss = model(x).sum()
+    model.backward(loss)
+    return loss
+
+
+def numbers_of_the_script() -> list[list[float]]:
+    smp.init({"partitions": 2, **MANUAL})
+    model, _ = build()
+    torch.manual_seed(1 + smp.rank())
+    found = []
+    for _ in range(2):
+        draw_step(model, torch.ones(8, 4))
+        found.append(torch.rand(2).tolist())
+    return found
+
+
+def test_what_is_served_leaves_the_random_numbers_of_the_script_alone() -> None:
+    first, second = check_ranks(numbers_of_the_script, "2")
+    torch.manual_seed(2)
+    # Rank 0 draws a number for each step; what is served on rank 1 leaves no trace.
+    assert second == [torch.rand(2).tolist() for _ in range(2)]
+    torch.manual_seed(1)
+    assert first != [torch.rand(2).tolist() for _ in range(2)]
