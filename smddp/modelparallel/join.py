@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from smddp.modelparallel.errors import SMPUsageError
 
-if TYPE_CHECKING:
-    from smddp.modelparallel.data_parallel import DataParallel
-
 __all__ = ["Join"]
+
+
+class Replicas(Protocol):
+    """What the count needs of data parallelism."""
+
+    group: dist.ProcessGroup
+    size: int
+    parameters: list[nn.Parameter]
+
+    def shadow_step(self) -> None:
+        """Takes part in a step of the others, with zeros."""
+
+    def synchronise(self, source: int) -> None:
+        """Takes parameters and buffers from a replica."""
 
 
 class Join:
@@ -26,8 +38,8 @@ class Join:
     and buffers are taken from a replica that has made the most steps.
     """
 
-    def __init__(self, data_parallel: DataParallel) -> None:
-        self._data_parallel = data_parallel
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
         self._inside = False
         self._steps = 0
 
@@ -49,22 +61,22 @@ class Join:
             yield
         finally:
             self._inside = False
-        if self._data_parallel.size == 1:
+        if self._replicas.size == 1:
             return
-        if not self._data_parallel.parameters and not self._steps:
+        if not self._replicas.parameters and not self._steps:
             raise SMPUsageError("join() needs at least one batch on every replica")
         while self._count(0):
-            self._data_parallel.shadow_step()
-        self._data_parallel.synchronise(self._most_advanced())
+            self._replicas.shadow_step()
+        self._replicas.synchronise(self._most_advanced())
 
     def _count(self, active: int) -> int:
         total = torch.tensor([active])
-        if self._data_parallel.size > 1:
-            dist.all_reduce(total, group=self._data_parallel.group)
+        if self._replicas.size > 1:
+            dist.all_reduce(total, group=self._replicas.group)
         return int(total)
 
     def _most_advanced(self) -> int:
-        group, size = self._data_parallel.group, self._data_parallel.size
+        group, size = self._replicas.group, self._replicas.size
         mine = torch.tensor([self._steps * size + dist.get_rank(group)])
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
         return int(mine) % size

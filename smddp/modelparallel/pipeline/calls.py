@@ -4,7 +4,7 @@ A frame runs on a task. Calls of remote modules are collected; when a value is n
 sent, and the frame waits. The results enter the frame's autograd graph as the outputs of one node,
 whose backward sends the gradients along the same edges and waits for those of the inputs. Waiting
 inside a backward node is safe because every microbatch has a thread of its own and autograd runs
-in the calling thread (see `run_backward`).
+in the calling thread (see `Baton._run`).
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ _engine: Any = torch.autograd.Variable._execution_engine
 def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
     """Does what `torch.autograd.backward` does with gradients that are known to fit.
 
-    In this thread, for CUDA too: see `Baton`.
+    In this thread, for CUDA too: see `Baton._run`.
     """
     if tensors:
         _engine.run_backward(tuple(tensors), tuple(gradients), False, False, (), True, True)

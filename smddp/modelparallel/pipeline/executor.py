@@ -45,8 +45,8 @@ class Executor:
     """Runs the steps of a pipeline on one rank.
 
     The caller's thread blocks in `run`; the work is done by the baton's threads, and messages are
-    taken in by the channel's. A failed step leaves the executor ready for the next one, unless a
-    peer was lost.
+    taken in by the one that has nothing to do. A failed step leaves the executor ready for the next
+    one, unless a peer was lost.
 
     Attributes:
         rank, size: in the pipeline.
