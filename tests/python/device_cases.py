@@ -76,6 +76,10 @@ class Fake:
         self.module.gate()
         threading.Timer(0.2, self.module.open).start()
 
+    def slow_down(self) -> None:
+        """From now on who does not wait for a copy to the device finds the old values."""
+        self.module.slow_down(30)
+
     def fill(self, tensor: torch.Tensor, value: float) -> None:
         """A kernel on the current stream."""
         self.module.fill(tensor, value)
@@ -106,6 +110,9 @@ class Cuda:
 
     def delay(self) -> None:
         torch.cuda._sleep(400_000_000)
+
+    def slow_down(self) -> None:
+        """Copies of the sizes here take long enough."""
 
     def fill(self, tensor: torch.Tensor, value: float) -> None:
         tensor.fill_(value)
@@ -456,6 +463,7 @@ def does_not_block(name: str) -> None:
 def barrier_covers(name: str) -> None:
     """After a barrier the results of calls whose Work was dropped are there."""
     with job(name) as device:
+        device.slow_down()
         tensors = [torch.zeros(50_000, device=device.device) for _ in range(4)]
         device.synchronize()
         device.delay()
@@ -471,23 +479,23 @@ def barrier_covers(name: str) -> None:
 def outlives_its_tensors(name: str) -> None:
     """What is dropped at once is not given to others while a call still uses it."""
     with job(name) as device:
-        works = []
+        device.slow_down()
         device.delay()
         for number in range(20):
             tensor = torch.empty(100_000, device=device.device)
             device.fill(tensor, number)
-            works.append(dist.all_reduce(tensor, async_op=number % 2 == 0))
+            dist.all_reduce(tensor, async_op=True)
             del tensor
             fresh = torch.empty(100_000, device=device.device)
             device.fill(fresh, -1)
             del fresh
-        del works
         dist.barrier()
 
 
 def futures(name: str) -> None:
     with job(name) as device:
         size = dist.get_world_size()
+        device.slow_down()
         tensor = torch.zeros(100_000, device=device.device)
         device.synchronize()
         device.delay()

@@ -3,7 +3,7 @@
 // What a real device does asynchronously this one does, too: copies and fills are queued on the current stream, and
 // memory that is freed goes back in the order of the stream that allocated it, and of those it was recorded on. A
 // copy that touches memory after that is counted (violations), a test can hold a stream (gate, open), and make copies
-// fail (break_copies). Tensors that nothing here treats go to the CPU and back (cpu_fallback).
+// slow or fail (slow_down, break_copies). Tensors that nothing here treats go to the CPU and back (cpu_fallback).
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -79,6 +79,7 @@ struct World {
   std::map<const void*, std::set<c10::StreamId>> recorded;  // streams that use it beside its own
   int64_t violations = 0;
   std::atomic<bool> copiesFail{false};
+  std::atomic<int> slowness{0};  // milliseconds of a copy to the device
 };
 World& world() {
   static auto* it = new World;
@@ -288,11 +289,14 @@ at::Tensor copyFrom(const at::Tensor& from, const at::Tensor& to, bool nonBlocki
       blocks = true;
     }
   }
-  laneOf(currentStream).add([device, pinned, source = onHost(from), target = onHost(to)] {
-    const at::NoGradGuard noGrad;
-    for (const void* data : device) expectLive(data);
-    target.copy_(source);
-  });
+  laneOf(currentStream)
+      .add([device, pinned, source = onHost(from), target = onHost(to),
+            slow = to.device() == kDevice] {
+        const at::NoGradGuard noGrad;
+        if (slow) std::this_thread::sleep_for(std::chrono::milliseconds(world().slowness));
+        for (const void* data : device) expectLive(data);
+        target.copy_(source);
+      });
   if (blocks) laneOf(currentStream).drain();
   return to;
 }
@@ -365,6 +369,7 @@ PYBIND11_MODULE(fake_device, m) {
     const std::lock_guard lock(world().mutex);
     return world().violations;
   });
+  m.def("slow_down", [](int milliseconds) { world().slowness = milliseconds; });
   m.def("break_copies", [] { world().copiesFail = true; });
   m.def(
       "synchronize", [] { Guard().synchronizeDevice(0); }, Release());
