@@ -49,7 +49,7 @@ struct Secret {
   X(std::string, gpuPath, "SMDDP_GPU_PATH", "auto",                                                           \
     "Which way calls on GPU tensors go, on all ranks alike: auto (NCCL where each rank has a GPU of its own, "  \
     "on one node; else through the host), host, or nccl.")                                                    \
-  X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 32768,                                                     \
+  X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 16384,                                                     \
     "Allreduces up to this many bytes exchange everything at once inside a node (one synchronisation).")     \
   X(int64_t, chunkBytes, "SMDDP_CHUNK_BYTES", 262144,                                                         \
     "Bytes of the vector that are staged at a time inside a node. Should stay in the L2 cache.")             \

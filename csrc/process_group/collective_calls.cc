@@ -22,7 +22,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tenso
   setReduceOp(kName, options.reduceOp, request.type, request);
   request.output = {call.staging.update(tensor)};
   request.bytes = numBytes(tensor);
-  return submit(std::move(call), {std::move(request)});
+  return submit(std::move(call), std::move(request));
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
@@ -39,7 +39,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
   setReduceOp(kName, options.reduceOp, request.type, request);
   request.output = call.staging.update(tensors);
   request.bytes = engine::totalBytes(request.output);
-  return submit(std::move(call), {std::move(request)});
+  return submit(std::move(call), std::move(request));
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Tensor>>& outputs,
@@ -57,7 +57,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
     request.input = {call.staging.read(input)};
     request.output = call.staging.write(output);
     request.bytes = numBytes(input);
-    return submit(std::move(call), {std::move(request)});
+    return submit(std::move(call), std::move(request));
   }
   // Blocks of several sizes: every rank sends its own to all. All ranks have the same list.
   const at::Tensor& own = output[static_cast<size_t>(getRank())];
@@ -121,7 +121,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::_allgather_base(at::Tensor& output, at::
                                                         const c10d::AllgatherOptions& options) {
   Work::Call call(c10d::OpType::_ALLGATHER_BASE, "smddp:all_gather", {input}, {{output}});
   Request request = gatherRequest("all_gather_into_tensor", output, input, call.staging, options);
-  return submit(std::move(call), {std::move(request)});
+  return submit(std::move(call), std::move(request));
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::allgather_into_tensor_coalesced(
@@ -154,7 +154,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
     request.input = call.staging.read(input);
     request.output = {call.staging.write(output)};
     request.bytes = numBytes(output);
-    return submit(std::move(call), {std::move(request)});
+    return submit(std::move(call), std::move(request));
   }
   // Blocks of several sizes: one reduction to each rank. All ranks have lists of the same sizes.
   const at::Tensor& own = input[static_cast<size_t>(getRank())];
@@ -195,7 +195,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   Work::Call call(c10d::OpType::_REDUCE_SCATTER_BASE, "smddp:reduce_scatter", {input}, {{output}});
   Request request = scatterRequest("reduce_scatter_tensor", output, input, call.staging, options);
-  return submit(std::move(call), {std::move(request)});
+  return submit(std::move(call), std::move(request));
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
@@ -215,7 +215,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
 intrusive_ptr<c10d::Work> ProcessGroup::barrier(const c10d::BarrierOptions& options) {
   awaitDevice();
   Request request = newRequest(Collective::Barrier, options.timeout, options.asyncOp);
-  return submit(Work::Call(c10d::OpType::BARRIER, "smddp:barrier", {}, {}), {std::move(request)});
+  return submit(Work::Call(c10d::OpType::BARRIER, "smddp:barrier", {}, {}), std::move(request));
 }
 
 }  // namespace smddp::process_group

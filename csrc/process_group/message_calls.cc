@@ -117,7 +117,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(at::Tensor& output, at::Te
     request.input = {source};
     request.output = {destination};
     request.bytes = numBytes(input) / getSize();
-    return submit(std::move(call), {std::move(request)});
+    return submit(std::move(call), std::move(request));
   }
   const auto sent = cut(source, to, input.itemsize());
   return exchange(std::move(call), sent, cut(destination, from, output.itemsize()), options);

@@ -207,6 +207,13 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
   return work;
 }
 
+intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, Request request) {
+  // Not as a list in braces, which would copy it.
+  std::vector<Request> requests;
+  requests.push_back(std::move(request));
+  return submit(std::move(call), std::move(requests));
+}
+
 void ProcessGroup::startCoalescing() { coalescing()[this].clear(); }
 
 intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {

@@ -143,6 +143,7 @@ class ProcessGroup : public c10d::Backend {
                              bool asyncOp) const;
   c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
                                   std::vector<engine::Message> messages = {});
+  c10::intrusive_ptr<Work> submit(Work::Call call, engine::Request request);
   // The same for calls on a device and those behind them: they begin when their copies to the host are made.
   c10::intrusive_ptr<Work> submitFromDevice(Work::Call call, std::vector<engine::Request> requests,
                                             std::vector<engine::Message> messages);

@@ -25,7 +25,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tenso
     request.output = {call.staging.write(tensor)};
   }
   request.bytes = numBytes(tensor);
-  return submit(std::move(call), {std::move(request)});
+  return submit(std::move(call), std::move(request));
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::reduce(std::vector<at::Tensor>& tensors,
@@ -46,7 +46,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce(std::vector<at::Tensor>& tensors,
   request.type = reducibleType(kName, tensor);
   setReduceOp(kName, options.reduceOp, request.type, request);
   request.bytes = numBytes(tensor);
-  return submit(std::move(call), {std::move(request)});
+  return submit(std::move(call), std::move(request));
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::gather(std::vector<std::vector<at::Tensor>>& outputs,
@@ -69,7 +69,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::gather(std::vector<std::vector<at::Tenso
     for (const at::Tensor& tensor : output) requireWritable(kName, tensor);
     request.output = call.staging.write(output);
   }
-  return submit(std::move(call), {std::move(request)});
+  return submit(std::move(call), std::move(request));
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::scatter(std::vector<at::Tensor>& outputs,
@@ -91,7 +91,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::scatter(std::vector<at::Tensor>& outputs
     requireSameSizes(kName, input, output, "input list");
     request.input = call.staging.read(input);
   }
-  return submit(std::move(call), {std::move(request)});
+  return submit(std::move(call), std::move(request));
 }
 
 }  // namespace smddp::process_group

@@ -61,6 +61,8 @@ void Work::whenDone(std::function<void()> action) {
 }
 
 void Work::settle() {
+  // The usual call has nothing to settle, and call_once makes a system call.
+  if (call_.parts.empty() && !call_.staging.copiesBack()) return;
   std::call_once(settled_, [this] {
     for (const auto& part : call_.parts) part->settle();
     try {
