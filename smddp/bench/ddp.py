@@ -144,6 +144,8 @@ def _check(options: argparse.Namespace) -> list[int]:
         raise ValueError("--bucket-mib must be positive")
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ValueError("--seconds must be positive")
+    if options.steps is not None and options.steps < 1:
+        raise ValueError("--steps must be at least 1")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ValueError(f"{options.json}: there is no such folder")
     if options.nodes is not None:

@@ -87,7 +87,8 @@ def missing(name: str, prefix: Path) -> str | None:
     """
     mpi = MPIS[name]
     if _launcher(mpi, prefix) is None:
-        return f"{mpi.title} is missing: `pip install {name} mpi4py numpy`, see also --mpi"
+        install = f"`pip install {name} mpi4py numpy` into an environment of its own"
+        return f"{mpi.title} is missing in {prefix}: {install}, and name that with --mpi"
     if shutil.which(_python(prefix)) is None:
         return f"--mpi {prefix}: there is no Python environment"
     test = ["-c", "import numpy; from mpi4py import MPI"]

@@ -191,7 +191,8 @@ def _tasks(options: argparse.Namespace, ranks: int) -> Iterator[tuple[Task, int]
 def _unavailable(backend: str, prefix: Path) -> str | None:
     """Returns why a backend cannot be measured here."""
     if backend in mpi.MPIS:
-        return mpi.missing(backend, prefix)
+        reason = mpi.missing(backend, prefix)
+        return reason and f"{backend}: {reason}"
     if backend in _EXTRA:
         return None
     capability = dist.Backend.backend_capability
@@ -201,7 +202,9 @@ def _unavailable(backend: str, prefix: Path) -> str | None:
         return None
     known = [name for name, devices in capability.items() if "cpu" in devices]
     there = [name for name in known if dist.is_backend_available(name)]
-    return f"{backend!r} is not available here, only {', '.join([*there, *_EXTRA])}"
+    there += [name for name in _EXTRA if name not in there]
+    there = [name for name in there if name not in mpi.MPIS or not mpi.missing(name, prefix)]
+    return f"{backend!r} is not available here, only {', '.join(there)}"
 
 
 def _backends(options: argparse.Namespace, left_out: list[str]) -> list[str]:
@@ -284,6 +287,8 @@ def parse(options: argparse.Namespace, ranks: int | None) -> Run:
         raise ValueError("--offset must not be negative")
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ValueError("--seconds must be positive")
+    if options.iterations is not None and options.iterations < 1:
+        raise ValueError("--iterations must be at least 1")
     tasks = list(_tasks(options, ranks))
     backends = ["smddp"] if options.tune is not None else _backends(options, left_out)
     _check_reduction(options, backends)

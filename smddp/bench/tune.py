@@ -43,12 +43,12 @@ class _Row:
     collective: str
     layout: str
     memory: str
-    limit: int | None  # bytes; None: no limit
+    limit: int  # bytes
     algorithm: str
 
     def __str__(self) -> str:
-        limit = "max" if self.limit is None else str(self.limit)
-        return f"{self.collective:<15}{self.layout:<8}{self.memory:<9}{limit:<12}{self.algorithm}"
+        where = f"{self.collective:<15}{self.layout:<8}{self.memory:<9}"
+        return f"{where}{self.limit:<12}{self.algorithm}"
 
 
 def _layout(nodes: Sequence[int]) -> str:
@@ -90,7 +90,8 @@ def rows(tasks: Sequence[Sequence[Measurement]], nodes: Sequence[int]) -> Iterat
             last = number + 1 == len(winners)
             if not last and winners[number + 1][1] == algorithm:
                 continue
-            limit = None if last else _between(size, winners[number + 1][0])
+            # Nobody knows what is best beyond the largest: the library's own table goes on there.
+            limit = size if last else _between(size, winners[number + 1][0])
             yield str(_Row(collective, _layout(nodes), memory, limit, algorithm))
 
 

@@ -166,6 +166,7 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["--op=band"], "--op band of --dtype float is undefined"),
         (["--op=max", "--dtype=cfloat"], "--op max of --dtype cfloat is undefined"),
         (["--dtype=int16"], "gloo has no int16"),
+        (["--iterations=0"], "--iterations must be at least 1"),
         (["--backends=nonsense"], "--backends 'nonsense' is not available here, only gloo"),
         (["--backends=smddp,"], "--backends '' is not available"),
         (["--backends=nccl"], "--backends 'nccl' is not available"),
@@ -184,6 +185,7 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["ddp", "--models=mpl"], "--models 'mpl' is unknown; use mlp, transformer, conv"),
         (["ddp", "--backends=gloo,gloo"], "names one twice"),
         (["ddp", "--sleep=0"], "--sleep must be positive"),
+        (["ddp", "--steps=0"], "--steps must be at least 1"),
         (["ddp", "--nodes=x"], "is no layout of ranks"),
         (["ddp", "--seconds=inf"], "--seconds must be positive"),
     ],
@@ -403,9 +405,9 @@ def test_mpi_beside_the_others(name: str) -> None:
 def test_missing_mpi_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for name, other in mpi.MPIS.items():
-        assert f"{other.title} is missing: `pip install {name} mpi4py numpy`" in str(
-            mpi.missing(name, tmp_path / "absent")
-        )
+        absent = tmp_path / "absent"
+        sentence = f"{other.title} is missing in {absent}: `pip install {name} mpi4py numpy`"
+        assert sentence in str(mpi.missing(name, absent))
 
 
 def test_all_leaves_out_what_is_missing(
