@@ -64,6 +64,8 @@ class Work final : public c10d::Work {
 
   // What the call's operations are.
   const std::vector<engine::CompletionPtr>& completions() const { return completions_; }
+  // When nobody holds the object but by a weak reference: the tensors must not live as long as that.
+  void release_resources() override { call_ = Call(); }
 
  private:
   bool allDone() const;
@@ -80,7 +82,7 @@ class Work final : public c10d::Work {
 
   const std::shared_ptr<engine::Engine> engine_;
   const std::shared_ptr<engine::Group> group_;
-  const Call call_;
+  Call call_;  // constant until nobody holds the object
   std::vector<engine::CompletionPtr> completions_;
   std::once_flag settled_;
   std::optional<Error> copyError_;  // written within settled_; read when copyFailed_
