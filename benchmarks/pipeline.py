@@ -319,11 +319,12 @@ def main() -> None:
     options = parser.parse_args()
     expression = options.active or "p + 2"
     options.active_of = lambda size: int(eval(expression, {"p": size}))
-    import smddp  # noqa: F401  registers the backend, before the ranks are forked
+    # Registers the backend, before the ranks are forked.
+    from smddp import _load
 
     figures: dict[str, Any] = {
         "arguments": {k: v for k, v in vars(options).items() if k != "active_of"},
-        "versions": {"smddp": smddp_version(), "torch": torch.__version__},
+        "versions": {"smddp": _load.load().build_info()["version"], "torch": torch.__version__},
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "load_before": os.getloadavg(),
@@ -336,13 +337,6 @@ def main() -> None:
     figures["load_after"] = os.getloadavg()
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def smddp_version() -> str:
-    """Returns the version of the core."""
-    from smddp import _C
-
-    return _C.build_info()["version"]
 
 
 def measure_calls(options: Any, figures: dict[str, Any]) -> None:

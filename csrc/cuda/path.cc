@@ -21,10 +21,10 @@ Choice choosePath(const std::string& setting, bool haveNccl, std::span<const Pla
     if (setting == "auto") return {Path::Host, "this torch was built without NCCL"};
     return {setting == "nccl" ? Path::Nccl : Path::Host, "SMDDP_GPU_PATH=" + setting};
   }
-  std::map<std::string, size_t> ownerOf;
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    if (ranks[rank].node != ranks[0].node) return {Path::Host, "the ranks are on several nodes"};
+  for (const Place& place : ranks) {
+    if (place.node != ranks[0].node) return {Path::Host, "the ranks are on several nodes"};
   }
+  std::map<std::string, size_t> ownerOf;
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const auto [other, isNew] = ownerOf.emplace(ranks[rank].device, rank);
     if (isNew) continue;

@@ -566,3 +566,18 @@ def times_out(name: str) -> str:
             return ""
         tensor = torch.ones(100, device=device.device)
         return error_of(lambda: dist.all_reduce(tensor, async_op=True).wait())
+
+
+# --- the cases, as test_device.py and test_cuda.py run them ---------------------------------------
+
+VALUES = [reduces, moves, overlaps]
+ORDER = [
+    messages,
+    any_source,
+    follows_streams,
+    does_not_block,
+    barrier_covers,
+    outlives_its_tensors,
+    futures,
+    trains,
+]

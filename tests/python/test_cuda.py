@@ -36,25 +36,13 @@ HOST = {"SMDDP_GPU_PATH": "host"}
 
 
 @layouts
-@pytest.mark.parametrize("cases", [device_cases.reduces, device_cases.moves, device_cases.overlaps])
+@pytest.mark.parametrize("cases", device_cases.VALUES)
 def test_values_through_the_host(layout: str, cases: Callable[[str], None]) -> None:
     ranks.check_ranks(cases, layout, "cuda", env=HOST, timeout=200)
 
 
-ORDER = [
-    device_cases.messages,
-    device_cases.any_source,
-    device_cases.follows_streams,
-    device_cases.does_not_block,
-    device_cases.barrier_covers,
-    device_cases.outlives_its_tensors,
-    device_cases.futures,
-    device_cases.trains,
-]
-
-
 @pytest.mark.parametrize("layout", ["2", pytest.param("2x2", marks=several_nodes)])
-@pytest.mark.parametrize("cases", ORDER)
+@pytest.mark.parametrize("cases", device_cases.ORDER)
 def test_order_through_the_host(layout: str, cases: Callable[[str], None]) -> None:
     ranks.check_ranks(cases, layout, "cuda", env=HOST, timeout=120)
 

@@ -20,25 +20,13 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("layout", ["1", "2", "2x2"])
-@pytest.mark.parametrize("cases", [device_cases.reduces, device_cases.moves, device_cases.overlaps])
+@pytest.mark.parametrize("cases", device_cases.VALUES)
 def test_values(layout: str, cases: Callable[[str], None]) -> None:
     ranks.check_ranks(cases, layout, "fake", timeout=90)
 
 
 @pytest.mark.parametrize("layout", ["2", "2x2"])
-@pytest.mark.parametrize(
-    "cases",
-    [
-        device_cases.messages,
-        device_cases.any_source,
-        device_cases.follows_streams,
-        device_cases.does_not_block,
-        device_cases.barrier_covers,
-        device_cases.outlives_its_tensors,
-        device_cases.futures,
-        device_cases.trains,
-    ],
-)
+@pytest.mark.parametrize("cases", device_cases.ORDER)
 def test_order(layout: str, cases: Callable[[str], None]) -> None:
     ranks.check_ranks(cases, layout, "fake", timeout=90)
 
