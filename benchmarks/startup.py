@@ -1,0 +1,149 @@
+"""Measures what a job pays before its first collective has ended, beside gloo.
+
+    python benchmarks/startup.py --ranks 4 --trials 25 --json FILE
+
+Backends take turns. A trial starts all ranks as new processes, which import torch and wait for one
+another; from there on the clock runs. Each figure is that of the slowest rank, medians over the trials:
+
+    import   `import smddp`; gloo is part of torch
+    init     init_process_group(): the store, the rendezvous, and what the backend opens
+    first    one all_reduce of a number; a backend that connects late does it here
+
+`total` is the time until the last rank has its first result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+BACKENDS = ("smddp", "gloo")
+PHASES = ("import", "init", "first")
+PATIENCE = 120.0
+
+
+def rank_main(backend: str) -> None:
+    """Waits for a line on stdin, then starts up and prints when each phase was over."""
+    import torch
+    import torch.distributed as dist
+
+    print("ready", flush=True)
+    sys.stdin.readline()
+    times = [time.monotonic()]
+    if backend == "smddp":
+        import smddp  # noqa: F401  registers the backend
+    times.append(time.monotonic())
+    dist.init_process_group(backend)
+    times.append(time.monotonic())
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    times.append(time.monotonic())
+    assert value.item() == dist.get_world_size(), f"a sum of ones is {value.item()}"
+    print(json.dumps(times), flush=True)
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def trial(backend: str, size: int) -> dict[str, float]:
+    """Starts `size` ranks once; returns milliseconds by phase, and in total."""
+    common = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        # What torch imports by itself would be counted in neither; here it is counted.
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+    ranks = []
+    for rank in range(size):
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, __file__, "--as-rank", backend],
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            if rank.stdout.readline() != "ready\n":
+                raise RuntimeError(f"a rank with {backend} ended before it was ready")
+        begin = time.monotonic()
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        # communicate() would close stdin first, and ranks may have read all they want of it.
+        times = [json.loads(rank.communicate(timeout=PATIENCE)[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    result = {
+        phase: max(each[i + 1] - each[i] for each in times) * 1e3 for i, phase in enumerate(PHASES)
+    }
+    return {**result, "total": (max(each[-1] for each in times) - begin) * 1e3}
+
+
+def main() -> int:
+    """Runs the trials and prints a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--trials", type=int, default=25, help="of each backend (%(default)s)")
+    parser.add_argument("--json", type=Path, help="write every trial's figures there")
+    parser.add_argument("--as-rank", choices=BACKENDS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        rank_main(options.as_rank)
+        return 0
+    trials: dict[str, list[dict[str, float]]] = {backend: [] for backend in BACKENDS}
+    for number in range(-1, options.trials):
+        for backend in BACKENDS if number % 2 else reversed(BACKENDS):
+            figures = trial(backend, options.ranks)
+            if number >= 0:  # the first one fills the caches of the file system
+                trials[backend].append(figures)
+    medians = {
+        backend: {key: statistics.median(each[key] for each in figures) for key in figures[0]}
+        for backend, figures in trials.items()
+    }
+    print(f"{'ms':>8}" + "".join(f"{key:>10}" for key in medians[BACKENDS[0]]))
+    for backend, figures in medians.items():
+        print(f"{backend:>8}" + "".join(f"{figures[key]:>10.1f}" for key in figures))
+    ratio = medians["smddp"]["total"] / medians["gloo"]["total"]
+    print(f"smddp takes {ratio:.2f} times as long as gloo")
+    if options.json:
+        about = {
+            "command": " ".join(["benchmarks/startup.py", *sys.argv[1:]]),
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+        }
+        options.json.write_text(
+            json.dumps({**about, "medians_ms": medians, "trials_ms": trials}, indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
