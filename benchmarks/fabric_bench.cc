@@ -106,7 +106,7 @@ class PutStream final : public Stream {
 
 // What anybody would open who has only this stream to send: a queue that cannot be slept on, no receives.
 struct RawEndpoint {
-  explicit RawEndpoint(const fi_info& raw) : info(fi_dupinfo(&raw)) {
+  explicit RawEndpoint(const fi_info& raw) : info(library().dupInfo(&raw)) {
     fabric = createFabric(*info);
     domain = createDomain(*fabric, *info);
     addresses = createAddressVector(*domain);

@@ -10,9 +10,14 @@ else()
   find_package(fmt 9 REQUIRED)                                      # fmt::fmt-header-only
 endif()
 
-find_package(Libfabric 1.17)                                        # Libfabric::libfabric
+find_package(Libfabric 1.17)                                        # Libfabric::headers
 if(Libfabric_FOUND)
   set(SMDDP_HAVE_LIBFABRIC 1)
+  # What is built here loads the copy that was found, not another one that the system has.
+  get_filename_component(libfabric_folder "${Libfabric_LIBRARY}" DIRECTORY)
+  if(NOT libfabric_folder IN_LIST CMAKE_CXX_IMPLICIT_LINK_DIRECTORIES)
+    list(APPEND CMAKE_BUILD_RPATH "${libfabric_folder}")
+  endif()
   message(STATUS "smddp: libfabric ${Libfabric_VERSION}: ${Libfabric_LIBRARY}")
 else()
   set(SMDDP_HAVE_LIBFABRIC 0)

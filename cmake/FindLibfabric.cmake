@@ -1,4 +1,4 @@
-# Finds libfabric and defines Libfabric::libfabric.
+# Finds libfabric and defines Libfabric::headers: the library is loaded at run time, when it is needed.
 #
 # In order: LIBFABRIC_HOME (cache variable, then environment), pkg-config, and where the EFA installer
 # puts its own copy. A LIBFABRIC_HOME that has no libfabric is an error, not a reason to look elsewhere:
@@ -42,10 +42,9 @@ find_package_handle_standard_args(Libfabric
   REQUIRED_VARS Libfabric_LIBRARY Libfabric_INCLUDE_DIR
   VERSION_VAR Libfabric_VERSION)
 
-if(Libfabric_FOUND AND NOT TARGET Libfabric::libfabric)
-  add_library(Libfabric::libfabric UNKNOWN IMPORTED)
-  set_target_properties(Libfabric::libfabric PROPERTIES
-    IMPORTED_LOCATION "${Libfabric_LIBRARY}"
+if(Libfabric_FOUND AND NOT TARGET Libfabric::headers)
+  add_library(Libfabric::headers INTERFACE IMPORTED)
+  set_target_properties(Libfabric::headers PROPERTIES
     INTERFACE_INCLUDE_DIRECTORIES "${Libfabric_INCLUDE_DIR}")
 endif()
 mark_as_advanced(Libfabric_INCLUDE_DIR Libfabric_LIBRARY)

@@ -93,9 +93,11 @@ def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 @functools.cache
 def _warn_of_misspelt_settings(module: Any) -> None:
     """One warning per node and variable: all ranks of a node usually have the same environment."""
-    from smddp.env import misspelt
+    names = [name for name in os.environ if name.startswith("SMDDP_")]
+    if names and os.environ.get("LOCAL_RANK", "0") == "0":
+        # What suggests a name takes longer to import than all else here.
+        from smddp.env import misspelt
 
-    if os.environ.get("LOCAL_RANK", "0") == "0":
         for sentence in misspelt(os.environ, [row["name"] for row in module.settings()]):
             warnings.warn(f"smddp: {sentence}", stacklevel=2)
 

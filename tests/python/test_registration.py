@@ -140,3 +140,39 @@ def test_autoload_never_breaks_import_torch() -> None:
         """
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_single_node_never_loads_libfabric() -> None:
+    succeed(
+        """
+        import smddp, torch
+        import torch.distributed as dist
+
+        dist.init_process_group("smddp", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1))
+        with open("/proc/self/maps") as maps:
+            text = maps.read()
+        assert "_C." in text  # the compiled module is there, what it may need later is not
+        assert "libfabric" not in text
+        dist.destroy_process_group()
+        """
+    )
+
+
+def test_a_libfabric_that_cannot_be_loaded_is_named(tmp_path) -> None:
+    (tmp_path / "libfabric.so.1").write_text("no library")
+    succeed(
+        """
+        import smddp
+        from smddp import _load
+
+        info = _load.load().build_info()
+        if "built without libfabric" not in info["fabric_reason"]:
+            assert not info["fabric"]
+            assert "libfabric cannot be loaded, and ranks on several nodes need it: " in (
+                info["fabric_reason"]
+            )
+            assert "libfabric.so.1" in info["fabric_reason"]
+        """,
+        LD_LIBRARY_PATH=str(tmp_path),
+    )

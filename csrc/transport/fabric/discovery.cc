@@ -54,11 +54,11 @@ std::map<std::string, Interface> interfacesByAddress() {
 // Newer libraries then behave as 1.18 did.
 uint32_t apiVersion() {
   const uint32_t header = FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION);
-  return std::min({header, fi_version(), static_cast<uint32_t>(FI_VERSION(1, 18))});
+  return std::min({header, library().version(), static_cast<uint32_t>(FI_VERSION(1, 18))});
 }
 
 InfoPtr hintsAfter(int relaxations) {
-  InfoPtr hints(fi_allocinfo());
+  InfoPtr hints(library().dupInfo(nullptr));
   if (!hints) raise(ErrorKind::Resource, "fi_allocinfo: out of memory");
   hints->caps = FI_MSG | (relaxations >= 3 ? 0 : FI_RMA);
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
@@ -116,7 +116,7 @@ Discovery discover() {
   for (int relaxed = 0; relaxed <= static_cast<int>(std::size(kRelaxations)); ++relaxed) {
     const InfoPtr hints = hintsAfter(relaxed);
     fi_info* list = nullptr;
-    const int result = fi_getinfo(apiVersion(), nullptr, nullptr, 0, hints.get(), &list);
+    const int result = library().getInfo(apiVersion(), nullptr, nullptr, 0, hints.get(), &list);
     if (result == -FI_ENODATA) continue;
     check(result, "fi_getinfo");
     found.lists.emplace_back(list);

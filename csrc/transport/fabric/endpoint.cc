@@ -166,8 +166,8 @@ void Endpoint::readError(Completions& handler) {
   std::array<char, 256> detail{};
   const char* const words =
       fi_cq_strerror(queue_.get(), error.prov_errno, error.err_data, detail.data(), detail.size());
-  const std::string cause = fmt::format("{} ({}: {})", fi_strerror(error.err), provider_.provider,
-                                        words ? words : "no detail");
+  const std::string cause = fmt::format("{} ({}: {})", library().describeError(error.err),
+                                        provider_.provider, words ? words : "no detail");
 
   Operation* const operation = operationOf(error.op_context);
   if (operation == nullptr) raise(ErrorKind::Transport, "the fabric reports: {}", cause);

@@ -31,7 +31,7 @@ size_t roundUp(size_t bytes) { return (bytes + 63) / 64 * 64; }
 }  // namespace
 
 Endpoint::Endpoint(const fi_info& raw, ProviderInfo chosen, const Options& options)
-    : provider_(std::move(chosen)), info_(fi_dupinfo(&raw)) {
+    : provider_(std::move(chosen)), info_(library().dupInfo(&raw)) {
   if (!info_) raise(ErrorKind::Resource, "fi_dupinfo: out of memory");
   fabric_ = createFabric(*info_);
   domain_ = createDomain(*fabric_, *info_);

@@ -181,7 +181,8 @@ ssize_t FabricTransport::postFragment(Peer& peer, Operation& operation) {
 bool FabricTransport::accepted(PeerId id, ssize_t result, const char* what) {
   if (result == 0) return true;
   if (result != -FI_EAGAIN)
-    fail(id, fmt::format("{} to it failed: {}", what, fi_strerror(static_cast<int>(-result))));
+    fail(id, fmt::format("{} to it failed: {}", what,
+                         library().describeError(static_cast<int>(-result))));
   return false;
 }
 
@@ -283,7 +284,7 @@ size_t FabricTransport::reportFailures() {
 }
 
 std::string FabricTransport::describe() const {
-  const uint32_t version = fi_version();
+  const uint32_t version = library().version();
   return fmt::format(
       "libfabric {}.{}, {}, {}", FI_MAJOR(version), FI_MINOR(version),
       fabric::describe(endpoint_.provider(), endpoint_.protocol(), why_),

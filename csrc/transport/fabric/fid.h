@@ -15,6 +15,7 @@
 #include <rdma/fi_rma.h>
 
 #include "common/error.h"
+#include "transport/fabric/library.h"
 
 namespace smddp::transport::fabric {
 
@@ -34,19 +35,19 @@ using EndpointFid = Fid<fid_ep>;
 using MemoryRegion = Fid<fid_mr>;
 
 struct FreeInfo {
-  void operator()(fi_info* info) const noexcept { fi_freeinfo(info); }
+  void operator()(fi_info* info) const noexcept { library().freeInfo(info); }
 };
 using InfoPtr = std::unique_ptr<fi_info, FreeInfo>;
 
 // `result` is what libfabric returned: zero, or a negative fi_errno.
 inline void check(ssize_t result, const char* what) {
   if (result >= 0) return;
-  raise(ErrorKind::Transport, "{}: {}", what, fi_strerror(static_cast<int>(-result)));
+  raise(ErrorKind::Transport, "{}: {}", what, library().describeError(static_cast<int>(-result)));
 }
 
 inline Fabric createFabric(fi_info& info) {
   fid_fabric* object = nullptr;
-  check(fi_fabric(info.fabric_attr, &object, nullptr), "fi_fabric");
+  check(library().openFabric(info.fabric_attr, &object, nullptr), "fi_fabric");
   return Fabric(object);
 }
 
@@ -88,7 +89,7 @@ inline MemoryRegion createMemoryRegion(fid_domain& domain, void* start, size_t b
   if (result != 0)
     raise(ErrorKind::Resource,
           "the fabric cannot register {} bytes of memory: {}; `ulimit -l` is the usual limit",
-          bytes, fi_strerror(-result));
+          bytes, library().describeError(-result));
   return MemoryRegion(object);
 }
 

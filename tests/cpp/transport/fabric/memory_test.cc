@@ -17,7 +17,7 @@ struct MemoryTest : ::testing::Test {
   void SetUp() override {
     found = discover();
     const size_t index = choose(found.offered, {}, "").index;
-    info.reset(fi_dupinfo(found.raw[index]));
+    info.reset(library().dupInfo(found.raw[index]));
     fabric = createFabric(*info);
     domain = createDomain(*fabric, *info);
   }
