@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import smddp
 from smddp.bench import ddp, options, plot, table, tune
-from smddp.bench.about import about
+from smddp.bench.about import about, say_written, write_file
 from smddp.bench.bounds import BoundContender, copy_rate, link_rate
 from smddp.bench.contender import Contender
 from smddp.bench.launch import complete_rendezvous, is_rank, launch
@@ -154,14 +154,15 @@ class _Rank:
         run, where = self._run, self._about()
         if run.json is not None:
             result = table.as_json(tasks, where, run.every_call)
-            run.json.write_text(json.dumps(result, indent=2) + "\n")
+            write_file(run.json, json.dumps(result, indent=2) + "\n")
         nodes = where["config"]["ranks_of_nodes"]
         title = f"{dist.get_world_size()} ranks, {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
         if run.plot is not None:
             plot.draw(tasks, title, run.plot)
+            say_written(run.plot)
         if run.tune is not None:
             lines = [f"{self._start}, {title}", f"smddp.bench {' '.join(sys.argv[1:])}"]
-            run.tune.write_text(tune.write(tune.rows(tasks, nodes), lines))
+            write_file(run.tune, tune.write(tune.rows(tasks, nodes), lines))
 
 
 def _be_rank(run: options.Run) -> int:

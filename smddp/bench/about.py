@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from smddp import _load
 
-__all__ = ["about"]
+__all__ = ["about", "say_written", "write_file"]
 
 _PREFIXES = ("SMDDP_", "OMP_", "NCCL_", "GLOO_")
 # Files are passed on.
@@ -47,3 +48,14 @@ def about(start: str, **config: Any) -> dict[str, Any]:
             **config,
         },
     }
+
+
+def say_written(path: Path) -> None:
+    """Prints which file has been written."""
+    print(f"# wrote {path}", flush=True)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a file, and says so."""
+    path.write_text(text)
+    say_written(path)

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp.bench.about import about
-from smddp.bench.launch import complete_rendezvous, is_rank, launch
+from smddp.bench.about import about, write_file
+from smddp.bench.launch import DEFAULT_RANKS, complete_rendezvous, is_rank, launch, layout_of
 from smddp.bench.models import MODELS, Trainee, sleeper
 from smddp.bench.steps import NOTHING, Amount, Row, measure
-from smddp.plan import parse_nodes
 
 __all__ = ["main"]
 
@@ -81,9 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--ranks", type=int, default=2, help="on this machine (default 2)")
-    where.add_argument("--nodes", help="ranks that play several nodes, as 2x2 or 8x1")
+    parser.add_argument("--ranks", type=int, help=f"on this machine (default {DEFAULT_RANKS})")
+    parser.add_argument("--nodes", help="instead: ranks that play several nodes, as 2x2 or 8x1")
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument(
         "--backends",
@@ -148,11 +146,7 @@ def _check(options: argparse.Namespace) -> list[int]:
         raise ValueError("--steps must be at least 1")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ValueError(f"{options.json}: there is no such folder")
-    if options.nodes is not None:
-        return [len(node) for node in parse_nodes(options.nodes)]
-    if options.ranks < 1:
-        raise ValueError("--ranks must be at least 1")
-    return [options.ranks]
+    return layout_of(options.ranks, options.nodes)
 
 
 def _models(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Trainee]]]:
@@ -186,7 +180,7 @@ def _be_rank(options: argparse.Namespace) -> int:
         if speaks:
             print(_format(rows), flush=True)
     if speaks and options.json is not None:
-        options.json.write_text(json.dumps(_as_json(models, start), indent=2) + "\n")
+        write_file(options.json, json.dumps(_as_json(models, start), indent=2) + "\n")
     dist.barrier()
     dist.destroy_process_group()
     return 1 if any(row.right is False for rows in models for row in rows) else 0

@@ -9,7 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-__all__ = ["complete_rendezvous", "is_rank", "launch"]
+from smddp.plan import parse_nodes
+
+__all__ = ["DEFAULT_RANKS", "complete_rendezvous", "is_rank", "launch", "layout_of"]
+
+DEFAULT_RANKS = 2
 
 _PATIENCE = 60.0
 
@@ -23,6 +27,30 @@ def _free_port() -> int:
 def is_rank() -> bool:
     """Returns whether a launcher has started this process as a rank (importing smddp tells)."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def layout_of(ranks: int | None, nodes: str | None) -> list[int]:
+    """Returns the ranks of each node that --ranks or --nodes asks for.
+
+    Raises:
+        ValueError: both do, or a launcher has started another number of ranks.
+    """
+    if ranks is not None and nodes is not None:
+        raise ValueError(
+            f"--nodes {nodes} says how many ranks there are: leave out --ranks {ranks}"
+        )
+    if ranks is not None and ranks < 1:
+        raise ValueError("--ranks must be at least 1")
+    if nodes is not None:
+        layout = [len(node) for node in parse_nodes(nodes)]
+    else:
+        layout = [DEFAULT_RANKS if ranks is None else ranks]
+    asked = f"--ranks {ranks}" if nodes is None else f"--nodes {nodes}"
+    if is_rank() and (ranks or nodes) and sum(layout) != int(os.environ["WORLD_SIZE"]):
+        raise ValueError(
+            f"{asked}, but the launcher has started {os.environ['WORLD_SIZE']} ranks: leave it out"
+        )
+    return layout
 
 
 def complete_rendezvous() -> None:

@@ -14,7 +14,8 @@ __all__ = ["Bench", "Case", "Measurement", "Timing", "Workload"]
 # Blocks of calls that take turns with those of the other cases: a slow second of the machine then
 # hits all of them.
 _ROUNDS = 5
-_WARM_UP = 3
+# Calls that say how many there will be; the first ones of a size touch new memory.
+_TRIAL_CALLS = 3
 _MAX_CALLS = 2000
 
 
@@ -100,6 +101,7 @@ class Bench:
         self._workload = workload
         self._contenders = contenders
         self._ranks = ranks
+        self._cold = True
         self.left_out: list[str] = []  # sentences about what a contender cannot do
 
     def run(self) -> Iterator[list[Measurement]]:
@@ -120,6 +122,12 @@ class Bench:
             if (timing := row.timing(place)) is not None
         ]
         calls = [self._calls_per_round(row, place) for row, place, _ in turns]
+        # The first of all meets a machine that has done nothing, each other one that has done
+        # something else: what is not counted makes them warm, all of it and a tenth.
+        share = 1 if self._cold else 10
+        self._cold = False
+        for (row, place, _), number in zip(turns, calls, strict=True):
+            self._contenders[row.case].time(place, -(-number // share))
         for _ in range(_ROUNDS):
             for (row, place, timing), number in zip(turns, calls, strict=True):
                 timing.microseconds += self._contenders[row.case].time(place, number)
@@ -157,6 +165,6 @@ class Bench:
         if self._workload.iterations is not None:
             return max(1, self._workload.iterations // _ROUNDS)
         # Every rank sees the same times, so every rank decides alike.
-        median = statistics.median(self._contenders[row.case].time(place, _WARM_UP))
+        median = statistics.median(self._contenders[row.case].time(place, _TRIAL_CALLS))
         calls = int(self._workload.seconds * 1e6 / max(median, 1.0) / _ROUNDS)
         return max(2, min(calls, _MAX_CALLS))

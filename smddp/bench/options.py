@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from smddp.bench import mpi, plot, tune
 from smddp.bench.contender import PLACES
+from smddp.bench.launch import DEFAULT_RANKS, layout_of
 from smddp.bench.measure import Case, Workload
 from smddp.bench.operations import BITWISE, OPERATIONS, Task
 from smddp.bench.table import BOUND
 from smddp.bench.torch_calls import DTYPES, OPS
-from smddp.plan import parse_bytes, parse_nodes
+from smddp.plan import parse_bytes
 
 __all__ = ["Run", "parse", "parser"]
 
@@ -66,9 +67,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="COLLECTIVE",
         help=f"of {', '.join(OPERATIONS)}; or all (default allreduce)",
     )
-    where = result.add_mutually_exclusive_group()
-    where.add_argument("--ranks", type=int, default=2, help="on this machine (default 2)")
-    where.add_argument("--nodes", help="ranks that play several nodes, as 2x2 or 3+1")
+    result.add_argument("--ranks", type=int, help=f"on this machine (default {DEFAULT_RANKS})")
+    result.add_argument("--nodes", help="instead: ranks that play several nodes, as 2x2 or 3+1")
     result.add_argument(
         "--backends",
         default=f"smddp,gloo,{BOUND}",
@@ -260,14 +260,6 @@ def _cases(options: argparse.Namespace, backends: list[str]) -> list[Case]:
     return [Case("smddp", memory, name) for name in names for memory in memories]
 
 
-def _layout(options: argparse.Namespace) -> list[int]:
-    if options.nodes is not None:
-        return [len(node) for node in parse_nodes(options.nodes)]
-    if options.ranks < 1:
-        raise ValueError("--ranks must be at least 1")
-    return [options.ranks]
-
-
 def parse(options: argparse.Namespace, ranks: int | None) -> Run:
     """Returns what parsed arguments ask for.
 
@@ -279,7 +271,7 @@ def parse(options: argparse.Namespace, ranks: int | None) -> Run:
         ValueError: they ask for what cannot be; the text is one sentence.
     """
     left_out: list[str] = []
-    layout = _layout(options)
+    layout = layout_of(options.ranks, options.nodes)
     ranks = ranks or sum(layout)
     if not 0 <= options.root < ranks:
         raise ValueError(f"--root {options.root} is not among {ranks} ranks")

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from smddp.bench import Case, Measurement, Timing, mpi, table
 from smddp.bench.__main__ import main
-from smddp.bench.contender import PLACES
+from smddp.bench.contender import PLACES, Contender
+from smddp.bench.measure import Bench, Workload
 from smddp.bench.operations import OPERATIONS, Task, contribution, result
 from smddp.bench.steps import hidden_share
 from smddp.bench.torch_calls import TorchContender
@@ -80,6 +81,7 @@ def test_table_and_json_say_the_same(tmp_path: Path) -> None:
     assert written["config"]["ranks_of_nodes"] == [2]
     assert written["config"]["limits"]["copy_gbps"] > 0
     assert "# Out of bounds values : 0 OK" in done.stdout
+    assert f"# wrote {file}\n" in done.stdout
     assert done.stdout.count("# Avg bus bandwidth") == len(cases)
 
 
@@ -161,6 +163,8 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["--max-bytes=4"], "--min-bytes"),
         (["--max-bytes=64 parsecs"], "is no number of bytes"),
         (["--nodes=2y2"], "is no layout of ranks"),
+        (["--nodes=2x2", "--ranks=4"], "--nodes 2x2 says how many ranks there are"),
+        (["--ranks=0"], "--ranks must be at least 1"),
         (["--factor=1"], "--factor must be at least 2"),
         (["--op=avg"], "gloo has no avg"),
         (["--op=band"], "--op band of --dtype float is undefined"),
@@ -187,6 +191,7 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["ddp", "--sleep=0"], "--sleep must be positive"),
         (["ddp", "--steps=0"], "--steps must be at least 1"),
         (["ddp", "--nodes=x"], "is no layout of ranks"),
+        (["ddp", "--nodes=8x1", "--ranks=8"], "--nodes 8x1 says how many ranks there are"),
         (["ddp", "--seconds=inf"], "--seconds must be positive"),
     ],
 )
@@ -205,6 +210,54 @@ def test_bad_arguments_are_one_sentence(
     assert said.startswith("smddp.bench: ")
     assert text in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("asked", ["--ranks=4", "--nodes=2x2"])
+@pytest.mark.parametrize("what", [[], ["ddp"]])
+def test_a_launcher_decides_how_many_ranks(
+    asked: str,
+    what: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([*what, asked]) == 2
+    said = capsys.readouterr().err
+    assert "but the launcher has started 2 ranks: leave it out" in said
+    assert asked.replace("=", " ") in said
+
+
+class _CountingContender(Contender):
+    """Says when it was called, and how often in a block."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+
+    def prepare(self, task: Task) -> list[str]:
+        self.blocks.append(0)
+        return ["in_place"]
+
+    def time(self, place: str, calls: int) -> list[float]:
+        self.blocks.append(calls)
+        return [float(len(self.blocks))] * calls
+
+    def wrong(self, place: str, shift: int) -> int | None:
+        return None
+
+
+def test_every_size_begins_warm() -> None:
+    contender = _CountingContender()
+    tasks = [(Task("allreduce", count), 4 * count) for count in (2, 16)]
+    bench = Bench(Workload(tasks, iterations=100), {Case("gloo"): contender}, 2)
+    first, second = (rows[0].in_place for rows in bench.run())
+    # Nothing of the blocks that come first is counted: as many calls as a round, then a tenth.
+    assert contender.blocks == [0, 20] + [20] * 5 + [0, 2] + [20] * 5
+    assert first is not None
+    assert min(first.microseconds) == 3
+    assert second is not None
+    assert min(second.microseconds) == 10
+    assert len(first.microseconds) == len(second.microseconds) == 100
 
 
 def measurement(backend: str, microseconds: list[float], wrong: int = 0) -> Measurement:
@@ -441,6 +494,7 @@ def test_plot(suffix: str, magic: bytes, tmp_path: Path) -> None:
         f"--plot={file}",
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f"# wrote {file}\n" in done.stdout
     content = file.read_bytes()
     assert content.startswith(magic)
     if suffix == "svg":
