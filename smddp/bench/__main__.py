@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 import smddp
-from smddp.bench import ddp, options, plot, table, tune
+from smddp.bench import ddp, numa, options, plot, table, tune
 from smddp.bench.about import about, say_written, write_file
 from smddp.bench.bounds import BoundContender, copy_rate, link_rate
 from smddp.bench.contender import Contender
@@ -49,6 +49,8 @@ class _Rank:
     def __enter__(self) -> _Rank:
         try:
             self._nodes = _nodes_of_ranks()
+            self._numa: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(self._numa, numa.nodes_of())
             self._limits = self._measure_limits()
             for case in self._run.cases:
                 contender = self._contender(case)
@@ -137,7 +139,9 @@ class _Rank:
             self._say(
                 f"# limits: {self._limits['copy_gbps']:.1f} GB/s copied by each rank{between}"
             )
-        for note in self._notes:
+        # Hosts number their NUMA nodes alike: only within one do the numbers mean a place.
+        places = "" if max(self._nodes) > 0 else numa.describe(self._numa)
+        for note in [*filter(None, [places]), *self._notes]:
             self._say(f"# {note}")
 
     def _about(self) -> dict[str, Any]:
@@ -145,6 +149,7 @@ class _Rank:
             self._start,
             ranks_of_nodes=[self._nodes.count(node) for node in range(max(self._nodes) + 1)],
             description=self._description(),
+            numa_nodes=self._numa,
             limits=self._limits,
             notes=self._notes,
         )

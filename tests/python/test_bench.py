@@ -17,7 +17,7 @@ import ranks
 import torch
 import torch.distributed as dist
 
-from smddp.bench import Case, Measurement, Timing, mpi, table
+from smddp.bench import Case, Measurement, Timing, mpi, numa, table
 from smddp.bench.__main__ import main
 from smddp.bench.contender import PLACES, Contender
 from smddp.bench.measure import Bench, Workload
@@ -79,6 +79,7 @@ def test_table_and_json_say_the_same(tmp_path: Path) -> None:
     assert written["out_of_bounds"] == {"count": 0, "okay": True}
     assert len(written["average_bus_bandwidth"]) == len(cases)
     assert written["config"]["ranks_of_nodes"] == [2]
+    assert written["config"]["numa_nodes"] == [numa.nodes_of()] * 2
     assert written["config"]["limits"]["copy_gbps"] > 0
     assert "# Out of bounds values : 0 OK" in done.stdout
     assert f"# wrote {file}\n" in done.stdout
@@ -258,6 +259,51 @@ def test_every_size_begins_warm() -> None:
     assert second is not None
     assert min(second.microseconds) == 10
     assert len(first.microseconds) == len(second.microseconds) == 100
+
+
+def _machine(folder: Path, *cpulists: str) -> Path:
+    """Describes a machine as the kernel does."""
+    folder.mkdir()
+    for number, cpulist in enumerate(cpulists):
+        (folder / f"node{number}").mkdir()
+        (folder / f"node{number}" / "cpulist").write_text(cpulist + "\n")
+    (folder / "has_cpu").write_text("0\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("cpulists", "cores", "nodes"),
+    [
+        (["0-1"], {0, 1}, [0]),
+        (["0-3,8-11", "4-7,12-15"], {5}, [1]),
+        (["0-3,8-11", "4-7,12-15"], {8, 9}, [0]),
+        (["0-3,8-11", "4-7,12-15"], {3, 4}, [0, 1]),
+        (["0", "1", "", "2"], {2}, [3]),  # one with memory only
+        (["0"], {1}, []),
+        ([], {0}, []),
+    ],
+)
+def test_numa_nodes_of_cores(
+    cpulists: list[str], cores: set[int], nodes: list[int], tmp_path: Path
+) -> None:
+    assert numa.nodes_of(cores, _machine(tmp_path / "node", *cpulists)) == nodes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sentence"),
+    [
+        ([[0], [0]], ""),
+        ([[], []], ""),
+        ([[0], [0], [1]], "NUMA: ranks by where they may run, node 0: 0,1; node 1: 2"),
+        (
+            [[0, 1], [0, 1]],
+            "NUMA: ranks by where they may run, nodes 0,1: 0,1 "
+            "(bind each rank to one: numactl --cpunodebind, mpirun --bind-to numa)",
+        ),
+    ],
+)
+def test_numa_nodes_in_a_sentence(nodes: list[list[int]], sentence: str) -> None:
+    assert numa.describe(nodes) == sentence
 
 
 def measurement(backend: str, microseconds: list[float], wrong: int = 0) -> Measurement:

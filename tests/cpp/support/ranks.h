@@ -33,9 +33,11 @@ struct RankContext {
 };
 
 // layout[n] = ranks on node n: {2, 2} is two nodes of two ranks. Runs `body` on every rank and rethrows what
-// the first failing rank threw. Engines live until all bodies have ended.
-inline void runRanks(const std::vector<int>& layout,
-                     const std::function<void(RankContext&)>& body) {
+// the first failing rank threw. Engines live until all bodies have ended. `prepare` runs on the thread of each rank
+// before its engine is made.
+inline void runRanks(
+    const std::vector<int>& layout, const std::function<void(RankContext&)>& body,
+    const std::function<void(Rank)>& prepare = [](Rank) {}) {
   std::vector<std::string> nodes;
   for (size_t n = 0; n < layout.size(); ++n) {
     for (int i = 0; i < layout[n]; ++i) nodes.push_back("id:node" + std::to_string(n));
@@ -48,6 +50,7 @@ inline void runRanks(const std::vector<int>& layout,
   for (Rank rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       try {
+        prepare(rank);
         engine::Engine::Options options;
         options.process.nodeName = nodes[rank];
         engines[rank] = std::make_unique<engine::Engine>(options);
