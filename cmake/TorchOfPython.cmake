@@ -10,13 +10,16 @@ execute_process(
 if(NOT torch_status EQUAL 0)
   message(FATAL_ERROR "${torch_error}")
 endif()
-# Four lines: version, module suffix, include folders and library folders joined by |.
+# Five lines: version, module suffix, include folders and library folders joined by |, version of CUDA or none.
 string(REPLACE "\n" "\n;" torch_facts "${torch_facts}")
-foreach(name IN ITEMS SMDDP_TORCH_VERSION SMDDP_MODULE_SUFFIX torch_include_dirs torch_library_dirs)
+foreach(name IN ITEMS SMDDP_TORCH_VERSION SMDDP_MODULE_SUFFIX torch_include_dirs torch_library_dirs SMDDP_TORCH_CUDA)
   list(POP_FRONT torch_facts line)
   string(STRIP "${line}" line)
   string(REPLACE "|" ";" ${name} "${line}")
 endforeach()
+if(SMDDP_TORCH_CUDA STREQUAL "none")
+  set(SMDDP_TORCH_CUDA "")
+endif()
 string(REGEX MATCH "^([0-9]+)\\.([0-9]+)" torch_release "${SMDDP_TORCH_VERSION}")
 set(SMDDP_TORCH_VERSION_MAJOR ${CMAKE_MATCH_1})
 set(SMDDP_TORCH_VERSION_MINOR ${CMAKE_MATCH_2})

@@ -36,7 +36,7 @@ def installed_release() -> str:
 
 
 def print_facts() -> None:
-    """Prints version, module suffix, include folders and library folders."""
+    """Prints version, module suffix, include folders, library folders and version of CUDA."""
     installed_release()
     import torch
     from torch.utils import cpp_extension
@@ -51,6 +51,7 @@ def print_facts() -> None:
     print(sysconfig.get_config_var("EXT_SUFFIX"))
     print("|".join(dict.fromkeys(includes)))
     print("|".join(cpp_extension.library_paths()))
+    print(torch.version.cuda or "none")
 
 
 if __name__ == "__main__":

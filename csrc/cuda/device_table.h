@@ -1,0 +1,47 @@
+// The functions of the CUDA part, libsmddp_cuda.so: a library of its own, compiled by nvcc, that the module loads when
+// it is first needed. Only plain types cross: it knows nothing of torch, and the module nothing of CUDA.
+//
+// Streams are the driver's handles (cudaStream_t), devices its numbers. Functions return 0 or an error that textOf()
+// names. All may be called from any thread and leave the thread's current device as it was.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/job.h"
+
+namespace smddp::cuda {
+
+// Goes up with every change of what crosses. The module refuses a library of another version.
+inline constexpr uint32_t kTableVersion = 1;
+inline constexpr const char* kTableSymbol = "smddp_device_table";
+
+// How another process finds memory of this one. `allocation` is never used twice in a process, other than addresses
+// and handles: memory that was freed is not taken for what lies there now.
+struct MemoryName {
+  uint8_t handle[64] = {};
+  uint64_t base = 0;    // where the allocation begins, in the process that has it
+  uint64_t offset = 0;  // from there
+  uint64_t allocation = 0;
+};
+
+struct DeviceTable {
+  uint32_t version;
+  uint32_t bytes;       // of this structure
+  const char* release;  // of smddp
+
+  const char* (*textOf)(int error);
+  int (*allocate)(int device, size_t bytes, void** memory);
+  int (*free)(int device, void* memory);
+  // Memory that others may open. An error for memory that cannot be shared, such as that of a virtual address range.
+  int (*nameOf)(int device, const void* data, MemoryName* name);
+  // The beginning of an allocation of another process on the same GPU; open ones are counted.
+  int (*open)(int device, const uint8_t handle[64], void** base);
+  int (*close)(int device, void* base);
+  // Enqueues a job.
+  int (*run)(int device, const Job* job, void* stream);
+};
+
+using TableFunction = const DeviceTable* (*)();
+
+}  // namespace smddp::cuda

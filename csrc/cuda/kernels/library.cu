@@ -1,0 +1,175 @@
+// The functions behind DeviceTable, by the CUDA run-time library, which is linked in: whatever torch brings may be
+// there beside it. Both work in the device's primary context, so that their pointers and streams are the same.
+#include <cuda.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "cuda/device_table.h"
+#include "cuda/kernels/launch.cuh"
+
+namespace smddp::cuda {
+namespace {
+
+// The thread's current device is another one for the scope.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) : error_(cudaGetDevice(&before_)) {
+    if (error_ != cudaSuccess || device == before_) return;
+    error_ = cudaSetDevice(device);
+    changed_ = error_ == cudaSuccess;
+  }
+  ~DeviceScope() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+  cudaError_t error_;
+};
+
+template <typename Action>
+int onDevice(int device, const Action& action) {
+  const DeviceScope scope(device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  const cudaError_t error = action();
+  // What a call returns must not be found again by a later one, ours or torch's.
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+// Functions of the driver that the run-time library has no counterpart of; the driver itself is not linked.
+template <typename Function>
+Function driverFunction(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  const auto error =
+      cudaGetDriverEntryPointByVersion(name, &found, 11000, cudaEnableDefault, &status);
+#else
+  const auto error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &status);
+#endif
+  return error == cudaSuccess && status == cudaDriverEntryPointSuccess
+             ? reinterpret_cast<Function>(found)
+             : nullptr;
+}
+
+// Handles already asked for, since the driver takes its time to make one. The number of an allocation is never used
+// again, so that an entry is valid or never looked up.
+struct KnownHandles {
+  std::mutex mutex;
+  std::map<uint64_t, cudaIpcMemHandle_t> byAllocation;
+};
+constexpr size_t kMostHandles = 1024;
+
+KnownHandles& knownHandles() {
+  static auto* all = new KnownHandles;
+  return *all;
+}
+
+cudaError_t handleOf(const MemoryName& name, cudaIpcMemHandle_t* handle) {
+  KnownHandles& known = knownHandles();
+  const std::lock_guard lock(known.mutex);
+  if (const auto found = known.byAllocation.find(name.allocation);
+      found != known.byAllocation.end()) {
+    *handle = found->second;
+    return cudaSuccess;
+  }
+  const auto error = cudaIpcGetMemHandle(handle, reinterpret_cast<void*>(name.base));
+  if (error != cudaSuccess) return error;
+  if (known.byAllocation.size() >= kMostHandles) known.byAllocation.clear();
+  known.byAllocation.emplace(name.allocation, *handle);
+  return cudaSuccess;
+}
+
+cudaError_t nameMemory(const void* data, MemoryName* name) {
+  static const auto rangeOf =
+      driverFunction<CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr)>("cuMemGetAddressRange");
+  static const auto attributeOf =
+      driverFunction<CUresult (*)(void*, CUpointer_attribute, CUdeviceptr)>(
+          "cuPointerGetAttribute");
+  if (rangeOf == nullptr || attributeOf == nullptr) return cudaErrorNotSupported;
+  const auto address = reinterpret_cast<CUdeviceptr>(data);
+  CUdeviceptr base = 0;
+  size_t bytes = 0;
+  unsigned long long allocation = 0;
+  if (rangeOf(&base, &bytes, address) != CUDA_SUCCESS ||
+      attributeOf(&allocation, CU_POINTER_ATTRIBUTE_BUFFER_ID, base) != CUDA_SUCCESS) {
+    return cudaErrorInvalidValue;
+  }
+  name->base = base;
+  name->offset = address - base;
+  name->allocation = allocation;
+  cudaIpcMemHandle_t handle;
+  static_assert(sizeof handle == sizeof name->handle);
+  const auto error = handleOf(*name, &handle);
+  if (error == cudaSuccess) std::memcpy(name->handle, &handle, sizeof handle);
+  return error;
+}
+
+cudaError_t openMemory(const uint8_t* from, void** base) {
+  cudaIpcMemHandle_t handle;
+  std::memcpy(&handle, from, sizeof handle);
+  return cudaIpcOpenMemHandle(base, handle, cudaIpcMemLazyEnablePeerAccess);
+}
+
+cudaError_t runJob(int device, const Job& given, cudaStream_t stream) {
+  const Job job = normalised(given);
+  if (job.count == 0 || job.numDsts == 0) return cudaSuccess;
+  if (job.numSrcs < 1 || job.numSrcs > kMaxSharing || job.numDsts > kMaxSharing) {
+    return cudaErrorInvalidValue;
+  }
+  const bool isCopy = job.numSrcs == 1 && !job.pre && !job.post;
+  if (isCopy && job.numDsts == 1) {
+    return cudaMemcpyAsync(job.dsts[0], job.srcs[0], job.count, cudaMemcpyDeviceToDevice, stream);
+  }
+  int processors = 0;
+  const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  // Four blocks fill a multiprocessor's 2048 threads.
+  const Launcher launcher{stream, processors * 4};
+  const bool known =
+      isFloat(job.type) ? launchFloats(launcher, job) : launchIntegers(launcher, job);
+  return known ? cudaGetLastError() : cudaErrorInvalidValue;
+}
+
+const DeviceTable kTable = {
+    .version = kTableVersion,
+    .bytes = sizeof(DeviceTable),
+    .release = SMDDP_VERSION,
+    .textOf = [](int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
+    .allocate =
+        [](int device, size_t bytes, void** memory) {
+          return onDevice(device, [&] { return cudaMalloc(memory, bytes); });
+        },
+    .free = [](int device,
+               void* memory) { return onDevice(device, [&] { return cudaFree(memory); }); },
+    .nameOf =
+        [](int device, const void* data, MemoryName* name) {
+          return onDevice(device, [&] { return nameMemory(data, name); });
+        },
+    .open = [](int device, const uint8_t* handle,
+               void** base) { return onDevice(device, [&] { return openMemory(handle, base); }); },
+    .close =
+        [](int device, void* base) {
+          return onDevice(device, [&] { return cudaIpcCloseMemHandle(base); });
+        },
+    .run =
+        [](int device, const Job* job, void* stream) {
+          return onDevice(device,
+                          [&] { return runJob(device, *job, static_cast<cudaStream_t>(stream)); });
+        },
+};
+
+}  // namespace
+}  // namespace smddp::cuda
+
+extern "C" __attribute__((visibility("default"))) const smddp::cuda::DeviceTable*
+smddp_device_table() {
+  return &smddp::cuda::kTable;
+}
