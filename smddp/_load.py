@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 
@@ -40,3 +41,9 @@ def load() -> Any:
 
     _C.set_error_types(errors.by_name())
     return _C
+
+
+def cuda_part() -> str:
+    """Returns the file of the CUDA part, which lies beside the module; "" if it was not built."""
+    part = Path(load().__file__).resolve().parent / "libsmddp_cuda.so"
+    return str(part) if part.exists() else ""

@@ -68,15 +68,20 @@ def _create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     return module.GpuProcessGroup(*arguments, *peer)  # type: ignore[no-any-return]
 
 
-def _gpu_peer() -> tuple[str, Any, Any] | None:
-    """Returns how the module reaches GPUs and NCCL: device type, names of GPUs, maker of a peer.
+def _gpu_peer() -> tuple[str, Any, Any, str] | None:
+    """Returns how the module reaches GPUs and NCCL.
+
+    That is device type, names of GPUs, maker of a peer, file of the CUDA part.
 
     None on machines without a GPU. Asks the driver's management library, so that CUDA stays as it
     is until the script uses it.
     """
+    from smddp import _load
+
     if torch.cuda.device_count() == 0:
         return None
-    return "cuda", _gpu_name, _nccl_group if dist.is_nccl_available() else None
+    make_peer = _nccl_group if dist.is_nccl_available() else None
+    return "cuda", _gpu_name, make_peer, _load.cuda_part()
 
 
 def _gpu_name(index: int) -> str:

@@ -41,6 +41,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
         "collectives",
     },
     "cuda": set(),
+    "cuda/kernels": {"cuda"},
     "process_group": {"engine", "bootstrap", "cuda"},
     "bindings": {"process_group", "engine", "plan", "collectives"},
 }
@@ -51,12 +52,13 @@ ONLY_IN: dict[str, tuple[str, set[str]]] = {
     "libfabric": (r"#include <rdma/", {"transport/fabric"}),
     "memory mappings": (r"#include <sys/mman\.h>", {"transport/shm"}),
     "threads": (r"\bstd::j?thread\b(?!::id)|\bpthread_create\b", {"engine", "bootstrap"}),
+    "CUDA": (r"#include <(cuda|nccl)", {"cuda/kernels"}),
     "torch": (r"#include <(torch|c10|ATen)/", {"process_group", "bindings"}),
     "Python": (r"#include <(pybind11/|Python\.h)", {"process_group", "bindings"}),
     "SIMD": (r"#include <(\w*mmintrin\.h|arm_neon\.h)", {"reduction"}),
 }
 
-SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cc"})
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cc", ".cu", ".cuh"})
 TORCH_FREE_HEADERS = [
     path
     for path in SOURCES

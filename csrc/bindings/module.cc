@@ -57,14 +57,15 @@ void bindProcessGroup(py::module& m) {
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
                        const std::string& algorithm, const std::string& type,
-                       decltype(GpuPeer::nameOf) nameOf, decltype(GpuPeer::make) make) {
+                       decltype(GpuPeer::nameOf) nameOf, decltype(GpuPeer::make) make,
+                       const std::string& library) {
              return c10::make_intrusive<GpuProcessGroup>(
                  store, rank, size, timeout, name, algorithm,
-                 GpuPeer{c10::Device(type).type(), std::move(nameOf), std::move(make)});
+                 GpuPeer{c10::Device(type).type(), std::move(nameOf), std::move(make), library});
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            py::arg("algorithm"), py::arg("device_type"), py::arg("name_of"), py::arg("make_peer"),
-           Release())
+           py::arg("cuda_part") = "", Release())
       .def("gpu_path", &GpuProcessGroup::path);
   m.def(
       "empty",

@@ -48,7 +48,8 @@ struct Secret {
     "Let DDP's gradient buckets live in node-shared memory, so that nothing is staged.")                     \
   X(std::string, gpuPath, "SMDDP_GPU_PATH", "auto",                                                           \
     "Which way calls on GPU tensors go, on all ranks alike: auto (NCCL where each rank has a GPU of its own, "  \
-    "on one node; else through the host), host, or nccl.")                                                    \
+    "on one node; else through the host), host, nccl, or ipc (as auto, but ranks that all share one GPU reduce " \
+    "in its memory; not yet tried on a GPU).")                                                                  \
   X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 16384,                                                     \
     "Allreduces up to this many bytes exchange everything at once inside a node (one synchronisation).")     \
   X(int64_t, chunkBytes, "SMDDP_CHUNK_BYTES", 262144,                                                         \

@@ -1,29 +1,36 @@
 #include "cuda/path.h"
 
+#include <algorithm>
 #include <map>
 
 #include "common/error.h"
+#include "cuda/job.h"
 
 namespace smddp::cuda {
 
 bool decidesAlone(const std::string& setting, bool haveNccl) {
-  if (setting != "auto" && setting != "host" && setting != "nccl") {
-    raise(ErrorKind::Usage, "SMDDP_GPU_PATH={}: expected auto, host or nccl", setting);
+  if (setting != "auto" && setting != "host" && setting != "nccl" && setting != "ipc") {
+    raise(ErrorKind::Usage, "SMDDP_GPU_PATH={}: expected auto, host, nccl or ipc", setting);
   }
   if (setting == "nccl" && !haveNccl) {
     raise(ErrorKind::Usage, "SMDDP_GPU_PATH=nccl: this torch was built without NCCL");
   }
-  return setting != "auto" || !haveNccl;
+  return setting == "host" || setting == "nccl" || (setting == "auto" && !haveNccl);
 }
 
 Choice choosePath(const std::string& setting, bool haveNccl, std::span<const Place> ranks) {
-  if (decidesAlone(setting, haveNccl)) {
-    if (setting == "auto") return {Path::Host, "this torch was built without NCCL"};
+  if (decidesAlone(setting, haveNccl) && setting != "auto") {
     return {setting == "nccl" ? Path::Nccl : Path::Host, "SMDDP_GPU_PATH=" + setting};
   }
-  for (const Place& place : ranks) {
-    if (place.node != ranks[0].node) return {Path::Host, "the ranks are on several nodes"};
+  const Place& first = ranks[0];
+  const auto all = [&](const auto& same) { return std::all_of(ranks.begin(), ranks.end(), same); };
+  const bool oneNode = all([&](const Place& place) { return place.node == first.node; });
+  if (setting == "ipc" && oneNode && ranks.size() > 1 && ranks.size() <= kMaxSharing &&
+      all([&](const Place& place) { return place.device == first.device; })) {
+    return {Path::Ipc, "SMDDP_GPU_PATH=ipc, and all ranks share GPU " + first.device};
   }
+  if (!haveNccl) return {Path::Host, "this torch was built without NCCL"};
+  if (!oneNode) return {Path::Host, "the ranks are on several nodes"};
   std::map<std::string, size_t> ownerOf;
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const auto [other, isNew] = ownerOf.emplace(ranks[rank].device, rank);

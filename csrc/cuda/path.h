@@ -7,8 +7,10 @@
 
 namespace smddp::cuda {
 
-enum class Path : uint8_t { Host, Nccl };
-constexpr const char* toString(Path path) { return path == Path::Host ? "host" : "nccl"; }
+enum class Path : uint8_t { Host, Nccl, Ipc };
+constexpr const char* toString(Path path) {
+  return path == Path::Host ? "host" : path == Path::Nccl ? "nccl" : "ipc";
+}
 
 // Where one rank's tensors are.
 struct Place {
@@ -22,10 +24,11 @@ struct Choice {
 };
 
 // What SMDDP_GPU_PATH says, if it decides alone: "host" and "nccl", and whatever it says when NCCL is missing.
-// Throws Usage for other words than "auto", and for "nccl" without NCCL.
+// Throws Usage for other words than "auto" and "ipc", and for "nccl" without NCCL.
 bool decidesAlone(const std::string& setting, bool haveNccl);
 
-// The way of a call among these ranks: NCCL where each has a GPU of its own on one node.
+// The way of a call among these ranks: NCCL where each has a GPU of its own on one node. "ipc": the memory of the GPU
+// where all share one; for other ranks it says no more than "auto".
 Choice choosePath(const std::string& setting, bool haveNccl, std::span<const Place> ranks);
 
 }  // namespace smddp::cuda

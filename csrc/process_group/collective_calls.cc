@@ -17,6 +17,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tenso
     return allreduce_sparse(tensors, options);
   requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::ALLREDUCE, "smddp:all_reduce", tensors, {tensors});
+  if (staysOnDevice(tensor)) call.staging.stayOnDevice();
   Request request = newRequest(Collective::AllReduce, options.timeout, options.asyncOp);
   request.type = reducibleType(kName, tensor);
   setReduceOp(kName, options.reduceOp, request.type, request);
@@ -120,6 +121,7 @@ Request ProcessGroup::gatherRequest(const char* name, const at::Tensor& output,
 intrusive_ptr<c10d::Work> ProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                         const c10d::AllgatherOptions& options) {
   Work::Call call(c10d::OpType::_ALLGATHER_BASE, "smddp:all_gather", {input}, {{output}});
+  if (staysOnDevice(input)) call.staging.stayOnDevice();
   Request request = gatherRequest("all_gather_into_tensor", output, input, call.staging, options);
   return submit(std::move(call), std::move(request));
 }
@@ -194,6 +196,7 @@ Request ProcessGroup::scatterRequest(const char* name, const at::Tensor& output,
 intrusive_ptr<c10d::Work> ProcessGroup::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   Work::Call call(c10d::OpType::_REDUCE_SCATTER_BASE, "smddp:reduce_scatter", {input}, {{output}});
+  if (staysOnDevice(input)) call.staging.stayOnDevice();
   Request request = scatterRequest("reduce_scatter_tensor", output, input, call.staging, options);
   return submit(std::move(call), std::move(request));
 }

@@ -99,14 +99,7 @@ intrusive_ptr<Work> ProcessGroup::submitFromDevice(Work::Call call,
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
   work->start(operations->completions());
   record(work);
-  if (copies && collective) {
-    const std::lock_guard lock(onDeviceMutex_);
-    latestDevice_ = copies->device();
-    std::erase_if(onDevice_, [](const OnDevice& earlier) {
-      return earlier.work.expired() && earlier.copies->ended();
-    });
-    onDevice_.push_back({c10::weak_intrusive_ptr<Work>(work), copies});
-  }
+  if (copies && collective) remember(work, copies);
   // Who waits for the result may as well wait for the device: no hand-over is paid.
   if (willWait && copies && !deferred_.busy() && arrives(*copies, deadline)) {
     operations->beginOrEnd(title);
@@ -116,6 +109,65 @@ intrusive_ptr<Work> ProcessGroup::submitFromDevice(Work::Call call,
                  [operations, title] { operations->beginOrEnd(title); },
                  [operations, title](const Error& error) { operations->end(error, title); },
                  deadline});
+  return work;
+}
+
+void ProcessGroup::remember(const intrusive_ptr<Work>& work,
+                            const std::shared_ptr<DeviceCopies>& copies) {
+  const std::lock_guard lock(onDeviceMutex_);
+  latestDevice_ = copies->device();
+  std::erase_if(onDevice_, [](const OnDevice& earlier) {
+    return earlier.work.expired() && earlier.copies->ended();
+  });
+  onDevice_.push_back({c10::weak_intrusive_ptr<Work>(work), copies});
+}
+
+std::shared_ptr<DeviceTurns> ProcessGroup::deviceTurns(const engine::Request&,
+                                                       const std::shared_ptr<DeviceCopies>&,
+                                                       std::shared_ptr<void>) {
+  raise(ErrorKind::Internal,
+        "a call stays on the device in a group that has no way to do it there");
+}
+
+intrusive_ptr<Work> ProcessGroup::submitTurns(Work::Call call, const engine::Request& request) {
+  const auto target = group();
+  const auto copies = call.staging.device();
+  const std::string title = call.title;
+  const auto turns = translated([&] { return deviceTurns(request, copies, call.keepAlive()); });
+  const auto completion = std::make_shared<engine::Completion>();
+  auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
+  work->start({completion});
+  record(work);
+  remember(work, copies);
+  // Once: leaving the group may come in between.
+  const auto end =
+      [engine = engine_, completion, title,
+       ended = std::make_shared<std::atomic<bool>>(false)](const std::optional<Error>& error) {
+        if (ended->exchange(true)) return;
+        engine->finish(
+            *completion,
+            error ? std::optional(Error(error->kind(), fmt::format("{}: {}", title, error->what())))
+                  : std::nullopt);
+      };
+  const auto fail = [turns, end](const Error& error) {
+    turns->giveUp(error);
+    end(error);
+  };
+  // Who waits for the result pushes the call on himself: no hand-over is paid.
+  if (request.willWait && !deferred_.busy()) {
+    try {
+      turns->advanceToEnd();
+      end(std::nullopt);
+    } catch (const Error& error) {
+      fail(error);
+    } catch (const std::exception& error) {
+      fail(Error(ErrorKind::Transport, error.what()));
+    }
+    return work;
+  }
+  turns->atEnd(end);
+  // The deadlines are the turns' own, whose errors say more.
+  deferred_.add({[turns] { return turns->advance(); }, [] {}, fail, Deadline::never()});
   return work;
 }
 

@@ -7,6 +7,8 @@
 #include <chrono>
 #include <thread>
 
+#include "cuda/capture.h"
+
 namespace smddp::process_group {
 namespace {
 
@@ -17,12 +19,23 @@ c10::impl::VirtualGuardImpl guardOf(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
 }
 
+// The host takes part in every call, and a graph that runs again would not ask it to.
+c10::Device notCapturing(c10::Device device) {
+  if (device.is_cuda() && cuda::isCapturing(currentStream(device).native_handle())) {
+    C10_THROW_ERROR(NotImplementedError,
+                    "smddp: this call cannot be captured into a CUDA graph: only calls that go to "
+                    "NCCL can. Make it outside of the graph, or give each rank a GPU of its own");
+  }
+  return device;
+}
+
 }  // namespace
 
 c10::Stream currentStream(c10::Device device) { return guardOf(device).getStream(device); }
 
 DeviceCopies::DeviceCopies(c10::Device device)
-    : stream_(guardOf(device).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
+    : stream_(
+          guardOf(notCapturing(device)).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       arrival_(device.type()),
       end_(device.type()) {
   c10::Event now(device.type());
@@ -64,8 +77,17 @@ void DeviceCopies::putBack(const at::Tensor& into, const at::Tensor& from) {
   const c10::StreamGuard guard(stream_);
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   into.copy_(from, /*non_blocking=*/true);
+  use(into);
+}
+
+void DeviceCopies::use(const at::Tensor& tensor) const {
   // Its memory was not allocated for this stream: freed, it must not be used again too early.
-  guardOf(device()).recordDataPtrOnStream(into.storage().data_ptr(), stream_);
+  guardOf(device()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
+}
+
+void DeviceCopies::mark() {
+  arrival_.record(stream_);
+  fetches_ = true;
 }
 
 void DeviceCopies::finish() {

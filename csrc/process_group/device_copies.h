@@ -26,6 +26,7 @@ namespace smddp::process_group {
 
 class DeviceCopies {
  public:
+  // Throws NotImplementedError while the current stream is captured.
   explicit DeviceCopies(c10::Device device);
 
   c10::Device device() const { return stream_.device(); }
@@ -40,6 +41,11 @@ class DeviceCopies {
   bool awaitArrival(Deadline deadline) const;
 
   void putBack(const at::Tensor& into, const at::Tensor& from);
+  // For calls that are carried out on the device: the stream uses the tensor's memory, wherever it was allocated.
+  void use(const at::Tensor& tensor) const;
+  // The same as seal(), any number of times: arrived() tells of the last.
+  void mark();
+
   // Nothing follows. [thread-safe from here on]
   void finish();
   // Instead, after an error of the device: nobody is to wait for it.

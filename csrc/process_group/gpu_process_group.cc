@@ -58,8 +58,7 @@ void announce(int rank, const cuda::Choice& choice) {
   const std::lock_guard lock(mutex);
   if (rank == 0 && choice.path == cuda::Path::Host && said->insert(choice.reason).second) {
     SMDDP_LOG(Warn, "process_group",
-              "calls on GPU tensors go through the host, where NCCL would be faster: {}",
-              choice.reason);
+              "calls on GPU tensors go through memory of the host: {}", choice.reason);
   }
 }
 
@@ -111,6 +110,7 @@ std::string GpuProcessGroup::path() const {
   switch (state_.load()) {
     case State::Host: return "host";
     case State::Nccl: return "nccl";
+    case State::Ipc: return "ipc";
     case State::Unknown: break;
   }
   return "";
@@ -189,12 +189,34 @@ c10d::Backend* GpuProcessGroup::messagePeerFor(const Tensors& tensors, int rank)
   return used(state);
 }
 
+bool GpuProcessGroup::staysOnDevice(const at::Tensor& tensor) const {
+  return state_.load(std::memory_order_acquire) == State::Ipc && isOurs(tensor);
+}
+
+std::shared_ptr<DeviceTurns> GpuProcessGroup::deviceTurns(
+    const engine::Request& request, const std::shared_ptr<DeviceCopies>& copies,
+    std::shared_ptr<void> keepAlive) {
+  return memory_->begin(request, copies, std::move(keepAlive));
+}
+
+// The ranks share a GPU. Whether they can share its memory is for all of them to say.
+cuda::Choice GpuProcessGroup::connect(std::chrono::milliseconds timeout) {
+  // On all ranks behind the same calls.
+  awaitDeferred();
+  memory_ = std::make_shared<GpuMemoryPath>(engine(), group(), *device_, peer_.library);
+  const std::string refusal = memory_->connect(nanoseconds(timeout));
+  if (refusal.empty()) return {cuda::Path::Ipc, "SMDDP_GPU_PATH=ipc"};
+  memory_.reset();
+  return {cuda::Path::Host, "SMDDP_GPU_PATH=ipc is not possible: " + refusal};
+}
+
 GpuProcessGroup::State GpuProcessGroup::decide(std::chrono::milliseconds timeout) {
   if (const State known = state_.load(); known != State::Unknown) return known;
   std::vector<int> all(static_cast<size_t>(getSize()));
   for (int rank = 0; rank < getSize(); ++rank) all[static_cast<size_t>(rank)] = rank;
-  const auto choice = cuda::choosePath(settings().gpuPath, static_cast<bool>(peer_.make),
-                                       placesOf(all, nanoseconds(timeout)));
+  auto choice = cuda::choosePath(settings().gpuPath, static_cast<bool>(peer_.make),
+                                 placesOf(all, nanoseconds(timeout)));
+  if (choice.path == cuda::Path::Ipc) choice = connect(timeout);
   announce(getRank(), choice);
   if (choice.path == cuda::Path::Nccl) makePeer();
   state_.store(stateOf(choice.path), std::memory_order_release);

@@ -14,6 +14,7 @@
 #include <optional>
 
 #include "cuda/path.h"
+#include "process_group/gpu_memory_path.h"
 #include "process_group/process_group.h"
 
 namespace smddp::process_group {
@@ -28,6 +29,8 @@ struct GpuPeer {
                                                   int rank, int size,
                                                   std::chrono::milliseconds timeout)>
       make;
+  // The CUDA part (cuda/library.h); empty without.
+  std::string library;
 };
 
 class GpuProcessGroup final : public ProcessGroup {
@@ -87,14 +90,24 @@ class GpuProcessGroup final : public ProcessGroup {
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
 
-  // "host", "nccl", or empty before the first collective on GPU tensors.
+  // "host", "nccl", "ipc", or empty before the first collective on GPU tensors.
   std::string path() const;
 
  private:
-  enum class State : uint8_t { Unknown, Host, Nccl };
+  enum class State : uint8_t { Unknown, Host, Nccl, Ipc };
   static State stateOf(cuda::Path path) {
-    return path == cuda::Path::Nccl ? State::Nccl : State::Host;
+    switch (path) {
+      case cuda::Path::Nccl: return State::Nccl;
+      case cuda::Path::Ipc: return State::Ipc;
+      case cuda::Path::Host: break;
+    }
+    return State::Host;
   }
+
+  bool staysOnDevice(const at::Tensor& tensor) const override;
+  std::shared_ptr<DeviceTurns> deviceTurns(const engine::Request& request,
+                                           const std::shared_ptr<DeviceCopies>& copies,
+                                           std::shared_ptr<void> keepAlive) override;
 
   // The peer if it is to serve a collective, or a message to one rank; else null.
   c10d::Backend* peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout);
@@ -106,6 +119,7 @@ class GpuProcessGroup final : public ProcessGroup {
   c10d::Backend* messagePeerFor(const Tensors& tensors, int rank);
   bool isOurs(const at::Tensor& tensor) const;
   // With mutex_ held.
+  cuda::Choice connect(std::chrono::milliseconds timeout);
   State decide(std::chrono::milliseconds timeout);
   State decideFor(int rank);
   std::vector<cuda::Place> placesOf(const std::vector<int>& ranks, Nanoseconds timeout);
@@ -122,6 +136,7 @@ class GpuProcessGroup final : public ProcessGroup {
   std::map<int, State> messages_;      // by rank; guarded by mutex_
   c10::intrusive_ptr<c10d::Backend> made_;  // guarded by mutex_ until nccl_ is set
   std::atomic<c10d::Backend*> nccl_{nullptr};
+  std::shared_ptr<GpuMemoryPath> memory_;  // constant once state_ is Ipc
 };
 
 }  // namespace smddp::process_group

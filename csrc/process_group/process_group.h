@@ -19,6 +19,7 @@
 
 #include "engine/deferred_calls.h"
 #include "engine/engine.h"
+#include "process_group/device_turns.h"
 #include "process_group/work.h"
 
 namespace smddp::process_group {
@@ -132,6 +133,14 @@ class ProcessGroup : public c10d::Backend {
   bool isShutDown() const { return shutDown_.load(); }
   // A time-out of a call, or the group's.
   Nanoseconds nanoseconds(std::chrono::milliseconds timeout) const;
+  // Whether calls on this tensor stay on its device, and what carries them out; else they go through the host.
+  virtual bool staysOnDevice(const at::Tensor&) const { return false; }
+  virtual std::shared_ptr<DeviceTurns> deviceTurns(const engine::Request& request,
+                                                   const std::shared_ptr<DeviceCopies>& copies,
+                                                   std::shared_ptr<void> keepAlive);
+  const std::shared_ptr<engine::Engine>& engine() const { return engine_; }
+  // Blocks until every call made so far has begun.
+  void awaitDeferred() { deferred_.drain(); }
   // What split() makes a group around, and its time-out; null for ranks that are not in it.
   std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> splitEngineGroup(
       const std::vector<int>& ranks, const c10::intrusive_ptr<c10d::Backend::Options>& options);
@@ -147,6 +156,10 @@ class ProcessGroup : public c10d::Backend {
   // The same for calls on a device and those behind them: they begin when their copies to the host are made.
   c10::intrusive_ptr<Work> submitFromDevice(Work::Call call, std::vector<engine::Request> requests,
                                             std::vector<engine::Message> messages);
+  // The same for calls that stay on the device.
+  c10::intrusive_ptr<Work> submitTurns(Work::Call call, const engine::Request& request);
+  // Remembers it for awaitDevice().
+  void remember(const c10::intrusive_ptr<Work>& work, const std::shared_ptr<DeviceCopies>& copies);
   // Blocks until the device has done what this thread's stream and the group's collectives had so far.
   void awaitDevice();
   // Requests of the calls that come in several forms.

@@ -15,6 +15,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tenso
   const at::Tensor& tensor = onlyTensor(kName, tensors);
   requireRank(kName, options.rootRank, getSize(), "source");
   Work::Call call(c10d::OpType::BROADCAST, "smddp:broadcast", tensors, {tensors});
+  if (staysOnDevice(tensor)) call.staging.stayOnDevice();
   Request request = newRequest(Collective::Broadcast, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   if (getRank() == options.rootRank) {
@@ -34,6 +35,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce(std::vector<at::Tensor>& tensors,
   const at::Tensor& tensor = onlyTensor(kName, tensors);
   requireRank(kName, options.rootRank, getSize(), "destination");
   Work::Call call(c10d::OpType::REDUCE, "smddp:reduce", tensors, {tensors});
+  if (staysOnDevice(tensor)) call.staging.stayOnDevice();
   Request request = newRequest(Collective::Reduce, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   if (getRank() == options.rootRank) {

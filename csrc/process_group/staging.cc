@@ -1,6 +1,7 @@
 #include "process_group/staging.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/StreamGuard.h>
 
 namespace smddp::process_group {
 namespace {
@@ -36,8 +37,19 @@ bool Staging::onDevice(const at::Tensor& tensor) {
   return device_ != nullptr;
 }
 
+at::Tensor Staging::residentOf(const at::Tensor& tensor, bool reads) {
+  device_->use(tensor);
+  if (usableInPlace(tensor)) return tensor;
+  // Of the call's stream, like all that is done with it.
+  const c10::StreamGuard guard(device_->stream());
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  return keep(reads ? tensor.resolve_conj().resolve_neg().contiguous()
+                    : at::empty(tensor.sizes(), tensor.options()));
+}
+
 std::span<std::byte> Staging::read(const at::Tensor& tensor) {
   if (onDevice(tensor)) {
+    if (staysOnDevice_) return bytesOf(residentOf(tensor, true));
     const at::Tensor copy = keep(DeviceCopies::pinnedLike(tensor));
     device_->fetch(tensor, copy);
     return bytesOf(copy);
@@ -49,6 +61,11 @@ std::span<std::byte> Staging::read(const at::Tensor& tensor) {
 
 std::span<std::byte> Staging::write(const at::Tensor& tensor) {
   if (onDevice(tensor)) {
+    if (staysOnDevice_) {
+      const at::Tensor place = residentOf(tensor, false);
+      if (!place.is_same(tensor)) back_.emplace_back(tensor, place);
+      return bytesOf(place);
+    }
     const at::Tensor copy = keep(DeviceCopies::pinnedLike(tensor));
     back_.emplace_back(tensor, copy);
     return bytesOf(copy);
@@ -61,6 +78,11 @@ std::span<std::byte> Staging::write(const at::Tensor& tensor) {
 }
 
 std::span<std::byte> Staging::update(const at::Tensor& tensor) {
+  if (onDevice(tensor) && staysOnDevice_) {
+    const at::Tensor place = residentOf(tensor, true);
+    if (!place.is_same(tensor)) back_.emplace_back(tensor, place);
+    return bytesOf(place);
+  }
   if (!onDevice(tensor) && usableInPlace(tensor)) return bytesOf(tensor);
   const auto bytes = read(tensor);
   back_.emplace_back(tensor, kept_.back());

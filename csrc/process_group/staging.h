@@ -3,7 +3,7 @@
 // A tensor in row-major order is used where it lies. Any other (strides, a pending conjugation) is copied: on
 // the way in when it is read, on the way out when the operation has ended. So ranks may pass different layouts, and
 // every rank sees the same elements. A tensor on a device is always copied, through pinned memory and without
-// waiting for the device (device_copies.h).
+// waiting for the device (device_copies.h); unless the call is carried out there, see stayOnDevice().
 //
 // Owns the copies until it is dropped. Threads: filled before the call is submitted; finish() on whichever thread
 // sees the operation's end, once.
@@ -38,6 +38,11 @@ class Staging {
   // Keeps a tensor of the operation's own, such as a message that nobody passed in.
   at::Tensor keep(at::Tensor tensor);
 
+  // From now on the bytes of tensors on a device are those that lie there. What is done with them has to be done on the
+  // stream of device().
+  void stayOnDevice() { staysOnDevice_ = true; }
+  bool staysOnDevice() const { return staysOnDevice_; }
+
   // Of a call on a device; null on the CPU.
   const std::shared_ptr<DeviceCopies>& device() const { return device_; }
   // Whether finish() has anything to do.
@@ -49,7 +54,10 @@ class Staging {
  private:
   // All tensors of a call are in one place. Whether that is a device.
   bool onDevice(const at::Tensor& tensor);
+  // The tensor, or a copy in row-major order, with its elements or to be given some.
+  at::Tensor residentOf(const at::Tensor& tensor, bool reads);
 
+  bool staysOnDevice_ = false;
   std::shared_ptr<DeviceCopies> device_;
   std::optional<c10::Device> place_;
   std::vector<at::Tensor> kept_;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +183,147 @@ def test_setting_decides(setting: str, shared: bool, expected: str) -> None:
     for path, served, _ in ranks.check_ranks(_with_peer, "2", "moves", shared, env=env):
         assert path == expected
         assert (served > 0) == (expected == "nccl")
+
+
+# --- memory of one GPU that ranks share -----------------------------------------------------------
+
+
+def _in_shared_memory(
+    cases: str, shares: bool = True, part: str | None = None, tensors: bool = True
+) -> tuple[str, int]:
+    """Runs cases in a group whose ranks share a GPU, and its memory or at least workspaces in it.
+
+    Returns which way collectives went, and how many kernels there were.
+    """
+    from smddp import backend
+
+    library = str(device_cases.find_fake()) if part is None else part
+    backend._gpu_peer = lambda: ("fake", lambda index: "one for all", None, library)
+    paths = []
+    make_fake, destroy = device_cases.Fake, dist.destroy_process_group
+
+    def make() -> Any:
+        device = make_fake()
+        device.module.share_memory(shares)
+        device.module.share_tensors(tensors)
+        return device
+
+    def destroy_and_tell(group: Any = None) -> None:
+        paths.append(dist.group.WORLD._get_backend(torch.device("fake")).gpu_path())
+        destroy(group)
+
+    device_cases.DEVICES["fake"] = make
+    dist.destroy_process_group = destroy_and_tell
+    getattr(device_cases, cases)("fake")
+    return paths[0], make_fake.module.jobs()
+
+
+IPC = {"SMDDP_GPU_PATH": "ipc"}
+# Several pieces of a tensor where the memory of others cannot be opened.
+PIECES = {"SMDDP_POOL_BYTES": "262144"}
+
+
+@pytest.mark.parametrize("layout", ["2", "3"])
+@pytest.mark.parametrize(
+    "cases", [case.__name__ for case in (*device_cases.VALUES, *device_cases.ORDER)]
+)
+def test_shared_memory(layout: str, cases: str) -> None:
+    served = ranks.check_ranks(_in_shared_memory, layout, cases, env=IPC | PIECES, timeout=90)
+    for path, jobs in served:
+        # Messages go through the host, and need no choice for the group.
+        assert path == ("" if cases in ("messages", "any_source") else "ipc")
+        assert (jobs > 0) == (path == "ipc")
+
+
+@pytest.mark.parametrize("cases", ["reduces", "moves", "overlaps", "follows_streams"])
+def test_shared_memory_that_cannot_be_opened(cases: str) -> None:
+    """Where tensors cannot be opened, only workspaces, they are copied piece by piece."""
+    served = ranks.check_ranks(
+        _in_shared_memory, "3", cases, True, None, False, env=IPC | PIECES, timeout=90
+    )
+    assert all(path == "ipc" and jobs > 0 for path, jobs in served)
+
+
+@pytest.mark.parametrize(
+    ("shares", "part", "why"),
+    [
+        (False, None, "sharing memory of the GPU: the made-up device does not share its memory"),
+        (True, "", "this smddp was built without its CUDA part"),
+        (True, "/nowhere/libsmddp_cuda.so", "the CUDA part cannot be loaded: /nowhere"),
+    ],
+)
+def test_shared_memory_that_is_impossible(shares: bool, part: str | None, why: str) -> None:
+    """The host serves such groups, and one rank says why."""
+    outcomes = ranks.run_ranks(_in_shared_memory, "2", "moves", shares, part, env=IPC)
+    for outcome in outcomes:
+        assert outcome.value == ("host", 0), str(outcome)
+    said = [line for outcome in outcomes for line in outcome.stderr.splitlines() if why in line]
+    assert len(said) == 1, said
+    assert "SMDDP_GPU_PATH=ipc is not possible: rank 0: " in said[0]
+
+
+def _shared(of: Callable[[Any], list[str]], timeout: float = 3) -> list[str]:
+    from smddp import backend
+
+    library = str(device_cases.find_fake())
+    backend._gpu_peer = lambda: ("fake", lambda index: "one for all", None, library)
+    with device_cases.job("fake", timeout=timeout) as device:
+        dist.all_reduce(torch.zeros(10, device=device.device))
+        return of(device)
+
+
+def _absent(device: Any) -> list[str]:
+    if dist.get_rank() == 1:
+        time.sleep(6)
+        return []
+    tensor = torch.zeros(10, device=device.device)
+    work = dist.all_reduce(tensor, async_op=True)
+    return [error_of(work.wait), error_of(lambda: dist.all_reduce(tensor))]
+
+
+def _stuck(device: Any) -> list[str]:
+    tensor = torch.zeros(10, device=device.device)
+    device.module.gate()
+    said = error_of(dist.all_reduce(tensor, async_op=True).wait)
+    device.module.open()
+    return [said]
+
+
+def _differing(device: Any) -> list[str]:
+    op = dist.ReduceOp.MAX if dist.get_rank() == 1 else dist.ReduceOp.SUM
+    return [error_of(lambda: dist.all_reduce(torch.zeros(10, device=device.device), op))]
+
+
+def _dying(device: Any) -> list[str]:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tensor = torch.zeros(10, device=device.device)
+    return [error_of(lambda: dist.all_reduce(tensor))]
+
+
+def test_absent_rank_in_shared_memory() -> None:
+    for said in ranks.check_ranks(_shared, "2", _absent, env=IPC)[0]:
+        assert said.startswith("CollectiveTimeoutError")
+        assert "rank 1" in said
+
+
+def test_device_that_never_comes_in_shared_memory() -> None:
+    for said in ranks.check_ranks(_shared, "2", _stuck, env=IPC):
+        assert said[0].startswith("CollectiveTimeoutError"), said
+        assert "before the device had come to this call" in said[0]
+
+
+def test_different_calls_in_shared_memory() -> None:
+    for said in ranks.check_ranks(_shared, "2", _differing, env=IPC):
+        assert said[0].startswith("CollectiveMismatchError"), said
+        assert "MAX" in said[0]
+        assert "SUM" in said[0]
+
+
+def test_rank_that_dies_in_shared_memory() -> None:
+    outcomes = ranks.run_ranks(_shared, "2", _dying, 30, env=IPC)
+    assert outcomes[0].value[0].startswith("PeerLostError"), str(outcomes[0])
+    assert "rank 1" in outcomes[0].value[0]
 
 
 def test_peer_that_some_rank_does_not_ask_for() -> None:

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/error.h"
+#include "cuda/job.h"
 
 namespace smddp::cuda {
 namespace {
@@ -52,6 +53,23 @@ TEST(Path, IsWhatTheSettingSays) {
   EXPECT_TRUE(decidesAlone("host", true));
   EXPECT_TRUE(decidesAlone("nccl", true));
   EXPECT_FALSE(decidesAlone("auto", true));
+}
+
+TEST(Path, IsIpcWhereItIsAskedForAndAllShareOneGpu) {
+  const std::vector<Place> one{{0, "GPU-a"}, {0, "GPU-a"}, {0, "GPU-a"}};
+  for (const bool haveNccl : {false, true}) {
+    EXPECT_EQ(choosePath("ipc", haveNccl, one).path, Path::Ipc);
+    EXPECT_EQ(choosePath("auto", haveNccl, one).path, Path::Host);
+    EXPECT_FALSE(decidesAlone("ipc", haveNccl));
+  }
+  // For others it is as if nothing were set.
+  EXPECT_EQ(choosePath("ipc", true, kOneNode).path, Path::Nccl);
+  EXPECT_EQ(choosePath("ipc", true, kShared).path, Path::Host);
+  EXPECT_EQ(choosePath("ipc", true, kTwoNodes).path, Path::Host);
+  EXPECT_EQ(choosePath("ipc", false, kOneNode).path, Path::Host);
+  EXPECT_EQ(choosePath("ipc", true, std::span(one).first(1)).path, Path::Nccl);
+  const std::vector<Place> many(kMaxSharing + 1, Place{0, "GPU-a"});
+  EXPECT_EQ(choosePath("ipc", true, many).path, Path::Host);
 }
 
 TEST(Path, RefusesWhatItCannotDo) {

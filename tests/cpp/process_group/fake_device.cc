@@ -4,6 +4,8 @@
 // memory that is freed goes back in the order of the stream that allocated it, and of those it was recorded on. A
 // copy that touches memory after that is counted (violations), a test can hold a stream (gate, open), and make copies
 // slow or fail (slow_down, break_copies). Tensors that nothing here treats go to the CPU and back (cpu_fallback).
+//
+// Its memory can be opened by other processes, and it has what the CUDA part has for that (fake_cuda_part.cc).
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -15,77 +17,61 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include <condition_variable>
-#include <deque>
-#include <map>
-#include <mutex>
-#include <set>
-#include <thread>
+#include "process_group/fake_device.h"
 
-namespace {
+namespace fake_device {
 
-constexpr auto kType = c10::DeviceType::PrivateUse1;
-constexpr auto kKey = c10::DispatchKey::PrivateUse1;
-const c10::Device kDevice(kType, 0);
-constexpr int64_t kPoolStreams = 4;
-
-// Tasks in order, on a thread of its own, which lives as long as the process.
-class Lane {
- public:
-  void add(std::function<void()> task) {
-    const std::lock_guard lock(mutex_);
-    if (!started_) std::thread([this] { run(); }).detach();
-    started_ = true;
-    tasks_.push_back(std::move(task));
-    ++added_;
-    changed_.notify_all();
-  }
-  void drain() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this, until = added_] { return done_ >= until; });
-  }
-
- private:
-  void run() {
-    std::unique_lock lock(mutex_);
-    while (true) {
-      changed_.wait(lock, [this] { return !tasks_.empty(); });
-      auto task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-      task = nullptr;
-      lock.lock();
-      ++done_;
-      changed_.notify_all();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;
-  bool started_ = false;
-  size_t added_ = 0, done_ = 0;
-};
-
-// Shared by all lanes; never destroyed, as they use it until the process ends.
-struct World {
-  std::array<Lane, 1 + kPoolStreams> lanes;
-  std::atomic<int64_t> nextPoolStream{0};
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool gated = false;
-  std::map<const void*, size_t> live;                       // device memory
-  std::map<const void*, std::set<c10::StreamId>> recorded;  // streams that use it beside its own
-  int64_t violations = 0;
-  std::atomic<bool> copiesFail{false};
-  std::atomic<int> slowness{0};  // milliseconds of a copy to the device
-};
 World& world() {
   static auto* it = new World;
   return *it;
 }
 
+void Lane::add(std::function<void()> task) {
+  const std::lock_guard lock(mutex_);
+  if (!started_) std::thread([this] { run(); }).detach();
+  started_ = true;
+  tasks_.push_back(std::move(task));
+  ++added_;
+  changed_.notify_all();
+}
+
+void Lane::drain() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this, until = added_] { return done_ >= until; });
+}
+
+void Lane::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return !tasks_.empty(); });
+    auto task = std::move(tasks_.front());
+    tasks_.pop_front();
+    lock.unlock();
+    task();
+    task = nullptr;
+    lock.lock();
+    ++done_;
+    changed_.notify_all();
+  }
+}
+
+Lane& laneOf(c10::StreamId id) { return world().lanes.at(static_cast<size_t>(id)); }
+
+// Counts an access to device memory that has been given back.
+void expectLive(const void* data) {
+  const std::lock_guard lock(world().mutex);
+  if (data != nullptr && !world().live.contains(data)) ++world().violations;
+}
+
+}  // namespace fake_device
+
+namespace {
+
+using namespace fake_device;
+
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+constexpr auto kKey = c10::DispatchKey::PrivateUse1;
+const c10::Device kDevice(kType, 0);
 thread_local c10::StreamId currentStream = 0;
 
 struct Event {
@@ -98,8 +84,6 @@ struct Event {
     changed.wait(lock, [&] { return reached >= version; });
   }
 };
-
-Lane& laneOf(c10::StreamId id) { return world().lanes.at(static_cast<size_t>(id)); }
 
 void record(const std::shared_ptr<Event>& event, c10::StreamId stream) {
   uint64_t version = 0;
@@ -144,6 +128,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream next) const override {
     return stream(std::exchange(currentStream, next.id()));
   }
+  // Stream 0 is no null handle.
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
+    return handleOf(stream.id());
+  }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Handle>(event);
   }
@@ -186,9 +174,7 @@ struct DeviceMemory final : c10::Allocator {
   };
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &nothing, kDevice};
-    auto* block = new Block{std::malloc(bytes), currentStream};
-    const std::lock_guard lock(world().mutex);
-    world().live[block->data] = bytes;
+    auto* block = new Block{allocateShared(bytes, true), currentStream};
     return {block->data, block, &free, kDevice};
   }
   static void nothing(void*) {}
@@ -204,11 +190,7 @@ struct DeviceMemory final : c10::Allocator {
       record(done, user);
       makeWait(block->stream, done);
     }
-    laneOf(block->stream).add([data = block->data] {
-      const std::lock_guard lock(world().mutex);
-      world().live.erase(data);
-      std::free(data);
-    });
+    laneOf(block->stream).add([data = block->data] { freeShared(data); });
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
@@ -265,12 +247,6 @@ at::Tensor onHost(const at::Tensor& tensor) {
   if (tensor.is_conj()) view = view.conj();
   if (tensor.is_neg()) view = view._neg_view();
   return view;
-}
-
-// Counts an access to device memory that has been given back.
-void expectLive(const void* data) {
-  const std::lock_guard lock(world().mutex);
-  if (data != nullptr && !world().live.contains(data)) ++world().violations;
 }
 
 at::Tensor copyFrom(const at::Tensor& from, const at::Tensor& to, bool nonBlocking) {
@@ -370,6 +346,9 @@ PYBIND11_MODULE(fake_device, m) {
     return world().violations;
   });
   m.def("slow_down", [](int milliseconds) { world().slowness = milliseconds; });
+  m.def("share_memory", [](bool share) { world().sharesMemory = share; });
+  m.def("share_tensors", [](bool share) { world().sharesTensors = share; });
+  m.def("jobs", [] { return world().jobs.load(); });
   m.def("break_copies", [] { world().copiesFail = true; });
   m.def(
       "synchronize", [] { Guard().synchronizeDevice(0); }, Release());

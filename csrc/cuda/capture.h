@@ -1,0 +1,9 @@
+// Whether work on a stream is being recorded into a CUDA graph.
+#pragma once
+
+namespace smddp::cuda {
+
+// Asks the driver that this process has loaded; false where there is none. `stream`: its handle.
+bool isCapturing(void* stream);
+
+}  // namespace smddp::cuda

@@ -1,0 +1,69 @@
+#include "cuda/shared_call.h"
+
+#include <algorithm>
+
+#include "common/error.h"
+
+namespace smddp::cuda {
+
+SharedCall::SharedCall(SharedGpu& gpu, const Call& call, const Buffers& mine, Stream& stream,
+                       Exchange& exchange)
+    : gpu_(gpu), call_(call), mine_(mine), stream_(stream), exchange_(exchange) {
+  stream_.mark();
+}
+
+bool SharedCall::advance() {
+  while (true) {
+    switch (state_) {
+      case State::OnGpu:
+        if (!stream_.reached()) return false;
+        meet();
+        if (state_ == State::Ended) return true;
+        break;
+      case State::Meeting:
+        if (!exchange_.done()) return false;
+        compare();
+        startPart();
+        break;
+      case State::Ended: return true;
+    }
+  }
+}
+
+void SharedCall::meet() {
+  // Calls are numbered when they begin, in the order of all ranks, not when they are made.
+  if (part_ == 0) said_ = gpu_.describe(call_, mine_);
+  said_.part = part_;
+  const bool last = part_ == parts_;
+  exposed_ = true;
+  state_ = last ? State::Ended : State::Meeting;
+  exchange_.begin(said_, last);
+}
+
+void SharedCall::compare() const {
+  const auto all = exchange_.all();
+  for (int rank = 0; rank < gpu_.size(); ++rank) {
+    const std::string text = difference(gpu_.me(), said_, rank, all[static_cast<size_t>(rank)]);
+    if (!text.empty()) {
+      raise(ErrorKind::Mismatch, "{}; all ranks have to make the same calls in the same order",
+            text);
+    }
+  }
+}
+
+void SharedCall::startPart() {
+  const auto all = exchange_.all();
+  if (part_ == 0) {
+    // Everybody reads the same, and so takes the same way.
+    direct_ = std::all_of(all.begin(), all.end(), [](const auto& said) { return said.canShare; });
+    parts_ = direct_ ? 1 : numStagedParts(call_, gpu_.half());
+  }
+  const auto jobs = direct_ ? directJobs(call_, gpu_.open(all, mine_))
+                            : stagedJobs(call_, part_, gpu_.half(), mine_, gpu_.workspaces());
+  gpu_.run(jobs, stream_.handle());
+  ++part_;
+  stream_.mark();
+  state_ = State::OnGpu;
+}
+
+}  // namespace smddp::cuda

@@ -1,0 +1,161 @@
+#include "cuda/shared_gpu.h"
+
+#include "common/error.h"
+#include "common/log.h"
+#include "cuda/library.h"
+
+namespace smddp::cuda {
+namespace {
+
+// Beyond it all are closed, to be opened again when they are named. torch's allocator has few large blocks.
+constexpr size_t kMostOpened = 256;
+
+const char* nameOf(Operation operation) {
+  switch (operation) {
+    case Operation::AllReduce: return "all_reduce";
+    case Operation::Reduce: return "reduce";
+    case Operation::ReduceScatter: return "reduce_scatter";
+    case Operation::AllGather: return "all_gather";
+    case Operation::Broadcast: return "broadcast";
+  }
+  return "?";
+}
+
+std::string textOf(const Descriptor& call) {
+  std::string text =
+      fmt::format("call {} ({} of {} bytes, {}, {}, root {}", call.number, nameOf(call.operation),
+                  call.bytes, toString(call.type), toString(call.op), call.root);
+  if (call.op == ReduceOp::PREMUL_SUM) text += fmt::format(", factor {}", call.factor);
+  return text + fmt::format("), part {}", call.part);
+}
+
+}  // namespace
+
+std::string refusalOf(std::span<const Introduction> all) {
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (!all[rank].refusal.empty()) {
+      return fmt::format("rank {}: {}", rank, all[rank].refusal.string());
+    }
+  }
+  return "";
+}
+
+SharedGpu::SharedGpu(const DeviceTable& table, int device, int me, int size, int64_t workspaceBytes)
+    : table_(table),
+      device_(device),
+      me_(me),
+      size_(size),
+      half_(static_cast<uint64_t>(workspaceBytes) / 2 / (16 * static_cast<uint64_t>(size)) * 16 *
+            static_cast<uint64_t>(size)) {}
+
+SharedGpu::~SharedGpu() {
+  if (abandoned_) return;
+  closeAll();
+  for (int rank = 0; rank < static_cast<int>(workspaces_.size()); ++rank) {
+    std::byte* const workspace = workspaces_[static_cast<size_t>(rank)];
+    if (rank != me_ && workspace != nullptr) table_.close(device_, workspace);
+  }
+  if (workspace_ != nullptr) table_.free(device_, workspace_);
+}
+
+Introduction SharedGpu::introduce() {
+  Introduction mine;
+  try {
+    check(table_, table_.allocate(device_, 2 * half_, &workspace_), "allocating the workspace");
+    check(table_, table_.nameOf(device_, workspace_, &mine.workspace), "sharing memory of the GPU");
+    mine.workspaceBytes = 2 * half_;
+  } catch (const Error& error) {
+    mine.refusal = ShortText(error.what());
+  }
+  return mine;
+}
+
+std::string SharedGpu::connect(std::span<const Introduction> all) {
+  workspaces_.assign(all.size(), nullptr);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (static_cast<int>(rank) == me_) {
+      workspaces_[rank] = static_cast<std::byte*>(workspace_);
+      continue;
+    }
+    if (all[rank].workspaceBytes != 2 * half_) {
+      return fmt::format("rank {} has a workspace of {} bytes, rank {} one of {}", rank,
+                         all[rank].workspaceBytes, me_, 2 * half_);
+    }
+    void* base = nullptr;
+    if (const int error = table_.open(device_, all[rank].workspace.handle, &base); error != 0) {
+      return fmt::format("rank {} cannot open memory of rank {}: {}", me_, rank,
+                         table_.textOf(error));
+    }
+    workspaces_[rank] = static_cast<std::byte*>(base) + all[rank].workspace.offset;
+  }
+  return "";
+}
+
+Descriptor SharedGpu::describe(const Call& call, const Buffers& mine) {
+  Descriptor said;
+  said.number = ++calls_;
+  said.operation = call.operation;
+  said.type = call.type;
+  said.op = call.op;
+  said.root = call.root;
+  said.factor = call.factor;
+  said.bytes = call.bytes;
+  // Without bytes there is nothing to open.
+  said.canShare = call.bytes == 0 || (table_.nameOf(device_, mine.input, &said.input) == 0 &&
+                                      table_.nameOf(device_, mine.output, &said.output) == 0);
+  return said;
+}
+
+std::byte* SharedGpu::addressOf(int rank, const MemoryName& name) {
+  const std::pair key{rank, name.base};
+  auto found = opened_.find(key);
+  if (found != opened_.end() && found->second.allocation != name.allocation) {
+    // Its owner has freed it since.
+    table_.close(device_, found->second.base);
+    opened_.erase(found);
+    found = opened_.end();
+  }
+  if (found == opened_.end()) {
+    void* base = nullptr;
+    check(table_, table_.open(device_, name.handle, &base), "opening memory of another rank");
+    found = opened_.emplace(key, Opened{name.allocation, base}).first;
+  }
+  return static_cast<std::byte*>(found->second.base) + name.offset;
+}
+
+std::vector<Buffers> SharedGpu::open(std::span<const Descriptor> all, const Buffers& mine) {
+  // Nothing is being read: the GPU has finished the call before.
+  if (opened_.size() + 2 * all.size() > kMostOpened) closeAll();
+  std::vector<Buffers> buffers;
+  for (int rank = 0; rank < size_; ++rank) {
+    const Descriptor& said = all[static_cast<size_t>(rank)];
+    if (rank == me_ || said.bytes == 0) {
+      buffers.push_back(mine);
+    } else {
+      std::byte* const input = addressOf(rank, said.input);
+      buffers.push_back({input, addressOf(rank, said.output)});
+    }
+  }
+  return buffers;
+}
+
+void SharedGpu::run(const std::vector<Job>& jobs, void* stream) {
+  for (const Job& job : jobs) check(table_, table_.run(device_, &job, stream), "starting a kernel");
+}
+
+void SharedGpu::closeAll() {
+  for (const auto& [key, opened] : opened_) {
+    if (const int error = table_.close(device_, opened.base); error != 0) {
+      SMDDP_LOG(Debug, "cuda", "closing memory of rank {}: {}", key.first, table_.textOf(error));
+    }
+  }
+  opened_.clear();
+}
+
+std::string difference(int rank, const Descriptor& one, int other, const Descriptor& two) {
+  const std::string first = textOf(one), second = textOf(two);
+  if (first == second && one.factor == two.factor) return "";
+  return fmt::format("rank {} is in {} on the GPU, rank {} in {}", rank, first, other, second);
+}
+
+}  // namespace smddp::cuda

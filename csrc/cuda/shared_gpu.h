@@ -1,0 +1,108 @@
+// The memory of ranks that share one GPU: this rank's workspace, and the others' memory as this process sees it.
+//
+// A rank is known by what it exchanges: an Introduction when the group begins, then a Descriptor for each call. Memory
+// of another process is opened when it is first named and stays open, since opening it takes long. What was named is
+// the allocation, which is never used twice: memory that its owner has freed is closed, not taken for what lies at the
+// same address now.
+//
+// Threads: one at a time. The destructor frees the workspace; nobody may be reading it then, see abandon().
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/device_table.h"
+#include "cuda/share.h"
+
+namespace smddp::cuda {
+
+// A text that is exchanged as plain data; cut where it is too long.
+class ShortText {
+ public:
+  ShortText() = default;
+  explicit ShortText(const std::string& text) {
+    text.copy(bytes_, sizeof bytes_);
+    length_ = static_cast<uint32_t>(std::min(text.size(), sizeof bytes_));
+  }
+  std::string string() const { return {bytes_, std::min<size_t>(length_, sizeof bytes_)}; }
+  bool empty() const { return length_ == 0; }
+
+ private:
+  uint32_t length_ = 0;
+  char bytes_[252] = {};
+};
+
+// What a rank says of itself before the first call.
+struct Introduction {
+  MemoryName workspace;
+  uint64_t workspaceBytes = 0;
+  ShortText refusal;  // why this rank cannot share its GPU's memory; empty: it can
+};
+// What they all say, if somebody refuses: the first refusal.
+std::string refusalOf(std::span<const Introduction> all);
+
+// What a rank says of a call. The ranks' descriptors have to agree in all but the buffers.
+struct Descriptor {
+  uint64_t number = 0;  // of the group's calls, from 1
+  int64_t part = 0;  // that the GPU has finished on this rank, from 1; 0: it has come to the call
+  Operation operation = Operation::AllReduce;
+  DataType type = DataType::uint8;
+  ReduceOp op = ReduceOp::SUM;
+  bool canShare = false;  // the buffers can be opened by others
+  int32_t root = 0;
+  double factor = 1.0;
+  uint64_t bytes = 0;
+  MemoryName input, output;
+};
+
+class SharedGpu {
+ public:
+  SharedGpu(const DeviceTable& table, int device, int me, int size, int64_t workspaceBytes);
+  ~SharedGpu();
+  SharedGpu(const SharedGpu&) = delete;
+  SharedGpu& operator=(const SharedGpu&) = delete;
+
+  // Makes the workspace. What goes wrong stands in the introduction, for everybody to read.
+  Introduction introduce();
+  // Opens the workspaces of the others, none of whom refuses. Returns why that cannot be done, or nothing.
+  std::string connect(std::span<const Introduction> all);
+
+  // The next call of this rank.
+  Descriptor describe(const Call& call, const Buffers& mine);
+  // The buffers of all ranks, opened where they are others'.
+  std::vector<Buffers> open(std::span<const Descriptor> all, const Buffers& mine);
+  const std::vector<std::byte*>& workspaces() const { return workspaces_; }
+  uint64_t half() const { return half_; }
+  void run(const std::vector<Job>& jobs, void* stream);
+
+  // Some rank may go on reading or writing what it has opened: nothing is freed or closed any more.
+  void abandon() { abandoned_ = true; }
+  int me() const { return me_; }
+  int size() const { return size_; }
+
+ private:
+  struct Opened {
+    uint64_t allocation;
+    void* base;
+  };
+  std::byte* addressOf(int rank, const MemoryName& name);
+  void closeAll();
+
+  const DeviceTable& table_;
+  const int device_, me_, size_;
+  const uint64_t half_;
+  void* workspace_ = nullptr;
+  std::vector<std::byte*> workspaces_;                 // by rank
+  std::map<std::pair<int, uint64_t>, Opened> opened_;  // by rank and address there
+  uint64_t calls_ = 0;
+  bool abandoned_ = false;
+};
+
+// In what two ranks' descriptors differ that should agree; empty where they agree.
+std::string difference(int rank, const Descriptor& one, int other, const Descriptor& two);
+
+}  // namespace smddp::cuda

@@ -1,0 +1,254 @@
+#include "process_group/gpu_memory_path.h"
+
+#include <algorithm>
+#include <future>
+#include <mutex>
+
+#include "common/config.h"
+#include "common/log.h"
+#include "cuda/library.h"
+#include "cuda/shared_call.h"
+
+namespace smddp::process_group {
+namespace {
+
+using engine::Request;
+
+template <typename T>
+std::span<std::byte> bytesOf(T* first, size_t count) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  return {reinterpret_cast<std::byte*>(first), count * sizeof(T)};
+}
+
+// An exchange of values of plain data between the hosts.
+template <typename T>
+Request exchangeOf(T& mine, std::vector<T>& all, Nanoseconds timeout) {
+  Request request;
+  request.collective = collectives::Collective::AllGather;
+  request.bytes = sizeof(T);
+  request.input = {bytesOf(&mine, 1)};
+  request.output = {bytesOf(all.data(), all.size())};
+  request.timeout = timeout;
+  return request;
+}
+
+cuda::Operation operationOf(collectives::Collective collective) {
+  using collectives::Collective;
+  switch (collective) {
+    case Collective::AllReduce: return cuda::Operation::AllReduce;
+    case Collective::Reduce: return cuda::Operation::Reduce;
+    case Collective::ReduceScatter: return cuda::Operation::ReduceScatter;
+    case Collective::AllGather: return cuda::Operation::AllGather;
+    case Collective::Broadcast: return cuda::Operation::Broadcast;
+    default: break;
+  }
+  raise(ErrorKind::Internal, "{} does not run in the memory of a GPU", toString(collective));
+}
+
+cuda::Call callOf(const Request& request, const cuda::SharedGpu& gpu) {
+  return {operationOf(request.collective),
+          request.type,
+          request.op,
+          request.factor,
+          request.root,
+          gpu.me(),
+          gpu.size(),
+          static_cast<uint64_t>(request.bytes)};
+}
+
+cuda::Buffers buffersOf(const Request& request) {
+  SMDDP_CHECK(request.input.size() + request.output.size() > 0 && request.input.size() <= 1 &&
+                  request.output.size() <= 1,
+              "a call of several tensors in the memory of a GPU");
+  std::byte* const input = request.input.empty() ? nullptr : request.input[0].data();
+  std::byte* const output = request.output.empty() ? nullptr : request.output[0].data();
+  return {request.input.empty() ? output : input, request.output.empty() ? input : output};
+}
+
+// Tensors that other ranks may go on reading or writing, after an error: never given to anybody else.
+void keepForGood(std::shared_ptr<void> tensors) {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<std::shared_ptr<void>>;
+  const std::lock_guard lock(mutex);
+  kept->push_back(std::move(tensors));
+}
+
+class Turns final : public DeviceTurns,
+                    public std::enable_shared_from_this<Turns>,
+                    cuda::Stream,
+                    cuda::Exchange {
+ public:
+  Turns(std::shared_ptr<GpuMemoryPath> path, const Request& request,
+        std::shared_ptr<DeviceCopies> copies, std::shared_ptr<void> keepAlive)
+      : path_(std::move(path)),
+        copies_(std::move(copies)),
+        keepAlive_(std::move(keepAlive)),
+        deadline_(Deadline::after(clock_, request.timeout)),
+        handle_(copies_->stream().native_handle()),
+        all_(static_cast<size_t>(path_->gpu().size())),
+        call_(path_->gpu(), callOf(request, path_->gpu()), buffersOf(request), *this, *this) {}
+
+  bool advance() override {
+    if (call_.advance()) return true;
+    // What is left to the engine has its deadline there.
+    if (!exchange_ && deadline_.passed(clock_)) throwLate();
+    return false;
+  }
+
+  void advanceToEnd() override {
+    byCaller_ = true;
+    while (!call_.advance()) {
+      if (!copies_->awaitArrival(deadline_)) throwLate();
+    }
+    path_->engine().wait(*exchange_);
+    throwIfFailed();
+    call_.end();
+  }
+
+  void atEnd(std::function<void(const std::optional<Error>&)> action) override {
+    atEnd_ = std::move(action);
+  }
+
+  void giveUp(const Error& error) noexcept override {
+    try {
+      if (call_.isExposed()) {
+        path_->gpu().abandon();
+        keepForGood(keepAlive_);
+        keepForGood(path_);
+      }
+      // The others wait for this rank: unless it leaves, they hear of it. What the engine found it has told them.
+      if (!engineFailed_ && error.kind() != ErrorKind::Aborted) {
+        path_->engine().fail(*path_->group(), error);
+      }
+    } catch (const std::exception& thrown) {
+      SMDDP_LOG(Warn, "process_group", "while a call was given up: {}", thrown.what());
+    }
+  }
+
+ private:
+  void* handle() const override { return handle_; }
+  void mark() override { copies_->mark(); }
+  bool reached() const override { return copies_->arrived(); }
+
+  void begin(const cuda::Descriptor& mine, bool last) override {
+    mine_ = mine;
+    Request request =
+        exchangeOf(mine_, all_, std::max<Nanoseconds>(deadline_.at - clock_.now(), 1));
+    request.keepAlive = shared_from_this();
+    if (byCaller_) {
+      request.willWait = true;
+      exchange_ = path_->engine().submit(*path_->group(), std::move(request));
+      return;
+    }
+    exchange_ = std::make_shared<engine::Completion>();
+    if (last) {
+      exchange_->then([self = shared_from_this()] { self->finish(); });
+    }
+    // On the thread of deferred calls, which must not run continuations.
+    path_->engine().enqueue(*path_->group(), std::move(request), exchange_);
+  }
+
+  bool done() override {
+    if (byCaller_) path_->engine().wait(*exchange_);
+    if (!exchange_->done()) return false;
+    throwIfFailed();
+    exchange_.reset();
+    return true;
+  }
+
+  std::span<const cuda::Descriptor> all() const override { return all_; }
+
+  void throwIfFailed() {
+    if (!exchange_->error()) return;
+    engineFailed_ = true;
+    throw *exchange_->error();
+  }
+
+  [[noreturn]] void throwLate() const {
+    raise(ErrorKind::Timeout,
+          "the time-out passed before the device had come to this call, or had done this rank's "
+          "part: what was queued "
+          "before it on its stream still runs");
+  }
+
+  // The last exchange has ended.
+  void finish() {
+    const auto& error = exchange_->error();
+    if (error) {
+      engineFailed_ = true;
+      giveUp(*error);
+    } else {
+      call_.end();
+    }
+    atEnd_(error);
+  }
+
+  const std::shared_ptr<GpuMemoryPath> path_;
+  const std::shared_ptr<DeviceCopies> copies_;
+  const std::shared_ptr<void> keepAlive_;
+  const MonotonicClock clock_;
+  const Deadline deadline_;
+  void* const handle_;
+  bool byCaller_ = false;
+  std::atomic<bool> engineFailed_{false};
+  cuda::Descriptor mine_;
+  std::vector<cuda::Descriptor> all_;
+  engine::CompletionPtr exchange_;  // under way, or the last
+  std::function<void(const std::optional<Error>&)> atEnd_;
+  cuda::SharedCall call_;
+};
+
+}  // namespace
+
+GpuMemoryPath::GpuMemoryPath(std::shared_ptr<engine::Engine> engine,
+                             std::shared_ptr<engine::Group> group, c10::Device device,
+                             std::string library)
+    : engine_(std::move(engine)),
+      group_(std::move(group)),
+      device_(device),
+      library_(std::move(library)) {}
+
+template <typename T>
+std::vector<T> GpuMemoryPath::gather(const T& mine, Nanoseconds timeout) {
+  struct Buffers {
+    T mine;
+    std::vector<T> all;
+  };
+  const auto buffers = std::make_shared<Buffers>(
+      Buffers{mine, std::vector<T>(static_cast<size_t>(group_->spec().size))});
+  Request request = exchangeOf(buffers->mine, buffers->all, timeout);
+  request.keepAlive = buffers;
+  const auto completion = std::make_shared<engine::Completion>();
+  const auto ended = std::make_shared<std::promise<void>>();
+  completion->then([ended] { ended->set_value(); });
+  engine_->enqueue(*group_, std::move(request), completion);
+  ended->get_future().wait();
+  if (completion->error()) throw *completion->error();
+  return buffers->all;
+}
+
+std::string GpuMemoryPath::connect(Nanoseconds timeout) {
+  const auto& spec = group_->spec();
+  cuda::Introduction mine;
+  try {
+    gpu_ = std::make_unique<cuda::SharedGpu>(cuda::loadLibrary(library_), device_.index(), spec.me,
+                                             spec.size, settings().poolBytes);
+    mine = gpu_->introduce();
+  } catch (const Error& error) {
+    mine.refusal = cuda::ShortText(error.what());
+  }
+  const auto all = gather(mine, timeout);
+  if (const std::string refusal = cuda::refusalOf(all); !refusal.empty()) return refusal;
+  for (const auto& verdict : gather(cuda::ShortText(gpu_->connect(all)), timeout)) {
+    if (!verdict.empty()) return verdict.string();
+  }
+  return "";
+}
+
+std::shared_ptr<DeviceTurns> GpuMemoryPath::begin(const Request& request,
+                                                  const std::shared_ptr<DeviceCopies>& copies,
+                                                  std::shared_ptr<void> keepAlive) {
+  return std::make_shared<Turns>(shared_from_this(), request, copies, std::move(keepAlive));
+}
+
+}  // namespace smddp::process_group

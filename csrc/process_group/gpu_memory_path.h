@@ -1,0 +1,47 @@
+// Calls among ranks that share one GPU, carried out in its memory (cuda/shared_call.h).
+//
+// Threads: any; calls begin one after the other, as their group sees to. Lives as long as a call of it does. Owns this
+// rank's workspace on the GPU and what it has opened of the others'.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "cuda/shared_gpu.h"
+#include "engine/engine.h"
+#include "process_group/device_copies.h"
+#include "process_group/device_turns.h"
+
+namespace smddp::process_group {
+
+class GpuMemoryPath : public std::enable_shared_from_this<GpuMemoryPath> {
+ public:
+  // library: of the CUDA part.
+  GpuMemoryPath(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
+                c10::Device device, std::string library);
+
+  // Meets the other ranks, in the order of the group's calls; blocks until all are there. Returns why it cannot be
+  // done, the same on all ranks, or nothing. Runs no continuations.
+  std::string connect(Nanoseconds timeout);
+
+  // What carries out a call with bytes on the GPU, on the stream of `copies`. `keepAlive`: the tensors.
+  std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
+                                     const std::shared_ptr<DeviceCopies>& copies,
+                                     std::shared_ptr<void> keepAlive);
+
+  cuda::SharedGpu& gpu() { return *gpu_; }
+  engine::Engine& engine() { return *engine_; }
+  const std::shared_ptr<engine::Group>& group() const { return group_; }
+
+ private:
+  template <typename T>
+  std::vector<T> gather(const T& mine, Nanoseconds timeout);
+
+  const std::shared_ptr<engine::Engine> engine_;
+  const std::shared_ptr<engine::Group> group_;
+  const c10::Device device_;
+  const std::string library_;
+  std::unique_ptr<cuda::SharedGpu> gpu_;  // after connect()
+};
+
+}  // namespace smddp::process_group

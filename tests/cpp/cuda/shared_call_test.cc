@@ -1,0 +1,347 @@
+// Calls among ranks that share a GPU: values, races between exchanges, and what is refused.
+#include "cuda/shared_call.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <optional>
+#include <random>
+#include <tuple>
+
+#include "common/error.h"
+#include "cuda/fake_gpu.h"
+
+namespace smddp::cuda {
+namespace {
+
+using testing::HasSubstr;
+
+// Descriptors of all ranks, exchange after exchange.
+struct Meetings {
+  std::vector<std::vector<std::optional<Descriptor>>> all;
+};
+
+class Rank final : public Stream, public Exchange {
+ public:
+  Rank(int me, int size, int64_t workspaceBytes, Meetings& meetings)
+      : gpu(kFakeTable, me, me, size, workspaceBytes), me_(me), size_(size), meetings_(meetings) {}
+
+  void begin(const Call& call, const Buffers& buffers) {
+    call_ = std::make_unique<SharedCall>(gpu, call, buffers, *this, *this);
+  }
+  bool advance() { return call_->advance() && done(); }
+  SharedCall& call() { return *call_; }
+
+  SharedGpu gpu;
+
+ private:
+  void* handle() const override { return nullptr; }
+  void mark() override {}
+  // The kernels run at the second look.
+  bool reached() const override {
+    if (++looks_ % 2 == 1) return false;
+    FakeGpu::get().runQueue(me_);
+    return true;
+  }
+  void begin(const Descriptor& mine, bool) override {
+    if (meetings_.all.size() <= met_) meetings_.all.emplace_back(static_cast<size_t>(size_));
+    meetings_.all[met_++][static_cast<size_t>(me_)] = mine;
+  }
+  bool done() override {
+    const auto& said = meetings_.all[met_ - 1];
+    if (!std::all_of(said.begin(), said.end(), [](const auto& one) { return one.has_value(); })) {
+      return false;
+    }
+    all_.clear();
+    for (const auto& one : said) all_.push_back(*one);
+    FakeGpu::get().turns[me_] = static_cast<int>(met_);
+    return true;
+  }
+  std::span<const Descriptor> all() const override { return all_; }
+
+  const int me_, size_;
+  Meetings& meetings_;
+  mutable int looks_ = 0;
+  size_t met_ = 0;
+  std::vector<Descriptor> all_;
+  std::unique_ptr<SharedCall> call_;
+};
+
+struct DeviceMemory {
+  explicit DeviceMemory(size_t bytes) : bytes(bytes) { kFakeTable.allocate(0, bytes + 1, &data); }
+  ~DeviceMemory() { kFakeTable.free(0, data); }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  std::byte* begin() const { return static_cast<std::byte*>(data); }
+  std::vector<std::byte> copy() const { return {begin(), begin() + bytes}; }
+  void* data = nullptr;
+  size_t bytes;
+};
+
+class SharedCallTest : public testing::Test {
+ protected:
+  void SetUp() override { FakeGpu::get() = {}; }
+  void TearDown() override {
+    ranks_.clear();
+    for (const auto& [data, allocation] : FakeGpu::get().allocations) std::free(data);
+  }
+
+  // Ranks with their workspaces.
+  void meet(int size, int64_t workspaceBytes = 4096) {
+    std::vector<Introduction> said;
+    for (int me = 0; me < size; ++me) {
+      ranks_.push_back(std::make_unique<Rank>(me, size, workspaceBytes, meetings_));
+      said.push_back(ranks_.back()->gpu.introduce());
+    }
+    ASSERT_EQ(refusalOf(said), "");
+    for (auto& rank : ranks_) ASSERT_EQ(rank->gpu.connect(said), "");
+  }
+
+  // Pushes all on, in random order, until the call has ended everywhere.
+  void run(std::mt19937_64& random) {
+    std::vector<Rank*> left;
+    for (auto& rank : ranks_) left.push_back(rank.get());
+    for (int steps = 0; !left.empty(); ++steps) {
+      ASSERT_LT(steps, 100'000) << "the call does not end";
+      const size_t next = random() % left.size();
+      if (left[next]->advance()) left.erase(left.begin() + static_cast<ptrdiff_t>(next));
+    }
+  }
+
+  Meetings meetings_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+};
+
+// --- values -------------------------------------------------------------------------------------------------------
+
+using Values = std::vector<std::vector<std::byte>>;
+
+// What the ranks' outputs should be, given their inputs.
+Values expectedOf(const Call& call, const Values& inputs, const Values& outputs) {
+  Values expected = outputs;
+  const size_t size = inputs.size(), bytes = call.bytes;
+  const auto sum = [&](size_t from, std::vector<std::byte>& into) {
+    std::vector<const void*> srcs;
+    for (const auto& input : inputs) srcs.push_back(input.data() + from);
+    void* dst = into.data();
+    reduction::reduce({&dst, 1}, srcs, bytes / sizeOf(call.type), call.type, call.op,
+                      {call.op == ReduceOp::PREMUL_SUM, call.op == ReduceOp::AVG, call.factor,
+                       static_cast<int64_t>(size)});
+  };
+  for (size_t rank = 0; rank < size; ++rank) {
+    switch (call.operation) {
+      case Operation::AllReduce: sum(0, expected[rank]); break;
+      case Operation::Reduce:
+        if (static_cast<int>(rank) == call.root) sum(0, expected[rank]);
+        break;
+      case Operation::ReduceScatter: sum(rank * bytes, expected[rank]); break;
+      case Operation::Broadcast: expected[rank] = inputs[static_cast<size_t>(call.root)]; break;
+      case Operation::AllGather:
+        for (size_t s = 0; s < size; ++s) {
+          std::copy_n(inputs[s].begin(), bytes, expected[rank].begin() + s * bytes);
+        }
+        break;
+    }
+  }
+  return expected;
+}
+
+enum class Sharing { All, None, NotTheLast };
+
+class SharedCallValues
+    : public SharedCallTest,
+      public testing::WithParamInterface<std::tuple<Operation, int, uint64_t, Sharing>> {
+ protected:
+  void check(const Call& pattern, Sharing sharing, std::mt19937_64& random) {
+    const auto size = static_cast<size_t>(pattern.size);
+    const bool inPlace = pattern.operation == Operation::AllReduce ||
+                         pattern.operation == Operation::Reduce ||
+                         pattern.operation == Operation::Broadcast;
+    const size_t inputBytes =
+        pattern.bytes * (pattern.operation == Operation::ReduceScatter ? size : 1);
+    const size_t outputBytes =
+        pattern.bytes * (pattern.operation == Operation::AllGather ? size : 1);
+    std::vector<std::unique_ptr<DeviceMemory>> memory;
+    Values inputs, outputs;
+    std::vector<Buffers> buffers;
+    const auto fresh = [&](size_t bytes) {
+      memory.push_back(std::make_unique<DeviceMemory>(bytes));
+      auto* const numbers = reinterpret_cast<int32_t*>(memory.back()->begin());
+      for (size_t i = 0; i < bytes / 4; ++i) numbers[i] = static_cast<int32_t>(random() % 1000);
+      return memory.back()->begin();
+    };
+    for (size_t rank = 0; rank < size; ++rank) {
+      std::byte* const input = fresh(inputBytes);
+      inputs.push_back(memory.back()->copy());
+      std::byte* const output = inPlace ? input : fresh(outputBytes);
+      outputs.push_back(memory.back()->copy());
+      buffers.push_back({input, output});
+      FakeGpu::get().refusesToShare[static_cast<int>(rank)] =
+          sharing == Sharing::None || (sharing == Sharing::NotTheLast && rank + 1 == size);
+    }
+    for (size_t rank = 0; rank < size; ++rank) {
+      Call call = pattern;
+      call.me = static_cast<int>(rank);
+      ranks_[rank]->begin(call, buffers[rank]);
+    }
+    run(random);
+    FakeGpu::get().expectNoRace();
+    const Values expected = expectedOf(pattern, inputs, outputs);
+    for (size_t rank = 0; rank < size; ++rank) {
+      const bool defined =
+          pattern.operation != Operation::Reduce || pattern.root == static_cast<int>(rank);
+      const std::byte* const output = buffers[rank].output;
+      EXPECT_TRUE(!defined || std::equal(expected[rank].begin(), expected[rank].end(), output))
+          << "rank " << rank;
+      EXPECT_EQ(ranks_[rank]->call().isDirect(), sharing == Sharing::All || pattern.bytes == 0);
+    }
+  }
+};
+
+TEST_P(SharedCallValues, AreThoseOfTheCpu) {
+  const auto [operation, size, bytes, sharing] = GetParam();
+  std::mt19937_64 random(bytes + static_cast<uint64_t>(size));
+  meet(size);
+  Call call;
+  call.operation = operation;
+  call.type = DataType::int32;
+  call.size = size;
+  call.root = size - 1;
+  call.bytes = bytes;
+  // One behind the other, so that what a call leaves behind meets the next one.
+  for (const ReduceOp op : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::MAX}) {
+    call.op = op;
+    check(call, sharing, random);
+  }
+  check(call, Sharing::All, random);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, SharedCallValues,
+    testing::Combine(testing::Values(Operation::AllReduce, Operation::Reduce,
+                                     Operation::ReduceScatter, Operation::AllGather,
+                                     Operation::Broadcast),
+                     testing::Values(2, 3, 7), testing::Values(0, 4, 1000, 12004),
+                     testing::Values(Sharing::All, Sharing::None, Sharing::NotTheLast)));
+
+// --- memory of others ---------------------------------------------------------------------------------------------
+
+TEST_F(SharedCallTest, OpensMemoryOnceAndAgainWhenItIsOther) {
+  std::mt19937_64 random(5);
+  meet(2);
+  Call call;
+  call.operation = Operation::AllReduce;
+  call.type = DataType::float32;
+  call.size = 2;
+  call.bytes = 400;
+  auto first = std::make_unique<DeviceMemory>(400);
+  const DeviceMemory second(400);
+  const auto once = [&] {
+    for (int me = 0; me < 2; ++me) {
+      call.me = me;
+      std::byte* const data = me == 0 ? first->begin() : second.begin();
+      ranks_[static_cast<size_t>(me)]->begin(call, {data, data});
+    }
+    run(random);
+  };
+  FakeGpu& gpu = FakeGpu::get();
+  const int before = gpu.opened;
+  once();
+  EXPECT_EQ(gpu.opened, before + 2);
+  once();
+  EXPECT_EQ(gpu.opened, before + 2);
+  // The same address, but memory of its own: what the peer has open is not it.
+  gpu.allocations[first->begin()].number = ++gpu.allocated;
+  once();
+  EXPECT_EQ(gpu.opened, before + 3);
+  EXPECT_EQ(gpu.closed, 1);
+  ranks_.clear();
+  EXPECT_EQ(gpu.closed, gpu.opened);
+}
+
+TEST_F(SharedCallTest, ClosesNothingThatOthersMayTouch) {
+  meet(2);
+  const size_t live = FakeGpu::get().allocations.size();
+  for (auto& rank : ranks_) rank->gpu.abandon();
+  ranks_.clear();
+  EXPECT_EQ(FakeGpu::get().closed, 0);
+  EXPECT_EQ(FakeGpu::get().allocations.size(), live);
+}
+
+// --- refusals -----------------------------------------------------------------------------------------------------
+
+TEST_F(SharedCallTest, FindsRanksInDifferentCalls) {
+  for (const bool other : {false, true}) {
+    ranks_.clear();
+    meetings_ = {};
+    meet(2);
+    const DeviceMemory memory(64);
+    Call call;
+    call.size = 2;
+    call.bytes = 64;
+    call.op = ReduceOp::PREMUL_SUM;
+    call.type = DataType::float32;
+    call.factor = 0.5;
+    ranks_[0]->begin(call, {memory.begin(), memory.begin()});
+    call.me = 1;
+    if (other) {
+      call.op = ReduceOp::MAX;
+    } else {
+      call.factor = 0.25;
+    }
+    ranks_[1]->begin(call, {memory.begin(), memory.begin()});
+    try {
+      for (int steps = 0; steps < 10; ++steps) {
+        for (auto& rank : ranks_) rank->advance();
+      }
+      ADD_FAILURE() << "went on";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::Mismatch);
+      EXPECT_THAT(error.what(),
+                  HasSubstr("rank 0 in call 1 (all_reduce of 64 bytes, float32, PREMUL_SUM"));
+    }
+  }
+}
+
+TEST_F(SharedCallTest, TellsWhyMemoryCannotBeShared) {
+  FakeGpu::get().refusesToShare[1] = true;
+  std::vector<Introduction> said;
+  for (int me = 0; me < 2; ++me) {
+    ranks_.push_back(std::make_unique<Rank>(me, 2, 4096, meetings_));
+    said.push_back(ranks_.back()->gpu.introduce());
+  }
+  EXPECT_THAT(refusalOf(said), HasSubstr("rank 1: sharing memory of the GPU: the fake says no"));
+
+  FakeGpu::get().refusesToShare[1] = false;
+  ranks_.clear();
+  said.clear();
+  for (int me = 0; me < 2; ++me) {
+    ranks_.push_back(std::make_unique<Rank>(me, 2, me == 0 ? 4096 : 8192, meetings_));
+    said.push_back(ranks_.back()->gpu.introduce());
+  }
+  EXPECT_THAT(ranks_[0]->gpu.connect(said), HasSubstr("rank 1 has a workspace of 8192 bytes"));
+  FakeGpu::get().refusesToOpen = true;
+  EXPECT_THAT(ranks_[1]->gpu.connect(said), HasSubstr("rank 0 has a workspace of 4096 bytes"));
+}
+
+TEST_F(SharedCallTest, KnowsWhenItsMemoryIsExposed) {
+  std::mt19937_64 random(1);
+  meet(2);
+  const DeviceMemory memory(64);
+  Call call;
+  call.size = 2;
+  call.bytes = 64;
+  for (int me = 0; me < 2; ++me) {
+    call.me = me;
+    ranks_[static_cast<size_t>(me)]->begin(call, {memory.begin(), memory.begin()});
+    EXPECT_FALSE(ranks_[static_cast<size_t>(me)]->call().isExposed());
+  }
+  run(random);
+  EXPECT_TRUE(ranks_[0]->call().isExposed());
+  ranks_[0]->call().end();
+  EXPECT_FALSE(ranks_[0]->call().isExposed());
+}
+
+}  // namespace
+}  // namespace smddp::cuda

@@ -1,0 +1,63 @@
+// What the two halves of the made-up device share: its streams, its memory, and what tests look at.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+
+namespace fake_device {
+
+constexpr int64_t kPoolStreams = 4;
+
+// Tasks in order, on a thread of its own, which lives as long as the process.
+class Lane {
+ public:
+  void add(std::function<void()> task);
+  void drain();
+
+ private:
+  void run();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool started_ = false;
+  size_t added_ = 0, done_ = 0;
+};
+
+// Shared by all lanes; never destroyed, as they use it until the process ends.
+struct World {
+  std::array<Lane, 1 + kPoolStreams> lanes;
+  std::atomic<int64_t> nextPoolStream{0};
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool gated = false;
+  std::map<const void*, size_t> live;                       // device memory
+  std::map<const void*, std::set<c10::StreamId>> recorded;  // streams that use it beside its own
+  int64_t violations = 0;
+  std::atomic<bool> copiesFail{false};
+  std::atomic<int> slowness{0};  // milliseconds of a copy to the device
+  std::atomic<bool> sharesMemory{true};
+  std::atomic<bool> sharesTensors{true};  // else only what the CUDA part allocates
+  std::atomic<int64_t> jobs{0};  // that other processes' memory was opened for, or a workspace used
+};
+World& world();
+
+Lane& laneOf(c10::StreamId id);
+inline void* handleOf(c10::StreamId id) { return reinterpret_cast<void*>(id + 1); }
+inline c10::StreamId streamOf(void* handle) { return reinterpret_cast<intptr_t>(handle) - 1; }
+void expectLive(const void* data);
+
+// Device memory, in pages of its own that other processes can map. Entered in World::live.
+void* allocateShared(size_t bytes, bool isTensor);
+void freeShared(void* data);
+
+}  // namespace fake_device
