@@ -4,9 +4,12 @@
 #   tools/gpu_check.sh                 build, test, measure
 #   tools/gpu_check.sh pack <folder>   on another machine, before: what one without packages lacks (libfabric)
 #
+# The steps come in the order of their worth, each with a time limit of its own: one that fails or hangs costs the others
+# nothing. What they print goes to GPU_CHECK_OUT (default: gpu-check), how they ended to summary.txt there.
+#
 # A folder `pack` has filled is found as GPU_CHECK_PACK. Without libfabric the tests between nodes are left out.
-# Needs: a torch with CUDA, cmake, ninja, g++ >= 12, pytest with pytest-timeout, psutil.
-set -euo pipefail
+# Needs: a torch with CUDA, nvcc, cmake, ninja, g++ >= 12, pytest with pytest-timeout, psutil.
+set -uo pipefail
 cd "$(dirname "$0")/.."
 
 pack() {
@@ -28,35 +31,122 @@ fi
 
 python=$(command -v python3)
 build=build/gpu
-jobs=$(nproc)
-"$python" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "GPUs", torch.cuda.device_count(), torch.cuda.get_device_name(), "NCCL", torch.cuda.nccl.version())'
+out=$(realpath -m "${GPU_CHECK_OUT:-gpu-check}")
+limit=${GPU_CHECK_SECONDS:-520}
+logs=$out/logs
+mkdir -p "$logs"
+: >"$out/summary.txt"
+failed=0
+SECONDS=0
 
-options=(-DCMAKE_BUILD_TYPE=Release -DPYTHON_EXECUTABLE="$python" -DSMDDP_BUILD_TESTS=OFF -DSMDDP_WARNINGS_AS_ERRORS=OFF)
-# torch brings the headers of fmt along.
-options+=(-DFMT_INCLUDE_DIR="$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')")
+say() { echo "$*" | tee -a "$out/summary.txt"; }
+
+# step <name> <seconds> <command...>: runs it unless the time is up; its output goes to a file of its own.
+step() {
+  local name=$1 most=$2 left=$((limit - SECONDS)) began=$SECONDS status=0
+  shift 2
+  if [ $left -lt 5 ]; then
+    say "left out   $name: the time is up"
+    failed=1
+    return 1
+  fi
+  [ "$most" -le $left ] || most=$left
+  timeout --kill-after=10 "$most" "$@" >"$logs/$name.log" 2>&1 || status=$?
+  case $status in
+    0) say "passed     $name ($((SECONDS - began)) s)" ;;
+    124 | 137) say "timed out  $name ($((SECONDS - began)) s)" ;;
+    *) say "failed $status   $name ($((SECONDS - began)) s)" ;;
+  esac
+  tail -n 25 "$logs/$name.log"
+  # Whoever fetches files may get few of them.
+  tar -C "$out" -czf "$out/logs.tar.gz" logs
+  [ $status -eq 0 ] || failed=1
+  return $status
+}
+
+facts() {
+  nvidia-smi
+  nvcc --version | tail -2
+  "$python" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "GPUs", torch.cuda.device_count(), torch.cuda.get_device_name(), "NCCL", torch.cuda.nccl.version())'
+}
+
+compile() {
+  local options=(-DCMAKE_BUILD_TYPE=Release -DPYTHON_EXECUTABLE="$python" -DSMDDP_BUILD_TESTS=OFF
+    -DSMDDP_WARNINGS_AS_ERRORS=OFF -DSMDDP_CUDA="${GPU_CHECK_CUDA:-ON}")
+  # torch brings the headers of fmt along.
+  options+=(-DFMT_INCLUDE_DIR="$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')")
+  [ -z "${GPU_CHECK_PACK:-}" ] || options+=(-DLIBFABRIC_HOME="$(realpath "$GPU_CHECK_PACK")")
+  cmake -S . -B $build -G Ninja "${options[@]}" && cmake --build $build --target _C -j "$(nproc)" || return
+  for module in "$build"/csrc/bindings/_C.*.so; do ln -sfn "../$module" "smddp/$(basename "$module")"; done
+  ln -sfn ../$build/csrc/bindings/_build.py smddp/_build.py
+}
+
+# What a copy within the GPU's memory reaches: twice a rank's bytes per rank is the least that an all_reduce moves.
+copy_rate() {
+  "$python" - <<'PYTHON'
+import torch
+
+for mib in (64, 256, 1024):
+    one, two = (torch.empty(mib << 20, dtype=torch.uint8, device="cuda") for _ in range(2))
+    for _ in range(3):
+        two.copy_(one)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(20):
+        two.copy_(one)
+    end.record()
+    torch.cuda.synchronize()
+    print(f"copy of {mib} MiB: {2 * 20 * (mib << 20) / begin.elapsed_time(end) / 1e6:.0f} GB/s read and written")
+PYTHON
+}
+
+# tests <name> <seconds> <expression of -k>
+tests() {
+  local parallel=()
+  "$python" -c 'import xdist' 2>/dev/null && parallel=(-n 4)
+  # The result of each test is printed as it ends: what a time limit cuts off is not lost.
+  step "$1" "$2" "$python" -m pytest -v -m gpu "${parallel[@]}" tests/python/test_cuda.py -k "$3"
+}
+
+# measure <path> <ranks> <seconds> [option...]
+measure() {
+  local path=$1 ranks=$2 seconds=$3
+  shift 3
+  step "bench-$path-$ranks" "$seconds" env SMDDP_GPU_PATH="$path" "$python" -m smddp.bench allreduce --memory gpu \
+    --place in --ranks "$ranks" --min-bytes 1KiB --max-bytes 1GiB --factor 16 --seconds 0.3 \
+    --json "$logs/bench-$path-$ranks.json" "$@"
+}
+
+# compute-sanitizer follows the ranks, which are children. It knows nothing of one GPU model or another: where it
+# refuses the device, its log says so.
+sanitize() {
+  command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not installed"; return 0; }
+  SMDDP_GPU_PATH=ipc timeout 100 compute-sanitizer --target-processes all --error-exitcode 9 \
+    "$python" -m smddp.bench allreduce reduce_scatter allgather --memory gpu --backends smddp --ranks 2 \
+    --counts 1,1001,100000 --iterations 2
+}
+
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+export -f facts compile copy_rate sanitize
+export python build
 if [ -n "${GPU_CHECK_PACK:-}" ]; then
-  options+=(-DLIBFABRIC_HOME="$(realpath "$GPU_CHECK_PACK")")
   LD_LIBRARY_PATH=$(realpath "$GPU_CHECK_PACK")/lib:${LD_LIBRARY_PATH:-}
   export LD_LIBRARY_PATH
 fi
-SECONDS=0
-cmake -S . -B $build -G Ninja "${options[@]}"
-cmake --build $build --target _C -j "$jobs"
-for module in "$build"/csrc/bindings/_C.*.so; do ln -sfn "../$module" "smddp/$(basename "$module")"; done
-ln -sfn ../$build/csrc/bindings/_build.py smddp/_build.py
-echo "built in $SECONDS s"
 
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
-parallel=()
-"$python" -c 'import xdist' 2>/dev/null && parallel=(-n 4)
-status=0
-# The result of each test is printed as it ends: what a time limit cuts off is not lost.
-timeout 330 "$python" -m pytest -v -m gpu "${parallel[@]}" tests/python/test_cuda.py || status=$?
-echo "tests ended with $status after $SECONDS s"
-
-for ranks in 2 4; do
-  timeout 60 "$python" -m smddp.bench allreduce --memory gpu --backends smddp,gloo --ranks $ranks \
-    --min-bytes 1KiB --max-bytes 64MiB --factor 16 || status=$?
-done
-echo "all ended with $status after $SECONDS s"
-exit $status
+step facts 30 bash -c facts
+if step build 180 bash -c compile; then
+  tests test-memory-first 60 "in_memory and reduces and 2"
+  step copy-rate 30 bash -c copy_rate
+  measure ipc 2 50 --backends smddp,gloo
+  measure ipc 4 60 --backends smddp,gloo
+  tests test-memory 120 "in_memory or in_pieces"
+  measure host 2 30 --backends smddp
+  tests test-host-and-nccl 150 "not in_memory and not in_pieces"
+  measure host 4 30 --backends smddp
+  step sanitize 110 bash -c sanitize
+  step bench-others 60 env SMDDP_GPU_PATH=ipc "$python" -m smddp.bench allreduce reduce_scatter allgather broadcast \
+    --memory gpu --place out --ranks 4 --min-bytes 64MiB --max-bytes 64MiB --backends smddp,gloo
+fi
+say "ended after $SECONDS s"
+exit $failed

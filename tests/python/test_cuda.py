@@ -1,4 +1,4 @@
-"""The cases of test_device.py on GPUs: through the host, and by NCCL.
+"""The cases of test_device.py on GPUs: through the host, in the memory of one GPU, and by NCCL.
 
 One GPU is enough: its ranks share it, and NCCL takes them for several hosts (NCCL_HOSTID).
 """
@@ -6,6 +6,7 @@ One GPU is enough: its ranks share it, and NCCL takes them for several hosts (NC
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -60,6 +61,110 @@ def test_refused_calls() -> None:
         assert mixed.startswith("ValueError: smddp: all tensors of a call must be on one device")
         assert wrong_size.startswith("ValueError")
         assert undefined.startswith("TypeError")
+
+
+# --- the memory of one GPU that ranks share -------------------------------------------------------
+
+IPC = {"SMDDP_GPU_PATH": "ipc", "CUDA_VISIBLE_DEVICES": "0"}
+# Memory of which no other process can open a part.
+UNSHARED = {**IPC, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+SMALL_PIECES = {**UNSHARED, "SMDDP_POOL_BYTES": "262144"}
+
+
+def _in_memory(cases: str) -> list[str]:
+    paths = []
+    destroy = dist.destroy_process_group
+
+    def destroy_and_tell(group: dist.ProcessGroup | None = None) -> None:
+        paths.append(dist.group.WORLD._get_backend(torch.device("cuda")).gpu_path())
+        destroy(group)
+
+    dist.destroy_process_group = destroy_and_tell
+    getattr(device_cases, cases)("cuda")
+    return paths
+
+
+@pytest.mark.parametrize("layout", ["2", "4"])
+@pytest.mark.parametrize("cases", [case.__name__ for case in device_cases.VALUES])
+def test_values_in_memory(layout: str, cases: str) -> None:
+    for paths in ranks.check_ranks(_in_memory, layout, cases, env=IPC, timeout=200):
+        assert set(paths) == {"ipc"}
+
+
+@pytest.mark.parametrize(
+    "cases",
+    ["follows_streams", "does_not_block", "barrier_covers", "outlives_its_tensors", "futures"],
+)
+def test_order_in_memory(cases: str) -> None:
+    for paths in ranks.check_ranks(_in_memory, "2", cases, env=IPC, timeout=120):
+        assert set(paths) == {"ipc"}
+
+
+def test_training_in_memory() -> None:
+    ranks.check_ranks(_in_memory, "4", "trains", env=IPC, timeout=120)
+
+
+@pytest.mark.parametrize("env", [UNSHARED, SMALL_PIECES], ids=["whole", "several"])
+@pytest.mark.parametrize("cases", ["reduces", "moves", "overlaps"])
+def test_values_in_pieces(cases: str, env: dict[str, str]) -> None:
+    for paths in ranks.check_ranks(_in_memory, "3", cases, env=env, timeout=200):
+        assert set(paths) == {"ipc"}
+
+
+def _frees_between_calls() -> None:
+    """Memory that was given back to the driver is not taken for what lies there now."""
+    with device_cases.job("cuda") as device:
+        me, size = dist.get_rank(), dist.get_world_size()
+        for number in range(8):
+            tensor = torch.full(((4 + number % 3) << 20,), float(number + me), device=device.device)
+            dist.all_reduce(tensor)
+            assert tensor.cpu().eq(size * number + sum(range(size))).all()
+            del tensor
+            if number % 2:
+                torch.cuda.empty_cache()
+
+
+def test_memory_that_is_freed_in_memory() -> None:
+    ranks.check_ranks(_frees_between_calls, "3", env=IPC, timeout=120)
+
+
+def _dies() -> str:
+    with device_cases.job("cuda", timeout=30) as device:
+        tensor = torch.ones(1000, device=device.device)
+        dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        said = device_cases.error_of(lambda: dist.all_reduce(tensor))
+        torch.cuda.synchronize()  # no stream is stuck
+        return said
+
+
+def test_rank_that_dies_in_memory() -> None:
+    outcomes = ranks.run_ranks(_dies, "2", env=IPC, timeout=60)
+    assert str(outcomes[0].value).startswith("PeerLostError"), str(outcomes[0])
+
+
+def _captured() -> str:
+    with device_cases.job("cuda") as device:
+        tensor = torch.ones(1000, device=device.device)
+        dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tensor.mul_(2)
+            said = device_cases.error_of(lambda: dist.all_reduce(tensor))
+        graph.replay()
+        dist.all_reduce(tensor)
+        assert tensor.cpu().eq(2 * dist.get_world_size() ** 2).all()
+        return said
+
+
+@pytest.mark.parametrize("env", [HOST, IPC], ids=["host", "in_memory"])
+def test_capture_is_refused(env: dict[str, str]) -> None:
+    """With a sentence, before anything has happened."""
+    for said in ranks.check_ranks(_captured, "2", env=env, timeout=60):
+        assert said.startswith("NotImplementedError: smddp: this call cannot be captured"), said
 
 
 # --- NCCL -----------------------------------------------------------------------------------------
