@@ -193,7 +193,7 @@ class DataParallel:
 
     def _total(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Returns the gradient of this replica, with what was there before the step."""
-        gradient = self._sums.sums.get(parameter)
+        gradient = self._sums.total(parameter)
         old = self._old[parameter]
         if gradient is None:
             return old
@@ -208,7 +208,7 @@ class DataParallel:
         reduced = self._collected()
         # Failed here? Late contributions? Which parameters were used at all?
         used = [self._total(p) is not None for p in self.parameters]
-        flags = torch.tensor([not succeeded, bool(self._sums.late), *used], dtype=torch.int32)
+        flags = torch.tensor([not succeeded, self._sums.any_late, *used], dtype=torch.int32)
         flags = flags.to(self.parameters[0].device) if self.parameters else flags
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         failed, late, *used_somewhere = flags.tolist()
@@ -230,7 +230,7 @@ class DataParallel:
         }
 
     def _late(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        gradient = self._sums.late.get(parameter)
+        gradient = self._sums.late(parameter)
         return None if gradient is None else gradient / self._divisor
 
     def _launch(

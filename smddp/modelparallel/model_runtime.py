@@ -128,7 +128,7 @@ class ModelRuntime:
     def end_step(self, succeeded: bool) -> None:
         """Turns the sums into `Parameter.grad`; a failed step leaves gradients as they were."""
         if succeeded:
-            self._sum.end(self.data_parallel.parameters)
+            self._sum.end()
         self.data_parallel.end_step(succeeded)
         if succeeded:
             self._run_hooks("step")
@@ -154,16 +154,16 @@ class ModelRuntime:
     def _on_microbatch_end(self, microbatch: int) -> None:
         self._sum.end_microbatch(microbatch)
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Takes what autograd has left in `Parameter.grad`."""
-        assert isinstance(parameter, nn.Parameter)
         task = self.executor.baton.task
         if task is None:
             self.data_parallel.outside_step(parameter)
             return
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        self._sum.add(parameter, task.local.microbatch, gradient, task.local.path)
+        frame = task.local
+        self._sum.add(parameter, frame.microbatch, gradient, frame.path)
 
     # --- hooks ------------------------------------------------------------------------------------
 

@@ -25,8 +25,10 @@ def total(sums: GradientSum, order: list[tuple[int, int]], parameter: nn.Paramet
         left[microbatch] -= 1
         if left[microbatch] == 0:
             sums.end_microbatch(microbatch)
-    sums.end([parameter])
-    return float(sums.sums[parameter])
+    sums.end()
+    found = sums.total(parameter)
+    assert found is not None
+    return float(found)
 
 
 def test_several_uses_in_a_microbatch_are_added_in_the_order_of_the_program() -> None:
@@ -48,7 +50,35 @@ def test_two_uses_are_added_at_once_and_in_any_order() -> None:
         held = torch.tensor([float(first + 1)])
         sums.add(parameter, 0, held, (first,))
         sums.add(parameter, 0, torch.tensor([float(second + 1)]), (second,))
-        sums.end([parameter])
-        assert float(sums.sums[parameter]) == 3.0
+        sums.end()
+        assert sums.total(parameter) == 3.0
     # Known to be two: the second was added to the first where it lay.
     assert float(held) == 3.0
+
+
+def test_a_step_without_gradients_says_nothing_about_the_next() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    final: list[nn.Parameter] = []
+    sums = GradientSum(final.append)
+    for contributions in (1, 0, 1):
+        final.clear()
+        sums.begin(2)
+        for microbatch in range(2 * contributions):
+            sums.add(parameter, microbatch, torch.ones(1))
+        learned = list(final)
+        sums.end()
+    # Final with the last contribution, before the end of the step.
+    assert learned == [parameter]
+
+
+def test_more_contributions_than_in_the_last_step_come_late() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    sums = GradientSum()
+    for contributions in (1, 3):
+        sums.begin(1)
+        for _ in range(contributions):
+            sums.add(parameter, 0, torch.ones(1))
+        sums.end()
+    assert sums.any_late
+    assert sums.total(parameter) == 1
+    assert sums.late(parameter) == 2
