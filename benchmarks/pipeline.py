@@ -7,8 +7,11 @@ A step of m microbatches on p equal stages takes at least (m + p - 1) * (forward
 same stages run under `@smp.step`, and then under torch.distributed.pipelining (GPipe for the simple
 pipeline, 1F1B and Interleaved1F1B for the interleaved one). The last of these divides each stage
 into two halves, which it places p stages apart; it has a bound of its own, of 2 * m + p - 1 halves.
-A sleep takes a little longer than asked; so each rank measures its own sleeps, and the bound is
-made of those.
+
+What a stage takes is measured: its sleeps in the step itself, as they take a little longer than
+asked; and what it takes besides them, that is its own few operations and autograd, when it runs in
+plain torch, without any pipeline, on all ranks at once. After a sleep that is no small thing: the
+caches hold something else. The share of a bound of sleeps alone is printed behind, in brackets.
 
 With --calls it measures the round trip of one call of a module on another rank instead, with
 gradients, whose value is looked at before the next one: nothing hides what a call costs.
@@ -83,6 +86,19 @@ class Stage(nn.Module):
         """Sleeps, and multiplies by the weight."""
         result: torch.Tensor = Sleep.apply(x * self.weight, self.seconds)
         return result
+
+
+def besides_sleep(seconds: float) -> float:
+    """Returns what a stage takes forward and backward besides its sleeps, in plain torch."""
+    stage, x = Stage(seconds), torch.ones(1, WIDTH, requires_grad=True)
+    gradient = torch.ones(1, WIDTH)
+    found = []
+    for _ in range(10):
+        Sleep.slept = 0.0
+        begun = time.perf_counter()
+        stage(x).backward(gradient)
+        found.append(time.perf_counter() - begun - Sleep.slept)
+    return statistics.median(found)
 
 
 @smp.step
@@ -253,8 +269,18 @@ def begin(rank: int, size: int, port: int, backend: str) -> None:
     dist.init_process_group(backend)
 
 
-def measure(step: Callable[[], Any], size: int, tasks: int, steps: int) -> float:
-    """Returns the best step's share of its bound, with so many forward tasks on each rank."""
+def measure(
+    step: Callable[[], Any], size: int, tasks: int, steps: int, besides: float
+) -> tuple[float, float]:
+    """Returns the best step's share of its bound, and of that of its sleeps.
+
+    Args:
+        step: makes one.
+        size: how many ranks.
+        tasks: how often each rank runs a stage forward.
+        steps: how many to measure.
+        besides: what a stage takes forward and backward besides its sleeps.
+    """
     for _ in range(2):
         step()
     shares = []
@@ -263,12 +289,14 @@ def measure(step: Callable[[], Any], size: int, tasks: int, steps: int) -> float
         Sleep.slept, Sleep.count = 0.0, 0
         begun = time.perf_counter()
         step()
-        took = torch.tensor([time.perf_counter() - begun, Sleep.slept / Sleep.count])
-        every = [torch.zeros(2) for _ in range(size)]
+        took = torch.tensor([time.perf_counter() - begun, Sleep.slept / Sleep.count, besides])
+        every = [torch.zeros(3) for _ in range(size)]
         dist.all_gather(every, took)
         wall = max(float(one[0]) for one in every)
-        slept = statistics.mean(float(one[1]) for one in every)
-        shares.append((tasks + size - 1) * 2 * slept / wall)
+        slept = 2 * statistics.mean(float(one[1]) for one in every)
+        stage = slept + statistics.mean(float(one[2]) for one in every)
+        slots = tasks + size - 1
+        shares.append((slots * stage / wall, slots * slept / wall))
     return max(shares)
 
 
@@ -277,10 +305,12 @@ def rank_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: A
     who, size, microbatches, pipeline = job
     begin(rank, size, port, options.backend if who is ours else "gloo")
     step = who(options, rank, size, microbatches, pipeline)
-    tasks = microbatches * (HALVES if who is halves else 1)
-    share = measure(step, size, tasks, options.steps)
+    parts = HALVES if who is halves else 1
+    dist.barrier()
+    besides = besides_sleep(options.seconds / parts)
+    shares = measure(step, size, microbatches * parts, options.steps, besides)
     if rank == 0:
-        queue.put(share)
+        queue.put(shares)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -377,8 +407,8 @@ def measure_shares(options: Any, figures: dict[str, Any]) -> None:
                         shares.append("needs m >= p")
                         continue
                     port += 1
-                    share = run(options, (who, size, microbatches, pipeline), port)
-                    shares.append(f"{100 * share:.1f} %")
+                    share, of_sleeps = run(options, (who, size, microbatches, pipeline), port)
+                    shares.append(f"{100 * share:.1f} % ({100 * of_sleeps:.1f})")
                     figures["results"].append(
                         {
                             "who": name,
@@ -386,6 +416,7 @@ def measure_shares(options: Any, figures: dict[str, Any]) -> None:
                             "microbatches": microbatches,
                             "pipeline": pipeline,
                             "share_of_bound": round(share, 4),
+                            "share_of_bound_of_sleeps": round(of_sleeps, 4),
                         }
                     )
                 row = " | ".join([str(size), str(microbatches), pipeline, *shares])
