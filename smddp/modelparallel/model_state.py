@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
 from smddp.modelparallel.errors import SMPPeerError
+from smddp.modelparallel.meeting import meet
 from smddp.modelparallel.partition.placement import Placement
 from smddp.modelparallel.runtime import state
 
@@ -38,6 +39,7 @@ class ModelState:
         local = self._module.state_dict()
         if self._placement.size > 1 and self._placement.applied:
             group = state.groups.of("pp")
+            meet("state_dict", group)
             try:
                 for name, value in local.items():
                     local[name] = self._gathered(name, value, group)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.errors import SMPInitializationError, SMPUsageError
+from smddp.modelparallel.meeting import meet
 from smddp.modelparallel.model_state import MARKER
 from smddp.modelparallel.partition.placement import Placement
 from smddp.modelparallel.runtime import state
@@ -195,7 +196,9 @@ class _State:
         if size == 1:
             return [part]
         parts: list[Any] = [None] * size
-        dist.all_gather_object(parts, part, group=state.groups.of("pp"))
+        group = state.groups.of("pp")
+        meet("state_dict of the optimizer", group)
+        dist.all_gather_object(parts, part, group=group)
         return parts
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import signal
 from datetime import timedelta
@@ -17,6 +18,7 @@ from ranks import check_ranks, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel import meeting
 from smddp.modelparallel.errors import (
     SMPConfigurationError,
     SMPInitializationError,
@@ -356,7 +358,12 @@ def test_ranks_with_different_configurations() -> None:
     check_ranks(different_configurations, "2")
 
 
-def state_dict_of_one_rank() -> str:
+def state_dict_of_one_rank() -> tuple[str, list[str]]:
+    meeting._PATIENCE = timedelta(milliseconds=100)
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    meeting.log.addHandler(handler)
     dist.init_process_group("smddp", timeout=timedelta(seconds=2))
     smp.init({"partitions": 2, **MANUAL})
     with smp.partition(1):
@@ -367,10 +374,14 @@ def state_dict_of_one_rank() -> str:
     other = functools.partial(train, model, torch.ones(8, 4), "")
     with pytest.raises(SMPPeerError) as caught:
         (model.state_dict if smp.pp_rank() == 0 else other)()
-    return str(caught.value)
+    return str(caught.value), [text for text in warnings if "state_dict" in text]
 
 
 def test_a_state_dict_that_one_rank_alone_asks_for() -> None:
-    asking, other = check_ranks(state_dict_of_one_rank, "2")
+    (asking, warned), (other, silent) = check_ranks(state_dict_of_one_rank, "2")
     assert "all of them have to call it" in asking
     assert "rank 0 of the pipeline is gone" in other
+    # Long before the timeout of the group.
+    assert len(warned) == 1
+    assert "state_dict on rank 0 waits for rank 1 of the pipeline" in warned[0]
+    assert not silent
