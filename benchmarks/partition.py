@@ -36,11 +36,8 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x)) * torch.sigmoid(self.gate(x))
 
 
-class _Executor:
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
+class _Host:
+    rank, baton = 0, None
 
 
 def main() -> None:
@@ -50,8 +47,9 @@ def main() -> None:
     # Blocks of different cost, so that equal numbers would not be equal shares.
     blocks = [Block(64, 64 * (1 + number % 5)) for number in range((count + 5) // 7)]
     model = nn.Sequential(*blocks)
-    executor: Any = _Executor(parts)
-    modules = Modules(executor, model)
+    host: Any = _Host()
+    nobody: Any = None
+    modules = Modules(host, nobody, model)
     x = torch.zeros(4, 64)
     seconds: dict[str, list[float]] = {}
 

@@ -55,7 +55,8 @@ class ModelRuntime:
         self._average = average
         self._times = times
         self.executor = _executor(state)
-        modules = Modules(self.executor, module, state.cfg.direct_forwarding)
+        executor = self.executor
+        modules = Modules(executor, executor.caller, module, state.cfg.direct_forwarding)
         self.executor.adopt(modules)
         self.executor.on_partition = _weakly(self.apply)
         self.executor.on_begin = _weakly(self._on_begin)

@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,8 @@ from smddp._environment import complete_from_launcher, complete_rendezvous
 from smddp.modelparallel.config import Configuration, configure
 from smddp.modelparallel.errors import SMPInitializationError
 from smddp.modelparallel.groups import Groups
+from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.topology import Topology
-
-if TYPE_CHECKING:
-    from smddp.modelparallel.model import DistributedModel
-    from smddp.modelparallel.pipeline.executor import Executor
 
 __all__ = ["State", "init", "is_initialized", "shutdown", "state"]
 
@@ -56,9 +53,10 @@ class State:
         self._topology: Topology | None = None
         self._groups: Groups | None = None
         self._owns_default_group = False
-        self.model: weakref.ref[DistributedModel] | None = None
-        self.executor: Executor | None = None
+        # The model and the optimizer of the script: their modules stand above this one.
+        self.model: weakref.ref[Any] | None = None
         self.optimizer: weakref.ref[Any] | None = None
+        self.executor: Executor | None = None
         self.tracing = False
         self.in_step = False
         self.resumed: dict[str, Any] = {}

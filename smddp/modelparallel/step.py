@@ -13,8 +13,8 @@ import torch
 from smddp.modelparallel.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.model_runtime import ModelRuntime
 from smddp.modelparallel.pipeline.baton import Priority, Task, Ticket
-from smddp.modelparallel.pipeline.calls import Frame
 from smddp.modelparallel.pipeline.executor import Executor, StepBegin
+from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.microbatch import StepOutput, collect, split_arguments
 from smddp.modelparallel.pipeline.protocol import ambient

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
 from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.pipeline.baton import Ticket
 from smddp.modelparallel.pipeline.collector import Collector
+from smddp.modelparallel.pipeline.frame import Frame, Host
 from smddp.modelparallel.pipeline.lazy import Lazy
 from smddp.modelparallel.pipeline.protocol import (
     SINK,
@@ -29,51 +31,7 @@ from smddp.modelparallel.pipeline.protocol import (
 )
 from smddp.modelparallel.structure import rebuild
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
-    from smddp.modelparallel.pipeline.executor import Executor
-
-__all__ = ["Caller", "Frame", "Outgoing", "run_backward"]
-
-
-class Frame:
-    """What a task of a microbatch knows about itself.
-
-    Attributes:
-        microbatch: its number.
-        forward: does it do forward or backward work at the moment?
-        path: where its call stands in the program: per caller on the way from the body, the
-            number of the call graph and of the segment. It does not depend on timing.
-        order: breaks ties between tasks of one microbatch.
-        name: for timelines.
-        depth: how many segments come before it in the pipeline.
-        grad: did it begin with gradients enabled?
-        open: the calls whose values nobody has looked at yet.
-        sent: numbers of the call graphs that it has sent.
-    """
-
-    __slots__ = ("depth", "forward", "grad", "microbatch", "name", "open", "order", "path", "sent")
-
-    def __init__(
-        self,
-        microbatch: int,
-        forward: bool,
-        path: tuple[int, ...],
-        name: str,
-        depth: int,
-        grad: bool,
-    ) -> None:
-        self.microbatch = microbatch
-        self.forward = forward
-        self.path = path
-        # Backwards the other way round: later segments first.
-        self.order = path if forward else tuple([-number for number in path])
-        self.name = name
-        self.depth = depth
-        self.grad = grad
-        self.open: Collector | None = None
-        self.sent: list[int] = []
+__all__ = ["Caller", "Outgoing", "run_backward"]
 
 
 class Outgoing:
@@ -113,8 +71,8 @@ class Outgoing:
 class Caller:
     """The graphs that frames of this rank have sent in this step."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._outgoing: dict[int, Outgoing] = {}
         self._numbers = itertools.count()
         # By signature: the graph, and its number.
@@ -156,8 +114,8 @@ class Caller:
         self._outgoing[out.number] = out
         path = (*frame.path, len(frame.sent))
         frame.sent.append(out.number)
-        executor, inputs = self._executor, opened.inputs
-        head = (executor.rank, out.number, identity, frame.microbatch, frame.depth, path)
+        host, inputs = self._host, opened.inputs
+        head = (host.rank, out.number, identity, frame.microbatch, frame.depth, path)
         for edge in graph.out_of[SOURCE]:
             segment = graph.segments[edge.target]
             objects = None
@@ -166,7 +124,7 @@ class Caller:
                 objects = {i: opened.objects[i] for i in numbers} or None
             tensors = [inputs[number] for _, number in edge.values]
             header = (head, opened.seeds, SOURCE, edge.target, objects)
-            executor.send(segment.owner, Kind.FORWARD, header, tensors)
+            host.send(segment.owner, Kind.FORWARD, header, tensors)
         return out
 
     def _graph(self, opened: Collector, alive: list[Lazy]) -> tuple[Graph, int]:
@@ -177,7 +135,7 @@ class Caller:
             graph, identity = opened.graph(alive), len(self._known)
             known = self._known[signature] = graph, identity
             for owner in graph.owners():
-                self._executor.send(owner, Kind.GRAPH, (self._executor.rank, identity, graph))
+                self._host.send(owner, Kind.GRAPH, (self._host.rank, identity, graph))
         return known
 
     def results(
@@ -189,7 +147,7 @@ class Caller:
             The values by place. `out` does not keep them: the node, of which they are outputs, has
             it, and such a circle nobody would ever collect.
         """
-        self._executor.wait(out.ticket, frame, frame.forward)
+        self._host.wait(out.ticket, frame, frame.forward)
         if out.returned:
             out.places = sorted(out.values)
         values: Sequence[torch.Tensor] = [out.values[place] for place in out.places]
@@ -224,7 +182,7 @@ class Caller:
             out.missing -= 1
             complete, abandoned = out.missing == 0, out.abandoned
         if complete:
-            self._executor.baton.complete(out.ticket)
+            self._host.baton.complete(out.ticket)
         if complete and abandoned:
             self._drop(out)
 
@@ -246,9 +204,9 @@ class Caller:
 
     def _drop(self, out: Outgoing) -> None:
         self._outgoing.pop(out.number, None)
-        header = (self._executor.rank, out.number, out.identity, out.microbatch)
+        header = (self._host.rank, out.number, out.identity, out.microbatch)
         for owner in out.graph.owners():
-            self._executor.send(owner, Kind.DROP, header)
+            self._host.send(owner, Kind.DROP, header)
 
     def take_gradients(self, number: int, segment: int, tensors: list[Any]) -> None:
         """Takes the gradients of an edge from SOURCE."""
@@ -263,11 +221,11 @@ class Caller:
                 out.gradients[index * len(graph.segments) + segment] = gradient
         out.backward_missing -= 1
         if out.backward_missing == 0:
-            self._executor.baton.complete(out.backward_ticket)
+            self._host.baton.complete(out.backward_ticket)
 
     def backward(self, frame: Frame, out: Outgoing, gradients: Sequence[Any]) -> list[Any]:
         """Sends the gradients of a graph's outputs; returns those of its inputs."""
-        executor, graph = self._executor, out.graph
+        host, graph = self._host, out.graph
         if out.backward_ticket.done:
             raise SMPUsageError(
                 "a second backward pass through a call of a module on another rank: what it needs "
@@ -275,11 +233,11 @@ class Caller:
             )
         by_place = dict(zip(out.places, gradients, strict=True))
         for edge in graph.into[SINK]:
-            header = (executor.rank, out.number, SINK, edge.source)
+            header = (host.rank, out.number, SINK, edge.source)
             places = out.sunk.get(edge.source, edge.values)
             owner = graph.segments[edge.source].owner
-            executor.send(owner, Kind.BACKWARD, header, [by_place[place] for place in places])
-        executor.wait(out.backward_ticket, frame, False)
+            host.send(owner, Kind.BACKWARD, header, [by_place[place] for place in places])
+        host.wait(out.backward_ticket, frame, False)
         self._outgoing.pop(out.number, None)
         count = len(graph.segments)
         sums: dict[int, torch.Tensor] = {}

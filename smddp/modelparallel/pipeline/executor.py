@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from smddp.modelparallel.errors import SMPPeerError
 from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
-from smddp.modelparallel.pipeline.calls import Caller, Frame
+from smddp.modelparallel.pipeline.calls import Caller
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
 from smddp.modelparallel.pipeline.failure import Failure, choose, describe, raise_as_error
+from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.randomness import RandomState
@@ -60,11 +61,10 @@ class Executor:
         self.timeline = Timeline(rank)
         self.baton = Baton(self._task_failed, self, lambda: RandomState().restore)
         self.caller = Caller(self)
-        self.server = Server(self)
+        self.server = Server(self, self.caller)
         self.on_partition: Callable[[Any], None] | None = None
         self.on_microbatch_end: Callable[[int], None] | None = None
         self.on_begin: Callable[[StepBegin], None] | None = None
-        self._modules: Modules | None = None
         # What runs the microbatches, on rank 0 in a step.
         self.driver: Any = None
         # What to do with messages that make or end work.
@@ -92,15 +92,13 @@ class Executor:
     @property
     def modules(self) -> Modules:
         """The modules that are served."""
-        assert self._modules is not None
-        return self._modules
+        return self.server.modules
 
     def adopt(self, modules: Modules) -> None:
         """Takes a model; all ranks do so at the same point of the script."""
-        self._modules = modules
         self.partitioned = self.size == 1
         self.caller.forget()
-        self.server.forget()
+        self.server.adopt(modules)
 
     def finish(self) -> None:
         """Lets the thread in `run` go on; for the last task of rank 0."""

@@ -11,19 +11,18 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.pipeline.calls import Caller
 from smddp.modelparallel.pipeline.collector import Site, predictable
+from smddp.modelparallel.pipeline.frame import Host
 from smddp.modelparallel.pipeline.lazy import Lazy, force, install
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, stream
 from smddp.modelparallel.structure import Shape, flatten, map_tensors
-
-if TYPE_CHECKING:
-    from smddp.modelparallel.pipeline.executor import Executor
 
 __all__ = ["Modules"]
 
@@ -39,18 +38,18 @@ class Modules:
         forwarding: may values go directly from owner to owner?
     """
 
-    def __init__(self, executor: Executor, root: nn.Module, forwarding: bool = True) -> None:
-        self._executor = executor
-        self._rank = executor.rank
+    def __init__(
+        self, host: Host, caller: Caller, root: nn.Module, forwarding: bool = True
+    ) -> None:
+        self._baton, self._caller = host.baton, caller
+        self._rank = host.rank
         self.forwarding = forwarding
         self.list = list(root.modules())
         by_id = {id(module): name for name, module in reversed(list(root.named_modules()))}
         self.names = [by_id[id(module)] or "model" for module in self.list]
         self._numbers = {id(module): number for number, module in enumerate(self.list)}
         self._draws = [may_draw(module) for module in self.list]
-        self.owners: list[int | None] = [executor.rank if executor.size == 1 else 0] * len(
-            self.list
-        )
+        self.owners: list[int | None] = [0] * len(self.list)
         # By (module, arguments, mode): the call with what it returned the last time, if that is
         # something to rely on.
         self._sites: dict[Any, Site] = {}
@@ -87,7 +86,7 @@ class Modules:
 
     def enter(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         """Calls a module where it lives."""
-        task = self._executor.baton.task
+        task = self._baton.task
         frame = task.local if task is not None else None
         owner = self.owners[number]
         if frame is None:
@@ -127,7 +126,7 @@ class Modules:
     def _remote(
         self, frame: Any, owner: int, number: int, method: str, args: Any, kwargs: Any
     ) -> Any:
-        collector = self._executor.caller.collector(frame)
+        collector = self._caller.collector(frame)
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
         shape = _flatten_arguments(args, kwargs, tensors, objects)

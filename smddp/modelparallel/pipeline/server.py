@@ -8,14 +8,17 @@ the outputs come from outside.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.pipeline.baton import Priority, Task
-from smddp.modelparallel.pipeline.calls import Frame, run_backward
+from smddp.modelparallel.pipeline.calls import Caller, run_backward
+from smddp.modelparallel.pipeline.frame import Frame, Host
 from smddp.modelparallel.pipeline.lazy import force
+from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import (
     SINK,
     SOURCE,
@@ -26,11 +29,6 @@ from smddp.modelparallel.pipeline.protocol import (
 )
 from smddp.modelparallel.pipeline.wire import Message
 from smddp.modelparallel.structure import flatten
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from smddp.modelparallel.pipeline.executor import Executor
 
 __all__ = ["Server"]
 
@@ -109,8 +107,9 @@ class _Part:
 class Server:
     """The call graphs in which this rank takes part."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, host: Host, caller: Caller) -> None:
+        self._host, self._caller = host, caller
+        self._modules: Modules | None = None
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._parts: dict[_Key, _Part] = {}
         # Values that were faster than the graph they belong to.
@@ -125,17 +124,24 @@ class Server:
         self._parts.clear()
         self._early.clear()
 
-    def forget(self) -> None:
-        """Forgets the graphs, too: there is another model."""
+    def adopt(self, modules: Modules) -> None:
+        """Serves another model from now on; the graphs are forgotten, too."""
         self.clear()
         self._graphs.clear()
+        self._modules = modules
+
+    @property
+    def modules(self) -> Modules:
+        """What is served."""
+        assert self._modules is not None
+        return self._modules
 
     def drop(self, microbatch: int) -> None:
         """Frees what a microbatch has left."""
         for key in [k for k, part in self._parts.items() if part.microbatch == microbatch]:
-            self._executor.caller.abandon(self._parts.pop(key).sent)
+            self._caller.abandon(self._parts.pop(key).sent)
         self._flying.pop(microbatch, None)
-        self._executor.baton.look()
+        self._host.baton.look()
 
     # --- what arrives; with the baton -------------------------------------------------------------
 
@@ -149,7 +155,7 @@ class Server:
         """Takes the values of an edge; begins the segment if they were the last."""
         head, seeds, source, target, extra = message.header
         if target == SINK:
-            self._executor.caller.take_values(head[1], source, message.tensors, extra)
+            self._caller.take_values(head[1], source, message.tensors, extra)
             return
         key = (head[0], head[1], target)
         part = self._parts.get(key)
@@ -171,7 +177,7 @@ class Server:
         """Takes the gradients of an edge; begins the segment's backward if they were the last."""
         caller, number, source, target = message.header
         if target == SOURCE:
-            self._executor.caller.take_gradients(number, source, message.tensors)
+            self._caller.take_gradients(number, source, message.tensors)
             return
         part = self._parts.get((caller, number, target))
         if part is None:  # dropped: its step has failed
@@ -191,12 +197,12 @@ class Server:
                 part = self._parts.pop((caller, number, target), None)
                 if part is not None:
                     self._land(part)
-                    self._executor.caller.abandon(part.sent)
+                    self._caller.abandon(part.sent)
 
         # A task, as only the holder of the baton counts what is under way.
         task = Task(Priority(False, microbatch), drop)
         task.local = frame
-        self._executor.baton.submit(task)
+        self._host.baton.submit(task)
 
     def _admits(self, frame: Frame) -> bool:
         """May forward work of a microbatch begin here?
@@ -227,10 +233,10 @@ class Server:
         admitted = functools.partial(admits, frame) if admits is not None else None
         task = Task(priority, functools.partial(self._run, work, frame, part), admitted)
         task.local = frame
-        self._executor.baton.submit(task)
+        self._host.baton.submit(task)
 
     def _run(self, work: Any, frame: Frame, part: _Part) -> None:
-        timeline = self._executor.timeline
+        timeline = self._host.timeline
         timeline.enter(frame.microbatch, frame.forward, frame.name)
         try:
             work(frame, part)
@@ -240,7 +246,7 @@ class Server:
     # --- the work; with the baton -----------------------------------------------------------------
 
     def _forward(self, frame: Frame, part: _Part) -> None:
-        graph, executor = part.graph, self._executor
+        graph = part.graph
         # Before it may wait: whoever asks meanwhile has to know.
         self._flying[frame.microbatch] = self._flying.get(frame.microbatch, 0) + 1
         leaves: dict[Place, torch.Tensor] = {}
@@ -259,20 +265,20 @@ class Server:
             part.sent = frame.sent
         else:
             self._land(part)
-            executor.caller.abandon(frame.sent)
+            self._caller.abandon(frame.sent)
         if not surroundings.grad:
             del self._parts[part.key]
         for edge in part.out_of:
             extra = part.returned or None if edge.target == SINK else None
             header = (part.head, part.seeds, part.number, edge.target, extra)
             tensors = [outputs[place] for place in part.places(edge)]
-            executor.send(part.owner(edge.target), Kind.FORWARD, header, tensors)
+            self._host.send(part.owner(edge.target), Kind.FORWARD, header, tensors)
 
     def _calls(
         self, frame: Frame, part: _Part, leaves: dict[Place, torch.Tensor]
     ) -> dict[Place, torch.Tensor]:
         """Runs the calls of a segment; returns their tensors."""
-        modules, graph = self._executor.modules, part.graph
+        modules, graph = self.modules, part.graph
         values = {place: _entrance(tensor) for place, tensor in leaves.items()}
         outputs: dict[Place, torch.Tensor] = {}
         for index in graph.segments[part.number].calls:
@@ -308,17 +314,15 @@ class Server:
                 if gradient is not None and place in outputs and outputs[place].requires_grad:
                     sums[place] = sums[place] + gradient if place in sums else gradient
         part.gradients = {}
-        frame.name = self._executor.modules.names[
-            graph.calls[graph.segments[part.number].calls[-1]].module
-        ]
+        frame.name = self.modules.names[graph.calls[graph.segments[part.number].calls[-1]].module]
         run_backward([outputs[place] for place in sums], list(sums.values()))
         # What it has called, but not for this gradient; or called again, for a checkpoint.
         if part.sent or frame.sent:
-            self._executor.caller.abandon([*part.sent, *frame.sent])
+            self._caller.abandon([*part.sent, *frame.sent])
         for edge in part.into:
             gradients = [leaves[place].grad if place in leaves else None for place in edge.values]
             header = (part.head[0], part.head[1], part.number, edge.source)
-            self._executor.send(part.owner(edge.source), Kind.BACKWARD, header, gradients)
+            self._host.send(part.owner(edge.source), Kind.BACKWARD, header, gradients)
 
 
 class _Entrance(torch.autograd.Function):

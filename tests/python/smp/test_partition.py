@@ -19,13 +19,14 @@ from smddp.modelparallel.partition.units import Units
 from smddp.modelparallel.pipeline.modules import Modules
 
 
-class _Executor:
-    rank, size = 0, 4
+class _Host:
+    rank, baton = 0, None
 
 
 def modules_of(model: nn.Module) -> Modules:
-    executor: Any = _Executor()
-    return Modules(executor, model)
+    host: Any = _Host()
+    nobody: Any = None
+    return Modules(host, nobody, model)
 
 
 def best_by_trying_all(costs: list[float], cuts: list[float], parts: int) -> float:
