@@ -1,8 +1,12 @@
 #include "cuda/shared_gpu.h"
 
+#include <unistd.h>
+
+#include <mutex>
+
 #include "common/error.h"
-#include "common/log.h"
 #include "cuda/library.h"
+#include "cuda/opened_memory.h"
 
 namespace smddp::cuda {
 namespace {
@@ -49,8 +53,14 @@ SharedGpu::SharedGpu(const DeviceTable& table, int device, int me, int size, int
             static_cast<uint64_t>(size)) {}
 
 SharedGpu::~SharedGpu() {
-  if (abandoned_) return;
-  closeAll();
+  if (abandoned_) {
+    // Kept until the process ends, so that nothing of it is closed.
+    static std::mutex mutex;
+    static auto* const kept = new std::vector<decltype(opened_)>;
+    const std::lock_guard lock(mutex);
+    kept->push_back(std::move(opened_));
+    return;
+  }
   for (int rank = 0; rank < static_cast<int>(workspaces_.size()); ++rank) {
     std::byte* const workspace = workspaces_[static_cast<size_t>(rank)];
     if (rank != me_ && workspace != nullptr) table_.close(device_, workspace);
@@ -60,6 +70,7 @@ SharedGpu::~SharedGpu() {
 
 Introduction SharedGpu::introduce() {
   Introduction mine;
+  mine.process = static_cast<uint64_t>(getpid());
   try {
     check(table_, table_.allocate(device_, 2 * half_, &workspace_), "allocating the workspace");
     check(table_, table_.nameOf(device_, workspace_, &mine.workspace), "sharing memory of the GPU");
@@ -72,6 +83,7 @@ Introduction SharedGpu::introduce() {
 
 std::string SharedGpu::connect(std::span<const Introduction> all) {
   workspaces_.assign(all.size(), nullptr);
+  for (const Introduction& said : all) processes_.push_back(said.process);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (static_cast<int>(rank) == me_) {
       workspaces_[rank] = static_cast<std::byte*>(workspace_);
@@ -107,25 +119,17 @@ Descriptor SharedGpu::describe(const Call& call, const Buffers& mine) {
 }
 
 std::byte* SharedGpu::addressOf(int rank, const MemoryName& name) {
-  const std::pair key{rank, name.base};
-  auto found = opened_.find(key);
-  if (found != opened_.end() && found->second.allocation != name.allocation) {
-    // Its owner has freed it since.
-    table_.close(device_, found->second.base);
-    opened_.erase(found);
-    found = opened_.end();
+  auto& known = opened_[{rank, name.base}];
+  if (known == nullptr || !known->is(name)) {
+    known.reset();
+    known = OpenedMemory::open(table_, device_, processes_[static_cast<size_t>(rank)], name);
   }
-  if (found == opened_.end()) {
-    void* base = nullptr;
-    check(table_, table_.open(device_, name.handle, &base), "opening memory of another rank");
-    found = opened_.emplace(key, Opened{name.allocation, base}).first;
-  }
-  return static_cast<std::byte*>(found->second.base) + name.offset;
+  return known->at(name.offset);
 }
 
 std::vector<Buffers> SharedGpu::open(std::span<const Descriptor> all, const Buffers& mine) {
   // Nothing is being read: the GPU has finished the call before.
-  if (opened_.size() + 2 * all.size() > kMostOpened) closeAll();
+  if (opened_.size() + 2 * all.size() > kMostOpened) opened_.clear();
   std::vector<Buffers> buffers;
   for (int rank = 0; rank < size_; ++rank) {
     const Descriptor& said = all[static_cast<size_t>(rank)];
@@ -141,15 +145,6 @@ std::vector<Buffers> SharedGpu::open(std::span<const Descriptor> all, const Buff
 
 void SharedGpu::run(const std::vector<Job>& jobs, void* stream) {
   for (const Job& job : jobs) check(table_, table_.run(device_, &job, stream), "starting a kernel");
-}
-
-void SharedGpu::closeAll() {
-  for (const auto& [key, opened] : opened_) {
-    if (const int error = table_.close(device_, opened.base); error != 0) {
-      SMDDP_LOG(Debug, "cuda", "closing memory of rank {}: {}", key.first, table_.textOf(error));
-    }
-  }
-  opened_.clear();
 }
 
 std::string difference(int rank, const Descriptor& one, int other, const Descriptor& two) {

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
@@ -38,6 +39,7 @@ class ShortText {
 
 // What a rank says of itself before the first call.
 struct Introduction {
+  uint64_t process = 0;  // on this node
   MemoryName workspace;
   uint64_t workspaceBytes = 0;
   ShortText refusal;  // why this rank cannot share its GPU's memory; empty: it can
@@ -58,6 +60,8 @@ struct Descriptor {
   uint64_t bytes = 0;
   MemoryName input, output;
 };
+
+class OpenedMemory;
 
 class SharedGpu {
  public:
@@ -85,19 +89,16 @@ class SharedGpu {
   int size() const { return size_; }
 
  private:
-  struct Opened {
-    uint64_t allocation;
-    void* base;
-  };
   std::byte* addressOf(int rank, const MemoryName& name);
-  void closeAll();
 
   const DeviceTable& table_;
   const int device_, me_, size_;
   const uint64_t half_;
   void* workspace_ = nullptr;
-  std::vector<std::byte*> workspaces_;                 // by rank
-  std::map<std::pair<int, uint64_t>, Opened> opened_;  // by rank and address there
+  std::vector<std::byte*> workspaces_;  // by rank
+  std::vector<uint64_t> processes_;     // by rank
+  // By rank and address there; shared with other groups of this process.
+  std::map<std::pair<int, uint64_t>, std::shared_ptr<OpenedMemory>> opened_;
   uint64_t calls_ = 0;
   bool abandoned_ = false;
 };

@@ -12,37 +12,6 @@
 namespace smddp::cuda {
 namespace {
 
-// The thread's current device is another one for the scope.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) : error_(cudaGetDevice(&before_)) {
-    if (error_ != cudaSuccess || device == before_) return;
-    error_ = cudaSetDevice(device);
-    changed_ = error_ == cudaSuccess;
-  }
-  ~DeviceScope() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-  cudaError_t error() const { return error_; }
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-  cudaError_t error_;
-};
-
-template <typename Action>
-int onDevice(int device, const Action& action) {
-  const DeviceScope scope(device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  const cudaError_t error = action();
-  // What a call returns must not be found again by a later one, ours or torch's.
-  if (error != cudaSuccess) cudaGetLastError();
-  return error;
-}
-
 // Functions of the driver that the run-time library has no counterpart of; the driver itself is not linked.
 template <typename Function>
 Function driverFunction(const char* name) {
@@ -57,6 +26,66 @@ Function driverFunction(const char* name) {
   return error == cudaSuccess && status == cudaDriverEntryPointSuccess
              ? reinterpret_cast<Function>(found)
              : nullptr;
+}
+
+// The thread works in a device's primary context for the scope. By the driver, since two run-time libraries in one
+// process, torch's and this one, each remember a current device of their own; the context is the truth for both.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) {
+    static const auto retain =
+        driverFunction<CUresult (*)(CUcontext*, CUdevice)>("cuDevicePrimaryCtxRetain");
+    static const auto push = driverFunction<CUresult (*)(CUcontext)>("cuCtxPushCurrent");
+    if (retain == nullptr || push == nullptr) {
+      error_ = cudaErrorInsufficientDriver;
+      return;
+    }
+    // Kept for good: torch keeps it, too. The runtime's device numbers are the driver's.
+    CUcontext context = nullptr;
+    const std::lock_guard lock(mutex());
+    const auto known = contexts().find(device);
+    if (known != contexts().end()) {
+      context = known->second;
+    } else if (retain(&context, device) == CUDA_SUCCESS) {
+      contexts().emplace(device, context);
+    } else {
+      error_ = cudaErrorInvalidDevice;
+      return;
+    }
+    pushed_ = push(context) == CUDA_SUCCESS;
+    if (!pushed_) error_ = cudaErrorInvalidDevice;
+  }
+  ~DeviceScope() {
+    static const auto pop = driverFunction<CUresult (*)(CUcontext*)>("cuCtxPopCurrent");
+    CUcontext ours = nullptr;
+    if (pushed_ && pop != nullptr) pop(&ours);
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+  cudaError_t error() const { return error_; }
+
+ private:
+  static std::mutex& mutex() {
+    static auto* const it = new std::mutex;
+    return *it;
+  }
+  static std::map<int, CUcontext>& contexts() {
+    static auto* const all = new std::map<int, CUcontext>;
+    return *all;
+  }
+
+  bool pushed_ = false;
+  cudaError_t error_ = cudaSuccess;
+};
+
+template <typename Action>
+int onDevice(int device, const Action& action) {
+  const DeviceScope scope(device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  const cudaError_t error = action();
+  // What a call returns must not be found again by a later one.
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
 }
 
 // Handles already asked for, since the driver takes its time to make one. The number of an allocation is never used

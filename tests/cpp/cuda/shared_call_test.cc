@@ -260,6 +260,53 @@ TEST_F(SharedCallTest, OpensMemoryOnceAndAgainWhenItIsOther) {
   EXPECT_EQ(gpu.closed, gpu.opened);
 }
 
+TEST_F(SharedCallTest, TwoGroupsOpenTheSameMemoryOnce) {
+  std::mt19937_64 random(6);
+  const DeviceMemory first(400), second(400);
+  FakeGpu& gpu = FakeGpu::get();
+  // The ranks of the second group are the same processes.
+  std::vector<std::vector<std::unique_ptr<Rank>>> groups;
+  std::vector<Meetings> meetings(2);
+  const auto once = [&](size_t group) {
+    ranks_.swap(groups[group]);
+    Call call;
+    call.type = DataType::float32;
+    call.size = 2;
+    call.bytes = 400;
+    for (int me = 0; me < 2; ++me) {
+      call.me = me;
+      std::byte* const data = me == 0 ? first.begin() : second.begin();
+      ranks_[static_cast<size_t>(me)]->begin(call, {data, data});
+    }
+    run(random);
+    ranks_.swap(groups[group]);
+  };
+  for (size_t group = 0; group < 2; ++group) {
+    std::swap(meetings_, meetings[group]);
+    meet(2);
+    groups.push_back(std::exchange(ranks_, {}));
+    std::swap(meetings_, meetings[group]);
+  }
+  const int workspaces = gpu.opened;
+  const auto within = [&](size_t group) {
+    std::swap(meetings_, meetings[group]);
+    once(group);
+    std::swap(meetings_, meetings[group]);
+  };
+  within(0);
+  within(1);
+  EXPECT_EQ(gpu.opened, workspaces + 2);
+  // One group learns that it is gone, and closes it; the other one opens nothing that is open.
+  gpu.allocations[first.begin()].number = ++gpu.allocated;
+  within(1);
+  EXPECT_EQ(gpu.opened, workspaces + 3);
+  EXPECT_EQ(gpu.closed, 1);
+  within(0);
+  EXPECT_EQ(gpu.opened, workspaces + 3);
+  groups.clear();
+  EXPECT_EQ(gpu.closed, gpu.opened);
+}
+
 TEST_F(SharedCallTest, ClosesNothingThatOthersMayTouch) {
   meet(2);
   const size_t live = FakeGpu::get().allocations.size();
