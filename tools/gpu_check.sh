@@ -4,8 +4,8 @@
 #   tools/gpu_check.sh                 build, test, measure
 #   tools/gpu_check.sh pack <folder>   on another machine, before: what one without packages lacks (libfabric)
 #
-# The steps come in the order of their worth, each with a time limit of its own: one that fails or hangs costs the others
-# nothing. What they print goes to GPU_CHECK_OUT (default: gpu-check), how they ended to summary.txt there.
+# The steps come in the order of their worth, each with a time limit of its own: one that fails or hangs costs the
+# others nothing. What they print goes to GPU_CHECK_OUT (default: gpu-check), how they ended to summary.txt there.
 #
 # A folder `pack` has filled is found as GPU_CHECK_PACK. Without libfabric the tests between nodes are left out.
 # Needs: a torch with CUDA, nvcc, cmake, ninja, g++ >= 12, pytest with pytest-timeout, psutil.
@@ -108,13 +108,12 @@ tests() {
   step "$1" "$2" "$python" -m pytest -v -m gpu "${parallel[@]}" tests/python/test_cuda.py -k "$3"
 }
 
-# measure <path> <ranks> <seconds> [option...]
+# measure <name> <path> <ranks> <seconds> [option...]
 measure() {
-  local path=$1 ranks=$2 seconds=$3
-  shift 3
-  step "bench-$path-$ranks" "$seconds" env SMDDP_GPU_PATH="$path" "$python" -m smddp.bench allreduce --memory gpu \
-    --place in --ranks "$ranks" --min-bytes 1KiB --max-bytes 1GiB --factor 16 --seconds 0.3 \
-    --json "$logs/bench-$path-$ranks.json" "$@"
+  local name=bench-$1-$2-$3 path=$2 ranks=$3 seconds=$4
+  shift 4
+  step "$name" "$seconds" env SMDDP_GPU_PATH="$path" "$python" -m smddp.bench allreduce --memory gpu \
+    --place in --ranks "$ranks" --json "$logs/$name.json" "$@"
 }
 
 # compute-sanitizer follows the ranks, which are children. It knows nothing of one GPU model or another: where it
@@ -122,7 +121,7 @@ measure() {
 sanitize() {
   command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not installed"; return 0; }
   SMDDP_GPU_PATH=ipc timeout 100 compute-sanitizer --target-processes all --error-exitcode 9 \
-    "$python" -m smddp.bench allreduce reduce_scatter allgather --memory gpu --backends smddp --ranks 2 \
+    "$python" -m smddp.bench allreduce reduce_scatter all_gather_into_tensor --memory gpu --backends smddp --ranks 2 \
     --counts 1,1001,100000 --iterations 2
 }
 
@@ -134,19 +133,25 @@ if [ -n "${GPU_CHECK_PACK:-}" ]; then
   export LD_LIBRARY_PATH
 fi
 
+short=(--min-bytes 1KiB --max-bytes 64MiB --factor 16 --seconds 0.3)
+# A call of gloo takes seconds here.
+long=(--min-bytes 256MiB --max-bytes 1GiB --factor 4 --iterations 5)
+
 step facts 30 bash -c facts
 if step build 180 bash -c compile; then
   tests test-memory-first 60 "in_memory and reduces and 2"
   step copy-rate 30 bash -c copy_rate
-  measure ipc 2 50 --backends smddp,gloo
-  measure ipc 4 60 --backends smddp,gloo
+  for ranks in 2 4; do
+    measure short ipc $ranks 45 "${short[@]}" --backends smddp,gloo
+    measure long ipc $ranks 30 "${long[@]}" --backends smddp
+  done
   tests test-memory 120 "in_memory or in_pieces"
-  measure host 2 30 --backends smddp
+  measure short host 2 30 "${short[@]}" --backends smddp
   tests test-host-and-nccl 150 "not in_memory and not in_pieces"
-  measure host 4 30 --backends smddp
+  measure long host 4 45 "${long[@]}" --backends smddp,gloo
   step sanitize 110 bash -c sanitize
-  step bench-others 60 env SMDDP_GPU_PATH=ipc "$python" -m smddp.bench allreduce reduce_scatter allgather broadcast \
-    --memory gpu --place out --ranks 4 --min-bytes 64MiB --max-bytes 64MiB --backends smddp,gloo
+  step bench-others 60 env SMDDP_GPU_PATH=ipc "$python" -m smddp.bench \
+    allreduce reduce_scatter all_gather_into_tensor broadcast --memory gpu --place out --ranks 4 --min-bytes 64MiB --max-bytes 64MiB --backends smddp,gloo
 fi
 say "ended after $SECONDS s"
 exit $failed
