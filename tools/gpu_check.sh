@@ -134,7 +134,7 @@ if [ -n "${GPU_CHECK_PACK:-}" ]; then
 fi
 
 short=(--min-bytes 1KiB --max-bytes 64MiB --factor 16 --seconds 0.3)
-# A call of gloo takes seconds here.
+# Apart, as they take long.
 long=(--min-bytes 256MiB --max-bytes 1GiB --factor 4 --iterations 5)
 
 step facts 30 bash -c facts
