@@ -14,7 +14,7 @@ PYTHON := $(VENV)/bin/python
 export TORCH
 
 CTEST := ctest --output-on-failure --no-tests=error -j2
-CXX_SOURCES = $$(git ls-files '*.h' '*.cc')
+CXX_SOURCES = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .PHONY: help
 help:  ## show this list

@@ -57,8 +57,8 @@ void announce(int rank, const cuda::Choice& choice) {
   static auto* const said = new std::set<std::string>;
   const std::lock_guard lock(mutex);
   if (rank == 0 && choice.path == cuda::Path::Host && said->insert(choice.reason).second) {
-    SMDDP_LOG(Warn, "process_group",
-              "calls on GPU tensors go through memory of the host: {}", choice.reason);
+    SMDDP_LOG(Warn, "process_group", "calls on GPU tensors go through memory of the host: {}",
+              choice.reason);
   }
 }
 
