@@ -18,6 +18,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -173,5 +174,17 @@ class Engine {
   int idle_ = 0;                      // guarded by threadMutex_: threads that wait for work
   std::vector<std::thread> threads_;  // guarded by threadMutex_; the first holds the lifeline
 };
+
+// An owner that threw past release() would leave everybody waiting for ever.
+template <typename Action>
+void Engine::guarded(const Action& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    failActive(error.what(), error.kind());
+  } catch (const std::exception& error) {
+    failActive(error.what(), ErrorKind::Internal);
+  }
+}
 
 }  // namespace smddp::engine
