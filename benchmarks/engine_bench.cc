@@ -90,7 +90,7 @@ const bool kRegistered = [] {
     const std::string name = fmt::format("allreduce/{}_ranks", ranks);
     auto* added = benchmark::RegisterBenchmark(
         name.c_str(), [=](benchmark::State& state) { runAllreduce(state, ranks); });
-    for (const int kib : {4, 32, 256, 2048, 16384}) added->Arg(int64_t{kib} << 10);
+    for (const int kib : {4, 16, 32, 64, 128, 256, 2048, 16384}) added->Arg(int64_t{kib} << 10);
     added->Arg(8)->UseRealTime();
   }
   return true;

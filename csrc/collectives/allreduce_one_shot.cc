@@ -1,11 +1,12 @@
 // One-shot allreduce: everybody sums everything.
 //
 //   1. copy in   before arriving, I copy my input to my slot.
-//   2. sum       once all have arrived, I sum all slots into my output.
+//   2. sum       once all have arrived, I sum the others' slots and my input, local ranks ascending, into my
+//                output. My slot I do not read: its lines are on their way to the others.
 //
 // One synchronisation, which the arrival is anyway: nobody has to wait at the end, because a slot
-// is not used again before the execution after the next. Every rank reads L * M bytes, so this is
-// for small vectors.
+// is not used again before the execution after the next. Every rank reads (L-1) * M bytes of others,
+// so this is for small vectors.
 #include "collectives/algorithms.h"
 #include "collectives/cutting.h"
 
@@ -16,12 +17,14 @@ plan::Plan allreduceOneShot(const plan::Topology& t, const plan::Limits& limits,
   SMDDP_CHECK(t.numNodes() == 1, "one-shot allreduce is for one node");
   plan::Builder b(t, limits, "one-shot allreduce");
   const uint8_t pool = b.pool("contributions", 1, shape.bytes);
-  b.copy({b.slot(pool, t.myLocal(), 0, 0)}, b.in(0), shape.bytes);
+  if (t.teamSize() > 1) b.copy({b.slot(pool, t.myLocal(), 0, 0)}, b.in(0), shape.bytes);
   b.arrive();
 
   b.stage("sum");
   std::vector<plan::Ref> contributions;
-  for (int mate = 0; mate < t.teamSize(); ++mate) contributions.push_back(b.slot(pool, mate, 0, 0));
+  for (int mate = 0; mate < t.teamSize(); ++mate) {
+    contributions.push_back(mate == t.myLocal() ? b.in(0) : b.slot(pool, mate, 0, 0));
+  }
   b.reduce({b.out(0)}, contributions, shape.bytes, {.pre = true, .post = true});
   return b.done();
 }

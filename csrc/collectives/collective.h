@@ -74,6 +74,8 @@ struct Shape {
   Rank root = 0;
   // The buffers of all ranks of a node lie in memory that the node shares: mateIn and mateOut may be used.
   bool shared = false;
+  // The ranks of the node have arrived already: the plan begins behind its preamble, which must do nothing.
+  bool late = false;
   friend bool operator==(const Shape&, const Shape&) = default;
 };
 

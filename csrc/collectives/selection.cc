@@ -16,7 +16,7 @@ enum class Buffers : uint8_t { Any, Shared };
 enum class Size : uint8_t { Any, OneShot, Tiny };
 enum class Preferred : uint8_t { Yes, ManyNodes, No };
 
-// Up to here a network step costs more than the bytes that go with it.
+// Up to here a step costs more, on the network or in shared memory, than the bytes that go with it.
 constexpr int64_t kTinyBytes = 8 << 10;
 // The direct exchange posts 2 (N-1) messages, halving and doubling waits for 2 lg N steps. What a step costs
 // in messages depends on the network: about 6 with TCP in the kernel, where the second wins from about 20
@@ -40,14 +40,14 @@ bool isPowerOfTwo(int nodes) { return std::has_single_bit(static_cast<unsigned>(
 // The first preferred row that fits is taken.
 // clang-format off
 constexpr std::array kTable = {
-    // One wait is all that a small vector can afford; copying it costs nothing.
-    Row{Collective::AllReduce, {"one_shot", allreduceOneShot},
+    // One wait is all that a small vector can afford; copying it, before that wait, costs nothing.
+    Row{Collective::AllReduce, {"one_shot", allreduceOneShot, true},
         Nodes::One, Buffers::Any, Size::OneShot, Preferred::Yes},
     Row{Collective::AllReduce, {"zero_copy", allreduceZeroCopy},
         Nodes::One, Buffers::Shared, Size::Any, Preferred::Yes},
     Row{Collective::AllReduce, {"two_phase", allreduceTwoPhase},
         Nodes::One, Buffers::Any, Size::Any, Preferred::Yes},
-    Row{Collective::AllReduce, {"recursive_doubling", allreduceRecursiveDoubling},
+    Row{Collective::AllReduce, {"recursive_doubling", allreduceRecursiveDoubling, true},
         Nodes::Any, Buffers::Any, Size::Tiny, Preferred::Yes},
     // With another number of nodes some would have to carry half as many bytes again.
     Row{Collective::AllReduce, {"halving_doubling", allreduceHalvingDoubling},
@@ -73,7 +73,7 @@ constexpr std::array kTable = {
     Row{Collective::ReduceScatter, {"direct", reduceScatterDirect},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
 
-    Row{Collective::Reduce, {"one_shot", reduceOneShot},
+    Row{Collective::Reduce, {"one_shot", reduceOneShot, true},
         Nodes::One, Buffers::Any, Size::OneShot, Preferred::Yes},
     Row{Collective::Reduce, {"shared_memory", reduceSharedMemory},
         Nodes::One, Buffers::Any, Size::Any, Preferred::Yes},
@@ -95,7 +95,7 @@ constexpr std::array kTable = {
 bool canServe(const Row& row, const plan::Topology& t, const plan::Limits& limits,
               const Shape& shape) {
   return row.collective == shape.collective && (row.nodes == Nodes::Any || t.numNodes() == 1) &&
-         (row.buffers == Buffers::Any || shape.shared) &&
+         (row.buffers == Buffers::Any || shape.shared) && !(row.choice.copiesFirst && shape.late) &&
          // The whole vector lies in one slot; recursive doubling needs others beside it.
          (row.size == Size::Any ||
           shape.bytes <= (row.size == Size::Tiny ? limits.poolBytes / 2 : limits.poolBytes));
@@ -104,7 +104,11 @@ bool canServe(const Row& row, const plan::Topology& t, const plan::Limits& limit
 bool isPreferred(const Row& row, const plan::Topology& t, const Shape& shape,
                  int64_t oneShotBytes) {
   const int nodes = t.numNodes();
-  if (row.size == Size::OneShot && shape.bytes > oneShotBytes) return false;
+  if (row.size == Size::OneShot) {
+    const int64_t read = shape.bytes * (t.teamSize() - 1);
+    // Where nothing needs to be copied, another way is soon faster.
+    if (read > (shape.shared ? std::min(oneShotBytes, kTinyBytes) : oneShotBytes)) return false;
+  }
   if (row.size == Size::Tiny) {
     return shape.bytes <= kTinyBytes && (isPowerOfTwo(nodes) || nodes >= kNodesForFolding);
   }
@@ -198,7 +202,8 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
   for (const Row* row : asked) {
     if (canServe(*row, t, limits, shape)) return row->choice;
   }
-  if (!asked.empty()) {
+  // A choice that was narrowed by what others on the node have is nobody's mistake.
+  if (!asked.empty() && !shape.late) {
     std::string able;
     for (const Row& row : kTable) {
       if (!canServe(row, t, limits, shape)) continue;
@@ -240,7 +245,7 @@ std::vector<AlgorithmInfo> listAlgorithms() {
     if (row.size == Size::Tiny) serves += ", up to half of the staging memory";
     const bool first = infos.empty() || infos.back().collective != row.collective;
     std::string chosen = first ? "always" : "where no row above fits";
-    if (row.size == Size::OneShot) chosen = "up to SMDDP_ONE_SHOT_BYTES";
+    if (row.size == Size::OneShot) chosen = "where it reads up to SMDDP_ONE_SHOT_BYTES of others";
     if (row.size == Size::Tiny) {
       chosen = fmt::format("up to {} KiB on 2, 4, 8, 16 nodes, and on {} or more", kTinyBytes >> 10,
                            kNodesForFolding);

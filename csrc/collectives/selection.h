@@ -13,6 +13,8 @@ namespace smddp::collectives {
 struct Choice {
   const char* name;
   Algorithm build;
+  // Some rank does more before the arrival than to arrive. Then it cannot be chosen afterwards (Shape::late).
+  bool copiesFirst = false;
 };
 
 // The first row of the table that serves the request, unless `overrides` says otherwise, or else

@@ -50,8 +50,9 @@ struct Secret {
     "Which way calls on GPU tensors go, on all ranks alike: auto (NCCL where each rank has a GPU of its own, "  \
     "on one node; else through the host), host, nccl, or ipc (as auto, but ranks that all share one GPU reduce " \
     "in its memory; not yet tried on a GPU).")                                                                  \
-  X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 16384,                                                     \
-    "Allreduces up to this many bytes exchange everything at once inside a node (one synchronisation).")     \
+  X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 131072,                                                    \
+    "Inside a node, ranks sum everything themselves (one synchronisation) where each then reads up to this "  \
+    "many bytes of the others': allreduces of 128 KiB on 2 ranks, of 18 KiB on 8.")                           \
   X(int64_t, chunkBytes, "SMDDP_CHUNK_BYTES", 262144,                                                         \
     "Bytes of the vector that are staged at a time inside a node. Should stay in the L2 cache.")             \
   X(int64_t, fabricChunkBytes, "SMDDP_FABRIC_CHUNK_BYTES", 1048576,                                           \

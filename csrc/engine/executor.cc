@@ -50,9 +50,8 @@ CachedPlan::CachedPlan(plan::Plan made)
   }
 }
 
-void Executor::start(const CachedPlan& plan, Binding binding, bool arrived) {
+void Executor::start(const CachedPlan& plan, bool arrived) {
   plan_ = &plan;
-  binding_ = std::move(binding);
   preambleNext_ = arrived ? plan.plan.preamble.numSteps : 0;
   positions_.assign(plan.plan.lanes.size(), {});
   gathered_.clear();

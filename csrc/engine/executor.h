@@ -34,7 +34,7 @@ struct CachedPlan {
 struct Binding {
   Buffer input;
   Buffer output;
-  std::vector<std::byte*> mateInputs;  // by local index; zero-copy plans only
+  std::vector<std::byte*> mateInputs;  // by local index; empty but for zero-copy plans
   std::vector<std::byte*> mateOutputs;
   DataType type = DataType::uint8;
   ReduceOp op = ReduceOp::SUM;
@@ -57,9 +57,11 @@ class Executor {
   Executor(const plan::Topology& topology, Track& track, Wake wake)
       : topology_(topology), track_(track), wake_(std::move(wake)) {}
 
+  // What the next execution is to be bound to: filled in before start(), in the memory of the last one's.
+  Binding& binding() { return binding_; }
   // Begins an execution at its preamble, or behind it when the arrival has already been seen. The
   // track's execution number and channels must be those of this execution.
-  void start(const CachedPlan& plan, Binding binding, bool arrived);
+  void start(const CachedPlan& plan, bool arrived);
   // Does what can be done now. True when anything advanced.
   bool advance();
   bool preambleDone() const { return preambleNext_ == plan_->plan.preamble.numSteps; }

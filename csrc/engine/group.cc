@@ -242,11 +242,9 @@ void Group::startNext(Active& active) {
   active.operations.push_back(std::move(pending_.front()));
   pending_.pop_front();
   takeFusable(active.operations);
-  gatherPieces(active);
-  const collectives::Shape staged = shapeOf(active, /*shared=*/false);
-  const bool mayShare = !plans_->ignoresSharing(staged);
+  gather(active);
   Arrival& mine = active.track.arrivalOf(topology_->myLocal());
-  const bool shared = mayShare && myBuffersShared(active, mine);
+  const bool shared = !plans_->get(active.shape).forAnyBuffers && myBuffersShared(active, mine);
   publishArrival(active, shared);
   if (shared) {
     // Which plan it will be is known when the others' buffers are.
@@ -254,30 +252,36 @@ void Group::startNext(Active& active) {
     wakeTeam();
     active.phase = Phase::Arriving;
   } else {
-    run(active, plans_->get(staged), /*arrived=*/false, /*shared=*/false);
+    run(active, /*arrived=*/false);
     active.phase = Phase::Preamble;
   }
 }
 
 // Small allreduces that wait behind one of the same kind join it. Only inside one node, where the arrival
 // tells how many the others have; between nodes that would cost a round trip.
-size_t Group::takeFusable(std::vector<Operation>& taken) {
+void Group::takeFusable(std::vector<Operation>& taken) {
   taken.reserve(kMaxFused);  // `first` stays where it is
   const Request& first = taken.front().request;
-  const int64_t limit = std::min(settings().fusionBytes, settings().oneShotBytes);
-  if (tracks_.size() > 1 || spansNodes() || first.collective != Collective::AllReduce) return 1;
+  if (tracks_.size() > 1 || spansNodes() || first.collective != Collective::AllReduce) return;
   int64_t bytes = first.bytes;
   while (!pending_.empty() && taken.size() < kMaxFused) {
     const Request& next = pending_.front().request;
     bytes += next.bytes;
     if (next.collective != first.collective || next.type != first.type || next.op != first.op ||
-        next.factor != first.factor || bytes > limit) {
+        next.factor != first.factor || bytes > settings().fusionBytes ||
+        !copiesAlike(first.bytes, bytes)) {
       break;
     }
     taken.push_back(std::move(pending_.front()));
     pending_.pop_front();
   }
-  return taken.size();
+}
+
+// Whoever has more requests ready than the others has copied all of them before it knows. What it copied must
+// serve fewer, too.
+bool Group::copiesAlike(int64_t one, int64_t several) {
+  const auto& first = plans_->get({Collective::AllReduce, one});
+  return first.copiesFirst && plans_->get({Collective::AllReduce, several}).use == first.use;
 }
 
 void Group::publishArrival(Active& active, bool shared) {
@@ -309,14 +313,16 @@ void Group::agree(Active& active) {
   const Track& track = active.track;
   const Arrival& mine = track.arrivalOf(topology_->myLocal());
   uint32_t fused = mine.ready;
-  bool shared = mine.shared != 0;
+  bool shared = true, anyShared = false;
   for (int local = 0; local < topology_->teamSize(); ++local) {
     const Arrival& theirs = track.arrivalOf(local);
     requireSameCall(topology_->team()[local], theirs.call, mine.call);
     // A copy: the mate can change what is there between two looks.
     const uint32_t ready = *static_cast<const volatile uint32_t*>(&theirs.ready);
     fused = std::clamp<uint32_t>(ready, 1, fused);
-    shared &= theirs.shared != 0;
+    const uint32_t isShared = *static_cast<const volatile uint32_t*>(&theirs.shared);
+    shared &= isShared != 0;
+    anyShared |= isShared != 0;
   }
   for (int local = 0; fused > 1 && local < topology_->teamSize(); ++local) {
     const Arrival& theirs = track.arrivalOf(local);
@@ -330,39 +336,45 @@ void Group::agree(Active& active) {
     active.operations.pop_back();
   }
   if (fewer && broken_) endBroken();
-  if (fewer) gatherPieces(active);
-  if (active.phase == Phase::Arriving || fewer) {
-    run(active, plans_->get(shapeOf(active, shared)), /*arrived=*/true, shared);
+  if (fewer) gather(active);
+  // Who copied before it arrived has done so in vain if somebody else waited to be asked.
+  if (active.phase == Phase::Arriving || fewer || (anyShared && active.plan->copiesFirst)) {
+    active.shape.shared = shared;
+    active.shape.late = anyShared;
+    run(active, /*arrived=*/true);
   }
   active.phase = Phase::Running;
 }
 
-void Group::run(Active& active, const PlanCache::Entry& entry, bool arrived, bool shared) {
+void Group::run(Active& active, bool arrived) {
+  const PlanCache::Entry& entry = plans_->get(active.shape);
   commitStaging(active, entry.plan.plan);
   ensureChannels(active, entry.plan.plan);
   active.plan = &entry;
-  active.executor->start(entry.plan, bind(active, shared), arrived);
+  bind(active);
+  active.executor->start(entry.plan, arrived);
 }
 
-Binding Group::bind(Active& active, bool shared) {
+void Group::bind(Active& active) {
   const Request& first = active.operations.front().request;
-  Binding binding;
+  Binding& binding = active.executor->binding();
   binding.output = Buffer(active.output);
-  const collectives::Shape shape = shapeOf(active, shared);
-  const bool inPlace = buffersOf(shape, spec_.me, spec_.size).inPlace;
-  binding.input = inPlace ? binding.output : Buffer(active.input);
+  const bool inPlace = buffersOf(active.shape, spec_.me, spec_.size).inPlace;
+  binding.input = Buffer(inPlace ? active.output : active.input);
   binding.type = first.type;
   binding.op = first.op;
   binding.scale.factor = first.factor;
   binding.scale.divisor = spec_.size;
   binding.call = active.operations.front().call;
   binding.sequence = active.operations.front().sequence;
-  if (!shared) return binding;
+  binding.mateOutputs.clear();
+  binding.mateInputs.clear();
+  if (!active.shape.shared) return;
   for (int local = 0; local < topology_->teamSize(); ++local) {
     const Arrival& theirs = active.track.arrivalOf(local);
     const Rank rank = topology_->team()[local];
     Peer* peer = members_[rank].peer;
-    const collectives::BufferSizes buffers = buffersOf(shape, rank, spec_.size);
+    const collectives::BufferSizes buffers = buffersOf(active.shape, rank, spec_.size);
     const auto resolve = [&](const transport::shm::Location& at, const Pieces& mine,
                              int64_t bytes) -> std::byte* {
       if (bytes == 0) return nullptr;  // the collective gives this rank no such buffer
@@ -374,27 +386,23 @@ Binding Group::bind(Active& active, bool shared) {
                                      ? binding.mateOutputs.back()
                                      : resolve(theirs.input, active.input, buffers.inputBytes));
   }
-  return binding;
 }
 
-void Group::gatherPieces(Active& active) {
+// Takes the operations of an execution together.
+void Group::gather(Active& active) {
+  const Request& first = active.operations.front().request;
+  active.shape = {first.collective, 0, first.root, /*shared=*/false};
   active.input.clear();
   active.output.clear();
+  const auto append = [](Pieces& to, const Pieces& from) {
+    std::copy_if(from.begin(), from.end(), std::back_inserter(to),
+                 [](const auto& piece) { return !piece.empty(); });
+  };
   for (const Operation& operation : active.operations) {
-    const auto append = [](Pieces& to, const Pieces& from) {
-      std::copy_if(from.begin(), from.end(), std::back_inserter(to),
-                   [](const auto& piece) { return !piece.empty(); });
-    };
+    active.shape.bytes += operation.request.bytes;
     append(active.input, operation.request.input);
     append(active.output, operation.request.output);
   }
-}
-
-collectives::Shape Group::shapeOf(const Active& active, bool shared) const {
-  const Request& first = active.operations.front().request;
-  int64_t bytes = 0;
-  for (const Operation& operation : active.operations) bytes += operation.request.bytes;
-  return {first.collective, bytes, first.root, shared};
 }
 
 // Writes where mates find our buffers, if they lie in communication memory.
@@ -405,10 +413,9 @@ bool Group::myBuffersShared(const Active& active, Arrival& mine) const {
     if (found) at = *found;
     return found.has_value();
   };
-  const collectives::Shape shape = shapeOf(active, false);
-  const auto buffers = buffersOf(shape, spec_.me, spec_.size);
+  const auto buffers = buffersOf(active.shape, spec_.me, spec_.size);
   const bool hasInput = buffers.inputBytes > 0 && !buffers.inPlace;
-  if (shape.bytes == 0) return false;
+  if (active.shape.bytes == 0) return false;
   return (buffers.outputBytes == 0 || locate(active.output, mine.output)) &&
          (!hasInput || locate(active.input, mine.input));
 }
@@ -471,7 +478,7 @@ void Group::finishTrack(Active& active) {
   const PlanCache::Entry& entry = *active.plan;
   RegionHeader& mine = *members_[spec_.me].region;
   if (mine.blame.load(std::memory_order_relaxed) != 0) mine.blame.store(0);
-  AlgorithmUse& use = statistics_[entry.name];
+  AlgorithmUse& use = *entry.use;
   use.calls += active.operations.size();
   for (const Operation& operation : active.operations) {
     use.bytes += static_cast<uint64_t>(operation.request.bytes);
@@ -489,7 +496,7 @@ void Group::end(Completion& completion, std::optional<Error> error) {
 }
 
 bool Group::idle() const {
-  if (!spreadingUntil_.passed(process_.clock())) return false;
+  if (broken_ && !spreadingUntil_.passed(process_.clock())) return false;
   return pending_.empty() && matcher_->idle() &&
          std::all_of(tracks_.begin(), tracks_.end(),
                      [](const auto& active) { return active->phase == Phase::Idle; });

@@ -33,15 +33,6 @@
 
 namespace smddp::engine {
 
-// How often an algorithm ran, and what it moved.
-struct AlgorithmUse {
-  uint64_t calls = 0;
-  uint64_t bytes = 0;        // of the vectors
-  uint64_t memoryBytes = 0;  // read by its copies and reductions
-  uint64_t fabricBytes = 0;  // sent to other nodes
-  uint64_t zeroCopy = 0;     // calls that staged nothing
-};
-
 class Group final : private Matcher::Host {
  public:
   struct Spec {
@@ -96,7 +87,7 @@ class Group final : private Matcher::Host {
   bool abandoned();
 
   // By collective and algorithm: "allreduce/direct".
-  const std::map<std::string, AlgorithmUse>& statistics() const { return statistics_; }
+  std::map<std::string, AlgorithmUse> statistics() const { return plans_->statistics(); }
   // "2 nodes x 2 ranks, …": one line for the log.
   std::string describe() const;
 
@@ -120,7 +111,8 @@ class Group final : private Matcher::Host {
     std::unique_ptr<Executor> executor;
     Phase phase = Phase::Idle;
     std::vector<Operation> operations;  // several when fused
-    Pieces input, output;               // of all of them
+    collectives::Shape shape;           // of all of them together
+    Pieces input, output;
     const PlanCache::Entry* plan = nullptr;
     std::array<size_t, 2> committed{};  // bytes of each staging half that have backing
     // The wait that checkHealth() watches.
@@ -139,14 +131,14 @@ class Group final : private Matcher::Host {
 
   bool advanceTrack(Active& active);
   void startNext(Active& active);
-  size_t takeFusable(std::vector<Operation>& taken);
+  void takeFusable(std::vector<Operation>& taken);
+  bool copiesAlike(int64_t one, int64_t several);
   void publishArrival(Active& active, bool shared);
   bool allArrived(const Active& active) const;
   void agree(Active& active);
-  void run(Active& active, const PlanCache::Entry& entry, bool arrived, bool shared);
-  Binding bind(Active& active, bool shared);
-  void gatherPieces(Active& active);
-  collectives::Shape shapeOf(const Active& active, bool shared) const;
+  void run(Active& active, bool arrived);
+  void bind(Active& active);
+  void gather(Active& active);
   bool myBuffersShared(const Active& active, Arrival& mine) const;
   void ensureChannels(Active& active, const plan::Plan& plan);
   void commitStaging(Active& active, const plan::Plan& plan);
@@ -227,14 +219,13 @@ class Group final : private Matcher::Host {
   std::vector<uint32_t> heard_;  // by rank: how many BreakRecords of a mate were read
   Inquiries inquiries_;
   Nanoseconds messagesAskedAt_ = 0;
-  // The network must be polled for a while after an error, or the others might not hear of it.
+  // After an error the network must be polled for a while, or the others might not hear of it.
   Deadline spreadingUntil_{0};
   bool left_ = false;
   bool abandoned_ = false;
   // What a broken group's network may still read or write.
   std::vector<std::shared_ptr<void>> inFlight_;
   std::vector<std::function<void()>> ended_;
-  std::map<std::string, AlgorithmUse> statistics_;
 };
 
 template <typename Step>

@@ -3,6 +3,7 @@
 // Used by the thread that owns the engine. Plans live as long as the cache.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -15,6 +16,15 @@
 
 namespace smddp::engine {
 
+// How often an algorithm ran, and what it moved.
+struct AlgorithmUse {
+  uint64_t calls = 0;
+  uint64_t bytes = 0;        // of the vectors
+  uint64_t memoryBytes = 0;  // read by its copies and reductions
+  uint64_t fabricBytes = 0;  // sent to other nodes
+  uint64_t zeroCopy = 0;     // calls that staged nothing
+};
+
 class PlanCache {
  public:
   // overrides: what the group asks for, as SMDDP_ALGORITHM does; that decides where it is empty.
@@ -22,8 +32,11 @@ class PlanCache {
       : topology_(topology), limits_(limits), overrides_(std::move(overrides)) {}
 
   struct Entry {
-    std::string name;  // "allreduce/direct"
+    AlgorithmUse* use;  // of all entries with this algorithm
     CachedPlan plan;
+    bool copiesFirst;  // as Choice says
+    // Of a plan for private buffers: the same algorithm would serve shared ones, so nobody needs to be asked.
+    bool forAnyBuffers = false;
   };
 
   const Entry& get(const collectives::Shape& shape) {
@@ -31,11 +44,7 @@ class PlanCache {
     auto& slot = entries_[shape];
     if (!slot) {
       slot = std::make_unique<Entry>(build(shape));
-      // Executions of shared buffers choose after the arrival: what a plan does before it would be left
-      // out. The private plan does nothing then (else ignoresSharing()), and serves any buffer.
-      if (shape.shared && slot->plan.plan.preamble.numSteps > kBareArrival) {
-        *slot = build({shape.collective, shape.bytes, shape.root, /*shared=*/false});
-      }
+      if (!shape.shared && !shape.late) slot->forAnyBuffers = servesShared(shape, *slot);
       SMDDP_LOG(Debug, "engine", "{} of {} bytes: {}", toString(shape.collective), shape.bytes,
                 slot->plan.plan.name);
     }
@@ -44,33 +53,41 @@ class PlanCache {
     return *slot;
   }
 
-  // Whether there is only the staged plan, wherever the buffers lie. A plan that copies before the arrival must
-  // be of this kind: its choice cannot wait for what the arrival tells.
-  bool ignoresSharing(collectives::Shape shape) {
-    if (topology_.teamSize() == 1 || shape.collective == collectives::Collective::Barrier)
-      return true;
-    shape.shared = false;
-    return get(shape).plan.plan.preamble.numSteps > kBareArrival;
+  // By collective and algorithm ("allreduce/direct"), those that ran.
+  std::map<std::string, AlgorithmUse> statistics() const {
+    auto ran = uses_;
+    std::erase_if(ran, [](const auto& named) { return named.second.calls == 0; });
+    return ran;
   }
 
  private:
-  Entry build(const collectives::Shape& shape) const {
+  const collectives::Choice& choose(const collectives::Shape& shape) const {
     const bool mine = !overrides_.empty();
-    const collectives::Choice& choice = collectives::select(
-        topology_, limits_, shape, settings().oneShotBytes,
-        mine ? overrides_ : settings().algorithm, mine ? "algorithm" : "SMDDP_ALGORITHM",
-        collectives::tuningFromSettings());
-    return {fmt::format("{}/{}", toString(shape.collective), choice.name),
-            CachedPlan(choice.build(topology_, limits_, shape))};
+    return collectives::select(topology_, limits_, shape, settings().oneShotBytes,
+                               mine ? overrides_ : settings().algorithm,
+                               mine ? "algorithm" : "SMDDP_ALGORITHM",
+                               collectives::tuningFromSettings());
   }
-  // Signal, Wait.
-  static constexpr uint32_t kBareArrival = 2;
+  Entry build(const collectives::Shape& shape) {
+    const collectives::Choice& choice = choose(shape);
+    return {&uses_[fmt::format("{}/{}", toString(shape.collective), choice.name)],
+            CachedPlan(choice.build(topology_, limits_, shape)), choice.copiesFirst};
+  }
+  bool servesShared(collectives::Shape shape, const Entry& entry) const {
+    if (topology_.teamSize() == 1 || shape.collective == collectives::Collective::Barrier) {
+      return true;
+    }
+    const collectives::Choice& mine = choose(shape);
+    shape.shared = true;
+    return entry.copiesFirst && &choose(shape) == &mine;
+  }
 
   struct Hash {
     size_t operator()(const collectives::Shape& shape) const {
       size_t hash = static_cast<size_t>(shape.bytes) * 0x9e3779b97f4a7c15;
       hash ^= static_cast<size_t>(shape.root) << 8 | static_cast<size_t>(shape.collective) << 1 |
               static_cast<size_t>(shape.shared);
+      hash ^= static_cast<size_t>(shape.late) << 40;
       return hash;
     }
   };
@@ -79,6 +96,7 @@ class PlanCache {
   const plan::Limits& limits_;
   const std::string overrides_;
   std::unordered_map<collectives::Shape, std::unique_ptr<Entry>, Hash> entries_;
+  std::map<std::string, AlgorithmUse> uses_;  // what Entry::use points into
   collectives::Shape lastShape_;
   const Entry* last_ = nullptr;
 };

@@ -79,19 +79,65 @@ TEST(Selection, NeverTakesRecursiveDoublingBeyondTheStagingMemory) {
   EXPECT_THAT(select(kTwoNodes, limits, shape, kOneShot, "").name, StrEq("direct"));
 }
 
-// What copies before the arrival is chosen before anybody knows whether buffers are shared.
-TEST(Selection, DoesNotAskWhereBuffersAreBeforeACopyThatPrecedesTheArrival) {
-  for (int64_t bytes : {0, 4, 1024, 1025, 1 << 20}) {
-    const Choice& staged =
-        select(kOneNode, {}, shapeOf(Collective::AllReduce, bytes), kOneShot, "");
-    const Choice& shared =
-        select(kOneNode, {}, shapeOf(Collective::AllReduce, bytes, true), kOneShot, "");
-    const auto copies = [&](const Choice& c, bool isShared) {
-      return c.build(kOneNode, {}, shapeOf(Collective::AllReduce, bytes, isShared))
-                 .preamble.numSteps > 2;
-    };
-    if (copies(staged, false) || copies(shared, true)) {
-      EXPECT_EQ(&staged, &shared) << bytes;
+// What a rank reads of others decides, not the length of the vector.
+TEST(Selection, TakesOneShotForFewerBytesOfMoreRanks) {
+  const plan::Topology four({{0, 1, 2, 3}}, 0);
+  for (const Collective c : {Collective::AllReduce, Collective::Reduce}) {
+    EXPECT_THAT(chosen(kOneNode, shapeOf(c, 1000)), StrEq("one_shot"));
+    EXPECT_THAT(chosen(four, shapeOf(c, 336)), StrEq("one_shot"));
+    EXPECT_THAT(chosen(four, shapeOf(c, 344)), testing::Not(StrEq("one_shot")));
+  }
+}
+
+TEST(Selection, CopiesLessOfBuffersThatNeedNoCopy) {
+  const auto allreduce = [](int64_t bytes, bool shared) {
+    return select(kOneNode, {}, shapeOf(Collective::AllReduce, bytes, shared), 128 << 10, "").name;
+  };
+  EXPECT_THAT(allreduce(8 << 10, true), StrEq("one_shot"));
+  EXPECT_THAT(allreduce(16 << 10, true), StrEq("zero_copy"));
+  EXPECT_THAT(allreduce(128 << 10, false), StrEq("one_shot"));
+}
+
+// Once everybody has arrived it is too late to copy first, whatever was asked for.
+TEST(Selection, TakesNothingThatCopiesFirstAfterTheArrival) {
+  for (const std::string overrides : {"", "allreduce=one_shot"}) {
+    for (const int64_t bytes : {0, 4, 1024, 1025, 1 << 20}) {
+      for (const bool shared : {false, true}) {
+        Shape shape = shapeOf(Collective::AllReduce, bytes, shared);
+        shape.late = true;
+        const Choice& choice = select(kOneNode, {}, shape, kOneShot, overrides);
+        EXPECT_THAT(choice.name, StrEq(shared ? "zero_copy" : "two_phase"));
+      }
+    }
+  }
+}
+
+// One rank that copies is enough: a root may have nothing to copy.
+TEST(Selection, KnowsWhatCopiesFirst) {
+  for (int c = 0; c < kNumCollectives; ++c) {
+    const auto collective = static_cast<Collective>(c);
+    for (const std::string& name : algorithmsOf(collective)) {
+      bool copies = false, marked = false;
+      for (const bool shared : {false, true}) {
+        for (const auto& nodes : {std::vector<std::vector<Rank>>{{0, 1}}, {{0, 1}, {2, 3}}}) {
+          for (const auto& node : nodes) {
+            for (const Rank me : node) {
+              const plan::Topology t(nodes, me);
+              const Shape shape = shapeOf(collective, 64, shared);
+              const std::string override = fmt::format("{}={}", toString(collective), name);
+              const Choice* choice = nullptr;
+              try {
+                choice = &select(t, {}, shape, kOneShot, override);
+              } catch (const Error&) {
+                continue;  // not with these nodes or buffers
+              }
+              copies |= choice->build(t, {}, shape).preamble.numSteps > 2;
+              marked |= choice->copiesFirst;
+            }
+          }
+        }
+      }
+      EXPECT_EQ(copies, marked) << toString(collective) << "/" << name;
     }
   }
 }
