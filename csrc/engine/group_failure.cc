@@ -169,8 +169,8 @@ void Group::checkLost() {
                          return isAwaited(standstillOf(*active).awaited);
                        });
   if (!suspect) return;
-  // What the lost rank still said may have arrived since we looked at it.
-  if (process_.poll() + static_cast<size_t>(advance()) > 0) return;
+  // What the lost rank still said, its reason for one, may have arrived since we looked at it.
+  if (hearMates() || process_.poll() + static_cast<size_t>(advance()) > 0) return;
   for (auto& active : tracks_) {
     if (active->phase == Phase::Idle) continue;
     breakIfLost(standstillOf(*active).awaited, active->operations.front().sequence);
