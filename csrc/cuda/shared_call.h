@@ -10,7 +10,8 @@
 //   ...                                    (further parts of staged calls)
 //   the last part on the GPU               exchange: all ranks have done theirs, the result is there
 //
-// Threads: one at a time; end() and isExposed() from any. Errors are exceptions; the call has to be given up then, for the whole group.
+// Threads: one at a time; end() and isExposed() from any. Errors are exceptions; the call has to be given up then, for
+// the whole group.
 #pragma once
 
 #include <atomic>

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <mutex>
+#include <tuple>
 
 #include "common/error.h"
 #include "cuda/library.h"
@@ -148,9 +149,13 @@ void SharedGpu::run(const std::vector<Job>& jobs, void* stream) {
 }
 
 std::string difference(int rank, const Descriptor& one, int other, const Descriptor& two) {
-  const std::string first = textOf(one), second = textOf(two);
-  if (first == second && one.factor == two.factor) return "";
-  return fmt::format("rank {} is in {} on the GPU, rank {} in {}", rank, first, other, second);
+  const auto agreed = [](const Descriptor& call) {
+    return std::tie(call.number, call.part, call.operation, call.type, call.op, call.root,
+                    call.factor, call.bytes);
+  };
+  if (agreed(one) == agreed(two)) return "";
+  return fmt::format("rank {} is in {} on the GPU, rank {} in {}", rank, textOf(one), other,
+                     textOf(two));
 }
 
 }  // namespace smddp::cuda

@@ -281,7 +281,8 @@ void Group::takeFusable(std::vector<Operation>& taken) {
 // serve fewer, too.
 bool Group::copiesAlike(int64_t one, int64_t several) {
   const auto& first = plans_->get({Collective::AllReduce, one});
-  return first.copiesFirst && plans_->get({Collective::AllReduce, several}).use == first.use;
+  return first.choice->copiesFirst &&
+         plans_->get({Collective::AllReduce, several}).choice == first.choice;
 }
 
 void Group::publishArrival(Active& active, bool shared) {
@@ -338,7 +339,7 @@ void Group::agree(Active& active) {
   if (fewer && broken_) endBroken();
   if (fewer) gather(active);
   // Who copied before it arrived has done so in vain if somebody else waited to be asked.
-  if (active.phase == Phase::Arriving || fewer || (anyShared && active.plan->copiesFirst)) {
+  if (active.phase == Phase::Arriving || fewer || (anyShared && active.plan->choice->copiesFirst)) {
     active.shape.shared = shared;
     active.shape.late = anyShared;
     run(active, /*arrived=*/true);

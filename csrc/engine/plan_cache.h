@@ -34,7 +34,7 @@ class PlanCache {
   struct Entry {
     AlgorithmUse* use;  // of all entries with this algorithm
     CachedPlan plan;
-    bool copiesFirst;  // as Choice says
+    const collectives::Choice* choice;
     // Of a plan for private buffers: the same algorithm would serve shared ones, so nobody needs to be asked.
     bool forAnyBuffers = false;
   };
@@ -71,15 +71,14 @@ class PlanCache {
   Entry build(const collectives::Shape& shape) {
     const collectives::Choice& choice = choose(shape);
     return {&uses_[fmt::format("{}/{}", toString(shape.collective), choice.name)],
-            CachedPlan(choice.build(topology_, limits_, shape)), choice.copiesFirst};
+            CachedPlan(choice.build(topology_, limits_, shape)), &choice};
   }
   bool servesShared(collectives::Shape shape, const Entry& entry) const {
     if (topology_.teamSize() == 1 || shape.collective == collectives::Collective::Barrier) {
       return true;
     }
-    const collectives::Choice& mine = choose(shape);
     shape.shared = true;
-    return entry.copiesFirst && &choose(shape) == &mine;
+    return entry.choice->copiesFirst && &choose(shape) == entry.choice;
   }
 
   struct Hash {
