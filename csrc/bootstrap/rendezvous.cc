@@ -90,7 +90,8 @@ std::vector<Introduction> Rendezvous::exchange(const Introduction& mine) {
   unseal(kIn, values);
   std::vector<Introduction> introductions;
   for (Rank rank = 0; rank < size_; ++rank) {
-    introductions.push_back(parseIntroduction(values[rank], rank));
+    // What this rank has said it knows best itself: whole, whatever the store has made of it.
+    introductions.push_back(rank == me_ ? mine : parseIntroduction(values[rank], rank));
   }
   checkTrouble(introductions, me_);
   checkAgreement(introductions);
