@@ -62,6 +62,7 @@ def _create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     store, rank, size = options.store, options.group_rank, options.group_size
     arguments = (store, rank, size, timeout, str(options.group_id), algorithm)
     peer = _gpu_peer()
+    _pin_device()
     if peer is None:
         group: ProcessGroup = module.ProcessGroup(*arguments)
         return group
@@ -82,6 +83,24 @@ def _gpu_peer() -> tuple[str, Any, Any, str] | None:
         return None
     make_peer = _nccl_group if dist.is_nccl_available() else None
     return "cuda", _gpu_name, make_peer, _load.cuda_part()
+
+
+@functools.cache
+def _pin_device() -> None:
+    """Lets "cuda" mean the GPU of this rank's number on its node, where the script chose none.
+
+    Scripts of the original library need no torch.cuda.set_device(), which comes after this and
+    wins. A script that has used CUDA before has a current device, which stays. Once per process,
+    and when CUDA is first used, as it may not be yet.
+    """
+    local, count = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
+    if not local.isdigit() or count < 2:
+        return
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    index = int(local) % count
+    # As torch's own seeds wait for CUDA.
+    torch.cuda._lazy_call(lambda: torch.cuda.set_device(index))  # type: ignore[no-untyped-call]
 
 
 def _gpu_name(index: int) -> str:

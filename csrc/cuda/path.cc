@@ -35,8 +35,9 @@ Choice choosePath(const std::string& setting, bool haveNccl, std::span<const Pla
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const auto [other, isNew] = ownerOf.emplace(ranks[rank].device, rank);
     if (isNew) continue;
-    return {Path::Host,
-            fmt::format("ranks {} and {} share GPU {}", other->second, rank, other->first)};
+    return {Path::Host, fmt::format("ranks {} and {} share GPU {}; where there are more, "
+                                    "torch.cuda.set_device() gives each rank its own",
+                                    other->second, rank, other->first)};
   }
   return {Path::Nccl, "each rank has a GPU of its own on one node"};
 }

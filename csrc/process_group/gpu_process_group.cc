@@ -121,7 +121,9 @@ intrusive_ptr<c10d::Backend> GpuProcessGroup::split(
     const intrusive_ptr<c10d::Backend::Options>& options) {
   const auto [group, timeout] = splitEngineGroup(ranks, options);
   if (!group) return nullptr;
-  return c10::make_intrusive<GpuProcessGroup>(group, timeout, store, peer_);
+  auto child = c10::make_intrusive<GpuProcessGroup>(group, timeout, store, peer_);
+  child->setBoundDeviceId(getBoundDeviceId());
+  return child;
 }
 
 // --- who serves a call ------------------------------------------------------------------------------------
@@ -265,7 +267,17 @@ std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks
   return places;
 }
 
+void GpuProcessGroup::eagerConnectSingleDevice(c10::Device device) {
+  if (device.type() != peer_.type) return;
+  const std::lock_guard lock(mutex_);
+  translated([&] { publish(device); });
+}
+
 void GpuProcessGroup::publish(c10::Device device) {
+  // The way is chosen once, from the GPU that the others were told of.
+  const auto bound = getBoundDeviceId();
+  TORCH_CHECK_VALUE(!bound || *bound == device, "smddp: this group is bound to ", *bound,
+                    " by init_process_group(device_id=...), and got a tensor on ", device);
   if (device_) return;
   if (!cuda::decidesAlone(settings().gpuPath, static_cast<bool>(peer_.make))) {
     const std::string name = peer_.nameOf(device.index());
@@ -282,6 +294,7 @@ void GpuProcessGroup::makePeer() {
   made_ = peer_.make(store, getRank(), getSize(),
                      std::chrono::duration_cast<std::chrono::milliseconds>(
                          std::chrono::nanoseconds(nanoseconds(c10d::kUnsetTimeout))));
+  made_->setBoundDeviceId(getBoundDeviceId());
   nccl_.store(made_.get(), std::memory_order_release);
 }
 

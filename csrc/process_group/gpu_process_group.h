@@ -86,6 +86,9 @@ class GpuProcessGroup final : public ProcessGroup {
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
+  // Tells the others already now which GPU this rank uses: that of init_process_group(device_id=...). Waits for nobody.
+  void eagerConnectSingleDevice(c10::Device device) override;
+
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& options) override;

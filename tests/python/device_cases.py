@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import ranks
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 Tensors = list[torch.Tensor]
@@ -527,6 +528,25 @@ def trains(name: str) -> None:
             weights.append([parameter.detach().cpu() for parameter in mine.parameters()])
         for one, other in zip(*weights, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def bound(name: str) -> None:
+    """A device named in advance: a mesh, whose groups are split off; a new group."""
+    device = DEVICES[name]()
+    dist.init_process_group(device.backend, device_id=device.device, timeout=timedelta(seconds=60))
+    half = dist.get_world_size() // 2
+    mesh = init_device_mesh(device.device.type, (2, half), mesh_dim_names=("a", "b"))
+    group = dist.new_group(range(half))
+    groups = [(mesh.get_group("a"), 2), (mesh.get_group("b"), half)]
+    if dist.get_rank() < half:
+        groups.append((group, half))
+    for group, size in groups:
+        tensor = torch.ones(100, device=device.device)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.cpu().eq(size).all()
+    dist.barrier()
+    dist.destroy_process_group()
+    device.finish()
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -243,17 +243,21 @@ def test_fsdp2(layout: str) -> None:
     ranks.check_ranks(_shards, layout, env=HOST, timeout=120)
 
 
-def _bound() -> None:
-    """init_process_group(device_id=...), and a mesh whose groups are split from the default one."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % GPUS)
-    dist.init_process_group("smddp", device_id=device, timeout=timedelta(seconds=60))
-    mesh = init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
-    for name in ("a", "b"):
-        tensor = torch.ones(100, device=device)
-        dist.all_reduce(tensor, group=mesh.get_group(name))
-        assert tensor.cpu().eq(mesh.size(("a", "b").index(name))).all()
-    dist.destroy_process_group()
-
-
 def test_bound_device_and_mesh() -> None:
-    ranks.check_ranks(_bound, "4", timeout=120)
+    """On the current device: split groups, as the default one, go where each rank's GPU is."""
+    ranks.check_ranks(device_cases.bound, "4", "cuda", timeout=120)
+
+
+def _unchosen() -> int:
+    dist.init_process_group("smddp", timeout=timedelta(seconds=60))
+    tensor = torch.ones(10, device="cuda")
+    dist.all_reduce(tensor)
+    assert tensor.cpu().eq(dist.get_world_size()).all()
+    dist.destroy_process_group()
+    return tensor.device.index
+
+
+def test_device_that_nobody_has_chosen() -> None:
+    """Each rank uses the GPU of its local rank, as far as there are any."""
+    used = ranks.check_ranks(_unchosen, "2", timeout=120)
+    assert used == [rank % GPUS for rank in range(2)]

@@ -185,6 +185,59 @@ def test_setting_decides(setting: str, shared: bool, expected: str) -> None:
         assert (served > 0) == (expected == "nccl")
 
 
+# --- which device ---------------------------------------------------------------------------------
+
+
+def _bound_with_peer() -> tuple[str, int, int]:
+    # destroy_and_tell() of _with_peer asks the default group, whose calls here are barriers alone.
+    return _with_peer("bound", False)
+
+
+def test_bound_device() -> None:
+    """The groups of a mesh are split off, and leave calls to peers of their own."""
+    ranks.check_ranks(device_cases.bound, "4", "fake", timeout=60)
+    for _, served, peers in ranks.check_ranks(_bound_with_peer, "4", timeout=60):
+        assert served >= 2
+        assert peers >= 2
+
+
+def _pinned(local_rank: str, count: int, used: bool) -> list[int]:
+    """Returns the devices that are set when CUDA is first used."""
+    from smddp import backend
+
+    os.environ["LOCAL_RANK"] = local_rank
+    waiting: list[Callable[[], None]] = []
+    chosen: list[int] = []
+    torch.cuda.device_count = lambda: count
+    torch.cuda.is_initialized = lambda: used
+    torch.cuda._lazy_call = waiting.append
+    torch.cuda.set_device = chosen.append
+    for _ in range(2):  # groups
+        backend._pin_device()
+    assert not chosen
+    for call in waiting:
+        call()
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "used", "expected"),
+    [
+        ("3", 4, False, [3]),
+        ("5", 4, False, [1]),  # ranks that share GPUs
+        ("0", 1, False, []),
+        ("3", 1, False, []),  # each rank sees a GPU of its own, or all share one
+        ("3", 4, True, []),  # the script has a current device
+        ("", 4, False, []),
+    ],
+)
+def test_device_of_the_local_rank(
+    local_rank: str, count: int, used: bool, expected: list[int]
+) -> None:
+    """What a script leaves open that never calls torch.cuda.set_device()."""
+    assert ranks.check_ranks(_pinned, "1", local_rank, count, used) == [expected]
+
+
 # --- memory of one GPU that ranks share -----------------------------------------------------------
 
 
