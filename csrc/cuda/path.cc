@@ -9,14 +9,33 @@
 namespace smddp::cuda {
 
 bool decidesAlone(const std::string& setting, bool haveNccl) {
-  if (setting != "auto" && setting != "host" && setting != "nccl" && setting != "ipc") {
-    raise(ErrorKind::Usage, "SMDDP_GPU_PATH={}: expected auto, host, nccl or ipc", setting);
+  if (setting != "auto" && setting != "host" && setting != "nccl" && setting != "ipc" &&
+      setting != "rails") {
+    raise(ErrorKind::Usage, "SMDDP_GPU_PATH={}: expected auto, host, nccl, ipc or rails", setting);
   }
   if (setting == "nccl" && !haveNccl) {
     raise(ErrorKind::Usage, "SMDDP_GPU_PATH=nccl: this torch was built without NCCL");
   }
   return setting == "host" || setting == "nccl" || (setting == "auto" && !haveNccl);
 }
+
+namespace {
+
+// Why ranks on several nodes cannot take the rails; empty: they can.
+std::string refusalOfRails(std::span<const Place> ranks) {
+  std::map<int, std::map<std::string, size_t>> devices;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    const auto [other, isNew] = devices[ranks[rank].node].emplace(ranks[rank].device, rank);
+    if (!isNew) return fmt::format("ranks {} and {} share a GPU", other->second, rank);
+  }
+  const size_t first = devices.begin()->second.size();
+  for (const auto& [node, ofNode] : devices) {
+    if (ofNode.size() != first) return "nodes have different numbers of ranks";
+  }
+  return first < 2 ? "nodes have one rank each" : "";
+}
+
+}  // namespace
 
 Choice choosePath(const std::string& setting, bool haveNccl, std::span<const Place> ranks) {
   if (decidesAlone(setting, haveNccl) && setting != "auto") {
@@ -30,6 +49,11 @@ Choice choosePath(const std::string& setting, bool haveNccl, std::span<const Pla
     return {Path::Ipc, "SMDDP_GPU_PATH=ipc, and all ranks share GPU " + first.device};
   }
   if (!haveNccl) return {Path::Host, "this torch was built without NCCL"};
+  if (!oneNode && setting == "rails") {
+    const std::string refusal = refusalOfRails(ranks);
+    if (refusal.empty()) return {Path::Rails, "SMDDP_GPU_PATH=rails"};
+    return {Path::Host, "SMDDP_GPU_PATH=rails is not possible: " + refusal};
+  }
   if (!oneNode) return {Path::Host, "the ranks are on several nodes"};
   std::map<std::string, size_t> ownerOf;
   for (size_t rank = 0; rank < ranks.size(); ++rank) {

@@ -7,9 +7,12 @@
 
 namespace smddp::cuda {
 
-enum class Path : uint8_t { Host, Nccl, Ipc };
+enum class Path : uint8_t { Host, Nccl, Ipc, Rails };
 constexpr const char* toString(Path path) {
-  return path == Path::Host ? "host" : path == Path::Nccl ? "nccl" : "ipc";
+  return path == Path::Host   ? "host"
+         : path == Path::Nccl ? "nccl"
+         : path == Path::Ipc  ? "ipc"
+                              : "rails";
 }
 
 // Where one rank's tensors are.
@@ -24,11 +27,12 @@ struct Choice {
 };
 
 // What SMDDP_GPU_PATH says, if it decides alone: "host" and "nccl", and whatever it says when NCCL is missing.
-// Throws Usage for other words than "auto" and "ipc", and for "nccl" without NCCL.
+// Throws Usage for other words than "auto", "ipc" and "rails", and for "nccl" without NCCL.
 bool decidesAlone(const std::string& setting, bool haveNccl);
 
 // The way of a call among these ranks: NCCL where each has a GPU of its own on one node. "ipc": the memory of the GPU
-// where all share one; for other ranks it says no more than "auto".
+// where all share one; "rails": NCCL inside nodes, the host between them, where nodes have equally many ranks, each with
+// a GPU of its own. For other ranks these two say no more than "auto".
 Choice choosePath(const std::string& setting, bool haveNccl, std::span<const Place> ranks);
 
 }  // namespace smddp::cuda

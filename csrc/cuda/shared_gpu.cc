@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <mutex>
 #include <tuple>
 
 #include "common/error.h"
@@ -54,14 +53,6 @@ SharedGpu::SharedGpu(const DeviceTable& table, int device, int me, int size, int
             static_cast<uint64_t>(size)) {}
 
 SharedGpu::~SharedGpu() {
-  if (abandoned_) {
-    // Kept until the process ends, so that nothing of it is closed.
-    static std::mutex mutex;
-    static auto* const kept = new std::vector<decltype(opened_)>;
-    const std::lock_guard lock(mutex);
-    kept->push_back(std::move(opened_));
-    return;
-  }
   for (int rank = 0; rank < static_cast<int>(workspaces_.size()); ++rank) {
     std::byte* const workspace = workspaces_[static_cast<size_t>(rank)];
     if (rank != me_ && workspace != nullptr) table_.close(device_, workspace);

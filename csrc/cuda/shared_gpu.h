@@ -5,7 +5,8 @@
 // the allocation, which is never used twice: memory that its owner has freed is closed, not taken for what lies at the
 // same address now.
 //
-// Threads: one at a time. The destructor frees the workspace; nobody may be reading it then, see abandon().
+// Threads: one at a time. The destructor frees the workspace; nobody may be reading it then:
+// after an error whoever has it keeps it for good.
 #pragma once
 
 #include <algorithm>
@@ -83,8 +84,7 @@ class SharedGpu {
   uint64_t half() const { return half_; }
   void run(const std::vector<Job>& jobs, void* stream);
 
-  // Some rank may go on reading or writing what it has opened: nothing is freed or closed any more.
-  void abandon() { abandoned_ = true; }
+  const DeviceTable& table() const { return table_; }
   int me() const { return me_; }
   int size() const { return size_; }
 
@@ -100,7 +100,6 @@ class SharedGpu {
   // By rank and address there; shared with other groups of this process.
   std::map<std::pair<int, uint64_t>, std::shared_ptr<OpenedMemory>> opened_;
   uint64_t calls_ = 0;
-  bool abandoned_ = false;
 };
 
 // In what two ranks' descriptors differ that should agree; empty where they agree.

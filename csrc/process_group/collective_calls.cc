@@ -9,6 +9,10 @@ using c10::intrusive_ptr;
 using collectives::Collective;
 using engine::Request;
 
+namespace {
+const c10d::ReduceOp kSum(c10d::ReduceOp::SUM);  // of calls that reduce nothing
+}
+
 intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tensors,
                                                   const c10d::AllreduceOptions& options) {
   constexpr auto kName = "all_reduce";
@@ -17,7 +21,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tenso
     return allreduce_sparse(tensors, options);
   requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::ALLREDUCE, "smddp:all_reduce", tensors, {tensors});
-  if (staysOnDevice(tensor)) call.staging.stayOnDevice();
+  if (staysOnDevice(Collective::AllReduce, tensor, options.reduceOp)) call.staging.stayOnDevice();
   Request request = newRequest(Collective::AllReduce, options.timeout, options.asyncOp);
   request.type = reducibleType(kName, tensor);
   setReduceOp(kName, options.reduceOp, request.type, request);
@@ -35,6 +39,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
     requireSameType(kName, tensor, tensors.front());
   }
   Work::Call call(c10d::OpType::ALLREDUCE_COALESCED, "smddp:all_reduce", tensors, {tensors});
+  if (staysOnDevice(Collective::AllReduce, tensors.front(), options.reduceOp))
+    call.staging.stayOnDevice();
   Request request = newRequest(Collective::AllReduce, options.timeout, options.asyncOp);
   request.type = reducibleType(kName, tensors.front());
   setReduceOp(kName, options.reduceOp, request.type, request);
@@ -53,6 +59,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
   requireList(kName, output, static_cast<size_t>(getSize()), input, "output list");
   for (const at::Tensor& tensor : output) requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::ALLGATHER, "smddp:all_gather", inputs, outputs);
+  if (staysOnDevice(Collective::AllGather, input, kSum)) call.staging.stayOnDevice();
   if (sameSizes(output, input)) {
     Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
     request.input = {call.staging.read(input)};
@@ -88,6 +95,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather_coalesced(
                       inputs.size(), " outputs, one per input, got ", list.size());
   }
   Work::Call call(c10d::OpType::ALLGATHER_COALESCED, "smddp:all_gather", inputs, outputs);
+  if (staysOnDevice(Collective::AllGather, inputs.front(), kSum)) call.staging.stayOnDevice();
   std::vector<Request> requests;
   for (size_t i = 0; i < inputs.size(); ++i) {
     requireDense(kName, inputs[i]);
@@ -121,7 +129,7 @@ Request ProcessGroup::gatherRequest(const char* name, const at::Tensor& output,
 intrusive_ptr<c10d::Work> ProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                         const c10d::AllgatherOptions& options) {
   Work::Call call(c10d::OpType::_ALLGATHER_BASE, "smddp:all_gather", {input}, {{output}});
-  if (staysOnDevice(input)) call.staging.stayOnDevice();
+  if (staysOnDevice(Collective::AllGather, input, kSum)) call.staging.stayOnDevice();
   Request request = gatherRequest("all_gather_into_tensor", output, input, call.staging, options);
   return submit(std::move(call), std::move(request));
 }
@@ -133,6 +141,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather_into_tensor_coalesced(
   TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(), "smddp: ", kName,
                     ": needs as many outputs as inputs, and at least one");
   Work::Call call(c10d::OpType::COALESCED, "smddp:all_gather", inputs, {outputs});
+  if (staysOnDevice(Collective::AllGather, inputs.front(), kSum)) call.staging.stayOnDevice();
   std::vector<Request> requests;
   for (size_t i = 0; i < inputs.size(); ++i) {
     requests.push_back(gatherRequest(kName, outputs[i], inputs[i], call.staging, options));
@@ -149,6 +158,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
   const auto& input = onlyList(kName, inputs, true, "input list");
   requireList(kName, input, static_cast<size_t>(getSize()), output, "input list");
   Work::Call call(c10d::OpType::REDUCE_SCATTER, "smddp:reduce_scatter", input, {outputs});
+  if (staysOnDevice(Collective::ReduceScatter, output, options.reduceOp))
+    call.staging.stayOnDevice();
   Request request = newRequest(Collective::ReduceScatter, options.timeout, options.asyncOp);
   request.type = reducibleType(kName, output);
   setReduceOp(kName, options.reduceOp, request.type, request);
@@ -196,7 +207,8 @@ Request ProcessGroup::scatterRequest(const char* name, const at::Tensor& output,
 intrusive_ptr<c10d::Work> ProcessGroup::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   Work::Call call(c10d::OpType::_REDUCE_SCATTER_BASE, "smddp:reduce_scatter", {input}, {{output}});
-  if (staysOnDevice(input)) call.staging.stayOnDevice();
+  if (staysOnDevice(Collective::ReduceScatter, input, options.reduceOp))
+    call.staging.stayOnDevice();
   Request request = scatterRequest("reduce_scatter_tensor", output, input, call.staging, options);
   return submit(std::move(call), std::move(request));
 }
@@ -208,6 +220,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
   TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(), "smddp: ", kName,
                     ": needs as many outputs as inputs, and at least one");
   Work::Call call(c10d::OpType::COALESCED, "smddp:reduce_scatter", inputs, {outputs});
+  if (staysOnDevice(Collective::ReduceScatter, inputs.front(), options.reduceOp))
+    call.staging.stayOnDevice();
   std::vector<Request> requests;
   for (size_t i = 0; i < inputs.size(); ++i) {
     requests.push_back(scatterRequest(kName, outputs[i], inputs[i], call.staging, options));

@@ -71,6 +71,53 @@ class Operations {
   size_t begun_ = 0;
 };
 
+// One operation of a call that stays on the device, and what waits for its end.
+class Part {
+ public:
+  Part(std::shared_ptr<DeviceTurns> turns, std::shared_ptr<engine::Engine> engine,
+       engine::CompletionPtr completion, std::string title)
+      : turns_(std::move(turns)),
+        engine_(std::move(engine)),
+        completion_(std::move(completion)),
+        title_(std::move(title)) {}
+
+  DeviceTurns& turns() { return *turns_; }
+
+  // Returns what went wrong.
+  std::optional<Error> advanceToEnd() {
+    try {
+      turns_->advanceToEnd();
+      end(std::nullopt);
+      return std::nullopt;
+    } catch (const Error& error) {
+      return error;
+    } catch (const std::exception& error) {
+      return Error(ErrorKind::Transport, error.what());
+    }
+  }
+
+  void fail(const Error& error) {
+    turns_->giveUp(error);
+    end(error);
+  }
+
+  // Once: leaving the group may come in between.
+  void end(const std::optional<Error>& error) {
+    if (ended_.exchange(true)) return;
+    engine_->finish(
+        *completion_,
+        error ? std::optional(Error(error->kind(), fmt::format("{}: {}", title_, error->what())))
+              : std::nullopt);
+  }
+
+ private:
+  const std::shared_ptr<DeviceTurns> turns_;
+  const std::shared_ptr<engine::Engine> engine_;
+  const engine::CompletionPtr completion_;
+  const std::string title_;
+  std::atomic<bool> ended_{false};
+};
+
 // Whether the copies are made before the deadline. If not, or if the device fails, the line of deferred calls tells.
 bool arrives(const DeviceCopies& copies, Deadline deadline) {
   try {
@@ -129,45 +176,41 @@ std::shared_ptr<DeviceTurns> ProcessGroup::deviceTurns(const engine::Request&,
         "a call stays on the device in a group that has no way to do it there");
 }
 
-intrusive_ptr<Work> ProcessGroup::submitTurns(Work::Call call, const engine::Request& request) {
+intrusive_ptr<Work> ProcessGroup::submitTurns(Work::Call call,
+                                              const std::vector<engine::Request>& requests) {
   const auto target = group();
   const auto copies = call.staging.device();
-  const std::string title = call.title;
-  const auto turns = translated([&] { return deviceTurns(request, copies, call.keepAlive()); });
-  const auto completion = std::make_shared<engine::Completion>();
+  const bool willWait = std::all_of(requests.begin(), requests.end(),
+                                    [](const auto& request) { return request.willWait; });
+  std::vector<std::shared_ptr<Part>> parts;
+  std::vector<engine::CompletionPtr> completions;
+  const auto keepAlive = call.keepAlive();
+  translated([&] {
+    for (const auto& request : requests) {
+      completions.push_back(std::make_shared<engine::Completion>());
+      parts.push_back(std::make_shared<Part>(deviceTurns(request, copies, keepAlive), engine_,
+                                             completions.back(), call.title));
+    }
+  });
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
-  work->start({completion});
+  work->start(std::move(completions));
   record(work);
   remember(work, copies);
-  // Once: leaving the group may come in between.
-  const auto end =
-      [engine = engine_, completion, title,
-       ended = std::make_shared<std::atomic<bool>>(false)](const std::optional<Error>& error) {
-        if (ended->exchange(true)) return;
-        engine->finish(
-            *completion,
-            error ? std::optional(Error(error->kind(), fmt::format("{}: {}", title, error->what())))
-                  : std::nullopt);
-      };
-  const auto fail = [turns, end](const Error& error) {
-    turns->giveUp(error);
-    end(error);
-  };
   // Who waits for the result pushes the call on himself: no hand-over is paid.
-  if (request.willWait && !deferred_.busy()) {
-    try {
-      turns->advanceToEnd();
-      end(std::nullopt);
-    } catch (const Error& error) {
-      fail(error);
-    } catch (const std::exception& error) {
-      fail(Error(ErrorKind::Transport, error.what()));
+  if (willWait && !deferred_.busy()) {
+    std::optional<Error> failed;
+    for (const auto& part : parts) {
+      if (!failed) failed = part->advanceToEnd();
+      if (failed) part->fail(*failed);
     }
     return work;
   }
-  turns->atEnd(end);
-  // The deadlines are the turns' own, whose errors say more.
-  deferred_.add({[turns] { return turns->advance(); }, [] {}, fail, Deadline::never()});
+  for (const auto& part : parts) {
+    part->turns().atEnd([part](const std::optional<Error>& error) { part->end(error); });
+    // The deadlines are the turns' own, whose errors say more.
+    deferred_.add({[part] { return part->turns().advance(); }, [] {},
+                   [part](const Error& error) { part->fail(error); }, Deadline::never()});
+  }
   return work;
 }
 

@@ -65,12 +65,13 @@ cuda::Buffers buffersOf(const Request& request) {
   return {request.input.empty() ? output : input, request.output.empty() ? input : output};
 }
 
-// Tensors that other ranks may go on reading or writing, after an error: never given to anybody else.
-void keepForGood(std::shared_ptr<void> tensors) {
+// What ranks may go on reading or writing after an error, tensors, workspaces and what was opened of others': never
+// freed, closed, or given to anybody else.
+void keepForGood(std::shared_ptr<void> memory) {
   static std::mutex mutex;
   static auto* const kept = new std::vector<std::shared_ptr<void>>;
   const std::lock_guard lock(mutex);
-  kept->push_back(std::move(tensors));
+  kept->push_back(std::move(memory));
 }
 
 class Turns final : public DeviceTurns,
@@ -112,7 +113,6 @@ class Turns final : public DeviceTurns,
   void giveUp(const Error& error) noexcept override {
     try {
       if (call_.isExposed()) {
-        path_->gpu().abandon();
         keepForGood(keepAlive_);
         keepForGood(path_);
       }
@@ -243,6 +243,18 @@ std::string GpuMemoryPath::connect(Nanoseconds timeout) {
     if (!verdict.empty()) return verdict.string();
   }
   return "";
+}
+
+at::Tensor GpuMemoryPath::allocate(int64_t size, const at::TensorOptions& options) {
+  const cuda::DeviceTable& table = gpu_->table();
+  const int device = device_.index();
+  const auto bytes = static_cast<size_t>(size) * options.dtype().itemsize();
+  void* memory = nullptr;
+  cuda::check(table, table.allocate(device, std::max<size_t>(bytes, 1), &memory),
+              "allocating communication memory");
+  // Waits for the GPU, hence for all that uses the memory.
+  const auto free = [&table, device](void* freed) { table.free(device, freed); };
+  return at::from_blob(memory, {size}, free, options.device(device_), device_);
 }
 
 std::shared_ptr<DeviceTurns> GpuMemoryPath::begin(const Request& request,

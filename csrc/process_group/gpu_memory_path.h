@@ -4,6 +4,8 @@
 // rank's workspace on the GPU and what it has opened of the others'.
 #pragma once
 
+#include <ATen/ATen.h>
+
 #include <memory>
 #include <string>
 
@@ -28,6 +30,9 @@ class GpuMemoryPath : public std::enable_shared_from_this<GpuMemoryPath> {
   std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
                                      std::shared_ptr<void> keepAlive);
+
+  // A vector in memory that the other ranks can open, whatever torch's own allocator does.
+  at::Tensor allocate(int64_t size, const at::TensorOptions& options);
 
   cuda::SharedGpu& gpu() { return *gpu_; }
   engine::Engine& engine() { return *engine_; }

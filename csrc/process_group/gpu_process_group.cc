@@ -97,12 +97,14 @@ void GpuProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
 
 void GpuProcessGroup::abort() {
   if (auto* peer = nccl_.load()) peer->abort();
+  if (state_.load(std::memory_order_acquire) == State::Rails) rails_->abort();
   ProcessGroup::abort();
 }
 
 void GpuProcessGroup::shutdown() {
   // Calls that come too late are refused by the base.
   if (auto* peer = nccl_.load(); peer != nullptr && !isShutDown()) peer->shutdown();
+  if (state_.load(std::memory_order_acquire) == State::Rails && !isShutDown()) rails_->shutdown();
   ProcessGroup::shutdown();
 }
 
@@ -111,6 +113,7 @@ std::string GpuProcessGroup::path() const {
     case State::Host: return "host";
     case State::Nccl: return "nccl";
     case State::Ipc: return "ipc";
+    case State::Rails: return "rails";
     case State::Unknown: break;
   }
   return "";
@@ -124,6 +127,28 @@ intrusive_ptr<c10d::Backend> GpuProcessGroup::split(
   auto child = c10::make_intrusive<GpuProcessGroup>(group, timeout, store, peer_);
   child->setBoundDeviceId(getBoundDeviceId());
   return child;
+}
+
+bool GpuProcessGroup::supportsTensorAlloc(c10::DeviceIndex device) {
+  if (device < 0) return ProcessGroup::supportsTensorAlloc(device);
+  if (!settings().gpuCommMemory) return false;
+  switch (state_.load(std::memory_order_acquire)) {
+    case State::Nccl: return nccl_.load()->supportsTensorAlloc(device);
+    case State::Ipc: return true;
+    case State::Rails:
+    case State::Host:
+    case State::Unknown: break;
+  }
+  return false;
+}
+
+at::Tensor GpuProcessGroup::allocateTensor(long size, at::TensorOptions options) {
+  const State state = state_.load(std::memory_order_acquire);
+  if (options.device().type() == peer_.type && settings().gpuCommMemory) {
+    if (state == State::Nccl) return nccl_.load()->allocateTensor(size, options);
+    if (state == State::Ipc) return translated([&] { return memory_->allocate(size, options); });
+  }
+  return ProcessGroup::allocateTensor(size, options);
 }
 
 // --- who serves a call ------------------------------------------------------------------------------------
@@ -191,13 +216,21 @@ c10d::Backend* GpuProcessGroup::messagePeerFor(const Tensors& tensors, int rank)
   return used(state);
 }
 
-bool GpuProcessGroup::staysOnDevice(const at::Tensor& tensor) const {
-  return state_.load(std::memory_order_acquire) == State::Ipc && isOurs(tensor);
+bool GpuProcessGroup::staysOnDevice(collectives::Collective collective, const at::Tensor& tensor,
+                                    const c10d::ReduceOp& op) const {
+  const State state = state_.load(std::memory_order_acquire);
+  if (state != State::Ipc && state != State::Rails) return false;
+  if (!isOurs(tensor) || state == State::Ipc) return isOurs(tensor);
+  // NCCL's part of it; it takes bools for numbers.
+  return collective == collectives::Collective::AllReduce && tensor.scalar_type() != at::kBool &&
+         static_cast<c10d::ReduceOp::RedOpType>(op) != c10d::ReduceOp::PREMUL_SUM &&
+         reduces(tensor.scalar_type(), op);
 }
 
 std::shared_ptr<DeviceTurns> GpuProcessGroup::deviceTurns(
     const engine::Request& request, const std::shared_ptr<DeviceCopies>& copies,
     std::shared_ptr<void> keepAlive) {
+  if (rails_) return rails_->begin(request, copies, std::move(keepAlive));
   return memory_->begin(request, copies, std::move(keepAlive));
 }
 
@@ -221,6 +254,7 @@ GpuProcessGroup::State GpuProcessGroup::decide(std::chrono::milliseconds timeout
   if (choice.path == cuda::Path::Ipc) choice = connect(timeout);
   announce(getRank(), choice);
   if (choice.path == cuda::Path::Nccl) makePeer();
+  if (choice.path == cuda::Path::Rails) makeRails(timeout);
   state_.store(stateOf(choice.path), std::memory_order_release);
   return stateOf(choice.path);
 }
@@ -243,7 +277,8 @@ std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks
     return place.node != places.front().node;
   });
   // Then nobody need wait for anybody's name.
-  if (severalNodes || cuda::decidesAlone(settings().gpuPath, static_cast<bool>(peer_.make))) {
+  if ((severalNodes && settings().gpuPath != "rails") ||
+      cuda::decidesAlone(settings().gpuPath, static_cast<bool>(peer_.make))) {
     return places;
   }
   StoreAdapter store(store_);
@@ -296,6 +331,30 @@ void GpuProcessGroup::makePeer() {
                          std::chrono::nanoseconds(nanoseconds(c10d::kUnsetTimeout))));
   made_->setBoundDeviceId(getBoundDeviceId());
   nccl_.store(made_.get(), std::memory_order_release);
+}
+
+void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
+  // On all ranks behind the same calls.
+  awaitDeferred();
+  const auto& topology = group()->topology();
+  const auto patience = std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::chrono::nanoseconds(nanoseconds(timeout)));
+  const auto nodeGroup = [&](const char* purpose) {
+    const std::string prefix =
+        fmt::format("smddp/nccl/{:x}/{}/{}", group()->id(), purpose, topology.myNode());
+    return peer_.make(c10::make_intrusive<c10d::PrefixStore>(prefix, store_), topology.myLocal(),
+                      topology.teamSize(), patience);
+  };
+  std::vector<Rank> rail;
+  for (int node = 0; node < topology.numNodes(); ++node) rail.push_back(topology.railPeer(node));
+  const engine::Group::Spec spec{
+      fmt::format("{}, rail {}", group()->spec().name, topology.myLocal()), topology.myNode(),
+      topology.numNodes(), group()->spec().algorithm};
+  auto between = c10::make_intrusive<ProcessGroup>(
+      engine()->splitGroup(group(), spec, rail, nanoseconds(timeout)), patience);
+  rails_ = std::make_shared<GpuRails>(engine(), group(), *device_,
+                                      GpuRails::Groups{nodeGroup("scatter"), nodeGroup("gather"),
+                                                       std::move(between), topology.teamSize()});
 }
 
 // --- batches ----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@
 
 #include "cuda/path.h"
 #include "process_group/gpu_memory_path.h"
+#include "process_group/gpu_rails.h"
 #include "process_group/process_group.h"
 
 namespace smddp::process_group {
@@ -93,21 +94,27 @@ class GpuProcessGroup final : public ProcessGroup {
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
 
-  // "host", "nccl", "ipc", or empty before the first collective on GPU tensors.
+  // Memory of GPU buckets, on request (SMDDP_GPU_COMM_MEMORY): NCCL's, or such that the other ranks can open.
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+
+  // "host", "nccl", "ipc", "rails", or empty before the first collective on GPU tensors.
   std::string path() const;
 
  private:
-  enum class State : uint8_t { Unknown, Host, Nccl, Ipc };
+  enum class State : uint8_t { Unknown, Host, Nccl, Ipc, Rails };
   static State stateOf(cuda::Path path) {
     switch (path) {
       case cuda::Path::Nccl: return State::Nccl;
       case cuda::Path::Ipc: return State::Ipc;
+      case cuda::Path::Rails: return State::Rails;
       case cuda::Path::Host: break;
     }
     return State::Host;
   }
 
-  bool staysOnDevice(const at::Tensor& tensor) const override;
+  bool staysOnDevice(collectives::Collective collective, const at::Tensor& tensor,
+                     const c10d::ReduceOp& op) const override;
   std::shared_ptr<DeviceTurns> deviceTurns(const engine::Request& request,
                                            const std::shared_ptr<DeviceCopies>& copies,
                                            std::shared_ptr<void> keepAlive) override;
@@ -128,6 +135,7 @@ class GpuProcessGroup final : public ProcessGroup {
   std::vector<cuda::Place> placesOf(const std::vector<int>& ranks, Nanoseconds timeout);
   void publish(c10::Device device);
   void makePeer();
+  void makeRails(std::chrono::milliseconds timeout);
   c10d::Backend* used(State state);
 
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -140,6 +148,7 @@ class GpuProcessGroup final : public ProcessGroup {
   c10::intrusive_ptr<c10d::Backend> made_;  // guarded by mutex_ until nccl_ is set
   std::atomic<c10d::Backend*> nccl_{nullptr};
   std::shared_ptr<GpuMemoryPath> memory_;  // constant once state_ is Ipc
+  std::shared_ptr<GpuRails> rails_;        // constant once state_ is Rails
 };
 
 }  // namespace smddp::process_group

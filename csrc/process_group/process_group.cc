@@ -179,8 +179,8 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
   const auto target = group();
   if (!requests.empty() && call.sequence == 0) call.sequence = ++sequence_;
   if (call.staging.device() && call.staging.staysOnDevice()) {
-    SMDDP_CHECK(requests.size() == 1 && messages.empty(), "a call of several operations on a GPU");
-    return submitTurns(std::move(call), requests.front());
+    SMDDP_CHECK(messages.empty(), "messages that stay on a GPU");
+    return submitTurns(std::move(call), requests);
   }
   if (call.staging.device() || deferred_.busy()) {
     return submitFromDevice(std::move(call), std::move(requests), std::move(messages));

@@ -133,8 +133,11 @@ class ProcessGroup : public c10d::Backend {
   bool isShutDown() const { return shutDown_.load(); }
   // A time-out of a call, or the group's.
   Nanoseconds nanoseconds(std::chrono::milliseconds timeout) const;
-  // Whether calls on this tensor stay on its device, and what carries them out; else they go through the host.
-  virtual bool staysOnDevice(const at::Tensor&) const { return false; }
+  // Whether such calls on this tensor stay on its device, and what carries one out; else they go through the host.
+  virtual bool staysOnDevice(collectives::Collective, const at::Tensor&,
+                             const c10d::ReduceOp&) const {
+    return false;
+  }
   virtual std::shared_ptr<DeviceTurns> deviceTurns(const engine::Request& request,
                                                    const std::shared_ptr<DeviceCopies>& copies,
                                                    std::shared_ptr<void> keepAlive);
@@ -157,7 +160,8 @@ class ProcessGroup : public c10d::Backend {
   c10::intrusive_ptr<Work> submitFromDevice(Work::Call call, std::vector<engine::Request> requests,
                                             std::vector<engine::Message> messages);
   // The same for calls that stay on the device.
-  c10::intrusive_ptr<Work> submitTurns(Work::Call call, const engine::Request& request);
+  c10::intrusive_ptr<Work> submitTurns(Work::Call call,
+                                       const std::vector<engine::Request>& requests);
   // Remembers it for awaitDevice().
   void remember(const c10::intrusive_ptr<Work>& work, const std::shared_ptr<DeviceCopies>& copies);
   // Blocks until the device has done what this thread's stream and the group's collectives had so far.

@@ -24,6 +24,10 @@ engine::Pieces each(const std::vector<at::Tensor>& tensors, const One& one) {
 
 }  // namespace
 
+bool Staging::joins(const std::vector<at::Tensor>& tensors) {
+  return staysOnDevice_ && tensors.size() > 1 && onDevice(tensors.front());
+}
+
 at::Tensor Staging::keep(at::Tensor tensor) { return kept_.emplace_back(std::move(tensor)); }
 
 bool Staging::onDevice(const at::Tensor& tensor) {
@@ -89,8 +93,36 @@ std::span<std::byte> Staging::update(const at::Tensor& tensor) {
   return bytes;
 }
 
+std::span<std::byte> Staging::joined(const std::vector<at::Tensor>& tensors, bool reads,
+                                     bool writes) {
+  int64_t count = 0;
+  for (const at::Tensor& tensor : tensors) {
+    onDevice(tensor);  // refuses tensors of several places
+    device_->use(tensor);
+    count += tensor.numel();
+  }
+  const c10::StreamGuard guard(device_->stream());
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  const at::Tensor all = keep(at::empty({count}, tensors.front().options()));
+  int64_t first = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor part = all.narrow(0, first, tensor.numel()).view(tensor.sizes());
+    first += tensor.numel();
+    if (reads) part.copy_(tensor, /*non_blocking=*/true);
+    if (writes) back_.emplace_back(tensor, part);
+  }
+  return bytesOf(all);
+}
+
 std::span<std::byte> Staging::readThrough(const at::Tensor& from, const at::Tensor& into) {
   const auto bytes = write(into);
+  if (onDevice(from) && staysOnDevice_) {
+    device_->use(from);
+    const c10::StreamGuard guard(device_->stream());
+    const at::AutoDispatchBelowADInplaceOrView noAutograd;
+    (usableInPlace(into) ? into : kept_.back()).copy_(from, /*non_blocking=*/true);
+    return bytes;
+  }
   if (onDevice(from)) {
     device_->fetch(from, kept_.back());
     return bytes;
@@ -102,14 +134,17 @@ std::span<std::byte> Staging::readThrough(const at::Tensor& from, const at::Tens
 }
 
 engine::Pieces Staging::read(const std::vector<at::Tensor>& tensors) {
+  if (joins(tensors)) return {joined(tensors, true, false)};
   return each(tensors, [this](const at::Tensor& tensor) { return read(tensor); });
 }
 
 engine::Pieces Staging::write(const std::vector<at::Tensor>& tensors) {
+  if (joins(tensors)) return {joined(tensors, false, true)};
   return each(tensors, [this](const at::Tensor& tensor) { return write(tensor); });
 }
 
 engine::Pieces Staging::update(const std::vector<at::Tensor>& tensors) {
+  if (joins(tensors)) return {joined(tensors, true, true)};
   return each(tensors, [this](const at::Tensor& tensor) { return update(tensor); });
 }
 

@@ -29,6 +29,7 @@ class Staging {
   std::span<std::byte> read(const at::Tensor& tensor);
   std::span<std::byte> write(const at::Tensor& tensor);
   std::span<std::byte> update(const at::Tensor& tensor);
+  // Of several; one piece where the call stays on their device.
   engine::Pieces read(const std::vector<at::Tensor>& tensors);
   engine::Pieces write(const std::vector<at::Tensor>& tensors);
   engine::Pieces update(const std::vector<at::Tensor>& tensors);
@@ -56,6 +57,9 @@ class Staging {
   bool onDevice(const at::Tensor& tensor);
   // The tensor, or a copy in row-major order, with its elements or to be given some.
   at::Tensor residentOf(const at::Tensor& tensor, bool reads);
+  bool joins(const std::vector<at::Tensor>& tensors);
+  // The elements of all tensors, one behind the other, on the device where they are.
+  std::span<std::byte> joined(const std::vector<at::Tensor>& tensors, bool reads, bool writes);
 
   bool staysOnDevice_ = false;
   std::shared_ptr<DeviceCopies> device_;

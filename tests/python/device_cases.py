@@ -277,6 +277,13 @@ def coalesced() -> Iterator[Case]:
 
         return run
 
+    def run_all(tensors: Tensors, later: bool) -> tuple[Any, Tensors]:
+        with dist._coalescing_manager(device=tensors[0].device, async_ops=later) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        return manager if later else None, tensors
+
+    yield Case("all_reduce, coalesced", [block(3), block(1), block(70_001)], run_all)
     yield Case(
         "all_gather_into_tensor, coalesced",
         [block(3 * size) * 0, block(3), block(500 * size) * 0, block(500)],
@@ -337,6 +344,17 @@ def reduces(name: str) -> None:
         dist.all_reduce(mine)
         size = dist.get_world_size()
         assert mine.cpu().eq(size * (size + 1) / 2).all()
+
+
+def averages(name: str) -> None:
+    """One call, on a vector that no power of two divides."""
+    with job(name) as device:
+        values = ranks.whole_numbers((300_007,), torch.float32, dist.get_rank())
+        expected = values.clone()
+        dist.all_reduce(expected, dist.ReduceOp.AVG)
+        mine = values.to(device.device)
+        dist.all_reduce(mine, dist.ReduceOp.AVG)
+        compare("AVG", [mine], [expected])
 
 
 def moves(name: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import device_cases
@@ -185,6 +187,81 @@ def test_setting_decides(setting: str, shared: bool, expected: str) -> None:
         assert (served > 0) == (expected == "nccl")
 
 
+# --- NCCL inside nodes, the host between them ----------------------------------------------------
+
+
+def _on_rails(cases: str) -> tuple[str, int, int]:
+    return _with_peer(cases, False)
+
+
+RAILS = {"SMDDP_GPU_PATH": "rails", "SMDDP_POOL_BYTES": "262144"}
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        "reduces",
+        "moves",
+        "overlaps",
+        "follows_streams",
+        "outlives_its_tensors",
+        "futures",
+        "trains",
+    ],
+)
+def test_rails(cases: str) -> None:
+    """Peers inside the nodes, two on each rank, and the group's own way between them."""
+    served = ranks.check_ranks(_on_rails, "2x2", cases, env=RAILS, timeout=120)
+    for path, calls, peers in served:
+        assert path == "rails"
+        assert peers == 2
+        assert calls >= 2
+
+
+def test_rails_of_several_chunks() -> None:
+    """A vector of 1.2 MB on nodes whose ranks take 256 KiB at a time: two calls a chunk."""
+    for path, calls, _ in ranks.check_ranks(_on_rails, "2x2", "averages", env=RAILS):
+        assert path == "rails"
+        assert calls == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "shared", "why"),
+    [("2+1", False, "nodes have different numbers of ranks"), ("1+1", False, "one rank each")],
+)
+def test_rails_that_are_impossible(layout: str, shared: bool, why: str) -> None:
+    outcomes = ranks.run_ranks(_with_peer, layout, "moves", shared, env=RAILS)
+    for outcome in outcomes:
+        assert outcome.value == ("host", 0, 0), str(outcome)
+    said = [line for outcome in outcomes for line in outcome.stderr.splitlines() if why in line]
+    assert len(said) == 1, said
+    assert "SMDDP_GPU_PATH=rails is not possible" in said[0]
+
+
+def _rail_breaks() -> list[str]:
+    from smddp import _load, backend
+
+    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return _load.load().ProcessGroup(store, rank, size, timeout, "peer")
+
+    backend._gpu_peer = lambda: ("fake", lambda index: os.environ["RANK"], make_peer)
+    with device_cases.job("fake", timeout=5) as device:
+        tensor = torch.zeros(10, device=device.device)
+        dist.all_reduce(tensor)
+        if dist.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        works = [dist.all_reduce(tensor, async_op=True) for _ in range(1)]
+        return [error_of(works[0].wait), error_of(lambda: dist.all_reduce(tensor))]
+
+
+def test_rank_that_dies_on_a_rail() -> None:
+    """Every survivor hears of it, on whichever rail it is."""
+    outcomes = ranks.run_ranks(_rail_breaks, "2x2", env=RAILS, timeout=60)
+    for outcome in outcomes[:3]:
+        assert outcome.returned, str(outcome)
+        assert all("Error: smddp" in text for text in outcome.value), str(outcome)
+
+
 # --- which device ---------------------------------------------------------------------------------
 
 
@@ -293,6 +370,81 @@ def test_shared_memory_that_cannot_be_opened(cases: str) -> None:
     """Where tensors cannot be opened, only workspaces, they are copied piece by piece."""
     served = ranks.check_ranks(
         _in_shared_memory, "3", cases, True, None, False, env=IPC | PIECES, timeout=90
+    )
+    assert all(path == "ipc" and jobs > 0 for path, jobs in served)
+
+
+def _lists(shares_tensors: bool) -> set[str]:
+    """Returns which calls this rank had no kernel for in the memory of the device."""
+    with _sharing_job(shares_tensors) as device:
+        dist.all_reduce(torch.ones(1, device=device.device))
+        lists = itertools.chain(device_cases.movements(), device_cases.coalesced())
+        elsewhere = set()
+        for case in lists:
+            before = device.module.jobs()
+            device_cases.check(case, device)
+            if device.module.jobs() == before:
+                elsewhere.add(case.name)
+        return elsewhere
+
+
+@contextlib.contextmanager
+def _sharing_job(shares_tensors: bool) -> Iterator[Any]:
+    from smddp import backend
+
+    library = str(device_cases.find_fake())
+    backend._gpu_peer = lambda: ("fake", lambda index: "one for all", None, library)
+    with device_cases.job("fake") as device:
+        device.module.share_tensors(shares_tensors)
+        yield device
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_lists_stay_in_shared_memory(shares: bool) -> None:
+    """So do coalesced calls; what has no counterpart in the device's memory does not."""
+    said = ranks.check_ranks(_lists, "3", shares, env=IPC | PIECES, timeout=90)
+    # Short calls are no work for some ranks.
+    elsewhere = {name.split(" ")[0] for name in set.intersection(*said)}
+    assert elsewhere == {"all_to_all", "all_to_all_single", "gather", "scatter"}
+
+
+def _bucket_jobs() -> tuple[bool, int, int]:
+    """Returns whether there is memory for buckets, and the kernels for one there and elsewhere."""
+    with _sharing_job(False) as device:
+        backend = dist.group.WORLD._get_backend(device.device)
+        assert not backend.supports_tensor_alloc(device.device)  # as long as nobody knows the way
+        kernels = []
+        dist.all_reduce(torch.ones(1, device=device.device))
+        able = backend.supports_tensor_alloc(device.device)
+        elsewhere = torch.empty(100_000, device=device.device)
+        there = elsewhere
+        if able:
+            there = backend.allocate_tensor(100_000, dtype=torch.float32, device=device.device)
+        for tensor in (there, elsewhere):
+            device.fill(tensor, dist.get_rank() + 1)
+            before = device.module.jobs()
+            dist.all_reduce(tensor)
+            assert tensor.cpu().eq(6).all()
+            kernels.append(device.module.jobs() - before)
+        return able, *kernels
+
+
+def test_memory_for_buckets() -> None:
+    """What the group allocates can be opened by others, where torch's own memory cannot."""
+    env = IPC | PIECES
+    for able, _, _ in ranks.check_ranks(_bucket_jobs, "3", env=env):
+        assert not able
+    env["SMDDP_GPU_COMM_MEMORY"] = "1"
+    for able, there, elsewhere in ranks.check_ranks(_bucket_jobs, "3", env=env):
+        assert able
+        assert there == 1  # straight from tensor to tensor
+        assert elsewhere > 4  # in pieces, through the workspaces
+
+
+def test_training_in_memory_for_buckets() -> None:
+    env = IPC | PIECES | {"SMDDP_GPU_COMM_MEMORY": "1"}
+    served = ranks.check_ranks(
+        _in_shared_memory, "2", "trains", True, None, False, env=env, timeout=90
     )
     assert all(path == "ipc" and jobs > 0 for path, jobs in served)
 

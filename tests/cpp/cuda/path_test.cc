@@ -72,6 +72,29 @@ TEST(Path, IsIpcWhereItIsAskedForAndAllShareOneGpu) {
   EXPECT_EQ(choosePath("ipc", true, many).path, Path::Host);
 }
 
+TEST(Path, IsRailsWhereTheyAreAskedForAndNodesAreAlike) {
+  using Places = std::vector<Place>;
+  EXPECT_EQ(choosePath("rails", true, Places{{0, "a"}, {0, "b"}, {1, "a"}, {1, "b"}}).path,
+            Path::Rails);
+  EXPECT_EQ(choosePath("rails", true, Places{{0, "a"}, {1, "a"}, {1, "b"}, {0, "b"}}).path,
+            Path::Rails);
+  EXPECT_FALSE(decidesAlone("rails", true));
+  const auto refused = [](const Places& places, const char* why) {
+    const Choice choice = choosePath("rails", true, places);
+    EXPECT_EQ(choice.path, Path::Host);
+    EXPECT_THAT(choice.reason, HasSubstr(why));
+    EXPECT_EQ(choosePath("auto", true, places).path, Path::Host);
+  };
+  refused({{0, "a"}, {0, "a"}, {1, "a"}, {1, "b"}}, "ranks 0 and 1 share a GPU");
+  refused({{0, "a"}, {0, "b"}, {1, "a"}}, "different numbers");
+  refused({{0, "a"}, {1, "a"}}, "one rank each");
+  // On one node it is as if nothing were set.
+  EXPECT_EQ(choosePath("rails", true, kOneNode).path, Path::Nccl);
+  EXPECT_EQ(choosePath("rails", true, kShared).path, Path::Host);
+  EXPECT_EQ(choosePath("rails", false, Places{{0, "a"}, {0, "b"}, {1, "a"}, {1, "b"}}).path,
+            Path::Host);
+}
+
 TEST(Path, RefusesWhatItCannotDo) {
   EXPECT_THROW(decidesAlone("nvlink", true), Error);
   EXPECT_THROW(choosePath("nccl", false, kOneNode), Error);

@@ -307,15 +307,6 @@ TEST_F(SharedCallTest, TwoGroupsOpenTheSameMemoryOnce) {
   EXPECT_EQ(gpu.closed, gpu.opened);
 }
 
-TEST_F(SharedCallTest, ClosesNothingThatOthersMayTouch) {
-  meet(2);
-  const size_t live = FakeGpu::get().allocations.size();
-  for (auto& rank : ranks_) rank->gpu.abandon();
-  ranks_.clear();
-  EXPECT_EQ(FakeGpu::get().closed, 0);
-  EXPECT_EQ(FakeGpu::get().allocations.size(), live);
-}
-
 // --- refusals -----------------------------------------------------------------------------------------------------
 
 TEST_F(SharedCallTest, FindsRanksInDifferentCalls) {

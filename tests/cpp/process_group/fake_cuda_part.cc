@@ -45,7 +45,9 @@ int allocate(int, size_t bytes, void** memory) {
   return kNone;
 }
 
+// Waits for the device, as the driver does.
 int release(int, void* memory) {
+  for (Lane& lane : world().lanes) lane.drain();
   freeShared(memory);
   return kNone;
 }

@@ -1,0 +1,59 @@
+// all_reduce among ranks on several nodes, each of which has a GPU of its own: NCCL inside the nodes, the host between
+// them. The vector is cut into chunks; rank k of a node sums share k of a chunk, and talks to rank k of the others:
+//
+//   reduce-scatter (NCCL, the node) ──► all_reduce (through the host, the rail) ──► all-gather (NCCL, the node)
+//
+// The first two are enqueued when the call is made, on a stream of their own; the third when the rail has ended, on the
+// stream of the call. So chunks overlap, and calls do. Every node has two groups of NCCL, since the two halves are
+// enqueued by different threads: each half comes in the order of the calls, which is the same on all ranks, but how the
+// halves interleave differs.
+//
+// Threads: calls begin one after the other, as their group sees to; the rest is on whichever thread runs the engine's
+// continuations. Owns the three groups. An error of the rail fails the call, and the parent group with it.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include "process_group/device_turns.h"
+#include "process_group/process_group.h"
+
+namespace smddp::process_group {
+
+class GpuRails : public std::enable_shared_from_this<GpuRails> {
+ public:
+  struct Groups {
+    c10::intrusive_ptr<c10d::Backend> scatter, gather;  // of NCCL, among the node's ranks
+    c10::intrusive_ptr<ProcessGroup> rail;
+    int nodeSize = 1;
+  };
+  GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> parent,
+           c10::Device device, Groups groups);
+
+  // Enqueues the first two stages of an all_reduce.
+  std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
+                                     const std::shared_ptr<DeviceCopies>& copies,
+                                     std::shared_ptr<void> keepAlive);
+  void abort();
+  void shutdown();
+
+ private:
+  class Turns;
+  friend class Turns;
+  // Goes on with the oldest calls, as far as their rails have ended, on one thread at a time.
+  void advanceLine();
+
+  const std::shared_ptr<engine::Engine> engine_;
+  const std::shared_ptr<engine::Group> parent_;
+  const c10::Device device_;
+  const Groups groups_;
+  std::mutex mutex_;
+  std::deque<std::shared_ptr<Turns>> line_;  // guarded by mutex_
+  bool busy_ = false;                        // some thread is in advanceLine(); the same
+  bool again_ = false;                       // and is to look once more; the same
+};
+
+}  // namespace smddp::process_group
