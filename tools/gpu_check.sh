@@ -5,12 +5,17 @@
 #   tools/gpu_check.sh pack <folder>   on another machine, before: what one without packages lacks (libfabric)
 #
 # The steps come in the order of their worth, each with a time limit of its own: one that fails or hangs costs the
-# others nothing. What they print goes to GPU_CHECK_OUT (default: gpu-check), how they ended to summary.txt there.
+# others nothing. GPU_CHECK_OUT (default: gpu-check) gets how they ended, summary.txt, and what they printed,
+# logs.tar.gz: two files, for whoever can fetch only few.
 #
-# A folder `pack` has filled is found as GPU_CHECK_PACK. Without libfabric the tests between nodes are left out.
-# Needs: a torch with CUDA, nvcc, cmake, ninja, g++ >= 12, pytest with pytest-timeout, psutil.
+#   GPU_CHECK_PACK=<folder>    that `pack` has filled; without libfabric the tests between nodes are left out
+#   GPU_CHECK_ONLY=<pattern>   only the steps whose names match, besides `build`, which is quick where it was made
+#   GPU_CHECK_SECONDS=<n>      for all of them together (default: 520)
+#   GPU_CHECK_CUDA=OFF         without the CUDA part; that is also tried where nvcc fails
+#
+# Needs: a torch with CUDA, cmake, ninja, g++ >= 12, pytest with pytest-timeout, psutil; nvcc for the CUDA part.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 
 pack() {
   local folder=$1 library
@@ -29,12 +34,16 @@ if [ "${1:-}" = pack ]; then
   exit
 fi
 
-python=$(command -v python3)
+python=$(command -v python3) || { echo "no python3 on PATH"; exit 1; }
+# cmake and ninja may be packages of that Python.
+PATH=$(dirname "$python"):$PATH
 build=build/gpu
 out=$(realpath -m "${GPU_CHECK_OUT:-gpu-check}")
 limit=${GPU_CHECK_SECONDS:-520}
-logs=$out/logs
-mkdir -p "$logs"
+only=${GPU_CHECK_ONLY:-}
+logs=$PWD/build/gpu-logs
+rm -rf "$logs"
+mkdir -p "$out" "$logs"
 : >"$out/summary.txt"
 failed=0
 SECONDS=0
@@ -45,6 +54,7 @@ say() { echo "$*" | tee -a "$out/summary.txt"; }
 step() {
   local name=$1 most=$2 left=$((limit - SECONDS)) began=$SECONDS status=0
   shift 2
+  [ -z "$only" ] || [[ $name =~ ^build|$only ]] || return 0
   if [ $left -lt 5 ]; then
     say "left out   $name: the time is up"
     failed=1
@@ -52,14 +62,16 @@ step() {
   fi
   [ "$most" -le $left ] || most=$left
   timeout --kill-after=10 "$most" "$@" >"$logs/$name.log" 2>&1 || status=$?
+  # What pytest counts: a step of tests that were all skipped has shown nothing.
+  local counted
+  counted=$(grep -oE '[0-9]+ (passed|failed|skipped|error)[^=]*' "$logs/$name.log" | tail -n 1)
   case $status in
-    0) say "passed     $name ($((SECONDS - began)) s)" ;;
-    124 | 137) say "timed out  $name ($((SECONDS - began)) s)" ;;
-    *) say "failed $status   $name ($((SECONDS - began)) s)" ;;
+    0) say "passed     $name ($((SECONDS - began)) s) $counted" ;;
+    124 | 137) say "timed out  $name ($((SECONDS - began)) s) $counted" ;;
+    *) say "failed $status   $name ($((SECONDS - began)) s) $counted" ;;
   esac
   tail -n 25 "$logs/$name.log"
-  # Whoever fetches files may get few of them.
-  tar -C "$out" -czf "$out/logs.tar.gz" logs
+  tar -C "$(dirname "$logs")" -czf "$out/logs.tar.gz" "$(basename "$logs")"
   [ $status -eq 0 ] || failed=1
   return $status
 }
@@ -67,12 +79,14 @@ step() {
 facts() {
   nvidia-smi
   nvcc --version | tail -2
+  g++ --version | head -1
+  cmake --version | head -1
   "$python" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "GPUs", torch.cuda.device_count(), torch.cuda.get_device_name(), "NCCL", torch.cuda.nccl.version())'
 }
 
 compile() {
   local options=(-DCMAKE_BUILD_TYPE=Release -DPYTHON_EXECUTABLE="$python" -DSMDDP_BUILD_TESTS=OFF
-    -DSMDDP_WARNINGS_AS_ERRORS=OFF -DSMDDP_CUDA="${GPU_CHECK_CUDA:-ON}")
+    -DSMDDP_WARNINGS_AS_ERRORS=OFF -DSMDDP_CUDA="${1:-ON}")
   # torch brings the headers of fmt along.
   options+=(-DFMT_INCLUDE_DIR="$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')")
   [ -z "${GPU_CHECK_PACK:-}" ] || options+=(-DLIBFABRIC_HOME="$(realpath "$GPU_CHECK_PACK")")
@@ -138,20 +152,29 @@ short=(--min-bytes 1KiB --max-bytes 64MiB --factor 16 --seconds 0.3)
 long=(--min-bytes 256MiB --max-bytes 1GiB --factor 4 --iterations 5)
 
 step facts 30 bash -c facts
-if step build 180 bash -c compile; then
+if ! step build 240 bash -c "compile ${GPU_CHECK_CUDA:-ON}"; then
+  # What goes through the host and by NCCL needs no nvcc.
+  step build-without-nvcc 120 bash -c "compile OFF" || exit 1
+fi
+if ! "$python" -c 'import sys, torch; sys.exit(torch.cuda.device_count() == 0)'; then
+  say "no GPU: everything else is left out"
+  exit 1
+fi
+{
   tests test-memory-first 60 "in_memory and reduces and 2"
+  tests test-new 100 "bound or nobody_has_chosen or buckets or rails"
+  tests test-memory 120 "in_memory or in_pieces"
   step copy-rate 30 bash -c copy_rate
   for ranks in 2 4; do
     measure short ipc $ranks 45 "${short[@]}" --backends smddp,gloo
     measure long ipc $ranks 30 "${long[@]}" --backends smddp
   done
-  tests test-memory 120 "in_memory or in_pieces"
   measure short host 2 30 "${short[@]}" --backends smddp
-  tests test-host-and-nccl 150 "not in_memory and not in_pieces"
+  tests test-host-and-nccl 150 "not in_memory and not in_pieces and not buckets and not rails and not bound"
   measure long host 4 45 "${long[@]}" --backends smddp,gloo
   step sanitize 110 bash -c sanitize
   step bench-others 60 env SMDDP_GPU_PATH=ipc "$python" -m smddp.bench \
     allreduce reduce_scatter all_gather_into_tensor broadcast --memory gpu --place out --ranks 4 --min-bytes 64MiB --max-bytes 64MiB --backends smddp,gloo
-fi
+}
 say "ended after $SECONDS s"
 exit $failed

@@ -187,6 +187,71 @@ def test_nccl(layout: str, cases: str) -> None:
     ranks.check_ranks(_by_nccl, layout, cases, env={"SMDDP_GPU_PATH": "nccl"}, timeout=200)
 
 
+# --- memory for buckets ---------------------------------------------------------------------------
+
+
+def _buckets(by_nccl: bool) -> tuple[str, bool]:
+    """Returns the way, and whether it has memory for buckets."""
+    if by_nccl:
+        os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    with device_cases.job("cuda") as device:
+        backend = dist.group.WORLD._get_backend(device.device)
+        dist.all_reduce(torch.ones(1, device=device.device))
+        able = backend.supports_tensor_alloc(device.device)
+        if able:
+            size = dist.get_world_size()
+            for count in (1000, 3_000_000):
+                mine = backend.allocate_tensor(count, dtype=torch.float32, device=device.device)
+                mine.fill_(dist.get_rank() + 1)
+                dist.all_reduce(mine)
+                assert mine.cpu().eq(size * (size + 1) / 2).all()
+                del mine
+        return backend.gpu_path(), able
+
+
+def test_buckets_in_memory() -> None:
+    env = {**UNSHARED, "SMDDP_GPU_COMM_MEMORY": "1"}
+    assert set(ranks.check_ranks(_buckets, "2", False, env=env)) == {("ipc", True)}
+    ranks.check_ranks(_in_memory, "2", "trains", env=env, timeout=120)
+
+
+def test_buckets_of_nccl() -> None:
+    """NCCL may have none, which depends on the machine; what it has works, also for DDP."""
+    env = {"SMDDP_GPU_PATH": "nccl", "SMDDP_GPU_COMM_MEMORY": "1"}
+    said = ranks.check_ranks(_buckets, "2", True, env=env)
+    print("memory of NCCL's own:", said)
+    assert {path for path, _ in said} == {"nccl"}
+    ranks.check_ranks(_by_nccl, "2", "trains", env=env, timeout=120)
+
+
+# --- NCCL inside nodes, the host between them -----------------------------------------------------
+
+
+def _on_rails(cases: str) -> list[str]:
+    """Every rank is a host to NCCL, and seems to have a GPU of its own."""
+    from smddp import backend
+
+    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    backend._gpu_name = lambda index: f"GPU {os.environ['RANK']}"
+    return _in_memory(cases)
+
+
+@several_nodes
+@pytest.mark.parametrize(
+    "cases",
+    ["reduces", "averages", "follows_streams", "does_not_block", "barrier_covers", "trains"],
+)
+def test_rails(cases: str) -> None:
+    env = {"SMDDP_GPU_PATH": "rails", "SMDDP_POOL_BYTES": "262144"}
+    for paths in ranks.check_ranks(_on_rails, "2x2", cases, env=env, timeout=200):
+        assert set(paths) == {"rails"}
+
+
+# --- which way ------------------------------------------------------------------------------------
+
+
 def _chosen_path() -> tuple[str, str]:
     with device_cases.job("cuda") as device:
         dist.all_reduce(torch.ones(10, device=device.device))
