@@ -35,8 +35,8 @@ if [ "${1:-}" = pack ]; then
 fi
 
 python=$(command -v python3) || { echo "no python3 on PATH"; exit 1; }
-# cmake and ninja may be packages of that Python.
-PATH=$(dirname "$python"):$PATH
+# cmake and ninja may be packages of that Python; CUDA's tools are last, where nothing else has the name.
+PATH=$(dirname "$python"):$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 build=build/gpu
 out=$(realpath -m "${GPU_CHECK_OUT:-gpu-check}")
 limit=${GPU_CHECK_SECONDS:-520}
@@ -133,7 +133,7 @@ measure() {
 # compute-sanitizer follows the ranks, which are children. It knows nothing of one GPU model or another: where it
 # refuses the device, its log says so.
 sanitize() {
-  command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not installed"; return 0; }
+  command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not on PATH"; return 1; }
   SMDDP_GPU_PATH=ipc timeout 100 compute-sanitizer --target-processes all --error-exitcode 9 \
     "$python" -m smddp.bench allreduce reduce_scatter all_gather_into_tensor --memory gpu --backends smddp --ranks 2 \
     --counts 1,1001,100000 --iterations 2
