@@ -233,8 +233,9 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
       activate(group);
       if (willWait) {
         runOwned([&] { return completion->done(); }, /*patient=*/false);
-      } else {
-        turn();
+      } else if (!turn()) {
+        // What ended as it was submitted leaves nothing to wake the progress thread for.
+        collectContinuations();
       }
     });
     release();
@@ -288,13 +289,14 @@ bool Engine::waitFor(const Completion& completion, Nanoseconds timeout) {
 }
 
 void Engine::waitForAny(const std::vector<CompletionPtr>& completions,
-                        const std::atomic<bool>& enough) {
+                        const std::atomic<bool>& enough, Nanoseconds looks) {
   requireUsable();
-  waitUntil([&] {
+  const auto done = [&] {
     return enough.load(std::memory_order_acquire) ||
            std::any_of(completions.begin(), completions.end(),
                        [](const auto& completion) { return completion->done(); });
-  });
+  };
+  waitUntil(done, looks);
 }
 
 std::vector<CompletionPtr> Engine::withdraw(Group& group, std::vector<CompletionPtr> receives) {

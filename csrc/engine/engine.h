@@ -70,8 +70,10 @@ class Engine {
   void wait(const Completion& completion);
   // The same, but at most this long; false when the time is over.
   bool waitFor(const Completion& completion, Nanoseconds timeout);
-  // Until one of them has ended, or somebody has set `enough` and called wakeWaiters().
-  void waitForAny(const std::vector<CompletionPtr>& completions, const std::atomic<bool>& enough);
+  // Until one of them has ended, or somebody has set `enough` and called wakeWaiters(). Looks again and again for so
+  // long, and leaves the core to whoever wants it, before it sleeps.
+  void waitForAny(const std::vector<CompletionPtr>& completions, const std::atomic<bool>& enough,
+                  Nanoseconds looks);
   // Takes back receives for which nobody has sent anything yet. Returns those that cannot be taken back.
   std::vector<CompletionPtr> withdraw(Group& group, std::vector<CompletionPtr> receives);
   // Those who wait look again at what they wait for.
@@ -90,6 +92,19 @@ class Engine {
 
   // One turn, for engines without a thread. True when anything advanced.
   bool step();
+
+  // A thread that waits for several things, one look after the other. As long as it says so it counts as a waiter:
+  // to wake the progress thread after each look would only make it a rival.
+  class Attendance {
+   public:
+    explicit Attendance(Engine& engine) : engine_(engine) { engine_.waiters_.fetch_add(1); }
+    ~Attendance() { engine_.leaveWait(); }
+    Attendance(const Attendance&) = delete;
+    Attendance& operator=(const Attendance&) = delete;
+
+   private:
+    Engine& engine_;
+  };
 
   Process& process() { return *process_; }
   // Around a fork, on the thread that forks. The first holds the engine still, so that the child finds its
@@ -113,8 +128,11 @@ class Engine {
   void drainInbox();
   bool turn();
   // Runs until `done` or until there is something the owner must give up ownership for.
-  void runOwned(const std::function<bool()>& done, bool patient);
-  void waitUntil(const std::function<bool()>& done);
+  void runOwned(const std::function<bool()>& done, bool patient, Nanoseconds looks = 0);
+  void waitUntil(const std::function<bool()>& done, Nanoseconds looks = 0);
+  void leaveWait();
+  // The presence of waiters may have kept the progress thread from taking up what is left.
+  void handOver();
   void collectContinuations();
   void runContinuations();
   void look();
@@ -156,6 +174,7 @@ class Engine {
   std::map<uint64_t, std::deque<Stashed>> stash_;  // for groups that this rank has not made yet
   uint64_t nodeAgreement_ = 0;
   Nanoseconds nextLook_ = 0;
+  Nanoseconds crowdedUntil_ = 0;  // somebody who computes shares the core
 
   std::mutex inboxMutex_;
   std::vector<std::function<void()>> inbox_;  // guarded by inboxMutex_

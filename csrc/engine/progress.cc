@@ -22,6 +22,10 @@ constexpr Nanoseconds kLookPeriod = 5'000'000;
 constexpr auto kAnswerPeriod = std::chrono::milliseconds(250);
 // A waiter looks whether it can take ownership at least this often.
 constexpr auto kWaiterPeriod = std::chrono::milliseconds(1);
+// A yield that takes so long has not gone to a mate who waits as well, but to somebody who computes. It cost our turn:
+// to sleep and be woken costs less, for as long as he is likely to be there.
+constexpr Nanoseconds kLostTurn = 500'000;
+constexpr Nanoseconds kCrowdedPeriod = 50'000'000;
 // Callbacks that wait for other operations at the same time; no sane program has so many.
 constexpr size_t kMaxThreads = 64;
 
@@ -35,15 +39,19 @@ void pause() {
 
 }  // namespace
 
-// How long nothing has happened, and what to do about it.
+// How long nothing has happened, and what to do about it. With `looks` it yields for so long, not so often, unless the
+// core is crowded.
 struct Engine::Patience {
-  explicit Patience(bool patient) : rounds(patient ? kPauses : 0) {}
+  Patience(Engine& engine, bool patient, Nanoseconds looks)
+      : engine(&engine), rounds(patient ? kPauses : 0), looks(looks) {}
   // Whoever is waited for takes longer than a few pauses.
   bool yields() const { return rounds == kPauses; }
   // False: it is time to sleep.
   bool spin() {
     if (rounds++ < kPauses) {
       pause();
+    } else if (looks > 0) {
+      return look();
     } else if (rounds <= kPauses + kYields) {
       sched_yield();
     } else {
@@ -51,7 +59,20 @@ struct Engine::Patience {
     }
     return true;
   }
+  bool look() {
+    const Clock& clock = engine->process_->clock();
+    const Nanoseconds begun = clock.now();
+    if (until == 0) until = begun + looks;
+    if (begun >= until || begun < engine->crowdedUntil_) return false;
+    sched_yield();
+    const Nanoseconds ended = clock.now();
+    if (ended - begun >= kLostTurn) engine->crowdedUntil_ = ended + kCrowdedPeriod;
+    return true;
+  }
+  Engine* engine;
   int rounds;
+  Nanoseconds looks;
+  Nanoseconds until = 0;
 };
 
 void Engine::post(std::function<void()> action) {
@@ -105,11 +126,11 @@ void Engine::release() {
   }
 }
 
-void Engine::waitUntil(const std::function<bool()>& done) {
+void Engine::waitUntil(const std::function<bool()>& done, Nanoseconds looks) {
   bool asked = false;
   while (!done()) {
     if (tryOwn()) {
-      guarded([&] { runOwned(done, /*patient=*/false); });
+      guarded([&] { runOwned(done, /*patient=*/false, looks); });
       release();
       runContinuations();
       continue;
@@ -121,11 +142,18 @@ void Engine::waitUntil(const std::function<bool()>& done) {
     waitChanged_.wait_for(lock, kWaiterPeriod, [&] { return done() || !owned_.load(); });
     waiters_.fetch_sub(1);
   }
-  // Our presence may have kept the progress thread from taking up what is left.
-  if (busy_.load() && !owned_.load()) {
-    const std::lock_guard lock(threadMutex_);
-    threadChanged_.notify_one();
-  }
+  handOver();
+}
+
+void Engine::leaveWait() {
+  waiters_.fetch_sub(1);
+  handOver();
+}
+
+void Engine::handOver() {
+  if (!busy_.load() || owned_.load() || waiters_.load() > 0) return;
+  const std::lock_guard lock(threadMutex_);
+  threadChanged_.notify_one();
 }
 
 void Engine::activate(Group& group) {
@@ -182,8 +210,9 @@ void Engine::collectContinuations() {
   std::erase_if(active_, [](Group* group) { return group->idle(); });
 }
 
-void Engine::runOwned(const std::function<bool()>& done, bool patient) {
-  Patience patience(patient);
+void Engine::runOwned(const std::function<bool()>& done, bool patient, Nanoseconds looks) {
+  const auto fresh = [&] { return Patience(*this, patient, looks); };
+  Patience patience = fresh();
   process_->noteCore();
   while (true) {
     drainInbox();
@@ -192,7 +221,7 @@ void Engine::runOwned(const std::function<bool()>& done, bool patient) {
     // The progress thread leaves the field to a caller that waits, who pays no hand-over from then on.
     if (patient && waiters_.load() > 0) return;
     if (advanced) {
-      patience = Patience(patient);
+      patience = fresh();
       continue;
     }
     if (patience.yields()) process_->moveApart();

@@ -3,10 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <c10/core/InferenceMode.h>
 
-#include <sched.h>
-
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <span>
 
@@ -24,7 +21,7 @@ constexpr size_t kInside = 4096;
 constexpr size_t kShortFront = 8 * kEnvelope;
 // How long a wait looks again and again, and leaves the processor to whoever wants it, before it sleeps. To sleep and
 // be woken costs 30 to 100 us; the other end of a call of a small module takes as long.
-constexpr auto kPatience = std::chrono::microseconds(200);
+constexpr Nanoseconds kPatience = 200'000;
 
 struct Front {
   uint32_t head = 0;     // bytes
@@ -148,6 +145,7 @@ std::vector<Mailbox::Arrival> Mailbox::take(bool block) {
   const c10::InferenceMode guard(false);
   std::vector<Arrival> arrived;
   translated([&] {
+    const engine::Engine::Attendance attendance(*group_->engine_);
     while (!streams_.empty()) {
       std::erase_if(streams_, [&](Stream& stream) { return !advance(stream, arrived); });
       if (!arrived.empty() || !block || interrupted_.exchange(false)) break;
@@ -164,16 +162,7 @@ void Mailbox::waitForStreams() {
     // The last of a stream ends last.
     receives.push_back(stream.receives.back());
   }
-  // What yields to one another on one core must not stay there.
-  group_->engine_->call([this] { group_->engine_->process().moveApart(); });
-  const auto enough = std::chrono::steady_clock::now() + kPatience;
-  while (std::chrono::steady_clock::now() < enough) {
-    const bool ended = std::any_of(receives.begin(), receives.end(),
-                                   [](const auto& receive) { return receive->done(); });
-    if (ended || interrupted_.load()) return;
-    if (!group_->engine_->step()) sched_yield();
-  }
-  group_->engine_->waitForAny(receives, interrupted_);
+  group_->engine_->waitForAny(receives, interrupted_, kPatience);
 }
 
 void Mailbox::withdraw() {

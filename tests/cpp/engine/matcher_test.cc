@@ -3,6 +3,9 @@
 
 #include <array>
 #include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <string>
 #include <thread>
 
 #include "engine/calls.h"
@@ -158,16 +161,54 @@ TEST_P(MatcherTest, WaitsForAnyOfSeveral) {
       enough.store(true);
       rank.engine.wakeWaiters();
     });
-    rank.engine.waitForAny(both, enough);
+    rank.engine.waitForAny(both, enough, 0);
     waker.join();
     EXPECT_TRUE(!both[0]->done() && !both[1]->done());
     rank.run(barrier());
     const auto sent = begin(rank, true, next, out, 2);
     enough.store(false);
-    rank.engine.waitForAny(both, enough);
+    rank.engine.waitForAny(both, enough, /*looks=*/200'000);
     EXPECT_TRUE(both[1]->done());
     EXPECT_TRUE(rank.engine.withdraw(*rank.group, {both[0]}).empty());
     finish(rank, sent);
+  });
+}
+
+// How often progress threads of this process have begun to run.
+int64_t progressRuns() {
+  int64_t runs = 0;
+  for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name, line;
+    std::ifstream(thread.path() / "comm") >> name;
+    if (name != "smddp-progress") continue;
+    const std::string key = "voluntary_ctxt_switches:";
+    for (std::ifstream status(thread.path() / "status"); std::getline(status, line);) {
+      if (line.starts_with(key)) runs += std::stoll(line.substr(key.size()));
+    }
+  }
+  return runs;
+}
+
+// A progress thread beside a thread that waits would take turns with it on its core, message by message.
+TEST_P(MatcherTest, ShortMessagesBetweenThoseWhoWaitWakeNobodyElse) {
+  constexpr int kRounds = 500;
+  runRanks(GetParam(), [](RankContext& rank) {
+    if (rank.size == 1) return;
+    const Rank next = (rank.rank + 1) % rank.size;
+    const Rank previous = (rank.rank + rank.size - 1) % rank.size;
+    Data in(100), out = make(100, rank.rank);
+    const std::atomic<bool> enough{false};
+    rank.run(barrier());
+    const int64_t before = progressRuns();
+    for (int round = 0; round < kRounds; ++round) {
+      const engine::Engine::Attendance attendance(rank.engine);
+      finish(rank, begin(rank, true, next, out, 0, /*buffered=*/true));
+      rank.engine.waitForAny({receive(rank, previous, in)}, enough, /*looks=*/200'000);
+      EXPECT_TRUE(in == make(100, previous));
+    }
+    // Some, because all look up several times a second.
+    EXPECT_LT(progressRuns() - before, kRounds / 2);
+    rank.run(barrier());
   });
 }
 
