@@ -7,6 +7,7 @@ fails on one of them; so a failed step leaves the process group usable.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from smddp.modelparallel.errors import SMPPeerError
 from smddp.modelparallel.join import Join
+from smddp.modelparallel.pipeline.failure import Redo
 from smddp.modelparallel.pipeline.gradients import GradientSum
 
 __all__ = ["Bucket", "DataParallel"]
@@ -138,16 +140,27 @@ class DataParallel:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def begin_step(self, sums: GradientSum, divisor: int) -> None:
-        """Puts the gradients there are aside, and makes buffers equal."""
-        if torch.is_grad_enabled():
-            self.join.begin_step()
-        self._begin(sums, divisor, torch.is_grad_enabled())
+    def begin_step(self, sums: GradientSum, divisor: int, again: bool = False) -> None:
+        """Puts the gradients there are aside, and makes buffers equal.
 
-    def _begin(self, sums: GradientSum, divisor: int, with_gradients: bool) -> None:
+        Args:
+            sums: where the step's gradients come from.
+            divisor: what they are divided by.
+            again: the step was begun before; see `end_step`.
+        """
+        self._with_gradients = torch.is_grad_enabled()
+        # The other replicas make it again only if they have heard of it.
+        together = not again or self._reduces()
+        if self._with_gradients and together:
+            self.join.begin_step()
+        self._begin(sums, divisor, self._with_gradients, together)
+
+    def _begin(
+        self, sums: GradientSum, divisor: int, with_gradients: bool, together: bool = True
+    ) -> None:
         self._sums, self._divisor, self._with_gradients = sums, divisor, with_gradients
         self._put_aside()
-        if self._with_gradients and self._broadcast_buffers and self.size > 1:
+        if self._with_gradients and self._broadcast_buffers and self.size > 1 and together:
             self._broadcast(self._buffers, 0)
 
     def _put_aside(self) -> None:
@@ -171,10 +184,15 @@ class DataParallel:
             self._launch(self._buckets[self._next], self._total)
             self._next += 1
 
-    def end_step(self, succeeded: bool) -> None:
+    def end_step(self, succeeded: bool, redo: bool = False) -> None:
         """Sets the gradients.
 
+        Args:
+            succeeded: did the step on this replica?
+            redo: has it to be made again there?
+
         Raises:
+            Redo: it has to be made again, on this replica or on another: on all of them, therefore.
             SMPPeerError: the step failed on another replica; gradients are as before it.
         """
         if not self._with_gradients or not self._reduces():
@@ -183,10 +201,13 @@ class DataParallel:
                 self._steps += 1
         else:
             self._steps += 1
-            totals = self._reduce(succeeded)
+            totals, redo = self._reduce(succeeded, redo)
+            self._steps -= redo
         for parameter, total in totals.items():
             parameter.grad = total
         self._old = {}
+        if redo:
+            raise Redo
 
     def _reduces(self) -> bool:
         return self.size > 1 and self._with_gradients and (self._steps + 1) % self._passes == 0
@@ -201,33 +222,40 @@ class DataParallel:
             gradient = gradient / self._divisor
         return gradient if old is None else old + gradient
 
-    def _reduce(self, succeeded: bool) -> dict[nn.Parameter, torch.Tensor | None]:
+    def _reduce(
+        self, succeeded: bool, redo: bool
+    ) -> tuple[dict[nn.Parameter, torch.Tensor | None], bool]:
+        """Returns the gradients, and whether the step has to be made again."""
         source = self._total if succeeded else lambda _: None
         for bucket in self._buckets[self._next :]:
             self._launch(bucket, source)
         reduced = self._collected()
-        # Failed here? Late contributions? Which parameters were used at all?
+        # Failed here? For good? Late contributions? Which parameters were used at all?
         used = [self._total(p) is not None for p in self.parameters]
-        flags = torch.tensor([not succeeded, self._sums.any_late, *used], dtype=torch.int32)
+        lost = not (succeeded or redo)
+        flags = torch.tensor([lost, redo, self._sums.any_late, *used], dtype=torch.int32)
         flags = flags.to(self.parameters[0].device) if self.parameters else flags
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
-        failed, late, *used_somewhere = flags.tolist()
+        failed, again, late, *used_somewhere = flags.tolist()
+        if again and not failed:
+            return dict(self._old), True
         if failed:
-            if succeeded:
+            if not lost:
                 for parameter in self.parameters:
                     parameter.grad = self._old[parameter]
                 raise SMPPeerError("the step failed on another replica of the model")
-            return dict(self._old)
+            return dict(self._old), False
         if late:
             self._prepare()
             for bucket in self._buckets:
                 self._launch(bucket, self._late)
             for parameter, addition in self._collected().items():
                 reduced[parameter] = reduced[parameter] + addition
-        return {
+        totals = {
             parameter: reduced[parameter] if use else None
             for parameter, use in zip(self.parameters, used_somewhere, strict=True)
         }
+        return totals, False
 
     def _late(self, parameter: nn.Parameter) -> torch.Tensor | None:
         gradient = self._sums.late(parameter)
@@ -291,7 +319,8 @@ class DataParallel:
         sums = GradientSum()
         sums.begin(1)
         self._begin(sums, 1, True)
-        self.end_step(True)
+        with contextlib.suppress(Redo):  # then they count once more, and the next one is the same
+            self.end_step(True)
 
     def synchronise(self, source: int) -> None:
         """Takes parameters and buffers from a replica."""

@@ -17,6 +17,7 @@ from smddp.modelparallel.model_state import ModelState
 from smddp.modelparallel.partition.decide import decide
 from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.executor import Executor, StepBegin
+from smddp.modelparallel.pipeline.failure import Redo
 from smddp.modelparallel.pipeline.gradients import GradientSum
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import Kind
@@ -72,6 +73,7 @@ class ModelRuntime:
         }
         self._modes: bytes | None = None
         self.steps = 0
+        self._buffers: Buffers | None = None
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -120,17 +122,37 @@ class ModelRuntime:
 
     # --- the life of a step; called by step.py ----------------------------------------------------
 
-    def begin_step(self, microbatches: int) -> None:
-        """Makes everything ready for the gradients of a step."""
+    def begin_step(self, microbatches: int, again: bool) -> None:
+        """Makes everything ready for the gradients of a step.
+
+        Args:
+            microbatches: how many.
+            again: it was begun before, and ended in Redo: now nobody takes a result for granted.
+        """
         self.steps += 1
         self._sum.begin(microbatches)
-        self.data_parallel.begin_step(self._sum, microbatches if self._average else 1)
+        divisor = microbatches if self._average else 1
+        self.data_parallel.begin_step(self._sum, divisor, again)
+        self.executor.modules.relying = not again
+        if self.executor.size > 1 and not again:
+            self._buffers = Buffers(self.module)
 
-    def end_step(self, succeeded: bool) -> None:
-        """Turns the sums into `Parameter.grad`; a failed step leaves gradients as they were."""
+    def end_step(self, succeeded: bool, redo: bool = False) -> None:
+        """Turns the sums into `Parameter.grad`; a failed step leaves gradients as they were.
+
+        Raises:
+            Redo: the step has to be made again, and all is as before it.
+        """
         if succeeded:
             self._sum.end()
-        self.data_parallel.end_step(succeeded)
+        try:
+            self.data_parallel.end_step(succeeded, redo)
+        except Redo:
+            if self._buffers is not None:
+                self._buffers.restore()
+            raise
+        finally:
+            self._buffers = None
         if succeeded:
             self._run_hooks("step")
 
@@ -185,6 +207,20 @@ class ModelRuntime:
     def _optimizer(self) -> Any:
         reference = self._state.optimizer
         return reference() if reference is not None else None
+
+
+class Buffers:
+    """The buffers of a model that live here, as they are now; for a step that may be made again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
+        self._copies = [buffer.detach().clone() for buffer in self._buffers]
+
+    def restore(self) -> None:
+        """Puts them back."""
+        with torch.no_grad():
+            for buffer, copy in zip(self._buffers, self._copies, strict=True):
+                buffer.copy_(copy)
 
 
 def _executor(state: State) -> Executor:

@@ -14,6 +14,7 @@ from smddp.modelparallel.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.model_runtime import ModelRuntime
 from smddp.modelparallel.pipeline.baton import Priority, Task, Ticket
 from smddp.modelparallel.pipeline.executor import Executor, StepBegin
+from smddp.modelparallel.pipeline.failure import Redo
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.microbatch import StepOutput, collect, split_arguments
@@ -106,41 +107,43 @@ class StepFunction:
 
     def _run(self, model: Any, args: Any, kwargs: Any) -> Any:
         runtime: ModelRuntime = model.runtime
+        before = RandomState()
+        try:
+            return self._attempt(runtime, args, kwargs, again=False)
+        except Redo:
+            # Once at most: the second time nobody takes the result of a call for granted.
+            before.restore()
+            return self._attempt(runtime, args, kwargs, again=True)
+
+    def _attempt(self, runtime: ModelRuntime, args: Any, kwargs: Any, again: bool) -> Any:
         executor = runtime.executor
         count = state.cfg.microbatches
         simple = state.cfg.pipeline == "simple"
         # In the simple pipeline all forward work comes first: nothing to hold back.
         executor.server.limit = 1 << 30 if simple else state.cfg.active_microbatches
-        runtime.begin_step(count)
-        if executor.rank != 0:
-            done = False
-            # What is served here begins streams of its own.
-            random_state = RandomState()
-            try:
-                header, tensors = executor.run(None, None)
-                done = True
-            finally:
-                random_state.restore()
-                runtime.end_step(done)
-            return self._result(header, tensors)
-        driver = _Driver(self, executor, count, args, kwargs)
-        begin = StepBegin(
-            runtime.steps,
-            self._function.__name__,
-            count,
-            runtime.changed_modes(),
-            not self._learned,
-        )
-        done = False
+        runtime.begin_step(count, again)
+        driver = _Driver(self, executor, count, args, kwargs) if executor.rank == 0 else None
+        # What is served on other ranks begins streams of its own.
+        random_state: RandomState | None = RandomState() if driver is None else None
+        succeeded = redo = False
         try:
-            header, tensors = executor.run(begin, driver.drive)
-            done = True
-            self._learned = self._learned or driver.backward
+            if driver is None:
+                header, tensors = executor.run(None, None)
+            else:
+                name, modes = self._function.__name__, runtime.changed_modes()
+                begin = StepBegin(runtime.steps, name, count, modes, not self._learned)
+                header, tensors = executor.run(begin, driver.drive)
+                self._learned = self._learned or driver.backward
+            succeeded = True
+        except Redo:
+            redo = True
         finally:
-            executor.driver = None
-            if driver.random_state is not None:
-                driver.random_state.restore()
-            runtime.end_step(done)
+            if driver is not None:
+                executor.driver = None
+                random_state = driver.random_state
+            if random_state is not None:
+                random_state.restore()
+            runtime.end_step(succeeded, redo)
         return self._result(header, tensors)
 
     def _result(self, header: Any, tensors: Sequence[Any]) -> Any:

@@ -6,6 +6,7 @@ caller's side of remote calls, server.py the owner's.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from smddp.modelparallel.errors import SMPPeerError
 from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp.modelparallel.pipeline.calls import Caller
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
-from smddp.modelparallel.pipeline.failure import Failure, choose, describe, raise_as_error
+from smddp.modelparallel.pipeline.failure import Failure, Redo, choose, describe, raise_as_error
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import Kind
@@ -137,6 +138,7 @@ class Executor:
             (header, tensors) of the result, on every rank.
 
         Raises:
+            Redo: a module returned another structure than its caller had relied on.
             SMPMicrobatchError: a microbatch failed, here or elsewhere.
             SMPPeerError: a rank is gone.
         """
@@ -312,7 +314,18 @@ class Executor:
 
     def _task_failed(self, task: Task, error: BaseException) -> None:
         frame: Frame | None = task.local
+        if frame is not None and isinstance(error, Exception):
+            self._confirm(frame)
         self.fail(frame.microbatch if frame is not None else -1, error)
+
+    def _confirm(self, frame: Frame) -> None:
+        """Asks for what a task has taken for granted before it failed: that may be the cause.
+
+        If it is, the owner's failure ends the step, and is known here before the task's own.
+        """
+        if frame.open is not None:
+            with contextlib.suppress(Exception, Aborted):
+                frame.open.fetch()
 
     def _peer_lost(self, peer: int, error: Exception) -> None:
         text = f"{self._who(peer)} is gone: {error}"
@@ -356,6 +369,9 @@ class Executor:
         first = choose(self._failures)
         if self.channel is not None and self.channel.broken:
             raise SMPPeerError(first.text)
+        if any(failure.redo for failure in self._failures):
+            self._cause = None
+            raise Redo
         # Not kept: its traceback holds the model, and everything of the step.
         cause, self._cause = self._cause, None
         raise_as_error(first, cause if first.rank == self.rank else None)

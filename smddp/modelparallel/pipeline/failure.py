@@ -9,17 +9,32 @@ from typing import NamedTuple, NoReturn
 
 from smddp.modelparallel.errors import SMPMicrobatchError
 
-__all__ = ["Failure", "choose", "describe", "raise_as_error"]
+__all__ = ["Failure", "Redo", "StructureChangedError", "choose", "describe", "raise_as_error"]
+
+
+class StructureChangedError(Exception):
+    """A module has not returned what its caller had taken for granted."""
+
+
+class Redo(Exception):  # noqa: N818 - no error: the step is made again
+    """The step has to be made again, without taking anything for granted."""
 
 
 class Failure(NamedTuple):
-    """Why a step failed: the same on all ranks."""
+    """Why a step failed: the same on all ranks.
+
+    Attributes:
+        microbatch, rank: where; -1 if it was in none.
+        text, trace, pickled: the exception.
+        redo: nothing is wrong with the program: the step can be made again.
+    """
 
     microbatch: int
     rank: int
     text: str
     trace: str
     pickled: bytes | None
+    redo: bool = False
 
 
 def choose(failures: Sequence[Failure]) -> Failure:
@@ -44,7 +59,8 @@ def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
         pickle.loads(pickled)
     except Exception:
         pickled = None
-    return Failure(microbatch, rank, text, trace, pickled)
+    redo = isinstance(error, StructureChangedError)
+    return Failure(microbatch, rank, text, trace, pickled, redo)
 
 
 def _unpickled(failure: Failure) -> BaseException | None:

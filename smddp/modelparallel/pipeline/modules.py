@@ -8,6 +8,7 @@ ordinary modules.
 
 from __future__ import annotations
 
+import collections
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from smddp.modelparallel.structure import Shape, flatten, map_tensors
 __all__ = ["Modules"]
 
 _original_call = nn.Module._call_impl
+# A call whose result has changed so often is not relied upon again: each time costs a step.
+_MAX_CHANGES = 2
 
 
 class Modules:
@@ -36,6 +39,7 @@ class Modules:
         names: by number; the root's is "model".
         owners: by number; None for modules without state, which run where their input is.
         forwarding: may values go directly from owner to owner?
+        relying: may callers go on with results that they only expect?
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Modules:
         self._baton, self._caller = host.baton, caller
         self._rank = host.rank
         self.forwarding = forwarding
+        self.relying = True
         self.list = list(root.modules())
         by_id = {id(module): name for name, module in reversed(list(root.named_modules()))}
         self.names = [by_id[id(module)] or "model" for module in self.list]
@@ -57,6 +62,8 @@ class Modules:
         # What this step has learned. It is used from the next step on: then all microbatches of a
         # step make the same calls, and so pass every module in the same order.
         self._learned: dict[Any, Any] = {}
+        # How often a call has returned something else than before.
+        self._changes: collections.Counter[Any] = collections.Counter()
 
     def place(self, owners: Sequence[int | None]) -> None:
         """Sets the owners, and makes `module.forward(...)` of remote modules a call, too."""
@@ -69,8 +76,10 @@ class Modules:
     def end_step(self) -> None:
         """Makes what has been learned known."""
         for key, returns in self._learned.items():
-            self._sites.pop(key, None)
-            if returns is not None:
+            before = self._sites.pop(key, None)
+            if before is not None and before.returns != returns:
+                self._changes[key] += 1
+            if returns is not None and self._changes[key] < _MAX_CHANGES:
                 self._sites[key] = Site(key[0], key[1], key[2], returns)
         self._learned.clear()
 
@@ -136,7 +145,7 @@ class Modules:
         seed = draw_seed() if self._draws[number] else None
         grad = collector.ambient.grad
         key = (number, method, shape, self.list[number].training, grad)
-        site = self._sites.get(key)
+        site = self._sites.get(key) if self.relying else None
         # Perhaps within an autograd function (such as a checkpoint): autograd would take a
         # stand-in for its output, and gradients would go no further.
         if site is not None and (grad or not frame.grad):
@@ -144,7 +153,8 @@ class Modules:
         site = self._unknown.setdefault(key, Site(number, method, shape, None))
         collector.add(owner, site, tensors, objects, seed)
         found, value = collector.result_of_last()  # type: ignore[attr-defined]
-        self._learned[key] = found if self.forwarding and predictable(found) else None
+        known = self.forwarding and predictable(found) and self._learned.get(key, found) == found
+        self._learned[key] = found if known else None
         return value
 
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:

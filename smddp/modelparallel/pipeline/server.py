@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.pipeline.baton import Priority, Task
 from smddp.modelparallel.pipeline.calls import Caller, run_backward
+from smddp.modelparallel.pipeline.failure import StructureChangedError
 from smddp.modelparallel.pipeline.frame import Frame, Host
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.modules import Modules
@@ -294,11 +294,7 @@ class Server:
             if call.returns is None:
                 part.returned[index] = (shape, found, len(tensors))
             elif shape != call.returns:
-                raise SMPUsageError(
-                    f"module {frame.name!r} returned another structure than before with the same "
-                    "arguments, and its caller has gone on already. Set direct_forwarding: False "
-                    "in the smp configuration."
-                )
+                raise StructureChangedError(frame.name)
             for position, tensor in enumerate(tensors):
                 values[index, position] = outputs[index, position] = force(tensor)
         return outputs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import signal
@@ -265,8 +264,7 @@ def test_misuse_is_refused_on_all_ranks() -> None:
 
 
 def impossible() -> None:
-    """A parameter shared across partitions, and changed structures."""
-    gc.freeze()  # so that collecting one model does not walk through all of torch
+    """A parameter shared across partitions."""
     smp.init({"partitions": 2, **MANUAL})
     with smp.partition(1):
         tied = nn.Linear(4, 4)
@@ -274,33 +272,6 @@ def impossible() -> None:
     tied.weight = base.weight
     model = smp.DistributedModel(nn.Sequential(base, tied))
     with pytest.raises(SMPMicrobatchError, match="modules that share parameters have to be on"):
-        train(model, torch.ones(8, 4), "")
-    del model, base, tied
-    gc.collect()
-
-    class Fickle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-            self.calls = 0
-
-        def forward(self, x: torch.Tensor) -> Any:
-            self.calls += 1
-            return x * self.weight if self.calls <= 4 else (x, None)
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(4, 4)
-            with smp.partition(1):
-                self.fickle = Fickle()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fickle(self.base(x))
-
-    model = smp.DistributedModel(Outer())
-    train(model, torch.ones(8, 4), "")
-    with pytest.raises(SMPMicrobatchError, match="direct_forwarding: False"):
         train(model, torch.ones(8, 4), "")
 
 

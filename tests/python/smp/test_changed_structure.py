@@ -1,0 +1,115 @@
+"""Modules that return another structure than before: the same numbers as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import check_ranks
+from torch import Tensor, nn
+
+import smdistributed.modelparallel.torch as smp
+
+pytestmark = pytest.mark.multiprocess
+
+WIDTH, STEPS, MICROBATCHES = 8, 12, 4
+
+
+class Fickle(nn.Module):
+    """Returns what its mood, or its input, tells; draws random numbers and counts in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.dropout = nn.Dropout(0.2)
+        self.mood = "tensor"
+
+    def forward(self, x: Tensor) -> Any:
+        """Returns a tensor, or something around it."""
+        y = torch.tanh(self.dropout(self.norm(self.linear(x))))
+        mood = self.mood
+        if mood == "data":
+            mood = "pair" if bool(x.sum() > 0) else "dict"
+        return {"tensor": y, "pair": (y, 2 * y), "dict": {"y": y, "none": None}}[mood]
+
+
+class Model(nn.Module):
+    """Uses whatever comes; unpacks a pair without looking, as scripts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        with smp.partition(1 if smp.pp_size() > 1 else 0):
+            self.fickle = Fickle()
+            self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mood: str) -> Tensor:
+        """Adds up what comes."""
+        x = self.first(x)
+        if mood == "pair":
+            y, z = self.fickle(x)
+            return self.last(y + z)
+        y = self.fickle(x)
+        if isinstance(y, dict):
+            y = y["y"]
+        elif isinstance(y, tuple):
+            y = y[0] + y[1]
+        return x + self.last(y)
+
+
+@smp.step
+def train(model: Any, x: Tensor, mood: str) -> Any:
+    """One step."""
+    loss = F.mse_loss(model(x, mood), x)
+    model.backward(loss)
+    return loss
+
+
+def run(partitions: int, pipeline: str, passes: int) -> tuple[int, list[float], dict[str, Tensor]]:
+    """Trains; returns which replica this is, its losses and its whole state."""
+    smp.init(
+        {
+            "partitions": partitions,
+            "microbatches": MICROBATCHES,
+            "pipeline": pipeline,
+            "ddp": True,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    torch.manual_seed(1)
+    inner = Model()
+    model = smp.DistributedModel(inner, backward_passes_per_step=passes)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    source = torch.Generator().manual_seed(smp.dp_rank())
+    losses = []
+    for number in range(STEPS):
+        # Only where a second replica sees other data do the replicas change at different times.
+        mood = ["tensor", "tensor", "pair", "dict", "pair", "data"][min(number // 2, 5)]
+        inner.fickle.mood = mood
+        if number % passes == 0:
+            optimizer.zero_grad()
+        loss = train(model, torch.randn(4 * MICROBATCHES, WIDTH, generator=source), mood)
+        losses.append(float(loss.reduce_mean()))
+        if (number + 1) % passes == 0:
+            optimizer.step()
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return smp.dp_rank(), losses, whole
+
+
+@pytest.mark.parametrize(
+    ("replicas", "pipeline", "passes"),
+    [(1, "interleaved", 1), (1, "simple", 1), (2, "interleaved", 1), (2, "interleaved", 2)],
+)
+def test_changes_nothing_else(replicas: int, pipeline: str, passes: int) -> None:
+    expected = check_ranks(run, str(replicas), 1, pipeline, passes)
+    found = check_ranks(run, str(2 * replicas), 2, pipeline, passes)
+    of_replica = {replica: rest for replica, *rest in expected}
+    for replica, losses, whole in found:
+        expected_losses, expected_whole = of_replica[replica]
+        assert losses == pytest.approx(expected_losses, abs=1e-6)
+        for name, tensor in expected_whole.items():
+            torch.testing.assert_close(whole[name], tensor, atol=1e-6, rtol=0)
