@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -106,8 +106,10 @@ def _trace(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
 
 def _on_fake_tensors(root: nn.Module, args: Any, kwargs: Any) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = [*root.parameters(), *root.buffers()]
+    copies = {id(tensor): _fake(mode, tensor) for tensor in tensors if _is_plain(tensor)}
     with FakeCopyMode(mode):
-        model = copy.deepcopy(root)
+        model = copy.deepcopy(root, copies)
     for part in model.modules():
         part.__dict__.pop("_compiled_call_impl", None)
     fake = mode.from_tensor
@@ -116,6 +118,19 @@ def _on_fake_tensors(root: nn.Module, args: Any, kwargs: Any) -> Trace:
     with mode, torch.no_grad(), _observed(model, trace, timed=False):
         model(*args, **kwargs)
     return trace
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
+    """Does what FakeCopyMode does, which takes ten times as long, as it cares for views too."""
+    shape = tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+    fake = FakeTensor(mode, shape, tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        fake._is_param = True
+    return fake
 
 
 def _on_real_data(root: nn.Module, args: Any, kwargs: Any) -> Trace:

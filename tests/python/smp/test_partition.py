@@ -13,6 +13,7 @@ from scipy import optimize
 from smp.zoo import ZOO, arguments, batch_of, make
 from torch import nn
 
+from smddp.modelparallel.partition import trace as partition_trace
 from smddp.modelparallel.partition.solver import Node, bottleneck, divide_exactly, divide_tree
 from smddp.modelparallel.partition.trace import trace_model
 from smddp.modelparallel.partition.units import Units
@@ -161,6 +162,20 @@ def test_trace_computes_nothing_unless_control_flow_needs_data(name: str, how: s
     assert torch.equal(torch.get_rng_state(), state)
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize("name", ["resnet", "tied gpt", "encoder-decoder", "recurrent", "frozen"])
+def test_trace_does_not_depend_on_how_the_copy_is_made(name: str) -> None:
+    model, given = make(name), arguments(ZOO[name], batch_of(name, 0, 0))
+    found = trace_model(model, given, {}, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition_trace, "_is_plain", lambda _: False)
+        expected = trace_model(model, given, {}, False)
+    assert found.how == expected.how == "fake tensors"
+    assert found.activations == expected.activations
+    assert found.seconds == expected.seconds
+    assert found.uses == expected.uses
+    assert list(map(vars, found.visits)) == list(map(vars, expected.visits))
 
 
 def test_trace_puts_statistics_back() -> None:
