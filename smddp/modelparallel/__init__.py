@@ -10,6 +10,7 @@ from torch import nn
 
 from smddp.modelparallel import amp
 from smddp.modelparallel.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
+from smddp.modelparallel.creation import model_creation
 from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.messaging import (
     allgather,
@@ -112,6 +113,7 @@ __all__ = [
     "load",
     "local_rank",
     "local_size",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",

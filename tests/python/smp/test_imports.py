@@ -15,7 +15,8 @@ NAMES = {
     "smdistributed.modelparallel": ["__version__"],
     "smdistributed.modelparallel.torch": [
         "init is_initialized shutdown state step StepOutput DistributedModel DistributedOptimizer",
-        "partition set_partition is_tracing save load save_checkpoint resume_from_checkpoint amp",
+        "partition set_partition model_creation is_tracing amp",
+        "save load save_checkpoint resume_from_checkpoint",
         "rank size local_rank local_size instance_id pp_rank pp_size tp_rank tp_size rdp_rank",
         "rdp_size mp_rank mp_size dp_rank dp_size get_mp_group get_dp_group get_tp_group",
         "get_pp_group get_rdp_group get_world_group get_world_process_group get_mp_process_group",
