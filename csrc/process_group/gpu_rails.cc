@@ -190,7 +190,13 @@ GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engin
 std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
                                              const std::shared_ptr<DeviceCopies>& copies,
                                              std::shared_ptr<void> keepAlive) {
-  return std::make_shared<Turns>(shared_from_this(), request, copies, std::move(keepAlive));
+  try {
+    return std::make_shared<Turns>(shared_from_this(), request, copies, std::move(keepAlive));
+  } catch (const std::exception& error) {
+    // The other rails would wait for this rank.
+    engine_->fail(*parent_, Error(ErrorKind::Transport, error.what()));
+    throw;
+  }
 }
 
 void GpuRails::advanceLine() {

@@ -238,20 +238,29 @@ def test_rails_that_are_impossible(layout: str, shared: bool, why: str) -> None:
     assert "SMDDP_GPU_PATH=rails is not possible" in said[0]
 
 
-def _rail_breaks() -> list[str]:
+@contextlib.contextmanager
+def _rails_job(timeout: float) -> Iterator[Any]:
     from smddp import _load, backend
 
     def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return _load.load().ProcessGroup(store, rank, size, timeout, "peer")
 
     backend._gpu_peer = lambda: ("fake", lambda index: os.environ["RANK"], make_peer)
-    with device_cases.job("fake", timeout=5) as device:
-        tensor = torch.zeros(10, device=device.device)
-        dist.all_reduce(tensor)
+    with device_cases.job("fake", timeout=timeout) as device:
+        dist.all_reduce(torch.zeros(10, device=device.device))
+        yield device
+
+
+def _rail_breaks() -> list[str]:
+    with _rails_job(5) as device:
         if dist.get_rank() == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        works = [dist.all_reduce(tensor, async_op=True) for _ in range(1)]
-        return [error_of(works[0].wait), error_of(lambda: dist.all_reduce(tensor))]
+        tensor = torch.zeros(10, device=device.device)
+        # Its mate may hear of it from the peer, which then refuses the call.
+        return [
+            error_of(lambda: dist.all_reduce(tensor, async_op=True).wait()),
+            error_of(lambda: dist.all_reduce(tensor)),
+        ]
 
 
 def test_rank_that_dies_on_a_rail() -> None:
