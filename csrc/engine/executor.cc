@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/stream_copy.h"
 #include "engine/call.h"
 
 namespace smddp::engine {
@@ -41,6 +42,7 @@ CachedPlan::CachedPlan(plan::Plan made)
       if (step.op == Op::Put) putBytes += step.length * block.trips;
       if (step.op == Op::Copy || step.op == Op::Reduce) {
         moveBytes += step.length * step.numSources * block.trips;
+        isLong |= step.length >= transport::shm::Distance::kLongBytes;
       }
     }
   };
@@ -156,8 +158,12 @@ bool Executor::counterReached(const Step& step, int64_t value) const {
     if (step.counter == plan::kArrival) {
       return track_.arrivalOf(local).number.load(std::memory_order_acquire) >= track_.execution;
     }
-    return track_.headers[local]->counters[step.counter].value.load(std::memory_order_acquire) >=
-           counterValue(track_.execution, value);
+    const auto& counter = track_.headers[local]->counters[step.counter].value;
+    const auto load = [&] { return counter.load(std::memory_order_acquire); };
+    const uint64_t reached = plan_->isLong && local != topology_.myLocal()
+                                 ? track_.distance.timed(track_.seen[local][step.counter], load)
+                                 : load();
+    return reached >= counterValue(track_.execution, value);
   };
   if (step.who != plan::kTeam) return reached(step.who);
   for (int local = 0; local < topology_.teamSize(); ++local) {
@@ -200,6 +206,12 @@ void Executor::move(const Step& step, int64_t trip) {
   scale.pre = step.preScale && binding_.op == ReduceOp::PREMUL_SUM;
   scale.post = step.postScale && binding_.op == ReduceOp::AVG;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
+  isStaging_.clear();
+  for (uint32_t i = 0; i < step.numDestinations; ++i) {
+    isStaging_.push_back(plan_->plan.refs[step.firstRef + i].space == Space::Slot);
+  }
+  const bool streams = track_.distance.streams() &&
+                       std::find(isStaging_.begin(), isStaging_.end(), true) != isStaging_.end();
   for (int64_t moved = 0; moved < step.length;) {
     int64_t run = step.length - moved;
     destinations_.clear();
@@ -214,7 +226,9 @@ void Executor::move(const Step& step, int64_t trip) {
       sources_.push_back(at.data);
       run = at.bytes;
     }
-    if (copies) {
+    if (streams && run >= transport::shm::Distance::kLongBytes) {
+      stream(run, copies, scale);
+    } else if (copies) {
       for (void* destination : destinations_) {
         if (destination != sources_.front()) {
           std::memcpy(destination, sources_.front(), static_cast<size_t>(run));
@@ -225,6 +239,36 @@ void Executor::move(const Step& step, int64_t trip) {
                         binding_.type, binding_.op, scale);
     }
     moved += run;
+  }
+}
+
+// What goes to staging memory leaves the caches on its way, block by block: a sum stays in the first one just long
+// enough to be copied from there. Advances destinations_ and sources_.
+void Executor::stream(int64_t bytes, bool copies, const reduction::Scale& scale) {
+  constexpr int64_t kBlockBytes = 16384;
+  const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
+  sums_.resize(kBlockBytes);
+  for (int64_t left = bytes; left > 0; left -= kBlockBytes) {
+    const auto block = static_cast<size_t>(std::min(kBlockBytes, left));
+    const void* result = sources_.front();
+    if (!copies) {
+      const auto kept = std::find(isStaging_.begin(), isStaging_.end(), false) - isStaging_.begin();
+      void* sum = kept == std::ssize(isStaging_) ? sums_.data() : destinations_[kept];
+      reduction::reduce({&sum, 1}, sources_, block / elementBytes, binding_.type, binding_.op,
+                        scale);
+      result = sum;
+    }
+    for (size_t i = 0; i < destinations_.size(); ++i) {
+      if (destinations_[i] == result) continue;
+      if (isStaging_[i]) {
+        streamCopy(destinations_[i], result, block);
+      } else {
+        std::memcpy(destinations_[i], result, block);
+      }
+    }
+    for (void*& destination : destinations_)
+      destination = static_cast<std::byte*>(destination) + block;
+    for (const void*& source : sources_) source = static_cast<const std::byte*>(source) + block;
   }
 }
 

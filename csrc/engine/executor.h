@@ -27,6 +27,7 @@ struct CachedPlan {
   std::vector<uint16_t> channelOfRef;
   int64_t putBytes = 0;   // sent to other nodes by one execution
   int64_t moveBytes = 0;  // read by its copies and reductions
+  bool isLong = false;    // some of them are long enough to ask how far away the mates are
   static constexpr uint16_t kNone = 0xffff;
 };
 
@@ -83,6 +84,7 @@ class Executor {
   bool advanceLane(size_t lane);
   bool execute(uint32_t stepIndex, int64_t trip);
   void move(const plan::Step& step, int64_t trip);
+  void stream(int64_t bytes, bool copies, const reduction::Scale& scale);
   Buffer::Run resolve(uint32_t refIndex, int64_t trip, int64_t skip, int64_t length) const;
   bool counterReached(const plan::Step& step, int64_t value) const;
   bool put(const plan::Step& step, uint32_t stepIndex, int64_t trip);
@@ -107,6 +109,8 @@ class Executor {
   // Scratch of move(), kept to save allocations.
   std::vector<void*> destinations_;
   std::vector<const void*> sources_;
+  std::vector<bool> isStaging_;  // of the destinations
+  std::vector<std::byte> sums_;  // of one block, on their way to memory only
 };
 
 }  // namespace smddp::engine

@@ -132,6 +132,7 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
       active->track.halves.push_back(
           {region + layout_.poolOffset(t, 0), region + layout_.poolOffset(t, 1)});
     }
+    active->track.seen.resize(regions.size());
     active->executor =
         std::make_unique<Executor>(*topology_, active->track, [this] { wakeTeam(); });
     tracks_.push_back(std::move(active));

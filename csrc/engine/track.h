@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/region.h"
+#include "transport/shm/distance.h"
 #include "transport/channel.h"
 
 namespace smddp::engine {
@@ -25,6 +26,9 @@ struct Track {
   std::vector<TrackHeader*> headers;
   std::vector<std::array<std::byte*, 2>> halves;
   std::vector<ChannelEnds> channels;
+  // How far the mates are, and the values of their counters that told.
+  transport::shm::Distance distance;
+  std::vector<std::array<uint64_t, plan::kNumCounters>> seen;
 
   Arrival& arrivalOf(int local) const { return headers[local]->arrivals[execution & 1]; }
   std::byte* halfOf(int local) const { return halves[local][execution & 1]; }

@@ -5,7 +5,7 @@
 // consumed message n - window (Grant). Puts may complete in any order; the receiver's arrived()
 // advances over the contiguous prefix.
 //
-//   slot:  | PutHeader, 48 bytes | payload, at most slotBytes | up to a multiple of 64 |
+//   slot:  | PutHeader, 64 bytes | payload, at most slotBytes | up to a multiple of 64 |
 //
 // Threads: everything here is used by the thread that owns the engine at that time; no locks.
 // Nothing blocks and nothing waits: "not now" is a return value, deadlines are the caller's.

@@ -31,8 +31,9 @@ using Bytes = std::span<const std::byte>;
 
 // Longest control message.
 inline constexpr size_t kMaxControlBytes = 1024;
-// Bytes of the header in front of every put's payload (wire.h gives it its fields).
-inline constexpr size_t kHeaderBytes = 48;
+// Bytes of the header in front of every put's payload (wire.h gives it its fields). A cache line: a payload
+// that begins beside one, a few bytes before where its copy does in a page, is copied at half the speed.
+inline constexpr size_t kHeaderBytes = 64;
 
 // How a peer names memory of ours in its puts. Opaque to everyone but the transport that made it.
 struct RemoteKey {

@@ -20,7 +20,7 @@ namespace smddp::transport {
 
 static_assert(std::endian::native == std::endian::little, "the wire is little-endian");
 
-inline constexpr uint8_t kWireVersion = 1;
+inline constexpr uint8_t kWireVersion = 2;
 
 // What a rank was asked to do, reduced to what all ranks must agree on. Opaque to the transport;
 // the engine fills it in and compares it with its own.
@@ -49,6 +49,8 @@ inline constexpr uint32_t kPutMagic = 0x00444D53u | (uint32_t{kWireVersion} << 2
 //         | number                        | collective…, root             |
 //        32                               40                              48
 //         | bytes                         | operation                     |
+//        48                                                              64
+//         | reserved                                                      |
 struct PutHeader {
   uint32_t magic = kPutMagic;
   uint32_t length = 0;  // of the payload
@@ -56,6 +58,7 @@ struct PutHeader {
   uint64_t number = 0;  // of the message on its channel, from 1
   CallFingerprint call;
   uint64_t operation = 0;  // sequence number of the operation in its group
+  uint64_t reserved[2] = {};
 };
 static_assert(sizeof(PutHeader) == kHeaderBytes && std::is_trivially_copyable_v<PutHeader>);
 static_assert(std::has_unique_object_representations_v<PutHeader>);

@@ -6,11 +6,15 @@
 #include <utility>
 
 #include "common/error.h"
+#include "common/stream_copy.h"
 #include "transport/shm/doorbell.h"
 #include "transport/shm/liveness.h"
 
 namespace smddp::transport::shm {
 namespace {
+
+// Records received behind a long payload sent whose coming is timed: traffic of short ones pays for no clock.
+constexpr int kTimedLooks = 16;
 
 // A Mate's ring table, nullptr when what it published cannot be one.
 RingTable* ringTableOf(const Mate& mate) {
@@ -153,7 +157,12 @@ bool ShmTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, By
   }
   std::byte* target = peer.mate->data() + begin + slot.offset;
   std::memcpy(target, header.data(), kHeaderBytes);
-  if (!payload.empty()) std::memcpy(target + kHeaderBytes, payload.data(), payload.size());
+  if (std::ssize(payload) >= Distance::kLongBytes) peer.looks = kTimedLooks;
+  if (peer.distance.streams() && std::ssize(payload) >= Distance::kLongBytes) {
+    streamCopy(target + kHeaderBytes, payload.data(), payload.size());
+  } else if (!payload.empty()) {
+    std::memcpy(target + kHeaderBytes, payload.data(), payload.size());
+  }
   peer.outgoing->push({RecordKind::Put, 0, immediate, 0}, {});
   done_.push_back(token);
   Doorbell::ring(*peer.mate);
@@ -217,8 +226,10 @@ size_t ShmTransport::pollPeer(Peer& peer, Sink& sink) {
 size_t ShmTransport::drain(Peer& peer, Sink& sink) {
   Ring& ring = *peer.incoming;
   uint64_t tail = ring.tail.load(std::memory_order_relaxed);
-  const uint64_t head = ring.head.load(std::memory_order_acquire);
+  const auto load = [&] { return ring.head.load(std::memory_order_acquire); };
+  const uint64_t head = peer.looks > 0 ? peer.distance.timed(peer.headSeen, load) : load();
   if (head == tail) return 0;
+  peer.looks = std::max(peer.looks - 1, 0);
   size_t events = 0;
   // Up to what was there at first, so that a busy peer does not keep the others waiting.
   while (head != tail && peer.trouble.empty()) {

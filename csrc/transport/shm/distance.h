@@ -1,0 +1,68 @@
+// How far away the caches of a mate are, and so how what it is to read should be written.
+//
+// Cores of one processor may have separate last-level caches (chiplets, sockets). Staging through memory that one core
+// writes and another reads then moves 1-2 GB/s with ordinary stores, and 5-8 GB/s with streaming ones; where the cache is
+// shared, ordinary stores are up to half as fast again. Which it is changes while a process runs: a hypervisor moves
+// virtual cores, the kernel threads, every few seconds where nothing is pinned. So it is measured all the time, as how
+// long a load takes that brings in a line a mate has written: 10-30 ns from a shared cache, 100-180 ns from another.
+//
+// Used by the thread that owns the engine.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "common/clock.h"
+
+namespace smddp::transport::shm {
+
+// What SMDDP_STAGING_STORES says.
+enum class StagingStores : uint8_t { Auto, Ordinary, Streaming };
+// Throws Usage for anything but "auto", "ordinary" and "streaming".
+StagingStores parseStagingStores(std::string_view text);
+// The setting, parsed at the first call. Ordinary instead of Auto where the clock is too slow to tell.
+StagingStores stagingStores();
+// What two readings of the clock are apart with nothing in between.
+Nanoseconds clockCost();
+
+class Distance {
+ public:
+  // Shorter pieces cost more by being started than by where they go.
+  static constexpr int64_t kLongBytes = 16384;
+
+  explicit Distance(StagingStores stores = stagingStores()) : stores_(stores) {}
+
+  // Whether long pieces should be written past the caches.
+  bool streams() const { return streams_ || stores_ == StagingStores::Streaming; }
+
+  // Calls `load`, which reads the one line behind `seen` that a mate writes, and learns from the time that took when the
+  // value is another one than before. Returns the value.
+  template <typename Load>
+  uint64_t timed(uint64_t& seen, Load load) {
+    if (stores_ != StagingStores::Auto) return load();
+    const MonotonicClock clock;
+    const Nanoseconds begin = clock.now();
+    const uint64_t value = load();
+    const Nanoseconds duration = clock.now() - begin;
+    if (value != seen) saw(duration - clockCost());
+    seen = value;
+    return value;
+  }
+
+  // A load of a line that a mate had written took so long.
+  void saw(Nanoseconds duration) {
+    constexpr Nanoseconds kFar = 65;
+    constexpr int kSure = 8;
+    votes_ += duration > kFar ? 1 : -1;
+    if (votes_ >= kSure) streams_ = true;
+    if (votes_ <= 0) streams_ = false;
+    votes_ = votes_ < 0 ? 0 : votes_ > kSure ? kSure : votes_;
+  }
+
+ private:
+  StagingStores stores_;
+  int votes_ = 0;  // one that was interrupted is outvoted by the others
+  bool streams_ = false;
+};
+
+}  // namespace smddp::transport::shm

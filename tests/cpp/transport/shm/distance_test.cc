@@ -1,0 +1,79 @@
+#include "transport/shm/distance.h"
+
+#include <gtest/gtest.h>
+
+#include "common/error.h"
+
+namespace smddp::transport::shm {
+namespace {
+
+constexpr Nanoseconds kNear = 20;
+constexpr Nanoseconds kFar = 130;
+
+void see(Distance& distance, Nanoseconds duration, int times) {
+  for (int i = 0; i < times; ++i) distance.saw(duration);
+}
+
+TEST(Distance, FollowsWhatMostLoadsTook) {
+  Distance distance(StagingStores::Auto);
+  EXPECT_FALSE(distance.streams());
+  see(distance, kNear, 100);
+  see(distance, kFar, 8);
+  EXPECT_TRUE(distance.streams());
+  see(distance, kFar, 100);
+  see(distance, kNear, 8);
+  EXPECT_FALSE(distance.streams());
+}
+
+TEST(Distance, OneThatWasInterruptedChangesNothing) {
+  Distance distance(StagingStores::Auto);
+  for (int i = 0; i < 20; ++i) {
+    see(distance, 1'000'000, 1);
+    see(distance, kNear, 2);
+    ASSERT_FALSE(distance.streams());
+  }
+  see(distance, kFar, 30);
+  for (int i = 0; i < 20; ++i) {
+    see(distance, kNear, 1);
+    see(distance, kFar, 2);
+    ASSERT_TRUE(distance.streams());
+  }
+}
+
+TEST(Distance, LearnsOnlyFromValuesThatChanged) {
+  Distance distance(StagingStores::Auto);
+  see(distance, kFar, 8);
+  uint64_t seen = 7;
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(distance.timed(seen, [] { return uint64_t{7}; }), 7u);
+  EXPECT_TRUE(distance.streams()) << "a line that is already here says nothing";
+  // Nobody can bring in a line that fast unless it is near; a hundred interruptions in a row are none.
+  for (uint64_t i = 8; i < 108; ++i) EXPECT_EQ(distance.timed(seen, [&] { return i; }), i);
+  EXPECT_EQ(seen, 107u);
+  EXPECT_FALSE(distance.streams());
+}
+
+TEST(Distance, IsOverruledByTheSetting) {
+  Distance always(StagingStores::Streaming);
+  see(always, kNear, 100);
+  EXPECT_TRUE(always.streams());
+  Distance never(StagingStores::Ordinary);
+  uint64_t seen = 0;
+  for (uint64_t i = 1; i < 100; ++i) never.timed(seen, [&] { return i; });
+  EXPECT_FALSE(never.streams());
+}
+
+TEST(Distance, SaysWhatTheSettingMayBe) {
+  EXPECT_EQ(parseStagingStores("auto"), StagingStores::Auto);
+  EXPECT_EQ(parseStagingStores("ordinary"), StagingStores::Ordinary);
+  EXPECT_EQ(parseStagingStores("streaming"), StagingStores::Streaming);
+  try {
+    parseStagingStores("fast");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::Usage);
+    EXPECT_STREQ(error.what(), "SMDDP_STAGING_STORES=fast: expects auto, ordinary or streaming");
+  }
+}
+
+}  // namespace
+}  // namespace smddp::transport::shm
