@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "engine/region.h"
-#include "transport/shm/distance.h"
 #include "transport/channel.h"
+#include "transport/shm/distance.h"
 
 namespace smddp::engine {
 
