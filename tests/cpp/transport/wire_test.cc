@@ -36,18 +36,19 @@ TEST(Wire, PutHeaderLayout) {
   header.call = {7, 6, 5, 4, -2, 0x38};
   header.operation = 0x48;
   const auto bytes = copyOf(bytesOf(header));
-  ASSERT_EQ(bytes.size(), 48u);
-  EXPECT_EQ(std::memcmp(bytes.data(), "SMD\x01\x01\x02\x03\x04\x18", 9), 0);
+  ASSERT_EQ(bytes.size(), 64u);
+  EXPECT_EQ(std::memcmp(bytes.data(), "SMD\x02\x01\x02\x03\x04\x18", 9), 0);
   EXPECT_EQ(bytes[16], std::byte{0x28});
   EXPECT_EQ(std::memcmp(&bytes[24], "\x07\x06\x05\x04\xFE\xFF\xFF\xFF\x38", 9), 0);
   EXPECT_EQ(bytes[40], std::byte{0x48});
+  for (size_t i = 48; i < 64; ++i) EXPECT_EQ(bytes[i], std::byte{0}) << i;
 }
 
 TEST(Wire, OpenLayout) {
   const auto bytes = copyOf(bytesOf(someOpen()));
   ASSERT_EQ(bytes.size(), 64u);
   EXPECT_EQ(
-      std::memcmp(bytes.data(), "\x01\x01\x01\x02\0\0\0\0\x88\x77\x66\x55\x44\x33\x22\x11", 16), 0);
+      std::memcmp(bytes.data(), "\x01\x02\x01\x02\0\0\0\0\x88\x77\x66\x55\x44\x33\x22\x11", 16), 0);
   EXPECT_EQ(std::memcmp(&bytes[16], "\x03\0\0\0\x05\0\0\0\x02\x01\0\0\x04\0\0\0", 16), 0);
   EXPECT_EQ(std::memcmp(&bytes[32], "\0\0\x04\0\0\0\0\0\xBB\xAA", 10), 0);
   EXPECT_EQ(std::memcmp(&bytes[48], "\xDD\xCC\0\0\0\0\0\0\0\x10", 10), 0);
