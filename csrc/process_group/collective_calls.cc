@@ -9,10 +9,6 @@ using c10::intrusive_ptr;
 using collectives::Collective;
 using engine::Request;
 
-namespace {
-const c10d::ReduceOp kSum(c10d::ReduceOp::SUM);  // of calls that reduce nothing
-}
-
 intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tensors,
                                                   const c10d::AllreduceOptions& options) {
   constexpr auto kName = "all_reduce";
@@ -21,7 +17,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tenso
     return allreduce_sparse(tensors, options);
   requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::ALLREDUCE, "smddp:all_reduce", tensors, {tensors});
-  if (staysOnDevice(Collective::AllReduce, tensor, options.reduceOp)) call.staging.stayOnDevice();
+  chooseStaging(call.staging, Collective::AllReduce, tensor, options.reduceOp);
   Request request = newRequest(Collective::AllReduce, options.timeout, options.asyncOp);
   request.type = reducibleType(kName, tensor);
   setReduceOp(kName, options.reduceOp, request.type, request);
@@ -39,8 +35,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
     requireSameType(kName, tensor, tensors.front());
   }
   Work::Call call(c10d::OpType::ALLREDUCE_COALESCED, "smddp:all_reduce", tensors, {tensors});
-  if (staysOnDevice(Collective::AllReduce, tensors.front(), options.reduceOp))
-    call.staging.stayOnDevice();
+  chooseStaging(call.staging, Collective::AllReduce, tensors.front(), options.reduceOp);
   Request request = newRequest(Collective::AllReduce, options.timeout, options.asyncOp);
   request.type = reducibleType(kName, tensors.front());
   setReduceOp(kName, options.reduceOp, request.type, request);
@@ -59,7 +54,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
   requireList(kName, output, static_cast<size_t>(getSize()), input, "output list");
   for (const at::Tensor& tensor : output) requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::ALLGATHER, "smddp:all_gather", inputs, outputs);
-  if (staysOnDevice(Collective::AllGather, input, kSum)) call.staging.stayOnDevice();
+  chooseStaging(call.staging, Collective::AllGather, input);
   if (sameSizes(output, input)) {
     Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
     request.input = {call.staging.read(input)};
@@ -95,7 +90,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather_coalesced(
                       inputs.size(), " outputs, one per input, got ", list.size());
   }
   Work::Call call(c10d::OpType::ALLGATHER_COALESCED, "smddp:all_gather", inputs, outputs);
-  if (staysOnDevice(Collective::AllGather, inputs.front(), kSum)) call.staging.stayOnDevice();
+  chooseStaging(call.staging, Collective::AllGather, inputs.front());
   std::vector<Request> requests;
   for (size_t i = 0; i < inputs.size(); ++i) {
     requireDense(kName, inputs[i]);
@@ -129,7 +124,7 @@ Request ProcessGroup::gatherRequest(const char* name, const at::Tensor& output,
 intrusive_ptr<c10d::Work> ProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                         const c10d::AllgatherOptions& options) {
   Work::Call call(c10d::OpType::_ALLGATHER_BASE, "smddp:all_gather", {input}, {{output}});
-  if (staysOnDevice(Collective::AllGather, input, kSum)) call.staging.stayOnDevice();
+  chooseStaging(call.staging, Collective::AllGather, input);
   Request request = gatherRequest("all_gather_into_tensor", output, input, call.staging, options);
   return submit(std::move(call), std::move(request));
 }
@@ -141,7 +136,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather_into_tensor_coalesced(
   TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(), "smddp: ", kName,
                     ": needs as many outputs as inputs, and at least one");
   Work::Call call(c10d::OpType::COALESCED, "smddp:all_gather", inputs, {outputs});
-  if (staysOnDevice(Collective::AllGather, inputs.front(), kSum)) call.staging.stayOnDevice();
+  chooseStaging(call.staging, Collective::AllGather, inputs.front());
   std::vector<Request> requests;
   for (size_t i = 0; i < inputs.size(); ++i) {
     requests.push_back(gatherRequest(kName, outputs[i], inputs[i], call.staging, options));
@@ -158,8 +153,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
   const auto& input = onlyList(kName, inputs, true, "input list");
   requireList(kName, input, static_cast<size_t>(getSize()), output, "input list");
   Work::Call call(c10d::OpType::REDUCE_SCATTER, "smddp:reduce_scatter", input, {outputs});
-  if (staysOnDevice(Collective::ReduceScatter, output, options.reduceOp))
-    call.staging.stayOnDevice();
+  chooseStaging(call.staging, Collective::ReduceScatter, output, options.reduceOp);
   Request request = newRequest(Collective::ReduceScatter, options.timeout, options.asyncOp);
   request.type = reducibleType(kName, output);
   setReduceOp(kName, options.reduceOp, request.type, request);
@@ -207,8 +201,7 @@ Request ProcessGroup::scatterRequest(const char* name, const at::Tensor& output,
 intrusive_ptr<c10d::Work> ProcessGroup::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   Work::Call call(c10d::OpType::_REDUCE_SCATTER_BASE, "smddp:reduce_scatter", {input}, {{output}});
-  if (staysOnDevice(Collective::ReduceScatter, input, options.reduceOp))
-    call.staging.stayOnDevice();
+  chooseStaging(call.staging, Collective::ReduceScatter, input, options.reduceOp);
   Request request = scatterRequest("reduce_scatter_tensor", output, input, call.staging, options);
   return submit(std::move(call), std::move(request));
 }
@@ -220,8 +213,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
   TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(), "smddp: ", kName,
                     ": needs as many outputs as inputs, and at least one");
   Work::Call call(c10d::OpType::COALESCED, "smddp:reduce_scatter", inputs, {outputs});
-  if (staysOnDevice(Collective::ReduceScatter, inputs.front(), options.reduceOp))
-    call.staging.stayOnDevice();
+  chooseStaging(call.staging, Collective::ReduceScatter, inputs.front(), options.reduceOp);
   std::vector<Request> requests;
   for (size_t i = 0; i < inputs.size(); ++i) {
     requests.push_back(scatterRequest(kName, outputs[i], inputs[i], call.staging, options));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 
 #include "common/error.h"
@@ -22,5 +23,9 @@ class DeviceTurns {
   // The call has failed on this rank: the group with it, and what other ranks may still touch is kept.
   virtual void giveUp(const Error& error) noexcept = 0;
 };
+
+// What a device or other ranks may go on reading or writing after an error, tensors, workspaces and what was opened of
+// others': never freed, closed, or given to anybody else.
+void keepForGood(std::shared_ptr<void> memory);
 
 }  // namespace smddp::process_group

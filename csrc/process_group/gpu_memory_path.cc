@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <future>
-#include <mutex>
 
 #include "common/config.h"
 #include "common/log.h"
@@ -63,15 +62,6 @@ cuda::Buffers buffersOf(const Request& request) {
   std::byte* const input = request.input.empty() ? nullptr : request.input[0].data();
   std::byte* const output = request.output.empty() ? nullptr : request.output[0].data();
   return {request.input.empty() ? output : input, request.output.empty() ? input : output};
-}
-
-// What ranks may go on reading or writing after an error, tensors, workspaces and what was opened of others': never
-// freed, closed, or given to anybody else.
-void keepForGood(std::shared_ptr<void> memory) {
-  static std::mutex mutex;
-  static auto* const kept = new std::vector<std::shared_ptr<void>>;
-  const std::lock_guard lock(mutex);
-  kept->push_back(std::move(memory));
 }
 
 class Turns final : public DeviceTurns,

@@ -130,7 +130,11 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   }
 
   void end(const std::optional<Error>& error) {
-    if (error) giveUp(*error);
+    if (error) {
+      // Copies to the host may still be under way, whose calls have ended.
+      keepForGood(shared_from_this());
+      giveUp(*error);
+    }
     if (atEnd_) std::exchange(atEnd_, nullptr)(error);
   }
 

@@ -153,6 +153,11 @@ class ProcessGroup : public c10d::Backend {
 
   engine::Request newRequest(collectives::Collective collective, std::chrono::milliseconds timeout,
                              bool asyncOp) const;
+  // Has a call's tensors stay on their device where such calls do; `op` counts only where something is reduced.
+  void chooseStaging(Staging& staging, collectives::Collective collective, const at::Tensor& tensor,
+                     const c10d::ReduceOp& op = c10d::ReduceOp::SUM) const {
+    if (staysOnDevice(collective, tensor, op)) staging.stayOnDevice();
+  }
   c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
                                   std::vector<engine::Message> messages = {});
   c10::intrusive_ptr<Work> submit(Work::Call call, engine::Request request);

@@ -9,17 +9,13 @@ using c10::intrusive_ptr;
 using collectives::Collective;
 using engine::Request;
 
-namespace {
-const c10d::ReduceOp kSum(c10d::ReduceOp::SUM);  // of calls that reduce nothing
-}
-
 intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tensors,
                                                   const c10d::BroadcastOptions& options) {
   constexpr auto kName = "broadcast";
   const at::Tensor& tensor = onlyTensor(kName, tensors);
   requireRank(kName, options.rootRank, getSize(), "source");
   Work::Call call(c10d::OpType::BROADCAST, "smddp:broadcast", tensors, {tensors});
-  if (staysOnDevice(Collective::Broadcast, tensor, kSum)) call.staging.stayOnDevice();
+  chooseStaging(call.staging, Collective::Broadcast, tensor);
   Request request = newRequest(Collective::Broadcast, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   if (getRank() == options.rootRank) {
@@ -39,7 +35,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce(std::vector<at::Tensor>& tensors,
   const at::Tensor& tensor = onlyTensor(kName, tensors);
   requireRank(kName, options.rootRank, getSize(), "destination");
   Work::Call call(c10d::OpType::REDUCE, "smddp:reduce", tensors, {tensors});
-  if (staysOnDevice(Collective::Reduce, tensor, options.reduceOp)) call.staging.stayOnDevice();
+  chooseStaging(call.staging, Collective::Reduce, tensor, options.reduceOp);
   Request request = newRequest(Collective::Reduce, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   if (getRank() == options.rootRank) {

@@ -263,6 +263,31 @@ def _rail_breaks() -> list[str]:
         ]
 
 
+def _leaving_the_rail(how: str) -> list[str]:
+    with _rails_job(20) as device:
+        if dist.get_rank() >= 2:
+            return []
+        works, said = [], []
+        for _ in range(3):
+            try:
+                works.append(dist.all_reduce(torch.zeros(10, device=device.device), async_op=True))
+            except dist.DistBackendError as error:  # its mate on the node has left already
+                said.append(f"{type(error).__name__}: {error}")
+        if how == "abort":
+            dist.group.WORLD.abort()
+        else:
+            dist.group.WORLD._get_backend(device.device).shutdown()
+        return said + [error_of(work.wait) for work in works]
+
+
+@pytest.mark.parametrize("how", ["abort", "shutdown"])
+def test_leaving_while_the_rail_is_busy(how: str) -> None:
+    """The other node does not come; what waits for it ends when the group does."""
+    for said in ranks.check_ranks(_leaving_the_rail, "2x2", how, env=RAILS)[:2]:
+        assert len(said) == 3
+        assert all("Error: smddp" in text for text in said), said
+
+
 def test_rank_that_dies_on_a_rail() -> None:
     """Every survivor hears of it, on whichever rail it is."""
     outcomes = ranks.run_ranks(_rail_breaks, "2x2", env=RAILS, timeout=60)
