@@ -206,12 +206,10 @@ void Executor::move(const Step& step, int64_t trip) {
   scale.pre = step.preScale && binding_.op == ReduceOp::PREMUL_SUM;
   scale.post = step.postScale && binding_.op == ReduceOp::AVG;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
-  isStaging_.clear();
-  for (uint32_t i = 0; i < step.numDestinations; ++i) {
-    isStaging_.push_back(plan_->plan.refs[step.firstRef + i].space == Space::Slot);
+  bool streams = false;
+  if (track_.distance.streams() && step.length >= transport::shm::Distance::kLongBytes) {
+    for (uint32_t i = 0; i < step.numDestinations; ++i) streams |= writesStaging(step, i);
   }
-  const bool streams = track_.distance.streams() &&
-                       std::find(isStaging_.begin(), isStaging_.end(), true) != isStaging_.end();
   for (int64_t moved = 0; moved < step.length;) {
     int64_t run = step.length - moved;
     destinations_.clear();
@@ -227,7 +225,7 @@ void Executor::move(const Step& step, int64_t trip) {
       run = at.bytes;
     }
     if (streams && run >= transport::shm::Distance::kLongBytes) {
-      stream(run, copies, scale);
+      stream(step, run, copies, scale);
     } else if (copies) {
       for (void* destination : destinations_) {
         if (destination != sources_.front()) {
@@ -242,25 +240,30 @@ void Executor::move(const Step& step, int64_t trip) {
   }
 }
 
+bool Executor::writesStaging(const Step& step, uint32_t destination) const {
+  return plan_->plan.refs[step.firstRef + destination].space == Space::Slot;
+}
+
 // What goes to staging memory leaves the caches on its way, block by block: a sum stays in the first one just long
 // enough to be copied from there. Advances destinations_ and sources_.
-void Executor::stream(int64_t bytes, bool copies, const reduction::Scale& scale) {
+void Executor::stream(const Step& step, int64_t bytes, bool copies, const reduction::Scale& scale) {
   constexpr int64_t kBlockBytes = 16384;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
   sums_.resize(kBlockBytes);
+  uint32_t kept = 0;  // the first destination that is no staging memory
+  while (kept < step.numDestinations && writesStaging(step, kept)) ++kept;
   for (int64_t left = bytes; left > 0; left -= kBlockBytes) {
     const auto block = static_cast<size_t>(std::min(kBlockBytes, left));
     const void* result = sources_.front();
     if (!copies) {
-      const auto kept = std::find(isStaging_.begin(), isStaging_.end(), false) - isStaging_.begin();
-      void* sum = kept == std::ssize(isStaging_) ? sums_.data() : destinations_[kept];
+      void* sum = kept == step.numDestinations ? sums_.data() : destinations_[kept];
       reduction::reduce({&sum, 1}, sources_, block / elementBytes, binding_.type, binding_.op,
                         scale);
       result = sum;
     }
-    for (size_t i = 0; i < destinations_.size(); ++i) {
+    for (uint32_t i = 0; i < step.numDestinations; ++i) {
       if (destinations_[i] == result) continue;
-      if (isStaging_[i]) {
+      if (writesStaging(step, i)) {
         streamCopy(destinations_[i], result, block);
       } else {
         std::memcpy(destinations_[i], result, block);

@@ -84,7 +84,8 @@ class Executor {
   bool advanceLane(size_t lane);
   bool execute(uint32_t stepIndex, int64_t trip);
   void move(const plan::Step& step, int64_t trip);
-  void stream(int64_t bytes, bool copies, const reduction::Scale& scale);
+  bool writesStaging(const plan::Step& step, uint32_t destination) const;
+  void stream(const plan::Step& step, int64_t bytes, bool copies, const reduction::Scale& scale);
   Buffer::Run resolve(uint32_t refIndex, int64_t trip, int64_t skip, int64_t length) const;
   bool counterReached(const plan::Step& step, int64_t value) const;
   bool put(const plan::Step& step, uint32_t stepIndex, int64_t trip);
@@ -109,7 +110,6 @@ class Executor {
   // Scratch of move(), kept to save allocations.
   std::vector<void*> destinations_;
   std::vector<const void*> sources_;
-  std::vector<bool> isStaging_;  // of the destinations
   std::vector<std::byte> sums_;  // of one block, on their way to memory only
 };
 

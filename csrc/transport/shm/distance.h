@@ -9,6 +9,7 @@
 // Used by the thread that owns the engine.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string_view>
 
@@ -56,7 +57,7 @@ class Distance {
     votes_ += duration > kFar ? 1 : -1;
     if (votes_ >= kSure) streams_ = true;
     if (votes_ <= 0) streams_ = false;
-    votes_ = votes_ < 0 ? 0 : votes_ > kSure ? kSure : votes_;
+    votes_ = std::clamp(votes_, 0, kSure);
   }
 
  private:

@@ -157,8 +157,9 @@ bool ShmTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, By
   }
   std::byte* target = peer.mate->data() + begin + slot.offset;
   std::memcpy(target, header.data(), kHeaderBytes);
-  if (std::ssize(payload) >= Distance::kLongBytes) peer.looks = kTimedLooks;
-  if (peer.distance.streams() && std::ssize(payload) >= Distance::kLongBytes) {
+  const bool isLong = std::ssize(payload) >= Distance::kLongBytes;
+  if (isLong) peer.looks = kTimedLooks;
+  if (isLong && peer.distance.streams()) {
     streamCopy(target + kHeaderBytes, payload.data(), payload.size());
   } else if (!payload.empty()) {
     std::memcpy(target + kHeaderBytes, payload.data(), payload.size());
@@ -277,7 +278,7 @@ std::string ShmTransport::goneBecause(Peer& peer) const {
   const ProcessPage& page = peer.mate->page();
   if (running && page.ringsGeneration.load(std::memory_order_acquire) == peer.address.generation)
     return {};
-  return running ? "it closed its transport" : describeLife(*peer.mate);
+  return running ? "it has shut smddp down, as a process does that ends" : describeLife(*peer.mate);
 }
 
 // Our end of what we send. From here on the ring is the receiver's, who may give it to somebody
