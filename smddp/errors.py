@@ -2,7 +2,8 @@
 
 After any of them the process group is broken on every rank: destroy it, and make a new one without
 the rank at fault, or end the job. Wrong arguments are no such errors: they raise ValueError,
-TypeError or NotImplementedError before anything moves.
+TypeError or NotImplementedError before anything moves. DDP's C++ code hands errors on as the base
+class, with their text: who trains with it catches DistBackendError.
 """
 
 from __future__ import annotations

@@ -178,15 +178,17 @@ uint64_t Tuning::digest(std::string_view more) const {
   return digest;
 }
 
-bool fits(const TuningRow& row, const plan::Topology& topology, const Shape& shape) {
-  const bool rightMemory = shape.shared ? row.whenShared : row.whenPrivate;
-  if (row.collective != shape.collective || !rightMemory || shape.bytes > row.maxBytes) {
-    return false;
-  }
+bool isForLayout(const TuningRow& row, const plan::Topology& topology) {
   return std::equal(row.ranksOfNodes.begin(), row.ranksOfNodes.end(), topology.nodes().begin(),
                     topology.nodes().end(), [](int ranks, const std::vector<Rank>& node) {
                       return static_cast<size_t>(ranks) == node.size();
                     });
+}
+
+bool fits(const TuningRow& row, const plan::Topology& topology, const Shape& shape) {
+  const bool rightMemory = shape.shared ? row.whenShared : row.whenPrivate;
+  return row.collective == shape.collective && rightMemory && shape.bytes <= row.maxBytes &&
+         isForLayout(row, topology);
 }
 
 const Tuning& tuningFromSettings() {

@@ -50,7 +50,9 @@ class Tuning {
   std::vector<TuningRow> rows_;
 };
 
-// Whether a row is for this request, algorithm apart.
+// Whether a row is for as many nodes, with as many ranks on each.
+bool isForLayout(const TuningRow& row, const plan::Topology& topology);
+// Whether it is for this request, algorithm apart.
 bool fits(const TuningRow& row, const plan::Topology& topology, const Shape& shape);
 
 // What SMDDP_TUNING_FILE names, read on the first call; throws Usage while that does not succeed.

@@ -43,12 +43,21 @@ const char* typeName(const Secret&) { return "secret"; }
 const char* typeName(bool) { return "switch"; }
 const char* typeName(int64_t) { return "integer"; }
 
+void requireAtLeast(const char* name, int64_t value, int64_t least) {
+  if (value < least) raise(ErrorKind::Usage, "{}={}: needs at least {}", name, value, least);
+}
+
 Settings readSettings() {
   Settings result;
 #define SMDDP_READ(type, field, env, value, doc) \
   if (const auto text = environment(env); !text.empty()) parse(env, text, result.field);
   SMDDP_SETTINGS(SMDDP_READ)
 #undef SMDDP_READ
+  // No plan finds room in less, and no message leaves without a place at its receiver.
+  requireAtLeast("SMDDP_POOL_BYTES", result.poolBytes, 16384);
+  requireAtLeast("SMDDP_CHUNK_BYTES", result.chunkBytes, 64);
+  requireAtLeast("SMDDP_FABRIC_CHUNK_BYTES", result.fabricChunkBytes, 64);
+  requireAtLeast("SMDDP_FABRIC_WINDOW", result.fabricWindow, 1);
   return result;
 }
 

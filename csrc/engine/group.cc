@@ -1,6 +1,7 @@
 #include "engine/group.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <new>
 
@@ -8,6 +9,7 @@
 #include "common/log.h"
 #include "engine/call.h"
 #include "engine/limits.h"
+#include "reduction/reduce.h"
 
 namespace smddp::engine {
 namespace {
@@ -44,6 +46,28 @@ uint64_t choicesOf(const Group::Spec& spec) {
   return collectives::tuningFromSettings().digest(spec.algorithm);
 }
 
+// "2 + 2"
+std::string ranksOfNodes(const plan::Topology& topology) {
+  std::string text;
+  for (const auto& node : topology.nodes())
+    text += fmt::format("{}{}", text.empty() ? "" : " + ", node.size());
+  return text;
+}
+
+// Once, for the first group: those of some of its ranks are rarely measured.
+void warnOfOtherLayouts(const plan::Topology& topology, Rank me) {
+  static std::atomic<bool> looked{false};
+  const auto& tuning = collectives::tuningFromSettings();
+  if (me != 0 || looked.exchange(true) || tuning.rows().empty()) return;
+  const auto isForUs = [&](const auto& row) { return collectives::isForLayout(row, topology); };
+  if (std::none_of(tuning.rows().begin(), tuning.rows().end(), isForUs)) {
+    SMDDP_LOG(Warn, "engine",
+              "SMDDP_TUNING_FILE={} has no row for nodes of {} ranks: the built-in table chooses. "
+              "`python -m smddp.bench --tune` measures a layout",
+              tuning.origin(), ranksOfNodes(topology));
+  }
+}
+
 void requireSameChoices(const std::vector<bootstrap::Introduction>& introductions) {
   const uint64_t first = parseBlob(introductions.front()).choices;
   for (size_t rank = 1; rank < introductions.size(); ++rank) {
@@ -65,6 +89,7 @@ Group::Group(Process& process, Spec spec)
       spec_(std::move(spec)),
       limits_(limitsFromSettings()) {
   // Not only in the first collective that looks for an algorithm.
+  reduction::simdLevel();
   collectives::checkOverrides(settings().algorithm);
   collectives::checkOverrides(spec_.algorithm, "algorithm");
   layout_.tracks = std::max(settings().inFlight, kTracksAcrossNodes);
@@ -85,6 +110,7 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
                  const std::vector<std::string>& nodeOfRank) {
   requireSameChoices(introductions);
   topology_.emplace(plan::Topology::fromNames(nodeOfRank, spec_.me));
+  warnOfOtherLayouts(*topology_, spec_.me);
   id_ = parseBlob(introductions.front()).groupId;
   members_.resize(static_cast<size_t>(spec_.size));
   heard_.resize(members_.size());
@@ -529,14 +555,10 @@ bool Group::backlogged(Rank peer) { return members_[peer].peer->table->hasBacklo
 void Group::finish(Exchange& exchange) { end(*exchange.completion, std::nullopt); }
 
 std::string Group::describe() const {
-  std::string layout;
-  for (const auto& node : topology_->nodes()) {
-    layout += fmt::format("{}{}", layout.empty() ? "" : " + ", node.size());
-  }
   return fmt::format("group \"{}\": rank {} of {}, {} node{} ({} rank{}), {} operation{} in flight",
                      spec_.name, spec_.me, spec_.size, topology_->numNodes(),
-                     spansNodes() ? "s" : "", layout, spec_.size > 1 ? "s" : "", tracks_.size(),
-                     tracks_.size() > 1 ? "s" : "");
+                     spansNodes() ? "s" : "", ranksOfNodes(*topology_), spec_.size > 1 ? "s" : "",
+                     tracks_.size(), tracks_.size() > 1 ? "s" : "");
 }
 
 }  // namespace smddp::engine

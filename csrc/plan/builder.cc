@@ -43,8 +43,10 @@ uint8_t Builder::pool(std::string name, int64_t slots, int64_t slotBytes) {
   const int64_t stride = std::max(roundUp(slotBytes, kGranule), kGranule);
   plan_.pools.push_back({std::move(name), slots, stride, plan_.poolBytes});
   plan_.poolBytes += slots * stride;
-  SMDDP_CHECK(plan_.poolBytes <= limits_.poolBytes, "{} needs {} bytes of staging, {} are allowed",
-              plan_.name, plan_.poolBytes, limits_.poolBytes);
+  if (plan_.poolBytes > limits_.poolBytes) {
+    raise(ErrorKind::Resource, "{} needs {} bytes of staging memory, of {}: raise SMDDP_POOL_BYTES",
+          plan_.name, plan_.poolBytes, limits_.poolBytes);
+  }
   return static_cast<uint8_t>(plan_.pools.size() - 1);
 }
 

@@ -142,6 +142,18 @@ def test_bad_file_ends_init_with_its_line(tmp_path: Path) -> None:
         assert f'{file}:2: allreduce knows no "rign", only one_shot' in failure.text
 
 
+def test_file_for_another_layout_is_said_once(tmp_path: Path) -> None:
+    file = tmp_path / "tuning.txt"
+    file.write_text("smddp-tuning 1\nallreduce 1x4 any max two_phase\n")
+    outcomes = ranks.run_ranks(_reduce_with, "2", str(file), False)
+    for outcome in outcomes:
+        names, right = outcome.value
+        assert right
+        assert len(names) > 1, "the built-in table takes several"
+    text = f"SMDDP_TUNING_FILE={file} has no row for nodes of 2 ranks"
+    assert [outcome.stderr.count(text) for outcome in outcomes] == [1, 0]
+
+
 def test_different_files_end_init(tmp_path: Path) -> None:
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for file, size in zip(files, (8, 9), strict=True):
