@@ -226,6 +226,7 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
   requireUsable();
   auto completion = std::make_shared<Completion>();
   const bool willWait = operation.willWait;
+  if (willWait) comeBack();
   if (tryOwn()) {
     guarded([&] {
       drainInbox();
@@ -276,6 +277,7 @@ void Engine::enqueue(Group& group, Message message, CompletionPtr completion) {
 }
 
 void Engine::wait(const Completion& completion) {
+  comeBack();
   if (completion.done()) return;
   requireUsable();
   waitUntil([&] { return completion.done(); });

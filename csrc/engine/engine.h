@@ -2,8 +2,8 @@
 //
 // A caller that will wait anyway takes ownership and runs the executor itself until its operation is done: no
 // hand-over is paid. An asynchronous submitter takes the first steps; what is left goes to the one progress thread,
-// which is parked while a caller owns the engine or nothing is in flight. Somebody who finds the engine owned
-// leaves his request in the inbox, which the owner empties at every turn.
+// which is parked while a caller owns the engine or is about to come back (habit.h), and while nothing is in flight.
+// Somebody who finds the engine owned leaves his request in the inbox, which the owner empties at every turn.
 //
 // Waiting adapts: a few pauses, at most a hundred yields, then sleep until a mate rings, the network has something
 // or it is time to look after the peers' health.
@@ -29,6 +29,7 @@
 
 #include "bootstrap/store.h"
 #include "engine/group.h"
+#include "engine/habit.h"
 #include "engine/process.h"
 
 namespace smddp::engine {
@@ -131,13 +132,16 @@ class Engine {
   void runOwned(const std::function<bool()>& done, bool patient, Nanoseconds looks = 0);
   void waitUntil(const std::function<bool()>& done, Nanoseconds looks = 0);
   void leaveWait();
-  // The presence of waiters may have kept the progress thread from taking up what is left.
+  // What is left in flight goes to the progress thread, unless somebody waits or is about to.
   void handOver();
+  // Those who begin to wait say so.
+  void comeBack();
   void collectContinuations();
   void runContinuations();
   void look();
   void breakOff(Group& group, const std::function<void()>& failing);
   void progressLoop(bool first);
+  bool awaitWork();
   void keepOneIdle();
   void failActive(const std::string& text, ErrorKind kind);
   // With ownership. What `action` throws ends what is in flight, and the caller goes on to release().
@@ -187,7 +191,10 @@ class Engine {
 
   std::mutex threadMutex_;
   std::condition_variable threadChanged_;
-  std::atomic<bool> busy_{false};     // something is in flight
+  std::atomic<bool> busy_{false};  // something is in flight
+  std::atomic<bool> watched_{
+      false};  // a progress thread looks after what callers leave, without being woken
+  Habit habit_;
   bool stop_ = false;                 // guarded by threadMutex_
   bool shutDown_ = false;             // owner only
   int idle_ = 0;                      // guarded by threadMutex_: threads that wait for work

@@ -20,6 +20,8 @@ constexpr int kYields = 100;
 constexpr Nanoseconds kLookPeriod = 5'000'000;
 // How long a rank that is not in any call lets others wait for an answer.
 constexpr auto kAnswerPeriod = std::chrono::milliseconds(250);
+// How often the progress thread looks whether those who leave work in flight have come back for it.
+constexpr auto kWatchPeriod = std::chrono::milliseconds(1);
 // A waiter looks whether it can take ownership at least this often.
 constexpr auto kWaiterPeriod = std::chrono::milliseconds(1);
 // A yield that takes so long has not gone to a mate who waits as well, but to somebody who computes. It cost our turn:
@@ -112,10 +114,10 @@ void Engine::release() {
   if (waiters_.load() > 0) {
     const std::lock_guard lock(waitMutex_);
     waitChanged_.notify_all();
-  } else if (busy && hasThreads_) {
-    const std::lock_guard lock(threadMutex_);
-    threadChanged_.notify_one();
+  } else {
+    handOver();
   }
+  if (!busy) habit_.ended();
   // What was posted while we let go has no other taker.
   if (inboxSize_.load() > 0 && tryOwn()) {
     guarded([this] {
@@ -127,6 +129,7 @@ void Engine::release() {
 }
 
 void Engine::waitUntil(const std::function<bool()>& done, Nanoseconds looks) {
+  comeBack();
   bool asked = false;
   while (!done()) {
     if (tryOwn()) {
@@ -151,9 +154,15 @@ void Engine::leaveWait() {
 }
 
 void Engine::handOver() {
-  if (!busy_.load() || owned_.load() || waiters_.load() > 0) return;
+  if (!hasThreads_ || !busy_.load() || owned_.load() || waiters_.load() > 0) return;
+  habit_.left(process_->clock().now());
+  if (watched_.load() && habit_.isSettled()) return;
   const std::lock_guard lock(threadMutex_);
   threadChanged_.notify_one();
+}
+
+void Engine::comeBack() {
+  if (habit_.isLeft()) habit_.returned(process_->clock().now());
 }
 
 void Engine::activate(Group& group) {
@@ -276,22 +285,35 @@ void Engine::keepOneIdle() {
   }
 }
 
+// Parks a progress thread until something is in flight that nobody looks after, or for kAnswerPeriod: while nothing is
+// in flight here, ranks of other nodes may wait for us and ask what we are doing. False when it is time to end.
+bool Engine::awaitWork() {
+  const auto now = [this] { return process_->clock().now(); };
+  const auto isLeft = [&] { return busy_.load() && waiters_.load() == 0 && !owned_.load(); };
+  const auto answer = std::chrono::steady_clock::now() + kAnswerPeriod;
+  std::unique_lock lock(threadMutex_);
+  ++idle_;
+  while (!stop_ && std::chrono::steady_clock::now() < answer) {
+    // Said before we look: what is left at this moment is seen by us, or by who leaves it (handOver).
+    const bool watches = habit_.isActive(now());
+    watched_.store(watches);
+    if (isLeft() && !(watches && habit_.expects(now()))) {
+      if (watches) habit_.missed();
+      break;
+    }
+    threadChanged_.wait_until(lock,
+                              watches ? std::chrono::steady_clock::now() + kWatchPeriod : answer);
+  }
+  watched_.store(false);
+  --idle_;
+  return !stop_;
+}
+
 void Engine::progressLoop(bool first) {
   pthread_setname_np(pthread_self(), "smddp-progress");
   std::optional<transport::shm::Lifeline> lifeline;
   if (first) lifeline.emplace(process_->sharedSlab());
-  while (true) {
-    {
-      std::unique_lock lock(threadMutex_);
-      ++idle_;
-      // Whoever owns the engine tells us when he lets go of it with something left to do. While nothing is
-      // in flight here, ranks of other nodes may wait for us and ask what we are doing.
-      threadChanged_.wait_for(lock, kAnswerPeriod, [this] {
-        return stop_ || (busy_.load() && waiters_.load() == 0 && !owned_.load());
-      });
-      --idle_;
-      if (stop_) return;
-    }
+  while (awaitWork()) {
     if (!tryOwn()) continue;
     guarded([this] {
       if (process_->onFabric()) look();

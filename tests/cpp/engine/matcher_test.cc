@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -209,6 +210,33 @@ TEST_P(MatcherTest, ShortMessagesBetweenThoseWhoWaitWakeNobodyElse) {
     // Some, because all look up several times a second.
     EXPECT_LT(progressRuns() - before, kRounds / 2);
     rank.run(barrier());
+  });
+}
+
+// Callers who always come back at once leave the progress thread asleep. It notices all the same when one does not.
+TEST_P(MatcherTest, WhatNobodyComesBackForIsDone) {
+  constexpr int kTimes = 3;
+  constexpr int kQuickRounds = 20;
+  runRanks(GetParam(), [](RankContext& rank) {
+    const Rank next = (rank.rank + 1) % rank.size;
+    const Rank previous = (rank.rank + rank.size - 1) % rank.size;
+    for (int time = 0; time < kTimes; ++time) {
+      Data in(100), out = make(100, rank.rank);
+      for (int round = 0; round < kQuickRounds; ++round) {
+        const auto sent = send(rank, next, out);
+        finish(rank, receive(rank, previous, in));
+        finish(rank, sent);
+      }
+      Data longIn(1'000'003), longOut = make(longIn.size(), rank.rank);
+      const auto received = receive(rank, previous, longIn);
+      const auto sent = send(rank, next, longOut);
+      const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kTimeout);
+      while (!(received->done() && sent->done()) && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+      }
+      ASSERT_TRUE(received->done() && sent->done());
+      EXPECT_TRUE(longIn == make(longIn.size(), previous));
+    }
   });
 }
 
