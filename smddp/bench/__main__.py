@@ -137,7 +137,8 @@ class _Rank:
             link = self._limits["link_gbps"]
             between = "" if link is None else f", {link:.3f} GB/s from node 1 to node 0 by TCP"
             self._say(
-                f"# limits: {self._limits['copy_gbps']:.1f} GB/s copied by each rank{between}"
+                f"# limits: {self._limits['copy_gbps']:.1f} GB/s copied from memory to memory by "
+                f"each rank{between}"
             )
         # Hosts number their NUMA nodes alike: only within one do the numbers mean a place.
         places = "" if max(self._nodes) > 0 else numa.describe(self._numa)

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from smddp.bench.about import about, write_file
 from smddp.bench.launch import DEFAULT_RANKS, complete_rendezvous, is_rank, launch, layout_of
 from smddp.bench.models import MODELS, Trainee, sleeper
-from smddp.bench.steps import NOTHING, Amount, Row, measure
+from smddp.bench.steps import FAKE, NOTHING, Amount, Row, measure
 
 __all__ = ["main"]
 
-_BACKENDS = ("smddp", "gloo")
+_BACKENDS = ("smddp", "gloo", FAKE)
 
 
 _COLUMNS = (
@@ -86,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backends",
         default=",".join(_BACKENDS),
-        help=f"beside no communication; of {', '.join(_BACKENDS)} (default both)",
+        help=f"beside no communication; of {', '.join(_BACKENDS)} (does nothing: what DDP or FSDP "
+        "itself takes); default all",
     )
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="default ddp")
     parser.add_argument(
