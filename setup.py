@@ -1,7 +1,7 @@
 """Builds the wheel: setuptools drives CMake, which builds smddp._C for the torch it runs with.
 
 Everything static stands in pyproject.toml. What depends on the torch that is found is here: the
-version tag, the torch requirement, and the extension module itself.
+version tag, the torch requirement, the extension module itself, and the metadata of a second name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT / "cmake"))
@@ -55,6 +56,24 @@ class CMakeBuild(build_ext):
         subprocess.run(["cmake", *source, *options], check=True)
 
 
+class WithOldName(build_py):
+    """Adds the metadata of a distribution `smdistributed`, for programs that ask for that name."""
+
+    def run(self) -> None:
+        """Copies the packages, and writes the metadata beside them."""
+        super().run()
+        if self.editable_mode:
+            return
+        # No second .dist-info: installers allow only one in a wheel.
+        folder = Path(self.build_lib) / "smdistributed.egg-info"
+        folder.mkdir(parents=True, exist_ok=True)
+        version = self.distribution.get_version()
+        (folder / "PKG-INFO").write_text(
+            f"Metadata-Version: 2.1\nName: smdistributed\nVersion: {version}\n"
+            "Summary: The import names smdistributed.*, which smddp provides\n"
+        )
+
+
 def describe() -> tuple[str, list[str]]:
     """Returns the version of the package and what it requires."""
     cmake = (ROOT / "CMakeLists.txt").read_text()
@@ -75,5 +94,5 @@ setup(
     version=version,
     install_requires=requirements,
     ext_modules=[Extension("smddp._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "build_py": WithOldName},
 )

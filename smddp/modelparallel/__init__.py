@@ -10,6 +10,7 @@ from torch import nn
 
 from smddp.modelparallel import amp
 from smddp.modelparallel.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
+from smddp.modelparallel.clipping import clip_grad_norm
 from smddp.modelparallel.creation import model_creation
 from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.messaging import (
@@ -25,7 +26,7 @@ from smddp.modelparallel.messaging import (
     tp_barrier,
 )
 from smddp.modelparallel.model import DistributedModel
-from smddp.modelparallel.optimizer import DistributedOptimizer, clip_grad_norm
+from smddp.modelparallel.optimizer import DistributedOptimizer
 from smddp.modelparallel.partition.context import partition
 from smddp.modelparallel.ranks import (
     dp_rank,

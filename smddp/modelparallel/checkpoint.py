@@ -24,6 +24,7 @@ from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.files import hash_of, read, write
 from smddp.modelparallel.messaging import Messenger
 from smddp.modelparallel.model_state import MARKER
+from smddp.modelparallel.optimizer import FP16_STATES, merged
 from smddp.modelparallel.partition.placement import Decision
 from smddp.modelparallel.runtime import state
 from smddp.modelparallel.topology import CommGroup
@@ -31,7 +32,9 @@ from smddp.modelparallel.topology import CommGroup
 __all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
 
 _MANIFEST = "manifest.json"
+# Files with the newest tag: of all, and of those with (True) or without (False) parts.
 _NEWEST = "newest"
+_NEWEST_OF_KIND = {True: "newest_in_parts", False: "newest_in_one_file"}
 
 
 def save(
@@ -75,7 +78,8 @@ def load(
         map_location: as for torch.load.
         pickle_module: as for torch.load; used only for what is not plain tensors and containers.
         partial: as for `save`.
-        back_compat: names without the numbers of later versions; always tried.
+        back_compat: look for the names of versions before 1.10 first, which end in the rank within
+            the model; they are tried in any case.
         pickle_load_args: as for torch.load.
 
     Raises:
@@ -85,7 +89,9 @@ def load(
     if partial:
         topology = state.topology
         pp, tp, rdp = (topology.rank_in(kind) for kind in ("pp", "tp", "rdp"))
-        names = [f + _suffix(False), f"{f}_{pp}_{tp}", f"{f}_{pp}_{tp}_{rdp}"]
+        old = f"{f}_{topology.rank_in('mp')}"
+        names = [f + _suffix(False), old, f"{f}_{pp}_{tp}", f"{f}_{pp}_{tp}_{rdp}"]
+        names = list(dict.fromkeys([old, *names] if back_compat else names))
     for name in names:
         if os.path.exists(name):
             return read(Path(name), map_location, pickle_module, **pickle_load_args)
@@ -131,7 +137,8 @@ def save_checkpoint(
             write(folder / tag, lambda file: save_as(file, entries))
             write(folder / f"user_content_{tag}", lambda file: torch.save(user_content, file))
     if first:
-        write(folder / _NEWEST, lambda file: file.write(tag.encode()))
+        for name in (_NEWEST, _NEWEST_OF_KIND[partial]):
+            write(folder / name, lambda file: file.write(tag.encode()))
         if partial and num_kept_partial_checkpoints is not None:
             _delete_old(folder, num_kept_partial_checkpoints)
     Messenger(state).barrier(CommGroup.WORLD)
@@ -166,7 +173,7 @@ def resume_from_checkpoint(
         ValueError: a file is damaged.
     """
     folder = Path(path)
-    tag = _newest(folder) if tag is None else tag
+    tag = _newest(folder, partial) if tag is None else tag
     model = state.model() if state.model is not None else None
     optimizer = state.optimizer() if state.optimizer is not None else None
     if model is None:
@@ -199,15 +206,16 @@ def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
         path: the folder.
         tag: which; the newest if None.
     """
-    parts = Path(path) / f"{tag or _newest(Path(path))}_partial"
+    parts = Path(path) / f"{tag or _newest(Path(path), True)}_partial"
     return _merged_model(parts, _manifest(parts))
 
 
-def _newest(folder: Path) -> str:
-    newest = folder / _NEWEST
-    if not newest.exists():
-        raise FileNotFoundError(f"there is no checkpoint in {folder}: it has no file {_NEWEST}")
-    return newest.read_text().strip()
+def _newest(folder: Path, partial: bool) -> str:
+    # Who wrote the folder may have known only the first of these files.
+    for name in (_NEWEST_OF_KIND[partial], _NEWEST):
+        if (folder / name).exists():
+            return (folder / name).read_text().strip()
+    raise FileNotFoundError(f"there is no checkpoint in {folder}: it has no file {_NEWEST}")
 
 
 # --- one file -------------------------------------------------------------------------------------
@@ -246,25 +254,33 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
     hashes: dict[str, str] = {}
     # Replicas have the same parts.
     if topology.rank_in("rdp") == 0:
-        suffix = f"{topology.rank_in('mp')}.pt"
-        for name, source in (("model", model), ("optimizer", optimizer)):
-            if source is not None:
-                entries = source.local_state_dict()
-                file = folder / f"{name}_{suffix}"
-                hashes[file.name] = write(file, functools.partial(torch.save, entries))
+        for name, entries in _pieces(model, optimizer).items():
+            file = folder / f"{name}_{topology.rank_in('mp')}.pt"
+            hashes[file.name] = write(file, functools.partial(torch.save, entries))
     if topology.rank == 0:
         write(folder / "user_content.pt", lambda file: torch.save(user_content, file))
     everybody = Messenger(state).allgather(hashes, CommGroup.WORLD)
     if topology.rank == 0:
-        merged = {name: value for part in everybody for name, value in part.items()}
+        files = {name: value for part in everybody for name, value in part.items()}
         decision = model.runtime.placement.decision if model is not None else None
         manifest = {
-            "hashes": merged,
-            "model": sorted(name for name in merged if name.startswith("model_")),
-            "optimizer": sorted(name for name in merged if name.startswith("optimizer_")),
+            "hashes": files,
+            "model": sorted(name for name in files if name.startswith("model_")),
+            "optimizer": sorted(name for name in files if name.startswith("optimizer_")),
+            FP16_STATES: sorted(name for name in files if name.startswith(FP16_STATES)),
             "partition": decision.as_dict() if decision is not None else None,
         }
         write(folder / _MANIFEST, lambda file: file.write(json.dumps(manifest).encode()))
+
+
+def _pieces(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Returns what this rank saves, by the beginning of the file's name."""
+    pieces = {} if model is None else {"model": model.local_state_dict()}
+    if optimizer is not None:
+        pieces["optimizer"] = optimizer.local_state_dict()
+        if FP16_STATES in pieces["optimizer"]:
+            pieces[FP16_STATES] = pieces["optimizer"].pop(FP16_STATES)
+    return pieces
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -287,21 +303,27 @@ def _verified(folder: Path, name: str, manifest: dict[str, Any]) -> Path:
 
 
 def _merged_model(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name in manifest["model"]:
-        merged.update(read(_verified(folder, name, manifest), "cpu", weights_only=True, mmap=True))
-    merged.pop(MARKER, None)
-    return merged
+        entries.update(read(_verified(folder, name, manifest), "cpu", weights_only=True, mmap=True))
+    entries.pop(MARKER, None)
+    return entries
 
 
 def _merged_optimizer(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    states: dict[int, Any] = {}
-    for name in manifest["optimizer"]:
-        merged = read(_verified(folder, name, manifest), "cpu", weights_only=True)
-        states.update(merged["state"])
-    merged.pop(MARKER, None)
-    return {**merged, "state": states}
+    parts = [_part(folder, name, manifest) for name in manifest["optimizer"]]
+    # Checkpoints of older versions have no such list.
+    halves = [_part(folder, name, manifest) for name in manifest.get(FP16_STATES, [])]
+    for part, half in zip(parts, halves, strict=False):
+        part[FP16_STATES] = half
+    whole = merged(parts)
+    whole.pop(MARKER, None)
+    return whole
+
+
+def _part(folder: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
+    part: dict[str, Any] = read(_verified(folder, name, manifest), "cpu", weights_only=True)
+    return part
 
 
 def _delete_old(folder: Path, keep: int) -> None:

@@ -21,7 +21,7 @@ END = "<!-- end of keys -->"
 _PLACEMENTS = ["spread", "cluster", *("".join(p) for p in itertools.permutations("DPT"))]
 
 
-_PRECISION = "the model is trained in the dtype it has: use torch.autocast and smp.amp.GradScaler"
+_OWN_DTYPE = "modules keep the dtype they are made in: use fp16, or smp.model_creation(dtype=…)"
 _STAY = "activations stay where they are"
 _WHOLE = "parameters are not divided"
 
@@ -146,24 +146,27 @@ KEYS: tuple[Key, ...] = (
         "The ranks of a tensor-parallel group get the same batch.",
         later="tensor-parallel ranks are replicas, of equal batches then",
     ),
-    Key("fp16", "bool", False, "Train in half precision throughout.", (), _PRECISION, True),
+    Key(
+        "fp16",
+        "bool",
+        False,
+        "Train in half precision: the optimizer keeps master weights in fp32, and scales losses.",
+    ),
     Key(
         "fp16_params",
         "bool",
         False,
         "Half precision for distributed modules.",
         (),
-        _PRECISION,
+        _OWN_DTYPE,
         True,
     ),
-    Key("bf16", "bool", False, "bfloat16 with sharded data parallelism.", (), _PRECISION, True),
+    Key("bf16", "bool", False, "The same in bfloat16, with sharded_data_parallel_degree."),
     Key(
         "_fp32_grad_accumulation",
         "bool",
         False,
-        "Sum gradients in fp32.",
-        (),
-        "gradients are summed in their own dtype",
+        "With fp16 or bf16, sum and average gradients in fp32; else without effect.",
     ),
     Key(
         "shard_optimizer_state",

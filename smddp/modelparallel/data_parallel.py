@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smddp.modelparallel.buffers import Buffers
 from smddp.modelparallel.errors import SMPPeerError
 from smddp.modelparallel.join import Join
 from smddp.modelparallel.pipeline.failure import Redo
@@ -36,7 +37,7 @@ class Bucket:
         self._parameters = list(parameters)
         first = self._parameters[0]
         size = sum(parameter.numel() for parameter in self._parameters)
-        self._buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self._buffer = torch.zeros(size, dtype=first.grad_dtype, device=first.device)
         self.missing = 0
         self.launched = False
         self.work: Any = None
@@ -97,7 +98,7 @@ class DataParallel:
         self._passes = passes
         self._broadcast_buffers = broadcast_buffers
         self._views = views
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: Buffers | None = None
         self._everything: list[nn.Parameter] = []
         self.join = Join(self)
         self._buckets: list[Bucket] = []
@@ -109,9 +110,9 @@ class DataParallel:
         self._next = 0
         self._outside = False
 
-    def adopt(self, parameters: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> None:
+    def adopt(self, parameters: Sequence[nn.Parameter], buffers: Buffers) -> None:
         """Takes the parameters and buffers of this rank, and makes them equal on all replicas."""
-        self._buffers = list(buffers)
+        self._buffers = buffers
         self._everything = list(parameters)
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         if self.size > 1:
@@ -126,8 +127,9 @@ class DataParallel:
         room: dict[Any, float] = {}
         open_group: dict[Any, list[nn.Parameter]] = {}
         for parameter in reversed(self.parameters):
-            kind = (parameter.dtype, parameter.device)
-            size = parameter.numel() * parameter.element_size()
+            dtype = parameter.grad_dtype or parameter.dtype
+            kind = (dtype, parameter.device)
+            size = parameter.numel() * dtype.itemsize
             if kind not in open_group or room[kind] < size:
                 open_group[kind] = []
                 groups.append(open_group[kind])
@@ -151,17 +153,15 @@ class DataParallel:
         self._with_gradients = torch.is_grad_enabled()
         # The other replicas make it again only if they have heard of it.
         together = not again or self._reduces()
-        if self._with_gradients and together:
-            self.join.begin_step()
-        self._begin(sums, divisor, self._with_gradients, together)
+        source = self.join.begin_step() if self._with_gradients and together else None
+        self._begin(sums, divisor, source)
 
-    def _begin(
-        self, sums: GradientSum, divisor: int, with_gradients: bool, together: bool = True
-    ) -> None:
-        self._sums, self._divisor, self._with_gradients = sums, divisor, with_gradients
+    def _begin(self, sums: GradientSum, divisor: int, source: int | None) -> None:
+        """Begins a step; with the buffers of another replica, if a source is given."""
+        self._sums, self._divisor = sums, divisor
         self._put_aside()
-        if self._with_gradients and self._broadcast_buffers and self.size > 1 and together:
-            self._broadcast(self._buffers, 0)
+        if source is not None and self._broadcast_buffers and self.size > 1:
+            self._broadcast(self._tensors(), source)
 
     def _put_aside(self) -> None:
         self._old = {parameter: parameter.grad for parameter in self.parameters}
@@ -314,17 +314,22 @@ class DataParallel:
 
     # --- replicas with fewer batches; see join.py -------------------------------------------------
 
-    def shadow_step(self) -> None:
-        """Does what the others do in a step, without a batch."""
+    def shadow_step(self, source: int) -> None:
+        """Does what the others do in a step, without a batch and with the buffers of `source`."""
         sums = GradientSum()
         sums.begin(1)
-        self._begin(sums, 1, True)
+        self._with_gradients = True
+        self._begin(sums, 1, source)
         with contextlib.suppress(Redo):  # then they count once more, and the next one is the same
             self.end_step(True)
 
     def synchronise(self, source: int) -> None:
         """Takes parameters and buffers from a replica."""
-        self._broadcast([*self._everything, *self._buffers], source)
+        self._broadcast([*self._everything, *self._tensors()], source)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Returns the buffers of this rank; none before the partition."""
+        return self._buffers.tensors() if self._buffers is not None else []
 
     def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         # Many small tensors: in few large messages.

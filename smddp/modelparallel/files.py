@@ -47,7 +47,18 @@ def hash_of(file: Path) -> str:
 
 
 def read(file: Path, map_location: Any, pickle_module: Any = pickle, **options: Any) -> Any:
-    """Loads without unpickling code if that is enough, unless told otherwise."""
+    """Loads without unpickling code if that is enough, unless told otherwise.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        return _read(file, map_location, pickle_module, **options)
+    except (EOFError, RuntimeError) as error:
+        raise ValueError(f"{file} is damaged, or was not written by torch: {error}") from error
+
+
+def _read(file: Path, map_location: Any, pickle_module: Any, **options: Any) -> Any:
     if options.get("mmap"):
         return torch.load(file, map_location, **options)
     # A stream, because torch takes some endings of names for other formats.

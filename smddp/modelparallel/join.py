@@ -22,20 +22,21 @@ class Replicas(Protocol):
     size: int
     parameters: list[nn.Parameter]
 
-    def shadow_step(self) -> None:
-        """Takes part in a step of the others, with zeros."""
+    def shadow_step(self, source: int) -> None:
+        """Takes part in a step of the others, with zeros and the buffers of one of them."""
 
     def synchronise(self, source: int) -> None:
         """Takes parameters and buffers from a replica."""
 
 
 class Join:
-    """The count of active replicas, on one rank.
+    """Who is active, on one rank.
 
-    Inside the context every step begins with a count. Who leaves the body goes on counting as
-    inactive and takes part in the reductions with zeros, until nobody is active; gradients are
-    divided by the number of replicas all the same, as in DistributedDataParallel. Then parameters
-    and buffers are taken from a replica that has made the most steps.
+    Inside the context every step begins with the question which is the first active replica. Who
+    leaves the body goes on answering as inactive and takes part in the reductions with zeros, until
+    nobody is active; gradients are divided by the number of replicas all the same, as in
+    DistributedDataParallel. Then parameters and buffers are taken from a replica that has made the
+    most steps.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -43,11 +44,16 @@ class Join:
         self._inside = False
         self._steps = 0
 
-    def begin_step(self) -> None:
-        """Says that this replica is active; for every step with gradients."""
-        if self._inside:
-            self._count(1)
-            self._steps += 1
+    def begin_step(self) -> int:
+        """Says that this replica is active; for every step with gradients.
+
+        Returns:
+            The first active replica: its buffers are those of all in this step.
+        """
+        if not self._inside:
+            return 0
+        self._steps += 1
+        return self._first(active=True)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -65,15 +71,17 @@ class Join:
             return
         if not self._replicas.parameters and not self._steps:
             raise SMPUsageError("join() needs at least one batch on every replica")
-        while self._count(0):
-            self._replicas.shadow_step()
+        while (first := self._first(active=False)) < self._replicas.size:
+            self._replicas.shadow_step(first)
         self._replicas.synchronise(self._most_advanced())
 
-    def _count(self, active: int) -> int:
-        total = torch.tensor([active])
-        if self._replicas.size > 1:
-            dist.all_reduce(total, group=self._replicas.group)
-        return int(total)
+    def _first(self, active: bool) -> int:
+        """Returns the first active replica; the number of replicas if there is none."""
+        group, size = self._replicas.group, self._replicas.size
+        first = torch.tensor([dist.get_rank(group) if active else size])
+        if size > 1:
+            dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+        return int(first)
 
     def _most_advanced(self) -> int:
         group, size = self._replicas.group, self._replicas.size

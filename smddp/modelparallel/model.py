@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.data_parallel import DataParallel
 from smddp.modelparallel.errors import SMPInitializationError, SMPUsageError
+from smddp.modelparallel.half import lowered, raised
+from smddp.modelparallel.model_queries import ModelQueries
 from smddp.modelparallel.model_runtime import ModelRuntime
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.runtime import state
@@ -21,7 +23,7 @@ from smddp.modelparallel.structure import map_tensors
 __all__ = ["DistributedModel"]
 
 
-class DistributedModel(nn.Module):
+class DistributedModel(ModelQueries):
     """Wraps a model for training in a pipeline, in place: its parameters stay the same objects.
 
     With one partition it is ready at once. With several, the first call inside a step decides where
@@ -40,9 +42,6 @@ class DistributedModel(nn.Module):
         gradient_as_bucket_view: let gradients be views of the buckets.
         find_unused_parameters: accepted; unused parameters are always found.
     """
-
-    runtime: ModelRuntime
-    module: nn.Module
 
     def __init__(
         self,
@@ -95,17 +94,23 @@ class DistributedModel(nn.Module):
                 "with more than one partition, the model can be called only inside a function "
                 "decorated with smp.step"
             )
+        half = self.runtime.half
+        if half is not None:
+            args, kwargs = lowered(args, half), lowered(kwargs, half)
         if not self.partitioned:
             self.runtime.partition(args, kwargs)
-        result = self.module(*args, **kwargs)
-        return map_tensors(force, result)
+        result = map_tensors(force, self.module(*args, **kwargs))
+        return result if half is None else raised(result)
 
     def backward(
         self,
         tensors: torch.Tensor | Sequence[torch.Tensor],
         grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Does what `torch.autograd.backward` does, through the pipeline."""
+        """Does what `torch.autograd.backward` does, through the pipeline.
+
+        With fp16 in the configuration it multiplies by the loss scale of the optimizer.
+        """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
         task = self.runtime.executor.baton.task
@@ -115,10 +120,12 @@ class DistributedModel(nn.Module):
                     "with more than one partition, model.backward can be called only inside a "
                     "function decorated with smp.step"
                 )
-            torch.autograd.backward(roots, given)
+            torch.autograd.backward(self._scaled(roots), given)
+            if self.runtime.masters is not None:
+                self.runtime.masters.renew()
             return
         frame = task.local
-        roots = [force(root) for root in roots]
+        roots = self._scaled([force(root) for root in roots])
         self.runtime.executor.driver.reach_backward(frame)
         frame.forward = False
         self.runtime.executor.timeline.leave()
@@ -128,60 +135,19 @@ class DistributedModel(nn.Module):
         finally:
             frame.forward = True
 
-    @property
-    def partitioned(self) -> bool:
-        """Has it been decided where each module lives?"""
-        return self.runtime.partitioned
+    def _scaled(self, roots: list[torch.Tensor]) -> list[torch.Tensor]:
+        masters = self.runtime.masters
+        scale = 1.0 if masters is None else masters.scaler.loss_scale
+        return roots if scale == 1 else [root.float() * scale for root in roots]
 
-    def get_module(self) -> nn.Module:
-        """Returns the model that was wrapped."""
-        return self.module
-
-    def local_modules(self) -> Iterator[nn.Module]:
-        """Yields the modules that live on this rank; after the first step has begun."""
-        for _, module in self.local_named_modules():
-            yield module
-
-    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The same with names."""
-        self._require_partition("local modules")
-        for name, module in self.module.named_modules():
-            if self.runtime.placement.is_local(module):
-                yield name, module
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters that live on this rank; after the first step has begun."""
-        for _, parameter in self.local_named_parameters():
-            yield parameter
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with names."""
-        self._require_partition("local parameters")
-        for name, parameter in self.module.named_parameters():
-            if self.runtime.placement.owns(parameter):
-                yield name, parameter
-
-    def local_buffers(self) -> Iterator[torch.Tensor]:
-        """Yields the buffers that live on this rank; after the first step has begun."""
-        for _, buffer in self.local_named_buffers():
-            yield buffer
-
-    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same with names."""
-        self._require_partition("local buffers")
-        for name, buffer in self.module.named_buffers():
-            if self.runtime.placement.owns_buffer(name):
-                yield name, buffer
-
-    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
+    def state_dict(self, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
         """Returns all parameters and buffers, under their original names, gathered from all ranks.
 
         All ranks of a pipeline must call it.
 
         Args:
-            args: as for nn.Module.
             gather_to_rank0: only rank 0 of the world gets them; others get an empty dict.
-            kwargs: as for nn.Module.
+            kwargs: those of nn.Module are accepted, and without effect.
         """
         return self.runtime.model_state.full(gather_to_rank0)
 
@@ -193,7 +159,10 @@ class DistributedModel(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> Any:
         """Loads a full or a partial state; before the partition, when that happens."""
-        return self.runtime.model_state.load(state_dict, strict, same_partition_load)
+        result = self.runtime.model_state.load(state_dict, strict, same_partition_load)
+        if self.runtime.masters is not None:
+            self.runtime.masters.refresh()
+        return result
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Calls `hook(model, optimizer)` once, after the partition and before the first forward."""
@@ -203,20 +172,20 @@ class DistributedModel(nn.Module):
         """Calls `hook(model, optimizer)` once, at the end of the next step."""
         return self.runtime.register("step", hook)
 
-    def register_comm_hook(self, hook_state: Any, callable: Callable[..., Any]) -> None:
-        """Lets `callable(hook_state, bucket)` reduce gradients over replicas, as in DDP.
+    def register_comm_hook(self, state: Any, callable: Callable[..., Any]) -> None:
+        """Lets `callable(state, bucket)` reduce gradients over replicas, as in DDP.
 
         It has to average over the replicas and over the microbatches.
         """
-        if not state.cfg.ddp or not self.runtime.data_parallel.overlap:
+        if not _with_ddp() or not self.runtime.data_parallel.overlap:
             raise SMPUsageError(
                 "register_comm_hook needs ddp in the configuration and overlapping_allreduce"
             )
-        self.runtime.data_parallel.hook = lambda bucket: callable(hook_state, bucket)
+        self.runtime.data_parallel.hook = lambda bucket: callable(state, bucket)
 
     def join(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which replicas may have different numbers of batches."""
-        if not state.cfg.ddp:
+        if not _with_ddp():
             raise SMPUsageError("join() needs ddp in the configuration")
         return self.runtime.data_parallel.join.context()
 
@@ -228,17 +197,27 @@ class DistributedModel(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
         """Moves what lives here; without effect before the partition, which places it anyway."""
-        if not self.partitioned:
-            return self
-        return super().to(*args, **kwargs)
+        return super().to(*args, **kwargs) if self.partitioned else self
 
     def cuda(self, device: Any = None) -> DistributedModel:
         """Like `to`."""
         return super().cuda(device) if self.partitioned else self
 
-    def _require_partition(self, what: str) -> None:
-        if not self.partitioned:
-            raise SMPUsageError(f"{what} are known only when the first step has begun")
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What `to`, `float` and the like are made of; leaves out what lives elsewhere."""
+        if not self.partitioned or self.runtime.executor.size == 1:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for parameter in self.runtime.placement.parameters():
+            parameter.data = fn(parameter.data)
+            if parameter.grad is not None:
+                parameter.grad = fn(parameter.grad)
+        self.runtime.buffers.apply(fn)
+        return self
+
+
+def _with_ddp() -> bool:
+    with_ddp: bool = state.cfg.ddp
+    return with_ddp
 
 
 def _name_original_forwards(module: nn.Module) -> None:

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from smddp.modelparallel.buffers import Buffers
 from smddp.modelparallel.data_parallel import DataParallel
 from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.half import MasterWeights, convert, half_precision
 from smddp.modelparallel.model_state import ModelState
 from smddp.modelparallel.partition.decide import decide
 from smddp.modelparallel.partition.placement import Decision, Placement
@@ -38,6 +40,8 @@ class ModelRuntime:
         model_state: gathers and loads.
         steps: how many have begun.
         device: of what lives here.
+        buffers: that live here.
+        half: the type in which the model computes, if it is not the one it was made in.
     """
 
     def __init__(
@@ -55,6 +59,9 @@ class ModelRuntime:
         self.data_parallel = data_parallel
         self._average = average
         self._times = times
+        self.half = half_precision()
+        if self.half is not None:
+            convert(module, self.half)
         self.executor = _executor(state)
         executor = self.executor
         modules = Modules(executor, executor.caller, module, state.cfg.direct_forwarding)
@@ -73,7 +80,7 @@ class ModelRuntime:
         }
         self._modes: bytes | None = None
         self.steps = 0
-        self._buffers: Buffers | None = None
+        self.buffers = Buffers(module, lambda _: False)  # once there is a partition
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -102,16 +109,16 @@ class ModelRuntime:
     def apply(self, decision: Decision) -> None:
         """Makes a decision true on this rank."""
         self.placement.apply(decision, self.device)
-        local = [p for p in self.module.parameters() if self.placement.owns(p)]
+        local = self.placement.parameters()
         for parameter in local:
             if parameter.requires_grad:
                 hook = _weakly(self._on_gradient)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        buffers = [b for n, b in self.module.named_buffers() if self.placement.owns_buffer(n)]
-        self.data_parallel.adopt(local, buffers)
+        self.buffers = Buffers(self.module, self.placement.owns_buffer)
+        self.data_parallel.adopt(local, self.buffers)
         optimizer = self._optimizer()
         if optimizer is not None:
-            optimizer._smp_state.load_deferred(self.placement)
+            optimizer._smp_state.adopt(self.placement)
         self._run_hooks("partition")
 
     def pin(self, module: nn.Module, partition: int) -> None:
@@ -134,8 +141,9 @@ class ModelRuntime:
         divisor = microbatches if self._average else 1
         self.data_parallel.begin_step(self._sum, divisor, again)
         self.executor.modules.relying = not again
+        # In the first step there are no results to rely upon, hence no Redo.
         if self.executor.size > 1 and not again:
-            self._buffers = Buffers(self.module)
+            self.buffers.save()
 
     def end_step(self, succeeded: bool, redo: bool = False) -> None:
         """Turns the sums into `Parameter.grad`; a failed step leaves gradients as they were.
@@ -148,12 +156,11 @@ class ModelRuntime:
         try:
             self.data_parallel.end_step(succeeded, redo)
         except Redo:
-            if self._buffers is not None:
-                self._buffers.restore()
+            self.buffers.restore()
             raise
-        finally:
-            self._buffers = None
         if succeeded:
+            if self.masters is not None:
+                self.masters.renew()
             self._run_hooks("step")
 
     def changed_modes(self) -> bytes | None:
@@ -204,23 +211,15 @@ class ModelRuntime:
         for hook in hooks.values():
             hook(self._model(), self._optimizer())
 
+    @property
+    def masters(self) -> MasterWeights | None:
+        """What the optimizer works on, if the model is in half precision."""
+        optimizer = self._optimizer()
+        return None if optimizer is None else optimizer._smp_state.masters
+
     def _optimizer(self) -> Any:
         reference = self._state.optimizer
         return reference() if reference is not None else None
-
-
-class Buffers:
-    """The buffers of a model that live here, as they are now; for a step that may be made again."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
-        self._copies = [buffer.detach().clone() for buffer in self._buffers]
-
-    def restore(self) -> None:
-        """Puts them back."""
-        with torch.no_grad():
-            for buffer, copy in zip(self._buffers, self._copies, strict=True):
-                buffer.copy_(copy)
 
 
 def _executor(state: State) -> Executor:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from smddp.modelparallel.clipping import clip_grad_norm
 from smddp.modelparallel.errors import SMPInitializationError, SMPUsageError
+from smddp.modelparallel.half import MasterWeights, half_precision
+from smddp.modelparallel.loss_scale import make_scaler
 from smddp.modelparallel.meeting import meet
 from smddp.modelparallel.model_state import MARKER
 from smddp.modelparallel.partition.placement import Placement
 from smddp.modelparallel.runtime import state
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["FP16_STATES", "DistributedOptimizer", "merged"]
+
+# In a state dict: the master weights by number, and the loss scale.
+FP16_STATES = "fp16_states"
 
 
 class _IsPatched(type):
@@ -35,9 +41,9 @@ class DistributedOptimizer(metaclass=_IsPatched):
 
     Args:
         optimizer: any object with `param_groups`, `state`, `state_dict` and `load_state_dict`.
-        static_loss_scale: for fp16, which this version does not have.
-        dynamic_loss_scale: for fp16.
-        dynamic_loss_args: for fp16.
+        static_loss_scale: with fp16 or bf16 in the configuration, by what losses are multiplied.
+        dynamic_loss_scale: with those, adapt that to overflows.
+        dynamic_loss_args: see DynamicLossScaler; by name, or in one dict of this name.
     """
 
     def __new__(
@@ -52,32 +58,47 @@ class DistributedOptimizer(metaclass=_IsPatched):
             raise SMPInitializationError("call smp.init() before smp.DistributedOptimizer")
         if hasattr(optimizer, "_smp_state"):
             raise SMPUsageError("the optimizer is a smp.DistributedOptimizer already")
-        scales = static_loss_scale != 1.0 or dynamic_loss_scale or dynamic_loss_args
-        if scales and state.topology.rank == 0:
+        scaler = make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        masters = None
+        if half_precision() is not None:
+            masters = MasterWeights(optimizer, scaler)
+        elif (dynamic_loss_scale or scaler.loss_scale != 1) and state.topology.rank == 0:
             warnings.warn(
-                "smp.DistributedOptimizer does not scale losses in this version: use "
-                "smp.amp.GradScaler",
+                "smp.DistributedOptimizer scales losses only with fp16: True in the configuration; "
+                "with torch.autocast, use smp.amp.GradScaler",
                 stacklevel=2,
             )
-        helper = _State(optimizer)
-        optimizer._smp_state = helper
+        optimizer._smp_state = helper = _State(optimizer, masters)
         for name in ("step", "state_dict", "load_state_dict"):
             setattr(optimizer, name, types.MethodType(getattr(_patches, name), optimizer))
         for name in ("local_state_dict", "orig_state_dict", "_param_id_to_index"):
             setattr(optimizer, name, types.MethodType(getattr(_patches, name), optimizer))
-        if state.cfg.fp16:
-            _add_names_of_fp16(optimizer)
+        if helper.counted is not None:
+            step = functools.partial(_patches.step, optimizer)
+            optimizer.step = functools.update_wrapper(step, helper.counted)
+        if masters is not None:
+            _add_names_of_fp16(optimizer, masters)
         state.optimizer = weakref.ref(optimizer)
+        model = _model()
+        if masters is not None and model is not None and model.partitioned:
+            masters.adopt(model.runtime.placement)
         return optimizer
 
 
-def _add_names_of_fp16(optimizer: Any) -> None:
-    """Adds what scripts for fp16 use; parameters are their own master copies, with scale 1."""
+def _add_names_of_fp16(optimizer: Any, masters: MasterWeights) -> None:
+    """Adds what scripts for fp16 use, by its names in Apex."""
+    # There it is the optimizer inside; learning rate schedules get it.
     optimizer.optimizer = optimizer
-    optimizer.loss_scale, optimizer.overflow = 1.0, False
+    optimizer.loss_scaler = masters.scaler
+    optimizer.loss_scale, optimizer.overflow = masters.scaler.loss_scale, False
+    optimizer.fp32_from_fp16_groups = []
     optimizer.clip_master_grads = clip_grad_norm
-    optimizer.update_master_grads = lambda: None
-    optimizer.backward = lambda loss, **_: _model().backward(loss)
+    optimizer.update_master_grads = masters.update
+    # Gradients are complete, and can be taken over, only when the step has ended.
+    optimizer.backward = lambda loss, update_master_grads=True: _model().backward(loss)
+    optimizer.zero_grad = masters.zero_grad
+    if hasattr(optimizer, "add_param_group"):
+        optimizer.add_param_group = types.MethodType(_patches.add_param_group, optimizer)
 
 
 class _patches:  # noqa: N801  a namespace of functions that become methods of the optimizer
@@ -92,6 +113,8 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             )
         if state.cfg.sharded_data_parallel_degree > 1:
             self._global_grad_norm = clip_grad_norm(state.cfg.sdp_gradient_clipping)
+        if closure is not None and self._smp_state.masters is not None:
+            raise SMPUsageError("with fp16 or bf16, optimizer.step() takes no closure")
         arguments = (closure, *args) if closure is not None or args else ()
         return self._smp_state.step(*arguments, **kwargs)
 
@@ -112,22 +135,39 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
         self._smp_state.load(state_dict)
 
     @staticmethod
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        type(self).add_param_group(self, param_group)
+        model = _model()
+        if model is not None and model.partitioned:
+            self._smp_state.masters.adopt(model.runtime.placement)
+
+    @staticmethod
     def _param_id_to_index(self: Any) -> Any:
         return self._smp_state.indices()
 
 
 class _State:
-    """Gathers and loads the state of one optimizer."""
+    """Gathers and loads the state of one optimizer.
 
-    def __init__(self, optimizer: Any) -> None:
+    Attributes:
+        masters: of a model in half precision.
+    """
+
+    def __init__(self, optimizer: Any, masters: MasterWeights | None) -> None:
+        self.masters = masters
         self._optimizer = weakref.ref(optimizer)
         # Bound to the class, so that this object does not keep the optimizer alive.
         kind = type(optimizer)
         self._step, self._state_dict, self._load = kind.step, kind.state_dict, kind.load_state_dict
+        # A learning rate schedule has wrapped it: it counts calls, and asks later for its mark.
+        self.counted = counted = vars(optimizer).get("step")
+        if counted is not None:
+            self._step = lambda _, *args, **kwargs: counted(*args, **kwargs)
         self._deferred: Mapping[str, Any] | None = None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self._optimizer(), *args, **kwargs)
+        inner = functools.partial(self._step, self._optimizer(), *args, **kwargs)
+        return inner() if self.masters is None else self.masters.step(inner)
 
     def state_dict(self) -> dict[str, Any]:
         own: dict[str, Any] = self._state_dict(self._optimizer())
@@ -137,42 +177,46 @@ class _State:
         numbers: dict[int, int] = {}
         for group in self._groups():
             for parameter in group["params"]:
-                numbers.setdefault(id(parameter), len(numbers))
+                original = parameter if self.masters is None else self.masters.original(parameter)
+                numbers.setdefault(id(original), len(numbers))
         return numbers
 
     def local(self) -> dict[str, Any]:
         own = dict(self.state_dict())
         mine = self._local_indices()
         own["state"] = {i: entry for i, entry in own["state"].items() if i in mine}
+        if self.masters is not None:
+            own[FP16_STATES] = self.masters.state_dict(self.indices())
         own[MARKER] = True
         return own
 
     def full(self) -> dict[str, Any]:
-        own = self.local()
-        del own[MARKER]
-        own["state"] = self._merged(
-            [part["state"] for part in self._parts({"state": own["state"]})]
-        )
-        return own
+        if state.cfg.shard_optimizer_state:
+            raise SMPUsageError(
+                "with shard_optimizer_state there is no full state of the optimizer: use "
+                "optimizer.local_state_dict() or smp.save_checkpoint(…, partial=True)"
+            )
+        return self._whole(self.local())
 
     def load(self, given: Mapping[str, Any]) -> None:
         model = _model()
-        entries = {name: value for name, value in given.items() if name != MARKER}
-        if given.get(MARKER):
-            parts = [part["state"] for part in self._parts({"state": entries["state"]})]
-            entries["state"] = self._merged(parts)
-        if model is not None and not model.partitioned:
+        entries = self._whole(given) if given.get(MARKER) else dict(given)
+        entries.pop(MARKER, None)
+        waits = self.masters is not None and model is None
+        if waits or (model is not None and not model.partitioned):
             self._deferred = entries
             return
         self._load_some(entries, self._local_indices())
 
-    def load_deferred(self, placement: Placement) -> None:
-        """Loads what was given before the partition."""
+    def adopt(self, placement: Placement) -> None:
+        """Hears where parameters live, and loads what was given before that was known."""
+        if self.masters is not None:
+            self.masters.adopt(placement)
         if self._deferred is not None:
             entries, self._deferred = self._deferred, None
             numbers = self.indices()
-            parameters = [p for g in self._groups() for p in g["params"] if placement.owns(p)]
-            self._load_some(entries, {numbers[id(parameter)] for parameter in parameters})
+            owned = {id(p) for p in placement.parameters()}
+            self._load_some(entries, {numbers[key] for key in owned & numbers.keys()})
 
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer()
@@ -182,7 +226,10 @@ class _State:
 
     def _load_some(self, entries: Mapping[str, Any], mine: set[int]) -> None:
         kept = {i: entry for i, entry in entries["state"].items() if i in mine}
-        self._load(self._optimizer(), {**entries, "state": kept})
+        rest = {name: value for name, value in entries.items() if name != FP16_STATES}
+        self._load(self._optimizer(), {**rest, "state": kept})
+        if self.masters is not None and FP16_STATES in entries:
+            self.masters.load_state_dict(entries[FP16_STATES], self.indices())
 
     def _local_indices(self) -> set[int]:
         model = _model()
@@ -191,52 +238,32 @@ class _State:
             return set(numbers.values())
         return {numbers[id(p)] for p in model.local_parameters() if id(p) in numbers}
 
-    def _parts(self, part: dict[str, Any]) -> list[dict[str, Any]]:
+    def _whole(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the state of all ranks of the pipeline, from the part of each."""
+        whole = {name: value for name, value in part.items() if name != MARKER}
         size = state.topology.pp_size
-        if size == 1:
-            return [part]
-        parts: list[Any] = [None] * size
-        group = state.groups.of("pp")
-        meet("state_dict of the optimizer", group)
-        dist.all_gather_object(parts, part, group=group)
-        return parts
+        if size > 1:
+            group = state.groups.of("pp")
+            meet("state_dict of the optimizer", group)
+            parts: list[Any] = [None] * size
+            dist.all_gather_object(parts, whole, group=group)
+            whole = merged(parts)
+        return whole
 
-    @staticmethod
-    def _merged(parts: list[dict[int, Any]]) -> dict[int, Any]:
-        merged: dict[int, Any] = {}
-        for part in parts:
-            merged.update(part)
-        return dict(sorted(merged.items()))
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns one state dict from those of the ranks of a pipeline."""
+    whole = dict(parts[0])
+    whole["state"] = _union([part["state"] for part in parts])
+    if FP16_STATES in whole:
+        masters = _union([part[FP16_STATES]["masters"] for part in parts])
+        whole[FP16_STATES] = {**whole[FP16_STATES], "masters": masters}
+    return whole
+
+
+def _union(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+    return dict(sorted(item for part in parts for item in part.items()))
 
 
 def _model() -> Any:
     return state.model() if state.model is not None else None
-
-
-def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scales the gradients of the whole model so that their norm is at most `max_norm`.
-
-    Unlike `torch.nn.utils.clip_grad_norm_` it sees the parameters of all partitions. All ranks of
-    the pipeline have to call it, after the step.
-
-    Returns:
-        The norm before.
-    """
-    model = _model()
-    if model is None:
-        raise SMPUsageError("there is no smp.DistributedModel")
-    gradients = [p.grad for p in model.local_parameters() if p.grad is not None]
-    total = torch.nn.utils.get_total_norm(gradients, norm_type)
-    if state.topology.pp_size > 1:
-        group = state.groups.of("pp")
-        total = total.to(model.runtime.device, torch.float32)
-        if norm_type == float("inf"):
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
-        else:
-            total = total**norm_type
-            dist.all_reduce(total, group=group)
-            total = total ** (1.0 / norm_type)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype))
-    return total

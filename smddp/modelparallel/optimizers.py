@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from smddp.modelparallel.runtime import state
+from smddp.modelparallel.clipping import global_norm
 
 __all__ = ["FusedAdam", "FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 
@@ -137,12 +136,7 @@ class FusedLAMB(_Optimizer):
 
     def _begin(self) -> None:
         gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-        total = torch.nn.utils.get_total_norm(gradients) ** 2
-        model = state.model() if state.model is not None else None
-        if model is not None and state.topology.pp_size > 1:
-            total = total.to(model.runtime.device, torch.float32)
-            dist.all_reduce(total, group=state.groups.of("pp"))
-        self._norm = total.sqrt()
+        self._norm = global_norm(gradients)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], own: Any) -> None:
         gradient = parameter.grad

@@ -116,7 +116,7 @@ class StepFunction:
             return self._attempt(runtime, args, kwargs, again=True)
 
     def _attempt(self, runtime: ModelRuntime, args: Any, kwargs: Any, again: bool) -> Any:
-        executor = runtime.executor
+        executor, name = runtime.executor, self._function.__name__
         count = state.cfg.microbatches
         simple = state.cfg.pipeline == "simple"
         # In the simple pipeline all forward work comes first: nothing to hold back.
@@ -128,11 +128,10 @@ class StepFunction:
         succeeded = redo = False
         try:
             if driver is None:
-                header, tensors = executor.run(None, None)
+                header, tensors = executor.run(name, None, None)
             else:
-                name, modes = self._function.__name__, runtime.changed_modes()
-                begin = StepBegin(runtime.steps, name, count, modes, not self._learned)
-                header, tensors = executor.run(begin, driver.drive)
+                begin = StepBegin(runtime.steps, name, count, runtime.changed_modes())
+                header, tensors = executor.run(name, begin, driver.drive)
                 self._learned = self._learned or driver.backward
             succeeded = True
         except Redo:

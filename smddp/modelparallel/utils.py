@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from smddp.modelparallel.runtime import state
 
-__all__ = ["dump_model", "get_distribution_axis", "rmsg", "verify"]
+__all__ = ["dump_model", "get_distribution_axis", "rmsg", "same_state_dict", "verify"]
 
 
 def rmsg(message: str) -> str:
@@ -21,6 +22,18 @@ def rmsg(message: str) -> str:
 def get_distribution_axis(parameter: nn.Parameter) -> int | None:
     """Returns along which dimension tensor parallelism divides a parameter; None if it does not."""
     return None
+
+
+def same_state_dict(
+    state_dict: Mapping[str, Any], max_seq_len: int | None = None
+) -> Mapping[str, Any]:
+    """Translates a state dict from or to that of a tensor-parallel model, which has the same names.
+
+    Args:
+        state_dict: of a model or a part of it.
+        max_seq_len: accepted; no buffer was left out that would have to be made again.
+    """
+    return state_dict
 
 
 def dump_model(model: Any, file: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ _stack: list[int] = []
 def partition(index: int) -> Iterator[None]:
     """Places the modules created inside on a partition; the innermost context wins.
 
-    It is used when auto_partition is off in the configuration, and ignored otherwise.
+    It is used when auto_partition is off in the configuration; otherwise it only warns.
 
     Args:
         index: of the partition.
@@ -33,6 +34,12 @@ def partition(index: int) -> Iterator[None]:
     if not isinstance(index, int) or not 0 <= index < count:
         raise SMPPartitionError(
             f"smp.partition({index}): there are {count} partitions, numbered from 0"
+        )
+    if state.cfg.auto_partition and count > 1:
+        warnings.warn(
+            "smp.partition has no effect while auto_partition is on, as it is by default; with "
+            "auto_partition: False and a default_partition in the configuration it has",
+            stacklevel=3,
         )
     if not _stack:
         nn.Module.__init__ = _recording_init  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smddp.modelparallel.errors import SMPPartitionError
+from smddp.modelparallel.files import write
 from smddp.modelparallel.partition.manual import has_state, manual_owners
 from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.partition.solver import divide_exactly, divide_tree, loads
@@ -150,7 +151,10 @@ def _load(file: str, parts: int) -> Decision:
 
 def _save(state: State, decision: Decision) -> None:
     if state.cfg.partition_file and not state.cfg.load_partition:
-        Path(state.cfg.partition_file).write_text(json.dumps(decision.as_dict(), indent=1))
+        file = Path(state.cfg.partition_file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(decision.as_dict(), indent=1)
+        write(file, lambda stream: stream.write(text.encode()))
 
 
 def _report(decision: Decision, parts: int) -> None:

@@ -151,6 +151,10 @@ class Placement:
         owner = self.decision.owners[number]
         return owner == self.rank or (owner is None and self.rank == 0)
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that live here."""
+        return [parameter for parameter in self._root.parameters() if self.owns(parameter)]
+
     def owns(self, parameter: nn.Parameter) -> bool:
         """Does a parameter live here?"""
         return id(parameter) in self._local

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from smddp.modelparallel.buffers import Buffers
 from smddp.modelparallel.pipeline.randomness import RandomState
 from smddp.modelparallel.runtime import state
 from smddp.modelparallel.structure import map_tensors, tensors_in
@@ -134,14 +135,14 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
 
 
 def _on_real_data(root: nn.Module, args: Any, kwargs: Any) -> Trace:
-    buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
+    buffers = Buffers(root)
+    buffers.save()
     trace = Trace(len(list(root.modules())), "real data")
     try:
         with torch.no_grad(), _observed(root, trace, timed=True):
             root(*map_tensors(torch.clone, args), **map_tensors(torch.clone, kwargs))
     finally:
-        for buffer, value in buffers:
-            buffer.data.copy_(value)
+        buffers.restore()
     return trace
 
 

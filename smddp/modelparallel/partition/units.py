@@ -93,11 +93,18 @@ class Units:
         return self._node(0)
 
     def costs_of_modules(self) -> list[dict[str, float]]:
-        """Returns memory, seconds and cost of each module's own part."""
-        return [
-            {"bytes": record.memory, "seconds": record.seconds, "cost": record.cost}
-            for record in self._records
-        ]
+        """Returns memory, seconds and cost of each module's own part.
+
+        What belongs to a module without state counts for the one with which it runs.
+        """
+        found = [{"bytes": 0.0, "seconds": 0.0, "cost": 0.0} for _ in self._records]
+        for number, record in enumerate(self._records):
+            stays = number == 0 or has_state(self._modules.list[number])
+            costs = found[number if stays else self._leaf_of(number)]
+            costs["bytes"] += record.memory
+            costs["seconds"] += record.seconds
+            costs["cost"] += record.cost
+        return found
 
     def _node(self, number: int) -> Node:
         record = self._records[number]
@@ -121,7 +128,7 @@ class Units:
             order.append(number)
             self._first[number] = number
             for child in record.children:
-                self._first[child] = number
+                self._adopt(child, number)
             return
         for child in stateful:
             self._walk(child, [*around, number], order)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from smddp.modelparallel.errors import SMPPeerError
+from smddp.modelparallel.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp.modelparallel.pipeline.calls import Caller
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
@@ -40,7 +40,6 @@ class StepBegin(NamedTuple):
     name: str
     microbatches: int
     modes: bytes | None  # of all modules, train or eval, if they have changed
-    learning: bool
 
 
 class Executor:
@@ -120,16 +119,21 @@ class Executor:
         self._failures: list[Failure] = []
         self._cause: BaseException | None = None
         self._end_sent = False
+        self._name = ""
         self._result: tuple[Any, list[Any]] | None = None
 
     # --- the life of a step -----------------------------------------------------------------------
 
     def run(
-        self, begin: StepBegin | None, drive: Callable[[], tuple[Any, list[Any]]] | None
+        self,
+        name: str,
+        begin: StepBegin | None,
+        drive: Callable[[], tuple[Any, list[Any]]] | None,
     ) -> Any:
         """Runs one step.
 
         Args:
+            name: of the step function that this rank has called.
             begin: on rank 0, what the others have to know.
             drive: on rank 0, submits the microbatches, waits for them, and returns the header and
                 the tensors of the result.
@@ -144,6 +148,7 @@ class Executor:
         """
         self._refuse_if_broken()
         self._reset()
+        self._name = name
         self.timeline.begin()
         # Not at the end of the last step: others' failures may have come after our own end.
         self.baton.begin()
@@ -284,6 +289,11 @@ class Executor:
             self._deliver(peer, message)
 
     def _take_begin(self, begin: StepBegin) -> None:
+        if begin.name != self._name:
+            raise SMPUsageError(
+                f"rank 0 of the pipeline is in the step {begin.name}, rank {self.rank} in "
+                f"{self._name}: all ranks have to call the same steps in the same order"
+            )
         if self.on_begin is not None:
             self.on_begin(begin)
         self._begin_step(begin)
@@ -328,7 +338,10 @@ class Executor:
                 frame.open.fetch()
 
     def _peer_lost(self, peer: int, error: Exception) -> None:
-        text = f"{self._who(peer)} is gone: {error}"
+        text = (
+            f"{self._who(peer)} is gone: {error}. Its own log says why; if it came to its end, "
+            "it made fewer steps than others"
+        )
         with self._mutex:
             self._failures.append(Failure(-1, self.rank, text, "", None))
             self._send_end(self._failures[-1], [])

@@ -1,5 +1,7 @@
 """`import smdistributed.modelparallel.torch as smp`."""
 
+from typing import Any
+
 import smdistributed.modelparallel.torch.step  # noqa: F401
 from smddp.modelparallel import *  # noqa: F403
 from smddp.modelparallel import step as _decorator
@@ -29,3 +31,19 @@ __all__ = [
     "step",
     "utils",
 ]
+
+# Names of the original library that this version does not have, and what to do about it.
+_TENSOR_PARALLELISM = "it belongs to tensor parallelism; leave it out where smp.tp_size() is 1"
+_LATER = {
+    "tensor_parallelism": _TENSOR_PARALLELISM,
+    "set_tensor_parallelism": _TENSOR_PARALLELISM,
+    "tp_register": _TENSOR_PARALLELISM,
+    "tp_register_with_module": _TENSOR_PARALLELISM,
+    "delay_param_initialization": "parameters are made at once, and freed where they do not live",
+    "set_activation_checkpointing": "call the module by patches.checkpoint.checkpoint instead",
+}
+
+
+def __getattr__(name: str) -> Any:
+    advice = f", in this version: {_LATER[name]}" if name in _LATER else ""
+    raise AttributeError(f"smp has no {name!r}{advice}", name=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -25,11 +26,15 @@ class Fickle(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.dropout = nn.Dropout(0.2)
+        # One that is replaced, not changed.
+        self.register_buffer("average", torch.zeros(WIDTH))
         self.mood = "tensor"
 
     def forward(self, x: Tensor) -> Any:
         """Returns a tensor, or something around it."""
         y = torch.tanh(self.dropout(self.norm(self.linear(x))))
+        self.average = 0.9 * self.average + y.detach().mean(0)
+        y = y + self.average
         mood = self.mood
         if mood == "data":
             mood = "pair" if bool(x.sum() > 0) else "dict"
@@ -68,8 +73,17 @@ def train(model: Any, x: Tensor, mood: str) -> Any:
     return loss
 
 
-def run(partitions: int, pipeline: str, passes: int) -> tuple[int, list[float], dict[str, Tensor]]:
-    """Trains; returns which replica this is, its losses and its whole state."""
+def run(
+    partitions: int, pipeline: str, passes: int, ends: tuple[int, ...] = (STEPS, STEPS)
+) -> tuple[int, list[float], dict[str, Tensor], int]:
+    """Trains; returns which replica this is, its losses, its whole state, and steps made again.
+
+    Args:
+        partitions: of the model.
+        pipeline: "simple" or "interleaved".
+        passes: steps per update.
+        ends: how many batches each replica has.
+    """
     smp.init(
         {
             "partitions": partitions,
@@ -86,18 +100,46 @@ def run(partitions: int, pipeline: str, passes: int) -> tuple[int, list[float], 
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     source = torch.Generator().manual_seed(smp.dp_rank())
     losses = []
-    for number in range(STEPS):
-        # Only where a second replica sees other data do the replicas change at different times.
-        mood = ["tensor", "tensor", "pair", "dict", "pair", "data"][min(number // 2, 5)]
-        inner.fickle.mood = mood
-        if number % passes == 0:
-            optimizer.zero_grad()
-        loss = train(model, torch.randn(4 * MICROBATCHES, WIDTH, generator=source), mood)
-        losses.append(float(loss.reduce_mean()))
-        if (number + 1) % passes == 0:
-            optimizer.step()
+    again = _count_repetitions(model.runtime)
+    with model.join() if len(set(ends)) > 1 else contextlib.nullcontext():
+        for number in range(ends[smp.dp_rank()]):
+            # Only where a second replica sees other data do replicas change at different times.
+            mood = ["tensor", "tensor", "pair", "dict", "pair", "data"][min(number // 2, 5)]
+            inner.fickle.mood = mood
+            if number % passes == 0:
+                optimizer.zero_grad()
+            loss = train(model, torch.randn(4 * MICROBATCHES, WIDTH, generator=source), mood)
+            losses.append(float(loss.reduce_mean()))
+            if (number + 1) % passes == 0:
+                optimizer.step()
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    return smp.dp_rank(), losses, whole
+    return smp.dp_rank(), losses, whole, len(again)
+
+
+def _count_repetitions(runtime: Any) -> list[int]:
+    """Returns a list that gets an entry for each step that is made again."""
+    again: list[int] = []
+    begin = runtime.begin_step
+
+    def counted(microbatches: int, repeated: bool) -> None:
+        if repeated:
+            again.append(runtime.steps)
+        begin(microbatches, repeated)
+
+    runtime.begin_step = counted
+    return again
+
+
+def check_same(expected: list[Any], found: list[Any]) -> None:
+    """Compares ranks of a divided model with those of a whole one, by replica."""
+    of_replica = {replica: rest for replica, *rest in expected}
+    for replica, losses, whole, _ in found:
+        expected_losses, expected_whole, never = of_replica[replica]
+        assert never == 0
+        assert losses == pytest.approx(expected_losses, abs=1e-6)
+        for name, tensor in expected_whole.items():
+            torch.testing.assert_close(whole[name], tensor, atol=1e-6, rtol=0)
+    assert any(again for *_, again in found), "nothing was made again"
 
 
 @pytest.mark.parametrize(
@@ -106,10 +148,14 @@ def run(partitions: int, pipeline: str, passes: int) -> tuple[int, list[float], 
 )
 def test_changes_nothing_else(replicas: int, pipeline: str, passes: int) -> None:
     expected = check_ranks(run, str(replicas), 1, pipeline, passes)
-    found = check_ranks(run, str(2 * replicas), 2, pipeline, passes)
-    of_replica = {replica: rest for replica, *rest in expected}
-    for replica, losses, whole in found:
-        expected_losses, expected_whole = of_replica[replica]
-        assert losses == pytest.approx(expected_losses, abs=1e-6)
-        for name, tensor in expected_whole.items():
-            torch.testing.assert_close(whole[name], tensor, atol=1e-6, rtol=0)
+    check_same(expected, check_ranks(run, str(2 * replicas), 2, pipeline, passes))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("ends", [(5, STEPS), (STEPS, 3)])
+def test_a_replica_that_has_ended_goes_along(ends: tuple[int, ...], passes: int) -> None:
+    expected = check_ranks(run, "2", 1, "interleaved", passes, ends)
+    check_same(expected, check_ranks(run, "4", 2, "interleaved", passes, ends))
+    for _, _, whole, _ in expected:
+        # Statistics are those of the replica that went on, not of one that had ended.
+        assert whole["fickle.norm.num_batches_tracked"] == MICROBATCHES * max(ends)

@@ -77,10 +77,16 @@ def saving(pp: int, path: str) -> Any:
     assert names == dict(enumerate(name for name, _ in model.module.named_parameters()))
     assert smp.state.param_name_to_index_tp_group[0]["norm.weight"] in names
     smp.save_checkpoint(path, "full", partial=False, model=model)
+    assert smp.resume_from_checkpoint(path, partial=False) == {}
     smp.save({"rank": smp.pp_rank(), "sets": {1}}, f"{path}/mine.pt")
     assert smp.load(f"{path}/mine.pt") == {"rank": smp.pp_rank(), "sets": {1}}
     smp.save({"rank": -1}, f"{path}/one.pt", partial=False)
     assert smp.load(f"{path}/one.pt", partial=False) == {"rank": -1}
+    if smp.rank() == 0:
+        Path(path, "cut.pt").write_bytes(Path(path, "one.pt").read_bytes()[:-100])
+    smp.barrier()
+    with pytest.raises(ValueError, match=r"cut.pt is damaged"):
+        smp.load(f"{path}/cut.pt", partial=False)
     smp.save([1], f"{path}/v3.pt", v3=True)
     assert smp.load(f"{path}/v3.pt") == [1]
     with pytest.raises(FileNotFoundError, match=r"no checkpoint .*absent.pt_"):
@@ -104,7 +110,8 @@ def resuming(pp: int, path: str, loaded_after_step: bool, mode: str) -> Any:
     if mode == "full":
         assert smp.resume_from_checkpoint(path, "full", partial=False) == {}
         return dict(model.state_dict())
-    content = smp.resume_from_checkpoint(path, "two")
+    # The newest in parts, whatever was saved as one file since.
+    content = smp.resume_from_checkpoint(path, None if pp == 1 else "two")
     assert content == {"epoch": 3, "anything": {1, 2}}
     train(model, optimizer, range(2, 4))
     if pp > 1 and mode == "same":
@@ -305,7 +312,7 @@ def reused(file: str, load: bool) -> Any:
 
 
 def test_a_decision_is_saved_and_used_again(tmp_path: Path) -> None:
-    file = tmp_path / "partition.json"
+    file = tmp_path / "made" / "partition.json"
     first = check_ranks(reused, "2", str(file), False)
     decision = json.loads(file.read_text())
     assert decision["owners"] == first[0] == first[1]

@@ -110,6 +110,37 @@ def test_an_exception_reaches_all_ranks(pp: int, pipeline: str) -> None:
         assert ranks[0][1 + pp + index] == begin.format(index) + "ZeroDivisionError: in backward"
 
 
+@smp.step
+def evaluate(model: Any, x: torch.Tensor) -> Any:
+    return model(x)
+
+
+def differing() -> str:
+    smp.init({"partitions": 2, **MANUAL})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    x = torch.ones(8, 4)
+    train(model, x, "")
+    with pytest.raises(SMPMicrobatchError) as caught:
+        train(model, x, "") if smp.rank() == 0 else evaluate(model, x)
+    train(model, x, "")
+    return str(caught.value).splitlines()[0]
+
+
+def test_ranks_in_steps_of_different_names() -> None:
+    for text in check_ranks(differing, "2"):
+        assert "rank 0 of the pipeline is in the step train, rank 1 in evaluate" in text
+
+
+def pinning_in_vain() -> None:
+    smp.init({"partitions": 2, "ddp": True})
+    with pytest.warns(UserWarning, match="no effect while auto_partition is on"), smp.partition(0):
+        nn.Linear(1, 1)
+
+
+def test_partitions_asked_for_in_vain() -> None:
+    check_ranks(pinning_in_vain, "2")
+
+
 def replica_fails() -> list[str]:
     smp.init({"partitions": 1, **MANUAL})
     part = Faulty("0")
@@ -235,6 +266,14 @@ def misused() -> None:
 
     with pytest.raises(SMPMicrobatchError, match="has to be outside"):
         steps_inside(model, torch.ones(8, 4))
+
+    @smp.step
+    def clips_inside(model: Any, x: torch.Tensor) -> Any:
+        model.backward(model(x).sum())
+        smp.clip_grad_norm(1.0)
+
+    with pytest.raises(SMPMicrobatchError, match="gradients can be clipped only outside"):
+        clips_inside(model, torch.ones(8, 4))
 
     @smp.step
     def nested(model: Any, x: torch.Tensor) -> Any:

@@ -167,6 +167,9 @@ def test_gpt_learns_the_same_text_divided_or_whole(tmp_path: Path) -> None:
     losses = re.findall(r"loss (\d\.\d+)", whole)
     assert losses == re.findall(r"loss (\d\.\d+)", divided)
     assert float(losses[-1]) < float(losses[0]) - 0.5
+    table = re.findall(r"^ +(\d) .* ([\d.]+) MiB +([\d.]+) ms +(\d+) %", divided, re.MULTILINE)
+    assert [row[0] for row in table] == ["0", "1", "2"], divided
+    assert sum(int(row[3]) for row in table) == pytest.approx(100, abs=2), divided
     for name in ("partition.svg", "step.svg"):
         assert (tmp_path / name).read_text().startswith("<svg")
     assert "busy" in divided

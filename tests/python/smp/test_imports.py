@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +35,27 @@ NAMES = {
     "smdistributed.modelparallel.torch.amp": ["GradScaler"],
     "smdistributed.modelparallel.torch.utils": ["rmsg get_distribution_axis"],
     "smdistributed.modelparallel.torch.nn": ["FusedLayerNorm"],
+    "smdistributed.modelparallel.torch.nn.huggingface.gpt2": [
+        "translate_state_dict_to_hf_gpt2 translate_hf_state_dict_to_smdistributed_gpt2",
+        "translate_hf_state_dict_to_smdistributed",
+    ],
+    "smdistributed.modelparallel.torch.nn.huggingface.bert": [
+        "translate_state_dict_to_hf_bert translate_hf_state_dict_to_smdistributed_bert"
+    ],
+    "smdistributed.modelparallel.torch.nn.huggingface.roberta": [
+        "translate_state_dict_to_hf_roberta translate_hf_state_dict_to_smdistributed_roberta",
+        "translate_state_dict_to_smdistributed",
+    ],
+    "smdistributed.modelparallel.torch.nn.huggingface.gptj": [
+        "translate_state_dict_to_hf_gptj translate_hf_gptj_state_dict_to_smdistributed_gptj",
+        "translate_hf_gptj_state_dict_to_smdistributed",
+        "translate_hf_state_dict_to_smdistributed_gptj",
+    ],
+    "smdistributed.modelparallel.torch.nn.huggingface.gptneo": [
+        "translate_state_dict_to_hf_gptneo translate_hf_state_dict_to_smdistributed_gptneo"
+    ],
+    "smdistributed.modelparallel.torch.exceptions": ["SMPUsageError SMPMicrobatchError"],
+    "smdistributed.modelparallel.backend.exceptions": ["SMPInitializationError SMPPeerError"],
     "smdistributed.modelparallel.torch.optimizers": ["FusedLAMB FusedLamb FusedNovoGrad FusedAdam"],
     "smdistributed.modelparallel.torch.patches.checkpoint": ["checkpoint checkpoint_sequential"],
     "smdistributed.modelparallel.test.torch.utils": ["dump_model verify"],
@@ -52,7 +76,32 @@ def test_modules_of_tensor_parallelism_say_that_they_are_missing() -> None:
     nn = importlib.import_module("smdistributed.modelparallel.torch.nn")
     with pytest.raises(SMPUsageError, match="DistributedTransformer belongs to tensor parallelism"):
         _ = nn.DistributedTransformer
+    with pytest.raises(SMPUsageError, match="FlashAttentionLayer belongs to tensor parallelism"):
+        _ = nn.FlashAttentionLayer
     assert not hasattr(nn, "Nonsense")
+
+
+def test_names_of_later_versions_say_what_to_do() -> None:
+    smp = importlib.import_module("smdistributed.modelparallel.torch")
+    for name, advice in (
+        ("tensor_parallelism", "leave it out where smp.tp_size"),
+        ("set_activation_checkpointing", "patches.checkpoint"),
+        ("nonsense", "has no 'nonsense'$"),
+    ):
+        with pytest.raises(AttributeError, match=advice):
+            getattr(smp, name)
+        assert not hasattr(smp, name)  # scripts that ask first go their other way
+
+
+def test_translations_without_tensor_parallelism_change_nothing() -> None:
+    from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import (
+        translate_hf_state_dict_to_smdistributed,
+        translate_state_dict_to_hf_gpt2,
+    )
+
+    state = {"transformer.wte.weight": 1}
+    assert translate_state_dict_to_hf_gpt2(state, 1024) == state
+    assert translate_hf_state_dict_to_smdistributed(state) == state
 
 
 def test_version_selects_the_newer_checkpoint_interface() -> None:
@@ -61,6 +110,21 @@ def test_version_selects_the_newer_checkpoint_interface() -> None:
     numbers = [int(part) for part in smdistributed.modelparallel.__version__.split(".")]
     assert numbers >= [1, 10]
     assert importlib.util.find_spec("smdistributed") is not None
+
+
+def test_wheels_have_metadata_of_the_old_name(tmp_path: Path) -> None:
+    """Some programs ask importlib.metadata whether there is a distribution `smdistributed`."""
+    command = ["-q", "egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib"]
+    built = tmp_path / "built"
+    subprocess.run(
+        [sys.executable, "setup.py", *command, str(built)],
+        cwd=Path(__file__).resolve().parents[3],
+        check=True,
+        capture_output=True,
+    )
+    (found,) = importlib.metadata.distributions(name="smdistributed", path=[str(built)])
+    assert re.match(r"\d+\.\d+", found.version)
+    assert (built / "smdistributed" / "modelparallel" / "torch" / "nn" / "huggingface").is_dir()
 
 
 def test_the_name_step_is_the_decorator_whatever_is_imported_first() -> None:

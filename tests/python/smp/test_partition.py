@@ -148,6 +148,14 @@ def test_zoo_is_divided_within_five_percent_of_the_best(name: str, parts: int) -
         for parameter in module._parameters.values():
             if parameter is not None:
                 assert used.setdefault(id(parameter), owner) == owner, "shared, but on two ranks"
+    # What users see as the cost of a partition is what the division was made by.
+    shares = [0.0] * parts
+    for cost, owner in zip(units.costs_of_modules(), owners, strict=True):
+        assert owner is not None or not cost["cost"]
+        shares[owner or 0] += cost["cost"]
+    ends = [*starts[1:], len(units.costs)]
+    loads = [sum(units.costs[i:j]) for i, j in zip(starts, ends, strict=True)]
+    assert shares[: len(loads)] == pytest.approx(loads)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +203,27 @@ def test_trace_sees_who_uses_whose_parameters() -> None:
     assert (0, modules.names.index("tokens")) in trace.uses
     blocks = [v for v in trace.visits if modules.names[v.module] in ("blocks.1", "blocks.2")]
     assert all(visit.direct is False for visit in blocks), "they also take the mask"
+
+
+def test_modules_inside_stateless_ones_count_where_they_run() -> None:
+    """A gate of a block, two levels below it, is charged to the block, not to the first module."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, 64))
+            self.gate = nn.Sequential(nn.Sequential(nn.Softmax(-1)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gate(x @ self.weight)
+
+    model = nn.Sequential(nn.Linear(64, 64), Block())
+    modules = modules_of(model)
+    trace = trace_model(model, (torch.ones(512, 64),), {}, False)
+    units = Units(modules, trace, 0.5)
+    softmax = next(n for n, m in enumerate(modules.list) if isinstance(m, nn.Softmax))
+    assert trace.activations[softmax] > 0
+    assert units.unit_of(softmax) == units.unit_of(modules.names.index("1")) == 1
 
 
 def test_chains_are_seen() -> None:

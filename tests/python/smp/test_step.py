@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,6 +16,7 @@ from ranks import check_ranks, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.errors import SMPUsageError
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.step import step as step_by_path
 
@@ -202,6 +204,9 @@ def test_steps_are_the_same_for_any_number_of_partitions(tmp_path: Path) -> None
                 assert result[key] == whole[key], f"{key} on rank {rank} of {pp}"
             assert result["norm"] == pytest.approx(whole["norm"], rel=1e-5)
             assert "manual" in result["explain"] or pp == 1
+            shares = [float(share) for share in re.findall(r"([\d.]+) %", result["explain"])]
+            assert len(shares) == pp
+            assert sum(shares) == pytest.approx(100, abs=1)
         # The stream of the script advances by one number per step, on rank 0.
         assert ranks[0]["random"] == whole["random"]
         # The body and the root run on rank 0 only.
@@ -436,8 +441,6 @@ def with_later_features(config: dict[str, Any]) -> Any:
     model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)))
     optimizer = smp.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.5),
-        dynamic_loss_scale=True,
-        dynamic_loss_args={"scale_window": 1000},
     )
 
     @smp.step
@@ -447,11 +450,11 @@ def with_later_features(config: dict[str, Any]) -> Any:
         return loss
 
     train(model, torch.full((4, 2), 1.0 + smp.dp_rank()))
-    if smp.state.cfg.fp16:
-        torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
-        optimizer.clip_master_grads(1.0)
-        assert optimizer.loss_scale == 1.0
-        assert not optimizer.overflow
+    if smp.state.cfg.fp16_params:
+        smp.clip_grad_norm(1.0)
+        assert optimizer.local_state_dict().keys() >= {"state", "param_groups"}
+        with pytest.raises(SMPUsageError, match="no full state of the optimizer"):
+            optimizer.state_dict()
     optimizer.step()
     return smp.dp_size(), {name: value.tolist() for name, value in model.state_dict().items()}
 
@@ -459,7 +462,12 @@ def with_later_features(config: dict[str, Any]) -> Any:
 def test_features_of_later_versions_are_named_once_and_training_goes_on() -> None:
     """Tensor parallel ranks are replicas, sharded training clips: the same results in both ways."""
     configs = (
-        {"partitions": 2, "tensor_parallel_degree": 2, "fp16": True},
+        {
+            "partitions": 2,
+            "tensor_parallel_degree": 2,
+            "fp16_params": True,
+            "shard_optimizer_state": True,
+        },
         {"sharded_data_parallel_degree": 2},
     )
     states = []
@@ -469,7 +477,7 @@ def test_features_of_later_versions_are_named_once_and_training_goes_on() -> Non
         for key in config:
             said = [outcome.stderr.count(f"smp accepts {key}=") for outcome in outcomes]
             assert said == [int(key != "partitions")] + [0] * (len(outcomes) - 1)
-        assert ("RESULTS WILL DIFFER" in outcomes[0].stderr) == ("fp16" in config)
+        assert ("RESULTS WILL DIFFER" in outcomes[0].stderr) == ("fp16_params" in config)
         assert f"smp: {ranks} ranks = 2 replica(s)" in outcomes[0].stderr
         assert ("\nPartition assignments:" in outcomes[0].stderr) == ("partitions" in config)
         states += [outcome.value for outcome in outcomes]

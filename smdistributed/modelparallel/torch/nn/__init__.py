@@ -5,8 +5,9 @@ from typing import Any
 from torch.nn import LayerNorm
 
 from smddp.modelparallel.errors import SMPUsageError
+from smdistributed.modelparallel.torch.nn import huggingface
 
-__all__ = ["FusedLayerNorm"]
+__all__ = ["FusedLayerNorm", "huggingface"]
 
 
 class FusedLayerNorm(LayerNorm):
@@ -14,7 +15,7 @@ class FusedLayerNorm(LayerNorm):
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("Distributed"):
+    if name.startswith("Distributed") or name == "FlashAttentionLayer":
         raise SMPUsageError(
             f"smp.nn.{name} belongs to tensor parallelism, which this version of smp does not have"
         )

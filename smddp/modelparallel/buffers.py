@@ -1,0 +1,83 @@
+"""The buffers of a model: what they hold now, and what they held before a run that does not count.
+
+Buffers are known by their places, not as tensors: a module may put another tensor into the place,
+as `self.average = 0.9 * self.average + x` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+__all__ = ["Buffers"]
+
+_Place = tuple[dict[str, torch.Tensor | None], str]
+
+
+class Buffers:
+    """The places of a module's buffers, and copies of what was there at the last `save`.
+
+    Copies keep their memory until the next `save`, which is cheaper than to ask for it every time.
+    """
+
+    def __init__(self, module: nn.Module, chosen: Callable[[str], bool] = lambda _: True) -> None:
+        """Finds the places.
+
+        Args:
+            module: whose buffers.
+            chosen: which of them, by name; all by default.
+        """
+        self._places: list[_Place] = [
+            (part._buffers, name)
+            for prefix, part in module.named_modules()
+            for name in part._buffers
+            if chosen(f"{prefix}.{name}" if prefix else name)
+        ]
+        # Per place: the tensor that was there, and the copy.
+        self._saved: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the tensors that are in the places now, each once."""
+        found = (holder.get(name) for holder, name in self._places)
+        return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Puts what a function returns in the place of each tensor."""
+        for holder, name in self._places:
+            tensor = holder.get(name)
+            if tensor is not None:
+                holder[name] = function(tensor)
+
+    def save(self) -> None:
+        """Copies what is there now."""
+        before = self._saved or [(None, None)] * len(self._places)
+        self._saved = [
+            (tensor, _copied(tensor, copy))
+            for tensor, (_, copy) in zip(
+                (holder.get(name) for holder, name in self._places), before, strict=True
+            )
+        ]
+
+    def restore(self) -> None:
+        """Puts the tensors of the last `save` back, with what they held then."""
+        with torch.no_grad():
+            for (holder, name), (tensor, copy) in zip(self._places, self._saved, strict=True):
+                if tensor is not None and copy is not None:
+                    tensor.copy_(copy)
+                holder[name] = tensor
+
+
+def _copied(tensor: torch.Tensor | None, memory: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a copy of a tensor, in the given memory if that fits."""
+    if tensor is None:
+        return None
+    if (
+        memory is None
+        or (memory.shape, memory.dtype, memory.device)
+        != (tensor.shape, tensor.dtype, tensor.device)
+        or memory.stride() != tensor.stride()
+    ):
+        return tensor.detach().clone()
+    return memory.copy_(tensor.detach())

@@ -1,0 +1,13 @@
+"""RoBERTa; releases of the original library have different names for one function."""
+
+from smddp.modelparallel.utils import (
+    same_state_dict as translate_hf_state_dict_to_smdistributed_roberta,
+)
+from smddp.modelparallel.utils import same_state_dict as translate_state_dict_to_hf_roberta
+from smddp.modelparallel.utils import same_state_dict as translate_state_dict_to_smdistributed
+
+__all__ = [
+    "translate_hf_state_dict_to_smdistributed_roberta",
+    "translate_state_dict_to_hf_roberta",
+    "translate_state_dict_to_smdistributed",
+]

@@ -1,0 +1,376 @@
+"""Training in half precision with master weights: what a plain loop without the library does."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import check_ranks
+from torch import Tensor, nn
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.loss_scale import DynamicLossScaler, LossScaler, make_scaler
+
+WIDTH, MICROBATCHES, STEPS = 8, 2, 6
+# A first scale at which gradients overflow fp16, and a window that is over within the test.
+DYNAMIC = {"init_scale": 2.0**20, "scale_window": 2, "min_scale": 2.0}
+
+
+class Net(nn.Module):
+    """Integers and floats go in, a batch norm keeps statistics; the last part may live apart."""
+
+    def __init__(self, parts: int = 1) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, WIDTH)
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+        if parts > 1:
+            with smp.partition(1):
+                self.last = nn.Linear(WIDTH, WIDTH)
+        else:
+            self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, words: Tensor, x: Tensor) -> Tensor:
+        assert self.words.weight.dtype == x.dtype != torch.float32
+        assert self.first[1].running_var.dtype == torch.float32
+        return self.last(self.first(self.words(words) + x))
+
+
+def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(100 * step + replica)
+    words = torch.randint(5, (4 * MICROBATCHES,), generator=source)
+    return words, torch.randn(4 * MICROBATCHES, WIDTH, generator=source)
+
+
+def loss_of(output: Tensor, x: Tensor) -> Tensor:
+    assert output.dtype == x.dtype == torch.float32
+    return F.mse_loss(output, x)
+
+
+def plainly(
+    dtype: torch.dtype, scale: float, dynamic: bool, replicas: int, steps: int = STEPS
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """The oracle: returns the model's state and, per step, (overflow, scale after it, norm)."""
+    torch.manual_seed(0)
+    models = [Net()]
+    for module in models[0].modules():
+        if not isinstance(module, nn.BatchNorm1d):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+    models += [copy.deepcopy(models[0]) for _ in range(replicas - 1)]
+    parameters = list(models[0].parameters())
+    masters = [parameter.detach().float().clone() for parameter in parameters]
+    optimizer = torch.optim.Adam(masters, lr=0.1)
+    good, told = 0, []
+    for step in range(steps):
+        for replica, model in enumerate(models):
+            model.load_state_dict(models[0].state_dict())
+            model.zero_grad()
+            words, x = batch(step, replica)
+            for part in range(MICROBATCHES):
+                rows = slice(4 * part, 4 * part + 4)
+                output = model(words[rows], x[rows].to(dtype)).float()
+                (loss_of(output, x[rows]) * scale).backward()
+        for number, master in enumerate(masters):
+            grads = [list(model.parameters())[number].grad / MICROBATCHES for model in models]
+            master.grad = sum(grads[1:], grads[0]).div(replicas).float() / scale
+        overflow = not all(bool(master.grad.isfinite().all()) for master in masters)
+        norm = -1.0
+        if not overflow:
+            norm = float(torch.nn.utils.clip_grad_norm_(masters, 0.5))
+            optimizer.step()
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.data.copy_(master)
+        good = 0 if overflow else good + 1
+        if dynamic:
+            scale *= 0.5 if overflow else 2.0 if good % 2 == 0 else 1.0
+        told.append((overflow, scale, pytest.approx(norm, rel=1e-5)))
+        optimizer.param_groups[0]["lr"] *= 0.9
+    return {name: value.clone() for name, value in models[0].state_dict().items()}, told
+
+
+@smp.step
+def train_step(model: Any, optimizer: Any, words: Tensor, x: Tensor) -> Any:
+    loss = loss_of(model(words, x), x)
+    if optimizer is None:
+        model.backward(loss)
+    else:  # as scripts do that were written for Apex
+        optimizer.backward(loss, update_master_grads=False)
+    return loss
+
+
+def begin(parts: int, seed: int = 0, **config: Any) -> tuple[Any, Any, Any]:
+    config = {"ddp": True, "microbatches": MICROBATCHES, "fp16": True, **config}
+    arguments, divided = config.pop("arguments", {}), config.pop("divided", parts)
+    smp.init({"partitions": parts, "auto_partition": False, "default_partition": 0, **config})
+    torch.manual_seed(seed)
+    with smp.model_creation(dtype=torch.float16 if seed else None):
+        net = Net(divided)
+    model = smp.DistributedModel(net)
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = smp.DistributedOptimizer(inner, **arguments)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9)
+    return model, optimizer, schedule
+
+
+def train(model: Any, optimizer: Any, schedule: Any, steps: range, apex: bool = False) -> list[Any]:
+    told = []
+    for step in steps:
+        optimizer.zero_grad()
+        train_step(model, optimizer if apex else None, *batch(step, smp.rdp_rank()))
+        norm = -2.0
+        if apex:
+            optimizer.update_master_grads()
+        if smp.state.cfg.fp16:
+            norm = float(optimizer.clip_master_grads(0.5))
+        optimizer.step()
+        if smp.state.cfg.bf16:
+            norm = float(optimizer._global_grad_norm)
+        told.append((optimizer.overflow, optimizer.loss_scale, norm))
+        schedule.step()
+    return told
+
+
+def half(parts: int, apex: bool, config: dict[str, Any]) -> Any:
+    model, optimizer, schedule = begin(parts, **config)
+    assert optimizer.loss_scaler.loss_scale == optimizer.loss_scale
+    told = train(model, optimizer, schedule, range(STEPS), apex)
+    (masters,) = optimizer.fp32_from_fp16_groups
+    mine = list(model.local_parameters())
+    assert len(masters) == sum(p.dtype != torch.float32 for p in mine)
+    assert all(master.dtype == torch.float32 for master in masters)
+    numbers = optimizer._param_id_to_index()
+    assert {id(p) for p in mine} <= numbers.keys()
+    optimizer.zero_grad()
+    assert all(tensor.grad is None for tensor in (*masters, *mine))
+    with pytest.raises(SMPUsageError, match="takes no closure"):
+        optimizer.step(lambda: None)
+    state = dict(model.state_dict())
+    if smp.rdp_rank():
+        # Replicas have statistics of their own until the next step begins.
+        state = {name: value for name, value in state.items() if "running" not in name}
+    return state, told
+
+
+def check_state(found: Any, expected: dict[str, Tensor], **tolerances: float) -> None:
+    assert found.keys() | {"first.1.running_mean", "first.1.running_var"} == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], **tolerances)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("parts", "replicas"), [(1, 1), (2, 1), (2, 2)])
+def test_fp16_is_what_a_plain_loop_computes(parts: int, replicas: int, dynamic: bool) -> None:
+    scale = DYNAMIC["init_scale"] if dynamic else 128.0
+    expected, told = plainly(torch.float16, scale, dynamic, replicas)
+    assert any(overflow for overflow, *_ in told) == dynamic
+    assert not all(overflow for overflow, *_ in told)
+    arguments: dict[str, Any] = {"static_loss_scale": 128.0}
+    if dynamic:
+        # Both ways in which scripts say it.
+        named = {"dynamic_loss_args": DYNAMIC} if parts == 1 else DYNAMIC
+        arguments = {"dynamic_loss_scale": True, **named}
+    ranks = str(parts * replicas)
+    for state, found in check_ranks(half, ranks, parts, parts == 1, {"arguments": arguments}):
+        assert found == told
+        # The norm, hence the clipping, is summed up per partition.
+        check_state(state, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.multiprocess
+def test_a_rank_without_parameters_goes_along() -> None:
+    expected, told = plainly(torch.float16, DYNAMIC["init_scale"], True, 1)
+    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
+    for state, found in check_ranks(half, "2", 2, True, {"arguments": arguments, "divided": 1}):
+        assert found == told
+        check_state(state, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.multiprocess
+def test_bf16_is_the_same_without_a_scale() -> None:
+    """It comes with sharded data parallelism, which clips in the optimizer's step."""
+    expected, told = plainly(torch.bfloat16, 1.0, False, 2)
+    config = {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.5}
+    for state, found in check_ranks(half, "2", 1, False, {"fp16": False, "bf16": True, **config}):
+        assert found == told
+        check_state(state, expected, rtol=1e-2, atol=1e-3)
+
+
+def fp32_sums() -> tuple[int, list[Tensor]]:
+    """Makes one step; returns what part this is, and its gradients."""
+    model, _, _ = begin(2, _fp32_grad_accumulation=True, arguments={"static_loss_scale": 8.0})
+    train_step(model, None, *batch(0, smp.rdp_rank()))
+    mine = list(model.local_parameters())
+    assert torch.float16 in {p.dtype for p in mine}
+    return smp.pp_rank(), [p.grad.clone() for p in mine]
+
+
+@pytest.mark.multiprocess
+def test_gradients_are_summed_in_fp32_if_asked() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    for module in (model.words, model.first[0], model.last):
+        module.half()
+    sums = [[torch.zeros(p.shape) for p in model.parameters()] for _ in range(2)]
+    for replica, mine in enumerate(sums):
+        words, x = batch(0, replica)
+        for part in range(MICROBATCHES):
+            rows = slice(4 * part, 4 * part + 4)
+            model.zero_grad()
+            (8.0 * loss_of(model(words[rows], x[rows].half()).float(), x[rows])).backward()
+            for one, parameter in zip(mine, model.parameters(), strict=True):
+                one += parameter.grad.float()
+    total = [(a / MICROBATCHES + b / MICROBATCHES) / 2 for a, b in zip(*sums, strict=True)]
+    assert any(not torch.equal(one, one.half().float()) for one in total), "half would do"
+    for part, gradients in check_ranks(fp32_sums, "4"):
+        expected = total[-2:] if part else total[:-2]
+        for gradient, one in zip(gradients, expected, strict=True):
+            assert gradient.dtype == torch.float32
+            assert torch.equal(gradient, one)
+
+
+def save(parts: int, path: str) -> Any:
+    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
+    model, optimizer, schedule = begin(parts, arguments=arguments)
+    train(model, optimizer, schedule, range(STEPS))
+    smp.save_checkpoint(path, "half", model=model, optimizer=optimizer)
+    local = copy.deepcopy((model.local_state_dict(), optimizer.local_state_dict()))
+    full = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    rate = schedule.state_dict()
+    further = train(model, optimizer, schedule, range(STEPS, 2 * STEPS)), model.state_dict()
+    results = [further]
+    for model_state, optimizer_state in (local, full):
+        model.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+        schedule.load_state_dict(rate)
+        again = train(model, optimizer, schedule, range(STEPS, 2 * STEPS)), model.state_dict()
+        results.append(again)
+    return results
+
+
+def resume(parts: int, path: str, late: bool) -> Any:
+    """Goes on from a checkpoint, loaded before the partition or after it."""
+    model, optimizer, schedule = begin(parts, 7, arguments={"dynamic_loss_scale": True, **DYNAMIC})
+    if late:
+        train(model, optimizer, schedule, range(1))
+    smp.resume_from_checkpoint(path, "half")
+    schedule.last_epoch = STEPS
+    return train(model, optimizer, schedule, range(STEPS, 2 * STEPS)), model.state_dict()
+
+
+@pytest.mark.multiprocess
+def test_masters_and_scales_are_part_of_checkpoints(tmp_path: Path) -> None:
+    ranks = check_ranks(save, "2", 2, str(tmp_path))
+    told, state = ranks[0][0]
+    assert {file.name for file in (tmp_path / "half_partial").glob("fp16_states_*")} == {
+        "fp16_states_0.pt",
+        "fp16_states_1.pt",
+    }
+    everybody = [result for rank in ranks for result in rank]
+    for parts, late in ((2, False), (2, True), (1, True)):
+        everybody += check_ranks(resume, str(parts), parts, str(tmp_path), late)
+    for found, whole in everybody:
+        for (overflow, scale, norm), expected in zip(found, told, strict=True):
+            assert (overflow, scale) == expected[:2]
+            assert norm == pytest.approx(expected[2], rel=1e-4)
+        check_state(whole, state, rtol=1e-3, atol=1e-4)
+
+
+def weights_win() -> Any:
+    """Masters follow weights that are loaded alone: a whole model has no masters."""
+    model, optimizer, schedule = begin(1)
+    train(model, optimizer, schedule, range(1))
+    file = io.BytesIO()
+    torch.save({name: 2 * value for name, value in model.state_dict().items()}, file)
+    file.seek(0)
+    twice = torch.load(file)
+    model.load_state_dict({**twice, "_smp_is_partial": False})
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train_step(model, None, *batch(0, 0))
+    optimizer.step()
+    return {name: (model.state_dict()[name], value) for name, value in twice.items()}
+
+
+@pytest.mark.multiprocess
+def test_masters_follow_weights_that_are_loaded() -> None:
+    (pairs,) = check_ranks(weights_win, "1")
+    for name, (found, expected) in pairs.items():
+        if "running" not in name and "num_batches" not in name:
+            assert torch.equal(found, expected), name
+
+
+def later_group() -> None:
+    """Parameters that the optimizer gets later have masters, too."""
+    smp.init({"fp16": True})
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
+    model = smp.DistributedModel(net)
+    inner = torch.optim.SGD(net[0].parameters(), lr=0.5)
+    optimizer = smp.DistributedOptimizer(inner, static_loss_scale=64.0)
+    optimizer.add_param_group({"params": net[1].parameters()})
+    x = torch.ones(1, 2)
+    expected = net[1].weight.float() - 0.5 * net[0](x.half()).float().detach()
+    model.backward(model(x).sum())  # one partition: it needs no step function
+    optimizer.step()
+    assert [len(group) for group in optimizer.fp32_from_fp16_groups] == [2, 1]
+    torch.testing.assert_close(optimizer.fp32_from_fp16_groups[1][0], expected)
+    assert torch.equal(net[1].weight, expected.half())
+
+
+@pytest.mark.multiprocess
+def test_groups_may_be_added() -> None:
+    check_ranks(later_group, "1")
+
+
+def scales(scaler: LossScaler, overflows: str) -> list[float]:
+    """Returns the scales after each step; "!" is one with an overflow."""
+    found = []
+    for letter in overflows:
+        scaler.update_scale(letter == "!")
+        found.append(scaler.loss_scale)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overflows", "expected"),
+    [
+        ({}, "!.!", [2.0**31, 2.0**31, 2.0**30]),
+        ({"init_scale": 4, "scale_window": 2}, "....", [4, 8, 8, 16]),
+        ({"init_scale": 4, "scale_window": 2}, ".!...", [4, 2, 2, 4, 4]),
+        ({"init_scale": 4, "scale_factor": 4, "min_scale": 0.5}, "!!!", [1, 0.5, 0.5]),
+        # The second overflow lowers the scale, and all after it until it grows.
+        (
+            {"init_scale": 8, "delayed_shift": 2, "scale_window": 2},
+            "!!!..!!",
+            [8, 4, 2, 2, 4, 4, 2],
+        ),
+        ({"init_scale": 8, "delayed_shift": 2}, "!.!", [8, 8, 4]),
+        (
+            {"init_scale": 8, "delayed_shift": 2, "consecutive_hysteresis": True},
+            "!.!!",
+            [8, 8, 8, 4],
+        ),
+    ],
+)
+def test_scales_follow_overflows(arguments: Any, overflows: str, expected: list[float]) -> None:
+    assert scales(DynamicLossScaler(**arguments), overflows) == expected
+
+
+def test_scalers_are_what_the_arguments_say() -> None:
+    assert scales(make_scaler(8.0, False, {}), "!..") == [8.0] * 3
+    scaler = make_scaler(1.0, True, {"dynamic_loss_args": {"init_scale": 16}, "min_scale": 4})
+    assert scales(scaler, "!!!") == [8, 4, 4]
+    again = make_scaler(1.0, True, {"dynamic_loss_args": None})
+    again.load_state_dict(scaler.state_dict())
+    assert again.loss_scale == 4
+    with pytest.raises(SMPUsageError, match="no argument windows; those of dynamic loss scales"):
+        make_scaler(1.0, True, {"windows": 3})
+    with pytest.raises(SMPUsageError, match="scale_factor must be more than 1"):
+        make_scaler(1.0, True, {"scale_factor": 0.5})
