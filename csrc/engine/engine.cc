@@ -230,7 +230,11 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
   if (tryOwn()) {
     guarded([&] {
       drainInbox();
-      group.submit(std::move(operation), completion);
+      if (willWait && active_.empty() && group.runAtOnce(operation, completion)) {
+        if (completion->done()) return;
+      } else {
+        group.submit(std::move(operation), completion);
+      }
       activate(group);
       if (willWait) {
         runOwned([&] { return completion->done(); }, /*patient=*/false);

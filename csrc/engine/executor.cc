@@ -13,6 +13,11 @@ using plan::Ref;
 using plan::Space;
 using plan::Step;
 
+namespace {
+// Mates that sleep are not left so while bytes are moved.
+constexpr int64_t kLongMove = 4096;
+}  // namespace
+
 CachedPlan::CachedPlan(plan::Plan made)
     : plan(std::move(made)),
       channelOfStep(plan.steps.size(), kNone),
@@ -36,6 +41,17 @@ CachedPlan::CachedPlan(plan::Plan made)
     const Ref& ref = plan.refs[i];
     if (ref.space == Space::Arrival) channelOfRef[i] = find(ref.owner, ref.pool);
   }
+  const auto slotsEnd = [&](const Step& step, int64_t trips) {
+    int64_t end = 0;
+    for (uint32_t i = 0; i < step.numDestinations + uint32_t{step.numSources}; ++i) {
+      const Ref& ref = plan.refs[step.firstRef + i];
+      if (ref.space != Space::Slot) continue;
+      const plan::Pool& pool = plan.pools[ref.pool];
+      end = std::max(end, pool.offset + (pool.slots - 1) * pool.slotBytes +
+                              std::max(ref.offset.at(0), ref.offset.at(trips - 1)) + step.length);
+    }
+    return end;
+  };
   const auto add = [&](const plan::Block& block) {
     for (uint32_t i = block.firstStep; i < block.firstStep + block.numSteps; ++i) {
       const Step& step = plan.steps[i];
@@ -43,6 +59,7 @@ CachedPlan::CachedPlan(plan::Plan made)
       if (step.op == Op::Copy || step.op == Op::Reduce) {
         moveBytes += step.length * step.numSources * block.trips;
         isLong |= step.length >= transport::shm::Distance::kLongBytes;
+        isSmall &= slotsEnd(step, block.trips) <= static_cast<int64_t>(kNearBytes);
       }
     }
   };
@@ -50,6 +67,25 @@ CachedPlan::CachedPlan(plan::Plan made)
   for (const plan::Lane& lane : plan.lanes) {
     for (const plan::Block& block : lane.blocks) add(block);
   }
+  const auto opsOf = [&](const plan::Block& block) {
+    std::vector<Op> ops;
+    for (uint32_t i = 0; i < block.numSteps; ++i) ops.push_back(plan.steps[block.firstStep + i].op);
+    return ops;
+  };
+  isOneShot = plan.channels.empty() && plan.lanes.size() == 1 &&
+              plan.lanes.front().blocks.size() == 1 &&
+              plan.lanes.front().blocks.front().trips == 1 &&
+              opsOf(plan.preamble) == std::vector{Op::Copy, Op::Signal, Op::Wait} &&
+              opsOf(plan.lanes.front().blocks.front()) == std::vector{Op::Reduce};
+}
+
+void Executor::copyIn(const CachedPlan& plan) {
+  plan_ = &plan;
+  move(plan.plan.steps[plan.plan.preamble.firstStep], 0);
+}
+
+void Executor::sum() {
+  move(plan_->plan.steps[plan_->plan.lanes.front().blocks.front().firstStep], 0);
 }
 
 void Executor::start(const CachedPlan& plan, bool arrived) {
@@ -122,7 +158,10 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
   const int64_t value = step.value.at(trip);
   switch (step.op) {
     case Op::Copy:
-    case Op::Reduce: move(step, trip); return true;
+    case Op::Reduce:
+      if (step.length >= kLongMove) bell_.ring();
+      move(step, trip);
+      return true;
     case Op::Signal: {
       TrackHeader& mine = *track_.headers[topology_.myLocal()];
       if (step.counter == plan::kArrival) {
@@ -132,11 +171,11 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
         mine.counters[step.counter].value.store(counterValue(track_.execution, value),
                                                 std::memory_order_release);
       }
-      wake_();
+      bell_.signalled();
       return true;
     }
     case Op::Wait: return counterReached(step, value);
-    case Op::Put: return put(step, stepIndex, trip);
+    case Op::Put: bell_.ring(); return put(step, stepIndex, trip);
     case Op::Receive: return received(step, stepIndex, trip);
     case Op::Release: {
       const Bound& channel = bound(stepIndex);
@@ -183,7 +222,8 @@ Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip, int
     case Space::Slot: {
       const plan::Pool& pool = plan_->plan.pools[ref.pool];
       const int64_t slot = ref.index.at(trip) % pool.slots;
-      return {track_.halfOf(ref.owner) + pool.offset + slot * pool.slotBytes + offset, length};
+      std::byte* staging = track_.stagingOf(ref.owner, binding_.anyShared);
+      return {staging + pool.offset + slot * pool.slotBytes + offset, length};
     }
     case Space::Arrival: {
       const Bound& channel = bound_[plan_->channelOfRef[refIndex]];

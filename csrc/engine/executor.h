@@ -5,13 +5,13 @@
 // and does not run it again.
 #pragma once
 
-#include <functional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "engine/buffer.h"
 #include "engine/request.h"
+#include "engine/team_bell.h"
 #include "engine/track.h"
 #include "plan/plan.h"
 #include "plan/topology.h"
@@ -25,9 +25,11 @@ struct CachedPlan {
   plan::Plan plan;
   std::vector<uint16_t> channelOfStep;  // index into plan.channels; kNone where there is none
   std::vector<uint16_t> channelOfRef;
-  int64_t putBytes = 0;   // sent to other nodes by one execution
-  int64_t moveBytes = 0;  // read by its copies and reductions
-  bool isLong = false;    // some of them are long enough to ask how far away the mates are
+  int64_t putBytes = 0;    // sent to other nodes by one execution
+  int64_t moveBytes = 0;   // read by its copies and reductions
+  bool isLong = false;     // some of them are long enough to ask how far away the mates are
+  bool isSmall = true;     // its slots find room in Arrival::near
+  bool isOneShot = false;  // it copies, arrives and reduces, and that is all
   static constexpr uint16_t kNone = 0xffff;
 };
 
@@ -40,6 +42,7 @@ struct Binding {
   DataType type = DataType::uint8;
   ReduceOp op = ReduceOp::SUM;
   reduction::Scale scale;  // factor and divisor
+  bool anyShared = false;  // a rank of the node, at least, has buffers that are shared
   transport::CallFingerprint call;
   uint64_t sequence = 0;
 };
@@ -52,17 +55,17 @@ struct Standstill {
 
 class Executor {
  public:
-  // Told after every signal, so that sleeping mates are woken.
-  using Wake = std::function<void()>;
-
-  Executor(const plan::Topology& topology, Track& track, Wake wake)
-      : topology_(topology), track_(track), wake_(std::move(wake)) {}
+  Executor(const plan::Topology& topology, Track& track, TeamBell& bell)
+      : topology_(topology), track_(track), bell_(bell) {}
 
   // What the next execution is to be bound to: filled in before start(), in the memory of the last one's.
   Binding& binding() { return binding_; }
   // Begins an execution at its preamble, or behind it when the arrival has already been seen. The
   // track's execution number and channels must be those of this execution.
   void start(const CachedPlan& plan, bool arrived);
+  // A one-shot plan without positions: what it does before it arrives, and when all have.
+  void copyIn(const CachedPlan& plan);
+  void sum();
   // Does what can be done now. True when anything advanced.
   bool advance();
   bool preambleDone() const { return preambleNext_ == plan_->plan.preamble.numSteps; }
@@ -98,7 +101,7 @@ class Executor {
 
   const plan::Topology& topology_;
   Track& track_;
-  Wake wake_;
+  TeamBell& bell_;
   const CachedPlan* plan_ = nullptr;
   Binding binding_;
   std::vector<Bound> bound_;

@@ -22,6 +22,8 @@ constexpr int64_t kTracksAcrossNodes = 4;
 constexpr uint8_t kMessageTrack = 255;
 constexpr int64_t kMessageBytes = 64 << 10;
 constexpr int64_t kMessageWindow = 4;
+// How often a call that may end at once looks for the others, before it is taken for one that waits.
+constexpr int kLooks = 64;
 
 // Introduction::group.
 struct GroupBlob {
@@ -87,6 +89,7 @@ Group::Group(Process& process, Spec spec)
       slab_(process.sharedSlab()),
       regions_(process.sharedRegions()),
       spec_(std::move(spec)),
+      bell_(process),
       limits_(limitsFromSettings()) {
   // Not only in the first collective that looks for an algorithm.
   reduction::simdLevel();
@@ -138,7 +141,7 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
       }
       region = mate.data() + blob.regionOffset;
       member.regionGroup = blob.groupId;
-      mates_.push_back(member.peer);
+      bell_.add(*member.peer);
     }
     member.region = reinterpret_cast<RegionHeader*>(region);
     regions[topology_->localOf(r)] = region;
@@ -159,8 +162,7 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
           {region + layout_.poolOffset(t, 0), region + layout_.poolOffset(t, 1)});
     }
     active->track.seen.resize(regions.size());
-    active->executor =
-        std::make_unique<Executor>(*topology_, active->track, [this] { wakeTeam(); });
+    active->executor = std::make_unique<Executor>(*topology_, active->track, bell_);
     tracks_.push_back(std::move(active));
   }
 }
@@ -182,9 +184,7 @@ Group::~Group() {
 }
 
 void Group::submit(Request request, CompletionPtr completion) {
-  const uint64_t sequence = ++sequence_;
-  completion->setSequence(sequence);
-  members_[spec_.me].region->called.store(sequence, std::memory_order_relaxed);
+  const uint64_t sequence = begin(*completion);
   const auto call = fingerprint(request);
   if (broken_ && sequence >= broken_->from) {
     end(*completion, errorFor(call, sequence));
@@ -200,6 +200,68 @@ void Group::submit(Request request, CompletionPtr completion) {
     }
     return false;
   });
+}
+
+uint64_t Group::begin(Completion& completion) {
+  completion.setSequence(++sequence_);
+  members_[spec_.me].region->called.store(sequence_, std::memory_order_relaxed);
+  return sequence_;
+}
+
+bool Group::runAtOnce(Request& request, const CompletionPtr& completion) {
+  Active& active = *tracks_.front();
+  if (tracks_.size() > 1 || broken_ || request.collective != Collective::AllReduce ||
+      request.output.size() != 1) {
+    return false;
+  }
+  const collectives::Shape shape{request.collective, request.bytes};
+  const PlanCache::Entry& entry = plans_->get(shape);
+  if (!entry.plan.isOneShot || !entry.forAnyBuffers) return false;
+  const uint64_t sequence = begin(*completion);
+  const auto call = fingerprint(request);
+  bool summed = false;
+  attempt(sequence, [&] {
+    ++started_;
+    ++active.track.execution;
+    active.operations.clear();
+    active.shape = shape;
+    commitStaging(active, entry.plan.plan);
+    // Before anything is written to the line of the arrival, which the others have: a load in another width than that of
+    // a store before it waits until the stores up to that one have gone.
+    Binding& binding = bind(active, request, call, sequence);
+    binding.output = Buffer(request.output.front().data());
+    binding.input = Buffer(request.output.front().data());
+    Arrival& mine = publishArrival(active, call, 1, /*shared=*/false, entry.plan.isSmall);
+    active.executor->copyIn(entry.plan);
+    mine.number.store(active.track.execution, std::memory_order_release);
+    bell_.signalled();
+    bool arrived = false;
+    for (int looks = 0; looks < kLooks && !arrived; ++looks) arrived = allArrived(active);
+    summed = arrived && allCall(active, call);
+    if (summed) active.executor->sum();
+    return true;
+  });
+  hearMates();
+  if (broken_ && broken_->from <= sequence) {
+    end(*completion, errorFor(call, sequence));
+  } else if (summed) {
+    count(entry, 1, request.bytes);
+    completion->finishUnseen();
+  } else {
+    const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
+    active.operations.push_back({std::move(request), completion, deadline, sequence, call});
+    gather(active);
+    active.phase = Phase::Arriving;
+  }
+  bell_.ring();
+  return true;
+}
+
+bool Group::allCall(const Active& active, const transport::CallFingerprint& call) const {
+  for (int local = 0; local < topology_->teamSize(); ++local) {
+    if (!sameCall(active.track.arrivalOf(local).call, call)) return false;
+  }
+  return true;
 }
 
 void Group::submit(Message message, CompletionPtr completion) {
@@ -218,6 +280,12 @@ void Group::submit(Message message, CompletionPtr completion) {
 }
 
 bool Group::advance() {
+  const bool advanced = advanceOperations();
+  bell_.ring();
+  return advanced;
+}
+
+bool Group::advanceOperations() {
   bool advanced = false;
   for (auto& active : tracks_) {
     if (active->phase == Phase::Idle) continue;
@@ -271,12 +339,14 @@ void Group::startNext(Active& active) {
   takeFusable(active.operations);
   gather(active);
   Arrival& mine = active.track.arrivalOf(topology_->myLocal());
-  const bool shared = !plans_->get(active.shape).forAnyBuffers && myBuffersShared(active, mine);
-  publishArrival(active, shared);
+  const PlanCache::Entry& entry = plans_->get(active.shape);
+  const bool shared = !entry.forAnyBuffers && myBuffersShared(active, mine);
+  publishArrival(active, active.operations.front().call,
+                 static_cast<uint32_t>(active.operations.size()), shared, entry.plan.isSmall);
   if (shared) {
     // Which plan it will be is known when the others' buffers are.
     mine.number.store(active.track.execution, std::memory_order_release);
-    wakeTeam();
+    bell_.signalled();
     active.phase = Phase::Arriving;
   } else {
     run(active, /*arrived=*/false);
@@ -312,16 +382,18 @@ bool Group::copiesAlike(int64_t one, int64_t several) {
          plans_->get({Collective::AllReduce, several}).choice == first.choice;
 }
 
-void Group::publishArrival(Active& active, bool shared) {
+Arrival& Group::publishArrival(Active& active, const transport::CallFingerprint& call,
+                               uint32_t ready, bool shared, bool isNear) {
   Arrival& mine = active.track.arrivalOf(topology_->myLocal());
-  mine.call = active.operations.front().call;
-  mine.ready = static_cast<uint32_t>(active.operations.size());
+  mine.call = call;
+  mine.ready = ready;
   mine.shared = shared ? 1 : 0;
-  if (mine.ready == 1) return;
+  mine.isNear = isNear ? 1 : 0;
   uint32_t end = 0;
-  for (size_t i = 0; i < active.operations.size(); ++i) {
+  for (size_t i = 0; ready > 1 && i < active.operations.size(); ++i) {
     mine.ends[i] = end += static_cast<uint32_t>(active.operations[i].request.bytes);
   }
+  return mine;
 }
 
 bool Group::allArrived(const Active& active) const {
@@ -348,7 +420,7 @@ void Group::agree(Active& active) {
     // A copy: the mate can change what is there between two looks.
     const uint32_t ready = *static_cast<const volatile uint32_t*>(&theirs.ready);
     fused = std::clamp<uint32_t>(ready, 1, fused);
-    const uint32_t isShared = *static_cast<const volatile uint32_t*>(&theirs.shared);
+    const uint16_t isShared = *static_cast<const volatile uint16_t*>(&theirs.shared);
     shared &= isShared != 0;
     anyShared |= isShared != 0;
   }
@@ -371,6 +443,7 @@ void Group::agree(Active& active) {
     active.shape.late = anyShared;
     run(active, /*arrived=*/true);
   }
+  active.executor->binding().anyShared = anyShared;
   active.phase = Phase::Running;
 }
 
@@ -383,20 +456,28 @@ void Group::run(Active& active, bool arrived) {
   active.executor->start(entry.plan, arrived);
 }
 
-void Group::bind(Active& active) {
-  const Request& first = active.operations.front().request;
+// What does not depend on buffers.
+Binding& Group::bind(Active& active, const Request& request, const transport::CallFingerprint& call,
+                     uint64_t sequence) const {
   Binding& binding = active.executor->binding();
+  binding.anyShared = false;  // until all have arrived
+  binding.type = request.type;
+  binding.op = request.op;
+  binding.scale.factor = request.factor;
+  binding.scale.divisor = spec_.size;
+  binding.call = call;
+  binding.sequence = sequence;
+  binding.mateOutputs.clear();
+  binding.mateInputs.clear();
+  return binding;
+}
+
+void Group::bind(Active& active) {
+  const Operation& first = active.operations.front();
+  Binding& binding = bind(active, first.request, first.call, first.sequence);
   binding.output = Buffer(active.output);
   const bool inPlace = buffersOf(active.shape, spec_.me, spec_.size).inPlace;
   binding.input = Buffer(inPlace ? active.output : active.input);
-  binding.type = first.type;
-  binding.op = first.op;
-  binding.scale.factor = first.factor;
-  binding.scale.divisor = spec_.size;
-  binding.call = active.operations.front().call;
-  binding.sequence = active.operations.front().sequence;
-  binding.mateOutputs.clear();
-  binding.mateInputs.clear();
   if (!active.shape.shared) return;
   for (int local = 0; local < topology_->teamSize(); ++local) {
     const Arrival& theirs = active.track.arrivalOf(local);
@@ -506,17 +587,19 @@ void Group::finishTrack(Active& active) {
   const PlanCache::Entry& entry = *active.plan;
   RegionHeader& mine = *members_[spec_.me].region;
   if (mine.blame.load(std::memory_order_relaxed) != 0) mine.blame.store(0);
-  AlgorithmUse& use = *entry.use;
-  use.calls += active.operations.size();
-  for (const Operation& operation : active.operations) {
-    use.bytes += static_cast<uint64_t>(operation.request.bytes);
-  }
-  use.memoryBytes += static_cast<uint64_t>(entry.plan.moveBytes);
-  use.fabricBytes += static_cast<uint64_t>(entry.plan.putBytes);
-  use.zeroCopy += entry.plan.plan.zeroCopy ? active.operations.size() : 0;
+  count(entry, active.operations.size(), active.shape.bytes);
   active.phase = Phase::Idle;
   for (Operation& operation : active.operations) end(*operation.completion, std::nullopt);
   active.operations.clear();
+}
+
+void Group::count(const PlanCache::Entry& entry, uint64_t calls, int64_t bytes) {
+  AlgorithmUse& use = *entry.use;
+  use.calls += calls;
+  use.bytes += static_cast<uint64_t>(bytes);
+  use.memoryBytes += static_cast<uint64_t>(entry.plan.moveBytes);
+  use.fabricBytes += static_cast<uint64_t>(entry.plan.putBytes);
+  use.zeroCopy += entry.plan.plan.zeroCopy ? calls : 0;
 }
 
 void Group::end(Completion& completion, std::optional<Error> error) {
@@ -528,10 +611,6 @@ bool Group::idle() const {
   return pending_.empty() && matcher_->idle() &&
          std::all_of(tracks_.begin(), tracks_.end(),
                      [](const auto& active) { return active->phase == Phase::Idle; });
-}
-
-void Group::wakeTeam() {
-  for (Peer* mate : mates_) process_.wake(*mate);
 }
 
 void Group::sendControl(Rank peer, transport::Bytes message) {

@@ -29,6 +29,7 @@
 #include "engine/region.h"
 #include "engine/region_pool.h"
 #include "engine/request.h"
+#include "engine/team_bell.h"
 #include "engine/track.h"
 
 namespace smddp::engine {
@@ -61,6 +62,11 @@ class Group final : private Matcher::Host {
 
   void submit(Request request, CompletionPtr completion);
   void submit(Message message, CompletionPtr completion);
+  // The same for a caller who waits, while nothing is in flight: a small vector that all ranks reduce at about the same
+  // time never becomes an operation in flight. Returns false where it is not such a call: it is to be submitted. If true
+  // and it has not ended, it is in flight.
+  bool runAtOnce(Request& request, const CompletionPtr& completion);
+  bool runAtOnce(Message&, const CompletionPtr&) { return false; }
   // Takes back a receive that nobody has sent for yet: it ends without being heard of again.
   bool withdraw(const Completion& receive) { return matcher_->withdraw(receive); }
   // Does what can be done now; true when anything advanced. Never throws: trouble breaks the group.
@@ -129,20 +135,27 @@ class Group final : private Matcher::Host {
   };
   enum class Cause { Mine, Heard };
 
+  bool advanceOperations();
   bool advanceTrack(Active& active);
   void startNext(Active& active);
   void takeFusable(std::vector<Operation>& taken);
   bool copiesAlike(int64_t one, int64_t several);
-  void publishArrival(Active& active, bool shared);
+  Arrival& publishArrival(Active& active, const transport::CallFingerprint& call, uint32_t ready,
+                          bool shared, bool isNear);
   bool allArrived(const Active& active) const;
   void agree(Active& active);
   void run(Active& active, bool arrived);
+  Binding& bind(Active& active, const Request& request, const transport::CallFingerprint& call,
+                uint64_t sequence) const;
   void bind(Active& active);
   void gather(Active& active);
   bool myBuffersShared(const Active& active, Arrival& mine) const;
   void ensureChannels(Active& active, const plan::Plan& plan);
   void commitStaging(Active& active, const plan::Plan& plan);
   void finishTrack(Active& active);
+  void count(const PlanCache::Entry& entry, uint64_t calls, int64_t bytes);
+  uint64_t begin(Completion& completion);
+  bool allCall(const Active& active, const transport::CallFingerprint& call) const;
   void end(Completion& completion, std::optional<Error> error);
   // Runs `step`; what it throws breaks the group from operation `from` on. True: something changed.
   template <typename Step>
@@ -173,7 +186,6 @@ class Group final : private Matcher::Host {
   void onInquiry(Rank from, const InquiryMessage& inquiry);
   void requireSameCall(Rank rank, const transport::CallFingerprint& theirs,
                        const transport::CallFingerprint& mine) const;
-  void wakeTeam();
 
   // Matcher::Host.
   void sendControl(Rank peer, transport::Bytes message) override;
@@ -192,6 +204,7 @@ class Group final : private Matcher::Host {
   const std::shared_ptr<transport::shm::Slab> slab_;
   const std::shared_ptr<RegionPool> regions_;
   const Spec spec_;
+  TeamBell bell_;
   plan::Limits limits_;
   RegionLayout layout_;
   std::span<std::byte> region_;
@@ -199,7 +212,6 @@ class Group final : private Matcher::Host {
   std::optional<plan::Topology> topology_;
   std::vector<Member> members_;  // by group rank
   std::string self_;             // this process, as Peer::describe() calls others
-  std::vector<Peer*> mates_;
   std::unique_ptr<PlanCache> plans_;
   std::unique_ptr<Matcher> matcher_;
   std::vector<std::unique_ptr<Active>> tracks_;

@@ -299,7 +299,8 @@ void Group::publishBreak() {
   record.kind = static_cast<uint32_t>(broken_->cause.kind());
   record.from = broken_->from;
   mine.numBreaks.store(number + 1, std::memory_order_release);
-  wakeTeam();
+  bell_.signalled();
+  bell_.ring();
 }
 
 // Whether a mate has broken the group, from some operation on.
@@ -435,7 +436,8 @@ void Group::leave() {
   if (!error())
     broken_.emplace(Break{sequence_ + 1, Error(ErrorKind::Usage, "the group has been destroyed")});
   members_[spec_.me].region->left.store(1, std::memory_order_release);
-  wakeTeam();
+  bell_.signalled();
+  bell_.ring();
   std::set<transport::ChannelTable*> tables;
   for (const Member& member : members_) {
     if (member.peer != nullptr) tables.insert(member.peer->table);

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 #include "plan/plan.h"
@@ -20,6 +21,8 @@ inline constexpr size_t kCacheLine = 64;
 inline constexpr size_t kPage = 4096;
 // Requests that one execution may fuse.
 inline constexpr int kMaxFused = 16;
+// Staging memory beside an arrival.
+inline constexpr size_t kNearBytes = 96;
 
 // A team counter. The value is (execution << kValueBits) | value relative to the execution: counters
 // restart with every execution and yet never go back, and whoever has gone further satisfies every wait of
@@ -35,14 +38,17 @@ constexpr uint64_t counterValue(uint64_t execution, int64_t value) {
 // What a rank publishes when it arrives at an execution: all that the ranks of a node must agree on. Release:
 // `number` is stored last; a mate that read it reads the rest. Executions use the two records in turn: a record is
 // written again only after everyone has arrived at the execution in between, hence has read it.
-struct alignas(kCacheLine) Arrival {
+struct alignas(2 * kCacheLine) Arrival {
   std::atomic<uint64_t> number{0};  // of the execution, from 1
   transport::CallFingerprint call;
-  uint64_t sequence = 0;  // the caller's count of collectives on this group
-  uint32_t ready = 1;     // requests this rank could fuse, the first included
-  uint32_t shared = 0;    // 1: the locations below are valid
-  alignas(
-      kCacheLine) std::array<uint32_t, kMaxFused> ends{};  // cumulative bytes of the ready requests
+  uint32_t ready = 1;   // requests this rank could fuse, the first included
+  uint16_t shared = 0;  // 1: the locations below are valid
+  uint16_t isNear = 0;  // 1: its slots are in `near`, not in the half
+  // The bytes of a small vector arrive in the line that a mate looks at anyway, and in the next, which processors fetch
+  // with it.
+  std::array<std::byte, kNearBytes> near{};
+  // Cumulative bytes of the ready requests.
+  alignas(kCacheLine) std::array<uint32_t, kMaxFused> ends{};
   alignas(kCacheLine) transport::shm::Location input;
   transport::shm::Location output;
 };
@@ -51,6 +57,7 @@ struct TrackHeader {
   std::array<Counter, plan::kNumCounters> counters;
   std::array<Arrival, 2> arrivals;
 };
+static_assert(offsetof(Arrival, ends) == 2 * kCacheLine);
 
 // Why a rank takes its group for broken, and from which operation on.
 struct BreakRecord {
@@ -80,7 +87,7 @@ struct RegionLayout {
 
   static constexpr size_t roundUp(size_t n, size_t to) { return (n + to - 1) / to * to; }
   size_t trackOffset(int64_t track) const {
-    return roundUp(sizeof(RegionHeader), kCacheLine) +
+    return roundUp(sizeof(RegionHeader), alignof(TrackHeader)) +
            static_cast<size_t>(track) * sizeof(TrackHeader);
   }
   size_t poolOffset(int64_t track, int half) const {

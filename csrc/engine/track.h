@@ -31,7 +31,12 @@ struct Track {
   std::vector<std::array<uint64_t, plan::kNumCounters>> seen;
 
   Arrival& arrivalOf(int local) const { return headers[local]->arrivals[execution & 1]; }
-  std::byte* halfOf(int local) const { return halves[local][execution & 1]; }
+  // Where the slots of a rank are. If some rank has shared buffers, the plan may be another one than that for which
+  // the arrival was written.
+  std::byte* stagingOf(int local, bool anyShared) const {
+    Arrival& arrival = arrivalOf(local);
+    return arrival.isNear != 0 && !anyShared ? arrival.near.data() : halves[local][execution & 1];
+  }
 };
 
 }  // namespace smddp::engine
