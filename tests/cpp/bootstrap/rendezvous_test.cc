@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <latch>
 #include <random>
 #include <thread>
 
@@ -145,9 +146,11 @@ TEST(Rendezvous, ACompleteMeetingOfEarlierProcessesIsNotMistakenForThis) {
 
 TEST(Rendezvous, MissingRanksAreNamedByAll) {
   LocalStore store;
+  std::latch begun(4);
   const auto errors = runRanks({0, 1, 3, 5}, [&](Rank me) {
-    // Rank 0 last, so that the others have timed out only after it has opened the meeting.
-    meet(store, me, 6, "now", me == 0 ? 5 * kShort : 10 * kShort);
+    begun.arrive_and_wait();  // threads that start late would be missing too
+    // Rank 0 opens the meeting; the others must still wait when it does.
+    meet(store, me, 6, "now", me == 0 ? 10 * kShort : 30 * kShort);
   });
   for (const auto& text : errors) {
     EXPECT_THAT(text, HasSubstr("for ranks 2, 4 of 6"));

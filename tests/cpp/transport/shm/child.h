@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <string>
@@ -114,11 +115,12 @@ class Child {
   bool reaped_ = false;
 };
 
-inline size_t countFiles(const char* folder) {
+// Those with `part` in their names.
+inline size_t countFiles(const char* folder, const char* part = "") {
   DIR* directory = opendir(folder);
   if (directory == nullptr) return 0;
   size_t count = 0;
-  while (readdir(directory) != nullptr) ++count;
+  while (const dirent* entry = readdir(directory)) count += strstr(entry->d_name, part) != nullptr;
   closedir(directory);
   return count;
 }

@@ -40,16 +40,22 @@ TEST(Distance, OneThatWasInterruptedChangesNothing) {
   }
 }
 
+// The loads are slow, as no clock and no interruption can make them fast.
 TEST(Distance, LearnsOnlyFromValuesThatChanged) {
   Distance distance(StagingStores::Auto);
-  see(distance, kFar, 8);
+  const MonotonicClock clock;
+  const auto slowly = [&](uint64_t value) {
+    const Deadline end = Deadline::after(clock, clockCost() + 10 * kFar);
+    while (!end.passed(clock)) {
+    }
+    return value;
+  };
   uint64_t seen = 7;
-  for (int i = 0; i < 100; ++i) EXPECT_EQ(distance.timed(seen, [] { return uint64_t{7}; }), 7u);
-  EXPECT_TRUE(distance.streams()) << "a line that is already here says nothing";
-  // Nobody can bring in a line that fast unless it is near; a hundred interruptions in a row are none.
-  for (uint64_t i = 8; i < 108; ++i) EXPECT_EQ(distance.timed(seen, [&] { return i; }), i);
-  EXPECT_EQ(seen, 107u);
-  EXPECT_FALSE(distance.streams());
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(distance.timed(seen, [&] { return slowly(7); }), 7u);
+  EXPECT_FALSE(distance.streams()) << "a line that is already here says nothing";
+  for (uint64_t i = 8; i < 16; ++i) EXPECT_EQ(distance.timed(seen, [&] { return slowly(i); }), i);
+  EXPECT_EQ(seen, 15u);
+  EXPECT_TRUE(distance.streams());
 }
 
 TEST(Distance, IsOverruledByTheSetting) {
