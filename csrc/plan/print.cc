@@ -13,6 +13,9 @@ std::string number(Affine a) {
   return a.base == 0 ? slope : fmt::format("{}{:+}", slope, a.base);
 }
 
+// Messages are numbered from 1 in what people read, as where they are put; a Ref counts from 0.
+std::string messageNumber(Affine index) { return number({index.base + 1, index.perTrip}); }
+
 std::string slotNumber(const Plan& plan, const Ref& ref) {
   const int64_t slots = ref.pool < plan.pools.size() ? plan.pools[ref.pool].slots : 0;
   if (slots <= 0) return number(ref.index);
@@ -34,7 +37,7 @@ std::string memory(const Plan& plan, const Ref& ref) {
     }
     case Space::Arrival: {
       const std::string stream = ref.pool == 0 ? "" : fmt::format(" stream {}", ref.pool);
-      return fmt::format("rank {}{} message {} ", ref.owner, stream, number(ref.index));
+      return fmt::format("rank {}{} message {} ", ref.owner, stream, messageNumber(ref.index));
     }
   }
   return "?";
@@ -126,9 +129,11 @@ std::string printStep(const Plan& plan, const Step& step) {
       return fmt::format("receive from rank {}{} {} bytes, message {}", step.who, stream,
                          step.length, number(step.value));
     case Op::Release:
-      return fmt::format("release to rank {}{} {} messages", step.who, stream, number(step.value));
+      return fmt::format("release to rank {}{} up to message {}", step.who, stream,
+                         number(step.value));
     case Op::Flush:
-      return fmt::format("flush to rank {}{} {} messages", step.who, stream, number(step.value));
+      return fmt::format("flush to rank {}{} up to message {}", step.who, stream,
+                         number(step.value));
   }
   return "?";
 }
@@ -158,8 +163,8 @@ std::string print(const Plan& plan, const Topology& topology) {
     text += fmt::format("  pool {}: {} x {} bytes\n", pool.name, pool.slots, pool.slotBytes);
   }
   for (const ChannelUse& use : plan.channels) {
-    text += fmt::format("  channel with rank {}, stream {}: {} out, {} in\n", use.peer, use.stream,
-                        use.puts, use.arrivals);
+    text += fmt::format("  channel with rank {}, stream {}: {} messages out, {} in\n", use.peer,
+                        use.stream, use.puts, use.arrivals);
   }
   text += "  preamble\n" + printBlock(plan, plan.preamble, "    ");
   for (const Lane& lane : plan.lanes) {

@@ -18,7 +18,8 @@ struct Totals {
 };
 Totals totals(const Plan& plan);
 
-// The whole plan: pools, channels, lanes with their blocks, and the totals. `k` is the trip of a block.
+// The whole plan: pools, channels, lanes with their blocks, and the totals. `k` is the trip of a block, from 0;
+// the messages of a channel are counted from 1.
 std::string print(const Plan& plan, const Topology& topology);
 
 // One step, its numbers as functions of the trip k: "copy slot staged[k%3] <- in[64k, +64)".

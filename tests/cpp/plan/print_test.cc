@@ -36,7 +36,7 @@ TEST(Print, SaysWhatThePlanDoes) {
   EXPECT_EQ(print(samplePlan(t), t),
             "sample, rank 0 of 4 (node 0 of 2, local 0)\n"
             "  pool staged: 3 x 128 bytes\n"
-            "  channel with rank 2, stream 1: 2 out, 2 in\n"
+            "  channel with rank 2, stream 1: 2 messages out, 2 in\n"
             "  preamble\n"
             "    signal arrival = 1\n"
             "    wait arrival of the team >= 1\n"
@@ -45,13 +45,13 @@ TEST(Print, SaysWhatThePlanDoes) {
             "      wait c2 of the team >= k-2\n"
             "      copy mate 0's staged slot (k+1)%3 [0, +128) <- in[128k, +128)\n"
             "      put to rank 2 stream 1 <- mate 0's staged slot (k+1)%3 [0, +128), message k+1\n"
-            "      flush to rank 2 stream 1 k+1 messages\n"
+            "      flush to rank 2 stream 1 up to message k+1\n"
             "  stage sum\n"
             "    2 x\n"
             "      receive from rank 2 stream 1 128 bytes, message k+1\n"
-            "      reduce out[128k, +128) <- in[128k, +128), rank 2 stream 1 message k [0, +128), "
-            "pre-scaled, final\n"
-            "      release to rank 2 stream 1 k+1 messages\n"
+            "      reduce out[128k, +128) <- in[128k, +128), rank 2 stream 1 message k+1 "
+            "[0, +128), pre-scaled, final\n"
+            "      release to rank 2 stream 1 up to message k+1\n"
             "      signal c2 = k+1\n"
             "  total: 18 steps, 2 messages with 256 bytes, 256 bytes copied, 512 reduced\n");
 }
@@ -61,6 +61,19 @@ TEST(Print, PutsTheTripIn) {
   const Plan plan = samplePlan(t);
   const Step& copy = plan.steps[plan.lanes[0].blocks[0].firstStep + 1];
   EXPECT_EQ(printStepAt(plan, copy, 5), "copy mate 0's staged slot 0 [0, +128) <- in[640, +128)");
+}
+
+// A message has one number, wherever it is mentioned.
+TEST(Print, NumbersAMessageAlikeInEveryStep) {
+  const Topology t({{0, 1}, {2, 3}}, 0);
+  const Plan plan = samplePlan(t);
+  const auto inTrip = [&](size_t lane, size_t step) {
+    return printStepAt(plan, plan.steps[plan.lanes[lane].blocks[0].firstStep + step], 1);
+  };
+  for (const std::string& text :
+       {inTrip(0, 2), inTrip(0, 3), inTrip(1, 0), inTrip(1, 1), inTrip(1, 2)}) {
+    EXPECT_THAT(text, HasSubstr("message 2")) << text;
+  }
 }
 
 TEST(Print, NamesMatesBuffersAndNegativeSlopes) {
