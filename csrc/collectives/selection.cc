@@ -147,7 +147,7 @@ const Row& rowCalled(Collective collective, std::string_view name, const std::st
         namesOf(collective));
 }
 
-// What was measured to be best here, if that can serve the request.
+// What was measured to be better here than the table below, if that can serve the request.
 const Row* measuredBest(const Tuning& tuning, const plan::Topology& t, const plan::Limits& limits,
                         const Shape& shape) {
   if (tuning.rows().empty()) return nullptr;
@@ -155,11 +155,12 @@ const Row* measuredBest(const Tuning& tuning, const plan::Topology& t, const pla
   for (const TuningRow& row : tuning.rows()) {
     if (!fits(row, t, shape)) continue;
     const std::string where = fmt::format("{}:{}", tuning.origin(), row.line);
-    const Row& asked = rowCalled(row.collective, row.algorithm, where);
-    if (!canServe(asked, t, limits, shape)) continue;
+    const Row* asked =
+        row.algorithm == kBuiltIn ? nullptr : &rowCalled(row.collective, row.algorithm, where);
+    if (asked && !canServe(*asked, t, limits, shape)) continue;
     SMDDP_LOG(Trace, "collectives", "{} of {} bytes in {} memory: {} says {}",
               toString(shape.collective), shape.bytes, memory, where, row.algorithm);
-    return &asked;
+    return asked;
   }
   SMDDP_LOG(Trace, "collectives", "{} of {} bytes in {} memory: no row of {} matches",
             toString(shape.collective), shape.bytes, memory, tuning.origin());

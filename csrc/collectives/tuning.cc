@@ -108,9 +108,10 @@ TuningRow parseRow(const std::vector<std::string_view>& fields, const std::strin
   row.maxBytes = *bytes;
   row.algorithm = fields[4];
   const auto known = algorithmsOf(row.collective);
-  if (std::find(known.begin(), known.end(), row.algorithm) == known.end()) {
-    std::string names;
-    for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
+  if (row.algorithm != kBuiltIn &&
+      std::find(known.begin(), known.end(), row.algorithm) == known.end()) {
+    std::string names(kBuiltIn);
+    for (const std::string& name : known) names += ", " + name;
     raise(ErrorKind::Usage, "{}: {} knows no \"{}\", only {}", where, fields[0], fields[4], names);
   }
   return row;

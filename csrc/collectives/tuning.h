@@ -4,12 +4,14 @@
 //   smddp-tuning 1
 //   # collective  ranks  memory   bytes   algorithm
 //   allreduce     1x4    private  16384   one_shot
+//   allreduce     1x4    private  262144  built_in
 //   allreduce     1x4    shared   max     zero_copy
 //   allreduce     2x2    any      8192    recursive_doubling
 //
 // A row is for groups of exactly that layout, written as nodes x ranks (2x2) or as the ranks of each node
-// (3+1), and for vectors of up to so many bytes. The first row that fits and can serve is taken. Several
-// nodes have to choose alike although their buffers may lie differently: for them memory is always "any".
+// (3+1), and for vectors of up to so many bytes. The first row that fits and can serve is taken; built_in leaves
+// them to the library's own table (selection.h). Several nodes have to choose alike although their buffers may lie
+// differently: for them memory is always "any".
 #pragma once
 
 #include <cstdint>
@@ -21,12 +23,14 @@
 
 namespace smddp::collectives {
 
+inline constexpr std::string_view kBuiltIn = "built_in";
+
 struct TuningRow {
   Collective collective = Collective::AllReduce;
   std::vector<int> ranksOfNodes;
   bool whenPrivate = true, whenShared = true;  // where the buffers lie
   int64_t maxBytes = 0;
-  std::string algorithm;
+  std::string algorithm;  // or kBuiltIn
   int line = 0;
 };
 

@@ -63,6 +63,18 @@ TEST(Tuning, TakesTheFirstRowThatFitsAndCanServe) {
   EXPECT_THAT(allreduce(200 << 20, true), StrEq("two_phase"));
 }
 
+// Below the sizes for which another one was found, the table goes on choosing by its own limits.
+TEST(Tuning, LeavesToTheTableWhatItSays) {
+  const Tuning tuning = Tuning::parse(
+      "smddp-tuning 1\nallreduce 1x2 any 8192 built_in\nallreduce 1x2 any max one_shot\n", "t.txt");
+  for (const int64_t bytes : {8, 1024, 1025, 8192}) {
+    EXPECT_THAT(chosen(kOneNode, Collective::AllReduce, bytes, false, tuning),
+                StrEq(chosen(kOneNode, Collective::AllReduce, bytes, false, {})))
+        << bytes;
+  }
+  EXPECT_THAT(chosen(kOneNode, Collective::AllReduce, 8193, false, tuning), StrEq("one_shot"));
+}
+
 TEST(Tuning, IsForTheLayoutThatItNames) {
   const Tuning tuning = Tuning::parse(kExample, "t.txt");
   EXPECT_THAT(chosen(kTwoNodes, Collective::AllReduce, 65536, false, tuning), StrEq("ring"));
@@ -102,7 +114,7 @@ TEST(Tuning, SaysWhichLineIsWrong) {
         << bytes;
   }
   EXPECT_THAT(row("allreduce 1x2 any 8 rign"), HasSubstr("t.txt:3: allreduce knows no \"rign\""));
-  EXPECT_THAT(row("broadcast 1x2 any 8 ring"), HasSubstr("only shared_memory, chain"));
+  EXPECT_THAT(row("broadcast 1x2 any 8 ring"), HasSubstr("only built_in, shared_memory, chain"));
 }
 
 // Whatever the bytes, the answer is rows or an error that names the file.
