@@ -7,12 +7,14 @@ node, libfabric between the nodes. Each node is started by a torchrun of its own
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,14 @@ class DemoError(Exception):
     """What went wrong, in one sentence."""
 
 
-def free_port() -> int:
-    """Returns a TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yields a TCP port that nobody but the job is given while it starts."""
+    with socket.socket() as holder:
+        # Not listening: a server that reuses addresses too, as torch's does, may bind beside it.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def start_node(node: int, port: int, script: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -81,20 +86,20 @@ def run(backend: str, epochs: int, folder: Path, seconds: float) -> dict[str, An
     out.unlink(missing_ok=True)
     script = [str(HERE / "train_digits.py"), f"--backend={backend}", f"--epochs={epochs}"]
     script += ["--dtype=float64", f"--out={out}"]
-    port = free_port()
     logs = [folder / f"{backend}-node{node}.log" for node in range(NODES)]
-    processes = [start_node(node, port, script, log) for node, log in enumerate(logs)]
-    deadline = time.monotonic() + seconds
-    try:
-        while any(process.poll() is None for process in processes):
-            if time.monotonic() > deadline:
-                raise DemoError(f"the run with {backend} took longer than {seconds:.0f} s")
-            for process, log in zip(processes, logs, strict=True):
-                if process.poll() not in (None, 0):
-                    raise DemoError(f"the run with {backend} failed: {last_words(log)}")
-            time.sleep(0.1)
-    finally:
-        stop(processes)
+    with reserved_port() as port:
+        processes = [start_node(node, port, script, log) for node, log in enumerate(logs)]
+        deadline = time.monotonic() + seconds
+        try:
+            while any(process.poll() is None for process in processes):
+                if time.monotonic() > deadline:
+                    raise DemoError(f"the run with {backend} took longer than {seconds:.0f} s")
+                for process, log in zip(processes, logs, strict=True):
+                    if process.poll() not in (None, 0):
+                        raise DemoError(f"the run with {backend} failed: {last_words(log)}")
+                time.sleep(0.1)
+        finally:
+            stop(processes)
     if any(process.returncode for process in processes) or not out.exists():
         raise DemoError(f"the run with {backend} failed: {last_words(logs[0])}")
     result: dict[str, Any] = torch.load(out)

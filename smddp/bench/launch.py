@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from smddp.plan import parse_nodes
 
-__all__ = ["DEFAULT_RANKS", "complete_rendezvous", "is_rank", "launch", "layout_of"]
+__all__ = [
+    "DEFAULT_RANKS",
+    "complete_rendezvous",
+    "is_rank",
+    "launch",
+    "layout_of",
+    "reserved_port",
+]
 
 DEFAULT_RANKS = 2
 
 _PATIENCE = 60.0
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yields a port on this host that the kernel gives to nobody until the with statement ends.
+
+    A number that was merely free a moment ago may be the source of somebody's connection when the
+    server comes: then it cannot bind, or a client that tries again and again connects to itself.
+    """
+    with socket.socket() as holder:
+        # Not listening: a server that reuses addresses too, as torch's does, may bind beside it.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def is_rank() -> bool:
@@ -68,8 +84,8 @@ def complete_rendezvous() -> None:
     # A name that only children of one mpirun have in common, and that goes with its last user.
     name = f"\0smddp.bench.{os.getuid()}.{os.getppid()}"
     if rank == 0:
-        os.environ["MASTER_PORT"] = str(_free_port())
-        with socket.socket(socket.AF_UNIX) as server:
+        with reserved_port() as port, socket.socket(socket.AF_UNIX) as server:
+            os.environ["MASTER_PORT"] = str(port)
             server.bind(name)
             server.listen(size)
             server.settimeout(_PATIENCE)
@@ -105,11 +121,25 @@ def launch(layout: Sequence[int], arguments: Sequence[str], seconds: float) -> i
     Returns:
         0, or the exit status of a rank that failed; then the others have been ended.
     """
+    with reserved_port() as port:
+        ranks = _start(layout, arguments, port)
+        try:
+            return _wait(ranks, time.monotonic() + seconds, seconds)
+        finally:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.kill()
+                    rank.wait()
+
+
+def _start(
+    layout: Sequence[int], arguments: Sequence[str], port: int
+) -> list[subprocess.Popen[bytes]]:
     common = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port),
         "WORLD_SIZE": str(sum(layout)),
     }
     ranks: list[subprocess.Popen[bytes]] = []
@@ -124,13 +154,7 @@ def launch(layout: Sequence[int], arguments: Sequence[str], seconds: float) -> i
                 own["SMDDP_NODE_ID"] = f"node{node}"
             command = [sys.executable, "-m", "smddp.bench", *arguments]
             ranks.append(subprocess.Popen(command, env={**common, **own}))
-    try:
-        return _wait(ranks, time.monotonic() + seconds, seconds)
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
+    return ranks
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float, seconds: float) -> int:

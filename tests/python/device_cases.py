@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -77,6 +76,15 @@ class Fake:
         self.module.gate()
         threading.Timer(0.2, self.module.open).start()
 
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Holds the current stream until the end of the with statement."""
+        self.module.gate()
+        try:
+            yield
+        finally:
+            self.module.open()
+
     def slow_down(self) -> None:
         """From now on who does not wait for a copy to the device finds the old values."""
         self.module.slow_down(30)
@@ -111,6 +119,12 @@ class Cuda:
 
     def delay(self) -> None:
         torch.cuda._sleep(400_000_000)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """For a second or two: nothing ends a kernel from outside."""
+        torch.cuda._sleep(3_000_000_000)
+        yield
 
     def slow_down(self) -> None:
         """Copies of the sizes here take long enough."""
@@ -469,10 +483,10 @@ def does_not_block(name: str) -> None:
     with job(name) as device:
         tensor = torch.zeros(1000, device=device.device)
         device.synchronize()
-        device.delay()
-        device.fill(tensor, 1)
-        work = dist.all_reduce(tensor, async_op=True)
-        assert not work.is_completed()
+        with device.busy():
+            device.fill(tensor, 1)
+            work = dist.all_reduce(tensor, async_op=True)
+            assert not work.is_completed()
         work.wait()
         device.synchronize()
         assert work.is_completed()
@@ -598,12 +612,16 @@ def refuses(name: str) -> list[str]:
 
 def times_out(name: str) -> str:
     """The last rank makes no call; the others' end in time."""
-    with job(name, timeout=3) as device:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            time.sleep(6)
+    with job(name) as device:
+        others = dist.get_world_size() - 1
+        if dist.get_rank() == others:
+            ranks.await_ranks("failed", others)
             return ""
+        ranks.limit(3, device.device)
         tensor = torch.ones(100, device=device.device)
-        return error_of(lambda: dist.all_reduce(tensor, async_op=True).wait())
+        said = error_of(lambda: dist.all_reduce(tensor, async_op=True).wait())
+        ranks.arrive("failed")
+        return said
 
 
 # --- the cases, as test_device.py and test_cuda.py run them ---------------------------------------

@@ -17,7 +17,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -33,6 +32,8 @@ from typing import Any, BinaryIO, NoReturn
 import hosts
 import torch
 import torch.distributed as dist
+
+from smddp.bench.launch import reserved_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,10 +84,8 @@ def nodes_of(layout: str) -> list[int]:
     return [int(ranks) for ranks in layout.split("+")]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+# In namespaces that were made for the run: below the ports that the kernel gives away.
+_PORT_IN_A_NETWORK = 29500
 
 
 def run_ranks(
@@ -117,16 +116,7 @@ def run_ranks(
         How each rank ended; nothing is raised for ranks that failed.
     """
     sizes = nodes_of(layout)
-    store = None
     common = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(sum(sizes)), **(env or {})}
-    if network is not None:
-        common["MASTER_ADDR"] = network.address(0)
-    if rank_0_serves or network is not None:
-        common["MASTER_PORT"] = str(free_port())
-    else:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common["MASTER_PORT"] = str(store.port)
-        common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     environments = []
     namespaces = []
     for node, ranks in enumerate(sizes):
@@ -135,28 +125,35 @@ def run_ranks(
                 namespaces.append(network.hosts[node])
             environments.append(
                 {
-                    **common,
                     "RANK": str(len(environments)),
                     "LOCAL_RANK": str(local),
                     "LOCAL_WORLD_SIZE": str(ranks),
                     "SMDDP_NODE_ID": f"node{node}",
                 }
             )
-    run = _Run(
-        function.__module__,
-        function.__code__.co_filename,
-        function.__name__,
-        arguments,
-        environments,
-        timeout,
-        full_exit,
-        namespaces or None,
-    )
-    outcomes = _nursery().run(run)
+    with contextlib.ExitStack() as stack:
+        if network is not None:
+            common |= {"MASTER_ADDR": network.address(0), "MASTER_PORT": str(_PORT_IN_A_NETWORK)}
+        elif rank_0_serves:
+            common["MASTER_PORT"] = str(stack.enter_context(reserved_port()))
+        else:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            common["MASTER_PORT"] = str(store.port)
+            common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        run = _Run(
+            function.__module__,
+            function.__code__.co_filename,
+            function.__name__,
+            arguments,
+            [common | own for own in environments],
+            timeout,
+            full_exit,
+            namespaces or None,
+        )
+        outcomes = _nursery().run(run)
     for outcome in outcomes:
         if outcome.pickled:
             outcome.returned, outcome.value, outcome.trace = pickle.loads(outcome.pickled)
-    del store
     return outcomes
 
 
@@ -290,7 +287,13 @@ def _await(pids: dict[int, int], timeout: float, folder: Path) -> list[Outcome]:
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
+# Of a rank: what it and the others of its run share, whatever becomes of their groups.
+_folder = Path()
+
+
 def _be_rank(run: _Run, work: Callable[[], Any], rank: int, folder: Path) -> NoReturn:
+    global _folder
+    _folder = folder
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(file, number)
@@ -347,6 +350,32 @@ def job(timeout: float = 30, oracle: bool = False) -> Iterator[dist.ProcessGroup
         yield dist.new_group(backend="gloo", timeout=timedelta(seconds=60)) if oracle else None
     finally:
         dist.destroy_process_group()
+
+
+def limit(seconds: float, device: torch.device | str = "cpu") -> None:
+    """From now on calls of the default group end after so long.
+
+    For calls that are to time out. The group is made with more patience: how long that takes
+    depends on what else the machine has to do.
+    """
+    backend = dist.group.WORLD._get_backend(torch.device(device))
+    # Torch 2.15 has made the name a public one.
+    set_timeout = getattr(backend, "set_timeout", None) or backend._set_default_timeout
+    set_timeout(timedelta(seconds=seconds))
+
+
+def arrive(where: str) -> None:
+    """Tells await_ranks() that this rank has come to a place in its function."""
+    (_folder / f"{os.environ['RANK']}.at.{where}").touch()
+
+
+def await_ranks(where: str, count: int) -> None:
+    """Returns when so many ranks have arrived there; else the run's time-out ends this rank.
+
+    Files tell, not the group or its store, so that it works where those fail or are cut off.
+    """
+    while len(list(_folder.glob(f"*.at.{where}"))) < count:
+        time.sleep(0.01)
 
 
 def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,7 +55,8 @@ def test_absent_rank() -> None:
 
 
 def _device_that_never_comes() -> list[str]:
-    with device_cases.job("fake", timeout=2) as device:
+    with device_cases.job("fake") as device:
+        ranks.limit(2, device.device)
         tensor = torch.zeros(10, device=device.device)
         device.module.gate()
         works = [dist.all_reduce(tensor, async_op=True) for _ in range(2)]
@@ -501,23 +501,26 @@ def test_shared_memory_that_is_impossible(shares: bool, part: str | None, why: s
     assert "SMDDP_GPU_PATH=ipc is not possible: rank 0: " in said[0]
 
 
-def _shared(of: Callable[[Any], list[str]], timeout: float = 3) -> list[str]:
+def _shared(of: Callable[[Any], list[str]], seconds: float = 3) -> list[str]:
     from smddp import backend
 
     library = str(device_cases.find_fake())
     backend._gpu_peer = lambda: ("fake", lambda index: "one for all", None, library)
-    with device_cases.job("fake", timeout=timeout) as device:
+    with device_cases.job("fake") as device:
         dist.all_reduce(torch.zeros(10, device=device.device))
+        ranks.limit(seconds, device.device)
         return of(device)
 
 
 def _absent(device: Any) -> list[str]:
     if dist.get_rank() == 1:
-        time.sleep(6)
+        ranks.await_ranks("failed", 1)
         return []
     tensor = torch.zeros(10, device=device.device)
     work = dist.all_reduce(tensor, async_op=True)
-    return [error_of(work.wait), error_of(lambda: dist.all_reduce(tensor))]
+    said = [error_of(work.wait), error_of(lambda: dist.all_reduce(tensor))]
+    ranks.arrive("failed")
+    return said
 
 
 def _stuck(device: Any) -> list[str]:
@@ -576,7 +579,8 @@ def _one_calls() -> str:
     from smddp import backend
 
     backend._gpu_peer = lambda: ("fake", lambda index: os.environ["RANK"], lambda *rest: None)
-    with device_cases.job("fake", timeout=2) as device:
+    with device_cases.job("fake") as device:
         if dist.get_rank() == 1:
             return ""
+        ranks.limit(2, device.device)
         return error_of(lambda: dist.all_reduce(torch.zeros(3, device=device.device)))

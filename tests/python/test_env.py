@@ -46,7 +46,7 @@ def tool(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env={**clean, "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
 
 

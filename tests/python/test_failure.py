@@ -23,8 +23,6 @@ pytestmark = pytest.mark.multiprocess
 layouts = pytest.mark.parametrize("layout", ["2", "2x2"])
 
 CULPRIT = 1
-# Detection takes milliseconds; this is for a machine that is busy with other things.
-SOON = 5.0
 
 
 class Failure(NamedTuple):
@@ -97,12 +95,12 @@ def test_death_in_all_reduce(layout: str, how: str, count: int, warm_up: int) ->
     failures, culprit = survivors_of(_die, layout, how, count, warm_up)
     assert culprit.status == {"raise": 1, "_exit": 7}.get(how, -signal.SIGKILL), str(culprit)
     for failure in failures:
+        # Seen, not waited for: that would be a CollectiveTimeoutError.
         assert failure.kind == "PeerLostError", failure
         named = f"rank {CULPRIT} (pid {culprit.pid} on {socket.gethostname()}) is gone: "
         assert named in failure.text
         assert failure.text.count(f"pid {culprit.pid}") == 1, failure.text
         assert "allreduce" in failure.text
-        assert failure.at - culprit.ended_at < SOON
     late = max(failure.at - culprit.ended_at for failure in failures)
     print(f"{layout} {how}: all survivors know {late * 1000:.1f} ms after the end was noticed here")
 
@@ -198,21 +196,31 @@ def test_death_of_the_other_end_of_a_message(layout: str) -> None:
 # --- time -----------------------------------------------------------------------------------------
 
 
+def _others_failed() -> None:
+    """Keeps CULPRIT alive until the others are through, however slow they are."""
+    ranks.await_ranks("failed", dist.get_world_size() - 1)
+
+
 def _stall(what: str) -> Failure | None:
-    dist.init_process_group("smddp", timeout=timedelta(seconds=2))
+    dist.init_process_group("smddp", timeout=timedelta(seconds=30))
     tensor = torch.ones(10)
     dist.all_reduce(tensor)
     if dist.get_rank() == CULPRIT:
-        time.sleep(5)
+        _others_failed()
         return None
+    if what != "wait":
+        ranks.limit(2)
     if what == "all_reduce":
-        return failure_of(lambda: dist.all_reduce(tensor))
-    if what == "future":
-        return failure_of(dist.all_reduce(tensor, async_op=True).get_future().wait)
-    if what == "wait":
+        failure = failure_of(lambda: dist.all_reduce(tensor))
+    elif what == "future":
+        failure = failure_of(dist.all_reduce(tensor, async_op=True).get_future().wait)
+    elif what == "wait":
         work = dist.all_reduce(tensor, async_op=True)
-        return failure_of(lambda: work.wait(timedelta(milliseconds=200)))
-    return failure_of(lambda: dist.recv(tensor, CULPRIT))
+        failure = failure_of(lambda: work.wait(timedelta(milliseconds=200)))
+    else:
+        failure = failure_of(lambda: dist.recv(tensor, CULPRIT))
+    ranks.arrive("failed")
+    return failure
 
 
 @pytest.mark.slow
@@ -234,6 +242,9 @@ def test_rank_that_stops_calling(layout: str, what: str) -> None:
 def _never_init() -> str:
     if int(os.environ["RANK"]) == CULPRIT:
         return ""
+    # Together: who begins two seconds later would be missing as well.
+    ranks.arrive("begin")
+    ranks.await_ranks("begin", 2)
     try:
         dist.init_process_group("smddp", timeout=timedelta(seconds=2))
     except dist.DistBackendError as error:
@@ -373,12 +384,14 @@ def _abort(by: str) -> Failure | None:
     if dist.get_rank() == CULPRIT:
         if by == "peer":
             backend.abort()
-            return None
-        time.sleep(3)
+        else:
+            _others_failed()
         return None
     if by == "thread":
         threading.Timer(0.3, backend.abort).start()
-    return failure_of(lambda: dist.all_reduce(torch.ones(10)))
+    failure = failure_of(lambda: dist.all_reduce(torch.ones(10)))
+    ranks.arrive("failed")
+    return failure
 
 
 @layouts
@@ -393,14 +406,13 @@ def test_abort(layout: str, by: str) -> None:
 def _shutdown_in_flight() -> str:
     dist.init_process_group("smddp", timeout=timedelta(seconds=60))
     dist.all_reduce(torch.ones(10))
-    text = ""
-    if dist.get_rank() != CULPRIT:
-        work = dist.all_reduce(torch.ones(10), async_op=True)
-        dist.destroy_process_group()
-        text = failure_of(work.wait).kind
-    else:
-        time.sleep(1)
-    return text
+    if dist.get_rank() == CULPRIT:
+        _others_failed()
+        return ""
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    dist.destroy_process_group()
+    ranks.arrive("failed")
+    return failure_of(work.wait).kind
 
 
 @layouts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -61,11 +60,8 @@ def _be_cut_off(network: hosts.Network) -> Failure:
     dist.all_reduce(tensor)
     if dist.get_rank() == 1:
         threading.Timer(0.5, network.unplug, [1]).start()
-    started = time.monotonic()
-    failure = failure_of(lambda: [dist.all_reduce(tensor) for _ in range(10_000_000)])
-    # Long before the time-out; how long is for the benchmarks to say.
-    assert time.monotonic() - started < 30
-    return failure
+    # Its kind says that no time-out ended it; how long it takes is for the benchmarks to say.
+    return failure_of(lambda: [dist.all_reduce(tensor) for _ in range(10_000_000)])
 
 
 def test_host_that_is_cut_off(network: hosts.Network) -> None:
@@ -86,6 +82,7 @@ def _see_it_heal(network: hosts.Network, idle: bool) -> int:
         network.unplug(1)
         time.sleep(4 if idle else 0.5)
         network.plug(1)
+        ranks.arrive("healed")
 
     wrong = 0
     if rank == 0:
@@ -93,7 +90,7 @@ def _see_it_heal(network: hosts.Network, idle: bool) -> int:
         cutter.start()
     if idle:
         # Nobody waits for anybody: a host that does not answer then is nobody's loss.
-        time.sleep(5)
+        ranks.await_ranks("healed", 1)
     end = torch.tensor([time.monotonic() + 2])
     dist.broadcast(end, 0)
     tensor = torch.empty(10_000)
@@ -114,15 +111,20 @@ def test_link_that_heals(network: hosts.Network, idle: bool) -> None:
 
 
 def _stop() -> Failure | None:
-    dist.init_process_group("smddp", timeout=timedelta(seconds=4))
+    dist.init_process_group("smddp", timeout=timedelta(seconds=30))
     tensor = torch.ones(10_000)
-    dist.all_reduce(tensor)
+    pid = torch.tensor(os.getpid())
+    dist.broadcast(pid, 1)
     if dist.get_rank() == 1:
-        mine = str(os.getpid())
-        subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {mine}"])
         os.kill(os.getpid(), signal.SIGSTOP)
         return None
-    return failure_of(lambda: dist.all_reduce(tensor))
+    ranks.limit(4)
+    failure = failure_of(lambda: dist.all_reduce(tensor))
+    ranks.arrive("failed")
+    if dist.get_rank() == 0:
+        ranks.await_ranks("failed", 3)
+        os.kill(int(pid), signal.SIGCONT)
+    return failure
 
 
 @pytest.mark.slow

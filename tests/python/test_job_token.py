@@ -54,7 +54,7 @@ def test_the_token_is_never_printed() -> None:
         env={**os.environ, "PYTHONPATH": str(ranks.ROOT), "SMDDP_JOB_TOKEN": "xyzzy"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=True,
     )
     assert "SMDDP_JOB_TOKEN=(hidden)  (secret, from the environment)" in done.stdout

@@ -20,7 +20,7 @@ def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={**environment, **env},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_ranks, free_port
+from ranks import check_ranks, reserved_port
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.errors import SMPInitializationError, SMPUsageError
@@ -115,7 +115,8 @@ def launched(launcher: str, port: int) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_come_from_any_launcher(launcher: str) -> None:
-    results = check_ranks(launched, "2", launcher, free_port())
+    with reserved_port() as port:
+        results = check_ranks(launched, "2", launcher, port)
     assert results == [(0, 0, 0, 2), (1, 1, 1, 2)]
 
 
