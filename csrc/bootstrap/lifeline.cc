@@ -21,7 +21,6 @@ constexpr uint64_t kListenerId = 0;
 constexpr uint64_t kTimerId = 1;
 constexpr Nanoseconds kSecond = 1'000'000'000;
 constexpr Nanoseconds kProbePeriod = kSecond / 10;
-constexpr int kSilentLooks = 3;
 
 std::string textOf(int error) { return std::generic_category().message(error); }
 
@@ -254,25 +253,26 @@ void Lifeline::probe(const ProcessId& process) {
   Connection& connection = it->second;
   if (!connection.nextProbe.passed(clock_)) return;
   connection.nextProbe = Deadline::after(clock_, kProbePeriod);
+  const bool silent = isSilent(connection);
   // A stopped process reads nothing: once its buffer is full, what is in there does as well.
   (void)::send(connection.socket.get(), &kProbe, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-  if (isSilent(connection)) {
+  if (silent) {
     fail(it, fmt::format("its host has not answered for {:.1f} s: it is down or cut off",
                          static_cast<double>(options_.hostTimeout) * 1e-9));
     rearm();
   }
 }
 
-// Several looks in a row, because one may come late: when this process, or the whole machine, was not
-// running, answers are there that nobody has taken in.
+// Looks at the probes sent so far. So many in a row have to be unanswered as there are in the time: one that was not
+// asked need not have said anything, however long ago its last answer is, and while this process, or the whole machine,
+// was not running, nobody took answers in.
 bool Lifeline::isSilent(Connection& connection) const {
   tcp_info info{};
   socklen_t size = sizeof info;
   if (::getsockopt(connection.socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
-  const bool late =
-      info.tcpi_unacked > 0 && int64_t{info.tcpi_last_ack_recv} * 1'000'000 > options_.hostTimeout;
-  connection.silentLooks = late ? connection.silentLooks + 1 : 0;
-  return connection.silentLooks >= kSilentLooks;
+  connection.silentLooks = info.tcpi_unacked > 0 ? connection.silentLooks + 1 : 0;
+  return connection.silentLooks * kProbePeriod >= options_.hostTimeout &&
+         int64_t{info.tcpi_last_ack_recv} * 1'000'000 > options_.hostTimeout;
 }
 
 void Lifeline::fail(Connections::iterator it, const std::string& cause) {

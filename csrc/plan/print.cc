@@ -163,7 +163,7 @@ std::string print(const Plan& plan, const Topology& topology) {
     text += fmt::format("  pool {}: {} x {} bytes\n", pool.name, pool.slots, pool.slotBytes);
   }
   for (const ChannelUse& use : plan.channels) {
-    text += fmt::format("  channel with rank {}, stream {}: {} messages out, {} in\n", use.peer,
+    text += fmt::format("  channel with rank {}, stream {}, messages: {} out, {} in\n", use.peer,
                         use.stream, use.puts, use.arrivals);
   }
   text += "  preamble\n" + printBlock(plan, plan.preamble, "    ");

@@ -36,7 +36,7 @@ TEST(Print, SaysWhatThePlanDoes) {
   EXPECT_EQ(print(samplePlan(t), t),
             "sample, rank 0 of 4 (node 0 of 2, local 0)\n"
             "  pool staged: 3 x 128 bytes\n"
-            "  channel with rank 2, stream 1: 2 messages out, 2 in\n"
+            "  channel with rank 2, stream 1, messages: 2 out, 2 in\n"
             "  preamble\n"
             "    signal arrival = 1\n"
             "    wait arrival of the team >= 1\n"
