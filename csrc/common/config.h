@@ -60,8 +60,9 @@ struct Secret {
   X(int64_t, chunkBytes, "SMDDP_CHUNK_BYTES", 262144,                                                         \
     "Bytes of the vector that are staged at a time inside a node. Should stay in the L2 cache.")             \
   X(std::string, stagingStores, "SMDDP_STAGING_STORES", "auto",                                               \
-    "How ranks of a node write what a mate reads next: ordinary stores, streaming ones (past the caches), or " \
-    "auto, as the time says that a line takes from cache to cache.")                                          \
+    "How a rank writes staging memory that another rank of its node reads next: ordinary (through the caches), " \
+    "streaming (past them, straight to memory), or auto: streaming where the cores of the two share no cache, " \
+    "which is measured all the time.")                                                                        \
   X(int64_t, fabricChunkBytes, "SMDDP_FABRIC_CHUNK_BYTES", 1048576,                                           \
     "Bytes of the vector that travel between nodes at a time; the stages of different chunks overlap.")      \
   X(int64_t, fabricWindow, "SMDDP_FABRIC_WINDOW", 4,                                                          \
