@@ -110,8 +110,9 @@ TuningRow parseRow(const std::vector<std::string_view>& fields, const std::strin
   const auto known = algorithmsOf(row.collective);
   if (row.algorithm != kBuiltIn &&
       std::find(known.begin(), known.end(), row.algorithm) == known.end()) {
-    std::string names(kBuiltIn);
-    for (const std::string& name : known) names += ", " + name;
+    std::string names;
+    for (const std::string& name : known) names += name + ", ";
+    names += kBuiltIn;
     raise(ErrorKind::Usage, "{}: {} knows no \"{}\", only {}", where, fields[0], fields[4], names);
   }
   return row;

@@ -6,7 +6,6 @@ Starts its ranks on this machine, or is a rank itself under torchrun or mpirun.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import socket
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 import smddp
 from smddp.bench import ddp, numa, options, plot, table, tune
-from smddp.bench.about import about, say_written, write_file
+from smddp.bench.about import about, begin, say_written, write_file
 from smddp.bench.bounds import BoundContender, copy_rate, link_rate
 from smddp.bench.contender import Contender
 from smddp.bench.launch import complete_rendezvous, is_rank, launch
@@ -43,7 +42,9 @@ class _Rank:
         self._contenders: dict[Case, Contender] = {}
         self._exit = contextlib.ExitStack()
         self._notes = list(run.left_out)
-        self._start = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        if run.tune is not None:
+            self._notes.append("smddp: what the built-in table chooses; the others by their names")
+        self._start = begin()
         self.speaks = dist.get_rank() == 0
 
     def __enter__(self) -> _Rank:
@@ -132,6 +133,7 @@ class _Rank:
 
     def _introduce(self) -> None:
         self._say(f"# median of calls, each on its slowest rank; {dist.get_world_size()} ranks")
+        self._say(f"# {self._start}")
         self._say(f"# {self._description()}")
         if self._limits:
             link = self._limits["link_gbps"]
@@ -167,8 +169,13 @@ class _Rank:
             plot.draw(tasks, title, run.plot)
             say_written(run.plot)
         if run.tune is not None:
-            lines = [f"{self._start}, {title}", f"smddp.bench {' '.join(sys.argv[1:])}"]
-            write_file(run.tune, tune.write(tune.rows(tasks, nodes), lines))
+            found = tune.findings(tasks, nodes)
+            verdicts = list(tune.verdicts(found))
+            for sentence in verdicts:
+                self._say(f"# {sentence}")
+            lines = [f"{self._start.time}, {title}", f"smddp.bench {' '.join(sys.argv[1:])}"]
+            lines += [str(self._start), *verdicts]
+            write_file(run.tune, tune.write(tune.rows(found, nodes), lines))
 
 
 def _be_rank(run: options.Run) -> int:

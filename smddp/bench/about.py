@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import os
 import platform
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,14 +16,41 @@ import torch.distributed as dist
 
 from smddp import _load
 
-__all__ = ["about", "say_written", "write_file"]
+__all__ = ["Beginning", "about", "begin", "say_written", "write_file"]
 
 _PREFIXES = ("SMDDP_", "OMP_", "NCCL_", "GLOO_")
 # Files are passed on.
 _SECRETS = ("SMDDP_JOB_TOKEN",)
 
 
-def about(start: str, **config: Any) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """When a run began, and what else its hosts were doing."""
+
+    time: str
+    # Of each host, over 1, 5 and 15 minutes. The ranks themselves, which have just started, are in
+    # the first with one or two tenths.
+    load_averages: list[list[float]]
+    cores: int | None
+
+    def __str__(self) -> str:
+        busiest = max(self.load_averages)
+        numbers = " ".join(f"{load:.2f}" for load in busiest)
+        hosts = len(self.load_averages)
+        where = "" if hosts == 1 else f" on the busiest of {hosts} hosts"
+        return f"load average at the start: {numbers} (1, 5, 15 minutes; {self.cores} cores){where}"
+
+
+def begin() -> Beginning:
+    """Asks all ranks; to be called on all of them, before anything is measured."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (socket.gethostname(), os.getloadavg()))
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    # A host's ranks have looked at the same file, at about the same time.
+    return Beginning(now, [list(load) for load in dict(of_ranks).values()], os.cpu_count())
+
+
+def about(start: Beginning, **config: Any) -> dict[str, Any]:
     """Returns the keys that come before the results.
 
     Args:
@@ -31,7 +61,7 @@ def about(start: str, **config: Any) -> dict[str, Any]:
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {
-        "start_time": start,
+        "start_time": start.time,
         "args": ["smddp.bench", *sys.argv[1:]],
         "env": {
             name: value
@@ -41,7 +71,8 @@ def about(start: str, **config: Any) -> dict[str, Any]:
         "nccl_version": nccl,
         "config": {
             "ranks": dist.get_world_size(),
-            "cores": os.cpu_count(),
+            "cores": start.cores,
+            "load_averages": start.load_averages,
             "machine": platform.machine(),
             "torch": torch.__version__,
             "smddp": _load.load().build_info(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp.bench.about import about, write_file
+from smddp.bench.about import Beginning, about, begin, write_file
 from smddp.bench.launch import DEFAULT_RANKS, complete_rendezvous, is_rank, launch, layout_of
 from smddp.bench.models import MODELS, Trainee, sleeper
 from smddp.bench.steps import FAKE, NOTHING, Amount, Row, measure
@@ -64,7 +63,7 @@ def _format(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _as_json(models: Sequence[Sequence[Row]], start: str) -> dict[str, Any]:
+def _as_json(models: Sequence[Sequence[Row]], start: Beginning) -> dict[str, Any]:
     results = []
     for rows in models:
         alone = next(row.step for row in rows if row.backend == NOTHING)
@@ -165,15 +164,14 @@ def _amount(options: argparse.Namespace) -> Amount:
 
 
 def _be_rank(options: argparse.Namespace) -> int:
-    start = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     complete_rendezvous()
     dist.init_process_group("gloo")
+    start = begin()
     torch.set_num_threads(1)  # ranks share the machine
     speaks = dist.get_rank() == 0
     if speaks:
-        print(
-            f"# {options.parallel} steps, median, each on its slowest rank\n{_header()}", flush=True
-        )
+        print(f"# {options.parallel} steps, median, each on its slowest rank\n# {start}")
+        print(_header(), flush=True)
     models = []
     for name, make in _models(options):
         rows = measure(name, make, _amount(options))

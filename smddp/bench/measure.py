@@ -11,9 +11,6 @@ from smddp.bench.operations import Task
 
 __all__ = ["Bench", "Case", "Measurement", "Timing", "Workload"]
 
-# Blocks of calls that take turns with those of the other cases: a slow second of the machine then
-# hits all of them.
-_ROUNDS = 5
 # Calls that say how many there will be; the first ones of a size touch new memory.
 _TRIAL_CALLS = 3
 _MAX_CALLS = 2000
@@ -34,6 +31,7 @@ class Timing:
 
     microseconds: list[float]  # of each call, on its slowest rank
     wrong: int | None  # elements, on all ranks together; None: there was nothing to check
+    rounds: list[float] = dataclasses.field(default_factory=list)  # the median of each
 
     @property
     def time(self) -> float:
@@ -92,6 +90,9 @@ class Workload:
     check: bool = True
     seconds: float = 0.3  # per task, case and place, about
     iterations: int | None = None  # instead of `seconds`
+    # Blocks of calls that take turns with those of the other cases: a slow second of the machine
+    # then hits all of them.
+    rounds: int = 5
 
 
 class Bench:
@@ -128,9 +129,11 @@ class Bench:
         self._cold = False
         for (row, place, _), number in zip(turns, calls, strict=True):
             self._contenders[row.case].time(place, -(-number // share))
-        for _ in range(_ROUNDS):
+        for _ in range(self._workload.rounds):
             for (row, place, timing), number in zip(turns, calls, strict=True):
-                timing.microseconds += self._contenders[row.case].time(place, number)
+                times = self._contenders[row.case].time(place, number)
+                timing.microseconds += times
+                timing.rounds.append(statistics.median(times))
         for row, place, timing in turns:
             self._check(row, place, timing, shift=1)
         return rows
@@ -163,8 +166,8 @@ class Bench:
 
     def _calls_per_round(self, row: Measurement, place: str) -> int:
         if self._workload.iterations is not None:
-            return max(1, self._workload.iterations // _ROUNDS)
+            return max(1, self._workload.iterations // self._workload.rounds)
         # Every rank sees the same times, so every rank decides alike.
         median = statistics.median(self._contenders[row.case].time(place, _TRIAL_CALLS))
-        calls = int(self._workload.seconds * 1e6 / max(median, 1.0) / _ROUNDS)
+        calls = int(self._workload.seconds * 1e6 / max(median, 1.0) / self._workload.rounds)
         return max(2, min(calls, _MAX_CALLS))

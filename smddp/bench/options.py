@@ -31,9 +31,8 @@ _MEMORY = {
     "gpu": ["gpu"],
 }
 _PLACES = {"both": PLACES, "in": ("in_place",), "out": ("out_of_place",)}
-# What the reference backend cannot move, and what cannot be reduced so that it can be checked.
+# What the reference backend cannot move.
 _NOT_IN_GLOO = {"int16", "uint16", "uint32", "uint64"}
-_COMPLEX_OPS = ("sum", "avg")
 _EXTRA = ("fake", BOUND, *mpi.MPIS)
 
 
@@ -127,8 +126,8 @@ def _add_outputs(result: argparse.ArgumentParser) -> None:
         "--tune",
         type=Path,
         metavar="FILE",
-        help="measure all algorithms of smddp instead of backends, and write which is best into a "
-        "file for SMDDP_TUNING_FILE",
+        help="measure all algorithms of smddp instead of backends, and write those that are "
+        "clearly faster than what it chooses into a file for SMDDP_TUNING_FILE",
     )
     result.add_argument(
         "--mpi",
@@ -222,15 +221,23 @@ def _backends(options: argparse.Namespace, left_out: list[str]) -> list[str]:
     return asked
 
 
+def _ops_of(dtype: torch.dtype) -> list[str]:
+    """Returns what can be measured; averages of integers are truncated, which is not checked."""
+    if dtype.is_complex:
+        return ["sum", "avg"]
+    return [op for op in OPS if op not in (BITWISE if dtype.is_floating_point else ("avg",))]
+
+
 def _check_reduction(options: argparse.Namespace, backends: list[str]) -> None:
-    dtype, op = DTYPES[options.dtype], options.op
+    op = options.op
     reduces = any(OPERATIONS[name].reduces for name in _collectives(options))
-    if reduces and op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"--op avg of --dtype {options.dtype} is truncated, which is not checked")
-    if reduces and op in BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"--op {op} of --dtype {options.dtype} is undefined")
-    if reduces and dtype.is_complex and op not in _COMPLEX_OPS:
-        raise ValueError(f"--op {op} of --dtype {options.dtype} is undefined")
+    ops = _ops_of(DTYPES[options.dtype])
+    if reduces and op not in ops:
+        dtypes = [name for name, dtype in DTYPES.items() if op in _ops_of(dtype)]
+        raise ValueError(
+            f"--op {op} cannot be measured with --dtype {options.dtype}: that has "
+            f"{', '.join(ops)}; {op} goes with {', '.join(dtypes)}"
+        )
     if "gloo" in backends and options.backends != "all":
         if reduces and op == "avg":
             raise ValueError("gloo has no avg; use --backends smddp")
@@ -252,12 +259,16 @@ def _cases(options: argparse.Namespace, backends: list[str]) -> list[Case]:
             for backend in backends
             for memory in which.get(backend, ["ordinary"])
         ]
+    for variable in ("SMDDP_TUNING_FILE", "SMDDP_ALGORITHM"):
+        if os.environ.get(variable):
+            raise ValueError(f"--tune compares with the built-in table: unset {variable}")
     collectives = _collectives(options)
     world = os.environ.get("WORLD_SIZE")
     alone = options.nodes is None and world == os.environ.get("LOCAL_WORLD_SIZE", world)
     if len(collectives) != 1 or not (names := tune.algorithms(collectives[0], alone)):
         raise ValueError(f"--tune is for one collective at a time, of {', '.join(tune.NAMES)}")
-    return [Case("smddp", memory, name) for name in names for memory in memories]
+    # Without a name: what the library chooses.
+    return [Case("smddp", memory, name) for name in ["", *names] for memory in memories]
 
 
 def parse(options: argparse.Namespace, ranks: int | None) -> Run:
@@ -289,10 +300,13 @@ def parse(options: argparse.Namespace, ranks: int | None) -> Run:
     for file in (options.json, options.plot, options.tune):
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"{file}: there is no such folder")
+    workload = Workload(
+        tasks, _PLACES[options.place], bool(options.check), options.seconds, options.iterations
+    )
+    if options.tune is not None:
+        workload.rounds = tune.ROUNDS
     return Run(
-        Workload(
-            tasks, _PLACES[options.place], bool(options.check), options.seconds, options.iterations
-        ),
+        workload,
         _cases(options, backends),
         layout,
         options.json,

@@ -81,6 +81,9 @@ def test_table_and_json_say_the_same(tmp_path: Path) -> None:
     assert written["config"]["ranks_of_nodes"] == [2]
     assert written["config"]["numa_nodes"] == [numa.nodes_of()] * 2
     assert written["config"]["limits"]["copy_gbps"] > 0
+    (loads,) = written["config"]["load_averages"]  # of one host
+    numbers = " ".join(f"{load:.2f}" for load in loads)
+    assert f"# load average at the start: {numbers} (1, 5, 15 minutes; " in done.stdout
     assert "# Out of bounds values : 0 OK" in done.stdout
     assert f"# wrote {file}\n" in done.stdout
     assert done.stdout.count("# Avg bus bandwidth") == len(cases)
@@ -168,8 +171,18 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["--ranks=0"], "--ranks must be at least 1"),
         (["--factor=1"], "--factor must be at least 2"),
         (["--op=avg"], "gloo has no avg"),
-        (["--op=band"], "--op band of --dtype float is undefined"),
-        (["--op=max", "--dtype=cfloat"], "--op max of --dtype cfloat is undefined"),
+        (
+            ["--op=band"],
+            "with --dtype float: that has sum, prod, min, max, avg; band goes with int8",
+        ),
+        (
+            ["--op=max", "--dtype=cfloat"],
+            "cannot be measured with --dtype cfloat: that has sum, avg;",
+        ),
+        (
+            ["--op=avg", "--dtype=bool"],
+            "avg goes with float, double, half, bfloat16, cfloat, cdoubl",
+        ),
         (["--dtype=int16"], "gloo has no int16"),
         (["--iterations=0"], "--iterations must be at least 1"),
         (["--backends=nonsense"], "--backends 'nonsense' is not available here, only gloo"),
