@@ -145,7 +145,7 @@ __all__ = [
 
 def set_partition(module: nn.Module, index: int) -> None:
     """Says where a module and what is inside shall live; after DistributedModel, before a step."""
-    model = state.model() if state.model is not None else None
+    model = state.current_model()
     if model is None:
         raise SMPUsageError("create smp.DistributedModel before set_partition")
     model.runtime.pin(module, index)

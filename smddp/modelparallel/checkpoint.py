@@ -174,8 +174,7 @@ def resume_from_checkpoint(
     """
     folder = Path(path)
     tag = _newest(folder, partial) if tag is None else tag
-    model = state.model() if state.model is not None else None
-    optimizer = state.optimizer() if state.optimizer is not None else None
+    model, optimizer = state.current_model(), state.current_optimizer()
     if model is None:
         raise SMPUsageError("create smp.DistributedModel before resume_from_checkpoint")
     if not partial:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ __all__ = ["clip_grad_norm", "global_norm"]
 def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Returns the norm over all ranks of the pipeline, each with its own gradients."""
     total = torch.nn.utils.get_total_norm(gradients, norm_type)
-    model = _model()
+    model = state.current_model()
     if model is None or state.topology.pp_size == 1:
         return total
     group = state.groups.of("pp")
@@ -40,7 +39,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     Returns:
         The norm before; -1 if a gradient is infinite, and `optimizer.step()` will do nothing.
     """
-    model = _model()
+    model = state.current_model()
     if model is None:
         raise SMPUsageError("there is no smp.DistributedModel")
     if state.in_step:
@@ -60,7 +59,3 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
     return total
-
-
-def _model() -> Any:
-    return state.model() if state.model is not None else None

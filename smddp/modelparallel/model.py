@@ -236,7 +236,7 @@ def _check(module: nn.Module, device: str, times: bool, passes: int) -> None:
         raise SMPUsageError(
             "smp.DistributedModel reduces gradients itself: do not use DistributedDataParallel"
         )
-    if state.model is not None and state.model() is not None:
+    if state.current_model() is not None:
         raise SMPUsageError("there is a smp.DistributedModel already; a script can have one")
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise SMPUsageError("modules of torch.jit cannot be divided")

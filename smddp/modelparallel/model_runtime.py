@@ -116,7 +116,7 @@ class ModelRuntime:
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.buffers = Buffers(self.module, self.placement.owns_buffer)
         self.data_parallel.adopt(local, self.buffers)
-        optimizer = self._optimizer()
+        optimizer = self._state.current_optimizer()
         if optimizer is not None:
             optimizer._smp_state.adopt(self.placement)
         self._run_hooks("partition")
@@ -209,17 +209,13 @@ class ModelRuntime:
         hooks = dict(self._hooks[kind])
         self._hooks[kind].clear()
         for hook in hooks.values():
-            hook(self._model(), self._optimizer())
+            hook(self._model(), self._state.current_optimizer())
 
     @property
     def masters(self) -> MasterWeights | None:
         """What the optimizer works on, if the model is in half precision."""
-        optimizer = self._optimizer()
+        optimizer = self._state.current_optimizer()
         return None if optimizer is None else optimizer._smp_state.masters
-
-    def _optimizer(self) -> Any:
-        reference = self._state.optimizer
-        return reference() if reference is not None else None
 
 
 def _executor(state: State) -> Executor:

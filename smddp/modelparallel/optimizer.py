@@ -79,7 +79,7 @@ class DistributedOptimizer(metaclass=_IsPatched):
         if masters is not None:
             _add_names_of_fp16(optimizer, masters)
         state.optimizer = weakref.ref(optimizer)
-        model = _model()
+        model = state.current_model()
         if masters is not None and model is not None and model.partitioned:
             masters.adopt(model.runtime.placement)
         return optimizer
@@ -95,7 +95,7 @@ def _add_names_of_fp16(optimizer: Any, masters: MasterWeights) -> None:
     optimizer.clip_master_grads = clip_grad_norm
     optimizer.update_master_grads = masters.update
     # Gradients are complete, and can be taken over, only when the step has ended.
-    optimizer.backward = lambda loss, update_master_grads=True: _model().backward(loss)
+    optimizer.backward = lambda loss, update_master_grads=True: state.current_model().backward(loss)
     optimizer.zero_grad = masters.zero_grad
     if hasattr(optimizer, "add_param_group"):
         optimizer.add_param_group = types.MethodType(_patches.add_param_group, optimizer)
@@ -137,7 +137,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
     @staticmethod
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         type(self).add_param_group(self, param_group)
-        model = _model()
+        model = state.current_model()
         if model is not None and model.partitioned:
             self._smp_state.masters.adopt(model.runtime.placement)
 
@@ -199,7 +199,7 @@ class _State:
         return self._whole(self.local())
 
     def load(self, given: Mapping[str, Any]) -> None:
-        model = _model()
+        model = state.current_model()
         entries = self._whole(given) if given.get(MARKER) else dict(given)
         entries.pop(MARKER, None)
         waits = self.masters is not None and model is None
@@ -232,7 +232,7 @@ class _State:
             self.masters.load_state_dict(entries[FP16_STATES], self.indices())
 
     def _local_indices(self) -> set[int]:
-        model = _model()
+        model = state.current_model()
         numbers = self.indices()
         if model is None or not model.partitioned:
             return set(numbers.values())
@@ -263,7 +263,3 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _union(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
     return dict(sorted(item for part in parts for item in part.items()))
-
-
-def _model() -> Any:
-    return state.model() if state.model is not None else None

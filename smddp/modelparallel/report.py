@@ -31,7 +31,7 @@ def explain(file: str | None = None) -> str:
     Returns:
         The table, as text.
     """
-    model = state.model() if state.model is not None else None
+    model = state.current_model()
     if model is None or model.runtime.placement.decision is None:
         raise SMPUsageError("there is a partition only when the first step has begun")
     decision = model.runtime.placement.decision

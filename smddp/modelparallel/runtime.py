@@ -87,11 +87,18 @@ class State:
             raise SMPInitializationError(_FIRST)
         return self._groups
 
+    def current_model(self) -> Any:
+        """Returns the script's smp.DistributedModel; None if there is none, or none any more."""
+        return self.model() if self.model is not None else None
+
+    def current_optimizer(self) -> Any:
+        """Returns the script's smp.DistributedOptimizer; None if there is none."""
+        return self.optimizer() if self.optimizer is not None else None
+
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
         """Per tensor-parallel rank, the name of each parameter by its number in the optimizer."""
-        model = self.model() if self.model is not None else None
-        optimizer = self.optimizer() if self.optimizer is not None else None
+        model, optimizer = self.current_model(), self.current_optimizer()
         if model is None or optimizer is None:
             raise SMPInitializationError("create model and optimizer first")
         numbers = optimizer._param_id_to_index()

@@ -96,7 +96,7 @@ class StepFunction:
             raise SMPUsageError(
                 "a function decorated with smp.step cannot be called inside another"
             )
-        model = state.model() if state.model is not None else None
+        model = state.current_model()
         if model is None:
             raise SMPUsageError("create smp.DistributedModel before the first step")
         state.in_step = True
