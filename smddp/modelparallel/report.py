@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from torch import nn
-
 from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.messaging import Messenger
 from smddp.modelparallel.partition.placement import Decision
@@ -35,35 +33,9 @@ def explain(file: str | None = None) -> str:
     if model is None or model.runtime.placement.decision is None:
         raise SMPUsageError("there is a partition only when the first step has begun")
     decision = model.runtime.placement.decision
-    if not decision.costs:  # by hand: nothing was traced
-        costs = _sizes(model.runtime.executor.modules.list)
-        decision = dataclasses.replace(decision, costs=costs)
     if file is not None:
         Path(file).write_text(_partition_svg(decision, state.topology.pp_size))
     return _partition_table(decision, state.topology.pp_size)
-
-
-def _sizes(modules: Sequence[nn.Module]) -> list[dict[str, float]]:
-    """Returns costs by parameters and buffers alone, each counted once."""
-    seen: set[int] = set()
-    sizes = []
-    for module in modules:
-        size = 0
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                size += tensor.numel() * tensor.element_size()
-        sizes.append(size)
-    whole = sum(sizes) or 1
-    return [{"bytes": float(size), "seconds": 0.0, "cost": size / whole} for size in sizes]
-
-
-def _own_rows(decision: Decision, part: int) -> list[tuple[str, dict[str, float]]]:
-    return [
-        (name, cost)
-        for name, owner, cost in zip(decision.names, decision.owners, decision.costs, strict=True)
-        if owner == part
-    ]
 
 
 def _partition_table(decision: Decision, parts: int) -> str:
@@ -71,22 +43,21 @@ def _partition_table(decision: Decision, parts: int) -> str:
     how = (
         f"{decision.cut_bytes / 1024:.1f} KiB cross borders per microbatch and direction"
         if timed
-        else "memory is that of parameters and buffers"
+        else "memory and cost are those of parameters and buffers"
     )
     lines = [
         f"partition by: {decision.method}; {how}",
         f"{'partition':>9}  {'modules':>7}  {'memory':>10}  {'time':>9}  {'cost':>6}  begins with",
     ]
     for part in range(parts):
-        rows = _own_rows(decision, part)
+        rows = decision.rows(part)
         memory = sum(cost["bytes"] for _, cost in rows)
         seconds = sum(cost["seconds"] for _, cost in rows)
-        share = sum(cost["cost"] for _, cost in rows)
         time = f"{seconds * 1e3:>6.2f} ms" if timed else f"{'-':>9}"
         names = ", ".join(name for name, _ in rows[:4]) + (", …" if len(rows) > 4 else "")
         lines.append(
             f"{part:>9}  {len(rows):>7}  {memory / 2**20:>6.2f} MiB  {time}  "
-            f"{100 * share:>4.0f} %  {names}"
+            f"{100 * decision.share(part):>4.0f} %  {names}"
         )
     return "\n".join(lines)
 
@@ -95,7 +66,7 @@ def _partition_svg(decision: Decision, parts: int) -> str:
     width, height, gap = 220, 420, 16
     shapes = []
     for part in range(parts):
-        rows = [(name, cost["cost"]) for name, cost in _own_rows(decision, part)]
+        rows = [(name, cost["cost"]) for name, cost in decision.rows(part)]
         total = sum(cost for _, cost in rows)
         scale = height * parts / 1.6 if total else 0.0
         x, y = gap + part * (width + gap), 40.0

@@ -13,6 +13,7 @@ import dataclasses
 import faulthandler
 import functools
 import importlib.util
+import logging
 import os
 import pickle
 import shutil
@@ -376,6 +377,15 @@ def await_ranks(where: str, count: int) -> None:
     """
     while len(list(_folder.glob(f"*.at.{where}"))) < count:
         time.sleep(0.01)
+
+
+def listen(logger: str = "smddp.modelparallel") -> list[str]:
+    """Returns a list that gets the text of everything that is logged from now on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    return said
 
 
 def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

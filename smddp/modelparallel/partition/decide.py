@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import time
@@ -14,8 +15,8 @@ from torch import nn
 from smddp.modelparallel.errors import SMPPartitionError
 from smddp.modelparallel.files import write
 from smddp.modelparallel.partition.manual import has_state, manual_owners
-from smddp.modelparallel.partition.placement import Decision, Placement
-from smddp.modelparallel.partition.solver import divide_exactly, divide_tree, loads
+from smddp.modelparallel.partition.placement import Decision, Placement, costs_by_size
+from smddp.modelparallel.partition.solver import divide_exactly, divide_tree
 from smddp.modelparallel.partition.trace import Trace, trace_model
 from smddp.modelparallel.partition.units import Units
 from smddp.modelparallel.pipeline.modules import Modules
@@ -54,6 +55,8 @@ def decide(
     if first:
         begun = time.monotonic()
         decision = _decide(state, root, modules, placement, args, kwargs, times)
+        if not decision.costs:  # by hand, or from a file of an older version: nothing was traced
+            decision = dataclasses.replace(decision, costs=costs_by_size(modules.list))
         log.info("smp: the partition took %.1f s", time.monotonic() - begun)
         _save(state, decision)
         _report(decision, state.topology.pp_size)
@@ -78,7 +81,7 @@ def _decide(
     if preset is not None and preset.fits(modules.names, cfg.pipeline_parallel_degree):
         return preset
     if cfg.load_partition:
-        return _load(cfg.partition_file, cfg.pipeline_parallel_degree)
+        return _load(cfg.partition_file, cfg.pipeline_parallel_degree, modules)
     if not cfg.auto_partition:
         owners = manual_owners(root, modules, placement.pins, cfg.default_partition)
         return Decision(list(modules.names), owners)
@@ -101,9 +104,7 @@ def _decide(
         list(modules.names),
         owners,
         units.costs_of_modules(),
-        # A small model may have fewer parts than there are partitions.
-        loads(units.costs, units.cuts, starts) + [0.0] * (parts - len(starts)),
-        sum(units.cut_bytes[start] for start in starts[1:]),
+        units.bytes_across(owners),
         method,
     )
 
@@ -134,18 +135,19 @@ def _apply_pins(
                 owners[inner] = part
 
 
-def _load(file: str, parts: int) -> Decision:
+def _load(file: str, parts: int, modules: Modules) -> Decision:
     try:
         decision = Decision.from_dict(json.loads(Path(file).read_text()))
     except FileNotFoundError:
         raise SMPPartitionError(f"load_partition: there is no file {file}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise SMPPartitionError(f"load_partition: {file} holds no decision: {error}") from None
     if decision.parts > parts:
         raise SMPPartitionError(
             f"load_partition: {file} divides the model into {decision.parts} partitions, the "
             f"configuration asks for {parts}"
         )
+    decision.check(modules.names)
     return decision
 
 
@@ -161,9 +163,8 @@ def _report(decision: Decision, parts: int) -> None:
     lines = [f"Partition assignments: ({decision.method})"]
     for part in range(parts):
         mine = _outermost(decision, part)
-        load = decision.loads[part] if decision.loads else 0.0
-        share = f", {100 * load:.0f} % of the cost, its borders included" if load else ""
-        lines.append(f"  partition {part}{share}: {', '.join(mine) or 'nothing'}")
+        share = f"{100 * decision.share(part):.0f} % of the cost"
+        lines.append(f"  partition {part}, {share}: {', '.join(mine) or 'nothing'}")
     log.info("%s", "\n".join(lines))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,28 @@ from torch import nn
 from smddp.modelparallel.errors import SMPPartitionError
 from smddp.modelparallel.pipeline.modules import Modules
 
-__all__ = ["Decision", "Placement"]
+__all__ = ["Decision", "Placement", "costs_by_size", "own_bytes"]
+
+
+def own_bytes(modules: Sequence[nn.Module]) -> list[int]:
+    """Returns the bytes of each module's own parameters and buffers, each counted once."""
+    seen: set[int] = set()
+    found = []
+    for module in modules:
+        size = 0
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                size += tensor.numel() * tensor.element_size()
+        found.append(size)
+    return found
+
+
+def costs_by_size(modules: Sequence[nn.Module]) -> list[dict[str, float]]:
+    """Returns costs for a `Decision` that was made without a trace."""
+    sizes = own_bytes(modules)
+    whole = sum(sizes) or 1
+    return [{"bytes": float(size), "seconds": 0.0, "cost": size / whole} for size in sizes]
 
 
 @dataclasses.dataclass
@@ -21,8 +43,7 @@ class Decision:
     Attributes:
         names: of the modules, by number.
         owners: by number; None for modules without state, which run where their input is.
-        costs: per module, its own share of memory and time; for `smp.explain`.
-        loads: per partition, its share of the cost.
+        costs: per module, its own share of memory and time; for `smp.explain` and the log.
         cut_bytes: what crosses borders between partitions, per microbatch and direction.
         method: how it was found.
     """
@@ -30,7 +51,6 @@ class Decision:
     names: list[str]
     owners: list[int | None]
     costs: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    loads: list[float] = dataclasses.field(default_factory=list)
     cut_bytes: float = 0.0
     method: str = "manual"
 
@@ -39,6 +59,22 @@ class Decision:
         """How many partitions are used."""
         return 1 + max(owner for owner in self.owners if owner is not None)
 
+    def rows(self, part: int) -> list[tuple[str, dict[str, float]]]:
+        """Returns name and cost of each module of a partition."""
+        rows = zip(self.names, self.owners, self.costs, strict=True)
+        return [(name, cost) for name, owner, cost in rows if owner == part]
+
+    def share(self, part: int) -> float:
+        """Returns the share of a partition in the whole cost."""
+        return sum(cost["cost"] for _, cost in self.rows(part))
+
+    def check(self, names: list[str]) -> None:
+        """Raises unless it was made for a model with these modules."""
+        if self.names != names:
+            raise SMPPartitionError(
+                "the partition decision belongs to another model: it names other modules"
+            )
+
     def fits(self, names: list[str], parts: int) -> bool:
         """Can it be used for a model with these modules, and this number of partitions?"""
         return self.names == names and self.parts <= parts
@@ -46,7 +82,9 @@ class Decision:
     @staticmethod
     def everything_here(modules: Modules) -> Decision:
         """Returns the decision for one partition."""
-        return Decision(list(modules.names), [0] * len(modules.names), method="one partition")
+        owners: list[int | None] = [0] * len(modules.names)
+        costs = costs_by_size(modules.list)
+        return Decision(list(modules.names), owners, costs, method="one partition")
 
     def as_dict(self) -> dict[str, Any]:
         """Returns it as JSON-able data."""
@@ -54,8 +92,9 @@ class Decision:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Decision:
-        """The inverse of as_dict."""
-        return Decision(**data)
+        """The inverse of as_dict; entries of other versions are passed over."""
+        known = {field.name for field in dataclasses.fields(Decision)}
+        return Decision(**{name: value for name, value in data.items() if name in known})
 
 
 class Placement:
@@ -98,10 +137,7 @@ class Placement:
 
     def apply(self, decision: Decision, device: torch.device) -> None:
         """Keeps what lives here on `device`, and empties the other parameters."""
-        if decision.names != self._modules.names:
-            raise SMPPartitionError(
-                "the partition decision belongs to another model: it names other modules"
-            )
+        decision.check(self._modules.names)
         self.decision, self.device = decision, device
         self._modules.place(decision.owners)
         owners = self._owners_of_parameters(decision)

@@ -8,8 +8,10 @@ that share a parameter, or use one of another module directly, become one unit.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from smddp.modelparallel.partition.manual import has_state
+from smddp.modelparallel.partition.placement import own_bytes
 from smddp.modelparallel.partition.solver import Node
 from smddp.modelparallel.partition.trace import Trace
 from smddp.modelparallel.pipeline.modules import Modules
@@ -79,6 +81,12 @@ class Units:
             else None
             for number, module in enumerate(self._modules.list)
         ]
+
+    def bytes_across(self, owners: Sequence[int | None]) -> float:
+        """Returns what crosses borders, per microbatch and direction, if modules live so."""
+        own = [owners[self.first_module(unit)] for unit in range(len(self.costs))]
+        borders = [unit for unit in range(1, len(own)) if own[unit] != own[unit - 1]]
+        return sum(self.cut_bytes[unit] for unit in borders)
 
     def unit_of(self, number: int) -> int:
         """Returns the unit of a module."""
@@ -195,15 +203,11 @@ class Units:
 
 
 def _records(modules: Modules, trace: Trace) -> list[_Module]:
-    records = []
-    seen: set[int] = set()
-    for number, module in enumerate(modules.list):
-        memory = trace.activations[number]
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                memory += tensor.numel() * tensor.element_size()
-        records.append(_Module(memory, trace.seconds[number], [], -1))
+    kept = own_bytes(modules.list)
+    records = [
+        _Module(kept[number] + trace.activations[number], trace.seconds[number], [], -1)
+        for number in range(len(modules.list))
+    ]
     for position, visit in enumerate(trace.visits):
         record = records[visit.module]
         if record.first < 0:

@@ -319,5 +319,7 @@ def test_a_decision_is_saved_and_used_again(tmp_path: Path) -> None:
     # Another decision than the partitioner would make, so that it is seen to be obeyed.
     swapped = [None if o is None else 1 if "blocks.0" in n else o
                for n, o in zip(decision["names"], decision["owners"], strict=True)]  # fmt: skip
-    file.write_text(json.dumps({**decision, "owners": swapped}))
+    # Written by an older version, which had one entry more, and costs only if it had traced.
+    more = {"costs": [], "loads": [0.5, 0.5]}
+    file.write_text(json.dumps({**decision, "owners": swapped, **more}))
     assert check_ranks(reused, "2", str(file), True) == [swapped, swapped]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import signal
 from datetime import timedelta
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from ranks import check_ranks, run_ranks
+from ranks import check_ranks, listen, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -370,10 +369,7 @@ def test_ranks_with_different_configurations() -> None:
 
 def state_dict_of_one_rank() -> tuple[str, list[str]]:
     meeting._PATIENCE = timedelta(milliseconds=100)
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    meeting.log.addHandler(handler)
+    said = listen()
     dist.init_process_group("smddp", timeout=timedelta(seconds=2))
     smp.init({"partitions": 2, **MANUAL})
     with smp.partition(1):
@@ -384,7 +380,7 @@ def state_dict_of_one_rank() -> tuple[str, list[str]]:
     other = functools.partial(train, model, torch.ones(8, 4), "")
     with pytest.raises(SMPPeerError) as caught:
         (model.state_dict if smp.pp_rank() == 0 else other)()
-    return str(caught.value), [text for text in warnings if "state_dict" in text]
+    return str(caught.value), [text for text in said if "state_dict" in text]
 
 
 def test_a_state_dict_that_one_rank_alone_asks_for() -> None:

@@ -156,6 +156,8 @@ def test_zoo_is_divided_within_five_percent_of_the_best(name: str, parts: int) -
     ends = [*starts[1:], len(units.costs)]
     loads = [sum(units.costs[i:j]) for i, j in zip(starts, ends, strict=True)]
     assert shares[: len(loads)] == pytest.approx(loads)
+    assert units.bytes_across(owners) == sum(units.cut_bytes[start] for start in starts[1:])
+    assert units.bytes_across([0] * len(owners)) == 0
 
 
 @pytest.mark.parametrize(
