@@ -63,25 +63,38 @@ def _partition_table(decision: Decision, parts: int) -> str:
 
 
 def _partition_svg(decision: Decision, parts: int) -> str:
-    width, height, gap = 220, 420, 16
-    shapes = []
+    width, gap, line = 220, 16, 13
+    scale = 420 / (max(decision.share(part) for part in range(parts)) or 1.0)
+    shapes: list[str] = []
+    x, bottom = float(gap), 0.0
     for part in range(parts):
-        rows = [(name, cost["cost"]) for name, cost in decision.rows(part)]
-        total = sum(cost for _, cost in rows)
-        scale = height * parts / 1.6 if total else 0.0
-        x, y = gap + part * (width + gap), 40.0
-        shapes.append(_text(x, 24, f"partition {part}: {100 * total:.0f} % of the cost", 13))
-        for name, cost in rows:
+        share = 100 * decision.share(part)
+        shapes.append(_text(x, 24, f"partition {part}: {share:.0f} % of the cost", line))
+        # Labels that do not fit into their bar stand beside it, each below the one before.
+        y, beside, room = 40.0, 0.0, 0.0
+        for name, costs in decision.rows(part):
+            cost = costs["cost"]
             tall = max(cost * scale, 1.0)
             shapes.append(
-                f'<rect x="{x}" y="{y:.1f}" width="{width}" height="{tall:.1f}" '
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width}" height="{tall:.1f}" '
                 f'fill="{_COLOURS[part % len(_COLOURS)]}" stroke="white">'
                 f"<title>{escape(name)}: {100 * cost:.1f} %</title></rect>"
             )
-            if tall >= 13:
-                shapes.append(_text(x + 6, y + tall / 2 + 4, name, 11, "white"))
+            middle, right = y + tall / 2, x + width
+            if tall >= line:
+                shapes.append(_text(x + 6, middle + 4, name, 11, "white"))
+            else:
+                beside = max(middle, beside + line)
+                shapes.append(
+                    f'<line x1="{right:.1f}" y1="{middle:.1f}" x2="{right + 12:.1f}" '
+                    f'y2="{beside:.1f}" stroke="#bab0ac"/>'
+                )
+                shapes.append(_text(right + 15, beside + 4, name, 11))
+                room = max(room, 15 + 6.5 * len(name))
             y += tall
-    return _svg(gap + parts * (width + gap), height * 2, shapes)
+        x += width + room + gap
+        bottom = max(bottom, y, beside)
+    return _svg(x, bottom + gap, shapes)
 
 
 @dataclasses.dataclass

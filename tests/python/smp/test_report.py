@@ -1,10 +1,11 @@
-"""What users see of a job: the partition in the log and as a table."""
+"""What users see of a job: the partition in the log, as a table and as a picture."""
 
 from __future__ import annotations
 
 import logging
 import re
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from ranks import check_ranks, listen
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.partition.placement import Decision
+from smddp.modelparallel.report import _partition_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @smp.step
@@ -48,3 +53,39 @@ def test_the_log_says_what_explain_says(config: dict[str, Any]) -> None:
     assert len(shares) == 2
     assert re.findall(r"(\d+) % of the cost", assigned) == shares
     assert 99 <= sum(map(int, shares)) <= 101
+
+
+def labels(costs: list[float]) -> tuple[Any, dict[str, Any]]:
+    """Returns the picture of a partition with modules of these costs, and its labels by module."""
+    names = [f"layers.{number}" for number in range(len(costs))]
+    rows = [{"bytes": 0.0, "seconds": 0.0, "cost": cost} for cost in costs]
+    owners: list[int | None] = [number % 2 for number in range(len(costs))]
+    picture = ElementTree.fromstring(_partition_svg(Decision(names, owners, rows), 2))
+    texts = {text.text: text for text in picture.iter(f"{SVG}text")}
+    return picture, {name: texts[name] for name in names}
+
+
+def test_every_module_has_a_label_in_the_picture() -> None:
+    costs = [0.4, 0.3, 0.0, 0.1, 0.001, 0.001, 0.0, 0.0, 0.1, 0.098]
+    picture, found = labels(costs)
+    width, height = float(picture.get("width")), float(picture.get("height"))
+    bars = [bar for bar in picture.iter(f"{SVG}rect") if bar.find(f"{SVG}title") is not None]
+    by_name = {bar.find(f"{SVG}title").text.split(":")[0]: bar for bar in bars}
+    for number, (name, label) in enumerate(found.items()):
+        x, y = float(label.get("x")), float(label.get("y"))
+        left, top = (float(by_name[name].get(key)) for key in ("x", "y"))
+        right = left + float(by_name[name].get("width"))
+        if costs[number] >= 0.05:
+            assert left < x < right, "in its bar"
+            assert top < y < top + float(by_name[name].get("height"))
+        else:
+            assert right < x < width, "beside its bar"
+        assert y < height
+    places = [(float(label.get("x")), float(label.get("y"))) for label in found.values()]
+    for one in places:
+        assert all(one == two or one[0] != two[0] or abs(one[1] - two[1]) > 11 for two in places)
+
+
+def test_a_picture_of_nothing() -> None:
+    _, found = labels([0.0])
+    assert found.keys() == {"layers.0"}
