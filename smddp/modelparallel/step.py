@@ -17,7 +17,12 @@ from smddp.modelparallel.pipeline.executor import Executor, StepBegin
 from smddp.modelparallel.pipeline.failure import Redo
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
-from smddp.modelparallel.pipeline.microbatch import StepOutput, collect, split_arguments
+from smddp.modelparallel.pipeline.microbatch import (
+    StepOutput,
+    collect,
+    split_arguments,
+    unequal_lengths,
+)
 from smddp.modelparallel.pipeline.protocol import ambient
 from smddp.modelparallel.pipeline.randomness import RandomState, draw_seed, mix, seed_all
 from smddp.modelparallel.runtime import state
@@ -87,6 +92,7 @@ class StepFunction:
 
         Raises:
             SMPMicrobatchError: the code of a microbatch failed, on any rank.
+            SMPUsageError: the arguments cannot be divided, or the ranks are in different steps.
         """
         if not state.initialized:
             raise SMPInitializationError(
@@ -178,13 +184,9 @@ class _Driver:
 
     def drive(self) -> tuple[Any, list[Any]]:
         """Runs all microbatches; returns header and tensors of the result."""
+        step = self._step
         self._parts = split_arguments(
-            self._step._function,
-            self._args,
-            self._kwargs,
-            self._count,
-            self._step._whole,
-            self._step._axes,
+            step._function, self._args, self._kwargs, self._count, step._whole, step._axes
         )
         # One number of the script's stream per step; the rest comes from seeds.
         self._seed = draw_seed()
@@ -205,10 +207,22 @@ class _Driver:
         args, kwargs = self._parts[number]
         seed_all(mix(self._seed, number))
         with self._surroundings.entered():
-            result = self._context.copy().run(self._step._function, *args, **kwargs)
+            try:
+                result = self._context.copy().run(self._step._function, *args, **kwargs)
+            except Exception as error:
+                self._annotate(error)
+                raise
             # A value with a graph would keep all of it until the step ends.
             take = _detached if self._step._detach else force
             self._results[number] = map_tensors(take, result)
+
+    def _annotate(self, error: Exception) -> None:
+        """Adds what the user cannot see in an error: how long the arguments were as a whole."""
+        step = self._step
+        note = unequal_lengths(step._function, self._args, self._kwargs, step._whole, step._axes)
+        if note:
+            # As `add_note`, which Python 3.10 does not have.
+            error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
 
     def reach_backward(self, frame: Frame) -> None:
         """Called by a microbatch before a backward pass."""

@@ -144,6 +144,7 @@ class Executor:
         Raises:
             Redo: a module returned another structure than its caller had relied on.
             SMPMicrobatchError: a microbatch failed, here or elsewhere.
+            SMPUsageError: the step cannot be made with these arguments, or by these calls.
             SMPPeerError: a rank is gone.
         """
         self._refuse_if_broken()
@@ -166,8 +167,10 @@ class Executor:
                 self.baton.look()
                 self._over.wait()
         except Aborted:
-            pass  # the failure is raised below
-        except BaseException as error:  # an interrupt, or a mistake of ours
+            pass  # the failure is raised below, as the next one
+        except Exception as error:
+            self.fail(-1, error)
+        except BaseException as error:  # an interrupt
             self.fail(-1, error)
             raise
         finally:

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from smddp.modelparallel.errors import SMPMicrobatchError
+from smddp.modelparallel.errors import SMPError, SMPMicrobatchError
 
 __all__ = ["Failure", "Redo", "StructureChangedError", "choose", "describe", "raise_as_error"]
 
@@ -43,16 +43,25 @@ def choose(failures: Sequence[Failure]) -> Failure:
 
 
 def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:
-    """Raises SMPMicrobatchError, from the original exception where that is possible."""
+    """Raises the same class with the same text on all ranks, from the original where possible.
+
+    That is SMPMicrobatchError, unless smp itself has refused the step before or after its
+    microbatches: then what it has refused it with. Who has no traceback gets that of the other rank
+    behind the text.
+    """
+    where = f"rank {failure.rank} of the pipeline"
+    origin = cause or _unpickled(failure)
+    if failure.microbatch < 0 and isinstance(origin, SMPError):
+        raise type(origin)(f"{where}: {origin}") from origin
     which = f", microbatch {failure.microbatch}" if failure.microbatch >= 0 else ""
     trace = f"\n{failure.trace}" if cause is None else ""
-    text = f"rank {failure.rank} of the pipeline{which}: {failure.text}{trace}"
-    raise SMPMicrobatchError(text) from (cause or _unpickled(failure))
+    raise SMPMicrobatchError(f"{where}{which}: {failure.text}{trace}") from origin
 
 
 def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
     """Returns an exception of this rank as a failure."""
-    text = f"{type(error).__name__}: {error}"
+    notes: list[str] = getattr(error, "__notes__", [])
+    text = "\n".join([f"{type(error).__name__}: {error}", *notes])
     trace = "".join(traceback.format_exception(error))
     try:
         pickled = pickle.dumps(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.structure import flatten, rebuild
 
-__all__ = ["StepOutput", "collect", "split_arguments"]
+__all__ = ["StepOutput", "collect", "split_arguments", "unequal_lengths"]
 
 
 class StepOutput:
@@ -71,33 +71,61 @@ def split_arguments(
         axes: along which dimension to divide; 0 for those that are not named.
 
     Raises:
-        SMPUsageError: an unknown name, or a tensor that cannot be divided evenly.
+        SMPUsageError: an unknown name, arguments that the function does not take, or a tensor that
+            cannot be divided evenly.
     """
     signature = inspect.signature(function)
-    bound = signature.bind(*args, **kwargs)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise SMPUsageError(f"smp.step: {function.__name__}: {error}") from None
     _check_names(signature, whole, axes)
     parts: list[tuple[list[Any], dict[str, Any]]] = [([], {}) for _ in range(count)]
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            for item in value:
-                pieces = _pieces(name, item, count, name in whole, axes.get(name, 0))
-                for part, piece in zip(parts, pieces, strict=True):
-                    part[0].append(piece)
-            continue
-        entries = value.items() if kind is inspect.Parameter.VAR_KEYWORD else [(name, value)]
-        for entry, item in entries:
-            pieces = _pieces(entry, item, count, entry in whole, axes.get(entry, 0))
-            positional = kind in (
-                inspect.Parameter.POSITIONAL_ONLY,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            )
-            for part, piece in zip(parts, pieces, strict=True):
-                if positional:
-                    part[0].append(piece)
-                else:
-                    part[1][entry] = piece
+    for name, item, positional in _entries(bound):
+        pieces = _pieces(name, item, count, name in whole, axes.get(name, 0))
+        for part, piece in zip(parts, pieces, strict=True):
+            if positional:
+                part[0].append(piece)
+            else:
+                part[1][name] = piece
     return parts
+
+
+def unequal_lengths(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    whole: Sequence[str],
+    axes: Mapping[str, int],
+) -> str:
+    """Says which argument of a step has which length, if they differ; else returns nothing.
+
+    That is no mistake in itself: there may be several rows of one for each row of another.
+    """
+    found: dict[str, int] = {}
+    for name, item, _ in _entries(inspect.signature(function).bind(*args, **kwargs)):
+        axis = axes.get(name, 0)
+        tensors: list[torch.Tensor] = []
+        if name not in whole and not isinstance(item, torch.nn.Module | torch.optim.Optimizer):
+            flatten(item, tensors, [])
+        for tensor in tensors:
+            if -tensor.dim() <= axis < tensor.dim():
+                found[f"{name!r} has {tensor.shape[axis]} (dimension {axis})"] = tensor.shape[axis]
+    if len(set(found.values())) < 2:
+        return ""
+    return f"the arguments that smp.step divides differ in length: {', '.join(found)}"
+
+
+def _entries(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any, bool]]:
+    """Yields name, value, and is it positional, of every argument."""
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from ((name, item, True) for item in value)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            yield from ((entry, item, False) for entry, item in value.items())
+        else:
+            yield name, value, kind is not inspect.Parameter.KEYWORD_ONLY
 
 
 def _check_names(

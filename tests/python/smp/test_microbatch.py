@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from smddp.modelparallel.errors import SMPUsageError
-from smddp.modelparallel.pipeline.microbatch import StepOutput, collect, split_arguments
+from smddp.modelparallel.pipeline.microbatch import (
+    StepOutput,
+    collect,
+    split_arguments,
+    unequal_lengths,
+)
 from smddp.modelparallel.structure import flatten, rebuild
 
 
@@ -144,6 +149,27 @@ def test_mistakes(arguments: dict[str, Any], text: str | None) -> None:
         return
     with pytest.raises(SMPUsageError, match=text):
         split("m", data, **arguments)
+
+
+def test_lengths_are_told_only_where_they_differ() -> None:
+    x, y = torch.zeros(4, 6), torch.zeros(6)
+    model, scale = torch.nn.Linear(1, 1), torch.tensor(2.0)
+
+    def told(*args: Any, whole: Any = (), axes: Any = None, **kwargs: Any) -> str:
+        return unequal_lengths(body, args, kwargs, whole, axes or {})
+
+    assert told(model, x, scale, x, 1.0, mask={"a": x}) == ""
+    assert told(model, x, y, axes={"data": 1}) == told(model, x, y, whole=["factor"]) == ""
+    # Each length of an argument once, wherever it is; what is not divided has none.
+    assert told(model, [x, x, (y, None)], scale, x, mask=Encoding({"m": y}, "z")) == (
+        "the arguments that smp.step divides differ in length: 'data' has 4 (dimension 0), 'data' "
+        "has 6 (dimension 0), 'rest' has 4 (dimension 0), 'mask' has 6 (dimension 0)"
+    )
+
+
+def test_arguments_that_the_function_does_not_take() -> None:
+    with pytest.raises(SMPUsageError, match=r"smp.step: body: missing a required argument: 'data'"):
+        split("m")
 
 
 def test_results_become_outputs_and_lists() -> None:
