@@ -12,7 +12,15 @@ from smddp.modelparallel import amp
 from smddp.modelparallel.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
 from smddp.modelparallel.clipping import clip_grad_norm
 from smddp.modelparallel.creation import model_creation
-from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.errors import (
+    SMPConfigurationError,
+    SMPError,
+    SMPInitializationError,
+    SMPMicrobatchError,
+    SMPPartitionError,
+    SMPPeerError,
+    SMPUsageError,
+)
 from smddp.modelparallel.messaging import (
     allgather,
     barrier,
@@ -84,6 +92,13 @@ __all__ = [
     "DistributedModel",
     "DistributedOptimizer",
     "RankType",
+    "SMPConfigurationError",
+    "SMPError",
+    "SMPInitializationError",
+    "SMPMicrobatchError",
+    "SMPPartitionError",
+    "SMPPeerError",
+    "SMPUsageError",
     "StepOutput",
     "StepReport",
     "allgather",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from smddp.modelparallel import errors
 from smddp.modelparallel.errors import SMPUsageError
 
 NAMES = {
@@ -70,6 +71,14 @@ def test_names(module: str) -> None:
     found = importlib.import_module(module)
     for name in " ".join(NAMES[module]).split():
         assert hasattr(found, name), name
+
+
+def test_every_error_is_there_and_documented() -> None:
+    smp = importlib.import_module("smdistributed.modelparallel.torch")
+    guide = (Path(__file__).resolve().parents[3] / "docs" / "model-parallel.md").read_text()
+    for name in errors.__all__:
+        assert getattr(smp, name) is getattr(errors, name)
+        assert f"| `{name}` |" in guide
 
 
 def test_modules_of_tensor_parallelism_say_that_they_are_missing() -> None:
