@@ -124,8 +124,9 @@ def timeline(file: str | None = None) -> StepReport:
     """Collects what the ranks of this pipeline did in the last step; all of them have to call it.
 
     Args:
-        file: written on rank 0 of the pipeline: a picture if it ends in .svg, else a trace in
-            Chrome's JSON format.
+        file: written by rank 0 of the pipeline: a picture if it ends in .svg, else a trace in
+            Chrome's JSON format. Replicas but the first write one beside it, with their number:
+            `step.svg`, `step-1.svg`, and so on.
     """
     if state.executor is None:
         raise SMPUsageError("there is a timeline only after a step")
@@ -133,8 +134,11 @@ def timeline(file: str | None = None) -> StepReport:
     spans: list[list[Span]] = Messenger(state).allgather(mine, CommGroup.PP_GROUP)
     report = _report(spans)
     if file is not None and state.topology.rank_in("pp") == 0:
-        text = _timeline_svg(report) if file.endswith(".svg") else _chrome(spans)
-        Path(file).write_text(text)
+        path, replica = Path(file), state.topology.rank_in("dp")
+        text = _timeline_svg(report) if path.suffix == ".svg" else _chrome(spans)
+        if replica > 0:
+            path = path.with_stem(f"{path.stem}-{replica}")
+        path.write_text(text)
     return report
 
 

@@ -1,9 +1,10 @@
-"""What users see of a job: the partition in the log, as a table and as a picture."""
+"""What users see of a job: the partition in the log, as a table and as a picture; the timeline."""
 
 from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -89,3 +90,22 @@ def test_every_module_has_a_label_in_the_picture() -> None:
 def test_a_picture_of_nothing() -> None:
     _, found = labels([0.0])
     assert found.keys() == {"layers.0"}
+
+
+def timelines(pp: int, folder: str) -> None:
+    smp.init({"partitions": pp, "microbatches": 2, "ddp": True})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    train(model, torch.ones(4, 4))
+    for name in ("step.svg", "step.json"):
+        smp.timeline(f"{folder}/{name}")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("pp", [1, 2])
+def test_every_replica_writes_its_own_timeline(pp: int, tmp_path: Path) -> None:
+    check_ranks(timelines, str(2 * pp), pp, str(tmp_path))
+    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert found.keys() == {"step.svg", "step-1.svg", "step.json", "step-1.json"}
+    assert found["step.json"] != found["step-1.json"]
+    for name, text in found.items():
+        assert text.count("rank ") == pp or name.endswith(".json")
