@@ -130,6 +130,13 @@ KEYS: tuple[Key, ...] = (
     ),
     Key("skip_tracing", "bool", False, "Partition by parameters alone, without a trace."),
     Key("use_times", "bool", True, "Let the partitioner see computation as well as memory."),
+    Key(
+        "stall_warning_seconds",
+        "number",
+        30.0,
+        "When a rank has worked so long without a break on one microbatch, it says so in the log, "
+        "once, with the module and the line of code it is in; 0 for never.",
+    ),
     Key("static_mode", "bool", False, "Accepted; call plans are always reused."),
     Key("fast_mode", "bool", False, "Accepted; nothing is negotiated after the first step."),
     Key(

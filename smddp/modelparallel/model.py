@@ -129,7 +129,7 @@ class DistributedModel(ModelQueries):
         self.runtime.executor.driver.reach_backward(frame)
         frame.forward = False
         self.runtime.executor.timeline.leave()
-        self.runtime.executor.timeline.enter(frame.microbatch, False, frame.name)
+        self.runtime.executor.timeline.enter(frame, False)
         try:
             torch.autograd.backward(roots, given)
         finally:

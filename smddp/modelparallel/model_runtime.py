@@ -222,7 +222,12 @@ def _executor(state: State) -> Executor:
     """Returns the process's executor; its threads outlive a model."""
     if state.executor is None:
         topology = state.topology
-        state.executor = Executor(state.groups.pipeline, topology.rank_in("pp"), topology.pp_size)
+        state.executor = Executor(
+            state.groups.pipeline,
+            topology.rank_in("pp"),
+            topology.pp_size,
+            state.cfg.stall_warning_seconds,
+        )
     return state.executor
 
 

@@ -249,7 +249,7 @@ class _Driver:
                 self._started += 1
                 self._forward += 1
         for number in numbers:
-            frame = Frame(number, True, (), "step", 0, self._grad)
+            frame = Frame(number, True, (), "", 0, self._grad)
             task = Task(Priority(True, number), functools.partial(self._microbatch, frame))
             task.local = frame
             self._executor.baton.submit(task)
@@ -265,7 +265,7 @@ class _Driver:
     def _microbatch(self, frame: Frame) -> None:
         number = frame.microbatch
         timeline = self._executor.timeline
-        timeline.enter(number, True, frame.name)
+        timeline.enter(frame, True)
         try:
             self._body(number)
         finally:

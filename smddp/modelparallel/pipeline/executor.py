@@ -23,6 +23,7 @@ from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.randomness import RandomState
 from smddp.modelparallel.pipeline.server import Server
+from smddp.modelparallel.pipeline.stall import StallWatch
 from smddp.modelparallel.pipeline.timeline import Timeline
 from smddp.modelparallel.pipeline.wire import Message
 
@@ -56,9 +57,12 @@ class Executor:
         on_microbatch_end: told on every rank when a microbatch has ended, if anybody asked.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, rank: int, size: int, stall_warning: float
+    ) -> None:
         self.rank, self.size = rank, size
-        self.timeline = Timeline(rank)
+        self.timeline = Timeline()
+        self._watch = StallWatch(rank, self.timeline, stall_warning if size > 1 else 0.0)
         self.baton = Baton(self._task_failed, self, lambda: RandomState().restore)
         self.caller = Caller(self)
         self.server = Server(self, self.caller)
@@ -110,7 +114,7 @@ class Executor:
         Raises:
             Aborted: the step has failed.
         """
-        self._over.wait()
+        self._watch.wait(self._over, self.modules)
         if self._failures:
             raise Aborted
 
@@ -165,7 +169,7 @@ class Executor:
                 self._send_end(*self._result)
             else:
                 self.baton.look()
-                self._over.wait()
+                self._watch.wait(self._over, self.modules)
         except Aborted:
             pass  # the failure is raised below, as the next one
         except Exception as error:
@@ -199,7 +203,6 @@ class Executor:
             self.caller.clear()
             self.server.clear()
             self.modules.end_step()
-            self.timeline.end()
 
     def wait(self, ticket: Ticket, frame: Frame, forward: bool) -> None:
         """Lets other tasks run until a ticket is done."""
@@ -207,7 +210,7 @@ class Executor:
             return
         self.timeline.leave()
         self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order))
-        self.timeline.enter(frame.microbatch, forward, frame.name)
+        self.timeline.enter(frame, forward)
 
     def microbatch_done(self, microbatch: int, announce: bool) -> None:
         """Ends a microbatch, on rank 0; the others are told if they have to know."""

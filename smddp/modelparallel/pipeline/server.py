@@ -237,7 +237,7 @@ class Server:
 
     def _run(self, work: Any, frame: Frame, part: _Part) -> None:
         timeline = self._host.timeline
-        timeline.enter(frame.microbatch, frame.forward, frame.name)
+        timeline.enter(frame, frame.forward)
         try:
             work(frame, part)
         finally:

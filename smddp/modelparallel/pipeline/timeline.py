@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ["Span", "Timeline"]
+if TYPE_CHECKING:
+    from smddp.modelparallel.pipeline.frame import Frame
+
+__all__ = ["Span", "Timeline", "Work"]
 
 
 class Span(NamedTuple):
@@ -15,7 +19,8 @@ class Span(NamedTuple):
         start, end: seconds on the machine's monotonic clock.
         microbatch: whose work it was.
         forward: forward or backward.
-        name: of the module that was called; empty for the code of the step itself.
+        name: of the module that was called, the last one if there were several; empty for the code
+            of the step itself.
     """
 
     start: float
@@ -25,31 +30,44 @@ class Span(NamedTuple):
     name: str
 
 
-class Timeline:
-    """Records the spans of one step; whoever holds the baton writes."""
+class Work(NamedTuple):
+    """What runs at the moment.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    Attributes:
+        start: seconds on the machine's monotonic clock.
+        frame: whose work it is.
+        forward: forward or backward.
+        thread: which runs it.
+    """
+
+    start: float
+    frame: Frame
+    forward: bool
+    thread: int
+
+
+class Timeline:
+    """Records the spans of one step; whoever holds the baton writes.
+
+    Attributes:
+        work: what runs at the moment; any thread may look.
+    """
+
+    def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.began = self.ended = 0.0
-        self._open: tuple[float, int, bool, str] | None = None
+        self.work: Work | None = None
 
     def begin(self) -> None:
         """Forgets the previous step."""
         self.spans = []
-        self.began = time.monotonic()
 
-    def end(self) -> None:
-        """Ends the step."""
-        self.ended = time.monotonic()
-
-    def enter(self, microbatch: int, forward: bool, name: str) -> None:
+    def enter(self, frame: Frame, forward: bool) -> None:
         """Work goes on."""
-        self._open = (time.monotonic(), microbatch, forward, name)
+        self.work = Work(time.monotonic(), frame, forward, threading.get_ident())
 
     def leave(self) -> None:
         """Work stops, to wait or for good."""
-        if self._open is not None:
-            start, microbatch, forward, name = self._open
-            self.spans.append(Span(start, time.monotonic(), microbatch, forward, name))
-            self._open = None
+        if self.work is not None:
+            start, frame, forward, _ = self.work
+            self.work = None
+            self.spans.append(Span(start, time.monotonic(), frame.microbatch, forward, frame.name))

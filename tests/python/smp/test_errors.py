@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -417,6 +418,51 @@ def different_configurations() -> None:
 
 def test_ranks_with_different_configurations() -> None:
     check_ranks(different_configurations, "2")
+
+
+class Stuck(nn.Module):
+    """Works until a warning has come; then for longer than it takes to warn."""
+
+    def __init__(self, said: list[str], patience: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.said, self.patience = said, patience
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        while not self.said:
+            time.sleep(0.01)
+        if self.calls == 2:
+            time.sleep(2 * self.patience)
+        return x * self.weight
+
+
+def stuck(where: int, patience: float) -> list[str]:
+    said = listen()
+    smp.init({"partitions": 2, **MANUAL, "stall_warning_seconds": patience})
+    parts: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    parts[where] = Stuck(said if patience else ["nothing to wait for"], patience)
+    model = smp.DistributedModel(nn.Sequential(*parts))
+    smp.set_partition(parts[1], 1)
+    train(model, torch.ones(8, 4), "")
+    return said
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_rank_that_is_stuck_says_where(where: int) -> None:
+    (text,) = check_ranks(stuck, "2", where, 1)[where]
+    first, *stack = text.splitlines()
+    assert first == (
+        f"smp: rank {where} of the pipeline has worked for 1 s on the forward pass of microbatch "
+        f"0, in module '{where}'; other ranks wait for it. It is at"
+    )
+    assert "test_errors.py" in stack[-2]
+    assert stack[-2].endswith("in forward")
+
+
+def test_nobody_says_so_if_not_asked() -> None:
+    assert check_ranks(stuck, "2", 1, 0) == [[], []]
 
 
 def state_dict_of_one_rank() -> tuple[str, list[str]]:

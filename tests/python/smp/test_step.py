@@ -176,6 +176,9 @@ def various(pp: int, folder: str) -> dict[str, Any]:
     report = smp.timeline()
     assert len(report.spans) == pp
     assert 0 < report.busy <= 1.0
+    if pp > 1:
+        assert {span.name for span in report.spans[0]} == {""}
+        assert {span.name for span in report.spans[-1]} == {"two"}
     assert "without delays" in str(report)
     smp.timeline(f"{folder}/step-{pp}.json")
     smp.timeline(f"{folder}/step-{pp}.svg")
