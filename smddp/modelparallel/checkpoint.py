@@ -140,7 +140,7 @@ def save_checkpoint(
         for name in (_NEWEST, _NEWEST_OF_KIND[partial]):
             write(folder / name, lambda file: file.write(tag.encode()))
         if partial and num_kept_partial_checkpoints is not None:
-            _delete_old(folder, num_kept_partial_checkpoints)
+            _delete_old(folder, folder / f"{tag}_partial", num_kept_partial_checkpoints)
     Messenger(state).barrier(CommGroup.WORLD)
 
 
@@ -325,9 +325,11 @@ def _part(folder: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
     return part
 
 
-def _delete_old(folder: Path, keep: int) -> None:
+def _delete_old(folder: Path, newest: Path, keep: int) -> None:
+    """Deletes the oldest checkpoints in parts, so that `keep` are left with the newest one."""
     complete = [f.parent for f in folder.glob(f"*_partial/{_MANIFEST}")]
-    complete.sort(key=lambda old: (old / _MANIFEST).stat().st_mtime_ns)
+    # Clocks may stand still between two checkpoints, and be set back: the newest one is known.
+    complete.sort(key=lambda old: (old == newest, (old / _MANIFEST).stat().st_mtime_ns))
     for old in complete[: max(0, len(complete) - keep)]:
         # The manifest first: half a folder is then no checkpoint.
         (old / _MANIFEST).unlink()

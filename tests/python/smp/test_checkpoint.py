@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def saving(pp: int, path: str) -> Any:
     train(model, optimizer, range(2))
     content = {"epoch": 3, "anything": {1, 2}}
     smp.save_checkpoint(path, "old", model=model, optimizer=optimizer, user_content=content)
+    if smp.rank() == 0:  # a clock that was set back since
+        os.utime(Path(path, "old_partial", "manifest.json"), (2.0**32, 2.0**32))
     smp.save_checkpoint(
         path,
         "two",
