@@ -16,7 +16,7 @@ from smddp.modelparallel.data_parallel import DataParallel
 from smddp.modelparallel.errors import SMPUsageError
 from smddp.modelparallel.half import MasterWeights, convert, half_precision
 from smddp.modelparallel.model_state import ModelState
-from smddp.modelparallel.partition.decide import decide
+from smddp.modelparallel.partition.decide import agree, decide
 from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.executor import Executor, StepBegin
 from smddp.modelparallel.pipeline.failure import Redo
@@ -98,9 +98,12 @@ class ModelRuntime:
     def partition(self, args: Any, kwargs: Any) -> None:
         """Decides, on rank 0 of the pipeline in the first microbatch, and tells the others."""
         executor = self.executor
-        decision = decide(
-            self._state, self.module, executor.modules, self.placement, args, kwargs, self._times
-        )
+        state, modules = self._state, executor.modules
+
+        def make() -> Decision:
+            return decide(state, self.module, modules, self.placement, args, kwargs, self._times)
+
+        decision = agree(state, modules, make)
         for peer in executor.peers:
             executor.send(peer, Kind.PARTITION, decision)
         self.apply(decision)

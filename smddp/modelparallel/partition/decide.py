@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +23,26 @@ from smddp.modelparallel.partition.units import Units
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.runtime import State
 
-__all__ = ["decide"]
+__all__ = ["agree", "decide"]
 
 log = logging.getLogger("smddp.modelparallel")
 
 
-def decide(
-    state: State,
-    root: nn.Module,
-    modules: Modules,
-    placement: Placement,
-    args: Any,
-    kwargs: Any,
-    times: bool,
-) -> Decision:
-    """Returns where each module shall live; the same on all replicas.
+def agree(state: State, modules: Modules, make: Callable[[], Decision]) -> Decision:
+    """Returns the first replica's decision on all replicas; that one saves it, and tells users.
 
     Called on rank 0 of each pipeline, in its first microbatch.
 
     Args:
         state: configuration and groups.
-        root: the model.
-        modules: its modules.
-        placement: with what the script has asked for.
-        args: of the model's first call.
-        kwargs: of the model's first call.
-        times: measure time on real data.
+        modules: of the model.
+        make: makes the decision.
     """
     box: list[Decision | None] = [None]
     group = state.groups.of("dp")
-    first = state.topology.rank_in("dp") == 0
-    if first:
+    if state.topology.rank_in("dp") == 0:
         begun = time.monotonic()
-        decision = _decide(state, root, modules, placement, args, kwargs, times)
+        decision = make()
         if not decision.costs:  # by hand, or from a file of an older version: nothing was traced
             decision = dataclasses.replace(decision, costs=costs_by_size(modules.list))
         log.info("smp: the partition took %.1f s", time.monotonic() - begun)
@@ -67,7 +55,7 @@ def decide(
     return box[0]
 
 
-def _decide(
+def decide(
     state: State,
     root: nn.Module,
     modules: Modules,
@@ -76,6 +64,17 @@ def _decide(
     kwargs: Any,
     times: bool,
 ) -> Decision:
+    """Returns where each module shall live.
+
+    Args:
+        state: configuration and groups.
+        root: the model.
+        modules: its modules.
+        placement: with what the script has asked for.
+        args: of the model's first call.
+        kwargs: of the model's first call.
+        times: measure time on real data.
+    """
     cfg = state.cfg
     preset = placement.preset
     if preset is not None and preset.fits(modules.names, cfg.pipeline_parallel_degree):
