@@ -1,6 +1,7 @@
 #include "cuda/share.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace smddp::cuda {
 namespace {
@@ -8,9 +9,56 @@ namespace {
 // Shares begin at multiples of it: whole accesses, and no two ranks in one line of the GPU's cache.
 constexpr uint64_t kShareBytes = 128;
 
-bool reduces(const Call& call) {
-  return call.operation == Operation::AllReduce || call.operation == Operation::Reduce ||
-         call.operation == Operation::ReduceScatter;
+// What a collective is here.
+struct Kind {
+  bool rootSends;     // only the root has an input
+  bool rootReceives;  // only the root has an output
+  bool blocksOut;     // the input has a block for each receiver; else all get the whole
+  bool blocksIn;      // the output has a block of each sender; else one for all
+  bool reduces;       // what comes is combined
+};
+
+constexpr Kind kindOf(Operation operation) {
+  switch (operation) {
+    case Operation::AllReduce: return {false, false, false, false, true};
+    case Operation::Reduce: return {false, true, false, false, true};
+    case Operation::ReduceScatter: return {false, false, true, false, true};
+    case Operation::AllGather: return {false, false, false, true, false};
+    case Operation::Gather: return {false, true, false, true, false};
+    case Operation::Broadcast: return {true, false, false, false, false};
+    case Operation::Scatter: return {true, false, true, false, false};
+    case Operation::AllToAll: return {false, false, true, true, false};
+  }
+  return {};
+}
+Kind kindOf(const Call& call) { return kindOf(call.operation); }
+
+bool sends(const Call& call, size_t rank) {
+  return !kindOf(call).rootSends || rank == static_cast<size_t>(call.root);
+}
+bool receives(const Call& call, size_t rank) {
+  return !kindOf(call).rootReceives || rank == static_cast<size_t>(call.root);
+}
+
+uint64_t sumOfFirst(const std::array<uint64_t, kMaxSharing>& blocks, size_t count) {
+  return std::accumulate(blocks.begin(), blocks.begin() + count, uint64_t{0});
+}
+
+// What a rank sends to another, and what it receives: where that begins in its tensor.
+struct Block {
+  uint64_t at, bytes;
+};
+Block blockTo(const Call& call, const Splits& ofSender, size_t receiver) {
+  if (call.operation == Operation::AllToAll) {
+    return {sumOfFirst(ofSender.to, receiver), ofSender.to[receiver]};
+  }
+  return {kindOf(call).blocksOut ? receiver * call.bytes : 0, call.bytes};
+}
+Block blockFrom(const Call& call, const Splits& ofReceiver, size_t sender) {
+  if (call.operation == Operation::AllToAll) {
+    return {sumOfFirst(ofReceiver.from, sender), ofReceiver.from[sender]};
+  }
+  return {kindOf(call).blocksIn ? sender * call.bytes : 0, call.bytes};
 }
 
 Job copyOf(uint64_t bytes) {
@@ -22,7 +70,7 @@ Job copyOf(uint64_t bytes) {
 
 // A job over `bytes` of the call's elements.
 Job jobOf(const Call& call, uint64_t bytes) {
-  if (!reduces(call)) return copyOf(bytes);
+  if (!kindOf(call).reduces) return copyOf(bytes);
   Job job;
   job.type = call.type;
   job.op = call.op;
@@ -58,94 +106,108 @@ Range shareOf(const Call& call) {
 }
 
 uint64_t pieceBytes(const Call& call, uint64_t half) {
-  return call.operation == Operation::ReduceScatter ? half / static_cast<uint64_t>(call.size)
-                                                    : half;
+  return kindOf(call).blocksOut ? half / static_cast<uint64_t>(call.size) : half;
 }
 
-Range pieceOf(const Call& call, int64_t piece, uint64_t half) {
-  const uint64_t bytes = pieceBytes(call, half), begin = static_cast<uint64_t>(piece) * bytes;
-  return {std::min(call.bytes, begin), std::min(call.bytes, begin + bytes)};
+// What there is of a piece in a vector, or a block, of so many bytes.
+Range pieceOf(const Call& call, int64_t piece, uint64_t half, uint64_t bytes) {
+  const uint64_t each = pieceBytes(call, half), begin = static_cast<uint64_t>(piece) * each;
+  return {std::min(bytes, begin), std::min(bytes, begin + each)};
 }
 
-std::byte* halfOf(std::byte* workspace, int64_t piece, uint64_t half) {
-  return workspace + static_cast<uint64_t>(piece % 2) * half;
+// Where a piece that goes to a rank lies in the sender's workspace.
+std::byte* placeOf(const Call& call, std::byte* workspace, int64_t piece, uint64_t half,
+                   size_t receiver) {
+  const uint64_t block = kindOf(call).blocksOut ? receiver * pieceBytes(call, half) : 0;
+  return workspace + static_cast<uint64_t>(piece % 2) * half + block;
 }
 
-void stage(std::vector<Job>& jobs, const Call& call, Range piece, const Buffers& mine,
-           std::byte* into) {
-  if (call.operation == Operation::ReduceScatter) {
-    for (int rank = 0; rank < call.size; ++rank) {
-      const auto block = static_cast<uint64_t>(rank);
-      addCopy(jobs, mine.input + block * call.bytes + piece.begin, into + block * piece.bytes(),
-              piece.bytes());
-    }
-  } else if (call.operation != Operation::Broadcast || call.me == call.root) {
-    addCopy(jobs, mine.input + piece.begin, into, piece.bytes());
+void stage(std::vector<Job>& jobs, const Call& call, int64_t piece, uint64_t half,
+           const Buffers& mine, std::byte* workspace) {
+  if (!sends(call, static_cast<size_t>(call.me))) return;
+  // The whole is staged once, whoever takes it.
+  const auto count = kindOf(call).blocksOut ? static_cast<size_t>(call.size) : 1;
+  for (size_t receiver = 0; receiver < count; ++receiver) {
+    const Block block = blockTo(call, mine.splits, receiver);
+    const Range range = pieceOf(call, piece, half, block.bytes);
+    addCopy(jobs, mine.input + block.at + range.begin,
+            placeOf(call, workspace, piece, half, receiver), range.bytes());
   }
 }
 
-void take(std::vector<Job>& jobs, const Call& call, Range piece, const Buffers& mine,
-          const std::vector<std::byte*>& from) {
-  const auto root = static_cast<size_t>(call.root);
-  if (call.operation == Operation::AllGather) {
-    for (size_t rank = 0; rank < from.size(); ++rank) {
-      addCopy(jobs, from[rank], mine.output + rank * call.bytes + piece.begin, piece.bytes());
+void take(std::vector<Job>& jobs, const Call& call, int64_t piece, uint64_t half,
+          const Buffers& mine, const std::vector<std::byte*>& workspaces) {
+  const auto me = static_cast<size_t>(call.me);
+  if (!receives(call, me)) return;
+  if (kindOf(call).reduces) {
+    const Range range = pieceOf(call, piece, half, call.bytes);
+    Job job = jobOf(call, range.bytes());
+    for (std::byte* workspace : workspaces) {
+      addSource(job, placeOf(call, workspace, piece, half, me));
     }
-  } else if (call.operation == Operation::Broadcast) {
-    if (call.me != call.root) addCopy(jobs, from[root], mine.output + piece.begin, piece.bytes());
-  } else if (call.operation != Operation::Reduce || call.me == call.root) {
-    Job job = jobOf(call, piece.bytes());
-    const uint64_t mineAt = call.operation == Operation::ReduceScatter
-                                ? static_cast<uint64_t>(call.me) * piece.bytes()
-                                : 0;
-    for (const std::byte* workspace : from) addSource(job, workspace + mineAt);
-    addDestination(job, mine.output + piece.begin);
+    addDestination(job, mine.output + range.begin);
     jobs.push_back(job);
+    return;
+  }
+  for (size_t sender = 0; sender < workspaces.size(); ++sender) {
+    if (!sends(call, sender)) continue;
+    const Block block = blockFrom(call, mine.splits, sender);
+    std::byte* const into = mine.output + block.at;
+    if (sender == me && into == mine.input + blockTo(call, mine.splits, me).at)
+      continue;  // in place
+    const Range range = pieceOf(call, piece, half, block.bytes);
+    addCopy(jobs, placeOf(call, workspaces[sender], piece, half, me), into + range.begin,
+            range.bytes());
   }
 }
 
 void dropEmpty(std::vector<Job>& jobs) {
-  std::erase_if(jobs, [](const Job& job) { return job.count == 0; });
+  std::erase_if(jobs, [](const Job& job) { return job.count == 0 || job.numDsts == 0; });
 }
 
 }  // namespace
 
 std::vector<Job> directJobs(const Call& call, const std::vector<Buffers>& all) {
-  const auto me = static_cast<size_t>(call.me), root = static_cast<size_t>(call.root);
-  Job job = jobOf(call, call.bytes);
-  switch (call.operation) {
-    case Operation::AllReduce:
-    case Operation::Reduce: {
-      const Range share = shareOf(call);
-      job = jobOf(call, share.bytes());
-      for (size_t rank = 0; rank < all.size(); ++rank) {
-        addSource(job, all[rank].input + share.begin);
-        if (call.operation == Operation::AllReduce || rank == root) {
-          addDestination(job, all[rank].output + share.begin);
-        }
-      }
-      break;
+  const auto me = static_cast<size_t>(call.me);
+  const Kind kind = kindOf(call);
+  std::vector<Job> jobs;
+  if (kind.reduces && !kind.blocksOut) {
+    // Every rank reduces its share for all.
+    const Range share = shareOf(call);
+    Job job = jobOf(call, share.bytes());
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      addSource(job, all[rank].input + share.begin);
+      if (receives(call, rank)) addDestination(job, all[rank].output + share.begin);
     }
-    case Operation::ReduceScatter:
-      for (const Buffers& buffers : all) addSource(job, buffers.input + me * call.bytes);
-      addDestination(job, all[me].output);
-      break;
-    case Operation::AllGather:
-      addSource(job, all[me].input);
-      for (const Buffers& buffers : all) addDestination(job, buffers.output + me * call.bytes);
-      break;
-    case Operation::Broadcast:
-      // One copy reads the root's tensor once; as many as there are ranks would each read it.
-      if (me != root) return {};
-      addSource(job, all[root].input);
-      for (size_t rank = 0; rank < all.size(); ++rank) {
-        if (rank != root) addDestination(job, all[rank].output);
-      }
-      break;
+    jobs.push_back(job);
+  } else if (kind.reduces) {
+    Job job = jobOf(call, call.bytes);
+    for (const Buffers& buffers : all) {
+      addSource(job, buffers.input + blockTo(call, buffers.splits, me).at);
+    }
+    addDestination(job, all[me].output);
+    jobs.push_back(job);
+  } else if (!kind.blocksOut) {
+    // What all get is handed out: one copy reads it once; as many as there are receivers would each read it.
+    if (!sends(call, me)) return {};
+    Job job = copyOf(call.bytes);
+    addSource(job, all[me].input);
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      if (!receives(call, rank)) continue;
+      std::byte* const into = all[rank].output + blockFrom(call, all[rank].splits, me).at;
+      if (rank != me || into != all[me].input) addDestination(job, into);  // else it is there
+    }
+    jobs.push_back(job);
+  } else {
+    // What each gets for itself it fetches.
+    for (size_t sender = 0; sender < all.size(); ++sender) {
+      if (!sends(call, sender)) continue;
+      const Block from = blockTo(call, all[sender].splits, me);
+      addCopy(jobs, all[sender].input + from.at,
+              all[me].output + blockFrom(call, all[me].splits, sender).at, from.bytes);
+    }
   }
-  std::vector<Job> jobs{job};
   dropEmpty(jobs);
-  if (!jobs.empty() && job.numDsts == 0) jobs.clear();
   return jobs;
 }
 
@@ -157,14 +219,9 @@ int64_t numStagedParts(const Call& call, uint64_t half) {
 std::vector<Job> stagedJobs(const Call& call, int64_t part, uint64_t half, const Buffers& mine,
                             const std::vector<std::byte*>& workspaces) {
   std::vector<Job> jobs;
-  if (part > 0) {
-    std::vector<std::byte*> from;
-    for (std::byte* workspace : workspaces) from.push_back(halfOf(workspace, part - 1, half));
-    take(jobs, call, pieceOf(call, part - 1, half), mine, from);
-  }
+  if (part > 0) take(jobs, call, part - 1, half, mine, workspaces);
   if (part + 1 < numStagedParts(call, half)) {
-    std::byte* const own = workspaces[static_cast<size_t>(call.me)];
-    stage(jobs, call, pieceOf(call, part, half), mine, halfOf(own, part, half));
+    stage(jobs, call, part, half, mine, workspaces[static_cast<size_t>(call.me)]);
   }
   dropEmpty(jobs);
   return jobs;

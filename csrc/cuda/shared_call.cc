@@ -41,14 +41,9 @@ void SharedCall::meet() {
 }
 
 void SharedCall::compare() const {
-  const auto all = exchange_.all();
-  for (int rank = 0; rank < gpu_.size(); ++rank) {
-    const std::string text = difference(gpu_.me(), said_, rank, all[static_cast<size_t>(rank)]);
-    if (!text.empty()) {
-      raise(ErrorKind::Mismatch, "{}; all ranks have to make the same calls in the same order",
-            text);
-    }
-  }
+  const std::string text = differenceOf(exchange_.all());
+  if (text.empty()) return;
+  raise(ErrorKind::Mismatch, "{}; all ranks have to make the same calls in the same order", text);
 }
 
 void SharedCall::startPart() {
@@ -56,6 +51,9 @@ void SharedCall::startPart() {
   if (part_ == 0) {
     // Everybody reads the same, and so takes the same way.
     direct_ = std::all_of(all.begin(), all.end(), [](const auto& said) { return said.canShare; });
+    for (const Descriptor& said : all) {
+      for (const uint64_t block : said.splits.to) call_.bytes = std::max(call_.bytes, block);
+    }
     parts_ = direct_ ? 1 : numStagedParts(call_, gpu_.half());
   }
   const auto jobs = direct_ ? directJobs(call_, gpu_.open(all, mine_))

@@ -61,7 +61,7 @@ class SharedCall {
   void startPart();
 
   SharedGpu& gpu_;
-  const Call call_;
+  Call call_;
   const Buffers mine_;
   Stream& stream_;
   Exchange& exchange_;

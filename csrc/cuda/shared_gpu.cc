@@ -20,12 +20,18 @@ const char* nameOf(Operation operation) {
     case Operation::Reduce: return "reduce";
     case Operation::ReduceScatter: return "reduce_scatter";
     case Operation::AllGather: return "all_gather";
+    case Operation::Gather: return "gather";
     case Operation::Broadcast: return "broadcast";
+    case Operation::Scatter: return "scatter";
+    case Operation::AllToAll: return "all_to_all";
   }
   return "?";
 }
 
 std::string textOf(const Descriptor& call) {
+  if (call.operation == Operation::AllToAll) {
+    return fmt::format("call {} (all_to_all), part {}", call.number, call.part);
+  }
   std::string text =
       fmt::format("call {} ({} of {} bytes, {}, {}, root {}", call.number, nameOf(call.operation),
                   call.bytes, toString(call.type), toString(call.op), call.root);
@@ -104,13 +110,16 @@ Descriptor SharedGpu::describe(const Call& call, const Buffers& mine) {
   said.root = call.root;
   said.factor = call.factor;
   said.bytes = call.bytes;
-  // Without bytes there is nothing to open.
-  said.canShare = call.bytes == 0 || (table_.nameOf(device_, mine.input, &said.input) == 0 &&
-                                      table_.nameOf(device_, mine.output, &said.output) == 0);
+  said.splits = mine.splits;
+  const auto names = [&](const std::byte* data, MemoryName& name) {
+    return data == nullptr || table_.nameOf(device_, data, &name) == 0;
+  };
+  said.canShare = names(mine.input, said.input) && names(mine.output, said.output);
   return said;
 }
 
 std::byte* SharedGpu::addressOf(int rank, const MemoryName& name) {
+  if (name.base == 0) return nullptr;
   auto& known = opened_[{rank, name.base}];
   if (known == nullptr || !known->is(name)) {
     known.reset();
@@ -125,11 +134,11 @@ std::vector<Buffers> SharedGpu::open(std::span<const Descriptor> all, const Buff
   std::vector<Buffers> buffers;
   for (int rank = 0; rank < size_; ++rank) {
     const Descriptor& said = all[static_cast<size_t>(rank)];
-    if (rank == me_ || said.bytes == 0) {
+    if (rank == me_) {
       buffers.push_back(mine);
     } else {
       std::byte* const input = addressOf(rank, said.input);
-      buffers.push_back({input, addressOf(rank, said.output)});
+      buffers.push_back({input, addressOf(rank, said.output), said.splits});
     }
   }
   return buffers;
@@ -139,14 +148,26 @@ void SharedGpu::run(const std::vector<Job>& jobs, void* stream) {
   for (const Job& job : jobs) check(table_, table_.run(device_, &job, stream), "starting a kernel");
 }
 
-std::string difference(int rank, const Descriptor& one, int other, const Descriptor& two) {
+std::string differenceOf(std::span<const Descriptor> all) {
   const auto agreed = [](const Descriptor& call) {
     return std::tie(call.number, call.part, call.operation, call.type, call.op, call.root,
                     call.factor, call.bytes);
   };
-  if (agreed(one) == agreed(two)) return "";
-  return fmt::format("rank {} is in {} on the GPU, rank {} in {}", rank, textOf(one), other,
-                     textOf(two));
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    if (agreed(all[0]) == agreed(all[rank])) continue;
+    return fmt::format("rank 0 is in {} on the GPU, rank {} in {}", textOf(all[0]), rank,
+                       textOf(all[rank]));
+  }
+  for (size_t sender = 0; sender < all.size(); ++sender) {
+    for (size_t receiver = 0; receiver < all.size(); ++receiver) {
+      const uint64_t sent = all[sender].splits.to[receiver];
+      const uint64_t expected = all[receiver].splits.from[sender];
+      if (sent == expected) continue;
+      return fmt::format("in {} on the GPU rank {} sends {} bytes to rank {}, which expects {}",
+                         textOf(all[0]), sender, sent, receiver, expected);
+    }
+  }
+  return "";
 }
 
 }  // namespace smddp::cuda

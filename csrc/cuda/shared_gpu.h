@@ -48,7 +48,8 @@ struct Introduction {
 // What they all say, if somebody refuses: the first refusal.
 std::string refusalOf(std::span<const Introduction> all);
 
-// What a rank says of a call. The ranks' descriptors have to agree in all but the buffers.
+// What a rank says of a call. The ranks' descriptors have to agree in all but the buffers, and sender and receiver of a
+// block in its size.
 struct Descriptor {
   uint64_t number = 0;  // of the group's calls, from 1
   int64_t part = 0;  // that the GPU has finished on this rank, from 1; 0: it has come to the call
@@ -59,7 +60,8 @@ struct Descriptor {
   int32_t root = 0;
   double factor = 1.0;
   uint64_t bytes = 0;
-  MemoryName input, output;
+  MemoryName input, output;  // without a base: nothing
+  Splits splits;             // AllToAll
 };
 
 class OpenedMemory;
@@ -102,7 +104,7 @@ class SharedGpu {
   uint64_t calls_ = 0;
 };
 
-// In what two ranks' descriptors differ that should agree; empty where they agree.
-std::string difference(int rank, const Descriptor& one, int other, const Descriptor& two);
+// In what two ranks' descriptors differ that should agree; empty where all agree. The same on all ranks.
+std::string differenceOf(std::span<const Descriptor> all);
 
 }  // namespace smddp::cuda

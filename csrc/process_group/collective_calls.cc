@@ -54,8 +54,9 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
   requireList(kName, output, static_cast<size_t>(getSize()), input, "output list");
   for (const at::Tensor& tensor : output) requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::ALLGATHER, "smddp:all_gather", inputs, outputs);
-  chooseStaging(call.staging, Collective::AllGather, input);
-  if (sameSizes(output, input)) {
+  const bool even = sameSizes(output, input);
+  chooseStaging(call.staging, even ? Collective::AllGather : Collective::Broadcast, input);
+  if (even) {
     Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
     request.input = {call.staging.read(input)};
     request.output = call.staging.write(output);
@@ -153,11 +154,13 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
   const auto& input = onlyList(kName, inputs, true, "input list");
   requireList(kName, input, static_cast<size_t>(getSize()), output, "input list");
   Work::Call call(c10d::OpType::REDUCE_SCATTER, "smddp:reduce_scatter", input, {outputs});
-  chooseStaging(call.staging, Collective::ReduceScatter, output, options.reduceOp);
+  const bool even = sameSizes(input, output);
+  chooseStaging(call.staging, even ? Collective::ReduceScatter : Collective::Reduce, output,
+                options.reduceOp);
   Request request = newRequest(Collective::ReduceScatter, options.timeout, options.asyncOp);
   request.type = reducibleType(kName, output);
   setReduceOp(kName, options.reduceOp, request.type, request);
-  if (sameSizes(input, output)) {
+  if (even) {
     request.input = call.staging.read(input);
     request.output = {call.staging.write(output)};
     request.bytes = numBytes(output);

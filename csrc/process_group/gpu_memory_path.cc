@@ -38,30 +38,52 @@ cuda::Operation operationOf(collectives::Collective collective) {
     case Collective::Reduce: return cuda::Operation::Reduce;
     case Collective::ReduceScatter: return cuda::Operation::ReduceScatter;
     case Collective::AllGather: return cuda::Operation::AllGather;
+    case Collective::Gather: return cuda::Operation::Gather;
     case Collective::Broadcast: return cuda::Operation::Broadcast;
-    default: break;
+    case Collective::Scatter: return cuda::Operation::Scatter;
+    case Collective::AllToAll: return cuda::Operation::AllToAll;
+    case Collective::Barrier: break;
   }
   raise(ErrorKind::Internal, "{} does not run in the memory of a GPU", toString(collective));
 }
 
 cuda::Call callOf(const Request& request, const cuda::SharedGpu& gpu) {
-  return {operationOf(request.collective),
-          request.type,
-          request.op,
-          request.factor,
-          request.root,
-          gpu.me(),
-          gpu.size(),
-          static_cast<uint64_t>(request.bytes)};
+  const auto operation = operationOf(request.collective);
+  // Ranks agree on no size of an all-to-all, but each two of them on that of their blocks.
+  const int64_t bytes = operation == cuda::Operation::AllToAll ? 0 : request.bytes;
+  return {operation,    request.type, request.op, request.factor,
+          request.root, gpu.me(),     gpu.size(), static_cast<uint64_t>(bytes)};
 }
 
-cuda::Buffers buffersOf(const Request& request) {
-  SMDDP_CHECK(request.input.size() + request.output.size() > 0 && request.input.size() <= 1 &&
-                  request.output.size() <= 1,
-              "a call of several tensors in the memory of a GPU");
-  std::byte* const input = request.input.empty() ? nullptr : request.input[0].data();
-  std::byte* const output = request.output.empty() ? nullptr : request.output[0].data();
-  return {request.input.empty() ? output : input, request.output.empty() ? input : output};
+// Where one run of bytes begins, that pieces are parts of, one behind the other; null where there are none.
+std::byte* beginOf(const engine::Pieces& pieces) {
+  if (engine::totalBytes(pieces) == 0) return nullptr;
+  std::byte* const begin = pieces.front().data();
+  std::byte* end = begin;
+  for (const auto& piece : pieces) {
+    SMDDP_CHECK(piece.empty() || piece.data() == end, "a list of tensors in the memory of a GPU");
+    end = piece.data() + piece.size();
+  }
+  return begin;
+}
+
+// The bytes of one block per rank, equal ones where there is only one piece.
+std::array<uint64_t, cuda::kMaxSharing> blocksOf(const engine::Pieces& pieces, size_t ranks) {
+  std::array<uint64_t, cuda::kMaxSharing> bytes{};
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    bytes[rank] = pieces.size() == 1 ? pieces[0].size() / ranks : pieces[rank].size();
+  }
+  return bytes;
+}
+
+cuda::Buffers buffersOf(const Request& request, size_t ranks) {
+  const engine::Pieces& input = request.input.empty() ? request.output : request.input;
+  const engine::Pieces& output = request.output.empty() ? request.input : request.output;
+  cuda::Buffers buffers{beginOf(input), beginOf(output), {}};
+  if (request.collective == collectives::Collective::AllToAll) {
+    buffers.splits = {blocksOf(input, ranks), blocksOf(output, ranks)};
+  }
+  return buffers;
 }
 
 class Turns final : public DeviceTurns,
@@ -77,7 +99,8 @@ class Turns final : public DeviceTurns,
         deadline_(Deadline::after(clock_, request.timeout)),
         handle_(copies_->stream().native_handle()),
         all_(static_cast<size_t>(path_->gpu().size())),
-        call_(path_->gpu(), callOf(request, path_->gpu()), buffersOf(request), *this, *this) {}
+        call_(path_->gpu(), callOf(request, path_->gpu()), buffersOf(request, all_.size()), *this,
+              *this) {}
 
   bool advance() override {
     if (call_.advance()) return true;

@@ -28,6 +28,14 @@ engine::Pieces cut(std::span<std::byte> bytes, const std::vector<int64_t>& eleme
   return pieces;
 }
 
+// Pieces of a list of tensors, one for each where they have been joined.
+engine::Pieces blocks(engine::Pieces pieces, const std::vector<at::Tensor>& tensors) {
+  if (pieces.size() == tensors.size()) return pieces;
+  std::vector<int64_t> elements;
+  for (const at::Tensor& tensor : tensors) elements.push_back(tensor.numel());
+  return cut(pieces.front(), elements, tensors.front().itemsize());
+}
+
 }  // namespace
 
 intrusive_ptr<c10d::Work> ProcessGroup::send(std::vector<at::Tensor>& tensors, int destination,
@@ -75,11 +83,18 @@ engine::Message ProcessGroup::newMessage(bool send, Rank peer, int32_t tag, engi
   return message;
 }
 
-// Ranks exchange blocks of which only sender and receiver know the size. Beside the messages goes a barrier's
-// plan with the fingerprint of this call, so that a rank in another one is found out at once.
+// Ranks exchange blocks of which only sender and receiver know the size. On a device that is one operation. Else they
+// are messages, beside which goes a barrier's plan with the fingerprint of this call, so that a rank in another one is
+// found out at once.
 intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, const engine::Pieces& to,
                                            const engine::Pieces& from,
                                            const c10d::AllToAllOptions& options) {
+  if (call.staging.staysOnDevice()) {
+    auto request = newRequest(collectives::Collective::AllToAll, options.timeout, options.asyncOp);
+    request.input = to;
+    request.output = from;
+    return submit(std::move(call), std::move(request));
+  }
   auto agreement = newRequest(collectives::Collective::Barrier, options.timeout, /*asyncOp=*/true);
   agreement.agreement = engine::Agreement::AllToAllWithSplits;
   call.sequence = ++sequence_;
@@ -108,6 +123,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(at::Tensor& output, at::Te
   const auto to = elementsPerRank(kName, input, inputSplits, getSize(), "input");
   const auto from = elementsPerRank(kName, output, outputSplits, getSize(), "output");
   Work::Call call(c10d::OpType::ALLTOALL_BASE, "smddp:all_to_all", {input}, {{output}});
+  chooseStaging(call.staging, collectives::Collective::AllToAll, input);
   const auto source = call.staging.read(input);
   const auto destination = call.staging.write(output);
   // Who gives no splits says that all blocks are equal. Who gives some knows only its own.
@@ -135,9 +151,9 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall(std::vector<at::Tensor>& output
   requireList(kName, outputs, size, inputs.front(), "output list");
   for (const at::Tensor& tensor : outputs) requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::ALLTOALL, "smddp:all_to_all", inputs, {outputs});
-  const auto sent = call.staging.read(inputs);
-  const auto received = call.staging.write(outputs);
-  return exchange(std::move(call), sent, received, options);
+  chooseStaging(call.staging, collectives::Collective::AllToAll, inputs.front());
+  const auto sent = blocks(call.staging.read(inputs), inputs);
+  return exchange(std::move(call), sent, blocks(call.staging.write(outputs), outputs), options);
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::allreduce_sparse(std::vector<at::Tensor>& tensors,

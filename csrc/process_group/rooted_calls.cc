@@ -61,6 +61,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::gather(std::vector<std::vector<at::Tenso
   const bool isRoot = getRank() == options.rootRank;
   const auto& output = onlyList(kName, outputs, isRoot, "output list");
   Work::Call call(c10d::OpType::GATHER, "smddp:gather", inputs, {output});
+  chooseStaging(call.staging, Collective::Gather, input);
   Request request = newRequest(Collective::Gather, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   request.bytes = numBytes(input);
@@ -84,6 +85,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::scatter(std::vector<at::Tensor>& outputs
   const bool isRoot = getRank() == options.rootRank;
   const auto& input = onlyList(kName, inputs, isRoot, "input list");
   Work::Call call(c10d::OpType::SCATTER, "smddp:scatter", input, {outputs});
+  chooseStaging(call.staging, Collective::Scatter, output);
   Request request = newRequest(Collective::Scatter, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   request.bytes = numBytes(output);

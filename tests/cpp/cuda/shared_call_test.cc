@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <tuple>
@@ -117,8 +118,12 @@ class SharedCallTest : public testing::Test {
 
 using Values = std::vector<std::vector<std::byte>>;
 
-// What the ranks' outputs should be, given their inputs.
-Values expectedOf(const Call& call, const Values& inputs, const Values& outputs) {
+// How many bytes each rank sends to each.
+using Matrix = std::vector<std::vector<uint64_t>>;
+
+// What the ranks' outputs should be, given their inputs; `blocks` for AllToAll.
+Values expectedOf(const Call& call, const Matrix& blocks, const Values& inputs,
+                  const Values& outputs) {
   Values expected = outputs;
   const size_t size = inputs.size(), bytes = call.bytes;
   const auto sum = [&](size_t from, std::vector<std::byte>& into) {
@@ -137,11 +142,29 @@ Values expectedOf(const Call& call, const Values& inputs, const Values& outputs)
         break;
       case Operation::ReduceScatter: sum(rank * bytes, expected[rank]); break;
       case Operation::Broadcast: expected[rank] = inputs[static_cast<size_t>(call.root)]; break;
+      case Operation::Scatter: {
+        const auto& all = inputs[static_cast<size_t>(call.root)];
+        expected[rank] = {all.begin() + rank * bytes, all.begin() + (rank + 1) * bytes};
+        break;
+      }
+      case Operation::Gather:
+        if (static_cast<int>(rank) != call.root) break;
+        [[fallthrough]];
       case Operation::AllGather:
         for (size_t s = 0; s < size; ++s) {
           std::copy_n(inputs[s].begin(), bytes, expected[rank].begin() + s * bytes);
         }
         break;
+      case Operation::AllToAll: {
+        auto into = expected[rank].begin();
+        for (size_t s = 0; s < size; ++s) {
+          auto from = inputs[s].begin();
+          for (size_t d = 0; d < rank; ++d) from += blocks[s][d];
+          into = std::copy_n(from, blocks[s][rank], into);
+        }
+        EXPECT_EQ(into, expected[rank].end());
+        break;
+      }
     }
   }
   return expected;
@@ -155,13 +178,32 @@ class SharedCallValues
  protected:
   void check(const Call& pattern, Sharing sharing, std::mt19937_64& random) {
     const auto size = static_cast<size_t>(pattern.size);
-    const bool inPlace = pattern.operation == Operation::AllReduce ||
-                         pattern.operation == Operation::Reduce ||
-                         pattern.operation == Operation::Broadcast;
-    const size_t inputBytes =
-        pattern.bytes * (pattern.operation == Operation::ReduceScatter ? size : 1);
-    const size_t outputBytes =
-        pattern.bytes * (pattern.operation == Operation::AllGather ? size : 1);
+    const Operation operation = pattern.operation;
+    const bool inPlace = operation == Operation::AllReduce || operation == Operation::Reduce ||
+                         operation == Operation::Broadcast;
+    const bool allToAll = operation == Operation::AllToAll;
+    // Of random sizes, also none, up to twice the pattern's.
+    Matrix blocks(size, std::vector<uint64_t>(size));
+    for (auto& row : blocks) {
+      for (uint64_t& bytes : row) {
+        bytes = pattern.bytes == 0 || random() % 4 == 0 ? 0 : random() % (2 * pattern.bytes);
+      }
+    }
+    // Of one rank.
+    const auto inputBytes = [&](size_t rank) -> size_t {
+      if (allToAll) return std::accumulate(blocks[rank].begin(), blocks[rank].end(), size_t{0});
+      const bool isRoot = static_cast<int>(rank) == pattern.root;
+      if (operation == Operation::Scatter) return isRoot ? pattern.bytes * size : 0;
+      return pattern.bytes * (operation == Operation::ReduceScatter ? size : 1);
+    };
+    const auto outputBytes = [&](size_t rank) -> size_t {
+      size_t sum = 0;
+      for (const auto& row : blocks) sum += row[rank];
+      if (allToAll) return sum;
+      const bool isRoot = static_cast<int>(rank) == pattern.root;
+      if (operation == Operation::Gather) return isRoot ? pattern.bytes * size : 0;
+      return pattern.bytes * (operation == Operation::AllGather ? size : 1);
+    };
     std::vector<std::unique_ptr<DeviceMemory>> memory;
     Values inputs, outputs;
     std::vector<Buffers> buffers;
@@ -169,32 +211,42 @@ class SharedCallValues
       memory.push_back(std::make_unique<DeviceMemory>(bytes));
       auto* const numbers = reinterpret_cast<int32_t*>(memory.back()->begin());
       for (size_t i = 0; i < bytes / 4; ++i) numbers[i] = static_cast<int32_t>(random() % 1000);
-      return memory.back()->begin();
+      return bytes == 0 ? nullptr : memory.back()->begin();
     };
     for (size_t rank = 0; rank < size; ++rank) {
-      std::byte* const input = fresh(inputBytes);
+      std::byte* const input = fresh(inputBytes(rank));
       inputs.push_back(memory.back()->copy());
-      std::byte* const output = inPlace ? input : fresh(outputBytes);
+      std::byte* const output = inPlace ? input : fresh(outputBytes(rank));
       outputs.push_back(memory.back()->copy());
-      buffers.push_back({input, output});
+      buffers.push_back({input, output, {}});
+      for (size_t other = 0; allToAll && other < size; ++other) {
+        buffers.back().splits.to[other] = blocks[rank][other];
+        buffers.back().splits.from[other] = blocks[other][rank];
+      }
       FakeGpu::get().refusesToShare[static_cast<int>(rank)] =
           sharing == Sharing::None || (sharing == Sharing::NotTheLast && rank + 1 == size);
     }
     for (size_t rank = 0; rank < size; ++rank) {
       Call call = pattern;
       call.me = static_cast<int>(rank);
+      if (allToAll) call.bytes = 0;
       ranks_[rank]->begin(call, buffers[rank]);
     }
     run(random);
     FakeGpu::get().expectNoRace();
-    const Values expected = expectedOf(pattern, inputs, outputs);
+    const Values expected = expectedOf(pattern, blocks, inputs, outputs);
+    // Those with anything to open can open it.
+    bool direct = true;
     for (size_t rank = 0; rank < size; ++rank) {
-      const bool defined =
-          pattern.operation != Operation::Reduce || pattern.root == static_cast<int>(rank);
+      const bool empty = buffers[rank].input == nullptr && buffers[rank].output == nullptr;
+      direct = direct && (empty || !FakeGpu::get().refusesToShare[static_cast<int>(rank)]);
+    }
+    for (size_t rank = 0; rank < size; ++rank) {
+      const bool defined = operation != Operation::Reduce || pattern.root == static_cast<int>(rank);
       const std::byte* const output = buffers[rank].output;
       EXPECT_TRUE(!defined || std::equal(expected[rank].begin(), expected[rank].end(), output))
           << "rank " << rank;
-      EXPECT_EQ(ranks_[rank]->call().isDirect(), sharing == Sharing::All || pattern.bytes == 0);
+      EXPECT_EQ(ranks_[rank]->call().isDirect(), direct);
     }
   }
 };
@@ -221,7 +273,8 @@ INSTANTIATE_TEST_SUITE_P(
     All, SharedCallValues,
     testing::Combine(testing::Values(Operation::AllReduce, Operation::Reduce,
                                      Operation::ReduceScatter, Operation::AllGather,
-                                     Operation::Broadcast),
+                                     Operation::Gather, Operation::Broadcast, Operation::Scatter,
+                                     Operation::AllToAll),
                      testing::Values(2, 3, 7), testing::Values(0, 4, 1000, 12004),
                      testing::Values(Sharing::All, Sharing::None, Sharing::NotTheLast)));
 
@@ -241,7 +294,7 @@ TEST_F(SharedCallTest, OpensMemoryOnceAndAgainWhenItIsOther) {
     for (int me = 0; me < 2; ++me) {
       call.me = me;
       std::byte* const data = me == 0 ? first->begin() : second.begin();
-      ranks_[static_cast<size_t>(me)]->begin(call, {data, data});
+      ranks_[static_cast<size_t>(me)]->begin(call, {data, data, {}});
     }
     run(random);
   };
@@ -276,7 +329,7 @@ TEST_F(SharedCallTest, TwoGroupsOpenTheSameMemoryOnce) {
     for (int me = 0; me < 2; ++me) {
       call.me = me;
       std::byte* const data = me == 0 ? first.begin() : second.begin();
-      ranks_[static_cast<size_t>(me)]->begin(call, {data, data});
+      ranks_[static_cast<size_t>(me)]->begin(call, {data, data, {}});
     }
     run(random);
     ranks_.swap(groups[group]);
@@ -321,14 +374,14 @@ TEST_F(SharedCallTest, FindsRanksInDifferentCalls) {
     call.op = ReduceOp::PREMUL_SUM;
     call.type = DataType::float32;
     call.factor = 0.5;
-    ranks_[0]->begin(call, {memory.begin(), memory.begin()});
+    ranks_[0]->begin(call, {memory.begin(), memory.begin(), {}});
     call.me = 1;
     if (other) {
       call.op = ReduceOp::MAX;
     } else {
       call.factor = 0.25;
     }
-    ranks_[1]->begin(call, {memory.begin(), memory.begin()});
+    ranks_[1]->begin(call, {memory.begin(), memory.begin(), {}});
     try {
       for (int steps = 0; steps < 10; ++steps) {
         for (auto& rank : ranks_) rank->advance();
@@ -337,7 +390,44 @@ TEST_F(SharedCallTest, FindsRanksInDifferentCalls) {
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::Mismatch);
       EXPECT_THAT(error.what(),
-                  HasSubstr("rank 0 in call 1 (all_reduce of 64 bytes, float32, PREMUL_SUM"));
+                  HasSubstr("rank 0 is in call 1 (all_reduce of 64 bytes, float32, PREMUL_SUM"));
+    }
+  }
+}
+
+TEST_F(SharedCallTest, FindsBlocksThatAreExpectedToBeLonger) {
+  for (const bool shares : {true, false}) {
+    ranks_.clear();
+    meetings_ = {};
+    for (int me = 0; me < 3; ++me) FakeGpu::get().refusesToShare[me] = false;
+    meet(3);
+    for (int me = 0; me < 3; ++me) FakeGpu::get().refusesToShare[me] = !shares;
+    const DeviceMemory memory(64);
+    Call call;
+    call.operation = Operation::AllToAll;
+    call.size = 3;
+    for (int me = 0; me < 3; ++me) {
+      call.me = me;
+      Buffers buffers{memory.begin(), memory.begin(), {}};
+      if (me == 1) buffers.splits.to[2] = 8;
+      if (me == 2) buffers.splits.from[1] = 12;
+      ranks_[static_cast<size_t>(me)]->begin(call, buffers);
+    }
+    // Also the rank that is neither of the two.
+    std::vector<std::string> said(3);
+    for (int steps = 0; steps < 10; ++steps) {
+      for (size_t me = 0; me < 3; ++me) {
+        try {
+          if (said[me].empty()) ranks_[me]->advance();
+        } catch (const Error& error) {
+          EXPECT_EQ(error.kind(), ErrorKind::Mismatch);
+          said[me] = error.what();
+        }
+      }
+    }
+    for (const std::string& text : said) {
+      EXPECT_THAT(text, HasSubstr("in call 1 (all_to_all), part 0 on the GPU rank 1 sends 8 bytes "
+                                  "to rank 2, which expects 12"));
     }
   }
 }
@@ -372,7 +462,7 @@ TEST_F(SharedCallTest, KnowsWhenItsMemoryIsExposed) {
   call.bytes = 64;
   for (int me = 0; me < 2; ++me) {
     call.me = me;
-    ranks_[static_cast<size_t>(me)]->begin(call, {memory.begin(), memory.begin()});
+    ranks_[static_cast<size_t>(me)]->begin(call, {memory.begin(), memory.begin(), {}});
     EXPECT_FALSE(ranks_[static_cast<size_t>(me)]->call().isExposed());
   }
   run(random);
