@@ -21,7 +21,7 @@ c10::impl::VirtualGuardImpl guardOf(c10::Device device) {
 
 // The host takes part in every call, and a graph that runs again would not ask it to.
 c10::Device notCapturing(c10::Device device) {
-  if (device.is_cuda() && cuda::isCapturing(currentStream(device).native_handle())) {
+  if (isCapturing(device)) {
     C10_THROW_ERROR(NotImplementedError,
                     "smddp: this call cannot be captured into a CUDA graph: only calls that go to "
                     "NCCL can. Make it outside of the graph, or give each rank a GPU of its own");
@@ -29,9 +29,22 @@ c10::Device notCapturing(c10::Device device) {
   return device;
 }
 
+// Not all releases of torch have streams that tell.
+template <typename Stream>
+bool saysItCaptures(const Stream& stream) {
+  if constexpr (requires { stream.is_capturing(); }) return stream.is_capturing();
+  return false;
+}
+
 }  // namespace
 
 c10::Stream currentStream(c10::Device device) { return guardOf(device).getStream(device); }
+
+bool isCapturing(c10::Device device) {
+  const c10::Stream stream = currentStream(device);
+  // CUDA's driver also answers for the default stream while another one is captured, where torch throws.
+  return device.is_cuda() ? cuda::isCapturing(stream.native_handle()) : saysItCaptures(stream);
+}
 
 DeviceCopies::DeviceCopies(c10::Device device)
     : stream_(

@@ -70,4 +70,7 @@ class DeviceCopies {
 // The stream on which this thread's work for a device goes.
 c10::Stream currentStream(c10::Device device);
 
+// Whether that is being captured into a graph, which would be spoilt by whatever waits or asks how far a stream is.
+bool isCapturing(c10::Device device);
+
 }  // namespace smddp::process_group

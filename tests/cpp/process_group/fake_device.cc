@@ -3,7 +3,7 @@
 // What a real device does asynchronously this one does, too: copies and fills are queued on the current stream, and
 // memory that is freed goes back in the order of the stream that allocated it, and of those it was recorded on. A
 // copy that touches memory after that is counted (violations), a test can hold a stream (gate, open), and make copies
-// slow or fail (slow_down, break_copies). Tensors that nothing here treats go to the CPU and back (cpu_fallback).
+// slow or fail (slow_down, break_copies). A stream can be captured and replayed; what would spoil that is counted. Tensors that nothing here treats go to the CPU and back (cpu_fallback).
 //
 // Its memory can be opened by other processes, and it has what the CUDA part has for that (fake_cuda_part.cc).
 #include <ATen/ATen.h>
@@ -28,6 +28,10 @@ World& world() {
 
 void Lane::add(std::function<void()> task) {
   const std::lock_guard lock(mutex_);
+  if (captures_) {
+    graph_.push_back(std::move(task));
+    return;
+  }
   if (!started_) std::thread([this] { run(); }).detach();
   started_ = true;
   tasks_.push_back(std::move(task));
@@ -38,6 +42,33 @@ void Lane::add(std::function<void()> task) {
 void Lane::drain() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this, until = added_] { return done_ >= until; });
+}
+
+void Lane::capture() {
+  const std::lock_guard lock(mutex_);
+  graph_.clear();
+  captures_ = true;
+  ++world().captures;
+}
+
+void Lane::endCapture() {
+  const std::lock_guard lock(mutex_);
+  captures_ = false;
+  --world().captures;
+}
+
+bool Lane::captures() {
+  const std::lock_guard lock(mutex_);
+  return captures_;
+}
+
+void Lane::replay() {
+  std::deque<std::function<void()>> tasks;
+  {
+    const std::lock_guard lock(mutex_);
+    tasks = graph_;
+  }
+  for (const auto& task : tasks) add(task);
 }
 
 void Lane::run() {
@@ -79,6 +110,11 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr auto kKey = c10::DispatchKey::PrivateUse1;
 const c10::Device kDevice(kType, 0);
 thread_local c10::StreamId currentStream = 0;
+
+// By whichever thread: a graph is captured in the mode that minds them all.
+void mayWaitOrAsk() {
+  if (world().captures > 0) ++world().spoilt;
+}
 
 struct Event {
   std::mutex mutex;
@@ -149,21 +185,29 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) makeWait(stream.id(), *static_cast<Handle>(event));
   }
+  // Not all releases of torch ask.
+  bool isStreamCapturing(const c10::Stream& stream) const { return laneOf(stream.id()).captures(); }
   bool queryEvent(void* event) const override {
+    mayWaitOrAsk();
     if (event == nullptr) return true;
     Event& it = **static_cast<Handle>(event);
     const std::lock_guard lock(it.mutex);
     return it.reached == it.recorded;
   }
   void synchronizeEvent(void* event) const override {
+    mayWaitOrAsk();
     if (event == nullptr) return;
     Event& it = **static_cast<Handle>(event);
     it.await(it.recorded);
   }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   bool queryStream(const c10::Stream&) const override { return false; }
-  void synchronizeStream(const c10::Stream& stream) const override { laneOf(stream.id()).drain(); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    mayWaitOrAsk();
+    laneOf(stream.id()).drain();
+  }
   void synchronizeDevice(const c10::DeviceIndex) const override {
+    mayWaitOrAsk();
     for (Lane& lane : world().lanes) lane.drain();
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -279,7 +323,10 @@ at::Tensor copyFrom(const at::Tensor& from, const at::Tensor& to, bool nonBlocki
         for (const void* data : device) expectLive(data);
         target.copy_(source);
       });
-  if (blocks) laneOf(currentStream).drain();
+  if (blocks) {
+    mayWaitOrAsk();
+    laneOf(currentStream).drain();
+  }
   return to;
 }
 
@@ -320,6 +367,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 
 }  // namespace
 
+c10::StreamId fake_device::currentStreamId() { return currentStream; }
+
 PYBIND11_MODULE(fake_device, m) {
   using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
   at::RegisterPrivateUse1HooksInterface(new Hooks);
@@ -355,6 +404,12 @@ PYBIND11_MODULE(fake_device, m) {
   m.def("share_memory", [](bool share) { world().sharesMemory = share; });
   m.def("share_tensors", [](bool share) { world().sharesTensors = share; });
   m.def("jobs", [] { return world().jobs.load(); });
+  // Of the current stream, into the one graph that it has.
+  m.def("capture", [] { laneOf(currentStream).capture(); });
+  m.def("end_capture", [] { laneOf(currentStream).endCapture(); });
+  m.def("replay", [] { laneOf(currentStream).replay(); });
+  m.def("spoilt", [] { return world().spoilt.load(); });
+  bindRecordingPeer(m);
   m.def("break_copies", [] { world().copiesFail = true; });
   m.def(
       "synchronize", [] { Guard().synchronizeDevice(0); }, Release());

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/Stream.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <array>
 #include <atomic>
@@ -22,6 +23,11 @@ class Lane {
  public:
   void add(std::function<void()> task);
   void drain();
+  // From capture() to endCapture() tasks are not done, but kept for replay().
+  void capture();
+  void endCapture();
+  bool captures();
+  void replay();
 
  private:
   void run();
@@ -29,6 +35,8 @@ class Lane {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
+  std::deque<std::function<void()>> graph_;
+  bool captures_ = false;
   bool started_ = false;
   size_t added_ = 0, done_ = 0;
 };
@@ -48,6 +56,9 @@ struct World {
   std::atomic<bool> sharesMemory{true};
   std::atomic<bool> sharesTensors{true};  // else only what the CUDA part allocates
   std::atomic<int64_t> jobs{0};  // that other processes' memory was opened for, or a workspace used
+  std::atomic<int> captures{0};  // streams that are captured
+  std::atomic<int64_t> spoilt{
+      0};  // what captures do not bear: waiting, or asking how far a stream is
 };
 World& world();
 
@@ -55,6 +66,10 @@ Lane& laneOf(c10::StreamId id);
 inline void* handleOf(c10::StreamId id) { return reinterpret_cast<void*>(id + 1); }
 inline c10::StreamId streamOf(void* handle) { return reinterpret_cast<intptr_t>(handle) - 1; }
 void expectLive(const void* data);
+c10::StreamId currentStreamId();
+
+// Adds what stands for NCCL to the module, see recording_peer.cc.
+void bindRecordingPeer(pybind11::module_& m);
 
 // Device memory, in pages of its own that other processes can map. Entered in World::live.
 void* allocateShared(size_t bytes, bool isTensor);
