@@ -135,7 +135,7 @@ measure() {
 sanitize() {
   command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not on PATH"; return 1; }
   SMDDP_GPU_PATH=ipc timeout 100 compute-sanitizer --target-processes all --error-exitcode 9 \
-    "$python" -m smddp.bench allreduce reduce_scatter all_gather_into_tensor --memory gpu --backends smddp --ranks 2 \
+    "$python" -m smddp.bench allreduce reduce_scatter all_gather_into_tensor all_to_all --memory gpu --backends smddp --ranks 2 \
     --counts 1,1001,100000 --iterations 2
 }
 
@@ -171,7 +171,7 @@ for ranks in 2 4; do
   measure long ipc $ranks 30 "${long[@]}" --backends smddp
 done
 measure short host 2 30 "${short[@]}" --backends smddp
-tests test-rails 60 "rails"
+tests test-rails 90 "rails"
 tests test-host-and-nccl 150 "not in_memory and not in_pieces and not buckets and not rails and not bound"
 measure long host 4 45 "${long[@]}" --backends smddp,gloo
 step sanitize 110 bash -c sanitize

@@ -48,9 +48,9 @@ struct Secret {
     "Let DDP's gradient buckets live in node-shared memory, so that nothing is staged.")                     \
   X(std::string, gpuPath, "SMDDP_GPU_PATH", "auto",                                                           \
     "Which way calls on GPU tensors go, on all ranks alike: auto (NCCL where each rank has a GPU of its own, "  \
-    "on one node; else through the host), host, nccl, ipc (as auto, but ranks that all share one GPU reduce " \
-    "in its memory), or rails (as auto, but on several nodes all_reduce goes by NCCL inside them). The last two are " \
-    "not yet tried on a GPU.")                                                                  \
+    "on one node; else through the host), host, nccl, ipc (as auto, but ranks that all share one GPU meet " \
+    "in its memory), or rails (as auto, but on several nodes all_reduce, all_gather, reduce_scatter and broadcast go " \
+    "by NCCL inside them). The last two are not yet tried on a GPU.")                                           \
   X(bool, gpuCommMemory, "SMDDP_GPU_COMM_MEMORY", false,                                                      \
     "Let DDP's gradient buckets on GPUs, and FSDP2's where it asks, live in memory that NCCL has registered, or " \
     "that ranks which share a GPU can open. Not yet tried on a GPU.")                                          \

@@ -192,19 +192,23 @@ DataType reducibleType(OpName op, const at::Tensor& tensor) {
             c10::toString(tensor.scalar_type()));
 }
 
-void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::Request& request) {
+ReduceOp reduceOpOf(OpName name, const c10d::ReduceOp& op) {
   switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
-    case c10d::ReduceOp::SUM: request.op = ReduceOp::SUM; break;
-    case c10d::ReduceOp::AVG: request.op = ReduceOp::AVG; break;
-    case c10d::ReduceOp::PRODUCT: request.op = ReduceOp::PRODUCT; break;
-    case c10d::ReduceOp::MIN: request.op = ReduceOp::MIN; break;
-    case c10d::ReduceOp::MAX: request.op = ReduceOp::MAX; break;
-    case c10d::ReduceOp::BAND: request.op = ReduceOp::BAND; break;
-    case c10d::ReduceOp::BOR: request.op = ReduceOp::BOR; break;
-    case c10d::ReduceOp::BXOR: request.op = ReduceOp::BXOR; break;
-    case c10d::ReduceOp::PREMUL_SUM: request.op = ReduceOp::PREMUL_SUM; break;
+    case c10d::ReduceOp::SUM: return ReduceOp::SUM;
+    case c10d::ReduceOp::AVG: return ReduceOp::AVG;
+    case c10d::ReduceOp::PRODUCT: return ReduceOp::PRODUCT;
+    case c10d::ReduceOp::MIN: return ReduceOp::MIN;
+    case c10d::ReduceOp::MAX: return ReduceOp::MAX;
+    case c10d::ReduceOp::BAND: return ReduceOp::BAND;
+    case c10d::ReduceOp::BOR: return ReduceOp::BOR;
+    case c10d::ReduceOp::BXOR: return ReduceOp::BXOR;
+    case c10d::ReduceOp::PREMUL_SUM: return ReduceOp::PREMUL_SUM;
     default: invalid(name, "an unknown reduce operation");
   }
+}
+
+void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::Request& request) {
+  request.op = reduceOpOf(name, op);
   if (!engine::canReduce(type, request.op)) {
     undefined(name, "{} of {} is undefined", toString(request.op), toString(type));
   }

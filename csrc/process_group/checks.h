@@ -43,6 +43,7 @@ void requireRank(OpName op, int64_t rank, int64_t size, const char* what);
 
 // Throws TypeError for types that are only moved: float8, quantized, bits and the like.
 DataType reducibleType(OpName op, const at::Tensor& tensor);
+ReduceOp reduceOpOf(OpName name, const c10d::ReduceOp& op);
 // Sets op and factor; throws TypeError where type and operation do not go together.
 void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::Request& request);
 

@@ -114,13 +114,20 @@ WorkPtr GpuProcessGroup::alltoall(Tensors& outputs, Tensors& inputs,
 }
 
 WorkPtr GpuProcessGroup::barrier(const c10d::BarrierOptions& options) {
+  std::optional<c10::Device> device;
+  {
+    const std::lock_guard lock(mutex_);
+    device = device_;
+  }
+  if (device && isCapturing(*device)) {
+    C10_THROW_ERROR(NotImplementedError,
+                    "smddp: barrier() cannot be captured into a CUDA graph: the host waits in it. "
+                    "In the graph the calls themselves keep the order");
+  }
   // The peer's covers what it has under way on the GPU, on all ranks alike: that it has served collectives.
   if (state_.load(std::memory_order_acquire) == State::Nccl) {
     c10d::BarrierOptions theirs = options;
-    {
-      const std::lock_guard lock(mutex_);
-      theirs.device = device_;
-    }
+    theirs.device = device;
     nccl_.load()->barrier(theirs)->wait();
   }
   return ProcessGroup::barrier(options);

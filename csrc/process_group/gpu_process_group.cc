@@ -8,6 +8,7 @@
 
 #include "common/config.h"
 #include "common/log.h"
+#include "process_group/checks.h"
 #include "process_group/errors.h"
 #include "process_group/store_adapter.h"
 
@@ -34,6 +35,7 @@ bool moves(at::ScalarType type) {
 
 // And sums. Averages of whole numbers and scaled sums of bfloat16 differ between versions of NCCL.
 bool reduces(at::ScalarType type, const c10d::ReduceOp& op) {
+  if (!moves(type)) return false;
   switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
     case c10d::ReduceOp::SUM:
     case c10d::ReduceOp::PRODUCT:
@@ -43,6 +45,12 @@ bool reduces(at::ScalarType type, const c10d::ReduceOp& op) {
     case c10d::ReduceOp::PREMUL_SUM: return at::isFloatingType(type) && type != at::kBFloat16;
     default: return false;
   }
+}
+
+// NCCL's part of it is a part of a sum; and it takes bools for numbers.
+bool reducesOnRails(at::ScalarType type, const c10d::ReduceOp& op) {
+  return type != at::kBool && reduces(type, op) &&
+         static_cast<c10d::ReduceOp::RedOpType>(op) != c10d::ReduceOp::PREMUL_SUM;
 }
 
 std::string keyOf(uint64_t group, int rank) {
@@ -60,6 +68,35 @@ void announce(int rank, const cuda::Choice& choice) {
     SMDDP_LOG(Warn, "process_group", "calls on GPU tensors go through memory of the host: {}",
               choice.reason);
   }
+}
+
+// Says once in a process that a call goes through the host in a group that another way serves.
+void announceHost(int rank, cuda::Path path, collectives::Collective collective,
+                  const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  if (rank != 0) return;
+  std::string call = fmt::format("{} of {}", collectives::toString(collective),
+                                 c10::toString(tensor.scalar_type()));
+  if (collectives::isReduction(collective)) {
+    call += fmt::format(" by {}", toString(reduceOpOf("reduce", op)));
+  }
+  static std::mutex mutex;
+  static auto* const said = new std::set<std::string>;
+  const std::lock_guard lock(mutex);
+  if (!said->insert(call).second) return;
+  SMDDP_LOG(
+      Warn, "process_group",
+      "{} of GPU tensors goes through memory of the host: the way of other calls of its group, "
+      "{}, does not serve it",
+      call, cuda::toString(path));
+}
+
+// What a graph would have to do again is done only once.
+void requireNoCapture(c10::Device device) {
+  if (!isCapturing(device)) return;
+  C10_THROW_ERROR(NotImplementedError,
+                  "smddp: the first call of a group on GPU tensors cannot be captured into a CUDA "
+                  "graph: the ranks have yet to choose the way of such calls, and NCCL has to "
+                  "connect them. Make one, with the same ranks, before the graph is captured");
 }
 
 // Groups in which this thread is coalescing: whether the peer is, too.
@@ -153,9 +190,9 @@ at::Tensor GpuProcessGroup::allocateTensor(long size, at::TensorOptions options)
 
 // --- who serves a call ------------------------------------------------------------------------------------
 
-bool GpuProcessGroup::isOurs(const at::Tensor& tensor) const {
+bool GpuProcessGroup::isOnGpu(const at::Tensor& tensor) const {
   return tensor.defined() && tensor.device().type() == peer_.type &&
-         tensor.layout() == c10::kStrided && moves(tensor.scalar_type());
+         tensor.layout() == c10::kStrided;
 }
 
 c10d::Backend* GpuProcessGroup::used(State state) {
@@ -170,19 +207,31 @@ c10d::Backend* GpuProcessGroup::used(State state) {
   return peer;
 }
 
-c10d::Backend* GpuProcessGroup::peerFor(const at::Tensor& tensor,
-                                        std::chrono::milliseconds timeout) {
-  if (!isOurs(tensor)) return nullptr;
+// `serves`: NCCL does such a call.
+c10d::Backend* GpuProcessGroup::peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout,
+                                        bool serves) {
+  if (!isOnGpu(tensor)) return nullptr;
   State state = state_.load(std::memory_order_acquire);
   if (state == State::Unknown) {
     static_cast<void>(group());  // refuses a group that has been destroyed
+    requireNoCapture(tensor.device());
     const std::lock_guard lock(mutex_);
     translated([&] {
       publish(tensor.device());
       state = decide(timeout);
     });
   }
+  if (!serves) return nullptr;
+  if (state == State::Nccl && !peerHasServed_.load(std::memory_order_relaxed)) {
+    requireNoCapture(tensor.device());
+    peerHasServed_.store(true, std::memory_order_relaxed);
+  }
   return used(state);
+}
+
+c10d::Backend* GpuProcessGroup::peerFor(const at::Tensor& tensor,
+                                        std::chrono::milliseconds timeout) {
+  return peerFor(tensor, timeout, moves(tensor.scalar_type()));
 }
 
 c10d::Backend* GpuProcessGroup::peerFor(const Tensors& tensors, std::chrono::milliseconds timeout) {
@@ -191,8 +240,7 @@ c10d::Backend* GpuProcessGroup::peerFor(const Tensors& tensors, std::chrono::mil
 
 c10d::Backend* GpuProcessGroup::reducingPeerFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
                                                 std::chrono::milliseconds timeout) {
-  if (!isOurs(tensor) || !reduces(tensor.scalar_type(), op)) return nullptr;
-  return peerFor(tensor, timeout);
+  return peerFor(tensor, timeout, reduces(tensor.scalar_type(), op));
 }
 
 c10d::Backend* GpuProcessGroup::reducingPeerFor(const Tensors& tensors, const c10d::ReduceOp& op,
@@ -201,13 +249,15 @@ c10d::Backend* GpuProcessGroup::reducingPeerFor(const Tensors& tensors, const c1
 }
 
 c10d::Backend* GpuProcessGroup::messagePeerFor(const Tensors& tensors, int rank) {
-  if (tensors.size() != 1 || !isOurs(tensors.front())) return nullptr;
+  if (tensors.size() != 1 || !isOnGpu(tensors.front())) return nullptr;
+  if (!moves(tensors.front().scalar_type())) return nullptr;
   // Nonsense is the base's to refuse; and what a rank sends itself needs no network.
   if (rank < 0 || rank >= getSize() || rank == getRank()) return nullptr;
   static_cast<void>(group());
   State state = State::Unknown;
   {
     const std::lock_guard lock(mutex_);
+    if (!messages_.contains(rank)) requireNoCapture(tensors.front().device());
     translated([&] {
       publish(tensors.front().device());
       state = decideFor(rank);
@@ -218,13 +268,21 @@ c10d::Backend* GpuProcessGroup::messagePeerFor(const Tensors& tensors, int rank)
 
 bool GpuProcessGroup::staysOnDevice(collectives::Collective collective, const at::Tensor& tensor,
                                     const c10d::ReduceOp& op) const {
-  const State state = state_.load(std::memory_order_acquire);
-  if (state != State::Ipc && state != State::Rails) return false;
-  if (!isOurs(tensor) || state == State::Ipc) return isOurs(tensor);
-  // NCCL's part of it; it takes bools for numbers.
-  return collective == collectives::Collective::AllReduce && tensor.scalar_type() != at::kBool &&
-         static_cast<c10d::ReduceOp::RedOpType>(op) != c10d::ReduceOp::PREMUL_SUM &&
-         reduces(tensor.scalar_type(), op);
+  if (!isOnGpu(tensor)) return false;
+  switch (state_.load(std::memory_order_acquire)) {
+    case State::Ipc: return true;
+    case State::Rails:
+      if (GpuRails::serves(collective) &&
+          (!collectives::isReduction(collective) || reducesOnRails(tensor.scalar_type(), op))) {
+        return true;
+      }
+      announceHost(getRank(), cuda::Path::Rails, collective, tensor, op);
+      return false;
+    case State::Nccl: announceHost(getRank(), cuda::Path::Nccl, collective, tensor, op); break;
+    case State::Host:
+    case State::Unknown: break;
+  }
+  return false;
 }
 
 std::shared_ptr<DeviceTurns> GpuProcessGroup::deviceTurns(
@@ -264,7 +322,12 @@ GpuProcessGroup::State GpuProcessGroup::decideFor(int rank) {
   if (const auto known = messages_.find(rank); known != messages_.end()) return known->second;
   const auto places = placesOf({getRank(), rank}, nanoseconds(c10d::kUnsetTimeout));
   const auto choice = cuda::choosePath(settings().gpuPath, static_cast<bool>(peer_.make), places);
-  if (choice.path == cuda::Path::Nccl) makePeer();
+  if (choice.path == cuda::Path::Nccl) {
+    makePeer();
+  } else {
+    announce(getRank(), {cuda::Path::Host,
+                         "messages between ranks that share a GPU, or are on several nodes"});
+  }
   return messages_[rank] = stateOf(choice.path);
 }
 
@@ -350,11 +413,11 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
   const engine::Group::Spec spec{
       fmt::format("{}, rail {}", group()->spec().name, topology.myLocal()), topology.myNode(),
       topology.numNodes(), group()->spec().algorithm};
-  auto between = c10::make_intrusive<ProcessGroup>(
-      engine()->splitGroup(group(), spec, rail, nanoseconds(timeout)), patience);
-  rails_ = std::make_shared<GpuRails>(engine(), group(), *device_,
-                                      GpuRails::Groups{nodeGroup("scatter"), nodeGroup("gather"),
-                                                       std::move(between), topology.teamSize()});
+  const auto railGroup = engine()->splitGroup(group(), spec, rail, nanoseconds(timeout));
+  auto between = c10::make_intrusive<ProcessGroup>(railGroup, patience);
+  rails_ = std::make_shared<GpuRails>(
+      engine(), group(), *device_,
+      GpuRails::Groups{nodeGroup("scatter"), nodeGroup("gather"), std::move(between), railGroup});
 }
 
 // --- batches ----------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 //
 // Which way calls go is decided at the first one with GPU tensors, for good (cuda/path.h): the ranks then tell one
 // another through the store which GPU they use. A message between two ranks needs to know of those two only. After
-// that a call costs a look at the tensor more than the peer's own.
+// that a call costs a look at the tensor more than the peer's own, touches no stream, and so can be captured into a
+// graph if the peer's can.
 //
 // Threads: as the base. Owns the peer, which is made when first needed and ends with the group.
 #pragma once
@@ -120,6 +121,7 @@ class GpuProcessGroup final : public ProcessGroup {
                                            std::shared_ptr<void> keepAlive) override;
 
   // The peer if it is to serve a collective, or a message to one rank; else null.
+  c10d::Backend* peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout, bool serves);
   c10d::Backend* peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout);
   c10d::Backend* peerFor(const Tensors& tensors, std::chrono::milliseconds timeout);
   c10d::Backend* reducingPeerFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
@@ -127,7 +129,7 @@ class GpuProcessGroup final : public ProcessGroup {
   c10d::Backend* reducingPeerFor(const Tensors& tensors, const c10d::ReduceOp& op,
                                  std::chrono::milliseconds timeout);
   c10d::Backend* messagePeerFor(const Tensors& tensors, int rank);
-  bool isOurs(const at::Tensor& tensor) const;
+  bool isOnGpu(const at::Tensor& tensor) const;
   // With mutex_ held.
   cuda::Choice connect(std::chrono::milliseconds timeout);
   State decide(std::chrono::milliseconds timeout);
@@ -141,6 +143,7 @@ class GpuProcessGroup final : public ProcessGroup {
   const c10::intrusive_ptr<c10d::Store> store_;
   const GpuPeer peer_;
   std::atomic<State> state_{State::Unknown};
+  std::atomic<bool> peerHasServed_{false};  // a collective; it connects at the first
   std::mutex mutex_;
   std::optional<c10::Device> device_;  // of the first GPU tensor; guarded by mutex_
   std::map<int, std::string> names_;   // of the ranks' GPUs, as far as known; guarded by mutex_

@@ -39,6 +39,19 @@ c10d::ReduceOp torchOp(ReduceOp op) {
   raise(ErrorKind::Internal, "{} is not done by NCCL", toString(op));
 }
 
+// The bytes of a request as elements.
+at::Tensor vectorOf(const engine::Pieces& pieces, DataType type, c10::Device device) {
+  const std::span<std::byte> bytes = pieces.front();
+  const auto count = static_cast<int64_t>(bytes.size() / sizeOf(type));
+  return at::from_blob(
+      bytes.data(), {count}, [](void*) {}, at::TensorOptions(torchType(type)).device(device),
+      device);
+}
+
+void enqueueCopy(const at::Tensor& from, at::Tensor into) {
+  into.copy_(from, /*non_blocking=*/true);
+}
+
 }  // namespace
 
 // One call.
@@ -47,27 +60,17 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   Turns(std::shared_ptr<GpuRails> rails, const engine::Request& request,
         std::shared_ptr<DeviceCopies> copies, std::shared_ptr<void> keepAlive)
       : rails_(std::move(rails)),
+        topology_(rails_->parent_->topology()),
         copies_(std::move(copies)),
         keepAlive_(std::move(keepAlive)),
-        op_(torchOp(request.op)),
         timeout_(std::chrono::duration_cast<std::chrono::milliseconds>(
             std::chrono::nanoseconds(request.timeout))),
-        scatterStream_(c10::impl::VirtualGuardImpl(rails_->device_.type())
-                           .getStreamFromGlobalPool(rails_->device_, /*isHighPriority=*/true)) {
-    const auto& piece = request.output.front();
-    const auto options = at::TensorOptions(torchType(request.type)).device(rails_->device_);
-    const auto count = static_cast<int64_t>(piece.size() / sizeOf(request.type));
-    if (count == 0) return;
-    const at::Tensor vector = at::from_blob(
-        piece.data(), {count}, [](void*) {}, options, rails_->device_);
+        firstStream_(c10::impl::VirtualGuardImpl(rails_->device_.type())
+                         .getStreamFromGlobalPool(rails_->device_, /*isHighPriority=*/true)) {
     c10::Event now(rails_->device_.type());
     now.record(copies_->stream());
-    now.block(scatterStream_);
-    const int64_t share = settings().poolBytes / vector.element_size();
-    const int64_t most = share * rails_->groups_.nodeSize;
-    for (int64_t first = 0; first < count; first += most) {
-      scatter(vector.narrow(0, first, std::min(most, count - first)));
-    }
+    now.block(firstStream_);
+    begin(request);
   }
 
   // All that follows is done by continuations of the rail.
@@ -98,16 +101,16 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
   void giveUp(const Error& error) noexcept override {
     try {
-      if (error.kind() != ErrorKind::Aborted) rails_->engine_->fail(*rails_->parent_, error);
+      if (error.kind() != ErrorKind::Aborted) rails_->fail(error);
     } catch (const std::exception& thrown) {
       SMDDP_LOG(Warn, "process_group", "while a call was given up: {}", thrown.what());
     }
   }
 
   // Enqueues the third stage of the chunks whose rail has ended; whether that was all. Throws the rail's error.
-  bool gather() {
-    for (; gathered_ < chunks_.size(); ++gathered_) {
-      const Chunk& chunk = chunks_[gathered_];
+  bool goOn() {
+    for (; ended_ < chunks_.size(); ++ended_) {
+      const Chunk& chunk = chunks_[ended_];
       for (const auto& completion : chunk.rail->completions()) {
         if (!completion->done()) return false;
         if (completion->error()) throw *completion->error();
@@ -115,16 +118,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
       const c10::StreamGuard guard(copies_->stream());
       const at::AutoDispatchBelowADInplaceOrView noAutograd;
       chunk.rail->wait();
-      at::Tensor whole = chunk.padded.defined() ? chunk.padded : chunk.part;
-      at::Tensor share = chunk.share;
-      c10d::AllgatherOptions options;
-      options.timeout = timeout_;
-      options.asyncOp = true;
-      rails_->groups_.gather->_allgather_base(whole, share, options)->wait();
-      for (const at::Tensor& used : {whole, share}) copies_->use(used);
-      if (chunk.padded.defined()) {
-        at::Tensor(chunk.part).copy_(whole.narrow(0, 0, chunk.part.numel()), /*non_blocking=*/true);
-      }
+      if (chunk.last) chunk.last();
     }
     return true;
   }
@@ -140,49 +134,181 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
  private:
   struct Chunk {
-    at::Tensor part;    // of the vector
-    at::Tensor padded;  // to a multiple of the node's ranks, where that is another tensor
-    at::Tensor share;   // this rank's
     c10::intrusive_ptr<Work> rail;
+    std::function<void()>
+        last;  // enqueues the third stage on the current stream; none: there is none
   };
 
-  void scatter(const at::Tensor& part) {
-    const c10::StreamGuard guard(scatterStream_);
+  void begin(const engine::Request& request) {
+    using collectives::Collective;
+    const c10::StreamGuard guard(firstStream_);
     const at::AutoDispatchBelowADInplaceOrView noAutograd;
-    const auto ranks = static_cast<int64_t>(rails_->groups_.nodeSize);
-    const int64_t share = (part.numel() + ranks - 1) / ranks;
-    Chunk chunk{part, {}, at::empty({share}, part.options()), {}};
-    if (share * ranks != part.numel()) {
-      chunk.padded = at::empty({share * ranks}, part.options());
-      chunk.padded.zero_();
-      chunk.padded.narrow(0, 0, part.numel()).copy_(part, /*non_blocking=*/true);
+    const bool hasBlocks = !request.input.empty();  // one per rank, on one of its sides
+    const at::Tensor output = vectorOf(request.output, request.type, rails_->device_);
+    const at::Tensor input =
+        hasBlocks ? vectorOf(request.input, request.type, rails_->device_) : output;
+    // Of the vector, or of one block.
+    const int64_t count = std::min(input.numel(), output.numel());
+    // On each rank so much crosses the host: a share, or a block for each node.
+    const int64_t pool = settings().poolBytes / static_cast<int64_t>(sizeOf(request.type));
+    const int64_t most = std::max<int64_t>(1, hasBlocks ? pool / nodes() : pool * locals());
+    for (int64_t first = 0; first < count; first += most) {
+      const auto part = [&](const at::Tensor& whole) {
+        return whole.view({-1, count}).narrow(1, first, std::min(most, count - first));
+      };
+      switch (request.collective) {
+        case Collective::AllReduce: reduceAll(part(output).view(-1), torchOp(request.op)); break;
+        case Collective::ReduceScatter:
+          reduceScatter(part(input), part(output).view(-1), torchOp(request.op));
+          break;
+        case Collective::AllGather: gatherAll(part(input).view(-1), part(output)); break;
+        case Collective::Broadcast: broadcast(part(output).view(-1), request.root); break;
+        default: raise(ErrorKind::Internal, "{} on rails", toString(request.collective));
+      }
     }
-    at::Tensor whole = chunk.padded.defined() ? chunk.padded : part;
-    c10d::ReduceScatterOptions options;
-    options.reduceOp = op_;
+  }
+
+  // --- the collectives, as far as the rail -------------------------------------------------------
+
+  void reduceAll(const at::Tensor& part, const c10d::ReduceOp& op) {
+    at::Tensor whole = padded(part);
+    if (!whole.is_same(part)) {
+      whole.zero_();
+      enqueueCopy(part, whole.narrow(0, 0, part.numel()));
+    }
+    at::Tensor share = at::empty({whole.numel() / locals()}, part.options());
+    reduceInNode(whole, share, op);
+    auto options = optionsOf<c10d::AllreduceOptions>();
+    options.reduceOp = op;
+    std::vector<at::Tensor> shares{share};
+    add(rail().allreduce(shares, options), [this, share, whole, part] {
+      copies_->use(whole);
+      gatherInNode(share, whole, part);
+    });
+  }
+
+  void reduceScatter(const at::Tensor& blocks, at::Tensor output, const c10d::ReduceOp& op) {
+    const at::Tensor ordered = at::empty({locals(), nodes(), output.numel()}, output.options());
+    for (const auto& [theirs, ours] : paired(blocks, ordered)) enqueueCopy(theirs, ours);
+    at::Tensor share = at::empty({nodes() * output.numel()}, output.options());
+    reduceInNode(ordered.view(-1), share, op);
+    auto options = optionsOf<c10d::ReduceScatterOptions>();
+    options.reduceOp = op;
+    add(rail()._reduce_scatter_base(output, share, options), nullptr);
+  }
+
+  void gatherAll(at::Tensor input, const at::Tensor& blocks) {
+    at::Tensor share = at::empty({nodes() * input.numel()}, input.options());
+    auto options = optionsOf<c10d::AllgatherOptions>();
+    add(rail()._allgather_base(share, input, options), [this, share, blocks] {
+      const at::Tensor ordered = at::empty({locals(), nodes(), blocks.size(1)}, share.options());
+      gatherInNode(share, ordered.view(-1), ordered.view(-1));
+      for (const auto& [theirs, ours] : paired(blocks, ordered)) enqueueCopy(ours, theirs);
+    });
+  }
+
+  void broadcast(const at::Tensor& part, Rank root) {
+    const at::Tensor whole = padded(part);
+    const int64_t count = whole.numel() / locals();
+    const bool hasIt = topology_.nodeOf(root) == topology_.myNode();
+    at::Tensor share;
+    if (hasIt) {
+      auto options = optionsOf<c10d::BroadcastOptions>();
+      options.rootRank = topology_.localOf(root);
+      std::vector<at::Tensor> tensors{part};
+      rails_->groups_.scatter->broadcast(tensors, options)->wait();
+      if (!whole.is_same(part)) enqueueCopy(part, whole.narrow(0, 0, part.numel()));
+      share = whole.narrow(0, topology_.myLocal() * count, count);
+    } else {
+      share = at::empty({count}, part.options());
+    }
+    auto options = optionsOf<c10d::BroadcastOptions>();
+    options.rootRank = topology_.nodeOf(root);
+    std::vector<at::Tensor> shares{share};
+    const auto rails = rail().broadcast(shares, options);
+    if (hasIt) return add(rails, nullptr);
+    add(rails, [this, share, whole, part] {
+      copies_->use(whole);
+      gatherInNode(share, whole, part);
+    });
+  }
+
+  // --- what they are made of ---------------------------------------------------------------------
+
+  int64_t locals() const { return topology_.teamSize(); }
+  int64_t nodes() const { return topology_.numNodes(); }
+  ProcessGroup& rail() const { return *rails_->groups_.rail; }
+
+  template <typename Options>
+  Options optionsOf() const {
+    Options options;
     options.timeout = timeout_;
     options.asyncOp = true;
-    rails_->groups_.scatter->_reduce_scatter_base(chunk.share, whole, options)->wait();
-    c10d::AllreduceOptions between;
-    between.reduceOp = op_;
-    between.timeout = timeout_;
-    between.asyncOp = true;
-    std::vector<at::Tensor> shares{chunk.share};
-    const auto rail = rails_->groups_.rail->allreduce(shares, between);
-    chunk.rail = c10::intrusive_ptr<Work>::reclaim_copy(static_cast<Work*>(rail.get()));
-    chunks_.push_back(std::move(chunk));
+    return options;
+  }
+
+  void add(const c10::intrusive_ptr<c10d::Work>& rail, std::function<void()> last) {
+    chunks_.push_back(
+        {c10::intrusive_ptr<Work>::reclaim_copy(static_cast<Work*>(rail.get())), std::move(last)});
+  }
+
+  // The part, or room for it that the node's ranks can share evenly.
+  at::Tensor padded(const at::Tensor& part) const {
+    const int64_t share = (part.numel() + locals() - 1) / locals();
+    return share * locals() == part.numel() ? part : at::empty({share * locals()}, part.options());
+  }
+
+  void reduceInNode(at::Tensor whole, at::Tensor share, const c10d::ReduceOp& op) {
+    auto options = optionsOf<c10d::ReduceScatterOptions>();
+    options.reduceOp = op;
+    rails_->groups_.scatter->_reduce_scatter_base(share, whole, options)->wait();
+  }
+
+  // `whole`: where it can be gathered, which may not be where it belongs.
+  void gatherInNode(at::Tensor share, at::Tensor whole, const at::Tensor& part) {
+    copies_->use(share);
+    auto options = optionsOf<c10d::AllgatherOptions>();
+    rails_->groups_.gather->_allgather_base(whole, share, options)->wait();
+    if (!whole.is_same(part)) enqueueCopy(whole.narrow(0, 0, part.numel()), part);
+  }
+
+  // Blocks in the order of ranks beside the same in the order of [local rank, node]; all at once where that is a matter
+  // of strides.
+  std::vector<std::pair<at::Tensor, at::Tensor>> paired(const at::Tensor& blocks,
+                                                        const at::Tensor& ordered) const {
+    const Rank perNode = topology_.node(1)[0], perLocal = topology_.node(0)[1];
+    std::vector<std::pair<at::Tensor, at::Tensor>> each;
+    bool strided = true;
+    for (Rank local = 0; local < locals(); ++local) {
+      for (int node = 0; node < nodes(); ++node) {
+        const Rank rank = topology_.node(node)[static_cast<size_t>(local)];
+        strided = strided && rank == node * perNode + local * perLocal;
+        each.emplace_back(blocks.select(0, rank), ordered.select(0, local).select(0, node));
+      }
+    }
+    if (!strided) return each;
+    const int64_t apart = blocks.stride(0);
+    return {
+        {blocks.as_strided(ordered.sizes(), {perLocal * apart, perNode * apart, blocks.stride(1)}),
+         ordered}};
   }
 
   const std::shared_ptr<GpuRails> rails_;
+  const plan::Topology& topology_;
   const std::shared_ptr<DeviceCopies> copies_;
   const std::shared_ptr<void> keepAlive_;
-  const c10d::ReduceOp op_;
   const std::chrono::milliseconds timeout_;
-  const c10::Stream scatterStream_;
+  const c10::Stream firstStream_;
   std::vector<Chunk> chunks_;
-  size_t gathered_ = 0;  // of the thread in advanceLine()
+  size_t ended_ = 0;  // of the thread in advanceLine()
   std::function<void(const std::optional<Error>&)> atEnd_;
 };
+
+bool GpuRails::serves(collectives::Collective collective) {
+  using collectives::Collective;
+  return collective == Collective::AllReduce || collective == Collective::ReduceScatter ||
+         collective == Collective::AllGather || collective == Collective::Broadcast;
+}
 
 GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> parent,
                    c10::Device device, Groups groups)
@@ -194,13 +320,22 @@ GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engin
 std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
                                              const std::shared_ptr<DeviceCopies>& copies,
                                              std::shared_ptr<void> keepAlive) {
+  std::optional<Error> broken;
+  engine_->call([&] {
+    if (const Error* error = parent_->error()) broken = *error;
+  });
+  if (broken) throw *broken;
   try {
     return std::make_shared<Turns>(shared_from_this(), request, copies, std::move(keepAlive));
   } catch (const std::exception& error) {
-    // The other rails would wait for this rank.
-    engine_->fail(*parent_, Error(ErrorKind::Transport, error.what()));
+    fail(Error(ErrorKind::Transport, error.what()));
     throw;
   }
+}
+
+void GpuRails::fail(const Error& error) {
+  engine_->fail(*groups_.railGroup, error);
+  engine_->fail(*parent_, error);
 }
 
 void GpuRails::advanceLine() {
@@ -216,7 +351,7 @@ void GpuRails::advanceLine() {
       bool done = false;
       std::optional<Error> error;
       try {
-        done = head->gather();
+        done = head->goOn();
       } catch (const Error& thrown) {
         error = thrown;
       } catch (const std::exception& thrown) {

@@ -1,7 +1,12 @@
-// all_reduce among ranks on several nodes, each of which has a GPU of its own: NCCL inside the nodes, the host between
-// them. The vector is cut into chunks; rank k of a node sums share k of a chunk, and talks to rank k of the others:
+// Calls among ranks on several nodes, each of which has a GPU of its own: NCCL inside the nodes, the host between them.
+// What is moved is cut into chunks, each of which goes through three stages. Between nodes rank k of a node talks to
+// rank k of the others, its rail, and a share of the chunk crosses there:
 //
-//   reduce-scatter (NCCL, the node) ──► all_reduce (through the host, the rail) ──► all-gather (NCCL, the node)
+//                     the node, by NCCL   the rail, through the host   the node, by NCCL
+//   all_reduce        reduce-scatter  ──► all_reduce              ──►  all-gather
+//   reduce_scatter    reduce-scatter  ──► reduce_scatter
+//   all_gather                            all_gather              ──►  all-gather
+//   broadcast         root's: broadcast ► broadcast               ──►  others': all-gather
 //
 // The first two are enqueued when the call is made, on a stream of their own; the third when the rail has ended, on the
 // stream of the call. So chunks overlap, and calls do. Every node has two groups of NCCL, since the two halves are
@@ -9,7 +14,8 @@
 // halves interleave differs.
 //
 // Threads: calls begin one after the other, as their group sees to; the rest is on whichever thread runs the engine's
-// continuations. Owns the three groups. An error of the rail fails the call, and the parent group with it.
+// continuations. Owns the three groups. An error fails the call, and with it the rail and the parent group; no call
+// begins in a group that has failed.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -27,13 +33,14 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
  public:
   struct Groups {
     c10::intrusive_ptr<c10d::Backend> scatter, gather;  // of NCCL, among the node's ranks
-    c10::intrusive_ptr<ProcessGroup> rail;
-    int nodeSize = 1;
+    c10::intrusive_ptr<ProcessGroup> rail;              // a rank of each node
+    std::shared_ptr<engine::Group> railGroup;           // what that is around
   };
   GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> parent,
            c10::Device device, Groups groups);
 
-  // Enqueues the first two stages of an all_reduce.
+  static bool serves(collectives::Collective collective);
+  // Enqueues the first two stages of a call.
   std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
                                      std::shared_ptr<void> keepAlive);
@@ -43,6 +50,8 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
  private:
   class Turns;
   friend class Turns;
+  // A call has failed on this rank: others wait for it, on its rail at once, then on all.
+  void fail(const Error& error);
   // Goes on with the oldest calls, as far as their rails have ended, on one thread at a time.
   void advanceLine();
 

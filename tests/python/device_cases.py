@@ -30,6 +30,9 @@ INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
 BITS = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
 COUNTS = [0, 1, 1021, 300_007]
+# Those that torch does not compare, which only their bytes can be.
+UNCOMPARED = [torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2]
+TYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64, *UNCOMPARED]
 
 
 def find_fake() -> Path | None:
@@ -331,6 +334,84 @@ def views() -> Iterator[Case]:
         yield Case(name, [ranks.whole_numbers((4, 3, 6, 8), torch.float32, 7)], call)
 
 
+def blocks() -> Iterator[Case]:
+    """Blocks for each rank: of any type, of no elements, of rows, in tensors of any strides."""
+    size, me = dist.get_world_size(), dist.get_rank()
+    # Some pairs have nothing for one another, and the first rank sends nothing at all.
+    rows = [
+        [0 if r == 0 or (r + s) % 3 == 0 else r + 2 * s for s in range(size)] for r in range(size)
+    ]
+    to, come = rows[me], [row[me] for row in rows]
+
+    def new(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return ranks.whole_numbers(shape, torch.uint8, sum(shape) + me).to(dtype)
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8).to(dtype)
+
+    def exchange(tensors: Tensors, later: bool) -> tuple[Any, Tensors]:
+        return dist.all_to_all_single(*tensors, come, to, async_op=later), tensors
+
+    def exchange_lists(tensors: Tensors, later: bool) -> tuple[Any, Tensors]:
+        return dist.all_to_all(tensors[:size], tensors[size:], async_op=later), tensors
+
+    def exchange_evenly(tensors: Tensors, later: bool) -> tuple[Any, Tensors]:
+        return dist.all_to_all_single(*tensors, async_op=later), tensors
+
+    def exchange_every_other(tensors: Tensors, later: bool) -> tuple[Any, Tensors]:
+        columns = [tensor[..., ::2] for tensor in tensors]
+        return dist.all_to_all_single(*columns, async_op=later), tensors
+
+    def gather_at(root: int) -> Callable[[Tensors, bool], tuple[Any, Tensors]]:
+        def call(tensors: Tensors, later: bool) -> tuple[Any, Tensors]:
+            parts = tensors[1:] if me == root else None
+            return dist.gather(tensors[0], parts, root, async_op=later), tensors
+
+        return call
+
+    def scatter_from(root: int) -> Callable[[Tensors, bool], tuple[Any, Tensors]]:
+        def call(tensors: Tensors, later: bool) -> tuple[Any, Tensors]:
+            parts = tensors[1:] if me == root else None
+            return dist.scatter(tensors[0], parts, root, async_op=later), tensors
+
+        return call
+
+    for dtype in TYPES:
+        yield Case(
+            f"all_to_all_single of rows of {dtype}",
+            [empty((sum(come), 3), dtype), new((sum(to), 3), dtype)],
+            exchange,
+        )
+        yield Case(
+            f"all_to_all of {dtype}",
+            [empty((n,), dtype) for n in come] + [new((n,), dtype) for n in to],
+            exchange_lists,
+        )
+        yield Case(
+            f"all_to_all_single of {dtype}",
+            [empty((size * 5,), dtype), new((size * 5,), dtype)],
+            exchange_evenly,
+        )
+        parts = [new((7,), dtype) for _ in range(size)]
+        yield Case(f"gather of {dtype}", [new((7,), dtype), *parts], gather_at(size - 1))
+        yield Case(f"scatter of {dtype}", [empty((7,), dtype), *parts], scatter_from(0))
+    # Longer than what goes at a time, in blocks of very different sizes.
+    long = [[r * 50_001 + s * 20_000 for s in range(size)] for r in range(size)]
+    given, expected = long[me], [row[me] for row in long]
+    yield Case(
+        "all_to_all_single of long blocks",
+        [empty((sum(expected),), torch.float32), new((sum(given),), torch.float32)],
+        lambda t, a: (dist.all_to_all_single(*t, expected, given, async_op=a), t),
+    )
+    for shape in ((0,), (size * 2, 6)):
+        # Columns of a wider tensor, which copies of it would not be, and the transposed.
+        wide = [new((*shape[:-1], 2 * shape[-1]), torch.float32) for _ in range(2)]
+        yield Case(f"all_to_all_single of every other of {shape}", wide, exchange_every_other)
+        turned = [new(shape[::-1], torch.float32).t() for _ in range(1 + size)]
+        yield Case(f"gather of transposed {shape}", turned, gather_at(0))
+        yield Case(f"scatter of transposed {shape}", turned, scatter_from(size - 1))
+
+
 def check(case: Case, device: Any) -> None:
     """Compares a call on the device with the one on the CPU."""
     there = [tensor.to(device.device) for tensor in case.given]
@@ -346,7 +427,10 @@ def compare(name: str, got: Tensors, expected: Tensors) -> None:
         def say(text: str, number: int = number) -> str:
             return f"{name}, tensor {number}: {text}"
 
-        torch.testing.assert_close(one.cpu(), wanted, rtol=0, atol=0, msg=say)
+        here = one.cpu()
+        if wanted.dtype in UNCOMPARED:
+            here, wanted = (t.contiguous().view(torch.uint8) for t in (here, wanted))
+        torch.testing.assert_close(here, wanted, rtol=0, atol=0, msg=say)
 
 
 def reduces(name: str) -> None:
@@ -375,6 +459,67 @@ def moves(name: str) -> None:
     with job(name) as device:
         for case in itertools.chain(movements(), coalesced(), views()):
             check(case, device)
+
+
+def moves_blocks(name: str) -> None:
+    with job(name) as device:
+        for case in blocks():
+            check(case, device)
+
+
+def moves_chunks(name: str) -> None:
+    """Blocks and a vector that no power of two divides, of several times 256 KiB."""
+    with job(name) as device:
+        size, me = dist.get_world_size(), dist.get_rank()
+        block = ranks.whole_numbers((100_003,), torch.float32, me)
+        blocks = ranks.whole_numbers((size * 100_003,), torch.float32, me)
+        vector = ranks.whole_numbers((300_007,), torch.float32, me)
+        for case in [
+            Case(
+                "all_gather_into_tensor",
+                [blocks * 0, block],
+                lambda t, a: (dist.all_gather_into_tensor(*t, async_op=a), t),
+            ),
+            Case(
+                "reduce_scatter_tensor",
+                [block * 0, blocks],
+                lambda t, a: (dist.reduce_scatter_tensor(*t, async_op=a), t),
+            ),
+            Case(
+                "broadcast",
+                [vector],
+                lambda t, a: (dist.broadcast(t[0], size - 1, async_op=a), t),
+            ),
+        ]:
+            check(case, device)
+
+
+def shards_in_place(name: str) -> None:
+    """As FSDP has it: a rank's block is a part of the tensor that all have."""
+    with job(name) as device:
+        size, me = dist.get_world_size(), dist.get_rank()
+        whole = ranks.whole_numbers((size * 100_003,), torch.float32, me)
+
+        def gather(tensors: Tensors, later: bool) -> tuple[Any, Tensors]:
+            own = tensors[0].chunk(size)[me]
+            return dist.all_gather_into_tensor(tensors[0], own, async_op=later), tensors
+
+        def scatter(tensors: Tensors, later: bool) -> tuple[Any, Tensors]:
+            own = tensors[0].chunk(size)[me]
+            return dist.reduce_scatter_tensor(own, tensors[0], async_op=later), [own]
+
+        for number, call in enumerate((gather, scatter)):
+            given = whole.to(device.device)
+            expected = [torch.zeros_like(whole) for _ in range(size)]
+            dist.all_gather(expected, whole)
+            if call is gather:
+                parts = [one.chunk(size)[r] for r, one in enumerate(expected)]
+                wanted = torch.cat(parts)
+            else:
+                wanted = sum(one.chunk(size)[me] for one in expected)
+            _, got = call([given], bool(number))
+            dist.barrier()
+            compare(call.__name__, got, [wanted])
 
 
 def moves_plainly(name: str) -> None:
@@ -626,7 +771,7 @@ def times_out(name: str) -> str:
 
 # --- the cases, as test_device.py and test_cuda.py run them ---------------------------------------
 
-VALUES = [reduces, moves, overlaps]
+VALUES = [reduces, moves, moves_blocks, overlaps]
 ORDER = [
     messages,
     any_source,

@@ -100,12 +100,35 @@ def test_order_in_memory(cases: str) -> None:
         assert set(paths) == {"ipc"}
 
 
+def test_shards_in_memory() -> None:
+    for paths in ranks.check_ranks(_in_memory, "2", "shards_in_place", env=IPC, timeout=120):
+        assert set(paths) == {"ipc"}
+
+
+def _sends_too_much() -> str:
+    with device_cases.job("cuda") as device:
+        tensor = torch.zeros(6, device=device.device)
+        to = [4, 2] if dist.get_rank() == 1 else [3, 3]
+        dist.all_reduce(tensor)
+        return device_cases.error_of(
+            lambda: dist.all_to_all_single(torch.zeros_like(tensor), tensor, [3, 3], to)
+        )
+
+
+def test_different_blocks_in_memory() -> None:
+    for said in ranks.check_ranks(_sends_too_much, "2", env=IPC, timeout=60):
+        assert said.startswith("CollectiveMismatchError"), said
+        assert "rank 1 sends 16 bytes to rank 0, which expects 12" in said
+
+
 def test_training_in_memory() -> None:
     ranks.check_ranks(_in_memory, "4", "trains", env=IPC, timeout=120)
 
 
 @pytest.mark.parametrize("env", [UNSHARED, SMALL_PIECES], ids=["whole", "several"])
-@pytest.mark.parametrize("cases", ["reduces", "moves", "overlaps"])
+@pytest.mark.parametrize(
+    "cases", ["reduces", "moves", "moves_blocks", "shards_in_place", "overlaps"]
+)
 def test_values_in_pieces(cases: str, env: dict[str, str]) -> None:
     for paths in ranks.check_ranks(_in_memory, "3", cases, env=env, timeout=200):
         assert set(paths) == {"ipc"}
@@ -187,6 +210,39 @@ def test_nccl(layout: str, cases: str) -> None:
     ranks.check_ranks(_by_nccl, layout, cases, env={"SMDDP_GPU_PATH": "nccl"}, timeout=200)
 
 
+def _captured_by_nccl() -> tuple[str, str]:
+    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    with device_cases.job("cuda") as device:
+        size = dist.get_world_size()
+        tensor = torch.ones(1000, device=device.device)
+        parts = torch.ones(1000 * size, device=device.device)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            first = device_cases.error_of(lambda: dist.all_reduce(tensor))
+        for _ in range(3):
+            dist.all_reduce(tensor.clone())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            dist.all_reduce(tensor)
+            dist.all_gather_into_tensor(parts, tensor)
+            dist.reduce_scatter_tensor(tensor, parts)
+            barrier = device_cases.error_of(dist.barrier)
+        for number in range(3):
+            graph.replay()
+            # Summed once by each of the two.
+            assert tensor.cpu().eq(float(size) ** (2 * number + 2)).all()
+        return first, barrier
+
+
+@pytest.mark.parametrize("layout", ["1", "2"])
+def test_calls_of_nccl_can_be_captured(layout: str) -> None:
+    env = {"SMDDP_GPU_PATH": "nccl"}
+    for first, barrier in ranks.check_ranks(_captured_by_nccl, layout, env=env, timeout=120):
+        assert first.startswith("NotImplementedError: smddp: the first call of a group on GPU")
+        assert barrier.startswith("NotImplementedError: smddp: barrier() cannot be captured")
+
+
 # --- memory for buckets ---------------------------------------------------------------------------
 
 
@@ -238,15 +294,41 @@ def _on_rails(cases: str) -> list[str]:
     return _in_memory(cases)
 
 
+RAILS = {"SMDDP_GPU_PATH": "rails", "SMDDP_POOL_BYTES": "262144"}
+
+
 @several_nodes
 @pytest.mark.parametrize(
     "cases",
-    ["reduces", "averages", "follows_streams", "does_not_block", "barrier_covers", "trains"],
+    [
+        "reduces",
+        "averages",
+        "moves_plainly",
+        "moves_chunks",
+        "shards_in_place",
+        "follows_streams",
+        "does_not_block",
+        "barrier_covers",
+        "trains",
+    ],
 )
 def test_rails(cases: str) -> None:
-    env = {"SMDDP_GPU_PATH": "rails", "SMDDP_POOL_BYTES": "262144"}
-    for paths in ranks.check_ranks(_on_rails, "2x2", cases, env=env, timeout=200):
+    for paths in ranks.check_ranks(_on_rails, "2x2", cases, env=RAILS, timeout=200):
         assert set(paths) == {"rails"}
+
+
+def _shards_on_rails() -> None:
+    from smddp import backend
+
+    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    backend._gpu_name = lambda index: f"GPU {os.environ['RANK']}"
+    _shards()
+
+
+@several_nodes
+def test_fsdp2_on_rails() -> None:
+    ranks.check_ranks(_shards_on_rails, "2x2", env=RAILS, timeout=120)
 
 
 # --- which way ------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 // What a real device does asynchronously this one does, too: copies and fills are queued on the current stream, and
 // memory that is freed goes back in the order of the stream that allocated it, and of those it was recorded on. A
 // copy that touches memory after that is counted (violations), a test can hold a stream (gate, open), and make copies
-// slow or fail (slow_down, break_copies). A stream can be captured and replayed; what would spoil that is counted. Tensors that nothing here treats go to the CPU and back (cpu_fallback).
+// slow or fail (slow_down, break_copies). A stream can be captured and replayed; what would spoil that is counted.
+// Tensors that nothing here treats go to the CPU and back (cpu_fallback).
 //
 // Its memory can be opened by other processes, and it has what the CUDA part has for that (fake_cuda_part.cc).
 #include <ATen/ATen.h>
