@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -370,7 +369,7 @@ def _device_breaks_on_a_rail(number: int) -> list[str]:
 
 @pytest.mark.parametrize("number", range(3))
 def test_device_that_breaks_on_a_rail(number: int) -> None:
-    """Copies fail on rank 1 when the call is under way; all ranks hear of it, at the latest next."""
+    """Copies fail on rank 1 in the middle of the call; all ranks hear of it, or in the next."""
     said = ranks.check_ranks(_device_breaks_on_a_rail, "2x2", number, env=RAILS, timeout=60)
     assert "the device is broken" in said[1][0]
     for _, second in said:
