@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
@@ -29,6 +30,8 @@ from smddp.modelparallel.runtime import state
 from smddp.modelparallel.structure import flatten, map_tensors, rebuild
 
 __all__ = ["StepFunction", "StepOutput", "step"]
+
+log = logging.getLogger("smddp.modelparallel")
 
 
 @overload
@@ -82,6 +85,7 @@ class StepFunction:
         self._axes = dict(input_split_axes or {})
         self._detach = detach_outputs
         self._learned = False
+        self._compared = False  # the lengths of arguments
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Makes a decorated method work as a method."""
@@ -188,6 +192,7 @@ class _Driver:
         self._parts = split_arguments(
             step._function, self._args, self._kwargs, self._count, step._whole, step._axes
         )
+        self._compare_lengths()
         # One number of the script's stream per step; the rest comes from seeds.
         self._seed = draw_seed()
         self.random_state = RandomState()
@@ -216,11 +221,25 @@ class _Driver:
             take = _detached if self._step._detach else force
             self._results[number] = map_tensors(take, result)
 
+    def _unequal_lengths(self) -> str:
+        step = self._step
+        return unequal_lengths(step._function, self._args, self._kwargs, step._whole, step._axes)
+
+    def _compare_lengths(self) -> None:
+        """Warns once: rows that torch broadcasts against each other would train in silence."""
+        step = self._step
+        if step._compared:
+            return
+        step._compared = True
+        if note := self._unequal_lengths():
+            log.warning(
+                "smp: step %r: %s. Each microbatch gets its share of every one of them",
+                *(step._function.__name__, note),
+            )
+
     def _annotate(self, error: Exception) -> None:
         """Adds what the user cannot see in an error: how long the arguments were as a whole."""
-        step = self._step
-        note = unequal_lengths(step._function, self._args, self._kwargs, step._whole, step._axes)
-        if note:
+        if note := self._unequal_lengths():
             # As `add_note`, which Python 3.10 does not have.
             error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
 
