@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <set>
+#include <tuple>
+#include <type_traits>
 
 #include "common/config.h"
 #include "common/log.h"
@@ -74,15 +76,18 @@ void announce(int rank, const cuda::Choice& choice) {
 void announceHost(int rank, cuda::Path path, collectives::Collective collective,
                   const at::Tensor& tensor, const c10d::ReduceOp& op) {
   if (rank != 0) return;
+  const auto torchOp = static_cast<c10d::ReduceOp::RedOpType>(op);
+  const std::tuple kind{collective, tensor.scalar_type(), torchOp};
+  static std::mutex mutex;
+  static auto* const said = new std::set<std::decay_t<decltype(kind)>>;
+  const std::lock_guard lock(mutex);
+  if (said->contains(kind)) return;
   std::string call = fmt::format("{} of {}", collectives::toString(collective),
                                  c10::toString(tensor.scalar_type()));
   if (collectives::isReduction(collective)) {
     call += fmt::format(" by {}", toString(reduceOpOf("reduce", op)));
   }
-  static std::mutex mutex;
-  static auto* const said = new std::set<std::string>;
-  const std::lock_guard lock(mutex);
-  if (!said->insert(call).second) return;
+  said->insert(kind);
   SMDDP_LOG(
       Warn, "process_group",
       "{} of GPU tensors goes through memory of the host: the way of other calls of its group, "
