@@ -135,7 +135,8 @@ KEYS: tuple[Key, ...] = (
         "number",
         30.0,
         "When a rank has worked so long without a break on one microbatch, it says so in the log, "
-        "once, with the module and the line of code it is in; 0 for never.",
+        "once, with the module and the line of code it is in; when it has been in a step so long "
+        "that others of the pipeline have not called, which these are; 0 for never.",
     ),
     Key("static_mode", "bool", False, "Accepted; call plans are always reused."),
     Key("fast_mode", "bool", False, "Accepted; nothing is negotiated after the first step."),

@@ -107,7 +107,6 @@ class ModelRuntime:
         for peer in executor.peers:
             executor.send(peer, Kind.PARTITION, decision)
         self.apply(decision)
-        executor.set_partitioned()
 
     def apply(self, decision: Decision) -> None:
         """Makes a decision true on this rank."""
@@ -122,6 +121,9 @@ class ModelRuntime:
         optimizer = self._state.current_optimizer()
         if optimizer is not None:
             optimizer._smp_state.adopt(self.placement)
+        # Hooks ask what lives here. What was held until now is not run before they have ended: this
+        # task has the baton.
+        self.executor.set_partitioned()
         self._run_hooks("partition")
 
     def pin(self, module: nn.Module, partition: int) -> None:

@@ -79,7 +79,9 @@ class ModelState:
     def load(self, given: Mapping[str, Any], strict: bool, same_partition: bool) -> Any:
         """Loads a full or partial state dict; parameters that live elsewhere are left alone."""
         entries = {name: value for name, value in given.items() if name != MARKER}
-        if given.get(MARKER) and not same_partition:
+        # Before there is a partition nobody knows which part belongs here: all of them are loaded.
+        alone = bool(given.get(MARKER)) and same_partition and self._placement.applied
+        if given.get(MARKER) and not alone:
             merged: dict[str, Any] = {}
             for part in self._parts(entries):
                 merged.update(part)
@@ -91,7 +93,7 @@ class ModelState:
             if present is not None:
                 entries = {**dict.fromkeys(same, entries[present]), **entries}
         here = [name for name in names if self._is_here(name)]
-        expected = here if given.get(MARKER) and same_partition else names
+        expected = here if alone else names
         missing = [name for name in expected if name not in entries]
         unexpected = [name for name in entries if name not in names]
         if strict and (missing or unexpected):

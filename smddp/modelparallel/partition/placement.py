@@ -138,9 +138,9 @@ class Placement:
     def apply(self, decision: Decision, device: torch.device) -> None:
         """Keeps what lives here on `device`, and empties the other parameters."""
         decision.check(self._modules.names)
+        owners = self._owners_of_parameters(decision)
         self.decision, self.device = decision, device
         self._modules.place(decision.owners)
-        owners = self._owners_of_parameters(decision)
         for prefix, module in self._root.named_modules(remove_duplicate=False):
             number = self._modules.number_of(module)
             assert number is not None

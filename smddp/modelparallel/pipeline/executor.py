@@ -53,7 +53,8 @@ class Executor:
     Attributes:
         rank, size: in the pipeline.
         on_begin: what to do on other ranks when a step begins; set by the model.
-        on_partition: what to do with a decision that arrives; set by the model.
+        on_partition: what to do with a decision that arrives, before `set_partitioned`; set by the
+            model.
         on_microbatch_end: told on every rank when a microbatch has ended, if anybody asked.
     """
 
@@ -62,7 +63,7 @@ class Executor:
     ) -> None:
         self.rank, self.size = rank, size
         self.timeline = Timeline()
-        self._watch = StallWatch(rank, self.timeline, stall_warning if size > 1 else 0.0)
+        self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
         self.baton = Baton(self._task_failed, self, lambda: RandomState().restore)
         self.caller = Caller(self)
         self.server = Server(self, self.caller)
@@ -85,6 +86,8 @@ class Executor:
         self._send_lock = threading.Lock()
         self._held: list[tuple[int, Message]] = []
         self._begin: StepBegin | None = None
+        self._decision: Any = None  # that has come, and is not true here yet
+        self._steps = 0  # that this rank has begun, failed ones too
         self._reset()
         self.channel = Channel(group, rank, size) if group is not None and size > 1 else None
 
@@ -114,7 +117,7 @@ class Executor:
         Raises:
             Aborted: the step has failed.
         """
-        self._watch.wait(self._over, self.modules)
+        self._watch.wait(self._over, self.modules, self._name, self._steps)
         if self._failures:
             raise Aborted
 
@@ -154,6 +157,7 @@ class Executor:
         self._refuse_if_broken()
         self._reset()
         self._name = name
+        self._steps += 1
         self.timeline.begin()
         # Not at the end of the last step: others' failures may have come after our own end.
         self.baton.begin()
@@ -169,7 +173,7 @@ class Executor:
                 self._send_end(*self._result)
             else:
                 self.baton.look()
-                self._watch.wait(self._over, self.modules)
+                self._watch.wait(self._over, self.modules, self._name, self._steps)
         except Aborted:
             pass  # the failure is raised below, as the next one
         except Exception as error:
@@ -183,6 +187,7 @@ class Executor:
             silent = self.channel.drain(_PATIENCE) if self.channel is not None else []
             # A peer may have given up a graph after our own end.
             self.baton.settle()
+            self._keep_partition()
             self._end_step()
         if silent and not self._failures:
             raise SMPPeerError(f"{self._who(silent[0])} did not end its step within {_PATIENCE} s")
@@ -190,6 +195,13 @@ class Executor:
         result, self._result = self._result, None
         assert result is not None
         return result
+
+    def _keep_partition(self) -> None:
+        """Makes a decision true that a failure has overtaken: rank 0 has done so."""
+        try:
+            self._take_partition()
+        except Exception as error:
+            self.fail(-1, error)
 
     def _begin_step(self, begin: StepBegin) -> None:
         with self._mutex:
@@ -277,9 +289,9 @@ class Executor:
             elif message.kind == Kind.BEGIN:
                 self._take_begin(message.header)
             elif message.kind == Kind.PARTITION:
+                self._decision = message.header
                 # In a task: hooks of the user run in it, and collectives.
-                task = Task(Priority(False, -1), lambda: self._take_partition(message.header))
-                self.baton.submit(task)
+                self.baton.submit(Task(Priority(False, -1), self._take_partition))
             else:
                 # Streams are not ordered among each other: this one was faster than rank 0's.
                 self._held.append((peer, message))
@@ -304,10 +316,11 @@ class Executor:
             self.on_begin(begin)
         self._begin_step(begin)
 
-    def _take_partition(self, decision: Any) -> None:
-        assert self.on_partition is not None
-        self.on_partition(decision)
-        self.set_partitioned()
+    def _take_partition(self) -> None:
+        decision, self._decision = self._decision, None
+        if decision is not None:
+            assert self.on_partition is not None
+            self.on_partition(decision)
 
     def set_partitioned(self) -> None:
         """From now on calls can be served."""

@@ -1,7 +1,8 @@
-"""Says where a rank is stuck: the others wait for it, and cannot know."""
+"""Says where a rank is stuck, or whom it waits for: the others cannot know."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -9,7 +10,9 @@ import time
 import traceback
 from types import FrameType
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.timeline import Timeline, Work
@@ -23,35 +26,81 @@ _LINES = 6
 
 
 class StallWatch:
-    """Waits for the end of a step, and warns once if a piece of work on this rank does not end.
+    """Waits for the end of a step; warns if it does not come, for either of two reasons.
+
+    A piece of work on this rank does not end: that is said once. Or other ranks have not called the
+    step: who is in one for a tenth of the patience notes it in the store of the group, so that the
+    others, once their patience is over, find out who is missing. Short steps pay nothing for that.
 
     The thread that has called the step function waits here: it has nothing else to do then. Nobody
-    can know that the work will never end, so it goes on.
+    can know that something will never end, so it goes on.
     """
 
-    def __init__(self, rank: int, timeline: Timeline, patience: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, rank: int, timeline: Timeline, patience: float
+    ) -> None:
         """Begins.
 
         Args:
+            group: of the pipeline.
             rank: in the pipeline.
             timeline: knows what runs.
             patience: seconds after which it warns; 0 for never.
         """
         self._rank, self._timeline, self._patience = rank, timeline, patience
-        self._silent = patience <= 0
+        self._attendance = _Attendance(group) if group is not None and patience > 0 else None
+        self._said = False  # where this rank is stuck
 
-    def wait(self, over: threading.Event, modules: Modules) -> None:
-        """Returns when the event is set."""
-        while not over.wait(None if self._silent else self._left()):
+    def wait(self, over: threading.Event, modules: Modules, name: str, step: int) -> None:
+        """Returns when the event is set.
+
+        Args:
+            over: is set when the step has ended.
+            modules: of the model.
+            name: of the step function.
+            step: its number, the same on all ranks.
+        """
+        if self._attendance is None:
+            over.wait()
+            return
+        begun = time.monotonic()
+        noted = asked = False
+        while not over.wait(self._left(begun, noted, asked)):
+            passed = time.monotonic() - begun
+            if not noted and passed >= self._patience / 10:
+                noted = True
+                self._attendance.note(step)
+            # A tenth later, so that who has come within the patience has noted it.
+            if not asked and passed >= self._patience * 1.1:
+                asked = True
+                self._ask(name, step)
             work = self._timeline.work
-            if work is not None and time.monotonic() - work.start >= self._patience:
-                self._silent = True
+            if not self._said and work is not None and self._age(work) >= self._patience:
+                self._said = True
                 self._warn(work, modules)
 
-    def _left(self) -> float:
-        work = self._timeline.work
-        passed = time.monotonic() - work.start if work is not None else 0.0
-        return max(self._patience - passed, 0.0)
+    def _left(self, begun: float, noted: bool, asked: bool) -> float | None:
+        """Returns after how many seconds there may be something to do; None for never."""
+        passed = time.monotonic() - begun
+        waits = [] if asked else [self._patience * (1.1 if noted else 0.1) - passed]
+        if not self._said:
+            work = self._timeline.work
+            waits.append(self._patience - (self._age(work) if work is not None else 0.0))
+        return max(min(waits), 0.0) if waits else None
+
+    @staticmethod
+    def _age(work: Work) -> float:
+        return time.monotonic() - work.start
+
+    def _ask(self, name: str, step: int) -> None:
+        assert self._attendance is not None
+        missing = self._attendance.missing(step)
+        if missing:
+            log.warning(
+                "smp: rank %d of the pipeline has waited for %g s in the step %s, which rank %s of "
+                "the pipeline has not called. All of them have to call the same steps",
+                *(self._rank, self._patience, name, ", ".join(map(str, missing))),
+            )
 
     def _warn(self, work: Work, modules: Modules) -> None:
         top = sys._current_frames().get(work.thread)
@@ -66,6 +115,34 @@ class StallWatch:
             *(work.frame.microbatch, f"module {module!r}" if module else "the step function"),
             "".join(traceback.format_list(stack[::-1])),
         )
+
+
+class _Attendance:
+    """Who is in which step, as far as ranks have noted it. A store that is gone says nothing."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._store = distributed_c10d._get_process_group_store(group)
+        self._rank, self._size = group.rank(), group.size()
+
+    def note(self, step: int) -> None:
+        """Says that this rank is in a step."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key(self._rank), str(step))
+
+    def missing(self, step: int) -> list[int]:
+        """Returns the ranks that have not said so."""
+        try:
+            return [rank for rank in range(self._size) if self._last(rank) < step]
+        except RuntimeError:
+            return []
+
+    def _last(self, rank: int) -> int:
+        key = self._key(rank)
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"smp/step/{rank}"
 
 
 def _module(frames: list[tuple[FrameType, int]], modules: Modules) -> str:

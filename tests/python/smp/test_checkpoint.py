@@ -307,6 +307,54 @@ def test_partial_states() -> None:
     assert zero == one
 
 
+def saving_by_hand(path: str) -> Any:
+    """As scripts did before there was `save_checkpoint`; four ranks, two partitions."""
+    model, optimizer = begin(2)
+    train(model, optimizer, range(2))
+    own = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict(False)}
+    smp.save(own, f"{path}/own.pt", partial=True)
+    smp.save(own, f"{path}/each.pt", partial=True, v3=True)
+    train(model, optimizer, range(2, 4))
+    return state_of(model, optimizer)
+
+
+def loading_by_hand(path: str, when: str, same_partition: bool) -> Any:
+    """Before the partition, or in a hook right after it; the optimizer's state after a step."""
+    model, optimizer = begin(2, seed=5)
+    own = smp.load(f"{path}/own.pt", partial=True)
+
+    def load(_model: Any, _optimizer: Any) -> None:
+        result = model.load_state_dict(own["model"], same_partition_load=same_partition)
+        assert not result.missing_keys
+
+    def check(_model: Any, _optimizer: Any) -> None:
+        assert model.partitioned
+        mine = {name for name, _ in model.local_named_parameters()}
+        assert mine
+        assert mine <= own["model"].keys()
+
+    model.register_post_partition_hook(check)
+    if when == "before":
+        load(model, optimizer)
+    else:
+        model.register_post_partition_hook(load)
+    model.register_post_step_hook(lambda _, found: found.load_state_dict(own["optimizer"]))
+    train(model, optimizer, range(2, 4))
+    return state_of(model, optimizer)
+
+
+def test_parts_that_scripts_save_themselves(tmp_path: Path) -> None:
+    expected = check_ranks(saving_by_hand, "4", str(tmp_path))[0]
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *(f"own.pt_{rank}" for rank in range(2)),
+        *(f"each.pt_{pp}_0_{rdp}" for pp in range(2) for rdp in range(2)),
+    }
+    for when in ("before", "in a hook"):
+        for same_partition in (False, True):
+            for found in check_ranks(loading_by_hand, "4", str(tmp_path), when, same_partition):
+                same(found, expected)
+
+
 def reused(file: str, load: bool) -> Any:
     more = {"partition_file": file, "load_partition": load, "skip_tracing": load}
     model, optimizer = begin(2, **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from ranks import check_ranks, listen, run_ranks
+from ranks import arrive, await_ranks, check_ranks, listen, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -141,6 +142,41 @@ def pinning_in_vain() -> None:
 
 def test_partitions_asked_for_in_vain() -> None:
     check_ranks(pinning_in_vain, "2")
+
+
+def failing_at_first() -> tuple[str, list[int], float]:
+    """The first step has failed on rank 0 before rank 1 hears of the partition."""
+    smp.init({"partitions": 2, **MANUAL})
+    first = Faulty("0")
+    with smp.partition(1):
+        last = Faulty("1")
+    model = smp.DistributedModel(nn.Sequential(first, last))
+    placed: list[int] = []
+    model.register_post_partition_hook(lambda m, o: placed.append(len(list(m.local_parameters()))))
+    executor, store = model.runtime.executor, dist.distributed_c10d._get_default_store()
+    if smp.pp_rank() == 0:
+        end = executor._send_end
+
+        def then_tell(header: Any, tensors: Any) -> None:
+            end(header, tensors)
+            store.set("rank 0 has failed", "")
+
+        executor._send_end = then_tell
+    else:
+        store.wait(["rank 0 has failed"])
+    first.fault = "forward 0"
+    x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, 4)
+    with pytest.raises(SMPMicrobatchError) as caught:
+        train(model, x, "")
+    first.fault = ""
+    return str(caught.value), placed, float(train(model, x, "").reduce_sum())
+
+
+def test_the_partition_stands_if_the_first_step_fails() -> None:
+    for text, placed, loss in check_ranks(failing_at_first, "2"):
+        assert text.startswith("rank 0 of the pipeline, microbatch 2: ZeroDivisionError")
+        assert placed == [1]
+        assert loss == 48
 
 
 def replica_fails() -> list[str]:
@@ -456,13 +492,16 @@ def stuck(where: int, patience: float) -> list[str]:
     parts[where] = Stuck(said if patience else ["nothing to wait for"], patience)
     model = smp.DistributedModel(nn.Sequential(*parts))
     smp.set_partition(parts[1], 1)
+    smp.barrier()
     train(model, torch.ones(8, 4), "")
     return said
 
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_rank_that_is_stuck_says_where(where: int) -> None:
-    (text,) = check_ranks(stuck, "2", where, 1)[where]
+    said = check_ranks(stuck, "2", where, 1)
+    (text,) = said[where]
+    assert not said[1 - where], "nobody is missing"
     first, *stack = text.splitlines()
     assert first == (
         f"smp: rank {where} of the pipeline has worked for 1 s on the forward pass of microbatch "
@@ -474,6 +513,44 @@ def test_a_rank_that_is_stuck_says_where(where: int) -> None:
 
 def test_nobody_says_so_if_not_asked() -> None:
     assert check_ranks(stuck, "2", 1, 0) == [[], []]
+
+
+def late(missing: int, size: int) -> list[str]:
+    """A rank calls the step only when all others have said that they wait for it."""
+    said = listen()
+    smp.init({"partitions": size, **MANUAL, "stall_warning_seconds": 1})
+    model = smp.DistributedModel(nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]))
+    for number, part in enumerate(model.get_module()):
+        smp.set_partition(part, number)
+    told = Told()
+    logging.getLogger("smddp.modelparallel").addHandler(told)
+    for number in range(2):  # in later steps, too
+        smp.barrier()
+        told.place = f"said in step {number}"
+        if smp.pp_rank() == missing:
+            await_ranks(told.place, size - 1)
+        train(model, torch.ones(8, 4), "")
+    return said
+
+
+class Told(logging.Handler):
+    """Lets the other ranks know that this one has said whom it waits for."""
+
+    place = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "has waited" in record.getMessage():
+            arrive(self.place)
+
+
+@pytest.mark.parametrize(("missing", "size"), [(0, 2), (1, 2), (2, 3)])
+def test_who_waits_names_the_rank_that_has_not_called_the_step(missing: int, size: int) -> None:
+    for rank, said in enumerate(check_ranks(late, str(size), missing, size)):
+        text = (
+            f"smp: rank {rank} of the pipeline has waited for 1 s in the step train, which rank "
+            f"{missing} of the pipeline has not called. All of them have to call the same steps"
+        )
+        assert [one for one in said if "waited" in one] == [text] * (0 if rank == missing else 2)
 
 
 def state_dict_of_one_rank() -> tuple[str, list[str]]:
