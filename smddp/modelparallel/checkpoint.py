@@ -173,10 +173,10 @@ def resume_from_checkpoint(
         ValueError: a file is damaged.
     """
     folder = Path(path)
-    tag = _newest(folder, partial) if tag is None else tag
     model, optimizer = state.current_model(), state.current_optimizer()
     if model is None:
         raise SMPUsageError("create smp.DistributedModel before resume_from_checkpoint")
+    tag = _newest(folder, partial) if tag is None else tag
     if not partial:
         file = folder / tag
         if not file.exists():

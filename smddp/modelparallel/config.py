@@ -86,15 +86,20 @@ def configure(
     Raises:
         SMPConfigurationError: a value is wrong, or two keys contradict each other.
     """
-    given = dict(config or {})
-    given.update(_from_environment(environ))
+    if config is not None and not isinstance(config, Mapping):
+        raise SMPConfigurationError(
+            f"smp.init takes a dict of configuration keys, not {type(config).__name__}: {config!r}"
+        )
+    from_environment = _from_environment(environ)
+    given = {**(config or {}), **from_environment}
     known = {name: value for name, value in given.items() if name in _BY_NAME}
-    for name in sorted(given.keys() - known.keys()) if speak else ():
-        nearest = difflib.get_close_matches(name, _BY_NAME, n=1)
+    for name in sorted(given.keys() - known.keys(), key=str) if speak else ():
+        nearest = difflib.get_close_matches(str(name), _BY_NAME, n=1)
         advice = f"; did you mean {nearest[0]!r}?" if nearest else ""
         warnings.warn(f"smp ignores the unknown configuration key {name!r}{advice}", stacklevel=3)
     for name, value in known.items():
-        _check_value(_BY_NAME[name], value)
+        place = ENVIRONMENT_VARIABLE if name in from_environment else "smp.init"
+        _check_value(_BY_NAME[name], value, place)
     _check_together(known)
     values = {key.name: known.get(key.name, key.default) for key in KEYS}
     _complete(values, known)
@@ -116,7 +121,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _check_value(key: Key, value: Any) -> None:
+def _check_value(key: Key, value: Any, place: str) -> None:
     right, text = _CHECKS[key.kind]
     if value is None and key.default is None:
         return
@@ -124,7 +129,10 @@ def _check_value(key: Key, value: Any) -> None:
         values = list(key.values)
         if key.name == "placement_strategy":
             values = [*values[:2], "a permutation of the letters D, P and T"]
-        raise SMPConfigurationError(text.format(name=key.name, value=value, values=values))
+        raise SMPConfigurationError(
+            f"{text.format(name=key.name, value=value, values=values)} The configuration ({place}) "
+            f"has {key.name!r}: {value!r}"
+        )
 
 
 def _check_together(known: Mapping[str, Any]) -> None:

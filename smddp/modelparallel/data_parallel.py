@@ -196,7 +196,7 @@ class DataParallel:
             SMPPeerError: the step failed on another replica; gradients are as before it.
         """
         if not self._with_gradients or not self._reduces():
-            totals = {p: self._total(p) if succeeded else self._old[p] for p in self.parameters}
+            totals = {p: self._own(p) if succeeded else self._old[p] for p in self.parameters}
             if self._with_gradients and succeeded:
                 self._steps += 1
         else:
@@ -218,9 +218,21 @@ class DataParallel:
         old = self._old[parameter]
         if gradient is None:
             return old
-        if self._divisor > 1 and self.hook is None:
-            gradient = gradient / self._divisor
+        gradient = self._averaged(gradient)
         return gradient if old is None else old + gradient
+
+    def _own(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Returns the same with what came late: nobody else has to know of that."""
+        total, late = self._total(parameter), self._late(parameter)
+        if late is None:
+            return total
+        assert total is not None, "what is late comes after something"
+        return total + late
+
+    def _averaged(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns the mean over microbatches, unless a hook will make it."""
+        hooked = self.hook is not None and self.size > 1
+        return gradient if hooked or self._divisor == 1 else gradient / self._divisor
 
     def _reduce(
         self, succeeded: bool, redo: bool
@@ -259,7 +271,7 @@ class DataParallel:
 
     def _late(self, parameter: nn.Parameter) -> torch.Tensor | None:
         gradient = self._sums.late(parameter)
-        return None if gradient is None else gradient / self._divisor
+        return None if gradient is None else self._averaged(gradient)
 
     def _launch(
         self, bucket: Bucket, source: Callable[[nn.Parameter], torch.Tensor | None]

@@ -23,6 +23,30 @@ from smddp.modelparallel.structure import map_tensors
 __all__ = ["DistributedModel"]
 
 
+class Wrapped(nn.Module):
+    """What `DistributedModel.module` is; the model itself is its `module`.
+
+    Scripts that do not know `get_module` reach the model by `model.module.module`: there, another
+    wrapper stood between. What this level does not have it asks the model for.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not set yet
+                raise
+            return getattr(self.module, name)
+
+
 class DistributedModel(ModelQueries):
     """Wraps a model for training in a pipeline, in place: its parameters stay the same objects.
 
@@ -59,7 +83,7 @@ class DistributedModel(ModelQueries):
     ) -> None:
         super().__init__()
         _check(module, trace_device, trace_execution_times, backward_passes_per_step)
-        self.module = module
+        self.module = Wrapped(module)
         _name_original_forwards(module)
         cfg, topology = state.cfg, state.topology
         if overlapping_allreduce is None:
@@ -99,7 +123,7 @@ class DistributedModel(ModelQueries):
             args, kwargs = lowered(args, half), lowered(kwargs, half)
         if not self.partitioned:
             self.runtime.partition(args, kwargs)
-        result = map_tensors(force, self.module(*args, **kwargs))
+        result = map_tensors(force, self.get_module()(*args, **kwargs))
         return result if half is None else raised(result)
 
     def backward(

@@ -18,7 +18,7 @@ class ModelQueries(nn.Module):
 
     Attributes:
         runtime: knows the answers.
-        module: the model that was wrapped.
+        module: a level between this one and the model that was wrapped.
     """
 
     runtime: ModelRuntime
@@ -31,7 +31,7 @@ class ModelQueries(nn.Module):
 
     def get_module(self) -> nn.Module:
         """Returns the model that was wrapped."""
-        return self.module
+        return self.module.get_submodule("module")
 
     def local_modules(self) -> Iterator[nn.Module]:
         """Yields the modules that live on this rank; after the first step has begun."""
@@ -41,7 +41,7 @@ class ModelQueries(nn.Module):
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The same with names."""
         self._require_partition("local modules")
-        for name, module in self.module.named_modules():
+        for name, module in self.get_module().named_modules():
             if self.runtime.placement.is_local(module):
                 yield name, module
 
@@ -53,7 +53,7 @@ class ModelQueries(nn.Module):
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The same with names."""
         self._require_partition("local parameters")
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.get_module().named_parameters():
             if self.runtime.placement.owns(parameter):
                 yield name, parameter
 
@@ -65,7 +65,7 @@ class ModelQueries(nn.Module):
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same with names."""
         self._require_partition("local buffers")
-        for name, buffer in self.module.named_buffers():
+        for name, buffer in self.get_module().named_buffers():
             if self.runtime.placement.owns_buffer(name):
                 yield name, buffer
 

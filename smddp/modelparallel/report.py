@@ -59,6 +59,11 @@ def _partition_table(decision: Decision, parts: int) -> str:
             f"{part:>9}  {len(rows):>7}  {memory / 2**20:>6.2f} MiB  {time}  "
             f"{100 * decision.share(part):>4.0f} %  {names}"
         )
+    if nowhere := decision.owners.count(None):
+        lines.append(
+            f"{'nowhere':>9}  {nowhere:>7}  without parameters or buffers: they run where their "
+            "input is"
+        )
     return "\n".join(lines)
 
 

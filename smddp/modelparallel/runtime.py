@@ -102,7 +102,7 @@ class State:
         if model is None or optimizer is None:
             raise SMPInitializationError("create model and optimizer first")
         numbers = optimizer._param_id_to_index()
-        named = model.module.named_parameters()
+        named = model.get_module().named_parameters()
         names = {numbers[id(p)]: name for name, p in named if id(p) in numbers}
         return [dict(names) for _ in range(self.topology.tp_size)]
 

@@ -32,8 +32,23 @@ CONSTANTS = (type(None), bool, str, torch.dtype, torch.device)
 _SMALL = 1024
 
 
-def flatten(value: Any, tensors: list[torch.Tensor], objects: list[Any]) -> Shape:
-    """Appends what is found in `value` to the two lists and returns its shape."""
+def flatten(
+    value: Any,
+    tensors: list[torch.Tensor],
+    objects: list[Any],
+    whole: Callable[[Any], bool] | None = None,
+) -> Shape:
+    """Appends what is found in `value` to the two lists and returns its shape.
+
+    Args:
+        value: to take apart.
+        tensors: gets the tensors.
+        objects: gets what is neither a tensor nor taken apart.
+        whole: says what else is one object, whatever its class.
+    """
+    if whole is not None and whole(value):
+        objects.append(value)
+        return ("o", len(objects) - 1)
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return ("t", len(tensors) - 1)
@@ -42,28 +57,28 @@ def flatten(value: Any, tensors: list[torch.Tensor], objects: list[Any]) -> Shap
         # With the type: True == 1, but they are different arguments.
         return ("c", value, kind)
     if kind is tuple:
-        return ("u", tuple([flatten(item, tensors, objects) for item in value]))
+        return ("u", tuple([flatten(item, tensors, objects, whole) for item in value]))
     if kind is list:
-        return ("l", tuple([flatten(item, tensors, objects) for item in value]))
+        return ("l", tuple([flatten(item, tensors, objects, whole) for item in value]))
     if isinstance(value, dict):
         return (
             "d",
             (kind, _Like(value)) if kind is not dict else (dict, None),
             tuple(value),
-            tuple([flatten(item, tensors, objects) for item in value.values()]),
+            tuple([flatten(item, tensors, objects, whole) for item in value.values()]),
         )
     if isinstance(value, collections.UserDict):
         items = value.data
-        children = tuple([flatten(item, tensors, objects) for item in items.values()])
+        children = tuple([flatten(item, tensors, objects, whole) for item in items.values()])
         return ("d", (kind, _Like(value)), tuple(items), children)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return ("n", kind, tuple([flatten(item, tensors, objects) for item in value]))
+        return ("n", kind, tuple([flatten(item, tensors, objects, whole) for item in value]))
     if kind is set:
         # Tensors are hashed by identity; the order within one set is its own.
-        return ("s", tuple([flatten(item, tensors, objects) for item in value]))
+        return ("s", tuple([flatten(item, tensors, objects, whole) for item in value]))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
-        children = tuple([flatten(getattr(value, name), tensors, objects) for name in names])
+        children = tuple([flatten(getattr(value, name), tensors, objects, whole) for name in names])
         return ("a", (kind, _Like(value)), names, children)
     objects.append(value)
     return ("o", len(objects) - 1)

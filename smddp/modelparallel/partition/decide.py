@@ -87,7 +87,10 @@ def decide(
     if cfg.skip_tracing:
         trace = Trace(len(modules.list), "parameters only")
     else:
-        log.info("smp: tracing %d modules to divide them", len(modules.list))
+        log.info(
+            "smp: tracing %d modules, to divide the %d of them that have parameters or buffers",
+            *(len(modules.list), sum(map(has_state, modules.list))),
+        )
         trace = trace_model(root, args, kwargs, times)
     units = Units(modules, trace, cfg.memory_weight if cfg.use_times else 1.0)
     parts = cfg.pipeline_parallel_degree

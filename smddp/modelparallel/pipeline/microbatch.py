@@ -107,7 +107,7 @@ def unequal_lengths(
         axis = axes.get(name, 0)
         tensors: list[torch.Tensor] = []
         if name not in whole and not isinstance(item, torch.nn.Module | torch.optim.Optimizer):
-            flatten(item, tensors, [])
+            flatten(item, tensors, [], _slices_itself)
         for tensor in tensors:
             if -tensor.dim() <= axis < tensor.dim():
                 found[f"{name!r} has {tensor.shape[axis]} (dimension {axis})"] = tensor.shape[axis]
@@ -146,14 +146,12 @@ def _check_names(
 def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[Any]:
     if whole:
         return [value] * count
-    if hasattr(value, "smp_slice"):
-        return [value.smp_slice(count, number, axis) for number in range(count)]
-    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer) and not _slices_itself(value):
         return [value] * count
     tensors: list[torch.Tensor] = []
     objects: list[Any] = []
-    shape = flatten(value, tensors, objects)
-    if not tensors and not any(hasattr(item, "smp_slice") for item in objects):
+    shape = flatten(value, tensors, objects, _slices_itself)
+    if not tensors and not any(_slices_itself(item) for item in objects):
         return [value] * count
     divided = [_divide(name, tensor, count, axis) for tensor in tensors]
     return [
@@ -161,12 +159,16 @@ def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
             shape,
             [chunks[number] for chunks in divided],
             [
-                item.smp_slice(count, number, axis) if hasattr(item, "smp_slice") else item
+                item.smp_slice(count, number, axis) if _slices_itself(item) else item
                 for item in objects
             ],
         )
         for number in range(count)
     ]
+
+
+def _slices_itself(value: Any) -> bool:
+    return hasattr(value, "smp_slice")
 
 
 def _divide(name: str, tensor: torch.Tensor, count: int, axis: int) -> list[torch.Tensor]:

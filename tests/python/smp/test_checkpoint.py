@@ -77,7 +77,7 @@ def saving(pp: int, path: str) -> Any:
     smp.barrier()
     verify(model, f"{path}/two.whole")
     names = smp.state.param_index_to_name_tp_group[0]
-    assert names == dict(enumerate(name for name, _ in model.module.named_parameters()))
+    assert names == dict(enumerate(name for name, _ in model.get_module().named_parameters()))
     assert smp.state.param_name_to_index_tp_group[0]["norm.weight"] in names
     smp.save_checkpoint(path, "full", partial=False, model=model)
     assert smp.resume_from_checkpoint(path, partial=False) == {}
@@ -299,7 +299,9 @@ def partial_states() -> Any:
     with pytest.raises(RuntimeError, match=r"no \['extra'\]"):
         model.load_state_dict({**model.state_dict(), "extra": torch.zeros(1)})
     model.cpu()
-    return {name: parameter.sum().item() for name, parameter in model.module.named_parameters()}
+    return {
+        name: parameter.sum().item() for name, parameter in model.get_module().named_parameters()
+    }
 
 
 def test_partial_states() -> None:

@@ -35,9 +35,27 @@ def test_environment_must_be_an_object(text: str) -> None:
         configure(None, {ENVIRONMENT_VARIABLE: text})
 
 
+def test_a_wrong_value_says_where_it_comes_from() -> None:
+    environ = {ENVIRONMENT_VARIABLE: json.dumps({"ddp": "yes"})}
+    with pytest.raises(SMPConfigurationError) as caught:
+        configure({"ddp": True}, environ)
+    assert str(caught.value) == (
+        "ddp must be a value in: [True, False]. The configuration (SM_HP_MP_PARAMETERS) has "
+        "'ddp': 'yes'"
+    )
+
+
+@pytest.mark.parametrize("config", ["partitions", ["partitions"], {"partitions"}, 2])
+def test_a_configuration_is_a_dict(config) -> None:
+    with pytest.raises(SMPConfigurationError, match=r"smp.init takes a dict .*, not "):
+        configure(config, {})
+
+
 def test_unknown_keys_warn_with_advice() -> None:
     with pytest.warns(UserWarning, match="'microbatch'; did you mean 'microbatches'"):
         configure({"microbatch": 4}, {})
+    with pytest.warns(UserWarning, match="the unknown configuration key 1$"):
+        configure({1: 2}, {})
 
 
 @pytest.mark.parametrize(
@@ -83,6 +101,10 @@ def test_unknown_keys_warn_with_advice() -> None:
             "exclude each other",
         ),
         ({"load_partition": True}, "load_partition needs partition_file."),
+        (
+            {"microbatches": "four"},
+            "must be a positive integer. The configuration (smp.init) has 'microbatches': 'four'",
+        ),
     ],
 )
 def test_wrong_values(config: dict[str, object], text: str) -> None:

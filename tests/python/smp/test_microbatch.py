@@ -129,6 +129,31 @@ def test_exceptions_from_division() -> None:
         assert args[3].values == [2 * number + 1, 2 * number + 2]
 
 
+class SlicedDict(dict):
+    """A container that slices itself, as a class may be anything."""
+
+    def smp_slice(self, num_mb: int, mb: int, axis: int) -> SlicedDict:
+        return SlicedDict(part=(num_mb, mb, axis))
+
+
+@dataclasses.dataclass
+class SlicedRecord:
+    part: Any
+
+    def smp_slice(self, num_mb: int, mb: int, axis: int) -> SlicedRecord:
+        return SlicedRecord((num_mb, mb, axis))
+
+
+def test_what_slices_itself_is_asked_wherever_it_is() -> None:
+    record, mapping = SlicedRecord(torch.ones(3)), SlicedDict(a=torch.ones(5))
+    both = [record, ({"x": mapping},)]
+    for number, (args, _) in enumerate(split("m", record, mapping, both, axes={"rest": 1})):
+        assert args[1].part == (2, number, 0)
+        assert args[2]["part"] == (2, number, 0)
+        assert args[3][0].part == args[3][1][0]["x"]["part"] == (2, number, 1)
+    assert unequal_lengths(body, ("m", record, mapping, *both), {}, (), {}) == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -27,8 +27,8 @@ def train(model: Any, x: torch.Tensor) -> Any:
     return loss
 
 
-def told(config: dict[str, Any]) -> tuple[str, str]:
-    """Returns what the log and `explain` say about the partition."""
+def told(config: dict[str, Any]) -> tuple[str, str, str]:
+    """Returns what the log says about the partition, what `explain` says, and all of the log."""
     said = listen()
     logging.getLogger("smddp.modelparallel").setLevel(logging.INFO)
     smp.init({"partitions": 2, "microbatches": 2, **config})
@@ -37,7 +37,7 @@ def told(config: dict[str, Any]) -> tuple[str, str]:
     smp.set_partition(layers[0], 1)
     train(model, torch.ones(4, 4))
     (assigned,) = [text for text in said if "Partition assignments" in text] or [""]
-    return assigned, smp.explain()
+    return assigned, smp.explain(), "\n".join(said)
 
 
 @pytest.mark.multiprocess
@@ -47,13 +47,18 @@ def told(config: dict[str, Any]) -> tuple[str, str]:
     ids=["exact", "tree", "manual"],
 )
 def test_the_log_says_what_explain_says(config: dict[str, Any]) -> None:
-    (assigned, table), (nothing, elsewhere) = check_ranks(told, "2", config)
+    (assigned, table, said), (nothing, elsewhere, _) = check_ranks(told, "2", config)
     assert nothing == ""
     assert table == elsewhere
     shares = re.findall(r"(\d+) %", table)
     assert len(shares) == 2
     assert re.findall(r"(\d+) % of the cost", assigned) == shares
     assert 99 <= sum(map(int, shares)) <= 101
+    # The sequence itself and its layers: the one without parameters is in no partition.
+    counts = [int(row) for row in re.findall(r"^ +(?:\d|nowhere) +(\d+) ", table, re.MULTILINE)]
+    assert (sum(counts[:2]), counts[2:]) == (5, [1])
+    traced = re.findall(r"tracing (\d+) modules, to divide the (\d+) ", said)
+    assert traced == ([] if "auto_partition" in config else [("6", "5")])
 
 
 def labels(costs: list[float]) -> tuple[Any, dict[str, Any]]:

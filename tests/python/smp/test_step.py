@@ -80,7 +80,8 @@ def various(pp: int, folder: str) -> dict[str, Any]:
     assert isinstance(optimizer, smp.DistributedOptimizer)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert model.partitioned == (pp == 1)
-    assert model.get_module() is model.module
+    assert model.get_module() is model.module.module
+    assert model.module.one is model.get_module().one
     found: dict[str, Any] = {}
     events: list[str] = []
     model.register_post_partition_hook(lambda m, o: events.append(f"partition {o is optimizer}"))
@@ -159,9 +160,9 @@ def various(pp: int, folder: str) -> dict[str, Any]:
     # What is local is exactly one part.
     names = [name for name, _ in model.local_named_parameters()]
     everything = [name for part in smp.allgather(names, smp.PP_GROUP) for name in part]
-    assert sorted(everything) == sorted(name for name, _ in model.module.named_parameters())
+    assert sorted(everything) == sorted(name for name, _ in model.get_module().named_parameters())
     assert all(p.device.type == "cpu" for p in model.local_parameters())
-    elsewhere = [p for n, p in model.module.named_parameters() if n not in names]
+    elsewhere = [p for n, p in model.get_module().named_parameters() if n not in names]
     assert all(parameter.is_meta for parameter in elsewhere)
     found["calls"] = model.module.calls
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -472,6 +473,48 @@ def summed(average: bool) -> Any:
 @pytest.mark.parametrize(("average", "expected"), [(True, 1.0), (False, 4.0)])
 def test_gradients_are_averaged_or_summed(average: bool, expected: float) -> None:
     assert check_ranks(summed, "1", average) == [[[expected, expected]]]
+
+
+@smp.step
+def repeated(model: Any, x: torch.Tensor, times: int) -> None:
+    for _ in range(times):  # once more than in the last step is a late contribution
+        model.backward(model(x).mean())
+
+
+def backwards(times: list[int], passes: int, hooked: bool) -> list[float]:
+    """Makes steps with so many backward passes each; returns the gradient after each of them."""
+    smp.init({"partitions": 1, "ddp": True, "microbatches": 2})
+    layer = nn.Linear(1, 1, bias=False)
+    model = smp.DistributedModel(layer, backward_passes_per_step=passes)
+
+    def mean(microbatches: int, bucket: Any) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        dist.all_reduce(bucket.buffer(), group=smp.get_dp_process_group())
+        future.set_result(bucket.buffer() / smp.dp_size() / microbatches)
+        return future
+
+    if hooked:
+        model.register_comm_hook(2, mean)
+    found = []
+    for number in times:
+        repeated(model, torch.ones(4, 1), number)
+        found.append(float(layer.weight.grad))
+        if passes == 1:
+            layer.weight.grad = None
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_late_contributions_are_averaged_once(replicas: int, hooked: bool) -> None:
+    found = check_ranks(backwards, str(replicas), [1, 3, 3, 1, 2], 1, hooked)
+    assert found == [[1.0, 3.0, 3.0, 1.0, 2.0]] * replicas
+
+
+def test_late_contributions_of_steps_that_reduce_nothing() -> None:
+    assert (
+        check_ranks(backwards, "2", [1, 1, 3, 3, 4], 2, False) == [[1.0, 2.0, 5.0, 8.0, 12.0]] * 2
+    )
 
 
 def with_later_features(config: dict[str, Any]) -> Any:
