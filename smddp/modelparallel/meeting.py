@@ -6,14 +6,18 @@ over, which may be half an hour. Nobody can know that the others will not come: 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["meet"]
+from smddp.modelparallel.errors import SMPPeerError
+
+__all__ = ["together"]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -23,13 +27,29 @@ _PATIENCE = timedelta(seconds=10)
 _numbers = itertools.count()
 
 
-def meet(what: str, group: dist.ProcessGroup) -> None:
-    """Waits a little for the other ranks, and warns if some have not come.
+@contextlib.contextmanager
+def together(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Surrounds the collectives of a call that all ranks of a pipeline have to make.
 
     Args:
-        what: they have to call; for the text.
+        what: they have to call; for the texts.
         group: who has to come.
+
+    Raises:
+        SMPPeerError: one has not, within the timeout of the process group.
     """
+    _meet(what, group)
+    try:
+        yield
+    except RuntimeError as error:
+        raise SMPPeerError(
+            f"{what}: not all ranks of the pipeline answered; all of them have to call it, at the "
+            f"same point of the script ({error})"
+        ) from error
+
+
+def _meet(what: str, group: dist.ProcessGroup) -> None:
+    """Waits a little for the other ranks, and warns if some have not come."""
     store = distributed_c10d._get_process_group_store(group)
     me, size = group.rank(), group.size()
     number = next(_numbers)

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
-from smddp.modelparallel.errors import SMPPeerError
-from smddp.modelparallel.meeting import meet
+from smddp.modelparallel.meeting import together
 from smddp.modelparallel.partition.placement import Placement
 from smddp.modelparallel.runtime import state
 
@@ -39,15 +38,9 @@ class ModelState:
         local = self._module.state_dict()
         if self._placement.size > 1 and self._placement.applied:
             group = state.groups.of("pp")
-            meet("state_dict", group)
-            try:
+            with together("state_dict", group):
                 for name, value in local.items():
                     local[name] = self._gathered(name, value, group)
-            except RuntimeError as error:
-                raise SMPPeerError(
-                    "state_dict: not all ranks of the pipeline answered; all of them have to call "
-                    f"it, at the same point of the script ({error})"
-                ) from error
         if only_rank_0 and state.topology.rank != 0:
             return {}
         return local
@@ -123,7 +116,9 @@ class ModelState:
         if size == 1:
             return [entries]
         parts: list[Any] = [None] * size
-        dist.all_gather_object(parts, entries, group=state.groups.of("pp"))
+        group = state.groups.of("pp")
+        with together("load_state_dict of a part", group):
+            dist.all_gather_object(parts, entries, group=group)
         return parts
 
     def gather_in_place(self) -> None:

@@ -15,7 +15,7 @@ from smddp.modelparallel.clipping import clip_grad_norm
 from smddp.modelparallel.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.half import MasterWeights, half_precision
 from smddp.modelparallel.loss_scale import make_scaler
-from smddp.modelparallel.meeting import meet
+from smddp.modelparallel.meeting import together
 from smddp.modelparallel.model_state import MARKER
 from smddp.modelparallel.partition.placement import Placement
 from smddp.modelparallel.runtime import state
@@ -196,11 +196,13 @@ class _State:
                 "with shard_optimizer_state there is no full state of the optimizer: use "
                 "optimizer.local_state_dict() or smp.save_checkpoint(…, partial=True)"
             )
-        return self._whole(self.local())
+        return self._whole(self.local(), "state_dict of the optimizer")
 
     def load(self, given: Mapping[str, Any]) -> None:
         model = state.current_model()
-        entries = self._whole(given) if given.get(MARKER) else dict(given)
+        entries = dict(given)
+        if given.get(MARKER):
+            entries = self._whole(given, "load_state_dict of a part, of the optimizer,")
         entries.pop(MARKER, None)
         waits = self.masters is not None and model is None
         if waits or (model is not None and not model.partitioned):
@@ -238,15 +240,20 @@ class _State:
             return set(numbers.values())
         return {numbers[id(p)] for p in model.local_parameters() if id(p) in numbers}
 
-    def _whole(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state of all ranks of the pipeline, from the part of each."""
+    def _whole(self, part: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """Returns the state of all ranks of the pipeline, from the part of each.
+
+        Args:
+            part: of this rank.
+            what: all of them have called; for texts.
+        """
         whole = {name: value for name, value in part.items() if name != MARKER}
         size = state.topology.pp_size
         if size > 1:
             group = state.groups.of("pp")
-            meet("state_dict of the optimizer", group)
             parts: list[Any] = [None] * size
-            dist.all_gather_object(parts, whole, group=group)
+            with together(what, group):
+                dist.all_gather_object(parts, whole, group=group)
             whole = merged(parts)
         return whole
 

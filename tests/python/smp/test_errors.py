@@ -553,28 +553,46 @@ def test_who_waits_names_the_rank_that_has_not_called_the_step(missing: int, siz
         assert [one for one in said if "waited" in one] == [text] * (0 if rank == missing else 2)
 
 
-def state_dict_of_one_rank() -> tuple[str, list[str]]:
+def asked_by_one_rank(what: str) -> tuple[str, list[str]]:
     meeting._PATIENCE = timedelta(milliseconds=100)
     said = listen()
     smp.init({"partitions": 2, **MANUAL})
     with smp.partition(1):
         last = nn.Linear(4, 4)
     model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     train(model, torch.ones(8, 4), "")
+    parts = model.local_state_dict(), optimizer.local_state_dict()
+    ask = {
+        "state_dict": model.state_dict,
+        "state_dict of the optimizer": optimizer.state_dict,
+        "load_state_dict of a part": lambda: model.load_state_dict(parts[0]),
+        "load_state_dict of a part, of the optimizer,": lambda: optimizer.load_state_dict(parts[1]),
+    }[what]
     # Only this one is short of time: all else has to be done in time on a slow machine, too.
     smp.state.groups._by_kind["pp"] = dist.new_group(timeout=timedelta(seconds=3))
     # The other one goes on, and waits for a step that rank 0 does not begin before it ends.
     other = functools.partial(train, model, torch.ones(8, 4), "")
     with pytest.raises(SMPPeerError) as caught:
-        (model.state_dict if smp.pp_rank() == 0 else other)()
+        (ask if smp.pp_rank() == 0 else other)()
     return str(caught.value), [text for text in said if "state_dict" in text]
 
 
-def test_a_state_dict_that_one_rank_alone_asks_for() -> None:
-    (asking, warned), (other, silent) = check_ranks(state_dict_of_one_rank, "2")
+@pytest.mark.parametrize(
+    "what",
+    [
+        "state_dict",
+        "state_dict of the optimizer",
+        "load_state_dict of a part",
+        "load_state_dict of a part, of the optimizer,",
+    ],
+)
+def test_what_one_rank_alone_asks_for(what: str) -> None:
+    (asking, warned), (other, silent) = check_ranks(asked_by_one_rank, "2", what)
+    assert asking.startswith(f"{what}: not all ranks of the pipeline answered")
     assert "all of them have to call it" in asking
     assert "rank 0 of the pipeline is gone" in other
     # Long before the timeout of the group.
     assert len(warned) == 1
-    assert "state_dict on rank 0 waits for rank 1 of the pipeline" in warned[0]
+    assert f"smp: {what} on rank 0 waits for rank 1 of the pipeline" in warned[0]
     assert not silent
