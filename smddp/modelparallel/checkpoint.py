@@ -123,8 +123,11 @@ def save_checkpoint(
         optimizer: a smp.DistributedOptimizer.
         user_content: anything that pickles; rank 0's is saved.
         translate_if_full: accepted; there is nothing to translate without tensor parallelism.
-        num_kept_partial_checkpoints: older ones in parts are deleted.
+        num_kept_partial_checkpoints: so many in parts are left, with this one; older ones are
+            deleted.
     """
+    if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
+        raise SMPUsageError("save_checkpoint: num_kept_partial_checkpoints must be at least 1")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     first = state.topology.rank == 0

@@ -79,6 +79,10 @@ class StepFunction:
         input_split_axes: Mapping[str, int] | None,
         detach_outputs: bool,
     ) -> None:
+        if isinstance(non_split_inputs, str):
+            raise SMPUsageError(
+                f"smp.step: non_split_inputs is a list of names: [{non_split_inputs!r}]"
+            )
         functools.update_wrapper(self, function)
         self._function = function
         self._whole = tuple(non_split_inputs or ())

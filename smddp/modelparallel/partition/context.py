@@ -33,7 +33,7 @@ def partition(index: int) -> Iterator[None]:
     count = state.cfg.pipeline_parallel_degree
     if not isinstance(index, int) or not 0 <= index < count:
         raise SMPPartitionError(
-            f"smp.partition({index}): there are {count} partitions, numbered from 0"
+            f"smp.partition({index!r}): there are {count} partitions, numbered from 0"
         )
     if state.cfg.auto_partition and count > 1:
         warnings.warn(

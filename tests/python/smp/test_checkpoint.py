@@ -73,6 +73,8 @@ def saving(pp: int, path: str) -> Any:
         user_content=content,
         num_kept_partial_checkpoints=1,
     )
+    with pytest.raises(SMPUsageError, match="num_kept_partial_checkpoints must be at least 1"):
+        smp.save_checkpoint(path, "three", model=model, num_kept_partial_checkpoints=0)
     dump_model(model, f"{path}/two.whole")
     smp.barrier()
     verify(model, f"{path}/two.whole")
@@ -113,6 +115,9 @@ def resuming(pp: int, path: str, loaded_after_step: bool, mode: str) -> Any:
     if mode == "full":
         assert smp.resume_from_checkpoint(path, "full", partial=False) == {}
         return dict(model.state_dict())
+    if mode == "model":
+        smp.resume_from_checkpoint(path, "two", load_optimizer=False)
+        return dict(model.state_dict()), optimizer.state_dict()["state"]
     # The newest in parts, whatever was saved as one file since.
     content = smp.resume_from_checkpoint(path, None if pp == 1 else "two")
     assert content == {"epoch": 3, "anything": {1, 2}}
@@ -149,8 +154,13 @@ def test_training_goes_on_at_any_degree(tmp_path: Path, saved: Any, loaded: Any)
         for result in check_ranks(resuming, str(ranks), pp, path, later, mode):
             same(result[0], whole[0][0])
             same(result[1]["state"], whole[0][1]["state"])
+    # The optimizer is left alone if asked.
+    whole_model = torch.load(tmp_path / "two.whole", weights_only=True)
+    for found, state in check_ranks(resuming, "2", 2, path, False, "model"):
+        same(found, whole_model)
+        assert state == {}
     # Parts are put together without any job, too.
-    same(full_state_dict(path, "two"), torch.load(tmp_path / "two.whole", weights_only=True))
+    same(full_state_dict(path, "two"), whole_model)
     # The single file is what plain torch reads and writes.
     plain = make(NAME)
     plain.load_state_dict(torch.load(tmp_path / "full", weights_only=True))
@@ -191,6 +201,19 @@ def files_of_others(path: str, weights: dict[str, torch.Tensor]) -> None:
                 smp.save_checkpoint(path, tag, partial=False, model=model, user_content={"e": 1})
                 assert smp.resume_from_checkpoint(path, tag, partial=False) == {"e": 1}
             same(dict(model.state_dict()), weights)
+            # Somebody else's names; what is left out stays, if that is allowed.
+            others = {f"other.{key}": value + 1 for key, value in weights.items()}
+            torch.save({**others, "other.more": torch.zeros(1)}, f"{path}/other.{smp.rank()}")
+            smp.resume_from_checkpoint(
+                *(path, f"other.{smp.rank()}"),
+                partial=False,
+                strict=False,
+                translate_function=lambda entries: {
+                    key.removeprefix("other."): value for key, value in entries.items()
+                },
+            )
+            found = dict(model.state_dict())
+            same(found, {key: value + 1 for key, value in weights.items()})
             with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
                 smp.resume_from_checkpoint(path, "absent.bin", partial=False)
             with pytest.raises(FileNotFoundError, match=r"lacks its part gone.safetensors"):

@@ -16,6 +16,7 @@ from smddp.modelparallel.pipeline.microbatch import (
     split_arguments,
     unequal_lengths,
 )
+from smddp.modelparallel.step import step
 from smddp.modelparallel.structure import flatten, rebuild
 
 
@@ -174,6 +175,11 @@ def test_mistakes(arguments: dict[str, Any], text: str | None) -> None:
         return
     with pytest.raises(SMPUsageError, match=text):
         split("m", data, **arguments)
+
+
+def test_names_are_a_list() -> None:
+    with pytest.raises(SMPUsageError, match=r"non_split_inputs is a list of names: \['data'\]"):
+        step(non_split_inputs="data")(body)
 
 
 def test_lengths_are_told_only_where_they_differ() -> None:
