@@ -82,6 +82,10 @@ def various(pp: int, folder: str) -> dict[str, Any]:
     assert model.partitioned == (pp == 1)
     assert model.get_module() is model.module.module
     assert model.module.one is model.get_module().one
+    inner = model
+    while hasattr(inner, "module"):  # as model libraries find the model
+        inner = inner.module
+    assert inner is model.get_module()
     found: dict[str, Any] = {}
     events: list[str] = []
     model.register_post_partition_hook(lambda m, o: events.append(f"partition {o is optimizer}"))
