@@ -199,7 +199,8 @@ class DistributedModel(ModelQueries):
     def register_comm_hook(self, state: Any, callable: Callable[..., Any]) -> None:
         """Lets `callable(state, bucket)` reduce gradients over replicas, as in DDP.
 
-        It has to average over the replicas and over the microbatches.
+        It has to average over the replicas and over the microbatches. With one replica it is not
+        called, and the step averages.
         """
         if not _with_ddp() or not self.runtime.data_parallel.overlap:
             raise SMPUsageError(

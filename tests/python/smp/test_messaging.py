@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import os
+import time
 from typing import Any
 
 import pytest
@@ -90,8 +92,6 @@ LAUNCHERS = {
 
 
 def launched(launcher: str, port: int) -> tuple[int, int, int, int]:
-    import os
-
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         del os.environ[name]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -128,3 +128,40 @@ def without_ddp() -> str:
 
 def test_replicas_need_ddp() -> None:
     assert "needs ddp: True" in check_ranks(without_ddp, "2")[0]
+
+
+def taken() -> list[bool]:
+    """Returns of each message: had its sender gone on before it was received?"""
+    smp.init({"partitions": 2})
+    store = dist.distributed_c10d._get_default_store()
+    found = []
+    for number, say in enumerate((smp.send, smp.broadcast)):
+        key = f"message {number} was sent"
+        if smp.rank() == 0:
+            say(number, *((1, smp.WORLD_RANK) if say is smp.send else (smp.WORLD,)))
+            store.set(key, "")
+            continue
+        time.sleep(0.2)  # for a sender that does not wait: it would show in nearly every run
+        found.append(store.check([key]))
+        assert smp.recv_from(0, smp.PP_RANK) == number
+        store.wait([key])
+    return found
+
+
+def test_senders_wait_until_they_are_heard() -> None:
+    assert check_ranks(taken, "2") == [[], [False, False]]
+
+
+def on_two_hosts(port: int) -> tuple[int, str]:
+    for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        del os.environ[name]
+    smp.init({"partitions": 2, "ddp": True, "ddp_port": port})
+    assert os.environ["MASTER_PORT"] == str(port)
+    assert smp.state_mod.state is smp.state
+    return smp.instance_id(), smp.utils.rmsg("here")
+
+
+def test_ranks_on_two_hosts_meet_at_the_port_of_the_configuration() -> None:
+    with reserved_port() as port:
+        found = check_ranks(on_two_hosts, "2x2", port)
+    assert found == [(rank // 2, f"[{rank}] here") for rank in range(4)]
