@@ -61,8 +61,8 @@ struct Secret {
     "Bytes of the vector that are staged at a time inside a node. Should stay in the L2 cache.")             \
   X(std::string, stagingStores, "SMDDP_STAGING_STORES", "auto",                                               \
     "How a rank writes staging memory that another rank of its node reads next: ordinary (through the caches), " \
-    "streaming (past them, straight to memory), or auto: streaming where the cores of the two share no cache, " \
-    "which is measured all the time.")                                                                        \
+    "streaming (past them, straight to memory), or auto: streaming where a line comes from memory sooner than " \
+    "from the other's cache, which is measured all the time.")                                                \
   X(int64_t, fabricChunkBytes, "SMDDP_FABRIC_CHUNK_BYTES", 1048576,                                           \
     "Bytes of the vector that travel between nodes at a time; the stages of different chunks overlap.")      \
   X(int64_t, fabricWindow, "SMDDP_FABRIC_WINDOW", 4,                                                          \

@@ -1,7 +1,13 @@
 #include "transport/shm/distance.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
+#include <memory>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 #include "common/config.h"
 #include "common/error.h"
@@ -38,5 +44,38 @@ Nanoseconds clockCost() {
   }();
   return cost;
 }
+
+#if defined(__x86_64__)
+
+Nanoseconds memoryLatency() {
+  constexpr size_t kLoads = 65;
+  constexpr size_t kPage = 4096;
+  static const Nanoseconds latency = [] {
+    const MonotonicClock clock;
+    // A page for each load: nothing fetches its line ahead.
+    const auto pages = std::make_unique<std::byte[]>(kLoads * kPage);
+    std::array<Nanoseconds, kLoads> durations{};
+    for (size_t i = 0; i < kLoads; ++i) {
+      const volatile std::byte* const line = pages.get() + i * kPage;
+      // The page's address is known to the processor, the line is not in its caches.
+      static_cast<void>(line[kPage / 2]);
+      _mm_clflush(const_cast<const std::byte*>(line));
+      _mm_mfence();
+      const Nanoseconds begin = clock.now();
+      static_cast<void>(line[0]);
+      durations[i] = clock.now() - begin - clockCost();
+    }
+    const auto median = durations.begin() + kLoads / 2;
+    std::nth_element(durations.begin(), median, durations.end());
+    return *median;
+  }();
+  return latency;
+}
+
+#else
+
+Nanoseconds memoryLatency() { return std::numeric_limits<Nanoseconds>::max(); }
+
+#endif
 
 }  // namespace smddp::transport::shm

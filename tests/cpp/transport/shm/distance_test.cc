@@ -2,12 +2,15 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "common/error.h"
 
 namespace smddp::transport::shm {
 namespace {
 
 constexpr Nanoseconds kNear = 20;
+constexpr Nanoseconds kMemory = 90;
 constexpr Nanoseconds kFar = 130;
 
 void see(Distance& distance, Nanoseconds duration, int times) {
@@ -15,7 +18,7 @@ void see(Distance& distance, Nanoseconds duration, int times) {
 }
 
 TEST(Distance, FollowsWhatMostLoadsTook) {
-  Distance distance(StagingStores::Auto);
+  Distance distance(StagingStores::Auto, kMemory);
   EXPECT_FALSE(distance.streams());
   see(distance, kNear, 100);
   see(distance, kFar, 8);
@@ -26,7 +29,7 @@ TEST(Distance, FollowsWhatMostLoadsTook) {
 }
 
 TEST(Distance, OneThatWasInterruptedChangesNothing) {
-  Distance distance(StagingStores::Auto);
+  Distance distance(StagingStores::Auto, kMemory);
   for (int i = 0; i < 20; ++i) {
     see(distance, 1'000'000, 1);
     see(distance, kNear, 2);
@@ -42,7 +45,7 @@ TEST(Distance, OneThatWasInterruptedChangesNothing) {
 
 // The loads are slow, as no clock and no interruption can make them fast.
 TEST(Distance, LearnsOnlyFromValuesThatChanged) {
-  Distance distance(StagingStores::Auto);
+  Distance distance(StagingStores::Auto, kMemory);
   const MonotonicClock clock;
   const auto slowly = [&](uint64_t value) {
     const Deadline end = Deadline::after(clock, clockCost() + 10 * kFar);
@@ -56,6 +59,22 @@ TEST(Distance, LearnsOnlyFromValuesThatChanged) {
   for (uint64_t i = 8; i < 16; ++i) EXPECT_EQ(distance.timed(seen, [&] { return slowly(i); }), i);
   EXPECT_EQ(seen, 15u);
   EXPECT_TRUE(distance.streams());
+}
+
+// The same loads are near where memory is slower than the way between caches.
+TEST(Distance, IsFarWhereMemoryIsNearer) {
+  Distance distance(StagingStores::Auto, kFar);
+  see(distance, kFar, 100);
+  EXPECT_FALSE(distance.streams());
+  see(distance, kFar + 1, 8);
+  EXPECT_TRUE(distance.streams());
+}
+
+TEST(Distance, KnowsHowLongMemoryTakes) {
+  EXPECT_GT(memoryLatency(), 0);
+#if !defined(__x86_64__)
+  EXPECT_EQ(memoryLatency(), std::numeric_limits<Nanoseconds>::max());
+#endif
 }
 
 TEST(Distance, IsOverruledByTheSetting) {
