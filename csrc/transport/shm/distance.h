@@ -5,8 +5,9 @@
 // shared, ordinary stores are up to half as fast again. Which it is changes while a process runs: a hypervisor moves
 // virtual cores, the kernel threads, every few seconds where nothing is pinned. So it is measured all the time, as how
 // long a load takes that brings in a line a mate has written. What was streamed is read from memory; so streaming is for
-// lines that take longer than that to come from a mate. On an EPYC that is 10-45 ns within a shared cache and 100-180
-// between two; on a Xeon (Sapphire Rapids) 60-110 within its one cache, and 110-135 from memory.
+// lines that take clearly longer than that to come from a mate. On an EPYC they take 10-45 ns within a shared cache and
+// 100-180 between two, while nothing else is going on; on a Xeon (Sapphire Rapids) 60-110 within its one cache, and
+// 110-135 from memory. While bytes are moved the same loads take up to three times as long, some of them.
 //
 // Used by the thread that owns the engine.
 #pragma once
@@ -27,8 +28,8 @@ StagingStores parseStagingStores(std::string_view text);
 StagingStores stagingStores();
 // What two readings of the clock are apart with nothing in between.
 Nanoseconds clockCost();
-// How long a load from memory takes, that no cache has; measured at the first call, in 30 us. The greatest number where
-// the processor has no streaming stores.
+// How long a load takes of a line that no cache has; measured at the first call, in 30 us. Where the processor has no
+// streaming stores, longer than any load.
 Nanoseconds memoryLatency();
 
 class Distance {
@@ -37,7 +38,7 @@ class Distance {
   static constexpr int64_t kLongBytes = 16384;
 
   explicit Distance(StagingStores stores = stagingStores(), Nanoseconds memory = memoryLatency())
-      : stores_(stores), memory_(memory) {}
+      : stores_(stores), far_(memory * 5 / 4) {}
 
   // Whether long pieces should be written past the caches.
   bool streams() const { return streams_ || stores_ == StagingStores::Streaming; }
@@ -58,8 +59,9 @@ class Distance {
 
   // A load of a line that a mate had written took so long.
   void saw(Nanoseconds duration) {
-    constexpr int kSure = 8;
-    votes_ += duration > memory_ ? 1 : -1;
+    // While there is much traffic most loads may be slow for a while. A long call makes dozens of them.
+    constexpr int kSure = 256;
+    votes_ += duration > far_ ? 1 : -1;
     if (votes_ >= kSure) streams_ = true;
     if (votes_ <= 0) streams_ = false;
     votes_ = std::clamp(votes_, 0, kSure);
@@ -67,7 +69,7 @@ class Distance {
 
  private:
   StagingStores stores_;
-  Nanoseconds memory_;
+  Nanoseconds far_;
   int votes_ = 0;  // one that was interrupted is outvoted by the others
   bool streams_ = false;
 };

@@ -2,8 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include <limits>
-
 #include "common/error.h"
 
 namespace smddp::transport::shm {
@@ -20,11 +18,11 @@ void see(Distance& distance, Nanoseconds duration, int times) {
 TEST(Distance, FollowsWhatMostLoadsTook) {
   Distance distance(StagingStores::Auto, kMemory);
   EXPECT_FALSE(distance.streams());
-  see(distance, kNear, 100);
-  see(distance, kFar, 8);
+  see(distance, kNear, 1000);
+  see(distance, kFar, 256);
   EXPECT_TRUE(distance.streams());
-  see(distance, kFar, 100);
-  see(distance, kNear, 8);
+  see(distance, kFar, 1000);
+  see(distance, kNear, 256);
   EXPECT_FALSE(distance.streams());
 }
 
@@ -35,7 +33,7 @@ TEST(Distance, OneThatWasInterruptedChangesNothing) {
     see(distance, kNear, 2);
     ASSERT_FALSE(distance.streams());
   }
-  see(distance, kFar, 30);
+  see(distance, kFar, 600);
   for (int i = 0; i < 20; ++i) {
     see(distance, kNear, 1);
     see(distance, kFar, 2);
@@ -56,26 +54,21 @@ TEST(Distance, LearnsOnlyFromValuesThatChanged) {
   uint64_t seen = 7;
   for (int i = 0; i < 100; ++i) EXPECT_EQ(distance.timed(seen, [&] { return slowly(7); }), 7u);
   EXPECT_FALSE(distance.streams()) << "a line that is already here says nothing";
-  for (uint64_t i = 8; i < 16; ++i) EXPECT_EQ(distance.timed(seen, [&] { return slowly(i); }), i);
-  EXPECT_EQ(seen, 15u);
+  for (uint64_t i = 8; i < 264; ++i) EXPECT_EQ(distance.timed(seen, [&] { return slowly(i); }), i);
+  EXPECT_EQ(seen, 263u);
   EXPECT_TRUE(distance.streams());
 }
 
 // The same loads are near where memory is slower than the way between caches.
-TEST(Distance, IsFarWhereMemoryIsNearer) {
+TEST(Distance, IsFarOnlyWhereMemoryIsNearer) {
   Distance distance(StagingStores::Auto, kFar);
-  see(distance, kFar, 100);
+  see(distance, kFar * 5 / 4, 1000);
   EXPECT_FALSE(distance.streams());
-  see(distance, kFar + 1, 8);
+  see(distance, kFar * 5 / 4 + 1, 256);
   EXPECT_TRUE(distance.streams());
 }
 
-TEST(Distance, KnowsHowLongMemoryTakes) {
-  EXPECT_GT(memoryLatency(), 0);
-#if !defined(__x86_64__)
-  EXPECT_EQ(memoryLatency(), std::numeric_limits<Nanoseconds>::max());
-#endif
-}
+TEST(Distance, KnowsHowLongMemoryTakes) { EXPECT_GT(memoryLatency(), 0); }
 
 TEST(Distance, IsOverruledByTheSetting) {
   Distance always(StagingStores::Streaming);
