@@ -40,7 +40,7 @@ bool mustAgree(std::string_view field) {
 std::string settingsToAgreeOn(const Settings& settings) {
   const Settings defaults;
   std::string text;
-#define SMDDP_LINE(type, field, env, value, doc)                \
+#define SMDDP_LINE(type, field, env, value, ...)                \
   if (mustAgree(#field) && settings.field != defaults.field) {  \
     text += fmt::format("{}={}\n", env, print(settings.field)); \
   }
@@ -64,7 +64,7 @@ std::map<std::string, std::string> parseSettings(std::string_view text) {
 std::string printDefault(std::string_view name) {
   const Settings defaults;
   std::string text = "unset";
-#define SMDDP_DEFAULT(type, field, env, value, doc) \
+#define SMDDP_DEFAULT(type, field, env, value, ...) \
   if (name == (env)) text = print(defaults.field);
   SMDDP_SETTINGS(SMDDP_DEFAULT)
 #undef SMDDP_DEFAULT

@@ -2,7 +2,6 @@
 
 #include <charconv>
 #include <cstdlib>
-#include <limits>
 #include <string_view>
 
 #include "common/error.h"
@@ -11,10 +10,10 @@ namespace smddp {
 namespace {
 
 // What does not parse is told with what is allowed, and the default as an example: `value` still has it.
-void parse(const char*, const std::string& text, std::string& value) { value = text; }
-void parse(const char*, const std::string& text, Secret& value) { value.text = text; }
+void parse(const char*, const std::string& text, std::string& value, Range) { value = text; }
+void parse(const char*, const std::string& text, Secret& value, Range) { value.text = text; }
 
-void parse(const char* name, const std::string& text, bool& value) {
+void parse(const char* name, const std::string& text, bool& value, Range) {
   if (text == "1" || text == "true" || text == "on") {
     value = true;
   } else if (text == "0" || text == "false" || text == "off") {
@@ -26,16 +25,26 @@ void parse(const char* name, const std::string& text, bool& value) {
   }
 }
 
-void parse(const char* name, const std::string& text, int64_t& value) {
+void parse(const char* name, const std::string& text, int64_t& value, Range range) {
   int64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || end != text.data() + text.size() || number < 0) {
+  if (error != std::errc() || end != text.data() + text.size() || number < range.least ||
+      number > range.most) {
     raise(ErrorKind::Usage,
-          "{}={} is not a whole number from 0 to {}; write digits only, without a unit, for "
-          "example {}={}",
-          name, text, std::numeric_limits<int64_t>::max(), name, value);
+          "{}={} is not a whole number of {} from {} to {}; write digits only, without a unit, for "
+          "example {}={} (the default), or unset it",
+          name, text, range.unit, range.least, range.most, name, value);
   }
   value = number;
+}
+
+// What readers of the table need to know before they meet the error; that a size has an end they do not.
+std::string sentenceOn(Range range) {
+  if (range.most == 0) return "";  // no number
+  if (range.most < kMostBytes) {
+    return fmt::format(" From {} to {} {}.", range.least, range.most, range.unit);
+  }
+  return range.least > 0 ? fmt::format(" At least {} {}.", range.least, range.unit) : "";
 }
 
 const char* typeName(const std::string&) { return "text"; }
@@ -43,21 +52,13 @@ const char* typeName(const Secret&) { return "secret"; }
 const char* typeName(bool) { return "switch"; }
 const char* typeName(int64_t) { return "integer"; }
 
-void requireAtLeast(const char* name, int64_t value, int64_t least) {
-  if (value < least) raise(ErrorKind::Usage, "{}={}: needs at least {}", name, value, least);
-}
-
 Settings readSettings() {
   Settings result;
-#define SMDDP_READ(type, field, env, value, doc) \
-  if (const auto text = environment(env); !text.empty()) parse(env, text, result.field);
+#define SMDDP_READ(type, field, env, value, doc, ...)    \
+  if (const auto text = environment(env); !text.empty()) \
+    parse(env, text, result.field, Range{__VA_ARGS__});
   SMDDP_SETTINGS(SMDDP_READ)
 #undef SMDDP_READ
-  // No plan finds room in less, and no message leaves without a place at its receiver.
-  requireAtLeast("SMDDP_POOL_BYTES", result.poolBytes, 16384);
-  requireAtLeast("SMDDP_CHUNK_BYTES", result.chunkBytes, 64);
-  requireAtLeast("SMDDP_FABRIC_CHUNK_BYTES", result.fabricChunkBytes, 64);
-  requireAtLeast("SMDDP_FABRIC_WINDOW", result.fabricWindow, 1);
   return result;
 }
 
@@ -81,9 +82,9 @@ const Settings& settings() {
 std::vector<SettingRow> describeSettings() {
   const Settings defaults;
   std::vector<SettingRow> rows;
-#define SMDDP_ROW(type, field, env, value, doc)                                                  \
+#define SMDDP_ROW(type, field, env, value, doc, ...)                                             \
   rows.push_back({env, typeName(defaults.field), print(settings().field), print(defaults.field), \
-                  doc, !environment(env).empty()});
+                  doc + sentenceOn(Range{__VA_ARGS__}), !environment(env).empty()});
   SMDDP_SETTINGS(SMDDP_ROW)
 #undef SMDDP_ROW
   return rows;

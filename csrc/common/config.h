@@ -1,9 +1,9 @@
 // Every setting of the library, in one table. Nothing else reads the environment.
 //
-// A line is  X(type, field, "ENVIRONMENT", default, "what it does; unit; when one would change it").
-// The table is read once, at first use, and never changes afterwards, so no setting is ever seen with two
-// values. docs and `python -m smddp.env` are generated from it. Text that does not parse is a Usage error
-// naming the variable and the text.
+// A line is  X(type, field, "ENVIRONMENT", default, "what it does; when one would change it"), a number's with what
+// it may be at the end: least, most, "unit". The table is read once, at first use, and never changes afterwards, so
+// no setting is ever seen with two values. docs and `python -m smddp.env` are generated from it. Text that does not
+// parse is a Usage error naming the variable and the text.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,17 @@ struct Secret {
   std::string text;
   friend bool operator==(const Secret&, const Secret&) = default;
 };
+
+// What a number may be. At the least plans find room, and messages a place at their receiver.
+struct Range {
+  int64_t least = 0, most = 0;
+  const char* unit = "";
+};
+// Beyond all memory there is, and sums of several such sizes fit into their type.
+inline constexpr int64_t kMostBytes = int64_t{1} << 40;
+// Operations and messages are told apart by numbers of one byte and of two (asserted in engine/group.cc).
+inline constexpr int64_t kMostInFlight = 254;
+inline constexpr int64_t kMostWindow = 1 << 14;
 
 // clang-format off
 #define SMDDP_SETTINGS(X)                                                                                     \
@@ -56,29 +67,36 @@ struct Secret {
     "that ranks which share a GPU can open. Not yet tried on a GPU.")                                          \
   X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 131072,                                                    \
     "Inside a node, ranks sum everything themselves (one synchronisation) where each then reads up to this "  \
-    "many bytes of the others': allreduces of 128 KiB on 2 ranks, of 18 KiB on 8.")                           \
+    "many bytes of the others': allreduces of 128 KiB on 2 ranks, of 18 KiB on 8.", 0, kMostBytes, "bytes")   \
   X(int64_t, chunkBytes, "SMDDP_CHUNK_BYTES", 262144,                                                         \
-    "Bytes of the vector that are staged at a time inside a node. Should stay in the L2 cache.")             \
+    "Bytes of the vector that are staged at a time inside a node. Should stay in the L2 cache.",              \
+    64, kMostBytes, "bytes")                                                                                  \
   X(std::string, stagingStores, "SMDDP_STAGING_STORES", "auto",                                               \
     "How a rank writes staging memory that another rank of its node reads next: ordinary (through the caches), " \
     "streaming (past them, straight to memory), or auto: streaming where a line comes from memory sooner than " \
     "from the other's cache, which is measured all the time.")                                                \
   X(int64_t, fabricChunkBytes, "SMDDP_FABRIC_CHUNK_BYTES", 1048576,                                           \
-    "Bytes of the vector that travel between nodes at a time; the stages of different chunks overlap.")      \
+    "Bytes of the vector that travel between nodes at a time; the stages of different chunks overlap.",       \
+    64, kMostBytes, "bytes")                                                                                  \
   X(int64_t, fabricWindow, "SMDDP_FABRIC_WINDOW", 4,                                                          \
-    "Messages that may be under way to one peer on one channel before it has consumed any.")                 \
+    "Messages that may be under way to one peer on one channel before it has consumed any.",                  \
+    1, kMostWindow, "messages")                                                                               \
   X(int64_t, poolBytes, "SMDDP_POOL_BYTES", 8388608,                                                          \
-    "Shared staging memory of one rank for one operation of one group. Pages are touched only when used.")   \
+    "Shared staging memory of one rank for one operation of one group. Pages are touched only when used.",    \
+    16384, kMostBytes, "bytes")                                                                               \
   X(int64_t, inFlight, "SMDDP_IN_FLIGHT", 0,                                                                  \
-    "Operations of one group that run at the same time. 0: one on a single node, four across nodes.")        \
+    "Operations of one group that run at the same time. 0: one on a single node, four across nodes.",         \
+    0, kMostInFlight, "operations")                                                                           \
   X(int64_t, fusionBytes, "SMDDP_FUSION_BYTES", 32768,                                                        \
-    "Waiting allreduces of one group are fused up to this many bytes. 0 turns fusion off.")                  \
+    "Waiting allreduces of one group are fused up to this many bytes. 0 turns fusion off.",                   \
+    0, kMostBytes, "bytes")                                                                                   \
   X(int64_t, commMemoryCacheBytes, "SMDDP_COMM_MEMORY_CACHE_BYTES", 268435456,                                \
-    "Freed communication memory that is kept for reuse before it is returned to the system.")
+    "Freed communication memory that is kept for reuse before it is returned to the system.",                 \
+    0, kMostBytes, "bytes")
 // clang-format on
 
 struct Settings {
-#define SMDDP_FIELD(type, field, env, value, doc) type field = value;
+#define SMDDP_FIELD(type, field, env, value, ...) type field = value;
   SMDDP_SETTINGS(SMDDP_FIELD)
 #undef SMDDP_FIELD
 };

@@ -20,6 +20,7 @@ using collectives::Collective;
 constexpr int64_t kTracksAcrossNodes = 4;
 // The track number under which messages between two ranks travel.
 constexpr uint8_t kMessageTrack = 255;
+static_assert(kMostInFlight <= kMessageTrack && kMostWindow <= transport::kMaxWindow);
 constexpr int64_t kMessageBytes = 64 << 10;
 constexpr int64_t kMessageWindow = 4;
 // How often a call that may end at once looks for the others, before it is taken for one that waits.

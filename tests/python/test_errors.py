@@ -258,10 +258,14 @@ def _bad_setting() -> str:
     [
         ("SMDDP_CHUNK_BYTES", "many", "write digits only, without a unit, for example SMDDP_CHUNK"),
         ("SMDDP_CHUNK_BYTES", "256KiB", "for example SMDDP_CHUNK_BYTES=262144"),
-        ("SMDDP_FABRIC_WINDOW", "-1", "is not a whole number from 0 to"),
+        ("SMDDP_FABRIC_WINDOW", "-1", "is not a whole number of messages from 1 to 16384"),
         ("SMDDP_FABRIC_RMA", "maybe", "use 1, true or on, or 0, false or off, for example"),
-        ("SMDDP_FABRIC_WINDOW", "0", "needs at least 1"),
-        ("SMDDP_POOL_BYTES", "1", "needs at least 16384"),
+        ("SMDDP_FABRIC_WINDOW", "0", "is not a whole number of messages from 1 to 16384"),
+        ("SMDDP_POOL_BYTES", "16383", "is not a whole number of bytes from 16384 to"),
+        ("SMDDP_POOL_BYTES", "1", "SMDDP_POOL_BYTES=8388608 (the default), or unset it"),
+        ("SMDDP_CHUNK_BYTES", "9223372036854775807", "bytes from 64 to 1099511627776; write"),
+        # The numbers of operations in flight would repeat.
+        ("SMDDP_IN_FLIGHT", "255", "is not a whole number of operations from 0 to 254"),
         ("SMDDP_SIMD", "avx1024", "expects auto, scalar, avx2 or avx512"),
         ("SMDDP_STAGING_STORES", "fast", "expects auto, ordinary or streaming"),
         ("SMDDP_ALGORITHM", "allreduce=rign", 'allreduce knows no "rign", only one_shot'),
