@@ -79,13 +79,30 @@ def _backend_of(group: dist.ProcessGroup | None) -> ProcessGroup:
 def statistics(group: dist.ProcessGroup | None = None) -> dict[str, AlgorithmUse]:
     """Returns what this rank has run on a group so far (None: the default group).
 
-    The keys are collective and algorithm, such as "allreduce/direct". Each entry has `calls`,
-    `bytes` (of the vectors), `memory_bytes` (read by copies and reductions), `fabric_bytes` (sent
-    to other nodes) and `zero_copy` (calls that staged nothing).
+    One entry for each algorithm that ran, named after collective and algorithm: "allreduce/direct"
+    (`python -m smddp.plan list` prints all of them). All numbers count from the start of the group
+    and are this rank's only:
+
+    * `calls`: operations that the algorithm served. A call of torch.distributed is one, fused or
+      not; with a list of tensors, or of blocks of different sizes, it may be one for each.
+    * `bytes`: the size of those operations' vectors. That is the tensor of allreduce, reduce and
+      broadcast; of collectives with a block for each rank it is one block.
+    * `memory_bytes`: bytes that the processor of this rank read in copies and reductions, staging
+      included. Divided by `bytes`: how often each byte was touched.
+    * `fabric_bytes`: bytes that this rank sent to other nodes, headers apart; 0 on one node.
+    * `zero_copy`: calls, of `calls`, in which the ranks of the node read and wrote one another's
+      tensors where they lie and staged nothing, as they can in memory of `smddp.empty` and of
+      DDP's buckets.
+
+    Send and receive are not in it, nor what goes by NCCL or through the memory of one GPU.
     """
     return _backend_of(group).statistics()
 
 
 def describe(group: dist.ProcessGroup | None = None) -> str:
-    """Returns the layout of a group and what was chosen between nodes, in one line."""
+    """Returns the layout of a group and what was chosen for it, in one line (None: the default).
+
+    That is: its nodes, how many operations may run at a time, what decides on the algorithm of a
+    call (statistics() says which ones that were), and between nodes the network and why that one.
+    """
     return _backend_of(group).describe()

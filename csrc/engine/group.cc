@@ -635,10 +635,12 @@ bool Group::backlogged(Rank peer) { return members_[peer].peer->table->hasBacklo
 void Group::finish(Exchange& exchange) { end(*exchange.completion, std::nullopt); }
 
 std::string Group::describe() const {
-  return fmt::format("group \"{}\": rank {} of {}, {} node{} ({} rank{}), {} operation{} in flight",
-                     spec_.name, spec_.me, spec_.size, topology_->numNodes(),
-                     spansNodes() ? "s" : "", ranksOfNodes(*topology_), spec_.size > 1 ? "s" : "",
-                     tracks_.size(), tracks_.size() > 1 ? "s" : "");
+  return fmt::format(
+      "group \"{}\": rank {} of {}, {} node{} ({} rank{}), {} operation{} at a time; algorithms by "
+      "{}",
+      spec_.name, spec_.me, spec_.size, topology_->numNodes(), spansNodes() ? "s" : "",
+      ranksOfNodes(*topology_), spec_.size > 1 ? "s" : "", tracks_.size(),
+      tracks_.size() > 1 ? "s" : "", plans_->sources());
 }
 
 }  // namespace smddp::engine

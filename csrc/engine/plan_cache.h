@@ -3,6 +3,7 @@
 // Used by the thread that owns the engine. Plans live as long as the cache.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -16,10 +17,10 @@
 
 namespace smddp::engine {
 
-// How often an algorithm ran, and what it moved.
+// How often an algorithm ran on this rank, and what this rank moved. The user reads of it in smddp.statistics().
 struct AlgorithmUse {
   uint64_t calls = 0;
-  uint64_t bytes = 0;        // of the vectors
+  uint64_t bytes = 0;        // of the calls' vectors (Shape::bytes)
   uint64_t memoryBytes = 0;  // read by its copies and reductions
   uint64_t fabricBytes = 0;  // sent to other nodes
   uint64_t zeroCopy = 0;     // calls that staged nothing
@@ -58,6 +59,26 @@ class PlanCache {
     auto ran = uses_;
     std::erase_if(ran, [](const auto& named) { return named.second.calls == 0; });
     return ran;
+  }
+
+  // What choose() asks, in its order: "SMDDP_ALGORITHM=allreduce=ring, then the built-in table".
+  std::string sources() const {
+    std::string text;
+    if (!overrides_.empty()) {
+      text = fmt::format("the group's {}, then ", overrides_);
+    } else if (!settings().algorithm.empty()) {
+      text = fmt::format("SMDDP_ALGORITHM={}, then ", settings().algorithm);
+    }
+    if (const auto& tuning = collectives::tuningFromSettings(); !tuning.origin().empty()) {
+      const auto isForUs = [&](const auto& row) {
+        return collectives::isForLayout(row, topology_);
+      };
+      text +=
+          fmt::format("SMDDP_TUNING_FILE={} ({} row{}, {} for these nodes), then ", tuning.origin(),
+                      tuning.rows().size(), tuning.rows().size() == 1 ? "" : "s",
+                      std::count_if(tuning.rows().begin(), tuning.rows().end(), isForUs));
+    }
+    return text + "the built-in table";
   }
 
  private:

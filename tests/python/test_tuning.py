@@ -192,6 +192,30 @@ def test_file_for_another_layout_is_said_once(tmp_path: Path) -> None:
     assert [outcome.stderr.count(text) for outcome in outcomes] == [1, 0]
 
 
+def _describe(file: str) -> str:
+    os.environ.update(SMDDP_TUNING_FILE=file, SMDDP_LOG="info")
+    dist.init_process_group("smddp")
+    group = dist.new_group(pg_options=smddp.GroupOptions(algorithm="allreduce=two_phase"))
+    texts = smddp.describe() + "\n" + smddp.describe(group)
+    dist.destroy_process_group()
+    return texts
+
+
+def test_file_in_use_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "tuning.txt"
+    row = "any max two_phase\n"
+    file.write_text(
+        f"smddp-tuning 1\nallreduce 1x2 {row}reduce 1x2 any 9 one_shot\nallreduce 4 {row}"
+    )
+    by = f"SMDDP_TUNING_FILE={file} (3 rows, 2 for these nodes), then the built-in table"
+    for outcome in ranks.run_ranks(_describe, "2", str(file)):
+        whole, part = outcome.value.splitlines()
+        assert whole.endswith(f"; algorithms by {by}")
+        assert part.endswith(f"; algorithms by the group's allreduce=two_phase, then {by}")
+        lines = [line for line in outcome.stderr.splitlines() if by in line]
+        assert [line.split(" info: ")[1] for line in lines] == [whole, part]
+
+
 def test_different_files_end_init(tmp_path: Path) -> None:
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for file, size in zip(files, (8, 9), strict=True):
