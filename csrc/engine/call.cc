@@ -31,10 +31,13 @@ std::string describe(const transport::CallFingerprint& call) {
   const auto op = static_cast<ReduceOp>(call.op);
   const bool isScaled = op == ReduceOp::PREMUL_SUM;
   const uint64_t bytes = isScaled ? call.bytes & ((uint64_t{1} << kLengthBits) - 1) : call.bytes;
-  std::string text = fmt::format("{} of {} {} ({})", toString(collective), bytes / sizeOf(type),
-                                 toString(type), printBytes(bytes));
-  if (isReduction(collective)) {
-    text += fmt::format(" with {}", toString(op));
+  std::string text = fmt::format("{} of ", toString(collective));
+  // What is only copied has no type here, whatever the tensor has.
+  if (!isReduction(collective)) {
+    text += printBytes(bytes);
+  } else {
+    text += fmt::format("{} {} ({}) with {}", bytes / sizeOf(type), toString(type),
+                        printBytes(bytes), toString(op));
     if (isScaled) text += fmt::format(" by {}", std::bit_cast<float>(call.root));
   }
   if (hasRoot(collective)) {

@@ -34,7 +34,7 @@ inline bool sameCall(const transport::CallFingerprint& a, const transport::CallF
   return std::memcmp(&a, &b, sizeof a) == 0;
 }
 
-// "allreduce of 6553600 float32 (25.0 MiB), SUM"
+// "allreduce of 6553600 float32 (25.0 MiB) with SUM", "broadcast of 12 B from rank 0"
 std::string describe(const transport::CallFingerprint& call);
 // "with tag 3"; negative tags are of messages that calls of smddp are made of.
 std::string describeTag(int32_t tag);

@@ -29,6 +29,7 @@ std::string told(const Request& request) { return describe(fingerprint(request))
 
 TEST(Call, IsToldInWords) {
   EXPECT_EQ(told(requestFor(Collective::AllReduce)), "allreduce of 1000 float32 (4000 B) with SUM");
+  EXPECT_EQ(told(requestFor(Collective::AllGather)), "allgather of 4000 B");
   EXPECT_EQ(told(requestFor(Collective::AllReduce, ReduceOp::PREMUL_SUM)),
             "allreduce of 1000 float32 (4000 B) with PREMUL_SUM by 0.5");
   EXPECT_EQ(told(requestFor(Collective::Reduce)),
