@@ -40,6 +40,17 @@ double factorOf(OpName name, const c10d::ReduceOp& op) {
   return factor.item<double>();
 }
 
+// "SUM, PRODUCT"
+std::string operationsOf(DataType type) {
+  std::string names;
+  for (int i = 0; i < kNumReduceOps; ++i) {
+    const auto op = static_cast<ReduceOp>(i);
+    if (!engine::canReduce(type, op)) continue;
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", toString(op));
+  }
+  return names;
+}
+
 // Beyond their storage reach views whose storage was resized, and dtypes with several elements to a byte.
 void requireStorage(OpName op, const at::Tensor& tensor) {
   const auto needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
@@ -210,7 +221,8 @@ ReduceOp reduceOpOf(OpName name, const c10d::ReduceOp& op) {
 void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::Request& request) {
   request.op = reduceOpOf(name, op);
   if (!engine::canReduce(type, request.op)) {
-    undefined(name, "{} of {} is undefined", toString(request.op), toString(type));
+    undefined(name, "{} of {} is undefined; {} has {}", toString(request.op), toString(type),
+              toString(type), operationsOf(type));
   }
   if (request.op == ReduceOp::PREMUL_SUM) request.factor = factorOf(name, op);
 }

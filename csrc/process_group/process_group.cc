@@ -1,5 +1,7 @@
 #include "process_group/process_group.h"
 
+#include <ATen/EmptyTensor.h>
+
 #include <algorithm>
 
 #include "common/config.h"
@@ -54,8 +56,10 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
   if (!options.device().is_cpu()) {
     notImplemented("communication memory", c10::str("on ", options.device()));
   }
-  const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
-                     c10::elementSize(c10::typeMetaToScalarType(options.dtype()));
+  // Refuses what no tensor can have, as torch.empty does.
+  at::detail::check_size_nonnegative(sizes);
+  const size_t bytes = at::detail::computeStorageNbytesContiguous(
+      sizes, c10::elementSize(c10::typeMetaToScalarType(options.dtype())));
   try {
     const auto memory = engineAtFirstUse()->process().sharedCommMemory();
     void* block = memory->allocate(std::max<size_t>(bytes, 1));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,12 @@ def _own_tensors() -> None:
     assert smddp.empty(2, 3, dtype=torch.int64).shape == (2, 3)
     assert smddp.empty((2, 3)).shape == (2, 3)
     assert smddp.empty(0).numel() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the memory is not at fault
+        with pytest.raises(RuntimeError, match="negative dimension -3"):
+            smddp.empty(-3)
+        with pytest.raises(RuntimeError, match="overflowed"):
+            smddp.empty(1 << 62)
     for part in (tensor, tensor[1:], tensor[: elements // 2]):
         part.fill_(1)
         dist.all_reduce(part)

@@ -56,7 +56,12 @@ REFUSED: dict[str, Case] = {
     "bitwise operation": Case(
         lambda: dist.all_reduce(ONES(3), dist.ReduceOp.BAND),
         TypeError,
-        "all_reduce: BAND of float32 is undefined",
+        "BAND of float32 is undefined; float32 has SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM",
+    ),
+    "mean of bool": Case(
+        lambda: dist.all_reduce(ONES(3) > 0, dist.ReduceOp.AVG),
+        TypeError,
+        "AVG of bool is undefined; bool has SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR",
     ),
     "complex factor": Case(
         lambda: dist.all_reduce(ONES(3), dist._make_nccl_premul_sum(torch.tensor([1j]))),
