@@ -33,6 +33,13 @@ class GroupOptions:
     algorithm: str = ""
     """Instead of SMDDP_ALGORITHM, such as "allreduce=ring"; empty: what that says."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, str):
+            raise TypeError(
+                f'smddp.GroupOptions: algorithm is text such as "allreduce=ring", or "", but got '
+                f"{self.algorithm!r}"
+            )
+
 
 def register_backend() -> None:
     """Registers "smddp" for CPU and CUDA tensors. Idempotent; loads nothing compiled."""
@@ -58,7 +65,7 @@ def _create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     timeout = options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
-    algorithm = group_options.algorithm if isinstance(group_options, GroupOptions) else ""
+    algorithm = _algorithm_of(group_options)
     store, rank, size = options.store, options.group_rank, options.group_size
     arguments = (store, rank, size, timeout, str(options.group_id), algorithm)
     peer = _gpu_peer()
@@ -67,6 +74,25 @@ def _create_process_group(options: Any, group_options: Any) -> ProcessGroup:
         group: ProcessGroup = module.ProcessGroup(*arguments)
         return group
     return module.GpuProcessGroup(*arguments, *peer)  # type: ignore[no-any-return]
+
+
+def _algorithm_of(group_options: Any) -> str:
+    """Returns what a group asks for in pg_options.
+
+    Raises:
+        TypeError: they are none that any backend has.
+    """
+    if isinstance(group_options, GroupOptions):
+        return group_options.algorithm
+    from torch._C._distributed_c10d import Backend as C10dBackend
+
+    # A group may have another backend for other devices, and torch gives all of them the same.
+    if group_options is None or isinstance(group_options, C10dBackend.Options):
+        return ""
+    raise TypeError(
+        f'pg_options of backend "{BACKEND_NAME}" are smddp.GroupOptions, for example '
+        f'smddp.GroupOptions(algorithm="allreduce=ring"), but got {group_options!r}'
+    )
 
 
 def _gpu_peer() -> tuple[str, Any, Any, str] | None:

@@ -261,6 +261,38 @@ def test_group_options_have_to_agree() -> None:
         assert 'algorithm=allreduce=nothing: allreduce knows no "nothing"' in failure.text
 
 
+def _wrong_options() -> list[str]:
+    texts = []
+    for options in ({"algorithm": "allreduce=ring"}, "allreduce=ring"):
+        with pytest.raises(TypeError) as caught:
+            dist.init_process_group("smddp", pg_options=options)
+        texts.append(str(caught.value))
+    with pytest.raises(TypeError) as caught:
+        smddp.GroupOptions(algorithm=None)  # type: ignore[arg-type]
+    texts.append(str(caught.value))
+    return texts
+
+
+def test_other_options_are_refused() -> None:
+    for mapping, text, none in ranks.check_ranks(_wrong_options, "1"):
+        assert "but got {'algorithm': 'allreduce=ring'}" in mapping
+        assert 'smddp.GroupOptions(algorithm="allreduce=ring"), but got' in text
+        assert none.endswith('algorithm is text such as "allreduce=ring", or "", but got None')
+
+
+def _options_of_another_backend() -> str:
+    options = dist.ProcessGroupGloo._Options()
+    dist.init_process_group("smddp", pg_options=options)
+    text = smddp.describe()
+    dist.destroy_process_group()
+    return text
+
+
+def test_options_of_another_backend_are_left_to_it() -> None:
+    for text in ranks.check_ranks(_options_of_another_backend, "1"):
+        assert text.endswith("; algorithms by the built-in table")
+
+
 def test_preferred_algorithm_comes_first_and_all_others_after_it() -> None:
     names = [entry.split("=")[1] for entry in preferring("allreduce/ring").split(",")]
     assert names[0] == "ring"
