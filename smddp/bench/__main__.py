@@ -133,7 +133,8 @@ class _Rank:
 
     def _introduce(self) -> None:
         self._say(f"# median of calls, each on its slowest rank; {dist.get_world_size()} ranks")
-        self._say(f"# {self._start}")
+        for line in self._start.lines():
+            self._say(f"# {line}")
         self._say(f"# {self._description()}")
         if self._limits:
             link = self._limits["link_gbps"]
@@ -174,7 +175,7 @@ class _Rank:
             for sentence in verdicts:
                 self._say(f"# {sentence}")
             lines = [f"{self._start.time}, {title}", f"smddp.bench {' '.join(sys.argv[1:])}"]
-            lines += [str(self._start), *verdicts]
+            lines += [*self._start.lines(), *verdicts]
             write_file(run.tune, tune.write(tune.rows(found, nodes), lines))
 
 

@@ -21,6 +21,7 @@ __all__ = ["Beginning", "about", "begin", "say_written", "write_file"]
 _PREFIXES = ("SMDDP_", "OMP_", "NCCL_", "GLOO_")
 # Files are passed on.
 _SECRETS = ("SMDDP_JOB_TOKEN",)
+_BUSY = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Beginning:
     # Of each host, over 1, 5 and 15 minutes. The ranks themselves, which have just started, are in
     # the first with one or two tenths.
     load_averages: list[list[float]]
+    ranks: list[int]  # of each host
     cores: int | None
 
     def __str__(self) -> str:
@@ -40,14 +42,34 @@ class Beginning:
         where = "" if hosts == 1 else f" on the busiest of {hosts} hosts"
         return f"load average at the start: {numbers} (1, 5, 15 minutes; {self.cores} cores){where}"
 
+    @property
+    def warning(self) -> str:
+        """What is to be said where other programs leave some rank no core of its own; or ""."""
+        for (load, *_), ranks in zip(self.load_averages, self.ranks, strict=True):
+            # Less may be the ranks themselves; and more ranks than cores are the user's choice.
+            if self.cores is not None and load > _BUSY and load + ranks > self.cores:
+                return (
+                    f"WARNING: other programs are at work (load average {load:.2f}): with {ranks} "
+                    f"ranks on {self.cores} cores the times below are too long, and ratios between "
+                    "backends wrong; measure again when they have ended"
+                )
+        return ""
+
+    def lines(self) -> list[str]:
+        """Returns what the head of a table says of it."""
+        return [str(self), *filter(None, [self.warning])]
+
 
 def begin() -> Beginning:
     """Asks all ranks; to be called on all of them, before anything is measured."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (socket.gethostname(), os.getloadavg()))
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    hosts = [host for host, _ in of_ranks]
     # A host's ranks have looked at the same file, at about the same time.
-    return Beginning(now, [list(load) for load in dict(of_ranks).values()], os.cpu_count())
+    loads = {host: list(load) for host, load in of_ranks}
+    ranks = [hosts.count(host) for host in loads]
+    return Beginning(now, list(loads.values()), ranks, os.cpu_count())
 
 
 def about(start: Beginning, **config: Any) -> dict[str, Any]:

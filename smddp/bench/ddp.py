@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,14 @@ import torch
 import torch.distributed as dist
 
 from smddp.bench.about import Beginning, about, begin, write_file
-from smddp.bench.launch import DEFAULT_RANKS, complete_rendezvous, is_rank, launch, layout_of
+from smddp.bench.launch import (
+    DEFAULT_RANKS,
+    complete_rendezvous,
+    is_rank,
+    launch,
+    layout_of,
+    require_positive,
+)
 from smddp.bench.models import MODELS, Trainee, sleeper
 from smddp.bench.steps import FAKE, NOTHING, Amount, Row, measure
 
@@ -132,16 +138,11 @@ def _check(options: argparse.Namespace) -> list[int]:
                 raise ValueError(f"{name} {each!r} is unknown; use {', '.join(known)}")
         if len(set(asked)) < len(asked):
             raise ValueError(f"{name} {','.join(asked)} names one twice")
-    if options.sleep is not None and not (math.isfinite(options.sleep) and options.sleep > 0):
-        raise ValueError("--sleep must be positive")
+    require_positive(options, "sleep", "bucket_mib", "seconds", "limit")
     if options.sleep_parameters < 8:
         raise ValueError("--sleep-parameters must be at least 8")
     if options.sleep is not None and options.bucket_mib is None:
         options.bucket_mib = options.sleep_parameters * 4 / 8 / 2**20
-    if options.bucket_mib is not None and not options.bucket_mib > 0:
-        raise ValueError("--bucket-mib must be positive")
-    if not (math.isfinite(options.seconds) and options.seconds > 0):
-        raise ValueError("--seconds must be positive")
     if options.steps is not None and options.steps < 1:
         raise ValueError("--steps must be at least 1")
     if options.json is not None and not options.json.absolute().parent.is_dir():
@@ -170,7 +171,8 @@ def _be_rank(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # ranks share the machine
     speaks = dist.get_rank() == 0
     if speaks:
-        print(f"# {options.parallel} steps, median, each on its slowest rank\n# {start}")
+        for line in (f"{options.parallel} steps, median, each on its slowest rank", *start.lines()):
+            print(f"# {line}")
         print(_header(), flush=True)
     models = []
     for name, make in _models(options):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import math
 import os
 import socket
 import subprocess
@@ -18,6 +20,7 @@ __all__ = [
     "is_rank",
     "launch",
     "layout_of",
+    "require_positive",
     "reserved_port",
 ]
 
@@ -67,6 +70,18 @@ def layout_of(ranks: int | None, nodes: str | None) -> list[int]:
             f"{asked}, but the launcher has started {os.environ['WORLD_SIZE']} ranks: leave it out"
         )
     return layout
+
+
+def require_positive(options: argparse.Namespace, *names: str) -> None:
+    """Refuses numbers of seconds, or other amounts, that are none.
+
+    Raises:
+        ValueError: one of these options was given, and is not a positive number.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, not {value:g}")
 
 
 def complete_rendezvous() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from smddp.bench import mpi, plot, tune
 from smddp.bench.contender import PLACES
-from smddp.bench.launch import DEFAULT_RANKS, layout_of
+from smddp.bench.launch import DEFAULT_RANKS, layout_of, require_positive
 from smddp.bench.measure import Case, Workload
 from smddp.bench.operations import BITWISE, OPERATIONS, Task
 from smddp.bench.table import BOUND
@@ -146,6 +145,8 @@ def _collectives(options: argparse.Namespace) -> list[str]:
     if asked == ["all"]:
         return list(OPERATIONS)
     for name in asked:
+        if name == "all":
+            raise ValueError("all is every collective: leave out the others")
         if name not in OPERATIONS:
             raise ValueError(f"{name!r} is no collective; use {', '.join(OPERATIONS)} or all")
     return asked
@@ -154,7 +155,10 @@ def _collectives(options: argparse.Namespace) -> list[str]:
 def _sizes(options: argparse.Namespace) -> list[int]:
     smallest, largest = parse_bytes(options.min_bytes), parse_bytes(options.max_bytes)
     if not 0 < smallest <= largest:
-        raise ValueError(f"--min-bytes {smallest} must be positive, and at most --max-bytes")
+        raise ValueError(
+            f"--min-bytes {options.min_bytes} must be positive, and at most --max-bytes "
+            f"{options.max_bytes}"
+        )
     if options.factor < 2:
         raise ValueError("--factor must be at least 2")
     sizes = [smallest]
@@ -288,8 +292,7 @@ def parse(options: argparse.Namespace, ranks: int | None) -> Run:
         raise ValueError(f"--root {options.root} is not among {ranks} ranks")
     if options.offset < 0:
         raise ValueError("--offset must not be negative")
-    if not (math.isfinite(options.seconds) and options.seconds > 0):
-        raise ValueError("--seconds must be positive")
+    require_positive(options, "seconds", "limit")
     if options.iterations is not None and options.iterations < 1:
         raise ValueError("--iterations must be at least 1")
     tasks = list(_tasks(options, ranks))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from smddp.bench import Case, Measurement, Timing, mpi, numa, table
 from smddp.bench.__main__ import main
+from smddp.bench.about import Beginning
 from smddp.bench.contender import PLACES, Contender
 from smddp.bench.measure import Bench, Workload
 from smddp.bench.operations import OPERATIONS, Task, contribution, result
@@ -84,9 +85,37 @@ def test_table_and_json_say_the_same(tmp_path: Path) -> None:
     (loads,) = written["config"]["load_averages"]  # of one host
     numbers = " ".join(f"{load:.2f}" for load in loads)
     assert f"# load average at the start: {numbers} (1, 5, 15 minutes; " in done.stdout
+    busy = Beginning("", [loads], [2], written["config"]["cores"]).warning
+    assert [line for line in done.stdout.splitlines() if "WARNING" in line] == [f"# {busy}"] * bool(
+        busy
+    )
     assert "# Out of bounds values : 0 OK" in done.stdout
     assert f"# wrote {file}\n" in done.stdout
     assert done.stdout.count("# Avg bus bandwidth") == len(cases)
+
+
+@pytest.mark.parametrize(
+    ("loads", "ranks", "cores", "busy"),
+    [
+        ([0.2], [2], 2, False),  # the ranks, which have just started
+        ([0.0], [4], 2, False),
+        ([1.3], [2], 4, False),  # there are cores to spare
+        ([1.3], [2], 2, True),
+        ([7.0], [2], 8, True),
+        ([0.1, 3.0], [2, 2], 4, True),  # one host of two
+    ],
+)
+def test_a_busy_machine_is_said(
+    loads: list[float], ranks: list[int], cores: int, busy: bool
+) -> None:
+    start = Beginning("", [[load, 9.0, 9.0] for load in loads], ranks, cores)
+    first, *rest = start.lines()
+    assert first.startswith("load average at the start: ")
+    assert len(rest) == busy
+    for line in rest:
+        assert line.startswith(
+            f"WARNING: other programs are at work (load average {max(loads):.2f})"
+        )
 
 
 def _check_place(measured: dict[str, Any], place: str, cells: list[str]) -> None:
@@ -196,6 +225,9 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["--offset=-1"], "--offset must not be negative"),
         (["--memory=gpu"], "--memory gpu"),
         (["--seconds=nan"], "--seconds must be positive"),
+        (["--limit=0"], "--limit must be positive, not 0"),
+        (["all", "allreduce"], "all is every collective: leave out the others"),
+        (["--min-bytes=2KiB", "--max-bytes=1KiB"], "positive, and at most --max-bytes 1KiB"),
         (["--plot=x.gif"], "draws .png and .svg only"),
         (["--json=/no/such/folder/x"], "there is no such folder"),
         (["--tune=x", "all"], "--tune is for one collective at a time, of allreduce"),
@@ -203,6 +235,7 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["ddp", "--models=mpl"], "--models 'mpl' is unknown; use mlp, transformer, conv"),
         (["ddp", "--backends=gloo,gloo"], "names one twice"),
         (["ddp", "--sleep=0"], "--sleep must be positive"),
+        (["ddp", "--bucket-mib=-1"], "--bucket-mib must be positive, not -1"),
         (["ddp", "--steps=0"], "--steps must be at least 1"),
         (["ddp", "--nodes=x"], "is no layout of ranks"),
         (["ddp", "--nodes=8x1", "--ranks=8"], "--nodes 8x1 says how many ranks there are"),
