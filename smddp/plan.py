@@ -5,6 +5,7 @@
     python -m smddp.plan check allreduce 1MiB --nodes 3+2+4 --algorithm ring
 
 A layout is written as nodes x ranks on each (8x8) or as the ranks of each node (3+2+4).
+`python -m smddp.plan print --help` says how to read a plan.
 """
 
 from __future__ import annotations
@@ -20,6 +21,35 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["main", "parse_bytes", "parse_nodes"]
+
+_NOTATION = """\
+how to read a plan:
+  A plan is what one rank does. Mates are the ranks of its node, itself included: mate 0 is the one
+  with the local number 0 (the first line has this rank's). Positions and sizes are in bytes.
+
+  pool P: 4 x 512 bytes      staging memory of each rank in the node's shared memory: 4 slots of 512
+  channel with rank 2        messages to and from a rank of another node; several channels between
+                             the same two ranks are told apart by a stream (0 where none is named)
+  preamble                   steps before all stages; they end with the arrival: each rank has told
+                             its mates what it was called for, and has read what they were
+  stage S                    steps that are done in order, while the other stages go on, too
+  25 x                       the steps below, 25 times; k is the number of the trip, from 0
+  in, out, mate 1's out      input and output of this rank (the same memory where a call is in
+                             place), and of a mate's tensors where they lie
+  mate 0's P slot k%4        that slot of the pool P of mate 0: four take turns
+  rank 2 message k+1         the bytes of that message, where they have arrived; numbers begin at 1
+  [a, +n)                    of all these, n bytes from a on
+  copy D, E <- A             D and E become A
+  reduce D <- A, B           D becomes the sum of A and B, in this order (or what the call asks for)
+  pre-scaled, final          where PREMUL_SUM multiplies what is read, and AVG divides the result
+  signal c1 = k+1            counter 1 of this rank, which its mates can read, becomes k+1
+  wait c1 of mate 0 >= k+1   until that counter of mate 0 has come so far; below 1 that is at once
+  ... of the team            of all mates, itself excepted
+  put to rank 2 <- A         sends A as a message
+  receive from rank 2        until that message is here
+  release to rank 2          the messages up to that one were read: their places may be used again
+  flush to rank 2            until the network no longer needs what was put, up to that message
+"""
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6}
 
@@ -110,7 +140,12 @@ def _parser() -> argparse.ArgumentParser:
         ("print", "the steps of one rank"),
         ("check", "prove the plans of all ranks together"),
     ):
-        command = commands.add_parser(name, help=text)
+        command = commands.add_parser(
+            name,
+            help=text,
+            epilog=_NOTATION if name == "print" else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.add_argument("collective", help="allreduce, broadcast, allgather, ...")
         command.add_argument(
             "bytes",
@@ -120,7 +155,11 @@ def _parser() -> argparse.ArgumentParser:
             help="of one rank's vector (of one rank's part, where vectors have a part for each)",
         )
         command.add_argument(
-            "--nodes", type=_argument(parse_nodes), default="1x2", help="layout; default 1x2"
+            "--nodes",
+            type=_argument(parse_nodes),
+            default="1x2",
+            help="layout: nodes x ranks on each (8x8), or the ranks of each node (3+2+4); "
+            "default 1x2",
         )
         command.add_argument("--root", type=int, default=0, help="of collectives with one")
         command.add_argument(
@@ -128,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--algorithm", default="", help="instead of the one chosen")
         if name == "print":
-            command.add_argument("--rank", type=int, default=0)
+            command.add_argument("--rank", type=int, default=0, help="whose plan; default 0")
     return parser
 
 
