@@ -192,8 +192,8 @@ class Engine {
   std::mutex threadMutex_;
   std::condition_variable threadChanged_;
   std::atomic<bool> busy_{false};  // something is in flight
-  std::atomic<bool> watched_{
-      false};  // a progress thread looks after what callers leave, without being woken
+  // A progress thread looks after what callers leave, without being woken.
+  std::atomic<bool> watched_{false};
   Habit habit_;
   bool stop_ = false;                 // guarded by threadMutex_
   bool shutDown_ = false;             // owner only
