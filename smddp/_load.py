@@ -14,12 +14,21 @@ def _release(version: str) -> tuple[str, ...]:
 def check() -> None:
     """Refuses a torch other than the one built for: the C++ classes of another have another layout.
 
+    And sources alone, which Python finds before an installed smddp when it runs beside them.
+
     Raises:
         ImportError: with one sentence that says what to do.
     """
     import torch
 
-    from smddp import _build
+    folder = Path(__file__).resolve().parent
+    try:
+        from smddp import _build
+    except ImportError:
+        raise ImportError(
+            f"{folder} has no compiled part, as in sources that were not built: run Python in "
+            "another folder to use an installed smddp, or build these with `make setup`."
+        ) from None
 
     if _release(_build.TORCH_VERSION) != _release(torch.__version__):
         built = ".".join(_release(_build.TORCH_VERSION))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
+import pytest
+import torch
 from ranks import ROOT
 
 
@@ -18,6 +22,7 @@ def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
         env={**environment, **env},
+        cwd="/",  # which Python searches before PYTHONPATH
         capture_output=True,
         text=True,
         timeout=110,
@@ -40,7 +45,7 @@ def test_import_by_the_original_name_registers_the_backend() -> None:
         import smdistributed.dataparallel.torch.torch_smddp
         import smdistributed.dataparallel.torch.torch_smddp as again
         import smddp
-        from smddp._autoload import autoload, register
+        from smddp_autoload import autoload, register
 
         autoload()
         register()  # any number of times
@@ -127,7 +132,7 @@ def test_autoload_never_breaks_import_torch() -> None:
 
         import torch
         import smddp.backend
-        from smddp import _autoload
+        import smddp_autoload
 
         def broken():
             raise RuntimeError("no such thing")
@@ -135,11 +140,74 @@ def test_autoload_never_breaks_import_torch() -> None:
         smddp.backend.register_backend = broken
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            _autoload.autoload()
+            smddp_autoload.autoload()
         assert "could not be registered: no such thing" in str(caught[0].message)
         """
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def _installed(folder: Path, built_for: str | None) -> str:
+    """Makes a folder look like one that smddp was installed into; returns what Python searches."""
+    package = folder / "smddp"
+    package.mkdir()
+    for file in (ROOT / "smddp").iterdir():
+        if file.name != "_build.py":
+            (package / file.name).symlink_to(file)
+    if built_for is not None:
+        (package / "_build.py").write_text(f'TORCH_VERSION = "{built_for}"\n')
+    (folder / "smddp_autoload.py").symlink_to(ROOT / "smddp_autoload.py")
+    # Python believes the first folder of its search path that has a distribution of this name.
+    metadata = folder / "smddp-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: smddp\nVersion: 0.1\n")
+    lines = []
+    for line in (ROOT / "pyproject.toml").read_text().splitlines():
+        if group := re.fullmatch(r'\[project\.entry-points\."(.+)"\]', line):
+            lines.append(f"[{group[1]}]")
+        elif line.startswith("smddp = ") and lines:
+            lines.append(line.replace('"', ""))
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "text"),
+    [("1.0.0", "smddp was built for torch 1.0 and"), (None, "has no compiled part, as in sources")],
+)
+def test_import_torch_survives_an_smddp_that_does_not_fit(
+    built_for: str | None, text: str, tmp_path: Path
+) -> None:
+    script = f"""
+        import sys, warnings
+
+        # A development install would complete what is missing.
+        sys.meta_path[:] = [each for each in sys.meta_path if "Editable" not in repr(each)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            import torch
+        (said,) = [str(each.message) for each in caught if "smddp" in str(each.message)]
+        assert said.startswith("smddp: the backend could not be registered: ")
+        assert {text!r} in said, said
+        try:
+            import smddp
+        except ImportError as error:
+            assert {text!r} in str(error)
+        else:
+            raise AssertionError("the import succeeded")
+    """
+    succeed(script, TORCH_DEVICE_BACKEND_AUTOLOAD="1", PYTHONPATH=_installed(tmp_path, built_for))
+
+
+def test_import_torch_makes_the_backend_known(tmp_path: Path) -> None:
+    release = ".".join(torch.__version__.split(".")[:2])
+    path = _installed(tmp_path, release)
+    script = """
+        import torch.distributed as dist
+
+        assert dist.Backend.SMDDP == "smddp"
+    """
+    succeed(script, TORCH_DEVICE_BACKEND_AUTOLOAD="1", PYTHONPATH=path)
 
 
 def test_a_single_node_never_loads_libfabric() -> None:

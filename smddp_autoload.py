@@ -2,7 +2,8 @@
 
 `autoload` runs at the end of every `import torch` (group ``torch.backends``), so it only registers
 a creator; the compiled module is loaded when a group is created. It must not raise: that would
-break every `import torch` on the machine.
+break every `import torch` on the machine. Hence a module beside the package: to import the package
+raises where torch is another one than it was built for.
 """
 
 from __future__ import annotations
