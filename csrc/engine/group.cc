@@ -216,8 +216,14 @@ bool Group::runAtOnce(Request& request, const CompletionPtr& completion) {
     return false;
   }
   const collectives::Shape shape{request.collective, request.bytes};
-  const PlanCache::Entry& entry = plans_->get(shape);
-  if (!entry.plan.isOneShot || !entry.forAnyBuffers) return false;
+  const PlanCache::Entry* found = nullptr;
+  // Where there is none the operation is to end with the reason.
+  attempt(sequence_ + 1, [&] {
+    found = &plans_->get(shape);
+    return false;
+  });
+  if (found == nullptr || !found->plan.isOneShot || !found->forAnyBuffers) return false;
+  const PlanCache::Entry& entry = *found;
   const uint64_t sequence = begin(*completion);
   const auto call = fingerprint(request);
   bool summed = false;

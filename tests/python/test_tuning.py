@@ -261,6 +261,28 @@ def test_group_options_have_to_agree() -> None:
         assert 'algorithm=allreduce=nothing: allreduce knows no "nothing"' in failure.text
 
 
+def _reduce_twice(async_op: bool) -> list[Failure]:
+    def reduce() -> None:
+        work = dist.all_reduce(torch.ones(10), async_op=async_op)
+        assert work is not None
+        work.wait()
+
+    dist.init_process_group("smddp")
+    failures = [failure_of(reduce), failure_of(reduce)]
+    dist.destroy_process_group()
+    return failures
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_an_algorithm_that_cannot_serve_a_call_ends_it(async_op: bool) -> None:
+    variables = {"SMDDP_ALGORITHM": "allreduce=zero_copy"}
+    for failures in ranks.check_ranks(_reduce_twice, "2", async_op, env=variables, timeout=20):
+        for number, (kind, text) in enumerate(failures, 1):
+            assert kind == "ValueError"
+            assert f"allreduce of 10 float32 (40 B) with SUM #{number} (group" in text
+            assert "of 40 bytes in private buffers on 1 node(s); add one of one_shot" in text
+
+
 def _wrong_options() -> list[str]:
     texts = []
     for options in ({"algorithm": "allreduce=ring"}, "allreduce=ring"):
