@@ -334,6 +334,34 @@ void Engine::fail(Group& group, const Error& error) {
   breakOff(group, [&] { group.fail(error); });
 }
 
+void Engine::watch(Group& group, std::function<void(const Error&)> action) {
+  requireUsable();
+  auto onFailure = [this, action = std::move(action)](const Error& error) {
+    if (!hasThreads_) return action(error);
+    {
+      const std::lock_guard lock(threadMutex_);
+      blocking_.push_back([action, error] { action(error); });
+      mustBlock_.store(true);
+    }
+    threadChanged_.notify_one();
+    // A progress thread may be asleep as the owner.
+    process_->doorbell().ringSelf();
+  };
+  call([&] {
+    watches_ = true;
+    group.watch(std::move(onFailure));
+    if (!shutDown_) activate(group);
+    collectContinuations();
+  });
+  runContinuations();
+}
+
+std::optional<Error> Engine::failureOf(const Group& group) {
+  std::optional<Error> error;
+  call([&] { error = group.failure(); });
+  return error;
+}
+
 void Engine::breakOff(Group& group, const std::function<void()>& failing) {
   if (!process_ || forkGeneration_ != forkGeneration()) return;
   call([&] {

@@ -86,6 +86,13 @@ class Engine {
   void abort(Group& group, const std::string& reason);
   // The same with an error that somebody above the engine has found.
   void fail(Group& group, const Error& error);
+  // For ranks that wait for one another elsewhere, too, such as in NCCL: from now on one that dies breaks the group
+  // although nobody waits for it here; that is noticed within 0.25 s. `action` runs once, with the first error that
+  // breaks the group, unless this rank leaves it before. It runs on a progress thread while another one stands by: it
+  // may block, and may run until shutdown(), also after destroyGroup(): it has to own what it touches.
+  void watch(Group& group, std::function<void(const Error&)> action);
+  // What has broken the group, as a sentence for the user.
+  std::optional<Error> failureOf(const Group& group);
   // Ends an operation that was made of several, as seen by those who wait for it.
   void finish(Completion& completion, std::optional<Error> error);
   // Runs `action` on the engine's owner and returns when it has run. Exceptions pass through.
@@ -138,6 +145,7 @@ class Engine {
   void comeBack();
   void collectContinuations();
   void runContinuations();
+  void runBlocking();
   void look();
   void breakOff(Group& group, const std::function<void()>& failing);
   void progressLoop(bool first);
@@ -171,6 +179,7 @@ class Engine {
   std::vector<std::shared_ptr<Group>> remains_;        // left, memory still in use by others
   std::vector<std::function<void()>> continuations_;
   std::atomic<bool> ended_{false};  // continuations_ has some
+  bool watches_ = false;            // some group, since it was made or before
   struct Stashed {
     Peer* from;
     std::vector<std::byte> message;
@@ -195,10 +204,13 @@ class Engine {
   // A progress thread looks after what callers leave, without being woken.
   std::atomic<bool> watched_{false};
   Habit habit_;
-  bool stop_ = false;                 // guarded by threadMutex_
-  bool shutDown_ = false;             // owner only
-  int idle_ = 0;                      // guarded by threadMutex_: threads that wait for work
-  std::vector<std::thread> threads_;  // guarded by threadMutex_; the first holds the lifeline
+  bool stop_ = false;      // guarded by threadMutex_
+  bool shutDown_ = false;  // owner only
+  int idle_ = 0;           // guarded by threadMutex_: threads that wait for work
+  // What is to be done on a progress thread because it may block; guarded by threadMutex_.
+  std::vector<std::function<void()>> blocking_;
+  std::atomic<bool> mustBlock_{false};  // blocking_ has some
+  std::vector<std::thread> threads_;    // guarded by threadMutex_; the first holds the lifeline
 };
 
 // An owner that threw past release() would leave everybody waiting for ever.

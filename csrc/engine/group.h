@@ -80,11 +80,19 @@ class Group final : private Matcher::Host {
   // Breaks the group because somebody will not wait for this operation any longer, unless it has ended.
   void expire(const Completion& completion, Nanoseconds waited);
   // Breaks the group from the oldest operation in flight on.
-  void fail(const Error& cause) { breakFrom(oldestInFlight(), cause, Cause::Mine); }
+  void fail(const Error& cause);
+  // The ranks wait for one another elsewhere, too: from now on one that dies breaks the group, awaited or not. `action`
+  // runs with the first error that breaks it, as a continuation, unless this rank leaves before.
+  void watch(std::function<void(const Error&)> action);
+  bool isWatched() const { return watched_; }
+  // The look at a watched group, also while it is idle; true when it has been broken.
+  bool checkMembers();
   // What an operation called now would end with; null while all is well.
   const Error* error() const {
     return broken_ && broken_->from <= sequence_ + 1 ? &broken_->cause : nullptr;
   }
+  // The same for what has no place in the order of operations.
+  std::optional<Error> failure() const;
   // Operations that ended since the last call: their continuations are to be run.
   std::vector<std::function<void()>> takeContinuations() { return std::exchange(ended_, {}); }
   // No operation follows: mates need not wait for us, peers are told.
@@ -228,6 +236,8 @@ class Group final : private Matcher::Host {
   std::map<Rank, transport::ReceiveChannel*> messageChannels_;
   std::vector<std::span<std::byte>> windows_;  // receive windows in the slab
   std::optional<Break> broken_;
+  bool watched_ = false;
+  std::vector<std::function<void(const Error&)>> watchers_;  // until the group is broken
   std::vector<uint32_t> heard_;  // by rank: how many BreakRecords of a mate were read
   Inquiries inquiries_;
   Nanoseconds messagesAskedAt_ = 0;

@@ -270,9 +270,54 @@ uint64_t Group::oldestInFlight() const {
   return oldest;
 }
 
+void Group::fail(const Error& cause) {
+  if (watched_) {
+    // A rank's death is the cause of what it has led to elsewhere.
+    process_.checkPeers();
+    checkMembers();
+  }
+  breakFrom(oldestInFlight(), cause, Cause::Mine);
+}
+
+void Group::watch(std::function<void(const Error&)> action) {
+  watched_ = true;
+  if (left_) return;
+  if (broken_) {
+    ended_.push_back([action = std::move(action), cause = broken_->cause] { action(cause); });
+  } else {
+    watchers_.push_back(std::move(action));
+  }
+}
+
+// Who leaves in order has done its part. What is in flight is let be: it finds out itself whether it needs the dead.
+bool Group::checkMembers() {
+  if (left_ || broken_) return false;
+  if (hearMates()) return true;
+  for (Rank r = 0; r < spec_.size; ++r) {
+    const Member& member = members_[r];
+    if (member.peer == nullptr || !member.peer->died || !isLost(r)) continue;
+    if (member.region != nullptr && member.region->left.load(std::memory_order_acquire) != 0) {
+      continue;
+    }
+    breakFrom(sequence_ + 1, goneError(r), Cause::Mine);
+    return true;
+  }
+  return false;
+}
+
+std::optional<Error> Group::failure() const {
+  if (!broken_) return std::nullopt;
+  return Error(broken_->cause.kind(),
+               fmt::format("smddp: group \"{}\" failed on rank {}/{}: {}", spec_.name, spec_.me,
+                           spec_.size, broken_->cause.what()));
+}
+
 void Group::breakFrom(uint64_t from, const Error& cause, Cause whose) {
   if (broken_ && broken_->from <= from) return;
   broken_.emplace(Break{from, cause});
+  for (auto& action : std::exchange(watchers_, {})) {
+    ended_.push_back([action = std::move(action), cause] { action(cause); });
+  }
   SMDDP_LOG(Debug, "engine", "group \"{}\" is broken from #{} on: {}", spec_.name, from,
             cause.what());
   publishBreak();
@@ -431,6 +476,7 @@ void Group::requireSameCall(Rank rank, const transport::CallFingerprint& theirs,
 void Group::leave() {
   if (left_) return;
   left_ = true;
+  watchers_.clear();
   if (!idle()) fail(Error(ErrorKind::Aborted, fmt::format("rank {} left the group", spec_.me)));
   // For whoever calls it still; others are not told, they may be busy with what we have done our part of.
   if (!error())

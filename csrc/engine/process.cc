@@ -67,7 +67,8 @@ void Process::Link::onControl(transport::PeerId from, transport::Bytes message) 
 
 void Process::Link::onPeerFailed(transport::PeerId peer, const std::string& cause) {
   const auto found = peers.find(peer);
-  if (found != peers.end()) owner.lose(*found->second, cause);
+  // So ends the connection to one that has left, too.
+  if (found != peers.end()) owner.lose(*found->second, /*died=*/false, cause);
 }
 
 Process::Process(Options options)
@@ -188,18 +189,20 @@ void Process::checkPeers() {
   if (lifeline_) {
     lifeline_->poll([&](const bootstrap::Lifeline::Departure& departure) {
       const auto found = peers_.find(departure.process);
-      if (found != peers_.end()) lose(*found->second, departure.cause);
+      if (found != peers_.end()) lose(*found->second, !departure.orderly, departure.cause);
     });
   }
   for (auto& [id, peer] : peers_) {
-    if (!peer->mate || peer->lost) continue;
-    if (transport::shm::lifeOf(*peer->mate) != transport::shm::Life::Running) {
-      lose(*peer, transport::shm::describeLife(*peer->mate));
-    }
+    // The transport may have lost it before, which cannot tell a death.
+    if (!peer->mate || peer->died) continue;
+    const auto life = transport::shm::lifeOf(*peer->mate);
+    if (life == transport::shm::Life::Running) continue;
+    lose(*peer, life == transport::shm::Life::Died, transport::shm::describeLife(*peer->mate));
   }
 }
 
-void Process::lose(Peer& peer, const std::string& cause) {
+void Process::lose(Peer& peer, bool died, const std::string& cause) {
+  peer.died |= died;
   if (peer.lost) return;
   peer.lost = cause;
   peer.lostAt = clock().now();

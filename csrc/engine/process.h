@@ -42,6 +42,7 @@ struct Peer {
   transport::ChannelTable* table = nullptr;
   // Why no further message will come from it, once known.
   std::optional<std::string> lost;
+  bool died = false;  // lost without having left in order
   Nanoseconds lostAt = 0;
   // Of a mate, as far as looked at.
   bool stopped = false;
@@ -145,7 +146,7 @@ class Process {
     std::map<const std::byte*, transport::RemoteKey> registered;
   };
 
-  void lose(Peer& peer, const std::string& cause);
+  void lose(Peer& peer, bool died, const std::string& cause);
   Link& linkOf(const Peer& peer) { return peer.mate ? *local_ : *fabric_; }
 
   Options options_;

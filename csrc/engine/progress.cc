@@ -206,6 +206,9 @@ void Engine::look() {
   process_->poll();
   process_->checkPeers();
   for (size_t i = 0; i < active_.size(); ++i) active_[i]->checkHealth();
+  for (auto& [id, group] : groups_) {
+    if (group->isWatched() && group->checkMembers()) activate(*group);
+  }
   collectContinuations();
 }
 
@@ -228,7 +231,7 @@ void Engine::runOwned(const std::function<bool()>& done, bool patient, Nanosecon
     const bool advanced = turn();
     if (done() || !continuations_.empty()) return;
     // The progress thread leaves the field to a caller that waits, who pays no hand-over from then on.
-    if (patient && waiters_.load() > 0) return;
+    if (patient && (waiters_.load() > 0 || mustBlock_.load())) return;
     if (advanced) {
       patience = fresh();
       continue;
@@ -269,6 +272,25 @@ void Engine::runContinuations() {
   }
 }
 
+// On a progress thread. A caller that came by might hold a lock, and wants to go on.
+void Engine::runBlocking() {
+  if (!mustBlock_.load()) return;
+  std::vector<std::function<void()>> actions;
+  {
+    const std::lock_guard lock(threadMutex_);
+    actions.swap(blocking_);
+    mustBlock_.store(false);
+  }
+  keepOneIdle();
+  for (const auto& action : actions) {
+    try {
+      action();
+    } catch (const std::exception& error) {
+      SMDDP_LOG(Warn, "engine", "what follows the failure of a group threw: {}", error.what());
+    }
+  }
+}
+
 // A continuation may wait for a future that only a progress thread can complete: another one stands by then.
 void Engine::keepOneIdle() {
   const std::lock_guard lock(threadMutex_);
@@ -293,7 +315,7 @@ bool Engine::awaitWork() {
   const auto answer = std::chrono::steady_clock::now() + kAnswerPeriod;
   std::unique_lock lock(threadMutex_);
   ++idle_;
-  while (!stop_ && std::chrono::steady_clock::now() < answer) {
+  while (!stop_ && blocking_.empty() && std::chrono::steady_clock::now() < answer) {
     // Said before we look: what is left at this moment is seen by us, or by who leaves it (handOver).
     const bool watches = habit_.isActive(now());
     watched_.store(watches);
@@ -314,9 +336,10 @@ void Engine::progressLoop(bool first) {
   std::optional<transport::shm::Lifeline> lifeline;
   if (first) lifeline.emplace(process_->sharedSlab());
   while (awaitWork()) {
+    runBlocking();
     if (!tryOwn()) continue;
     guarded([this] {
-      if (process_->onFabric()) look();
+      if (process_->onFabric() || watches_) look();
       runOwned([this] { return active_.empty(); }, /*patient=*/true);
     });
     if (!continuations_.empty()) keepOneIdle();

@@ -7,13 +7,15 @@ namespace smddp::process_group {
 using WorkPtr = GpuProcessGroup::WorkPtr;
 
 WorkPtr GpuProcessGroup::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  if (auto* peer = peerFor(tensors, options.timeout)) return peer->broadcast(tensors, options);
+  if (auto* peer = peerFor(tensors, options.timeout)) {
+    return peer->call([&](auto& nccl) { return nccl.broadcast(tensors, options); });
+  }
   return ProcessGroup::broadcast(tensors, options);
 }
 
 WorkPtr GpuProcessGroup::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (auto* peer = reducingPeerFor(tensors, options.reduceOp, options.timeout)) {
-    return peer->allreduce(tensors, options);
+    return peer->call([&](auto& nccl) { return nccl.allreduce(tensors, options); });
   }
   return ProcessGroup::allreduce(tensors, options);
 }
@@ -21,14 +23,14 @@ WorkPtr GpuProcessGroup::allreduce(Tensors& tensors, const c10d::AllreduceOption
 WorkPtr GpuProcessGroup::allreduce_coalesced(Tensors& tensors,
                                              const c10d::AllreduceCoalescedOptions& options) {
   if (auto* peer = reducingPeerFor(tensors, options.reduceOp, options.timeout)) {
-    return peer->allreduce_coalesced(tensors, options);
+    return peer->call([&](auto& nccl) { return nccl.allreduce_coalesced(tensors, options); });
   }
   return ProcessGroup::allreduce_coalesced(tensors, options);
 }
 
 WorkPtr GpuProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   if (auto* peer = reducingPeerFor(tensors, options.reduceOp, options.timeout)) {
-    return peer->reduce(tensors, options);
+    return peer->call([&](auto& nccl) { return nccl.reduce(tensors, options); });
   }
   return ProcessGroup::reduce(tensors, options);
 }
@@ -36,7 +38,7 @@ WorkPtr GpuProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& opt
 WorkPtr GpuProcessGroup::allgather(TensorLists& outputs, Tensors& inputs,
                                    const c10d::AllgatherOptions& options) {
   if (auto* peer = peerFor(inputs, options.timeout)) {
-    return peer->allgather(outputs, inputs, options);
+    return peer->call([&](auto& nccl) { return nccl.allgather(outputs, inputs, options); });
   }
   return ProcessGroup::allgather(outputs, inputs, options);
 }
@@ -44,7 +46,7 @@ WorkPtr GpuProcessGroup::allgather(TensorLists& outputs, Tensors& inputs,
 WorkPtr GpuProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
                                          const c10d::AllgatherOptions& options) {
   if (auto* peer = peerFor(input, options.timeout)) {
-    return peer->_allgather_base(output, input, options);
+    return peer->call([&](auto& nccl) { return nccl._allgather_base(output, input, options); });
   }
   return ProcessGroup::_allgather_base(output, input, options);
 }
@@ -52,7 +54,8 @@ WorkPtr GpuProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
 WorkPtr GpuProcessGroup::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                          const c10d::AllgatherOptions& options) {
   if (auto* peer = peerFor(inputs, options.timeout)) {
-    return peer->allgather_into_tensor_coalesced(outputs, inputs, options);
+    return peer->call(
+        [&](auto& nccl) { return nccl.allgather_into_tensor_coalesced(outputs, inputs, options); });
   }
   return ProcessGroup::allgather_into_tensor_coalesced(outputs, inputs, options);
 }
@@ -60,7 +63,7 @@ WorkPtr GpuProcessGroup::allgather_into_tensor_coalesced(Tensors& outputs, Tenso
 WorkPtr GpuProcessGroup::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ReduceScatterOptions& options) {
   if (auto* peer = reducingPeerFor(outputs, options.reduceOp, options.timeout)) {
-    return peer->reduce_scatter(outputs, inputs, options);
+    return peer->call([&](auto& nccl) { return nccl.reduce_scatter(outputs, inputs, options); });
   }
   return ProcessGroup::reduce_scatter(outputs, inputs, options);
 }
@@ -68,7 +71,8 @@ WorkPtr GpuProcessGroup::reduce_scatter(Tensors& outputs, TensorLists& inputs,
 WorkPtr GpuProcessGroup::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                               const c10d::ReduceScatterOptions& options) {
   if (auto* peer = reducingPeerFor(output, options.reduceOp, options.timeout)) {
-    return peer->_reduce_scatter_base(output, input, options);
+    return peer->call(
+        [&](auto& nccl) { return nccl._reduce_scatter_base(output, input, options); });
   }
   return ProcessGroup::_reduce_scatter_base(output, input, options);
 }
@@ -76,21 +80,24 @@ WorkPtr GpuProcessGroup::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
 WorkPtr GpuProcessGroup::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
   if (auto* peer = reducingPeerFor(outputs, options.reduceOp, options.timeout)) {
-    return peer->reduce_scatter_tensor_coalesced(outputs, inputs, options);
+    return peer->call(
+        [&](auto& nccl) { return nccl.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
   }
   return ProcessGroup::reduce_scatter_tensor_coalesced(outputs, inputs, options);
 }
 
 WorkPtr GpuProcessGroup::gather(TensorLists& outputs, Tensors& inputs,
                                 const c10d::GatherOptions& options) {
-  if (auto* peer = peerFor(inputs, options.timeout)) return peer->gather(outputs, inputs, options);
+  if (auto* peer = peerFor(inputs, options.timeout)) {
+    return peer->call([&](auto& nccl) { return nccl.gather(outputs, inputs, options); });
+  }
   return ProcessGroup::gather(outputs, inputs, options);
 }
 
 WorkPtr GpuProcessGroup::scatter(Tensors& outputs, TensorLists& inputs,
                                  const c10d::ScatterOptions& options) {
   if (auto* peer = peerFor(outputs, options.timeout)) {
-    return peer->scatter(outputs, inputs, options);
+    return peer->call([&](auto& nccl) { return nccl.scatter(outputs, inputs, options); });
   }
   return ProcessGroup::scatter(outputs, inputs, options);
 }
@@ -100,7 +107,9 @@ WorkPtr GpuProcessGroup::alltoall_base(at::Tensor& output, at::Tensor& input,
                                        std::vector<int64_t>& inputSplits,
                                        const c10d::AllToAllOptions& options) {
   if (auto* peer = peerFor(input, options.timeout)) {
-    return peer->alltoall_base(output, input, outputSplits, inputSplits, options);
+    return peer->call([&](auto& nccl) {
+      return nccl.alltoall_base(output, input, outputSplits, inputSplits, options);
+    });
   }
   return ProcessGroup::alltoall_base(output, input, outputSplits, inputSplits, options);
 }
@@ -108,7 +117,7 @@ WorkPtr GpuProcessGroup::alltoall_base(at::Tensor& output, at::Tensor& input,
 WorkPtr GpuProcessGroup::alltoall(Tensors& outputs, Tensors& inputs,
                                   const c10d::AllToAllOptions& options) {
   if (auto* peer = peerFor(inputs, options.timeout)) {
-    return peer->alltoall(outputs, inputs, options);
+    return peer->call([&](auto& nccl) { return nccl.alltoall(outputs, inputs, options); });
   }
   return ProcessGroup::alltoall(outputs, inputs, options);
 }
@@ -128,20 +137,22 @@ WorkPtr GpuProcessGroup::barrier(const c10d::BarrierOptions& options) {
   if (state_.load(std::memory_order_acquire) == State::Nccl) {
     c10d::BarrierOptions theirs = options;
     theirs.device = device;
-    nccl_.load()->barrier(theirs)->wait();
+    nccl_.load()->call([&](auto& nccl) { return nccl.barrier(theirs)->wait(); });
   }
   return ProcessGroup::barrier(options);
 }
 
 WorkPtr GpuProcessGroup::send(Tensors& tensors, int destination, int tag) {
   if (auto* peer = messagePeerFor(tensors, destination)) {
-    return peer->send(tensors, destination, tag);
+    return peer->call([&](auto& nccl) { return nccl.send(tensors, destination, tag); });
   }
   return ProcessGroup::send(tensors, destination, tag);
 }
 
 WorkPtr GpuProcessGroup::recv(Tensors& tensors, int source, int tag) {
-  if (auto* peer = messagePeerFor(tensors, source)) return peer->recv(tensors, source, tag);
+  if (auto* peer = messagePeerFor(tensors, source)) {
+    return peer->call([&](auto& nccl) { return nccl.recv(tensors, source, tag); });
+  }
   return ProcessGroup::recv(tensors, source, tag);
 }
 

@@ -134,13 +134,14 @@ GpuProcessGroup::~GpuProcessGroup() {
 
 void GpuProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
   ProcessGroup::setTimeout(timeout);
-  if (auto* peer = nccl_.load()) peer->setTimeout(timeout);
+  if (auto* peer = nccl_.load()) peer->backend().setTimeout(timeout);
 }
 
 void GpuProcessGroup::abort() {
+  // The group first, so that all ranks hear of this rank in its words.
+  ProcessGroup::abort();
   if (auto* peer = nccl_.load()) peer->abort();
   if (state_.load(std::memory_order_acquire) == State::Rails) rails_->abort();
-  ProcessGroup::abort();
 }
 
 void GpuProcessGroup::shutdown() {
@@ -175,7 +176,7 @@ bool GpuProcessGroup::supportsTensorAlloc(c10::DeviceIndex device) {
   if (device < 0) return ProcessGroup::supportsTensorAlloc(device);
   if (!settings().gpuCommMemory) return false;
   switch (state_.load(std::memory_order_acquire)) {
-    case State::Nccl: return nccl_.load()->supportsTensorAlloc(device);
+    case State::Nccl: return nccl_.load()->backend().supportsTensorAlloc(device);
     case State::Ipc: return true;
     case State::Rails:
     case State::Host:
@@ -187,7 +188,7 @@ bool GpuProcessGroup::supportsTensorAlloc(c10::DeviceIndex device) {
 at::Tensor GpuProcessGroup::allocateTensor(long size, at::TensorOptions options) {
   const State state = state_.load(std::memory_order_acquire);
   if (options.device().type() == peer_.type && settings().gpuCommMemory) {
-    if (state == State::Nccl) return nccl_.load()->allocateTensor(size, options);
+    if (state == State::Nccl) return nccl_.load()->backend().allocateTensor(size, options);
     if (state == State::Ipc) return translated([&] { return memory_->allocate(size, options); });
   }
   return ProcessGroup::allocateTensor(size, options);
@@ -200,21 +201,21 @@ bool GpuProcessGroup::isOnGpu(const at::Tensor& tensor) const {
          tensor.layout() == c10::kStrided;
 }
 
-c10d::Backend* GpuProcessGroup::used(State state) {
+PeerGroup* GpuProcessGroup::used(State state) {
   if (state != State::Nccl) return nullptr;
   auto* peer = nccl_.load(std::memory_order_acquire);
   auto& groups = coalescing();
   if (groups.empty()) return peer;
   if (const auto found = groups.find(this); found != groups.end() && !found->second) {
-    peer->startCoalescing();
+    peer->backend().startCoalescing();
     found->second = true;
   }
   return peer;
 }
 
 // `serves`: NCCL does such a call.
-c10d::Backend* GpuProcessGroup::peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout,
-                                        bool serves) {
+PeerGroup* GpuProcessGroup::peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout,
+                                    bool serves) {
   if (!isOnGpu(tensor)) return nullptr;
   State state = state_.load(std::memory_order_acquire);
   if (state == State::Unknown) {
@@ -234,26 +235,25 @@ c10d::Backend* GpuProcessGroup::peerFor(const at::Tensor& tensor, std::chrono::m
   return used(state);
 }
 
-c10d::Backend* GpuProcessGroup::peerFor(const at::Tensor& tensor,
-                                        std::chrono::milliseconds timeout) {
+PeerGroup* GpuProcessGroup::peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout) {
   return peerFor(tensor, timeout, moves(tensor.scalar_type()));
 }
 
-c10d::Backend* GpuProcessGroup::peerFor(const Tensors& tensors, std::chrono::milliseconds timeout) {
+PeerGroup* GpuProcessGroup::peerFor(const Tensors& tensors, std::chrono::milliseconds timeout) {
   return tensors.empty() ? nullptr : peerFor(tensors.front(), timeout);
 }
 
-c10d::Backend* GpuProcessGroup::reducingPeerFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
-                                                std::chrono::milliseconds timeout) {
+PeerGroup* GpuProcessGroup::reducingPeerFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                                            std::chrono::milliseconds timeout) {
   return peerFor(tensor, timeout, reduces(tensor.scalar_type(), op));
 }
 
-c10d::Backend* GpuProcessGroup::reducingPeerFor(const Tensors& tensors, const c10d::ReduceOp& op,
-                                                std::chrono::milliseconds timeout) {
+PeerGroup* GpuProcessGroup::reducingPeerFor(const Tensors& tensors, const c10d::ReduceOp& op,
+                                            std::chrono::milliseconds timeout) {
   return tensors.empty() ? nullptr : reducingPeerFor(tensors.front(), op, timeout);
 }
 
-c10d::Backend* GpuProcessGroup::messagePeerFor(const Tensors& tensors, int rank) {
+PeerGroup* GpuProcessGroup::messagePeerFor(const Tensors& tensors, int rank) {
   if (tensors.size() != 1 || !isOnGpu(tensors.front())) return nullptr;
   if (!moves(tensors.front().scalar_type())) return nullptr;
   // Nonsense is the base's to refuse; and what a rank sends itself needs no network.
@@ -394,10 +394,11 @@ void GpuProcessGroup::makePeer() {
   if (made_) return;
   const auto store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("smddp/nccl/{:x}", group()->id()), store_);
-  made_ = peer_.make(store, getRank(), getSize(),
-                     std::chrono::duration_cast<std::chrono::milliseconds>(
-                         std::chrono::nanoseconds(nanoseconds(c10d::kUnsetTimeout))));
-  made_->setBoundDeviceId(getBoundDeviceId());
+  auto backend = peer_.make(store, getRank(), getSize(),
+                            std::chrono::duration_cast<std::chrono::milliseconds>(
+                                std::chrono::nanoseconds(nanoseconds(c10d::kUnsetTimeout))));
+  backend->setBoundDeviceId(getBoundDeviceId());
+  made_ = PeerGroup::make(engine(), group(), std::move(backend));
   nccl_.store(made_.get(), std::memory_order_release);
 }
 
@@ -407,12 +408,6 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
   const auto& topology = group()->topology();
   const auto patience = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::nanoseconds(nanoseconds(timeout)));
-  const auto nodeGroup = [&](const char* purpose) {
-    const std::string prefix =
-        fmt::format("smddp/nccl/{:x}/{}/{}", group()->id(), purpose, topology.myNode());
-    return peer_.make(c10::make_intrusive<c10d::PrefixStore>(prefix, store_), topology.myLocal(),
-                      topology.teamSize(), patience);
-  };
   std::vector<Rank> rail;
   for (int node = 0; node < topology.numNodes(); ++node) rail.push_back(topology.railPeer(node));
   const engine::Group::Spec spec{
@@ -420,6 +415,18 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
       topology.numNodes(), group()->spec().algorithm};
   const auto railGroup = engine()->splitGroup(group(), spec, rail, nanoseconds(timeout));
   auto between = c10::make_intrusive<ProcessGroup>(railGroup, patience);
+  // The rail fails before NCCL is aborted: what comes out of that must not be summed.
+  const auto failRail = [engine = engine(), railGroup](const Error& error) {
+    engine->fail(*railGroup, error);
+  };
+  const auto nodeGroup = [&](const char* purpose) {
+    const std::string prefix =
+        fmt::format("smddp/nccl/{:x}/{}/{}", group()->id(), purpose, topology.myNode());
+    return PeerGroup::make(engine(), group(),
+                           peer_.make(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
+                                      topology.myLocal(), topology.teamSize(), patience),
+                           failRail);
+  };
   rails_ = std::make_shared<GpuRails>(
       engine(), group(), *device_,
       GpuRails::Groups{nodeGroup("scatter"), nodeGroup("gather"), std::move(between), railGroup});
@@ -436,7 +443,7 @@ GpuProcessGroup::WorkPtr GpuProcessGroup::endCoalescing() {
   const auto entry = coalescing().extract(this);
   auto ours = ProcessGroup::endCoalescing();
   if (entry.empty() || !entry.mapped()) return ours;
-  auto theirs = nccl_.load()->endCoalescing();
+  auto theirs = nccl_.load()->call([](auto& nccl) { return nccl.endCoalescing(); });
   if (!static_cast<Work*>(ours.get())->completions().empty()) {
     ours->wait();
     SMDDP_LOG(Debug, "process_group", "a batch of calls was divided between NCCL and the host");

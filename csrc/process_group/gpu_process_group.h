@@ -17,6 +17,7 @@
 #include "cuda/path.h"
 #include "process_group/gpu_memory_path.h"
 #include "process_group/gpu_rails.h"
+#include "process_group/peer_group.h"
 #include "process_group/process_group.h"
 
 namespace smddp::process_group {
@@ -121,14 +122,14 @@ class GpuProcessGroup final : public ProcessGroup {
                                            std::shared_ptr<void> keepAlive) override;
 
   // The peer if it is to serve a collective, or a message to one rank; else null.
-  c10d::Backend* peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout, bool serves);
-  c10d::Backend* peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout);
-  c10d::Backend* peerFor(const Tensors& tensors, std::chrono::milliseconds timeout);
-  c10d::Backend* reducingPeerFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
-                                 std::chrono::milliseconds timeout);
-  c10d::Backend* reducingPeerFor(const Tensors& tensors, const c10d::ReduceOp& op,
-                                 std::chrono::milliseconds timeout);
-  c10d::Backend* messagePeerFor(const Tensors& tensors, int rank);
+  PeerGroup* peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout, bool serves);
+  PeerGroup* peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout);
+  PeerGroup* peerFor(const Tensors& tensors, std::chrono::milliseconds timeout);
+  PeerGroup* reducingPeerFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                             std::chrono::milliseconds timeout);
+  PeerGroup* reducingPeerFor(const Tensors& tensors, const c10d::ReduceOp& op,
+                             std::chrono::milliseconds timeout);
+  PeerGroup* messagePeerFor(const Tensors& tensors, int rank);
   bool isOnGpu(const at::Tensor& tensor) const;
   // With mutex_ held.
   cuda::Choice connect(std::chrono::milliseconds timeout);
@@ -138,7 +139,7 @@ class GpuProcessGroup final : public ProcessGroup {
   void publish(c10::Device device);
   void makePeer();
   void makeRails(std::chrono::milliseconds timeout);
-  c10d::Backend* used(State state);
+  PeerGroup* used(State state);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const GpuPeer peer_;
@@ -148,8 +149,8 @@ class GpuProcessGroup final : public ProcessGroup {
   std::optional<c10::Device> device_;  // of the first GPU tensor; guarded by mutex_
   std::map<int, std::string> names_;   // of the ranks' GPUs, as far as known; guarded by mutex_
   std::map<int, State> messages_;      // by rank; guarded by mutex_
-  c10::intrusive_ptr<c10d::Backend> made_;  // guarded by mutex_ until nccl_ is set
-  std::atomic<c10d::Backend*> nccl_{nullptr};
+  std::shared_ptr<PeerGroup> made_;    // guarded by mutex_ until nccl_ is set
+  std::atomic<PeerGroup*> nccl_{nullptr};
   std::shared_ptr<GpuMemoryPath> memory_;  // constant once state_ is Ipc
   std::shared_ptr<GpuRails> rails_;        // constant once state_ is Rails
 };

@@ -124,12 +124,14 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   }
 
   void end(const std::optional<Error>& error) {
-    if (error) {
-      // Copies to the host may still be under way, whose calls have ended.
-      keepForGood(shared_from_this());
-      giveUp(*error);
+    if (!error) {
+      if (atEnd_) std::exchange(atEnd_, nullptr)(error);
+      return;
     }
-    if (atEnd_) std::exchange(atEnd_, nullptr)(error);
+    // Copies to the host may still be under way, whose calls have ended.
+    keepForGood(shared_from_this());
+    giveUp(*error);
+    if (atEnd_) std::exchange(atEnd_, nullptr)(rails_->failure().value_or(*error));
   }
 
  private:
@@ -216,7 +218,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
       auto options = optionsOf<c10d::BroadcastOptions>();
       options.rootRank = topology_.localOf(root);
       std::vector<at::Tensor> tensors{part};
-      rails_->groups_.scatter->broadcast(tensors, options)->wait();
+      rails_->groups_.scatter->backend().broadcast(tensors, options)->wait();
       if (!whole.is_same(part)) enqueueCopy(part, whole.narrow(0, 0, part.numel()));
       share = whole.narrow(0, topology_.myLocal() * count, count);
     } else {
@@ -261,14 +263,14 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   void reduceInNode(at::Tensor whole, at::Tensor share, const c10d::ReduceOp& op) {
     auto options = optionsOf<c10d::ReduceScatterOptions>();
     options.reduceOp = op;
-    rails_->groups_.scatter->_reduce_scatter_base(share, whole, options)->wait();
+    rails_->groups_.scatter->backend()._reduce_scatter_base(share, whole, options)->wait();
   }
 
   // `whole`: where it can be gathered, which may not be where it belongs.
   void gatherInNode(at::Tensor share, at::Tensor whole, const at::Tensor& part) {
     copies_->use(share);
     auto options = optionsOf<c10d::AllgatherOptions>();
-    rails_->groups_.gather->_allgather_base(whole, share, options)->wait();
+    rails_->groups_.gather->backend()._allgather_base(whole, share, options)->wait();
     if (!whole.is_same(part)) enqueueCopy(whole.narrow(0, 0, part.numel()), part);
   }
 
@@ -320,22 +322,20 @@ GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engin
 std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
                                              const std::shared_ptr<DeviceCopies>& copies,
                                              std::shared_ptr<void> keepAlive) {
-  std::optional<Error> broken;
-  engine_->call([&] {
-    if (const Error* error = parent_->error()) broken = *error;
-  });
-  if (broken) throw *broken;
+  if (const auto error = failure()) throw *error;
   try {
     return std::make_shared<Turns>(shared_from_this(), request, copies, std::move(keepAlive));
+  } catch (const Error& error) {
+    fail(error);
   } catch (const std::exception& error) {
-    fail(Error(ErrorKind::Transport, error.what()));
-    throw;
+    fail(errorOfRank(parent_->spec().me, error.what()));
   }
+  throw failure().value();
 }
 
 void GpuRails::fail(const Error& error) {
-  engine_->fail(*groups_.railGroup, error);
   engine_->fail(*parent_, error);
+  engine_->fail(*groups_.railGroup, error);
 }
 
 void GpuRails::advanceLine() {
@@ -355,7 +355,7 @@ void GpuRails::advanceLine() {
       } catch (const Error& thrown) {
         error = thrown;
       } catch (const std::exception& thrown) {
-        error = Error(ErrorKind::Transport, thrown.what());
+        error = errorOfRank(parent_->spec().me, thrown.what());
       }
       lock.lock();
       if (!done && !error) break;
@@ -370,6 +370,7 @@ void GpuRails::advanceLine() {
 }
 
 void GpuRails::abort() {
+  if (const auto error = failure()) engine_->fail(*groups_.railGroup, *error);
   groups_.scatter->abort();
   groups_.gather->abort();
   groups_.rail->abort();

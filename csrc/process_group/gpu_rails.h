@@ -14,17 +14,16 @@
 // halves interleave differs.
 //
 // Threads: calls begin one after the other, as their group sees to; the rest is on whichever thread runs the engine's
-// continuations. Owns the three groups. An error fails the call, and with it the rail and the parent group; no call
-// begins in a group that has failed.
+// continuations. Owns the three groups. An error fails the call, and with it the parent group, the rail, and what NCCL
+// has enqueued (peer_group.h); no call begins in a group that has failed.
 #pragma once
-
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <deque>
 #include <memory>
 #include <mutex>
 
 #include "process_group/device_turns.h"
+#include "process_group/peer_group.h"
 #include "process_group/process_group.h"
 
 namespace smddp::process_group {
@@ -32,9 +31,9 @@ namespace smddp::process_group {
 class GpuRails : public std::enable_shared_from_this<GpuRails> {
  public:
   struct Groups {
-    c10::intrusive_ptr<c10d::Backend> scatter, gather;  // of NCCL, among the node's ranks
-    c10::intrusive_ptr<ProcessGroup> rail;              // a rank of each node
-    std::shared_ptr<engine::Group> railGroup;           // what that is around
+    std::shared_ptr<PeerGroup> scatter, gather;  // of NCCL, among the node's ranks
+    c10::intrusive_ptr<ProcessGroup> rail;       // a rank of each node
+    std::shared_ptr<engine::Group> railGroup;    // what that is around
   };
   GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> parent,
            c10::Device device, Groups groups);
@@ -52,6 +51,8 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
   friend class Turns;
   // A call has failed on this rank: others wait for it, on its rail at once, then on all.
   void fail(const Error& error);
+  // What the parent has failed of: it names ranks as the user does, whoever of the three groups has found the trouble.
+  std::optional<Error> failure() const { return engine_->failureOf(*parent_); }
   // Goes on with the oldest calls, as far as their rails have ended, on one thread at a time.
   void advanceLine();
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -343,10 +345,13 @@ def _rail_breaks_within(number: int) -> list[str]:
         call = _calls_on_rails(device)[number]
         device.synchronize()
         device.slow_down()
-        work = call()
+        works = []
+        said = error_of(lambda: works.append(call()))  # rank 3 may be known to be dead already
         if dist.get_rank() == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return [error_of(work.wait), error_of(lambda: call().wait())]
+        if works:
+            said = error_of(works[0].wait)
+        return [said, error_of(lambda: call().wait())]
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -410,6 +415,131 @@ def test_rank_that_dies_on_a_rail() -> None:
     for outcome in outcomes[:3]:
         assert outcome.returned, str(outcome)
         assert all("Error: smddp" in text for text in outcome.value), str(outcome)
+
+
+# --- ranks that are lost while NCCL has something enqueued ---------------------------------------
+
+
+@contextlib.contextmanager
+def _hanging_job() -> Iterator[tuple[Any, list[Any]]]:
+    """Yields the device and what stands for NCCL in the default group, which has served a call.
+
+    On rails that is one peer for the first stage, one for the last. No time-out of the group's ends
+    anything here before the test is killed.
+    """
+    from smddp import backend
+
+    made = []
+
+    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        made.append(device_cases.Fake.module.HangingPeer(rank, size))
+        return made[-1]
+
+    backend._gpu_peer = lambda: ("fake", lambda index: f"GPU {os.environ['RANK']}", make_peer)
+    with device_cases.job("fake", timeout=600) as device:
+        dist.all_reduce(torch.ones(1000, device=device.device))
+        yield device, made
+        device.synchronize()
+    assert all(peer.aborts() <= 1 for peer in made)
+
+
+def _until_it_fails(call: Callable[[], Any]) -> str:
+    while (said := error_of(call)) == "no error":
+        time.sleep(0.01)
+    return said
+
+
+def _loses_a_rank(stage: int, how: str) -> tuple[list[str], int]:
+    """The last rank dies, or fails, while what its node has enqueued in a stage waits for it."""
+    with _hanging_job() as (device, peers):
+        me, last = dist.get_rank(), dist.get_world_size() - 1
+        tensor = torch.ones(1000, device=device.device)
+        locals_ = int(os.environ["LOCAL_WORLD_SIZE"])
+        if me == last and how == "breaks":
+            peers[stage].break_down()
+        elif me != last and me // locals_ == last // locals_:
+            peers[stage].hang()
+        if stage == 0 and me == last:
+            ranks.await_ranks("enqueued", locals_ - 1)
+        if me == last and how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if me == last and how == "aborts":
+            dist.group.WORLD.abort()
+        said = []
+        try:
+            work = dist.all_reduce(tensor, async_op=True)
+            ranks.arrive("enqueued")
+            said.append(error_of(work.wait))
+        except dist.DistBackendError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        device.synchronize()
+        said.append(_until_it_fails(lambda: dist.all_reduce(tensor)))
+        said.append(error_of(dist.barrier))
+        # Who found the trouble has its error before the engine has come to that.
+        while not all(peer.aborts() for peer in peers):
+            time.sleep(0.01)
+        return said, sum(peer.aborts() for peer in peers)
+
+
+LOST = {
+    "dies": "PeerLostError: smddp.*rank {} .*its process (died|ended)",
+    "breaks": "TransportError: smddp.*rank {} could not do its part.*unhandled error",
+    "aborts": "AbortedError: smddp.*rank {} called abort",
+}
+
+
+@pytest.mark.parametrize("how", LOST)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_nccl_ends_when_a_rank_is_lost_on_rails(stage: int, how: str) -> None:
+    outcomes = ranks.run_ranks(_loses_a_rank, "2x2", stage, how, env=RAILS, timeout=60)
+    _check_lost(outcomes, how, peers=2)
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_nccl_ends_when_a_rank_is_lost(how: str) -> None:
+    outcomes = ranks.run_ranks(_loses_a_rank, "3", 0, how, timeout=60)
+    _check_lost(outcomes, how, peers=1)
+
+
+def _check_lost(outcomes: list[ranks.Outcome], how: str, peers: int) -> None:
+    """Everybody's NCCL was aborted, once, and their last errors name the rank."""
+    last = len(outcomes) - 1
+    for outcome in outcomes[: last if how == "dies" else None]:
+        assert outcome.returned, str(outcome)
+        said, aborts = outcome.value
+        assert aborts == peers, str(outcome)
+        for text in said[:-2]:
+            # What was enqueued may have been all that was missing, and its call has ended well.
+            assert text == "no error" or re.search(LOST[how].format(last), text, re.S), said
+        for text in said[-2:]:
+            assert re.search(LOST[how].format(last), text, re.S), said
+
+
+def _ends_in_order(how: str) -> list[str]:
+    """A rank leaves while another one's NCCL waits."""
+    with _hanging_job() as (device, peers):
+        tensor = torch.ones(1000, device=device.device)
+        peers[0].hang()
+        dist.all_reduce(tensor, async_op=True)
+        ranks.arrive("enqueued")
+        ranks.await_ranks("enqueued", 2)
+        if how == "abort":
+            dist.group.WORLD.abort()
+        else:
+            threading.Timer(0.2, peers[0].abort).start()
+            dist.group.WORLD._get_backend(device.device).shutdown()
+        said = error_of(lambda: dist.all_reduce(tensor)) if how == "abort" else ""
+        device.synchronize()
+        return [said, str(peers[0].aborts())]
+
+
+@pytest.mark.parametrize("how", ["abort", "shutdown"])
+def test_script_ends_nccl_itself(how: str) -> None:
+    """Once: nothing is aborted a second time, nor behind a shutdown that has ended by itself."""
+    for said, aborts in ranks.check_ranks(_ends_in_order, "2", how):
+        if how == "abort":
+            assert re.match("AbortedError: smddp.*rank . called abort", said), said
+        assert aborts == "1"
 
 
 # --- capture into a graph ------------------------------------------------------------------------

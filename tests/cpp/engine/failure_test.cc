@@ -3,7 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <future>
 #include <latch>
+#include <thread>
 
 #include "engine/calls.h"
 #include "support/effort.h"
@@ -318,6 +321,50 @@ TEST_P(FailureTest, TheFirstErrorIsTheAnswerToAllLaterCalls) {
       EXPECT_EQ(error->kind(), ErrorKind::Aborted);
       EXPECT_THAT(error->what(), HasSubstr("first"));
     }
+  });
+}
+
+// The group is idle on all ranks, and whoever is told may block for as long as it takes.
+TEST_P(FailureTest, WatchersAreToldOnAThreadThatMayBlock) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const auto other =
+        rank.engine.createGroup(rank.store, {"other", rank.rank, rank.size}, kTimeout);
+    std::promise<std::pair<std::string, std::thread::id>> told;
+    std::promise<void> noted, released;
+    rank.engine.watch(*rank.group, [&](const Error& error) {
+      told.set_value({error.what(), std::this_thread::get_id()});
+      released.get_future().wait();
+      noted.set_value();
+    });
+    if (rank.rank == 1) rank.engine.fail(*rank.group, Error(ErrorKind::Transport, "made up"));
+    const auto [text, thread] = told.get_future().get();
+    EXPECT_THAT(text, HasSubstr("made up"));
+    EXPECT_NE(thread, std::this_thread::get_id());
+    // The engine goes on meanwhile, also for those who do not run it.
+    const auto done = begin(rank.engine, *other, barrier(), kLong);
+    std::promise<void> ended;
+    done->then([&] { ended.set_value(); });
+    ended.get_future().wait();
+    EXPECT_FALSE(done->error());
+    released.set_value();
+    noted.get_future().wait();
+    const auto failure = rank.engine.failureOf(*rank.group);
+    ASSERT_TRUE(failure);
+    EXPECT_THAT(failure->what(), HasSubstr("made up"));
+  });
+}
+
+TEST_P(FailureTest, WatchersHearOfAFailureBeforeThemButNotOfLeaving) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const auto left = rank.engine.createGroup(rank.store, {"left", rank.rank, rank.size}, kTimeout);
+    std::atomic<bool> heard{false};
+    rank.engine.watch(*left, [&](const Error&) { heard = true; });
+    rank.engine.destroyGroup(left);
+    rank.engine.fail(*rank.group, Error(ErrorKind::Transport, "made up"));
+    std::promise<void> told;
+    rank.engine.watch(*rank.group, [&](const Error&) { told.set_value(); });
+    told.get_future().wait();
+    EXPECT_FALSE(heard);
   });
 }
 

@@ -411,6 +411,7 @@ PYBIND11_MODULE(fake_device, m) {
   m.def("replay", [] { laneOf(currentStream).replay(); });
   m.def("spoilt", [] { return world().spoilt.load(); });
   bindRecordingPeer(m);
+  bindHangingPeer(m);
   m.def("break_copies", [] { world().copiesFail = true; });
   m.def(
       "synchronize", [] { Guard().synchronizeDevice(0); }, Release());

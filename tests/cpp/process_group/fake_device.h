@@ -70,6 +70,8 @@ c10::StreamId currentStreamId();
 
 // Adds what stands for NCCL to the module, see recording_peer.cc.
 void bindRecordingPeer(pybind11::module_& m);
+// The same, see hanging_peer.cc.
+void bindHangingPeer(pybind11::module_& m);
 
 // Device memory, in pages of its own that other processes can map. Entered in World::live.
 void* allocateShared(size_t bytes, bool isTensor);

@@ -1,0 +1,57 @@
+#include "process_group/peer_group.h"
+
+#include "common/log.h"
+#include "process_group/errors.h"
+
+namespace smddp::process_group {
+
+Error errorOfRank(Rank rank, const std::string& what) {
+  return Error(ErrorKind::Transport,
+               fmt::format("rank {} could not do its part on the device: {}", rank, what));
+}
+
+std::shared_ptr<PeerGroup> PeerGroup::make(std::shared_ptr<engine::Engine> engine,
+                                           std::shared_ptr<engine::Group> group,
+                                           c10::intrusive_ptr<c10d::Backend> backend,
+                                           Action before) {
+  auto made = std::make_shared<PeerGroup>(engine, group, std::move(backend));
+  engine->watch(*group, [weak = std::weak_ptr(made), before](const Error& error) {
+    const auto peer = weak.lock();
+    if (!peer) return;
+    if (before) before(error);
+    SMDDP_LOG(Warn, "process_group",
+              "what NCCL had enqueued for group \"{}\" is aborted, and has no result: {}",
+              peer->group_->spec().name, error.what());
+    peer->abort();
+  });
+  return made;
+}
+
+PeerGroup::PeerGroup(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
+                     c10::intrusive_ptr<c10d::Backend> backend)
+    : engine_(std::move(engine)), group_(std::move(group)), backend_(std::move(backend)) {}
+
+void PeerGroup::throwFailure() const {
+  throwAsTorch(engine_->failureOf(*group_).value_or(
+      Error(ErrorKind::Aborted, "smddp: NCCL was aborted, since its group has failed")));
+}
+
+void PeerGroup::failed(const std::string& what) {
+  engine_->fail(*group_, errorOfRank(group_->spec().me, what));
+  throwFailure();
+}
+
+void PeerGroup::abort() {
+  // First, so that nobody takes what this leads to for the cause.
+  failed_.store(true, std::memory_order_release);
+  std::call_once(aborted_, [this] {
+    if (!ended_) backend_->abort();
+  });
+}
+
+void PeerGroup::shutdown() {
+  backend_->shutdown();
+  ended_ = true;
+}
+
+}  // namespace smddp::process_group

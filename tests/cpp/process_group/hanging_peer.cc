@@ -1,0 +1,94 @@
+// What stands for NCCL where ranks are lost: its calls enqueue one task on the current stream, as NCCL enqueues a kernel,
+// that ends when all ranks have come, or with abort(). Which ranks come is not looked at: a test tells a peer whether
+// its calls hang from now on, or fail as they are made.
+//
+// All ranks are taken to have the same values, see recording_peer.cc.
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "process_group/fake_device.h"
+
+namespace fake_device {
+namespace {
+
+class Enqueued final : public c10d::Work {
+ public:
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds) override { return true; }
+};
+
+class HangingPeer final : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using c10d::Backend::Backend;
+
+  const std::string getBackendName() const override { return "hanging"; }
+
+  void hang() { state_->hangs = true; }
+  void breakDown() { broken_ = true; }
+  int aborts() const { return state_->aborts; }
+
+  void abort() override {
+    const std::lock_guard lock(state_->mutex);
+    ++state_->aborts;
+    state_->changed.notify_all();
+  }
+  // Waits for what it has enqueued, as NCCL does.
+  void shutdown() override {
+    std::unique_lock lock(state_->mutex);
+    state_->changed.wait(lock, [this] { return state_->enqueued == 0; });
+  }
+
+  WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override { return enqueue(); }
+  WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override { return enqueue(); }
+  WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override {
+    return enqueue();
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&,
+                               const c10d::ReduceScatterOptions&) override {
+    return enqueue();
+  }
+  WorkPtr barrier(const c10d::BarrierOptions&) override { return enqueue(); }
+
+ private:
+  // The stream's, too, which may come to a task when the peer is gone.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::atomic<bool> hangs{false};
+    int enqueued = 0;  // guarded by mutex
+    std::atomic<int> aborts{0};
+  };
+
+  WorkPtr enqueue() {
+    if (broken_) C10_THROW_ERROR(DistBackendError, "the made-up NCCL has an unhandled error");
+    {
+      const std::lock_guard lock(state_->mutex);
+      ++state_->enqueued;
+    }
+    laneOf(currentStreamId()).add([state = state_, hangs = state_->hangs.load()] {
+      std::unique_lock lock(state->mutex);
+      state->changed.wait(lock, [&] { return !hangs || state->aborts > 0; });
+      --state->enqueued;
+      state->changed.notify_all();
+    });
+    return c10::make_intrusive<Enqueued>();
+  }
+
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+  std::atomic<bool> broken_{false};
+};
+
+}  // namespace
+
+void bindHangingPeer(pybind11::module_& m) {
+  pybind11::module_::import("torch.distributed");
+  pybind11::class_<HangingPeer, c10d::Backend, c10::intrusive_ptr<HangingPeer>>(m, "HangingPeer")
+      .def(pybind11::init<int, int>())
+      .def("hang", &HangingPeer::hang)
+      .def("break_down", &HangingPeer::breakDown)
+      .def("aborts", &HangingPeer::aborts);
+}
+
+}  // namespace fake_device
