@@ -66,7 +66,8 @@ void bindProcessGroup(py::module& m) {
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            py::arg("algorithm"), py::arg("device_type"), py::arg("name_of"), py::arg("make_peer"),
            py::arg("cuda_part") = "", Release())
-      .def("gpu_path", &GpuProcessGroup::path);
+      .def("gpu_path", &GpuProcessGroup::path)
+      .def("gpu_sum", &GpuProcessGroup::sumPlace);
   m.def(
       "empty",
       [](const std::vector<int64_t>& sizes, at::ScalarType type) {

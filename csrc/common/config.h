@@ -62,6 +62,10 @@ inline constexpr int64_t kMostWindow = 1 << 14;
     "on one node; else through the host), host, nccl, ipc (as auto, but ranks that all share one GPU meet " \
     "in its memory), or rails (as auto, but on several nodes all_reduce, all_gather, reduce_scatter and broadcast go " \
     "by NCCL inside them). The last two are not yet tried on a GPU.")                                           \
+  X(std::string, gpuSum, "SMDDP_GPU_SUM", "auto",                                                             \
+    "Where rails (SMDDP_GPU_PATH) sum between nodes, on all ranks alike: cpu, gpu (a kernel of the CUDA part), or " \
+    "auto: each group measures both at its first call, and takes the GPU where that is clearly quicker. Not yet " \
+    "tried on a GPU.")                                                                                        \
   X(bool, gpuCommMemory, "SMDDP_GPU_COMM_MEMORY", false,                                                      \
     "Let DDP's gradient buckets on GPUs, and FSDP2's where it asks, live in memory that NCCL has registered, or " \
     "that ranks which share a GPU can open. Not yet tried on a GPU.")                                          \

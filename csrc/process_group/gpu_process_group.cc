@@ -10,6 +10,7 @@
 
 #include "common/config.h"
 #include "common/log.h"
+#include "cuda/library.h"
 #include "process_group/checks.h"
 #include "process_group/errors.h"
 #include "process_group/store_adapter.h"
@@ -310,6 +311,7 @@ cuda::Choice GpuProcessGroup::connect(std::chrono::milliseconds timeout) {
 
 GpuProcessGroup::State GpuProcessGroup::decide(std::chrono::milliseconds timeout) {
   if (const State known = state_.load(); known != State::Unknown) return known;
+  cuda::parseSumSetting(settings().gpuSum);  // a wrong word, also where there are no rails
   std::vector<int> all(static_cast<size_t>(getSize()));
   for (int rank = 0; rank < getSize(); ++rank) all[static_cast<size_t>(rank)] = rank;
   auto choice = cuda::choosePath(settings().gpuPath, static_cast<bool>(peer_.make),
@@ -408,16 +410,23 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
   const auto& topology = group()->topology();
   const auto patience = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::nanoseconds(nanoseconds(timeout)));
-  std::vector<Rank> rail;
-  for (int node = 0; node < topology.numNodes(); ++node) rail.push_back(topology.railPeer(node));
-  const engine::Group::Spec spec{
-      fmt::format("{}, rail {}", group()->spec().name, topology.myLocal()), topology.myNode(),
-      topology.numNodes(), group()->spec().algorithm};
-  const auto railGroup = engine()->splitGroup(group(), spec, rail, nanoseconds(timeout));
-  auto between = c10::make_intrusive<ProcessGroup>(railGroup, patience);
-  // The rail fails before NCCL is aborted: what comes out of that must not be summed.
-  const auto failRail = [engine = engine(), railGroup](const Error& error) {
-    engine->fail(*railGroup, error);
+  std::vector<Rank> members;
+  for (int node = 0; node < topology.numNodes(); ++node) members.push_back(topology.railPeer(node));
+  std::vector<std::shared_ptr<engine::Group>> railGroups;
+  std::vector<intrusive_ptr<ProcessGroup>> rails;
+  for (const char* name : {"rail", "second rail"}) {
+    // Only sums on the GPU need the second.
+    const bool isOnCpu = cuda::parseSumSetting(settings().gpuSum) == cuda::SumSetting::Cpu;
+    if (isOnCpu && !rails.empty()) break;
+    const engine::Group::Spec spec{
+        fmt::format("{}, {} {}", group()->spec().name, name, topology.myLocal()), topology.myNode(),
+        topology.numNodes(), group()->spec().algorithm};
+    railGroups.push_back(engine()->splitGroup(group(), spec, members, nanoseconds(timeout)));
+    rails.push_back(c10::make_intrusive<ProcessGroup>(railGroups.back(), patience));
+  }
+  // The rails fail before NCCL is aborted: what comes out of that must not be summed.
+  const auto failRails = [engine = engine(), railGroups](const Error& error) {
+    for (const auto& rail : railGroups) engine->fail(*rail, error);
   };
   const auto nodeGroup = [&](const char* purpose) {
     const std::string prefix =
@@ -425,11 +434,98 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
     return PeerGroup::make(engine(), group(),
                            peer_.make(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
                                       topology.myLocal(), topology.teamSize(), patience),
-                           failRail);
+                           failRails);
   };
   rails_ = std::make_shared<GpuRails>(
       engine(), group(), *device_,
-      GpuRails::Groups{nodeGroup("scatter"), nodeGroup("gather"), std::move(between), railGroup});
+      GpuRails::Groups{nodeGroup("scatter"), nodeGroup("gather"), rails, railGroups});
+  chooseSum(rails, timeout);
+}
+
+at::Tensor GpuProcessGroup::gathered(const std::vector<int64_t>& mine,
+                                     std::chrono::milliseconds timeout) {
+  at::Tensor input = at::tensor(mine, at::kLong);
+  at::Tensor output = at::empty({getSize() * input.numel()}, at::kLong);
+  c10d::AllgatherOptions options;
+  options.timeout = timeout;
+  ProcessGroup::_allgather_base(output, input, options)->wait();
+  return output.view({getSize(), input.numel()});
+}
+
+const cuda::DeviceTable* GpuProcessGroup::summingTable(std::string& refusal) const {
+  const int nodes = group()->topology().numNodes();
+  if (nodes > cuda::kMaxSharing) {
+    refusal = fmt::format("a kernel sums {} nodes at most, not {}", cuda::kMaxSharing, nodes);
+    return nullptr;
+  }
+  try {
+    const auto& table = cuda::loadLibrary(peer_.library);
+    // Whether it has kernels for this GPU.
+    const at::Tensor bytes = at::zeros({2}, at::TensorOptions(at::kByte).device(*device_));
+    cuda::Job job;
+    job.srcs[0] = bytes.data_ptr();
+    job.dsts[0] = static_cast<std::byte*>(bytes.data_ptr()) + 1;
+    job.numSrcs = job.numDsts = 1;
+    job.count = 1;
+    cuda::check(table, table.run(device_->index(), &job, currentStream(*device_).native_handle()),
+                "a kernel");
+    return &table;
+  } catch (const Error& error) {
+    refusal = error.what();
+    return nullptr;
+  }
+}
+
+void GpuProcessGroup::chooseSum(const std::vector<intrusive_ptr<ProcessGroup>>& rails,
+                                std::chrono::milliseconds timeout) {
+  const auto setting = cuda::parseSumSetting(settings().gpuSum);
+  std::string refusal;
+  const cuda::DeviceTable* const table =
+      setting == cuda::SumSetting::Cpu ? nullptr : summingTable(refusal);
+  const at::Tensor said = gathered({static_cast<int64_t>(setting), table != nullptr}, timeout);
+  int64_t unable = getSize();  // the first rank that is
+  for (int64_t rank = getSize() - 1; rank >= 0; --rank) {
+    if (said[rank][0].item<int64_t>() != said[0][0].item<int64_t>()) {
+      raise(ErrorKind::Mismatch, "rank {} and rank 0 have different SMDDP_GPU_SUM", rank);
+    }
+    if (said[rank][1].item<int64_t>() == 0) unable = rank;
+  }
+  if (setting == cuda::SumSetting::Cpu) return;
+  if (unable < getSize()) {
+    if (unable != getRank()) return;
+    const auto level = setting == cuda::SumSetting::Gpu ? LogLevel::Warn : LogLevel::Info;
+    if (level > logLevel()) return;
+    writeLog(
+        level, "process_group",
+        fmt::format("rails sum on the CPU: SMDDP_GPU_SUM={} cannot have the GPU do it: rank {}: {}",
+                    settings().gpuSum, unable, refusal));
+    return;
+  }
+  const auto onGpu = [&] { return RailSum::onGpu(rails[0], rails[1], *table); };
+  if (setting == cuda::SumSetting::Gpu) {
+    sumPlace_ = cuda::SumPlace::Gpu;
+    return rails_->use(onGpu());
+  }
+  const int64_t onCpu = rails_->measure(nanoseconds(timeout));
+  rails_->use(onGpu());
+  const at::Tensor took = gathered({onCpu, rails_->measure(nanoseconds(timeout))}, timeout);
+  std::vector<cuda::SumTimes> ranks;
+  for (int rank = 0; rank < getSize(); ++rank) {
+    ranks.push_back({took[rank][0].item<int64_t>(), took[rank][1].item<int64_t>()});
+  }
+  const cuda::SumTimes slowest = cuda::slowest(ranks);
+  sumPlace_ = cuda::chooseSum(slowest);
+  if (sumPlace_ == cuda::SumPlace::Cpu) rails_->use(RailSum::onCpu(rails[0]));
+  if (getRank() != 0) return;
+  SMDDP_LOG(Info, "process_group",
+            "rails sum on the {}: a trial took {:.3f} ms with the sum on the CPU, {:.3f} ms with "
+            "that on the GPU, on the slowest rank",
+            sumPlace_ == cuda::SumPlace::Gpu ? "GPU" : "CPU",
+            static_cast<double>(slowest.cpu) * 1e-6, static_cast<double>(slowest.gpu) * 1e-6);
+}
+
+std::string GpuProcessGroup::sumPlace() const {
+  return state_.load(std::memory_order_acquire) == State::Rails ? toString(sumPlace_) : "";
 }
 
 // --- batches ----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "cuda/path.h"
+#include "cuda/sum_choice.h"
 #include "process_group/gpu_memory_path.h"
 #include "process_group/gpu_rails.h"
 #include "process_group/peer_group.h"
@@ -100,6 +101,8 @@ class GpuProcessGroup final : public ProcessGroup {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
+  // Where rails sum between nodes: "cpu", "gpu", or empty where there are none.
+  std::string sumPlace() const;
   // "host", "nccl", "ipc", "rails", or empty before the first collective on GPU tensors.
   std::string path() const;
 
@@ -139,6 +142,13 @@ class GpuProcessGroup final : public ProcessGroup {
   void publish(c10::Device device);
   void makePeer();
   void makeRails(std::chrono::milliseconds timeout);
+  // Has rails sum where the setting says, or where it is quicker; all ranks find the same.
+  void chooseSum(const std::vector<c10::intrusive_ptr<ProcessGroup>>& rails,
+                 std::chrono::milliseconds timeout);
+  // What ranks say of themselves, by rank: rows of as many numbers as each says.
+  at::Tensor gathered(const std::vector<int64_t>& mine, std::chrono::milliseconds timeout);
+  // The CUDA part if its kernels run here; else why not.
+  const cuda::DeviceTable* summingTable(std::string& refusal) const;
   PeerGroup* used(State state);
 
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -151,8 +161,9 @@ class GpuProcessGroup final : public ProcessGroup {
   std::map<int, State> messages_;      // by rank; guarded by mutex_
   std::shared_ptr<PeerGroup> made_;    // guarded by mutex_ until nccl_ is set
   std::atomic<PeerGroup*> nccl_{nullptr};
-  std::shared_ptr<GpuMemoryPath> memory_;  // constant once state_ is Ipc
-  std::shared_ptr<GpuRails> rails_;        // constant once state_ is Rails
+  std::shared_ptr<GpuMemoryPath> memory_;          // constant once state_ is Ipc
+  std::shared_ptr<GpuRails> rails_;                // constant once state_ is Rails
+  cuda::SumPlace sumPlace_ = cuda::SumPlace::Cpu;  // the same
 };
 
 }  // namespace smddp::process_group

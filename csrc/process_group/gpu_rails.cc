@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "common/config.h"
 #include "common/log.h"
@@ -61,6 +62,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
         std::shared_ptr<DeviceCopies> copies, std::shared_ptr<void> keepAlive)
       : rails_(std::move(rails)),
         topology_(rails_->parent_->topology()),
+        sum_(rails_->sum_),
         copies_(std::move(copies)),
         keepAlive_(std::move(keepAlive)),
         timeout_(std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -87,16 +89,15 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
   void atEnd(std::function<void(const std::optional<Error>&)> action) override {
     atEnd_ = std::move(action);
+    // Before anybody may go on with the chunks.
+    std::vector<c10::intrusive_ptr<Work>> rails;
+    for (const Chunk& chunk : chunks_) rails.push_back(chunk.rail);
     {
       const std::lock_guard lock(rails_->mutex_);
       rails_->line_.push_back(shared_from_this());
     }
-    for (const Chunk& chunk : chunks_) {
-      for (const auto& completion : chunk.rail->completions()) {
-        completion->then([rails = rails_] { rails->advanceLine(); });
-      }
-    }
-    if (chunks_.empty()) rails_->advanceLine();
+    for (const auto& rail : rails) advanceAfter(*rail);
+    if (rails.empty()) rails_->advanceLine();
   }
 
   void giveUp(const Error& error) noexcept override {
@@ -107,20 +108,23 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
     }
   }
 
-  // Enqueues the third stage of the chunks whose rail has ended; whether that was all. Throws the rail's error.
+  // Enqueues what follows the rail of the chunks where it has ended; whether that was all. Throws the rail's error.
   bool goOn() {
-    for (; ended_ < chunks_.size(); ++ended_) {
+    const c10::StreamGuard guard(copies_->stream());
+    const at::AutoDispatchBelowADInplaceOrView noAutograd;
+    for (; summed_ < chunks_.size(); ++summed_) {
+      Chunk& chunk = chunks_[summed_];
+      if (!chunk.second) continue;
+      if (!hasEnded(*chunk.rail)) break;
+      chunk.rail = chunk.second();
+      if (chunk.rail) advanceAfter(*chunk.rail);
+    }
+    for (; ended_ < summed_; ++ended_) {
       const Chunk& chunk = chunks_[ended_];
-      for (const auto& completion : chunk.rail->completions()) {
-        if (!completion->done()) return false;
-        if (completion->error()) throw *completion->error();
-      }
-      const c10::StreamGuard guard(copies_->stream());
-      const at::AutoDispatchBelowADInplaceOrView noAutograd;
-      chunk.rail->wait();
+      if (chunk.rail && !hasEnded(*chunk.rail)) return false;
       if (chunk.last) chunk.last();
     }
-    return true;
+    return ended_ == chunks_.size();
   }
 
   void end(const std::optional<Error>& error) {
@@ -136,10 +140,27 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
  private:
   struct Chunk {
-    c10::intrusive_ptr<Work> rail;
-    std::function<void()>
-        last;  // enqueues the third stage on the current stream; none: there is none
+    c10::intrusive_ptr<Work> rail;  // under way, or the last; none: only the device is left
+    // These two enqueue on the current stream. Empty: there is no such step.
+    std::function<c10::intrusive_ptr<Work>()> second = {};  // of the rail
+    std::function<void()> last = {};                        // the third stage
   };
+
+  void advanceAfter(const Work& rail) const {
+    for (const auto& completion : rail.completions()) {
+      completion->then([rails = rails_] { rails->advanceLine(); });
+    }
+  }
+
+  // If so, the current stream waits for it.
+  static bool hasEnded(Work& rail) {
+    for (const auto& completion : rail.completions()) {
+      if (!completion->done()) return false;
+      if (completion->error()) throw *completion->error();
+    }
+    rail.wait();
+    return true;
+  }
 
   void begin(const engine::Request& request) {
     using collectives::Collective;
@@ -173,30 +194,27 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   // --- the collectives, as far as the rail -------------------------------------------------------
 
   void reduceAll(const at::Tensor& part, const c10d::ReduceOp& op) {
-    at::Tensor whole = padded(part);
+    at::Tensor whole = padded(part, locals() * sum_->multiple());
     if (!whole.is_same(part)) {
       whole.zero_();
       enqueueCopy(part, whole.narrow(0, 0, part.numel()));
     }
     at::Tensor share = at::empty({whole.numel() / locals()}, part.options());
     reduceInNode(whole, share, op);
-    auto options = optionsOf<c10d::AllreduceOptions>();
-    options.reduceOp = op;
-    std::vector<at::Tensor> shares{share};
-    add(rail().allreduce(shares, options), [this, share, whole, part] {
-      copies_->use(whole);
-      gatherInNode(share, whole, part);
-    });
+    auto [first, second] = sum_->sumAll(sumOf(op), share);
+    chunks_.push_back({std::move(first), std::move(second), [this, share, whole, part] {
+                         copies_->use(whole);
+                         gatherInNode(share, whole, part);
+                       }});
   }
 
-  void reduceScatter(const at::Tensor& blocks, at::Tensor output, const c10d::ReduceOp& op) {
+  void reduceScatter(const at::Tensor& blocks, const at::Tensor& output, const c10d::ReduceOp& op) {
     const at::Tensor ordered = at::empty({locals(), nodes(), output.numel()}, output.options());
     for (const auto& [theirs, ours] : paired(blocks, ordered)) enqueueCopy(theirs, ours);
     at::Tensor share = at::empty({nodes() * output.numel()}, output.options());
     reduceInNode(ordered.view(-1), share, op);
-    auto options = optionsOf<c10d::ReduceScatterOptions>();
-    options.reduceOp = op;
-    add(rail()._reduce_scatter_base(output, share, options), nullptr);
+    auto [first, second] = sum_->sumBlocks(sumOf(op), output, share);
+    chunks_.push_back({std::move(first), std::move(second)});
   }
 
   void gatherAll(at::Tensor input, const at::Tensor& blocks) {
@@ -210,7 +228,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   }
 
   void broadcast(const at::Tensor& part, Rank root) {
-    const at::Tensor whole = padded(part);
+    const at::Tensor whole = padded(part, locals());
     const int64_t count = whole.numel() / locals();
     const bool hasIt = topology_.nodeOf(root) == topology_.myNode();
     at::Tensor share;
@@ -239,7 +257,8 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
   int64_t locals() const { return topology_.teamSize(); }
   int64_t nodes() const { return topology_.numNodes(); }
-  ProcessGroup& rail() const { return *rails_->groups_.rail; }
+  ProcessGroup& rail() const { return *rails_->groups_.rails.front(); }
+  RailSum::Call sumOf(const c10d::ReduceOp& op) const { return {op, timeout_, copies_}; }
 
   template <typename Options>
   Options optionsOf() const {
@@ -250,14 +269,15 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   }
 
   void add(const c10::intrusive_ptr<c10d::Work>& rail, std::function<void()> last) {
-    chunks_.push_back(
-        {c10::intrusive_ptr<Work>::reclaim_copy(static_cast<Work*>(rail.get())), std::move(last)});
+    chunks_.push_back({c10::intrusive_ptr<Work>::reclaim_copy(static_cast<Work*>(rail.get())),
+                       {},
+                       std::move(last)});
   }
 
-  // The part, or room for it that the node's ranks can share evenly.
-  at::Tensor padded(const at::Tensor& part) const {
-    const int64_t share = (part.numel() + locals() - 1) / locals();
-    return share * locals() == part.numel() ? part : at::empty({share * locals()}, part.options());
+  // The part, or room for it that `ways` can share evenly.
+  static at::Tensor padded(const at::Tensor& part, int64_t ways) {
+    const int64_t share = (part.numel() + ways - 1) / ways;
+    return share * ways == part.numel() ? part : at::empty({share * ways}, part.options());
   }
 
   void reduceInNode(at::Tensor whole, at::Tensor share, const c10d::ReduceOp& op) {
@@ -297,12 +317,14 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
   const std::shared_ptr<GpuRails> rails_;
   const plan::Topology& topology_;
+  const std::shared_ptr<RailSum> sum_;
   const std::shared_ptr<DeviceCopies> copies_;
   const std::shared_ptr<void> keepAlive_;
   const std::chrono::milliseconds timeout_;
   const c10::Stream firstStream_;
   std::vector<Chunk> chunks_;
-  size_t ended_ = 0;  // of the thread in advanceLine()
+  size_t summed_ = 0;  // chunks whose rail has no step left to make; of the thread in advanceLine()
+  size_t ended_ = 0;   // of which nothing is left to enqueue; the same
   std::function<void(const std::optional<Error>&)> atEnd_;
 };
 
@@ -317,7 +339,32 @@ GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engin
     : engine_(std::move(engine)),
       parent_(std::move(parent)),
       device_(device),
-      groups_(std::move(groups)) {}
+      groups_(std::move(groups)),
+      sum_(RailSum::onCpu(groups_.rails.front())) {}
+
+int64_t GpuRails::measure(Nanoseconds timeout) {
+  constexpr int64_t kMostBytes = 4 << 20;
+  constexpr int kRounds = 3;  // the first one connects, and allocates
+  const int64_t bytes = std::min(settings().poolBytes, kMostBytes) * parent_->topology().teamSize();
+  const at::Tensor scratch = at::zeros({bytes}, at::TensorOptions(at::kByte).device(device_));
+  engine::Request request;
+  request.collective = collectives::Collective::AllReduce;
+  request.type = DataType::float32;
+  request.bytes = bytes;
+  request.output = {{static_cast<std::byte*>(scratch.data_ptr()), static_cast<size_t>(bytes)}};
+  request.timeout = timeout;
+  const MonotonicClock clock;
+  Nanoseconds quickest = std::numeric_limits<Nanoseconds>::max();
+  for (int round = 0; round < kRounds; ++round) {
+    const Nanoseconds begun = clock.now();
+    const auto copies = std::make_shared<DeviceCopies>(device_);
+    begin(request, copies, std::make_shared<at::Tensor>(scratch))->advanceToEnd();
+    copies->finish();
+    copies->synchronize();
+    if (round > 0) quickest = std::min(quickest, clock.now() - begun);
+  }
+  return quickest;
+}
 
 std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
                                              const std::shared_ptr<DeviceCopies>& copies,
@@ -335,7 +382,7 @@ std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
 
 void GpuRails::fail(const Error& error) {
   engine_->fail(*parent_, error);
-  engine_->fail(*groups_.railGroup, error);
+  for (const auto& rail : groups_.railGroups) engine_->fail(*rail, error);
 }
 
 void GpuRails::advanceLine() {
@@ -370,14 +417,16 @@ void GpuRails::advanceLine() {
 }
 
 void GpuRails::abort() {
-  if (const auto error = failure()) engine_->fail(*groups_.railGroup, *error);
+  if (const auto error = failure()) {
+    for (const auto& rail : groups_.railGroups) engine_->fail(*rail, *error);
+  }
   groups_.scatter->abort();
   groups_.gather->abort();
-  groups_.rail->abort();
+  for (const auto& rail : groups_.rails) rail->abort();
 }
 
 void GpuRails::shutdown() {
-  groups_.rail->shutdown();
+  for (const auto& rail : groups_.rails) rail->shutdown();
   groups_.scatter->shutdown();
   groups_.gather->shutdown();
 }

@@ -417,6 +417,165 @@ def test_rank_that_dies_on_a_rail() -> None:
         assert all("Error: smddp" in text for text in outcome.value), str(outcome)
 
 
+# --- the sum between nodes on the GPU ------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _summing_job(library: str | None) -> Iterator[Any]:
+    """Rails with a CUDA part, or with a file that is none."""
+    from smddp import _load, backend
+
+    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return _load.load().ProcessGroup(store, rank, size, timeout, "peer")
+
+    part = str(device_cases.find_fake()) if library is None else library
+    backend._gpu_peer = lambda: ("fake", lambda index: os.environ["RANK"], make_peer, part)
+    with device_cases.job("fake") as device:
+        yield device
+
+
+def _place() -> str:
+    place: str = dist.group.WORLD._get_backend(torch.device("fake")).gpu_sum()
+    return place
+
+
+# Those that rails reduce, and a count that neither ranks nor nodes divide, beyond what the CPU sums
+# in another order than that of nodes.
+SUMMED = [*device_cases.FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64]
+SUMMED_COUNT = 20_011
+
+
+def _sums(library: str | None = None) -> tuple[str, int, dict[str, bytes]]:
+    """Returns where sums were made, how many by kernels, and their bytes by call."""
+    with _summing_job(library) as device:
+        results = {}
+        generator = torch.Generator().manual_seed(dist.get_rank())
+
+        def keep(name: str, tensor: torch.Tensor) -> None:
+            results[name] = bytes(tensor.cpu().contiguous().view(torch.uint8).numpy())
+
+        for dtype in SUMMED:
+            ops = device_cases.OPS + ([dist.ReduceOp.AVG] if dtype.is_floating_point else [])
+            for number, op in enumerate(ops):
+                size = dist.get_world_size()
+                values = torch.randn(size * SUMMED_COUNT, generator=generator) * 100
+                there = values.to(dtype).to(device.device)
+                block = torch.zeros(SUMMED_COUNT, dtype=dtype, device=device.device)
+                dist.reduce_scatter_tensor(block, there, op)
+                keep(f"reduce_scatter {dtype} {number}", block)
+                vector = there[:SUMMED_COUNT].clone()
+                dist.all_reduce(vector, op)
+                keep(f"all_reduce {dtype} {number}", vector)
+        return _place(), device.module.jobs(), results
+
+
+@pytest.mark.parametrize("layout", ["2x2", "3x2"])
+def test_sums_on_the_gpu_are_those_of_the_cpu(layout: str) -> None:
+    """Bit by bit, of values whose sums depend on the order."""
+    on_cpu = ranks.check_ranks(_sums, layout, env=RAILS | {"SMDDP_GPU_SUM": "cpu"}, timeout=120)
+    on_gpu = ranks.check_ranks(_sums, layout, env=RAILS | {"SMDDP_GPU_SUM": "gpu"}, timeout=120)
+    for (cpu, no_jobs, expected), (gpu, jobs, got) in zip(on_cpu, on_gpu, strict=True):
+        assert (cpu, gpu) == ("cpu", "gpu")
+        assert no_jobs == 0
+        assert jobs > len(got)  # chunks, too
+        assert got == expected
+
+
+def _on_rails_with_kernels(cases: str) -> tuple[str, int]:
+    from smddp import _load, backend
+
+    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return _load.load().ProcessGroup(store, rank, size, timeout, "peer")
+
+    library = str(device_cases.find_fake())
+    backend._gpu_peer = lambda: ("fake", lambda index: os.environ["RANK"], make_peer, library)
+    places = []
+    destroy = dist.destroy_process_group
+
+    def destroy_and_tell(group: Any = None) -> None:
+        places.append(_place())
+        destroy(group)
+
+    dist.destroy_process_group = destroy_and_tell
+    getattr(device_cases, cases)("fake")
+    return places[0], device_cases.Fake.module.jobs()
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        ("2x2", "reduces"),
+        ("2x2", "overlaps"),
+        ("2x2", "follows_streams"),
+        ("2x2", "outlives_its_tensors"),
+        ("2x2", "trains"),
+        ("3x2", "moves_chunks"),
+        ("3x2", "shards_in_place"),
+    ],
+)
+def test_sums_on_the_gpu(layout: str, cases: str) -> None:
+    env = RAILS | {"SMDDP_GPU_SUM": "gpu"}
+    for place, jobs in ranks.check_ranks(_on_rails_with_kernels, layout, cases, env=env):
+        assert place == "gpu"
+        assert jobs > 1
+
+
+def _trial() -> tuple[str, str]:
+    with _summing_job(None) as device:
+        tensor = torch.ones(10, device=device.device)
+        dist.all_reduce(tensor)
+        assert tensor.cpu().eq(dist.get_world_size()).all()
+        first = _place()
+        dist.all_reduce(tensor)
+        return first, _place()
+
+
+def test_sums_where_a_trial_was_quicker() -> None:
+    """All ranks agree, and one says once what it took."""
+    env = RAILS | {"SMDDP_LOG": "info"}
+    outcomes = ranks.run_ranks(_trial, "2x2", env=env)
+    said = [
+        line for one in outcomes for line in one.stderr.splitlines() if "rails sum on the" in line
+    ]
+    assert len(said) == 1, said
+    times = re.search(r"([\d.]+) ms with the sum on the CPU, ([\d.]+) ms with", said[0])
+    assert times, said
+    cpu, gpu = map(float, times.groups())
+    assert min(cpu, gpu) > 0
+    expected = "gpu" if gpu < 0.9 * cpu else "cpu"
+    for outcome in outcomes:
+        assert outcome.value == (expected, expected), str(outcome)
+
+
+@pytest.mark.parametrize("setting", ["gpu", "auto"])
+def test_sums_without_a_cuda_part(setting: str) -> None:
+    env = RAILS | {"SMDDP_GPU_SUM": setting}
+    outcomes = ranks.run_ranks(_sums, "2x2", "/nowhere/libsmddp_cuda.so", env=env, timeout=120)
+    said = [
+        line for one in outcomes for line in one.stderr.splitlines() if "rails sum on the" in line
+    ]
+    assert len(said) == (setting == "gpu"), said
+    assert all("rank 0: the CUDA part cannot be loaded" in line for line in said)
+    assert all(outcome.value[:2] == ("cpu", 0) for outcome in outcomes)
+
+
+def _misspelt() -> str:
+    if os.environ["RANK"] == "1":
+        os.environ["SMDDP_GPU_SUM"] = os.environ["OTHER_SUM"]
+    with _summing_job(None) as device:
+        return error_of(lambda: dist.all_reduce(torch.ones(10, device=device.device)))
+
+
+def test_settings_of_sums_that_are_refused() -> None:
+    env = RAILS | {"SMDDP_GPU_SUM": "fast", "OTHER_SUM": "fast"}
+    for said in ranks.check_ranks(_misspelt, "2x2", env=env):
+        assert said == "ValueError: SMDDP_GPU_SUM=fast: expected auto, cpu or gpu"
+    env = RAILS | {"SMDDP_GPU_SUM": "gpu", "OTHER_SUM": "auto"}
+    for said in ranks.check_ranks(_misspelt, "2x2", env=env):
+        assert said.startswith("CollectiveMismatchError")
+        assert "rank 1 and rank 0 have different SMDDP_GPU_SUM" in said
+
+
 # --- ranks that are lost while NCCL has something enqueued ---------------------------------------
 
 
