@@ -7,6 +7,7 @@
 #include <chrono>
 #include <thread>
 
+#include "common/log.h"
 #include "cuda/capture.h"
 
 namespace smddp::process_group {
@@ -56,6 +57,14 @@ DeviceCopies::DeviceCopies(c10::Device device)
   now.block(stream_);
 }
 
+DeviceCopies::~DeviceCopies() {
+  try {
+    letGo();
+  } catch (const std::exception& error) {
+    SMDDP_LOG(Debug, "process_group", "while a call ended: {}", error.what());
+  }
+}
+
 at::Tensor DeviceCopies::pinnedLike(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), at::TensorOptions(tensor.dtype()).pinned_memory(true));
 }
@@ -67,10 +76,18 @@ void DeviceCopies::fetch(const at::Tensor& from, const at::Tensor& into) {
   const at::Tensor plain = from.resolve_conj().resolve_neg().contiguous();
   into.view(-1).copy_(plain.view(-1), /*non_blocking=*/true);
   fetches_ = true;
+  fetched_.push_back(plain);
 }
 
 void DeviceCopies::seal() {
   if (fetches_) arrival_.record(stream_);
+}
+
+bool DeviceCopies::arrived() const {
+  if (!fetches_) return true;
+  const bool now = arrival_.query();
+  arrived_.store(now, std::memory_order_relaxed);
+  return now;
 }
 
 bool DeviceCopies::awaitArrival(Deadline deadline) const {
@@ -103,7 +120,15 @@ void DeviceCopies::mark() {
   fetches_ = true;
 }
 
+void DeviceCopies::letGo() {
+  if (!arrived_.load(std::memory_order_relaxed)) {
+    for (const at::Tensor& tensor : fetched_) use(tensor);
+  }
+  fetched_.clear();
+}
+
 void DeviceCopies::finish() {
+  letGo();
   end_.record(stream_);
   finished_.store(true, std::memory_order_release);
 }

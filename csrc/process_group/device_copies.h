@@ -10,7 +10,8 @@
 //   putBack()     anybody   pinned -> device, enqueued, when the operation has ended; then finish(), once
 //   order()       anybody   after finish(): the thread's current stream waits for the copies back
 //
-// Owns the stream's events, no tensor. An error of the device is an exception of torch.
+// Owns the stream's events, and until finish() a share of the tensors that fetch() reads: of a call that fails before they
+// are read the memory is not given to anybody else until then. An error of the device is an exception of torch.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -19,6 +20,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
+#include <vector>
 
 #include "common/clock.h"
 
@@ -28,6 +30,7 @@ class DeviceCopies {
  public:
   // Throws NotImplementedError while the current stream is captured.
   explicit DeviceCopies(c10::Device device);
+  ~DeviceCopies();
 
   c10::Device device() const { return stream_.device(); }
   c10::Stream stream() const { return stream_; }
@@ -36,7 +39,7 @@ class DeviceCopies {
   static at::Tensor pinnedLike(const at::Tensor& tensor);
   void fetch(const at::Tensor& from, const at::Tensor& into);
   void seal();
-  bool arrived() const { return !fetches_ || arrival_.query(); }
+  bool arrived() const;
   // Blocks until then; false when the deadline has passed.
   bool awaitArrival(Deadline deadline) const;
 
@@ -60,10 +63,14 @@ class DeviceCopies {
   void synchronize() const { end_.synchronize(); }
 
  private:
+  void letGo();
+
   const c10::Stream stream_;
   c10::Event arrival_;
   c10::Event end_;
   bool fetches_ = false;
+  mutable std::atomic<bool> arrived_{false};
+  std::vector<at::Tensor> fetched_;
   std::atomic<bool> finished_{false};
 };
 

@@ -371,12 +371,14 @@ std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
                                              std::shared_ptr<void> keepAlive) {
   if (const auto error = failure()) throw *error;
   try {
-    return std::make_shared<Turns>(shared_from_this(), request, copies, std::move(keepAlive));
+    return std::make_shared<Turns>(shared_from_this(), request, copies, keepAlive);
   } catch (const Error& error) {
     fail(error);
   } catch (const std::exception& error) {
     fail(errorOfRank(parent_->spec().me, error.what()));
   }
+  // What was enqueued before reads them.
+  keepForGood(std::move(keepAlive));
   throw failure().value();
 }
 

@@ -89,7 +89,7 @@ class Fake:
             self.module.open()
 
     def slow_down(self) -> None:
-        """From now on who does not wait for a copy to the device finds the old values."""
+        """From now on who does not wait for a copy finds the old values."""
         self.module.slow_down(30)
 
     def fill(self, tensor: torch.Tensor, value: float) -> None:

@@ -103,6 +103,7 @@ def _leaving(how: str) -> list[str]:
     dist.init_process_group(device.backend)
     tensor = torch.zeros(10, device=device.device)
     device.synchronize()
+    device.slow_down()
     device.module.gate()
     works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
     if how == "abort":
@@ -110,6 +111,7 @@ def _leaving(how: str) -> list[str]:
     else:
         dist.destroy_process_group()
     said = [error_of(work.wait) for work in works]
+    del tensor, works  # which the device has yet to read
     device.module.open()
     device.finish()
     return said

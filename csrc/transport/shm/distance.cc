@@ -5,12 +5,9 @@
 #include <limits>
 #include <memory>
 
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#endif
-
 #include "common/config.h"
 #include "common/error.h"
+#include "common/stream_copy.h"
 
 namespace smddp::transport::shm {
 
@@ -45,11 +42,10 @@ Nanoseconds clockCost() {
   return cost;
 }
 
-#if defined(__x86_64__)
-
 Nanoseconds memoryLatency() {
   constexpr size_t kLoads = 65;
   constexpr size_t kPage = 4096;
+  constexpr Nanoseconds kLongerThanAny = 1'000'000'000;
   static const Nanoseconds latency = [] {
     const MonotonicClock clock;
     // A page for each load: nothing fetches its line ahead.
@@ -59,8 +55,7 @@ Nanoseconds memoryLatency() {
       const volatile std::byte* const line = pages.get() + i * kPage;
       // The page's address is known to the processor, the line is not in its caches.
       static_cast<void>(line[kPage / 2]);
-      _mm_clflush(const_cast<const std::byte*>(line));
-      _mm_mfence();
+      if (!dropFromCaches(const_cast<const std::byte*>(line))) return kLongerThanAny;
       const Nanoseconds begin = clock.now();
       static_cast<void>(line[0]);
       durations[i] = clock.now() - begin - clockCost();
@@ -71,11 +66,5 @@ Nanoseconds memoryLatency() {
   }();
   return latency;
 }
-
-#else
-
-Nanoseconds memoryLatency() { return 1'000'000'000; }
-
-#endif
 
 }  // namespace smddp::transport::shm

@@ -52,7 +52,7 @@ struct World {
   std::map<const void*, std::set<c10::StreamId>> recorded;  // streams that use it beside its own
   int64_t violations = 0;
   std::atomic<bool> copiesFail{false};
-  std::atomic<int> slowness{0};  // milliseconds of a copy to the device
+  std::atomic<int> slowness{0};  // milliseconds of a copy
   std::atomic<bool> sharesMemory{true};
   std::atomic<bool> sharesTensors{true};  // else only what the CUDA part allocates
   std::atomic<int64_t> jobs{0};  // that other processes' memory was opened for, or a workspace used
@@ -65,7 +65,8 @@ World& world();
 Lane& laneOf(c10::StreamId id);
 inline void* handleOf(c10::StreamId id) { return reinterpret_cast<void*>(id + 1); }
 inline c10::StreamId streamOf(void* handle) { return reinterpret_cast<intptr_t>(handle) - 1; }
-void expectLive(const void* data);
+// Whether that is device memory; if it has been given back, that is counted.
+bool expectLive(const void* data);
 c10::StreamId currentStreamId();
 
 // Adds what stands for NCCL to the module, see recording_peer.cc.
