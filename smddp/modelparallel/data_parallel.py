@@ -21,9 +21,35 @@ from smddp.modelparallel.join import Join
 from smddp.modelparallel.pipeline.failure import Redo
 from smddp.modelparallel.pipeline.gradients import GradientSum
 
-__all__ = ["Bucket", "DataParallel"]
+__all__ = ["Bucket", "DataParallel", "tell_replicas"]
 
 _BROADCAST = 250 * 2**20  # bytes of a message
+
+
+def tell_replicas(group: dist.ProcessGroup, failure: str, note: Any = None) -> dict[int, Any]:
+    """Says how the step goes on this replica; called by all of them.
+
+    Args:
+        group: of the replicas.
+        failure: why it has failed on this one; empty if it has not.
+        note: what else to say.
+
+    Returns:
+        The notes, by rank in the job.
+
+    Raises:
+        SMPPeerError: it has not failed here, but elsewhere.
+    """
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, (failure, note), group=group)
+    by_rank = dict(zip(dist.get_process_group_ranks(group), said, strict=True))
+    for rank, (text, _) in by_rank.items():
+        if text and not failure:
+            raise SMPPeerError(
+                f"the step failed on another replica of the model, on rank {rank} of the job: "
+                f"{text}"
+            )
+    return {rank: value for rank, (_, value) in by_rank.items()}
 
 
 class Bucket:
@@ -184,24 +210,25 @@ class DataParallel:
             self._launch(self._buckets[self._next], self._total)
             self._next += 1
 
-    def end_step(self, succeeded: bool, redo: bool = False) -> None:
+    def end_step(self, failure: str = "", redo: bool = False) -> None:
         """Sets the gradients.
 
         Args:
-            succeeded: did the step on this replica?
+            failure: why the step failed on this replica, for the others; empty if it has not.
             redo: has it to be made again there?
 
         Raises:
             Redo: it has to be made again, on this replica or on another: on all of them, therefore.
             SMPPeerError: the step failed on another replica; gradients are as before it.
         """
+        succeeded = not (failure or redo)
         if not self._with_gradients or not self._reduces():
             totals = {p: self._own(p) if succeeded else self._old[p] for p in self.parameters}
             if self._with_gradients and succeeded:
                 self._steps += 1
         else:
             self._steps += 1
-            totals, redo = self._reduce(succeeded, redo)
+            totals, redo = self._reduce(failure, redo)
             self._steps -= redo
         for parameter, total in totals.items():
             parameter.grad = total
@@ -235,27 +262,25 @@ class DataParallel:
         return gradient if hooked or self._divisor == 1 else gradient / self._divisor
 
     def _reduce(
-        self, succeeded: bool, redo: bool
+        self, failure: str, redo: bool
     ) -> tuple[dict[nn.Parameter, torch.Tensor | None], bool]:
         """Returns the gradients, and whether the step has to be made again."""
-        source = self._total if succeeded else lambda _: None
+        source = (lambda _: None) if failure or redo else self._total
         for bucket in self._buckets[self._next :]:
             self._launch(bucket, source)
         reduced = self._collected()
         # Failed here? For good? Late contributions? Which parameters were used at all?
         used = [self._total(p) is not None for p in self.parameters]
-        lost = not (succeeded or redo)
-        flags = torch.tensor([lost, redo, self._sums.any_late, *used], dtype=torch.int32)
+        flags = torch.tensor([bool(failure), redo, self._sums.any_late, *used], dtype=torch.int32)
         flags = flags.to(self.parameters[0].device) if self.parameters else flags
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         failed, again, late, *used_somewhere = flags.tolist()
         if again and not failed:
             return dict(self._old), True
         if failed:
-            if not lost:
-                for parameter in self.parameters:
-                    parameter.grad = self._old[parameter]
-                raise SMPPeerError("the step failed on another replica of the model")
+            for parameter in self.parameters:
+                parameter.grad = self._old[parameter]
+            tell_replicas(self.group, failure)
             return dict(self._old), False
         if late:
             self._prepare()
@@ -333,7 +358,7 @@ class DataParallel:
         self._with_gradients = True
         self._begin(sums, 1, source)
         with contextlib.suppress(Redo):  # then they count once more, and the next one is the same
-            self.end_step(True)
+            self.end_step()
 
     def synchronise(self, source: int) -> None:
         """Takes parameters and buffers from a replica."""

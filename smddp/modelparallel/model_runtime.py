@@ -13,13 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.buffers import Buffers
 from smddp.modelparallel.data_parallel import DataParallel
-from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.half import MasterWeights, convert, half_precision
 from smddp.modelparallel.model_state import ModelState
-from smddp.modelparallel.partition.decide import agree, decide
+from smddp.modelparallel.partition.decide import abstain, agree, decide
 from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.executor import Executor, StepBegin
-from smddp.modelparallel.pipeline.failure import Redo
+from smddp.modelparallel.pipeline.failure import Redo, summary
 from smddp.modelparallel.pipeline.gradients import GradientSum
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import Kind
@@ -80,6 +80,8 @@ class ModelRuntime:
         }
         self._modes: bytes | None = None
         self.steps = 0
+        # Have the replicas still to hear in this step whether there will be a partition?
+        self._undecided = False
         self.buffers = Buffers(module, lambda _: False)  # once there is a partition
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -103,6 +105,12 @@ class ModelRuntime:
         def make() -> Decision:
             return decide(state, self.module, modules, self.placement, args, kwargs, self._times)
 
+        if self.data_parallel.size > 1 and not self._undecided:
+            raise SMPUsageError(
+                "the model was called again in a first step that has failed: other replicas have "
+                "given it up. Let the error end the step"
+            )
+        self._undecided = False
         decision = agree(state, modules, make)
         for peer in executor.peers:
             executor.send(peer, Kind.PARTITION, decision)
@@ -142,6 +150,8 @@ class ModelRuntime:
             again: it was begun before, and ended in Redo: now nobody takes a result for granted.
         """
         self.steps += 1
+        leads = self.executor.rank == 0 and self.data_parallel.size > 1
+        self._undecided = leads and not self.partitioned
         self._sum.begin(microbatches)
         divisor = microbatches if self._average else 1
         self.data_parallel.begin_step(self._sum, divisor, again)
@@ -150,19 +160,34 @@ class ModelRuntime:
         if self.executor.size > 1 and not again:
             self.buffers.save()
 
-    def end_step(self, succeeded: bool, redo: bool = False) -> None:
+    def end_step(self, failure: str, redo: bool) -> None:
         """Turns the sums into `Parameter.grad`; a failed step leaves gradients as they were.
+
+        Args:
+            failure: why it failed here; empty if it has not.
+            redo: has it to be made again?
 
         Raises:
             Redo: the step has to be made again, and all is as before it.
+            SMPPeerError: it failed on another replica.
         """
+        apart: SMPPeerError | None = None
+        if self._undecided:
+            self._undecided = False
+            try:
+                abstain(self._state, failure)
+            except SMPPeerError as error:
+                apart, failure = error, summary(error)
+        succeeded = not (failure or redo)
         if succeeded:
             self._sum.end()
         try:
-            self.data_parallel.end_step(succeeded, redo)
+            self.data_parallel.end_step(failure, redo)
         except Redo:
             self.buffers.restore()
             raise
+        if apart is not None:
+            raise apart
         if succeeded:
             if self.masters is not None:
                 self.masters.renew()

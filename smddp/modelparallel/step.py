@@ -15,7 +15,7 @@ from smddp.modelparallel.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.model_runtime import ModelRuntime
 from smddp.modelparallel.pipeline.baton import Priority, Task, Ticket
 from smddp.modelparallel.pipeline.executor import Executor, StepBegin
-from smddp.modelparallel.pipeline.failure import Redo
+from smddp.modelparallel.pipeline.failure import Redo, summary
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.microbatch import (
@@ -139,7 +139,7 @@ class StepFunction:
         driver = _Driver(self, executor, count, args, kwargs) if executor.rank == 0 else None
         # What is served on other ranks begins streams of its own.
         random_state: RandomState | None = RandomState() if driver is None else None
-        succeeded = redo = False
+        failure, redo = "", False
         try:
             if driver is None:
                 header, tensors = executor.run(name, None, None)
@@ -147,16 +147,18 @@ class StepFunction:
                 begin = StepBegin(runtime.steps, name, count, runtime.changed_modes())
                 header, tensors = executor.run(name, begin, driver.drive)
                 self._learned = self._learned or driver.backward
-            succeeded = True
         except Redo:
             redo = True
+        except BaseException as error:
+            failure = summary(error)
+            raise
         finally:
             if driver is not None:
                 executor.driver = None
                 random_state = driver.random_state
             if random_state is not None:
                 random_state.restore()
-            runtime.end_step(succeeded, redo)
+            runtime.end_step(failure, redo)
         return self._result(header, tensors)
 
     def _result(self, header: Any, tensors: Sequence[Any]) -> Any:

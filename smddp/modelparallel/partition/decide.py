@@ -13,17 +13,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from smddp.modelparallel.errors import SMPPartitionError
+from smddp.modelparallel.data_parallel import tell_replicas
+from smddp.modelparallel.errors import SMPPartitionError, SMPPeerError
 from smddp.modelparallel.files import write
 from smddp.modelparallel.partition.manual import has_state, manual_owners
 from smddp.modelparallel.partition.placement import Decision, Placement, costs_by_size
 from smddp.modelparallel.partition.solver import divide_exactly, divide_tree
 from smddp.modelparallel.partition.trace import Trace, trace_model
 from smddp.modelparallel.partition.units import Units
+from smddp.modelparallel.pipeline.failure import summary
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.runtime import State
 
-__all__ = ["agree", "decide"]
+__all__ = ["abstain", "agree", "decide"]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -31,28 +33,71 @@ log = logging.getLogger("smddp.modelparallel")
 def agree(state: State, modules: Modules, make: Callable[[], Decision]) -> Decision:
     """Returns the first replica's decision on all replicas; that one saves it, and tells users.
 
-    Called on rank 0 of each pipeline, in its first microbatch.
+    As long as there is no partition, rank 0 of each pipeline calls either this, in its first
+    microbatch, or `abstain` at the end of the step: once per step. So nobody waits for a replica
+    whose step has failed, and all or none have a partition.
 
     Args:
         state: configuration and groups.
         modules: of the model.
         make: makes the decision.
+
+    Raises:
+        SMPPeerError: the step failed on another replica.
     """
     box: list[Decision | None] = [None]
     group = state.groups.of("dp")
+    several = state.topology.size_of("dp") > 1
     if state.topology.rank_in("dp") == 0:
-        begun = time.monotonic()
-        decision = make()
-        if not decision.costs:  # by hand, or from a file of an older version: nothing was traced
-            decision = dataclasses.replace(decision, costs=costs_by_size(modules.list))
-        log.info("smp: the partition took %.1f s", time.monotonic() - begun)
-        _save(state, decision)
-        _report(decision, state.topology.pp_size)
-        box[0] = decision
-    if state.topology.size_of("dp") > 1:
+        try:
+            box[0] = _decided(state, modules, make)
+        except BaseException as error:
+            if several:
+                _meet(state, summary(error), called=True)
+            raise
+    if several:
+        _meet(state, "", called=True)
         dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
     assert box[0] is not None
     return box[0]
+
+
+def abstain(state: State, failure: str) -> None:
+    """Tells the other replicas that this one has ended its step without `agree`.
+
+    Args:
+        state: with the groups.
+        failure: why; empty if it has not failed.
+
+    Raises:
+        SMPPeerError: it has not failed here, and other replicas have called the model.
+    """
+    _meet(state, failure, called=False)
+
+
+def _meet(state: State, failure: str, called: bool) -> None:
+    """Raises unless the step goes on, on all replicas, and has called the model on all or none."""
+    said = tell_replicas(state.groups.of("dp"), failure, called)
+    if not failure and len(set(said.values())) > 1:
+        with_call, without = (
+            next(rank for rank, value in said.items() if value is wanted)
+            for wanted in (True, False)
+        )
+        raise SMPPeerError(
+            f"the step has called the model on rank {with_call} of the job, and not on rank "
+            f"{without}: all replicas have to make the first call of the model in the same step"
+        )
+
+
+def _decided(state: State, modules: Modules, make: Callable[[], Decision]) -> Decision:
+    begun = time.monotonic()
+    decision = make()
+    if not decision.costs:  # by hand, or from a file of an older version: nothing was traced
+        decision = dataclasses.replace(decision, costs=costs_by_size(modules.list))
+    log.info("smp: the partition took %.1f s", time.monotonic() - begun)
+    _save(state, decision)
+    _report(decision, state.topology.pp_size)
+    return decision
 
 
 def decide(

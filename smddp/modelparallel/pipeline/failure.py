@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from smddp.modelparallel.errors import SMPError, SMPMicrobatchError
+from smddp.modelparallel.errors import SMPError, SMPMicrobatchError, SMPPeerError
 
-__all__ = ["Failure", "Redo", "StructureChangedError", "choose", "describe", "raise_as_error"]
+__all__ = ["Failure", "Redo", "StructureChangedError", "choose", "describe", "raise_as_error", "summary"]
 
 
 class StructureChangedError(Exception):
@@ -37,6 +37,11 @@ class Failure(NamedTuple):
     redo: bool = False
 
 
+def summary(error: BaseException) -> str:
+    """Returns an exception in one line, for those who have no use for its traceback."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def choose(failures: Sequence[Failure]) -> Failure:
     """Returns the one that all ranks name; they know the same ones at the end of a step."""
     return min(failures, key=lambda f: (f.microbatch < 0, f.microbatch, f.rank))
@@ -46,12 +51,13 @@ def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:
     """Raises the same class with the same text on all ranks, from the original where possible.
 
     That is SMPMicrobatchError, unless smp itself has refused the step before or after its
-    microbatches: then what it has refused it with. Who has no traceback gets that of the other rank
+    microbatches, or it has failed elsewhere: then what says that. Who has no traceback gets that of the other rank
     behind the text.
     """
     where = f"rank {failure.rank} of the pipeline"
     origin = cause or _unpickled(failure)
-    if failure.microbatch < 0 and isinstance(origin, SMPError):
+    refused = failure.microbatch < 0 and isinstance(origin, SMPError)
+    if origin is not None and (refused or isinstance(origin, SMPPeerError)):
         raise type(origin)(f"{where}: {origin}") from origin
     which = f", microbatch {failure.microbatch}" if failure.microbatch >= 0 else ""
     trace = f"\n{failure.trace}" if cause is None else ""

@@ -179,6 +179,162 @@ def test_the_partition_stands_if_the_first_step_fails() -> None:
         assert loss == 48
 
 
+def replica_fails_at_first(where: str, dp: int) -> list[tuple[str, bool]]:
+    """The first step fails on one replica only: before, in or after the call that partitions."""
+    smp.init({"partitions": 2, **MANUAL, "auto_partition": True})
+    parts = [Faulty("0"), Faulty("1")]
+    model = smp.DistributedModel(nn.Sequential(*parts))
+    smp.set_partition(parts[1], 1)
+    x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, 4)
+    faulty = smp.dp_rank() == dp
+    seen: list[tuple[str, bool]] = []
+
+    def attempt(function: Any, *args: Any) -> None:
+        try:
+            function(model, *args)
+        except (SMPMicrobatchError, SMPPeerError, SMPUsageError) as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            seen.append((text, model.partitioned))
+
+    if where == "arguments":
+        attempt(train, torch.ones(6, 4) if faulty else x, "")
+    elif where == "body":
+        attempt(broken_body, x, faulty)
+    elif where == "no call":
+        attempt(called_by_some, x, not faulty)
+    elif where == "trace":
+        model.runtime.placement.preset = Unusable() if faulty else None
+        attempt(train, x, "")
+        model.runtime.placement.preset = None
+    else:
+        parts[1].fault = "forward 1" if faulty else ""
+        attempt(train, x, "")
+        parts[1].fault = ""
+    for parameter in model.local_parameters() if model.partitioned else ():
+        assert parameter.grad is None
+    assert float(train(model, x, "").reduce_sum()) == 48
+    (local,) = model.local_parameters()
+    assert local.grad.tolist() == [3] * 4
+    return seen
+
+
+class Unusable:
+    """A decision in advance that cannot be asked."""
+
+    def fits(self, names: list[str], parts: int) -> bool:
+        raise ZeroDivisionError("in the decision")
+
+
+@smp.step
+def broken_body(model: Any, x: torch.Tensor, fails: bool) -> Any:
+    if fails:
+        raise KeyError("in the body")
+    model.backward(model(x).sum())
+
+
+@smp.step
+def called_by_some(model: Any, x: torch.Tensor, calls: bool) -> Any:
+    if calls:
+        model.backward(model(x).sum())
+
+
+_ZERO = "rank 0 of the pipeline"
+
+
+@pytest.mark.parametrize(
+    ("where", "dp", "cause", "partitioned"),
+    [
+        ("arguments", 0, f"SMPUsageError: {_ZERO}: argument 'x' has a tensor of shape", False),
+        ("arguments", 1, f"SMPUsageError: {_ZERO}: argument 'x' has a tensor of shape", False),
+        ("body", 1, f"SMPMicrobatchError: {_ZERO}, microbatch 0: KeyError: 'in the body'", False),
+        ("trace", 0, "ZeroDivisionError: in the decision", False),
+        ("module", 1, "SMPMicrobatchError: rank 1 of the pipeline, microbatch 2: ZeroDi", True),
+    ],
+)
+def test_a_first_step_that_fails_on_one_replica(
+    where: str, dp: int, cause: str, partitioned: bool
+) -> None:
+    for rank, seen in enumerate(check_ranks(replica_fails_at_first, "4", where, dp)):
+        ((text, divided),) = seen
+        assert divided == partitioned
+        if rank // 2 == dp:
+            assert cause in text
+            assert "another replica" not in text
+            continue
+        # Before the partition rank 0 of the pipeline hears of it, then each rank for itself.
+        through = "" if partitioned else f"{_ZERO}: "
+        by = 2 * dp + (rank % 2 if partitioned else 0)
+        assert text.startswith(
+            f"SMPPeerError: {through}the step failed on another replica of the model, on rank "
+            f"{by} of the job: "
+        )
+        assert cause in text
+
+
+@pytest.mark.parametrize("dp", [0, 1])
+def test_replicas_that_do_not_all_call_the_model_in_the_first_step(dp: int) -> None:
+    for rank, seen in enumerate(check_ranks(replica_fails_at_first, "4", "no call", dp)):
+        ((text, partitioned),) = seen
+        assert not partitioned
+        assert text.startswith("SMPPeerError: ")
+        assert (
+            f"the step has called the model on rank {2 - 2 * dp} of the job, and not on rank "
+            f"{2 * dp}: all replicas have to make the first call"
+        ) in text, rank
+
+
+def nothing_to_call() -> float:
+    """Steps before the first call of the model, and a failure in one of them."""
+    smp.init({"partitions": 2, **MANUAL})
+    with smp.partition(1):
+        last = Faulty("1")
+    model = smp.DistributedModel(nn.Sequential(Faulty("0"), last))
+    x = torch.ones(8, 4)
+    called_by_some(model, x, False)
+    with torch.no_grad():
+        called_by_some(model, x, False)
+    with pytest.raises((SMPMicrobatchError, SMPPeerError), match="KeyError"):
+        broken_body(model, x, smp.dp_rank() == 1)
+    called_by_some(model, x, False)
+    return float(train(model, x, "").reduce_sum())
+
+
+def test_first_steps_that_do_not_call_the_model() -> None:
+    assert check_ranks(nothing_to_call, "4") == [32] * 4
+
+
+def swallowed() -> list[str]:
+    """A body that goes on after the model could not be partitioned."""
+    smp.init({"partitions": 2, **MANUAL})
+    parts = [Faulty("0"), Faulty("1")]
+    model = smp.DistributedModel(nn.Sequential(*parts))
+    smp.set_partition(parts[1], 1)
+    if smp.dp_rank() == 0:
+        model.runtime.placement.preset = Unusable()
+    seen: list[str] = []
+
+    @smp.step
+    def stubborn(model: Any, x: torch.Tensor) -> Any:
+        try:
+            loss = model(x).sum()
+        except ZeroDivisionError:
+            loss = model(x).sum()
+        model.backward(loss)
+
+    with pytest.raises((SMPMicrobatchError, SMPPeerError)) as caught:
+        stubborn(model, torch.ones(8, 4))
+    seen.append(str(caught.value).splitlines()[0])
+    model.runtime.placement.preset = None
+    stubborn(model, torch.ones(8, 4))
+    return seen
+
+
+def test_a_body_that_goes_on_without_a_partition() -> None:
+    for rank, (text,) in enumerate(check_ranks(swallowed, "4")):
+        wanted = "was called again in a first step" if rank < 2 else "ZeroDivisionError"
+        assert wanted in text
+
+
 def replica_fails() -> list[str]:
     smp.init({"partitions": 1, **MANUAL})
     part = Faulty("0")
@@ -193,14 +349,16 @@ def replica_fails() -> list[str]:
             seen.append(str(part.weight.grad.tolist()))
         except (SMPMicrobatchError, SMPPeerError) as error:
             assert part.weight.grad is None
-            seen.append(type(error).__name__)
+            seen.append(f"{type(error).__name__}: {error}".splitlines()[0])
     return seen
 
 
 def test_a_failure_of_one_replica_reaches_the_others() -> None:
     zero, one = check_ranks(replica_fails, "2")
-    assert zero == [zero[0], "SMPPeerError", zero[0]]
-    assert one == [zero[0], "SMPMicrobatchError", zero[0]]
+    cause = "SMPMicrobatchError: rank 0 of the pipeline, microbatch 2: ZeroDivisionError: in forward"
+    elsewhere = "SMPPeerError: the step failed on another replica of the model, on rank 1 of the job"
+    assert zero == [zero[0], f"{elsewhere}: {cause}", zero[0]]
+    assert one == [zero[0], cause, zero[0]]
 
 
 def dying() -> str:
