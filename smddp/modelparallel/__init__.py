@@ -9,6 +9,14 @@ from __future__ import annotations
 from torch import nn
 
 from smddp.modelparallel import amp
+from smddp.modelparallel.absent import (
+    delay_param_initialization,
+    delayed_parameter_initialization,
+    set_tensor_parallelism,
+    tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
+)
 from smddp.modelparallel.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
 from smddp.modelparallel.clipping import clip_grad_norm
 from smddp.modelparallel.creation import model_creation
@@ -106,6 +114,8 @@ __all__ = [
     "barrier",
     "broadcast",
     "clip_grad_norm",
+    "delay_param_initialization",
+    "delayed_parameter_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -147,13 +157,17 @@ __all__ = [
     "save_checkpoint",
     "send",
     "set_partition",
+    "set_tensor_parallelism",
     "shutdown",
     "size",
     "state",
     "step",
+    "tensor_parallelism",
     "timeline",
     "tp_barrier",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
 ]
 

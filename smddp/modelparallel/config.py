@@ -198,13 +198,4 @@ def _say_what_is_missing(values: Mapping[str, Any]) -> None:
     for key in KEYS:
         if not key.later or values[key.name] == key.default:
             continue
-        result = (
-            "RESULTS WILL DIFFER from those with the feature"
-            if key.differs
-            else "Results are those of the feature, memory and speed are not"
-        )
-        warnings.warn(
-            f"smp accepts {key.name}={values[key.name]!r}, a feature that this version does not "
-            f"have: {key.later}. {result}.",
-            stacklevel=4,
-        )
+        warnings.warn(key.missing(f"{key.name}={values[key.name]!r}"), stacklevel=4)

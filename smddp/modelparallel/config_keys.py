@@ -49,6 +49,22 @@ class Key:
     later: str = ""
     differs: bool = False
 
+    def missing(self, used: str) -> str:
+        """Returns the warning that the feature is not there.
+
+        Args:
+            used: how the script has asked for it.
+        """
+        result = (
+            "RESULTS WILL DIFFER from those with the feature"
+            if self.differs
+            else "Results are those of the feature, memory and speed are not"
+        )
+        return (
+            f"smp accepts {used}, a feature that this version does not have: {self.later}. "
+            f"{result}."
+        )
+
 
 # In the order in which a reader meets them.
 KEYS: tuple[Key, ...] = (

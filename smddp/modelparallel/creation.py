@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from smddp.modelparallel.absent import refuse_tensor_parallelism
 from smddp.modelparallel.errors import SMPUsageError
 
 __all__ = ["model_creation"]
@@ -29,10 +30,7 @@ def model_creation(
         SMPUsageError: the dtype is none for parameters, or tensor parallelism is asked for.
     """
     if tensor_parallelism:
-        raise SMPUsageError(
-            "smp.model_creation(tensor_parallelism=True): no module is divided over "
-            "tensor-parallel ranks in this version; leave the argument out"
-        )
+        refuse_tensor_parallelism("model_creation(tensor_parallelism=True)")
     if dtype is None:
         yield
         return

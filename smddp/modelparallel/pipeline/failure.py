@@ -9,7 +9,15 @@ from typing import NamedTuple, NoReturn
 
 from smddp.modelparallel.errors import SMPError, SMPMicrobatchError, SMPPeerError
 
-__all__ = ["Failure", "Redo", "StructureChangedError", "choose", "describe", "raise_as_error", "summary"]
+__all__ = [
+    "Failure",
+    "Redo",
+    "StructureChangedError",
+    "choose",
+    "describe",
+    "raise_as_error",
+    "summary",
+]
 
 
 class StructureChangedError(Exception):
@@ -51,8 +59,8 @@ def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:
     """Raises the same class with the same text on all ranks, from the original where possible.
 
     That is SMPMicrobatchError, unless smp itself has refused the step before or after its
-    microbatches, or it has failed elsewhere: then what says that. Who has no traceback gets that of the other rank
-    behind the text.
+    microbatches, or it has failed elsewhere: then what says that. Who has no traceback gets that of
+    the other rank behind the text.
     """
     where = f"rank {failure.rank} of the pipeline"
     origin = cause or _unpickled(failure)

@@ -33,13 +33,7 @@ __all__ = [
 ]
 
 # Names of the original library that this version does not have, and what to do about it.
-_TENSOR_PARALLELISM = "it belongs to tensor parallelism; leave it out where smp.tp_size() is 1"
 _LATER = {
-    "tensor_parallelism": _TENSOR_PARALLELISM,
-    "set_tensor_parallelism": _TENSOR_PARALLELISM,
-    "tp_register": _TENSOR_PARALLELISM,
-    "tp_register_with_module": _TENSOR_PARALLELISM,
-    "delay_param_initialization": "parameters are made at once, and freed where they do not live",
     "set_activation_checkpointing": "call the module by patches.checkpoint.checkpoint instead",
 }
 

@@ -36,6 +36,12 @@ SIGNATURES: dict[str, str] = {
     "resume_from_checkpoint": "path, tag=None, partial=True, strict=True, load_optimizer=True, "
     "load_sharded_optimizer_state=True, translate_function=None",
     "model_creation": "tensor_parallelism=False, dtype=None",
+    "tensor_parallelism": "enabled=True",
+    "set_tensor_parallelism": "module, enabled=True",
+    "tp_register": "dist_module, init_hook=None, forward_hook=None, return_hook=None",
+    "tp_register_with_module": "module_cls, dist_module, init_hook=None, forward_hook=None, "
+    "return_hook=None",
+    "delay_param_initialization": "enabled=True",
     "DistributedModel": "module, trace_device=gpu, trace_execution_times=False, "
     "trace_memory_usage=False, overlapping_allreduce=None, backward_passes_per_step=1, "
     "average_grads_across_microbatches=True, bucket_cap_mb=25, broadcast_buffers=True, "

@@ -355,8 +355,12 @@ def replica_fails() -> list[str]:
 
 def test_a_failure_of_one_replica_reaches_the_others() -> None:
     zero, one = check_ranks(replica_fails, "2")
-    cause = "SMPMicrobatchError: rank 0 of the pipeline, microbatch 2: ZeroDivisionError: in forward"
-    elsewhere = "SMPPeerError: the step failed on another replica of the model, on rank 1 of the job"
+    cause = (
+        "SMPMicrobatchError: rank 0 of the pipeline, microbatch 2: ZeroDivisionError: in forward"
+    )
+    elsewhere = (
+        "SMPPeerError: the step failed on another replica of the model, on rank 1 of the job"
+    )
     assert zero == [zero[0], f"{elsewhere}: {cause}", zero[0]]
     assert one == [zero[0], cause, zero[0]]
 

@@ -8,9 +8,12 @@ import importlib.util
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from smddp.modelparallel import errors
 from smddp.modelparallel.errors import SMPUsageError
@@ -20,6 +23,7 @@ NAMES = {
     "smdistributed.modelparallel.torch": [
         "init is_initialized shutdown state step StepOutput DistributedModel DistributedOptimizer",
         "partition set_partition model_creation is_tracing amp",
+        "delay_param_initialization delayed_parameter_initialization",
         "save load save_checkpoint resume_from_checkpoint",
         "rank size local_rank local_size instance_id pp_rank pp_size tp_rank tp_size rdp_rank",
         "rdp_size mp_rank mp_size dp_rank dp_size get_mp_group get_dp_group get_tp_group",
@@ -81,19 +85,85 @@ def test_every_error_is_there_and_documented() -> None:
         assert f"| `{name}` |" in guide
 
 
-def test_modules_of_tensor_parallelism_say_that_they_are_missing() -> None:
-    nn = importlib.import_module("smdistributed.modelparallel.torch.nn")
-    with pytest.raises(SMPUsageError, match="DistributedTransformer belongs to tensor parallelism"):
-        _ = nn.DistributedTransformer
-    with pytest.raises(SMPUsageError, match="FlashAttentionLayer belongs to tensor parallelism"):
-        _ = nn.FlashAttentionLayer
-    assert not hasattr(nn, "Nonsense")
+# The calls of tensor parallelism that scripts make without it, too, and whether they are turned on.
+TENSOR_PARALLELISM = {
+    "tensor_parallelism": lambda smp, on: smp.tensor_parallelism(enabled=on, fused_softmax=True),
+    "set_tensor_parallelism": lambda smp, on: smp.set_tensor_parallelism(
+        nn.Linear(1, 1), enabled=on, attention_in_fp32=True
+    ),
+    "model_creation": lambda smp, on: smp.model_creation(
+        tensor_parallelism=on, flash_attention=True
+    ).__enter__(),
+}
+
+
+@pytest.mark.parametrize("name", TENSOR_PARALLELISM)
+def test_tensor_parallelism_that_is_turned_on_or_off(name: str) -> None:
+    smp = importlib.import_module("smdistributed.modelparallel.torch")
+    with pytest.raises(SMPUsageError, match=f"smp.{name}.*turn it off"):
+        TENSOR_PARALLELISM[name](smp, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TENSOR_PARALLELISM[name](smp, False)
+    with pytest.raises(SMPUsageError, match="turn it off"), smp.tensor_parallelism():
+        pass
+    with pytest.raises(SMPUsageError, match=r"set_tensor_parallelism\(Linear\)"):
+        smp.set_tensor_parallelism(nn.Linear(1, 1))
+
+
+def test_modules_that_are_made_where_tensor_parallelism_is_off_stay_what_they_are() -> None:
+    smp = importlib.import_module("smdistributed.modelparallel.torch")
+
+    @smp.tp_register(smp.nn.DistributedLinear, init_hook=lambda *a, **k: (a, k))
+    class Registered(nn.Linear):
+        pass
+
+    smp.tp_register_with_module(nn.Embedding, smp.nn.DistributedEmbedding, forward_hook=None)
+    torch.manual_seed(1)
+    with warnings.catch_warnings(), smp.tensor_parallelism(enabled=False, zero_init=True):
+        warnings.simplefilter("error")
+        with smp.delay_param_initialization(enabled=False):
+            inside = Registered(3, 3)
+        smp.set_tensor_parallelism(inside, False)
+    torch.manual_seed(1)
+    assert type(inside) is Registered
+    assert torch.equal(inside.weight, nn.Linear(3, 3).weight)
+    assert not isinstance(inside, smp.nn.DistributedModule)
+
+
+def test_parameters_that_should_come_late_are_announced() -> None:
+    smp = importlib.import_module("smdistributed.modelparallel.torch")
+    with (
+        pytest.warns(UserWarning, match="parameters are made at once") as said,
+        smp.delay_param_initialization(),
+    ):
+        assert nn.Linear(2, 2).weight.device.type == "cpu"
+    assert [str(one.message) for one in said] == [
+        "smp accepts delay_param_initialization(), a feature that this version does not have: "
+        "parameters are made at once, and freed where they do not live. Results are those of the "
+        "feature, memory and speed are not."
+    ]
+    assert said[0].filename == __file__
+
+
+def test_modules_of_tensor_parallelism_cannot_be_made() -> None:
+    from smdistributed.modelparallel.torch import nn as smp_nn
+
+    names = [name for name in smp_nn.__all__ if name.startswith("Distributed")]
+    assert len(names) == 8
+    for name in names:
+        kind = getattr(smp_nn, name)
+        assert issubclass(kind, smp_nn.DistributedModule)
+        with pytest.raises(SMPUsageError, match=f"smp.nn.{name}: no module is divided"):
+            kind(2, hidden_size=3)
+    with pytest.raises(SMPUsageError, match=r"FlashAttentionLayer.*scaled_dot_product_attention"):
+        smp_nn.FlashAttentionLayer(attention_head_size=4)
+    assert not hasattr(smp_nn, "Nonsense")
 
 
 def test_names_of_later_versions_say_what_to_do() -> None:
     smp = importlib.import_module("smdistributed.modelparallel.torch")
     for name, advice in (
-        ("tensor_parallelism", "leave it out where smp.tp_size"),
         ("set_activation_checkpointing", "patches.checkpoint"),
         ("nonsense", "has no 'nonsense'$"),
     ):

@@ -1,22 +1,76 @@
-"""`smp.nn`: modules that are used in place of torch's."""
+"""`smp.nn`: modules that are used in place of torch's.
+
+Those that are divided over tensor-parallel ranks can be imported, asked for with isinstance, and
+registered, as scripts do without tensor parallelism, too. They cannot be made.
+"""
 
 from typing import Any
 
-from torch.nn import LayerNorm
+from torch import nn
 
+from smddp.modelparallel.absent import refuse_tensor_parallelism
 from smddp.modelparallel.errors import SMPUsageError
 from smdistributed.modelparallel.torch.nn import huggingface
 
-__all__ = ["FusedLayerNorm", "huggingface"]
+__all__ = [
+    "DistributedAttentionLayer",
+    "DistributedEmbedding",
+    "DistributedLinear",
+    "DistributedModule",
+    "DistributedTransformer",
+    "DistributedTransformerLMHead",
+    "DistributedTransformerLayer",
+    "DistributedTransformerOutputLayer",
+    "FlashAttentionLayer",
+    "FusedLayerNorm",
+    "huggingface",
+]
 
 
-class FusedLayerNorm(LayerNorm):
+class FusedLayerNorm(nn.LayerNorm):
     """torch's, whose kernels are fused by now."""
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("Distributed") or name == "FlashAttentionLayer":
+class DistributedModule(nn.Module):
+    """The base class of modules that are divided over tensor-parallel ranks."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        refuse_tensor_parallelism(f"nn.{type(self).__name__}")
+
+
+class DistributedLinear(DistributedModule):
+    """In place of nn.Linear."""
+
+
+class DistributedEmbedding(DistributedModule):
+    """In place of nn.Embedding."""
+
+
+class DistributedTransformerLMHead(DistributedModule):
+    """In place of a language model."""
+
+
+class DistributedTransformer(DistributedModule):
+    """In place of all its layers."""
+
+
+class DistributedTransformerLayer(DistributedModule):
+    """In place of one."""
+
+
+class DistributedAttentionLayer(DistributedModule):
+    """In place of its attention."""
+
+
+class DistributedTransformerOutputLayer(DistributedModule):
+    """In place of what follows."""
+
+
+class FlashAttentionLayer(nn.Module):
+    """Attention that does not keep its weights."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
         raise SMPUsageError(
-            f"smp.nn.{name} belongs to tensor parallelism, which this version of smp does not have"
+            "smp.nn.FlashAttentionLayer: this version does not have it; call "
+            "torch.nn.functional.scaled_dot_product_attention instead"
         )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
