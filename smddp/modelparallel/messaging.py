@@ -30,8 +30,10 @@ __all__ = [
     "tp_barrier",
 ]
 
-# Data and acknowledgements go by different tags, so that two ranks may send to each other at once.
-_DATA, _SIZE, _TAKEN = 1, 2, 3
+# What is said before the data goes by a tag of its own: the sender announces a number of bytes, and
+# the receiver, once it wants them, answers that it is ready.
+_DATA, _WORD = 1, 2
+_READY = -1
 
 
 class Messenger:
@@ -44,23 +46,22 @@ class Messenger:
 
     def send(self, obj: Any, dest_rank: int, rank_type: RankType) -> None:
         """Sends an object to a rank; returns when it has been received."""
-        self._send([self._topology.world_rank(dest_rank, rank_type.value)], obj)
+        self._send("send", [self._topology.world_rank(dest_rank, rank_type.value)], obj)
 
     def broadcast(self, obj: Any, group: CommGroup) -> None:
         """Sends an object to all others of a group, who call `recv_from`; only the sender calls."""
         others = [rank for rank in self._topology.members(group.value) if rank != self._me]
-        self._send(others, obj)
+        self._send("broadcast", others, obj)
 
     def recv_from(self, src_rank: int, rank_type: RankType) -> Any:
         """Returns the next object that a rank sends or broadcasts to this one."""
         source = self._topology.world_rank(src_rank, rank_type.value)
         if source == self._me:
             raise SMPUsageError(f"rank {source} cannot receive from itself")
-        size = torch.zeros(1, dtype=torch.int64)
-        self._world.recv([size], source, _SIZE).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(self._hear(source), dtype=torch.uint8)
+        ready = self._say(source, _READY)
         self._world.recv([data], source, _DATA).wait()
-        self._world.send([torch.zeros(1, dtype=torch.uint8)], source, _TAKEN).wait()
+        ready.wait()
         return _unpack(data)
 
     def allgather(self, obj: Any, group: CommGroup) -> list[Any]:
@@ -86,19 +87,30 @@ class Messenger:
     def _me(self) -> int:
         return self._topology.rank
 
-    def _send(self, ranks: list[int], obj: Any) -> None:
+    def _send(self, call: str, ranks: list[int], obj: Any) -> None:
         if self._me in ranks:
             raise SMPUsageError(f"rank {self._me} cannot send to itself")
         data = _pack(obj)
-        size = torch.tensor([data.numel()])
-        works = []
+        works = [self._say(rank, data.numel()) for rank in ranks]
         for rank in ranks:
-            works.append(self._world.send([size], rank, _SIZE))
+            # An announcement in place of the answer: that rank waits as this one does, for ever.
+            if self._hear(rank) != _READY:
+                raise SMPUsageError(
+                    f"smp.{call}: rank {self._me} sends to rank {rank}, which sends to rank "
+                    f"{self._me} and does not receive. Only the sender calls broadcast or send; "
+                    f"each other rank calls recv_from({self._me}, smp.WORLD_RANK)"
+                )
             works.append(self._world.send([data], rank, _DATA))
-        for rank in ranks:
-            self._world.recv([torch.zeros(1, dtype=torch.uint8)], rank, _TAKEN).wait()
         for work in works:
             work.wait()
+
+    def _say(self, rank: int, word: int) -> dist.Work:
+        return self._world.send([torch.tensor([word])], rank, _WORD)
+
+    def _hear(self, rank: int) -> int:
+        word = torch.zeros(1, dtype=torch.int64)
+        self._world.recv([word], rank, _WORD).wait()
+        return int(word)
 
 
 class _OnHost(pickle.Pickler):

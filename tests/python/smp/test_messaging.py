@@ -152,12 +152,45 @@ def test_senders_wait_until_they_are_heard() -> None:
     assert check_ranks(taken, "2") == [[], [False, False]]
 
 
+def sent_by_all(call: str) -> list[str]:
+    """Every rank of a group sends; twice, as nothing of the first time is left."""
+    smp.init({"partitions": 2, "ddp": True})
+    say = {
+        "broadcast": lambda: smp.broadcast("news", smp.PP_GROUP),
+        "send": lambda: smp.send("news", 1 - smp.pp_rank(), smp.PP_RANK),
+    }[call]
+    seen = []
+    for _ in range(2):
+        with pytest.raises(SMPUsageError) as caught:
+            say()
+        seen.append(str(caught.value))
+    # And messages go on.
+    if smp.pp_rank() == 0:
+        smp.broadcast(smp.rank(), smp.PP_GROUP)
+    else:
+        assert smp.recv_from(0, smp.PP_RANK) == smp.rank() - 1
+    return seen
+
+
+@pytest.mark.parametrize("call", ["broadcast", "send"])
+def test_ranks_that_all_send_are_told_at_once(call: str) -> None:
+    for rank, (first, second) in enumerate(check_ranks(sent_by_all, "4", call)):
+        other = rank ^ 1
+        assert first == second
+        assert first == (
+            f"smp.{call}: rank {rank} sends to rank {other}, which sends to rank {rank} and does "
+            f"not receive. Only the sender calls broadcast or send; each other rank calls "
+            f"recv_from({rank}, smp.WORLD_RANK)"
+        )
+
+
 def on_two_hosts(port: int) -> tuple[int, str]:
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         del os.environ[name]
     smp.init({"partitions": 2, "ddp": True, "ddp_port": port})
     assert os.environ["MASTER_PORT"] == str(port)
     assert smp.state_mod.state is smp.state
+    smp.barrier()  # rank 0 serves the store that the others begin with: it must not be gone before
     return smp.instance_id(), smp.utils.rmsg("here")
 
 
