@@ -647,6 +647,25 @@ class Stuck(nn.Module):
         return x * self.weight
 
 
+def ask_when_noted(executor: Any, count: int) -> None:
+    """Lets a rank ask who is missing only when `count` ranks have noted that they are there.
+
+    Otherwise one that the machine has delayed would be named, too.
+    """
+    watch = executor._watch
+    note, ask = watch._attendance.note, watch._ask
+
+    def note_and_tell(step: int) -> None:
+        note(step)
+        arrive(f"noted in step {step}")
+
+    def wait_and_ask(name: str, step: int) -> None:
+        await_ranks(f"noted in step {step}", count)
+        ask(name, step)
+
+    watch._attendance.note, watch._ask = note_and_tell, wait_and_ask
+
+
 def stuck(where: int, patience: float) -> list[str]:
     said = listen()
     smp.init({"partitions": 2, **MANUAL, "stall_warning_seconds": patience})
@@ -654,6 +673,12 @@ def stuck(where: int, patience: float) -> list[str]:
     parts[where] = Stuck(said if patience else ["nothing to wait for"], patience)
     model = smp.DistributedModel(nn.Sequential(*parts))
     smp.set_partition(parts[1], 1)
+    executor = model.runtime.executor
+    if patience:
+        ask_when_noted(executor, 2)
+        # What else takes long, on a slow machine, does not count.
+        age = executor._watch._age
+        executor._watch._age = lambda work: age(work) if parts[where].calls else 0.0
     smp.barrier()
     train(model, torch.ones(8, 4), "")
     return said
@@ -686,6 +711,7 @@ def late(missing: int, size: int) -> list[str]:
         smp.set_partition(part, number)
     told = Told()
     logging.getLogger("smddp.modelparallel").addHandler(told)
+    ask_when_noted(model.runtime.executor, size - 1)
     for number in range(2):  # in later steps, too
         smp.barrier()
         told.place = f"said in step {number}"
