@@ -77,8 +77,8 @@ inline constexpr int64_t kMostWindow = 1 << 14;
     64, kMostBytes, "bytes")                                                                                  \
   X(std::string, stagingStores, "SMDDP_STAGING_STORES", "auto",                                               \
     "How a rank writes staging memory that another rank of its node reads next: ordinary (through the caches), " \
-    "streaming (past them, straight to memory), or auto: streaming where a line comes from memory sooner than " \
-    "from the other's cache, which is measured all the time.")                                                \
+    "streaming (past them, straight to memory), or auto: whichever takes the writer less time, which is "      \
+    "measured all the time.")                                                                                 \
   X(int64_t, fabricChunkBytes, "SMDDP_FABRIC_CHUNK_BYTES", 1048576,                                           \
     "Bytes of the vector that travel between nodes at a time; the stages of different chunks overlap.",       \
     64, kMostBytes, "bytes")                                                                                  \

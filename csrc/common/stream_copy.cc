@@ -31,20 +31,12 @@ void streamCopy(void* destination, const void* source, size_t bytes) {
   _mm_sfence();
 }
 
-bool dropFromCaches(const void* line) {
-  _mm_clflush(line);
-  _mm_mfence();
-  return true;
-}
-
 #else
 
 // Other processors decide for themselves what a long copy leaves in their caches.
 void streamCopy(void* destination, const void* source, size_t bytes) {
   std::memcpy(destination, source, bytes);
 }
-
-bool dropFromCaches(const void*) { return false; }
 
 #endif
 

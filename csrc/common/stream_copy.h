@@ -13,8 +13,4 @@ namespace smddp {
 // some KiB on.
 void streamCopy(void* destination, const void* source, size_t bytes);
 
-// Takes the line at this address out of all caches, so that the next load of it goes to memory. False where the processor
-// has no streaming stores: streamCopy() is memcpy there.
-bool dropFromCaches(const void* line);
-
 }  // namespace smddp

@@ -58,7 +58,6 @@ CachedPlan::CachedPlan(plan::Plan made)
       if (step.op == Op::Put) putBytes += step.length * block.trips;
       if (step.op == Op::Copy || step.op == Op::Reduce) {
         moveBytes += step.length * step.numSources * block.trips;
-        isLong |= step.length >= transport::shm::Distance::kLongBytes;
         isSmall &= slotsEnd(step, block.trips) <= static_cast<int64_t>(kNearBytes);
       }
     }
@@ -198,11 +197,7 @@ bool Executor::counterReached(const Step& step, int64_t value) const {
       return track_.arrivalOf(local).number.load(std::memory_order_acquire) >= track_.execution;
     }
     const auto& counter = track_.headers[local]->counters[step.counter].value;
-    const auto load = [&] { return counter.load(std::memory_order_acquire); };
-    const uint64_t reached = plan_->isLong && local != topology_.myLocal()
-                                 ? track_.distance.timed(track_.seen[local][step.counter], load)
-                                 : load();
-    return reached >= counterValue(track_.execution, value);
+    return counter.load(std::memory_order_acquire) >= counterValue(track_.execution, value);
   };
   if (step.who != plan::kTeam) return reached(step.who);
   for (int local = 0; local < topology_.teamSize(); ++local) {
@@ -246,9 +241,10 @@ void Executor::move(const Step& step, int64_t trip) {
   scale.pre = step.preScale && binding_.op == ReduceOp::PREMUL_SUM;
   scale.post = step.postScale && binding_.op == ReduceOp::AVG;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
-  bool streams = false;
-  if (track_.distance.streams() && step.length >= transport::shm::Distance::kLongBytes) {
-    for (uint32_t i = 0; i < step.numDestinations; ++i) streams |= writesStaging(step, i);
+  constexpr int64_t kLongBytes = transport::shm::StoreChoice::kLongBytes;
+  bool stages = false;
+  if (step.length >= kLongBytes) {
+    for (uint32_t i = 0; i < step.numDestinations; ++i) stages |= writesStaging(step, i);
   }
   for (int64_t moved = 0; moved < step.length;) {
     int64_t run = step.length - moved;
@@ -264,17 +260,24 @@ void Executor::move(const Step& step, int64_t trip) {
       sources_.push_back(at.data);
       run = at.bytes;
     }
-    if (streams && run >= transport::shm::Distance::kLongBytes) {
-      stream(step, run, copies, scale);
-    } else if (copies) {
-      for (void* destination : destinations_) {
-        if (destination != sources_.front()) {
-          std::memcpy(destination, sources_.front(), static_cast<size_t>(run));
+    const auto write = [&](bool streams) {
+      if (streams) {
+        stream(step, run, copies, scale);
+      } else if (copies) {
+        for (void* destination : destinations_) {
+          if (destination != sources_.front()) {
+            std::memcpy(destination, sources_.front(), static_cast<size_t>(run));
+          }
         }
+      } else {
+        reduction::reduce(destinations_, sources_, static_cast<size_t>(run / elementBytes),
+                          binding_.type, binding_.op, scale);
       }
+    };
+    if (stages && run >= kLongBytes) {
+      track_.stores.write(&step, run, write);
     } else {
-      reduction::reduce(destinations_, sources_, static_cast<size_t>(run / elementBytes),
-                        binding_.type, binding_.op, scale);
+      write(false);
     }
     moved += run;
   }

@@ -27,7 +27,6 @@ struct CachedPlan {
   std::vector<uint16_t> channelOfRef;
   int64_t putBytes = 0;    // sent to other nodes by one execution
   int64_t moveBytes = 0;   // read by its copies and reductions
-  bool isLong = false;     // some of them are long enough to ask how far away the mates are
   bool isSmall = true;     // its slots find room in Arrival::near
   bool isOneShot = false;  // it copies, arrives and reduces, and that is all
   static constexpr uint16_t kNone = 0xffff;

@@ -162,7 +162,6 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
       active->track.halves.push_back(
           {region + layout_.poolOffset(t, 0), region + layout_.poolOffset(t, 1)});
     }
-    active->track.seen.resize(regions.size());
     active->executor = std::make_unique<Executor>(*topology_, active->track, bell_);
     tracks_.push_back(std::move(active));
   }

@@ -6,7 +6,7 @@
 
 #include "engine/region.h"
 #include "transport/channel.h"
-#include "transport/shm/distance.h"
+#include "transport/shm/store_choice.h"
 
 namespace smddp::engine {
 
@@ -26,9 +26,7 @@ struct Track {
   std::vector<TrackHeader*> headers;
   std::vector<std::array<std::byte*, 2>> halves;
   std::vector<ChannelEnds> channels;
-  // How far the mates are, and the values of their counters that told.
-  transport::shm::Distance distance;
-  std::vector<std::array<uint64_t, plan::kNumCounters>> seen;
+  transport::shm::StoreChoice stores;
 
   Arrival& arrivalOf(int local) const { return headers[local]->arrivals[execution & 1]; }
   // Where the slots of a rank are. If some rank has shared buffers, the plan may be another one than that for which

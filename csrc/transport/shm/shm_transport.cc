@@ -13,9 +13,6 @@
 namespace smddp::transport::shm {
 namespace {
 
-// Records received behind a long payload sent whose coming is timed: traffic of short ones pays for no clock.
-constexpr int kTimedLooks = 16;
-
 // A Mate's ring table, nullptr when what it published cannot be one.
 RingTable* ringTableOf(const Mate& mate) {
   const uint64_t offset = mate.page().ringsOffset.load(std::memory_order_acquire);
@@ -157,12 +154,17 @@ bool ShmTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, By
   }
   std::byte* target = peer.mate->data() + begin + slot.offset;
   std::memcpy(target, header.data(), kHeaderBytes);
-  const bool isLong = std::ssize(payload) >= Distance::kLongBytes;
-  if (isLong) peer.looks = kTimedLooks;
-  if (isLong && peer.distance.streams()) {
-    streamCopy(target + kHeaderBytes, payload.data(), payload.size());
+  const auto write = [&](bool streams) {
+    if (streams) {
+      streamCopy(target + kHeaderBytes, payload.data(), payload.size());
+    } else {
+      std::memcpy(target + kHeaderBytes, payload.data(), payload.size());
+    }
+  };
+  if (std::ssize(payload) >= StoreChoice::kLongBytes) {
+    peer.stores.write(nullptr, std::ssize(payload), write);
   } else if (!payload.empty()) {
-    std::memcpy(target + kHeaderBytes, payload.data(), payload.size());
+    write(false);
   }
   peer.outgoing->push({RecordKind::Put, 0, immediate, 0}, {});
   done_.push_back(token);
@@ -227,10 +229,8 @@ size_t ShmTransport::pollPeer(Peer& peer, Sink& sink) {
 size_t ShmTransport::drain(Peer& peer, Sink& sink) {
   Ring& ring = *peer.incoming;
   uint64_t tail = ring.tail.load(std::memory_order_relaxed);
-  const auto load = [&] { return ring.head.load(std::memory_order_acquire); };
-  const uint64_t head = peer.looks > 0 ? peer.distance.timed(peer.headSeen, load) : load();
+  const uint64_t head = ring.head.load(std::memory_order_acquire);
   if (head == tail) return 0;
-  peer.looks = std::max(peer.looks - 1, 0);
   size_t events = 0;
   // Up to what was there at first, so that a busy peer does not keep the others waiting.
   while (head != tail && peer.trouble.empty()) {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/shm/distance.h"
+#include "transport/shm/store_choice.h"
 #include "transport/shm/ring.h"
 #include "transport/shm/slab.h"
 #include "transport/transport.h"
@@ -53,11 +53,9 @@ class ShmTransport final : public Transport {
     std::shared_ptr<Mate> mate;  // none: attaching failed
     Ring* outgoing = nullptr;    // in the mate's slab
     Ring* incoming = nullptr;    // in ours; none until the peer claimed it
-    Distance distance;
-    uint64_t headSeen = 0;  // of the incoming ring, when it told the distance
-    int looks = 0;          // still to be timed
-    std::string trouble;    // found while sending; reported by the next poll()
-    bool failed = false;    // reported
+    StoreChoice stores;
+    std::string trouble;  // found while sending; reported by the next poll()
+    bool failed = false;  // reported
   };
 
   void attach(Peer& peer);

@@ -1,0 +1,36 @@
+#include "transport/shm/store_choice.h"
+
+#include <algorithm>
+
+#include "common/config.h"
+#include "common/error.h"
+
+namespace smddp::transport::shm {
+
+StagingStores parseStagingStores(std::string_view text) {
+  if (text == "auto") return StagingStores::Auto;
+  if (text == "ordinary") return StagingStores::Ordinary;
+  if (text == "streaming") return StagingStores::Streaming;
+  raise(ErrorKind::Usage, "SMDDP_STAGING_STORES={}: expects auto, ordinary or streaming", text);
+}
+
+StagingStores stagingStores() {
+  static const StagingStores stores = parseStagingStores(settings().stagingStores);
+  return stores;
+}
+
+const Clock& StoreChoice::monotonic() {
+  static const MonotonicClock clock;
+  return clock;
+}
+
+void StoreChoice::compare(Nanoseconds ordinary, Nanoseconds streaming) {
+  constexpr int kSure = 4;
+  // A reader that has a cache in common with the writer is better off with ordinary stores.
+  votes_ += ordinary > streaming * 5 / 4 ? 1 : -1;
+  if (votes_ >= kSure) streams_ = true;
+  if (votes_ <= 0) streams_ = false;
+  votes_ = std::clamp(votes_, 0, kSure);
+}
+
+}  // namespace smddp::transport::shm
