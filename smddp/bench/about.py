@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ __all__ = ["Beginning", "about", "begin", "say_written", "write_file"]
 _PREFIXES = ("SMDDP_", "OMP_", "NCCL_", "GLOO_")
 # Files are passed on.
 _SECRETS = ("SMDDP_JOB_TOKEN",)
-_BUSY = 0.5
+# Cores: what a machine does by itself is less.
+_BUSY = 0.3
+_LOOK = 0.25  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,28 +32,26 @@ class Beginning:
     """When a run began, and what else its hosts were doing."""
 
     time: str
-    # Of each host, over 1, 5 and 15 minutes. The ranks themselves, which have just started, are in
-    # the first with one or two tenths.
-    load_averages: list[list[float]]
+    busy_cores: list[float]  # of each host, by other programs, while the ranks slept
     ranks: list[int]  # of each host
     cores: int | None
 
     def __str__(self) -> str:
-        busiest = max(self.load_averages)
-        numbers = " ".join(f"{load:.2f}" for load in busiest)
-        hosts = len(self.load_averages)
+        hosts = len(self.busy_cores)
         where = "" if hosts == 1 else f" on the busiest of {hosts} hosts"
-        return f"load average at the start: {numbers} (1, 5, 15 minutes; {self.cores} cores){where}"
+        return (
+            f"other programs at the start: {max(self.busy_cores):.2f} of {self.cores} cores{where}"
+        )
 
     @property
     def warning(self) -> str:
         """What is to be said where other programs leave some rank no core of its own; or ""."""
-        for (load, *_), ranks in zip(self.load_averages, self.ranks, strict=True):
-            # Less may be the ranks themselves; and more ranks than cores are the user's choice.
-            if self.cores is not None and load > _BUSY and load + ranks > self.cores:
+        for busy, ranks in zip(self.busy_cores, self.ranks, strict=True):
+            # More ranks than cores are the user's choice.
+            if self.cores is not None and busy > _BUSY and busy + ranks > self.cores:
                 return (
-                    f"WARNING: other programs are at work (load average {load:.2f}): with {ranks} "
-                    f"ranks on {self.cores} cores the times below are too long, and ratios between "
+                    f"WARNING: other programs are at work on {busy:.2f} cores: with {ranks} ranks "
+                    f"on {self.cores} cores the times below are too long, and ratios between "
                     "backends wrong; measure again when they have ended"
                 )
         return ""
@@ -63,13 +64,24 @@ class Beginning:
 def begin() -> Beginning:
     """Asks all ranks; to be called on all of them, before anything is measured."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (socket.gethostname(), os.getloadavg()))
+    dist.all_gather_object(of_ranks, None)  # nobody is still starting
+    used, looked = _cpu_seconds(), time.monotonic()
+    time.sleep(_LOOK)
+    busy = (_cpu_seconds() - used) / (time.monotonic() - looked)
+    dist.all_gather_object(of_ranks, (socket.gethostname(), busy))
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     hosts = [host for host, _ in of_ranks]
-    # A host's ranks have looked at the same file, at about the same time.
-    loads = {host: list(load) for host, load in of_ranks}
-    ranks = [hosts.count(host) for host in loads]
-    return Beginning(now, list(loads.values()), ranks, os.cpu_count())
+    # Of a host's ranks the one that has seen the fewest others wake up.
+    least = {host: min(busy for name, busy in of_ranks if name == host) for host in hosts}
+    ranks = [hosts.count(host) for host in least]
+    return Beginning(now, list(least.values()), ranks, os.cpu_count())
+
+
+def _cpu_seconds() -> float:
+    """Returns how long the host's cores have been at work, all together; proc_stat(5)."""
+    with Path("/proc/stat").open() as file:
+        user, nice, system, _idle, _iowait, *interrupts = map(int, file.readline().split()[1:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def about(start: Beginning, **config: Any) -> dict[str, Any]:
@@ -94,7 +106,7 @@ def about(start: Beginning, **config: Any) -> dict[str, Any]:
         "config": {
             "ranks": dist.get_world_size(),
             "cores": start.cores,
-            "load_averages": start.load_averages,
+            "busy_cores": start.busy_cores,
             "machine": platform.machine(),
             "torch": torch.__version__,
             "smddp": _load.load().build_info(),

@@ -82,10 +82,9 @@ def test_table_and_json_say_the_same(tmp_path: Path) -> None:
     assert written["config"]["ranks_of_nodes"] == [2]
     assert written["config"]["numa_nodes"] == [numa.nodes_of()] * 2
     assert written["config"]["limits"]["copy_gbps"] > 0
-    (loads,) = written["config"]["load_averages"]  # of one host
-    numbers = " ".join(f"{load:.2f}" for load in loads)
-    assert f"# load average at the start: {numbers} (1, 5, 15 minutes; " in done.stdout
-    busy = Beginning("", [loads], [2], written["config"]["cores"]).warning
+    (cores,) = written["config"]["busy_cores"]  # of one host
+    assert f"# other programs at the start: {cores:.2f} of " in done.stdout
+    busy = Beginning("", [cores], [2], written["config"]["cores"]).warning
     assert [line for line in done.stdout.splitlines() if "WARNING" in line] == [f"# {busy}"] * bool(
         busy
     )
@@ -95,9 +94,9 @@ def test_table_and_json_say_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loads", "ranks", "cores", "busy"),
+    ("others", "ranks", "cores", "busy"),
     [
-        ([0.2], [2], 2, False),  # the ranks, which have just started
+        ([0.2], [2], 2, False),  # the machine itself
         ([0.0], [4], 2, False),
         ([1.3], [2], 4, False),  # there are cores to spare
         ([1.3], [2], 2, True),
@@ -106,16 +105,14 @@ def test_table_and_json_say_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_a_busy_machine_is_said(
-    loads: list[float], ranks: list[int], cores: int, busy: bool
+    others: list[float], ranks: list[int], cores: int, busy: bool
 ) -> None:
-    start = Beginning("", [[load, 9.0, 9.0] for load in loads], ranks, cores)
+    start = Beginning("", others, ranks, cores)
     first, *rest = start.lines()
-    assert first.startswith("load average at the start: ")
+    assert first.startswith(f"other programs at the start: {max(others):.2f} of {cores} cores")
     assert len(rest) == busy
     for line in rest:
-        assert line.startswith(
-            f"WARNING: other programs are at work (load average {max(loads):.2f})"
-        )
+        assert line.startswith(f"WARNING: other programs are at work on {max(others):.2f} cores: ")
 
 
 def _check_place(measured: dict[str, Any], place: str, cells: list[str]) -> None:
