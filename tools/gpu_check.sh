@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds smddp for the python3 on PATH and runs everything that needs a GPU; no network, under nine minutes on 16 cores.
 #
-#   tools/gpu_check.sh                 build, test, measure
+#   tools/gpu_check.sh                 build, test, measure; smddp/ then has that build's module
 #   tools/gpu_check.sh pack <folder>   on another machine, before: what one without packages lacks (libfabric)
 #
 # The steps come in the order of their worth, each with a time limit of its own: one that fails or hangs costs the
@@ -29,12 +29,18 @@ pack() {
   du -sh "$folder"
 }
 
-if [ "${1:-}" = pack ]; then
-  pack "$2"
-  exit
-fi
+case "${1:-} $#" in
+  "pack 2") pack "$2"; exit ;;
+  " 0") ;;
+  *) sed -n '2,/^set / s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
 
 python=$(command -v python3) || { echo "no python3 on PATH"; exit 1; }
+# Before anything is built, or linked into this folder.
+if ! "$python" -c 'import sys, torch; sys.exit(torch.cuda.device_count() == 0)'; then
+  echo "torch of $python sees no GPU here (torch.cuda.device_count() is 0): nothing to check"
+  exit 1
+fi
 # cmake and ninja may be packages of that Python; CUDA's tools are last, where nothing else has the name.
 PATH=$(dirname "$python"):$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 build=build/gpu
@@ -157,10 +163,6 @@ step facts 30 bash -c facts
 if ! step build 240 bash -c "compile ${GPU_CHECK_CUDA:-ON}"; then
   # What goes through the host and by NCCL needs no nvcc.
   step build-without-nvcc 120 bash -c "compile OFF" || exit 1
-fi
-if ! "$python" -c 'import sys, torch; sys.exit(torch.cuda.device_count() == 0)'; then
-  say "no GPU: everything else is left out"
-  exit 1
 fi
 tests test-memory-first 60 "in_memory and reduces and 2"
 tests test-memory 120 "(in_memory or in_pieces) and not buckets"

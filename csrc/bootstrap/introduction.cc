@@ -26,11 +26,11 @@ constexpr size_t kMaxSettingsBytes = 4096;
 constexpr size_t kMaxOpaqueBytes = 1024;
 constexpr size_t kMaxTroubleBytes = 512;
 
-// Plans, slot sizes and the order of operations follow from these: with different values two ranks
+// Plans, slot sizes, the order of operations, and which way they go follow from these: with different values two ranks
 // would wait for messages that the other never sends.
-constexpr std::array<std::string_view, 8> kMustAgree = {
-    "algorithm",    "oneShotBytes", "chunkBytes", "fabricChunkBytes",
-    "fabricWindow", "poolBytes",    "inFlight",   "fusionBytes"};
+constexpr std::array<std::string_view, 10> kMustAgree = {
+    "algorithm", "oneShotBytes", "chunkBytes",  "fabricChunkBytes", "fabricWindow",
+    "poolBytes", "inFlight",     "fusionBytes", "gpuPath",          "gpuSum"};
 
 bool mustAgree(std::string_view field) {
   return std::find(kMustAgree.begin(), kMustAgree.end(), field) != kMustAgree.end();

@@ -1,5 +1,6 @@
 #include "common/config.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <string_view>
@@ -10,10 +11,27 @@ namespace smddp {
 namespace {
 
 // What does not parse is told with what is allowed, and the default as an example: `value` still has it.
-void parse(const char*, const std::string& text, std::string& value, Range) { value = text; }
-void parse(const char*, const std::string& text, Secret& value, Range) { value.text = text; }
+void parse(const char*, const std::string& text, Secret& value, const Allowed&) {
+  value.text = text;
+}
 
-void parse(const char* name, const std::string& text, bool& value, Range) {
+bool isAmong(std::string_view text, std::string_view words) {
+  while (!words.empty()) {
+    const auto word = words.substr(0, words.find_first_of(", "));
+    if (text == word && word != "or") return true;
+    words.remove_prefix(std::min(word.size() + 1, words.size()));
+  }
+  return false;
+}
+
+void parse(const char* name, const std::string& text, std::string& value, const Allowed& allowed) {
+  if (!allowed.words.empty() && !isAmong(text, allowed.words)) {
+    raise(ErrorKind::Usage, "{}={}: expects {}; unset it for {}", name, text, allowed.words, value);
+  }
+  value = text;
+}
+
+void parse(const char* name, const std::string& text, bool& value, const Allowed&) {
   if (text == "1" || text == "true" || text == "on") {
     value = true;
   } else if (text == "0" || text == "false" || text == "off") {
@@ -25,26 +43,26 @@ void parse(const char* name, const std::string& text, bool& value, Range) {
   }
 }
 
-void parse(const char* name, const std::string& text, int64_t& value, Range range) {
+void parse(const char* name, const std::string& text, int64_t& value, const Allowed& allowed) {
   int64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || end != text.data() + text.size() || number < range.least ||
-      number > range.most) {
+  if (error != std::errc() || end != text.data() + text.size() || number < allowed.least ||
+      number > allowed.most) {
     raise(ErrorKind::Usage,
           "{}={} is not a whole number of {} from {} to {}; write digits only, without a unit, for "
           "example {}={} (the default), or unset it",
-          name, text, range.unit, range.least, range.most, name, value);
+          name, text, allowed.unit, allowed.least, allowed.most, name, value);
   }
   value = number;
 }
 
 // What readers of the table need to know before they meet the error; that a size has an end they do not.
-std::string sentenceOn(Range range) {
-  if (range.most == 0) return "";  // no number
-  if (range.most < kMostBytes) {
-    return fmt::format(" From {} to {} {}.", range.least, range.most, range.unit);
+std::string sentenceOn(const Allowed& allowed) {
+  if (allowed.most == 0) return "";  // no number
+  if (allowed.most < kMostBytes) {
+    return fmt::format(" From {} to {} {}.", allowed.least, allowed.most, allowed.unit);
   }
-  return range.least > 0 ? fmt::format(" At least {} {}.", range.least, range.unit) : "";
+  return allowed.least > 0 ? fmt::format(" At least {} {}.", allowed.least, allowed.unit) : "";
 }
 
 const char* typeName(const std::string&) { return "text"; }
@@ -56,7 +74,7 @@ Settings readSettings() {
   Settings result;
 #define SMDDP_READ(type, field, env, value, doc, ...)    \
   if (const auto text = environment(env); !text.empty()) \
-    parse(env, text, result.field, Range{__VA_ARGS__});
+    parse(env, text, result.field, Allowed{__VA_ARGS__});
   SMDDP_SETTINGS(SMDDP_READ)
 #undef SMDDP_READ
   return result;
@@ -84,7 +102,7 @@ std::vector<SettingRow> describeSettings() {
   std::vector<SettingRow> rows;
 #define SMDDP_ROW(type, field, env, value, doc, ...)                                             \
   rows.push_back({env, typeName(defaults.field), print(settings().field), print(defaults.field), \
-                  doc + sentenceOn(Range{__VA_ARGS__}), !environment(env).empty()});
+                  doc + sentenceOn(Allowed{__VA_ARGS__}), !environment(env).empty()});
   SMDDP_SETTINGS(SMDDP_ROW)
 #undef SMDDP_ROW
   return rows;

@@ -1,13 +1,14 @@
 // Every setting of the library, in one table. Nothing else reads the environment.
 //
-// A line is  X(type, field, "ENVIRONMENT", default, "what it does; when one would change it"), a number's with what
-// it may be at the end: least, most, "unit". The table is read once, at first use, and never changes afterwards, so
+// A line is  X(type, field, "ENVIRONMENT", default, "what it does; when one would change it"), with what it may be at the
+// end: a number's least, most, "unit", or .words = "…". The table is read once, at first use, and never changes, so
 // no setting is ever seen with two values. docs and `python -m smddp.env` are generated from it. Text that does not
 // parse is a Usage error naming the variable and the text.
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace smddp {
@@ -18,10 +19,12 @@ struct Secret {
   friend bool operator==(const Secret&, const Secret&) = default;
 };
 
-// What a number may be. At the least plans find room, and messages a place at their receiver.
-struct Range {
+// What a number may be. At the least plans find room, and messages a place at their receiver. And what a text may be, as
+// the end of a sentence: "this, that or something else"; empty: anything.
+struct Allowed {
   int64_t least = 0, most = 0;
   const char* unit = "";
+  std::string_view words = "";
 };
 // Beyond all memory there is, and sums of several such sizes fit into their type.
 inline constexpr int64_t kMostBytes = int64_t{1} << 40;
@@ -40,35 +43,39 @@ inline constexpr int64_t kMostWindow = 1 << 14;
   X(std::string, interface, "SMDDP_INTERFACE", "",                                                            \
     "Network interface between nodes, such as eth0. Default: the one that routes to MASTER_ADDR.")            \
   X(Secret, jobToken, "SMDDP_JOB_TOKEN", {},                                                                  \
-    "Secret of the job, the same on all ranks. With it, what ranks say about themselves in the store and on "  \
+    "Secret of the job, the same on all ranks. With it, what ranks say about themselves in the store and on " \
     "their lifelines is signed: whoever reaches the store but has no token cannot join or pose as a rank. It " \
-    "encrypts nothing. Take 16 random bytes or more, for example `openssl rand -hex 16`.")                     \
+    "encrypts nothing. Take 16 random bytes or more, for example `openssl rand -hex 16`.")                    \
   X(bool, fabricRma, "SMDDP_FABRIC_RMA", true,                                                                \
-    "Use remote writes where the provider has them; 0 sends into posted receives instead.")                  \
+    "Use remote writes where the provider has them; 0 sends into posted receives instead.")                   \
   X(std::string, log, "SMDDP_LOG", "warn",                                                                    \
-    "How much to print: error, warn, info (one line about the choices made), debug, trace.")                 \
+    "How much to print: error, warn, info (one line about the choices made), debug, trace.",                  \
+    .words = "error, warn, info, debug or trace")                                                             \
   X(std::string, simd, "SMDDP_SIMD", "auto",                                                                  \
-    "Instruction set of the reduction kernels: auto, scalar, avx2, avx512. Results do not depend on it.")    \
+    "Instruction set of the reduction kernels: auto, scalar, avx2, avx512. Results do not depend on it.",     \
+    .words = "auto, scalar, avx2 or avx512")                                                                  \
   X(std::string, algorithm, "SMDDP_ALGORITHM", "",                                                            \
     "Overrides the choice of algorithm, for all ranks alike, as collective=name[,...], for example "          \
-    "allreduce=ring. `python -m smddp.plan list` prints the names.")                                         \
+    "allreduce=ring. `python -m smddp.plan list` prints the names.")                                          \
   X(std::string, tuningFile, "SMDDP_TUNING_FILE", "",                                                         \
     "File with the algorithms that were measured to be best, as `python -m smddp.bench --tune` writes it; "   \
-    "the same rows on all ranks. SMDDP_ALGORITHM goes before it, the built-in table comes after it.")        \
+    "the same rows on all ranks. SMDDP_ALGORITHM goes before it, the built-in table comes after it.")         \
   X(bool, commMemory, "SMDDP_COMM_MEMORY", true,                                                              \
-    "Let DDP's gradient buckets live in node-shared memory, so that nothing is staged.")                     \
+    "Let DDP's gradient buckets live in node-shared memory, so that nothing is staged.")                      \
   X(std::string, gpuPath, "SMDDP_GPU_PATH", "auto",                                                           \
-    "Which way calls on GPU tensors go, on all ranks alike: auto (NCCL where each rank has a GPU of its own, "  \
-    "on one node; else through the host), host, nccl, ipc (as auto, but ranks that all share one GPU meet " \
+    "Which way calls on GPU tensors go, on all ranks alike: auto (NCCL where each rank has a GPU of its own, " \
+    "on one node; else through the host), host, nccl, ipc (as auto, but ranks that all share one GPU meet "   \
     "in its memory), or rails (as auto, but on several nodes all_reduce, all_gather, reduce_scatter and broadcast go " \
-    "by NCCL inside them). The last two are not yet tried on a GPU.")                                           \
+    "by NCCL inside them). None of them has been tried on a GPU yet.",                                        \
+    .words = "auto, host, nccl, ipc or rails")                                                                \
   X(std::string, gpuSum, "SMDDP_GPU_SUM", "auto",                                                             \
     "Where rails (SMDDP_GPU_PATH) sum between nodes, on all ranks alike: cpu, gpu (a kernel of the CUDA part), or " \
     "auto: each group measures both at its first call, and takes the GPU where that is clearly quicker. Not yet " \
-    "tried on a GPU.")                                                                                        \
+    "tried on a GPU.",                                                                                        \
+    .words = "auto, cpu or gpu")                                                                              \
   X(bool, gpuCommMemory, "SMDDP_GPU_COMM_MEMORY", false,                                                      \
     "Let DDP's gradient buckets on GPUs, and FSDP2's where it asks, live in memory that NCCL has registered, or " \
-    "that ranks which share a GPU can open. Not yet tried on a GPU.")                                          \
+    "that ranks which share a GPU can open. Not yet tried on a GPU.")                                         \
   X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 131072,                                                    \
     "Inside a node, ranks sum everything themselves (one synchronisation) where each then reads up to this "  \
     "many bytes of the others': allreduces of 128 KiB on 2 ranks, of 18 KiB on 8.", 0, kMostBytes, "bytes")   \
@@ -77,8 +84,9 @@ inline constexpr int64_t kMostWindow = 1 << 14;
     64, kMostBytes, "bytes")                                                                                  \
   X(std::string, stagingStores, "SMDDP_STAGING_STORES", "auto",                                               \
     "How a rank writes staging memory that another rank of its node reads next: ordinary (through the caches), " \
-    "streaming (past them, straight to memory), or auto: whichever takes the writer less time, which is "      \
-    "measured all the time.")                                                                                 \
+    "streaming (past them, straight to memory), or auto: whichever takes the writer less time, which is "     \
+    "measured all the time.",                                                                                 \
+    .words = "auto, ordinary or streaming")                                                                   \
   X(int64_t, fabricChunkBytes, "SMDDP_FABRIC_CHUNK_BYTES", 1048576,                                           \
     "Bytes of the vector that travel between nodes at a time; the stages of different chunks overlap.",       \
     64, kMostBytes, "bytes")                                                                                  \

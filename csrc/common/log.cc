@@ -18,7 +18,7 @@ LogLevel parseLevel(const std::string& text) {
   for (size_t i = 0; i < kNames.size(); ++i) {
     if (text == kNames[i]) return static_cast<LogLevel>(i);
   }
-  raise(ErrorKind::Usage, "SMDDP_LOG={} is unknown; use error, warn, info, debug or trace", text);
+  raise(ErrorKind::Internal, "{} is no log level", text);
 }
 
 }  // namespace

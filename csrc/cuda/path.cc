@@ -9,10 +9,6 @@
 namespace smddp::cuda {
 
 bool decidesAlone(const std::string& setting, bool haveNccl) {
-  if (setting != "auto" && setting != "host" && setting != "nccl" && setting != "ipc" &&
-      setting != "rails") {
-    raise(ErrorKind::Usage, "SMDDP_GPU_PATH={}: expected auto, host, nccl, ipc or rails", setting);
-  }
   if (setting == "nccl" && !haveNccl) {
     raise(ErrorKind::Usage, "SMDDP_GPU_PATH=nccl: this torch was built without NCCL");
   }

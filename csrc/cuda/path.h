@@ -27,7 +27,7 @@ struct Choice {
 };
 
 // What SMDDP_GPU_PATH says, if it decides alone: "host" and "nccl", and whatever it says when NCCL is missing.
-// Throws Usage for other words than "auto", "ipc" and "rails", and for "nccl" without NCCL.
+// Throws Usage for "nccl" without NCCL.
 bool decidesAlone(const std::string& setting, bool haveNccl);
 
 // The way of a call among these ranks: NCCL where each has a GPU of its own on one node. "ipc": the memory of the GPU

@@ -10,7 +10,7 @@ SumSetting parseSumSetting(const std::string& setting) {
   if (setting == "auto") return SumSetting::Auto;
   if (setting == "cpu") return SumSetting::Cpu;
   if (setting == "gpu") return SumSetting::Gpu;
-  raise(ErrorKind::Usage, "SMDDP_GPU_SUM={}: expected auto, cpu or gpu", setting);
+  raise(ErrorKind::Internal, "{} is no place to sum", setting);
 }
 
 SumTimes slowest(std::span<const SumTimes> ranks) {

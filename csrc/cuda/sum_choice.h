@@ -13,7 +13,6 @@ constexpr const char* toString(SumPlace place) { return place == SumPlace::Gpu ?
 
 // What SMDDP_GPU_SUM says.
 enum class SumSetting : uint8_t { Auto, Cpu, Gpu };
-// Throws Usage for other words.
 SumSetting parseSumSetting(const std::string& setting);
 
 // What a sum took on one rank, in nanoseconds, either way.

@@ -311,7 +311,6 @@ cuda::Choice GpuProcessGroup::connect(std::chrono::milliseconds timeout) {
 
 GpuProcessGroup::State GpuProcessGroup::decide(std::chrono::milliseconds timeout) {
   if (const State known = state_.load(); known != State::Unknown) return known;
-  cuda::parseSumSetting(settings().gpuSum);  // a wrong word, also where there are no rails
   std::vector<int> all(static_cast<size_t>(getSize()));
   for (int rank = 0; rank < getSize(); ++rank) all[static_cast<size_t>(rank)] = rank;
   auto choice = cuda::choosePath(settings().gpuPath, static_cast<bool>(peer_.make),
@@ -479,18 +478,14 @@ const cuda::DeviceTable* GpuProcessGroup::summingTable(std::string& refusal) con
 void GpuProcessGroup::chooseSum(const std::vector<intrusive_ptr<ProcessGroup>>& rails,
                                 std::chrono::milliseconds timeout) {
   const auto setting = cuda::parseSumSetting(settings().gpuSum);
+  if (setting == cuda::SumSetting::Cpu) return;
   std::string refusal;
-  const cuda::DeviceTable* const table =
-      setting == cuda::SumSetting::Cpu ? nullptr : summingTable(refusal);
-  const at::Tensor said = gathered({static_cast<int64_t>(setting), table != nullptr}, timeout);
+  const cuda::DeviceTable* const table = summingTable(refusal);
+  const at::Tensor said = gathered({table != nullptr}, timeout);
   int64_t unable = getSize();  // the first rank that is
   for (int64_t rank = getSize() - 1; rank >= 0; --rank) {
-    if (said[rank][0].item<int64_t>() != said[0][0].item<int64_t>()) {
-      raise(ErrorKind::Mismatch, "rank {} and rank 0 have different SMDDP_GPU_SUM", rank);
-    }
-    if (said[rank][1].item<int64_t>() == 0) unable = rank;
+    if (said[rank][0].item<int64_t>() == 0) unable = rank;
   }
-  if (setting == cuda::SumSetting::Cpu) return;
   if (unable < getSize()) {
     if (unable != getRank()) return;
     const auto level = setting == cuda::SumSetting::Gpu ? LogLevel::Warn : LogLevel::Info;

@@ -100,7 +100,7 @@ SimdLevel parseSimdLevel(std::string_view wanted) {
             wanted, wanted, toString(bestLevel()));
     return level;
   }
-  raise(ErrorKind::Usage, "SMDDP_SIMD={}: expects auto, scalar, avx2 or avx512", wanted);
+  raise(ErrorKind::Internal, "{} is no level", wanted);
 }
 
 SimdLevel simdLevel() {

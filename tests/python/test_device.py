@@ -561,23 +561,6 @@ def test_sums_without_a_cuda_part(setting: str) -> None:
     assert all(outcome.value[:2] == ("cpu", 0) for outcome in outcomes)
 
 
-def _misspelt() -> str:
-    if os.environ["RANK"] == "1":
-        os.environ["SMDDP_GPU_SUM"] = os.environ["OTHER_SUM"]
-    with _summing_job(None) as device:
-        return error_of(lambda: dist.all_reduce(torch.ones(10, device=device.device)))
-
-
-def test_settings_of_sums_that_are_refused() -> None:
-    env = RAILS | {"SMDDP_GPU_SUM": "fast", "OTHER_SUM": "fast"}
-    for said in ranks.check_ranks(_misspelt, "2x2", env=env):
-        assert said == "ValueError: SMDDP_GPU_SUM=fast: expected auto, cpu or gpu"
-    env = RAILS | {"SMDDP_GPU_SUM": "gpu", "OTHER_SUM": "auto"}
-    for said in ranks.check_ranks(_misspelt, "2x2", env=env):
-        assert said.startswith("CollectiveMismatchError")
-        assert "rank 1 and rank 0 have different SMDDP_GPU_SUM" in said
-
-
 # --- ranks that are lost while NCCL has something enqueued ---------------------------------------
 
 

@@ -271,8 +271,11 @@ def _bad_setting() -> str:
         ("SMDDP_CHUNK_BYTES", "9223372036854775807", "bytes from 64 to 1099511627776; write"),
         # The numbers of operations in flight would repeat.
         ("SMDDP_IN_FLIGHT", "255", "is not a whole number of operations from 0 to 254"),
-        ("SMDDP_SIMD", "avx1024", "expects auto, scalar, avx2 or avx512"),
+        ("SMDDP_SIMD", "avx1024", "expects auto, scalar, avx2 or avx512; unset it for auto"),
+        ("SMDDP_SIMD", "or", "expects auto, scalar, avx2 or avx512"),
         ("SMDDP_STAGING_STORES", "fast", "expects auto, ordinary or streaming"),
+        ("SMDDP_GPU_PATH", "ncc", "expects auto, host, nccl, ipc or rails"),
+        ("SMDDP_GPU_SUM", "auto,", "expects auto, cpu or gpu"),
         ("SMDDP_ALGORITHM", "allreduce=rign", 'allreduce knows no "rign", only one_shot'),
         ("SMDDP_ALGORITHM", "rign", '"rign" is not a collective; write collective=name'),
     ],
@@ -283,9 +286,9 @@ def test_bad_setting_is_refused_at_init(variable: str, value: str, text: str) ->
         assert text in said
 
 
-def _different_settings() -> str:
+def _different_settings(variable: str, value: str) -> str:
     if int(os.environ["RANK"]) == 1:
-        os.environ["SMDDP_CHUNK_BYTES"] = "4096"
+        os.environ[variable] = value
     try:
         dist.init_process_group("smddp")
     except dist.DistBackendError as error:
@@ -293,7 +296,15 @@ def _different_settings() -> str:
     return "nothing was raised"
 
 
-def test_settings_that_differ_between_ranks() -> None:
-    for text in ranks.check_ranks(_different_settings, "3"):
+@pytest.mark.parametrize(
+    ("variable", "value", "common"),
+    [
+        ("SMDDP_CHUNK_BYTES", "4096", "262144"),
+        ("SMDDP_GPU_PATH", "rails", "auto"),
+        ("SMDDP_GPU_SUM", "cpu", "auto"),
+    ],
+)
+def test_settings_that_differ_between_ranks(variable: str, value: str, common: str) -> None:
+    for text in ranks.check_ranks(_different_settings, "3", variable, value):
         assert text.startswith("CollectiveMismatchError: rank 0 (")
-        assert "SMDDP_CHUNK_BYTES is 262144 on ranks 0, 2 and 4096 on rank 1" in text
+        assert f"{variable} is {common} on ranks 0, 2 and {value} on rank 1" in text

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "transport/shm/store_choice.h"
 #include "transport/shm/ring.h"
 #include "transport/shm/slab.h"
+#include "transport/shm/store_choice.h"
 #include "transport/transport.h"
 
 namespace smddp::transport::shm {

@@ -21,7 +21,6 @@ namespace smddp::transport::shm {
 
 // What SMDDP_STAGING_STORES says.
 enum class StagingStores : uint8_t { Auto, Ordinary, Streaming };
-// Throws Usage for anything but "auto", "ordinary" and "streaming".
 StagingStores parseStagingStores(std::string_view text);
 // The setting, parsed at the first call.
 StagingStores stagingStores();

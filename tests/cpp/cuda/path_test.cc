@@ -96,7 +96,6 @@ TEST(Path, IsRailsWhereTheyAreAskedForAndNodesAreAlike) {
 }
 
 TEST(Path, RefusesWhatItCannotDo) {
-  EXPECT_THROW(decidesAlone("nvlink", true), Error);
   EXPECT_THROW(choosePath("nccl", false, kOneNode), Error);
 }
 

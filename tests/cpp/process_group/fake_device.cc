@@ -316,12 +316,11 @@ at::Tensor copyFrom(const at::Tensor& from, const at::Tensor& to, bool nonBlocki
       blocks = true;
     }
   }
-  laneOf(currentStream)
-      .add([device, pinned, source = onHost(from), target = onHost(to)] {
-        const at::NoGradGuard noGrad;
-        std::this_thread::sleep_for(std::chrono::milliseconds(world().slowness));
-        if (std::all_of(device.begin(), device.end(), expectLive)) target.copy_(source);
-      });
+  laneOf(currentStream).add([device, pinned, source = onHost(from), target = onHost(to)] {
+    const at::NoGradGuard noGrad;
+    std::this_thread::sleep_for(std::chrono::milliseconds(world().slowness));
+    if (std::all_of(device.begin(), device.end(), expectLive)) target.copy_(source);
+  });
   if (blocks) {
     mayWaitOrAsk();
     laneOf(currentStream).drain();

@@ -224,7 +224,7 @@ TEST(Level, FollowsTheSetting) {
   EXPECT_EQ(out[0], 3);
 }
 
-TEST(Level, UnknownOrMissingOnesAreUsageErrors) {
+TEST(Level, MissingOnesAreUsageErrors) {
   EXPECT_EQ(parseSimdLevel("scalar"), SimdLevel::Scalar);
   const auto textOf = [](std::string_view wanted) -> std::string {
     try {
@@ -235,7 +235,6 @@ TEST(Level, UnknownOrMissingOnesAreUsageErrors) {
     }
     return "";
   };
-  EXPECT_THAT(textOf("sse9"), testing::HasSubstr("SMDDP_SIMD=sse9"));
   for (SimdLevel level : {SimdLevel::Scalar, SimdLevel::Avx2, SimdLevel::Avx512})
     EXPECT_EQ(textOf(toString(level)).empty(), kernelsOf(level) != nullptr);
 }
