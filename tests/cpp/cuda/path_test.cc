@@ -95,9 +95,7 @@ TEST(Path, IsRailsWhereTheyAreAskedForAndNodesAreAlike) {
             Path::Host);
 }
 
-TEST(Path, RefusesWhatItCannotDo) {
-  EXPECT_THROW(choosePath("nccl", false, kOneNode), Error);
-}
+TEST(Path, RefusesWhatItCannotDo) { EXPECT_THROW(choosePath("nccl", false, kOneNode), Error); }
 
 }  // namespace
 }  // namespace smddp::cuda
