@@ -30,7 +30,7 @@ struct Allowed {
 inline constexpr int64_t kMostBytes = int64_t{1} << 40;
 // Operations and messages are told apart by numbers of one byte and of two (asserted in engine/group.cc).
 inline constexpr int64_t kMostInFlight = 254;
-inline constexpr int64_t kMostWindow = 1 << 14;
+inline constexpr int64_t kMostWindow = 1 << 13;
 
 // clang-format off
 #define SMDDP_SETTINGS(X)                                                                                     \

@@ -55,7 +55,10 @@ CachedPlan::CachedPlan(plan::Plan made)
   const auto add = [&](const plan::Block& block) {
     for (uint32_t i = block.firstStep; i < block.firstStep + block.numSteps; ++i) {
       const Step& step = plan.steps[i];
-      if (step.op == Op::Put) putBytes += step.length * block.trips;
+      if (step.op == Op::Put) {
+        putBytes += step.length * block.trips;
+        putsStaging |= step.length > 0 && plan.source(step, 0).space == Space::Slot;
+      }
       if (step.op == Op::Copy || step.op == Op::Reduce) {
         moveBytes += step.length * step.numSources * block.trips;
         isSmall &= slotsEnd(step, block.trips) <= static_cast<int64_t>(kNearBytes);

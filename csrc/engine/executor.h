@@ -25,10 +25,11 @@ struct CachedPlan {
   plan::Plan plan;
   std::vector<uint16_t> channelOfStep;  // index into plan.channels; kNone where there is none
   std::vector<uint16_t> channelOfRef;
-  int64_t putBytes = 0;    // sent to other nodes by one execution
-  int64_t moveBytes = 0;   // read by its copies and reductions
-  bool isSmall = true;     // its slots find room in Arrival::near
-  bool isOneShot = false;  // it copies, arrives and reduces, and that is all
+  int64_t putBytes = 0;      // sent to other nodes by one execution
+  int64_t moveBytes = 0;     // read by its copies and reductions
+  bool putsStaging = false;  // some of what it sends lies in staging memory
+  bool isSmall = true;       // its slots find room in Arrival::near
+  bool isOneShot = false;    // it copies, arrives and reduces, and that is all
   static constexpr uint16_t kNone = 0xffff;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <new>
 
@@ -87,8 +88,8 @@ void requireSameChoices(const std::vector<bootstrap::Introduction>& introduction
 
 Group::Group(Process& process, Spec spec)
     : process_(process),
-      slab_(process.sharedSlab()),
       regions_(process.sharedRegions()),
+      windows_(process.sharedWindows()),
       spec_(std::move(spec)),
       bell_(process),
       limits_(limitsFromSettings()) {
@@ -179,7 +180,7 @@ Group::~Group() {
   // Freed pages read as zeros at once: to a mate that is still at the last operation, a wrong result. The
   // memory then lives until the last mate has unmapped it.
   if (topology_ && !abandoned_) return;
-  for (auto window : windows_) slab_->free(window);
+  for (const Window& window : taken_) windows_->giveBack(window.memory);
   if (!region_.empty()) regions_->giveBack(region_, layout_);
 }
 
@@ -231,7 +232,7 @@ bool Group::runAtOnce(Request& request, const CompletionPtr& completion) {
     ++active.track.execution;
     active.operations.clear();
     active.shape = shape;
-    commitStaging(active, entry.plan.plan);
+    commitStaging(active, entry.plan);
     // Before anything is written to the line of the arrival, which the others have: a load in another width than that of
     // a store before it waits until the stores up to that one have gone.
     Binding& binding = bind(active, request, call, sequence);
@@ -455,7 +456,7 @@ void Group::agree(Active& active) {
 
 void Group::run(Active& active, bool arrived) {
   const PlanCache::Entry& entry = plans_->get(active.shape);
-  commitStaging(active, entry.plan.plan);
+  commitStaging(active, entry.plan);
   ensureChannels(active, entry.plan.plan);
   active.plan = &entry;
   bind(active);
@@ -535,13 +536,20 @@ bool Group::myBuffersShared(const Active& active, Arrival& mine) const {
          (!hasInput || locate(active.input, mine.input));
 }
 
-void Group::commitStaging(Active& active, const plan::Plan& plan) {
+void Group::commitStaging(Active& active, const CachedPlan& cached) {
   const auto half = static_cast<size_t>(active.track.execution & 1);
-  const auto needed = static_cast<size_t>(plan.poolBytes);
-  if (needed <= active.committed[half]) return;
+  auto needed = static_cast<size_t>(cached.plan.poolBytes);
+  const bool sends = cached.putsStaging && needed > active.sources[half];
+  // What the network knows grows by doubling: each time it has to be told anew.
+  if (sends) needed = std::min(std::bit_ceil(needed), static_cast<size_t>(layout_.halfBytes));
   std::byte* from = active.track.halves[topology_->myLocal()][half];
-  process_.slab().commit({from + active.committed[half], needed - active.committed[half]});
-  active.committed[half] = needed;
+  if (needed > active.committed[half]) {
+    process_.slab().commit({from + active.committed[half], needed - active.committed[half]});
+    active.committed[half] = needed;
+  }
+  if (!sends) return;
+  process_.addSource({from, needed});
+  active.sources[half] = needed;
 }
 
 void Group::ensureChannels(Active& active, const plan::Plan& plan) {
@@ -570,11 +578,11 @@ transport::ReceiveChannel& Group::openReceive(Rank from, uint8_t track, uint8_t 
   Peer& peer = *members_[from].peer;
   const int64_t window = track == kMessageTrack ? kMessageWindow : limits_.window;
   const auto bytes = static_cast<size_t>(window * transport::slotStride(messageBytes));
-  windows_.push_back(process_.slab().allocate(bytes));
-  process_.slab().commit(windows_.back());
-  const auto region = process_.registerMemory(peer, windows_.back());
-  return peer.table->receive(key(from, spec_.me, track, stream), peer.id, windows_.back(), region,
-                             0, messageBytes, window);
+  const auto memory = windows_->take(bytes);
+  taken_.push_back({memory, &peer});
+  const auto region = process_.registerMemory(peer, memory);
+  return peer.table->receive(key(from, spec_.me, track, stream), peer.id, memory, region, 0,
+                             messageBytes, window);
 }
 
 void Group::finishTrack(Active& active) {

@@ -31,6 +31,7 @@
 #include "engine/request.h"
 #include "engine/team_bell.h"
 #include "engine/track.h"
+#include "engine/window_pool.h"
 
 namespace smddp::engine {
 
@@ -129,6 +130,7 @@ class Group final : private Matcher::Host {
     Pieces input, output;
     const PlanCache::Entry* plan = nullptr;
     std::array<size_t, 2> committed{};  // bytes of each staging half that have backing
+    std::array<size_t, 2> sources{};    // and that the network knows as sources
     // The wait that checkHealth() watches.
     struct Watch {
       uint64_t sequence = 0;
@@ -159,7 +161,7 @@ class Group final : private Matcher::Host {
   void gather(Active& active);
   bool myBuffersShared(const Active& active, Arrival& mine) const;
   void ensureChannels(Active& active, const plan::Plan& plan);
-  void commitStaging(Active& active, const plan::Plan& plan);
+  void commitStaging(Active& active, const CachedPlan& plan);
   void finishTrack(Active& active);
   void count(const PlanCache::Entry& entry, uint64_t calls, int64_t bytes);
   uint64_t begin(Completion& completion);
@@ -209,8 +211,8 @@ class Group final : private Matcher::Host {
   }
 
   Process& process_;  // gone when the engine has been shut down; the slab outlives the group
-  const std::shared_ptr<transport::shm::Slab> slab_;
   const std::shared_ptr<RegionPool> regions_;
+  const std::shared_ptr<WindowPool> windows_;
   const Spec spec_;
   TeamBell bell_;
   plan::Limits limits_;
@@ -234,7 +236,11 @@ class Group final : private Matcher::Host {
   std::array<transport::CallFingerprint, 64> calls_{};
   std::map<Rank, Told> told_;
   std::map<Rank, transport::ReceiveChannel*> messageChannels_;
-  std::vector<std::span<std::byte>> windows_;  // receive windows in the slab
+  struct Window {
+    std::span<std::byte> memory;
+    const Peer* from;
+  };
+  std::vector<Window> taken_;  // from windows_
   std::optional<Break> broken_;
   bool watched_ = false;
   std::vector<std::function<void(const Error&)>> watchers_;  // until the group is broken

@@ -502,6 +502,10 @@ bool Group::abandoned() {
     }
     if (!member.peer->table->drained(id_)) return false;
   }
+  // Of a lost peer nobody knows what is still on its way.
+  std::erase_if(taken_, [&](const Window& window) {
+    return !window.from->mate && window.from->lost && !window.from->table->drained(id_);
+  });
   abandoned_ = true;
   return true;
 }

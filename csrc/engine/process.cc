@@ -76,6 +76,7 @@ Process::Process(Options options)
       id_(options_.id ? *options_.id : bootstrap::randomProcessId()),
       slab_(transport::shm::Slab::create(options_.slabBytes)),
       regions_(std::make_shared<RegionPool>(slab_)),
+      windows_(std::make_shared<WindowPool>(slab_)),
       coreSharing_(slab_->page()),
       doorbell_(slab_),
       commMemory_(std::make_shared<transport::shm::CommMemory>(slab_)),
@@ -176,7 +177,13 @@ Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
 }
 
 transport::RemoteKey Process::registerMemory(const Peer& peer, std::span<std::byte> memory) {
-  return linkOf(peer).transport->registerMemory(memory);
+  Link& link = linkOf(peer);
+  if (&link == fabric_.get()) slab_->keep(memory);
+  return link.transport->registerMemory(memory);
+}
+
+void Process::addSource(std::span<std::byte> memory) {
+  if (fabric_->transport->addSource(memory)) slab_->keep(memory);
 }
 
 void Process::moveApart() { coreSharing_.moveApart(matePages_, clock().now()); }

@@ -19,6 +19,7 @@
 #include "common/clock.h"
 #include "engine/core_sharing.h"
 #include "engine/region_pool.h"
+#include "engine/window_pool.h"
 #include "transport/channel.h"
 #include "transport/shm/comm_memory.h"
 #include "transport/shm/doorbell.h"
@@ -82,6 +83,7 @@ class Process {
   transport::shm::Slab& slab() { return *slab_; }
   const std::shared_ptr<transport::shm::Slab>& sharedSlab() const { return slab_; }
   const std::shared_ptr<RegionPool>& sharedRegions() const { return regions_; }
+  const std::shared_ptr<WindowPool>& sharedWindows() const { return windows_; }
   transport::shm::Doorbell& doorbell() { return doorbell_; }
   // [thread-safe]
   transport::shm::CommMemory& commMemory() { return *commMemory_; }
@@ -100,6 +102,8 @@ class Process {
   Peer& meet(const bootstrap::Introduction& other, bool sharesNode);
   // The key under which peers on the same table write into our slab.
   transport::RemoteKey registerMemory(const Peer& peer, std::span<std::byte> memory);
+  // Remote peers will often be sent what lies here, in our slab.
+  void addSource(std::span<std::byte> memory);
 
   void onControl(ControlHandler handler) { handler_ = std::move(handler); }
 
@@ -143,7 +147,6 @@ class Process {
     std::unique_ptr<transport::Transport> transport;
     transport::ChannelTable table;
     std::map<transport::PeerId, Peer*> peers;
-    std::map<const std::byte*, transport::RemoteKey> registered;
   };
 
   void lose(Peer& peer, bool died, const std::string& cause);
@@ -154,6 +157,7 @@ class Process {
   uint64_t lastGroup_ = 0;  // how many groups this process has numbered
   std::shared_ptr<transport::shm::Slab> slab_;
   std::shared_ptr<RegionPool> regions_;
+  std::shared_ptr<WindowPool> windows_;
   CoreSharing coreSharing_;
   std::vector<const transport::shm::ProcessPage*> matePages_;  // kept mapped by peers_
   transport::shm::Doorbell doorbell_;

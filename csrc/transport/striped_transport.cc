@@ -99,9 +99,18 @@ PeerId StripedTransport::connect(Bytes address, const std::string& description) 
 RemoteKey StripedTransport::registerMemory(std::span<std::byte> memory) {
   Keys keys;
   for (const auto& card : cards_) keys.push_back(card->registerMemory(memory));
-  regions_.push_back(std::move(keys));
-  announce();
-  return regions_.back().front();
+  const RemoteKey first = keys.front();
+  if (std::find(regions_.begin(), regions_.end(), keys) == regions_.end()) {
+    regions_.push_back(std::move(keys));
+    announce();
+  }
+  return first;
+}
+
+bool StripedTransport::addSource(std::span<std::byte> memory) {
+  bool registered = false;
+  for (const auto& card : cards_) registered |= card->addSource(memory);
+  return registered;
 }
 
 StripedTransport::Peer& StripedTransport::peerOf(PeerId peer) {

@@ -8,8 +8,9 @@
 // Nothing is assumed about the order of puts among one another or against control messages.
 //
 // Threads: all calls come from the one thread that owns the engine at that time. Nothing here blocks.
-// Ownership: the caller keeps payload bytes untouched until onPutDone(token), and registered memory mapped until
-// the transport is destroyed. Destroying a transport cancels what is in flight.
+// Ownership: the caller keeps payload bytes untouched until onPutDone(token). Registered memory, target or source,
+// keeps its mapping and its pages until the transport is destroyed: a network card goes by the pages, and would write
+// to those that were given back. Destroying a transport cancels what is in flight.
 // Errors: an exception means the transport is unusable; trouble with one peer is reported by onPeerFailed.
 #pragma once
 
@@ -34,11 +35,14 @@ inline constexpr size_t kMaxControlBytes = 1024;
 // Bytes of the header in front of every put's payload (wire.h gives it its fields). A cache line: a payload
 // that begins beside one, a few bytes before where its copy does in a page, is copied at half the speed.
 inline constexpr size_t kHeaderBytes = 64;
+// Greatest immediate value: one bit is the transport's own.
+inline constexpr uint32_t kMaxImmediate = 0x7FFFFFFF;
 
 // How a peer names memory of ours in its puts. Opaque to everyone but the transport that made it.
 struct RemoteKey {
   uint64_t address = 0;
   uint64_t key = 0;
+  friend bool operator==(const RemoteKey&, const RemoteKey&) = default;
 };
 
 // Where a put lands: `key` of the peer's region, `offset` bytes into it. The header comes first, then the payload.
@@ -70,13 +74,17 @@ class Transport {
   // Introduces a peer by its address(). Returns at once; a connection may come about later.
   virtual PeerId connect(Bytes address, const std::string& description) = 0;
 
-  // Makes memory a target of puts. `memory` stays mapped for the life of the transport.
+  // Makes memory a target of puts. The same memory gets the same key again.
   virtual RemoteKey registerMemory(std::span<std::byte> memory) = 0;
+  // Puts whose payload lies in `memory` will come often. True: it is registered now, and they leave without a copy;
+  // false: that takes no registration here, or there is no room for one.
+  virtual bool addSource(std::span<std::byte> /*memory*/) { return false; }
 
   // False: no room now; poll() and try again.
   [[nodiscard]] virtual bool control(PeerId peer, Bytes message) = 0;
   // Header (kHeaderBytes, copied during the call) and payload to the peer's slot; its poll() then reports
-  // `immediate`. False: no room now; poll() and try again.
+  // `immediate`, which no other put to that peer has that may still be under way. False: no room now; poll() and
+  // try again.
   [[nodiscard]] virtual bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate,
                                  Bytes header, Bytes payload, uint64_t token) = 0;
 

@@ -144,9 +144,10 @@ struct ParsedAbort {
   std::string_view text;
 };
 
-// Numbers on a channel are told apart by 16 bits, so a window must stay well below half their
+// Numbers on a channel are told apart by so many bits; a window must stay well below half their
 // range.
-inline constexpr uint32_t kMaxWindow = 1u << 14;
+inline constexpr int kNumberBits = 15;
+inline constexpr uint32_t kMaxWindow = 1u << (kNumberBits - 2);
 // Longest payload of one message.
 inline constexpr uint64_t kMaxSlotBytes = uint64_t{1} << 31;
 
@@ -167,15 +168,20 @@ Bytes bytesOf(const T& message) {
   return std::as_bytes(std::span<const T, 1>(&message, 1));
 }
 
-// Immediate value:  31 … 16 receiver's channel id | 15 … 0 low bits of the message's number.
+// Immediate value:  30 … 15 receiver's channel id | 14 … 0 low bits of the message's number.
 constexpr uint32_t makeImmediate(uint16_t channel, uint64_t number) {
-  return uint32_t{channel} << 16 | (number & 0xFFFF);
+  constexpr uint32_t kMask = (1u << kNumberBits) - 1;
+  return uint32_t{channel} << kNumberBits | (static_cast<uint32_t>(number) & kMask);
 }
-constexpr uint16_t channelOf(uint32_t immediate) { return static_cast<uint16_t>(immediate >> 16); }
+static_assert(makeImmediate(0xFFFF, ~0ull) == kMaxImmediate);
+constexpr uint16_t channelOf(uint32_t immediate) {
+  return static_cast<uint16_t>(immediate >> kNumberBits);
+}
 // The number with these low bits that is nearest to `near`; 0 where that would lie below 1.
 constexpr uint64_t numberOf(uint32_t immediate, uint64_t near) {
-  const auto distance = static_cast<int16_t>(static_cast<uint16_t>(immediate - near));
-  return distance < 0 && near < static_cast<uint64_t>(-int64_t{distance}) ? 0 : near + distance;
+  constexpr int kAbove = 64 - kNumberBits;
+  const auto distance = static_cast<int64_t>((immediate - near) << kAbove) >> kAbove;
+  return distance < 0 && near < static_cast<uint64_t>(-distance) ? 0 : near + distance;
 }
 
 }  // namespace smddp::transport

@@ -90,6 +90,7 @@ ProviderInfo describeInfo(const fi_info& info, const std::map<std::string, Inter
   result.mrKeyBytes = info.domain_attr->mr_key_size;
   result.cqDataBytes = info.domain_attr->cq_data_size;
   result.iovLimit = info.tx_attr->iov_limit;
+  result.writeIovLimit = writeIovLimitOf(result.provider, result.iovLimit);
   result.maxMessageBytes = info.ep_attr->max_msg_size;
   result.relaxed = relaxed;
   if (info.addr_format == FI_SOCKADDR_IN || info.addr_format == FI_SOCKADDR_IN6 ||

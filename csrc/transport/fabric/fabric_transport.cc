@@ -13,6 +13,12 @@ namespace {
 constexpr const char* kTag = "transport/fabric";
 // Messages and puts of one peer that were accepted but that the provider has not taken yet.
 constexpr size_t kMaxQueued = 64;
+// A provider that writes one piece gets header and payload side by side, in a copy; from so many bytes on as two writes,
+// which takes less than the copy. Both have the immediate value with this bit.
+constexpr size_t kInTwoBytes = 8192;
+constexpr uint32_t kInTwo = kMaxImmediate + 1;
+// More halves than anybody has slots for.
+constexpr size_t kMaxHalves = 1 << 20;
 
 uint64_t randomId() {
   std::random_device device;
@@ -27,6 +33,24 @@ FabricTransport::FabricTransport(const fi_info& raw, ProviderInfo chosen, std::s
       reassembly_(endpoint_.registry()),
       why_(std::move(why)),
       id_(randomId()) {}
+
+FabricTransport::~FabricTransport() {
+  if (traffic_.copied == 0) return;
+  SMDDP_LOG(Debug, kTag, "{} of {} bytes put were copied to registered memory first",
+            traffic_.copied, traffic_.put);
+}
+
+bool FabricTransport::addSource(std::span<std::byte> memory) {
+  if (!registersSources_) return false;
+  try {
+    return endpoint_.registry().addLocal(memory);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::Resource) throw;
+    registersSources_ = false;
+    SMDDP_LOG(Warn, kTag, "what is sent is copied once more from now on: {}", error.what());
+    return false;
+  }
+}
 
 std::vector<std::byte> FabricTransport::address() const {
   return encode({id_, endpoint_.protocol(), endpoint_.provider().provider, endpoint_.name()});
@@ -78,6 +102,7 @@ bool FabricTransport::control(PeerId id, Bytes message) {
 bool FabricTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, Bytes header,
                           Bytes payload, uint64_t token) {
   SMDDP_CHECK(header.size() == kHeaderBytes, "header of {} bytes", header.size());
+  SMDDP_CHECK(immediate <= kMaxImmediate, "immediate value {:x}", immediate);
   if (endpoint_.protocol() == Protocol::Write &&
       payload.size() > endpoint_.provider().maxMessageBytes - kHeaderBytes)
     raise(ErrorKind::Usage,
@@ -92,6 +117,8 @@ bool FabricTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate,
   put->token = token;
   if (!prepare(*put, header, payload)) return false;
   put->number = nextPut_++;
+  traffic_.put += payload.size();
+  if (put->bounce) traffic_.copied += payload.size();
   peer.puts.push_back(std::move(put));
   pump(peer, id);
   return true;
@@ -103,8 +130,10 @@ bool FabricTransport::prepare(OutgoingPut& put, Bytes header, Bytes payload) {
   put.payload = payload;
   bool known = true;
   if (!payload.empty()) put.descriptor = endpoint_.registry().descriptorOf(payload, known);
-  // A provider that writes from one piece of memory only gets header and payload side by side.
-  put.headerInBounce = endpoint_.protocol() == Protocol::Write && endpoint_.provider().iovLimit < 2;
+  const bool onePiece =
+      endpoint_.protocol() == Protocol::Write && endpoint_.provider().writeIovLimit < 2;
+  put.inTwo = onePiece && known && payload.size() >= kInTwoBytes;
+  put.headerInBounce = onePiece && !put.inTwo;
   if (known && !put.headerInBounce) return true;
   put.bounce = endpoint_.bounces().take(put.totalBytes());
   if (!put.bounce) return false;
@@ -126,7 +155,7 @@ ssize_t FabricTransport::postControl(Peer& peer, PeerId id, Bytes message) {
   return result;
 }
 
-// Hands the next part of the put to the provider: all of it as a write, or one fragment.
+// Hands the next part of the put to the provider: all of it as a write, one of two, or one fragment.
 ssize_t FabricTransport::postPut(Peer& peer, const std::shared_ptr<OutgoingPut>& put) {
   Operation* const operation = endpoint_.acquire(Operation::Kind::Put);
   if (operation == nullptr) return -FI_EAGAIN;
@@ -143,14 +172,30 @@ ssize_t FabricTransport::postPut(Peer& peer, const std::shared_ptr<OutgoingPut>&
 
 ssize_t FabricTransport::postWrite(Peer& peer, Operation& operation) {
   OutgoingPut& put = *operation.put;
-  const size_t headBytes = put.headerInBounce ? 0 : kHeaderBytes;
-  const Bytes tail = put.headerInBounce ? Bytes(put.bounce.get(), put.totalBytes()) : put.payload;
+  const bool second = put.inTwo && put.posted > 0;
+  const size_t headBytes = put.headerInBounce || second ? 0 : kHeaderBytes;
+  Bytes tail = put.headerInBounce ? Bytes(put.bounce.get(), put.totalBytes()) : put.payload;
+  if (put.inTwo && !second) tail = {};
   std::memcpy(operation.slot, put.header.data(), headBytes);
-  const ssize_t result = endpoint_.write(peer.address, operation, headBytes, tail, put.descriptor,
-                                         put.slot.region.address + put.slot.offset,
-                                         put.slot.region.key, put.immediate);
-  if (result == 0) put.posted = put.totalBytes();
+  const ssize_t result =
+      endpoint_.write(peer.address, operation, headBytes, tail, put.descriptor,
+                      put.slot.region.address + put.slot.offset + put.posted, put.slot.region.key,
+                      put.inTwo ? put.immediate | kInTwo : put.immediate);
+  if (result == 0) put.posted += headBytes + tail.size();
   return result;
+}
+
+void FabricTransport::onRemoteWrite(uint32_t immediate) {
+  if ((immediate & kInTwo) != 0) {
+    if (halfHere_.insert(immediate).second) {
+      if (halfHere_.size() > kMaxHalves) {
+        raise(ErrorKind::Transport, "some peer writes halves of messages without end");
+      }
+      return;
+    }
+    halfHere_.erase(immediate);
+  }
+  sink_->onPut(immediate & kMaxImmediate);
 }
 
 ssize_t FabricTransport::postFragment(Peer& peer, Operation& operation) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -23,12 +24,14 @@ class FabricTransport final : public Transport, private Completions {
  public:
   // `chosen` describes `raw`.
   FabricTransport(const fi_info& raw, ProviderInfo chosen, std::string why, const Options& options);
+  ~FabricTransport() override;
 
   std::vector<std::byte> address() const override;
   PeerId connect(Bytes address, const std::string& description) override;
   RemoteKey registerMemory(std::span<std::byte> memory) override {
     return endpoint_.registry().add(memory);
   }
+  bool addSource(std::span<std::byte> memory) override;
   bool control(PeerId peer, Bytes message) override;
   bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header, Bytes payload,
            uint64_t token) override;
@@ -37,10 +40,17 @@ class FabricTransport final : public Transport, private Completions {
   bool prepareWait() override;
   std::string describe() const override;
 
+  // Bytes of payloads that were put, and of those that were copied to registered memory first.
+  struct Traffic {
+    uint64_t put = 0;
+    uint64_t copied = 0;
+  };
+  const Traffic& traffic() const { return traffic_; }
+
  private:
   void onSent(Operation& operation) override;
   void onReceived(Bytes message) override;
-  void onRemoteWrite(uint32_t immediate) override { sink_->onPut(immediate); }
+  void onRemoteWrite(uint32_t immediate) override;
   void onSendFailed(Operation& operation, const std::string& cause) override;
 
   struct Peer {
@@ -73,9 +83,12 @@ class FabricTransport final : public Transport, private Completions {
   std::string why_;
   uint64_t id_;
   uint64_t nextPut_ = 0;
+  Traffic traffic_;
+  bool registersSources_ = true;  // until there is no room for another one
   std::vector<Peer> peers_;
   std::unordered_map<uint64_t, PeerId> peerById_;
-  std::vector<PeerId> queued_;                            // peers with something in a line
+  std::unordered_set<uint32_t> halfHere_;  // immediates of puts in two, of which one is here
+  std::vector<PeerId> queued_;             // peers with something in a line
   std::vector<std::pair<PeerId, std::string>> failures_;  // not yet reported
   Sink* sink_ = nullptr;                                  // during poll()
 };

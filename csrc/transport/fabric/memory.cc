@@ -20,8 +20,12 @@ RemoteKey Registry::add(std::span<std::byte> memory) {
   return insert(memory, FI_REMOTE_WRITE | FI_WRITE | FI_SEND | FI_RECV, true).key;
 }
 
-void Registry::addLocal(std::span<std::byte> memory) {
-  if (needsLocal()) insert(memory, FI_WRITE | FI_SEND | FI_RECV, false);
+bool Registry::addLocal(std::span<std::byte> memory) {
+  if (!needsLocal()) return false;
+  bool known = false;
+  descriptorOf(memory, known);
+  if (!known) insert(memory, FI_WRITE | FI_SEND | FI_RECV, false);
+  return true;
 }
 
 Registry::Region& Registry::insert(std::span<std::byte> memory, uint64_t access, bool target) {
@@ -39,18 +43,20 @@ Registry::Region& Registry::insert(std::span<std::byte> memory, uint64_t access,
     region.key.key = fi_mr_key(region.registration.get());
     if (mrMode_ & FI_MR_VIRT_ADDR) region.key.address = reinterpret_cast<uint64_t>(memory.data());
   }
+  longest_ = std::max(longest_, memory.size());
   return regions_.emplace(memory.data(), std::move(region))->second;
 }
 
 void* Registry::descriptorOf(Bytes memory, bool& known) const {
   known = true;
   if (!needsLocal()) return nullptr;
-  // Regions may overlap, so every one that begins at or before the first byte is a candidate; the nearest
-  // nearly always fits.
+  // Regions may overlap, so every one that begins before the first byte, and not too far before, is a candidate; the
+  // nearest nearly always fits.
   auto it = regions_.upper_bound(memory.data());
   while (it != regions_.begin()) {
     --it;
     const auto region = it->second.memory;
+    if (static_cast<size_t>(memory.data() - region.data()) >= longest_) break;
     if (memory.data() + memory.size() <= region.data() + region.size())
       return fi_mr_desc(it->second.registration.get());
   }

@@ -31,8 +31,8 @@ class Registry {
   void* descriptorOf(Bytes memory, bool& known) const;
   bool needsLocal() const { return (mrMode_ & FI_MR_LOCAL) != 0; }
 
-  // Registers memory for our own transfers, when that is needed at all.
-  void addLocal(std::span<std::byte> memory);
+  // Registers memory for our own transfers unless that is done, or not needed at all (false).
+  bool addLocal(std::span<std::byte> memory);
 
   // The bytes [offset, offset + size) of the region that a peer named; empty pointer when no region of ours
   // holds all of them. A peer's word is not trusted.
@@ -53,6 +53,7 @@ class Registry {
   bool remote_;
   uint64_t nextKey_ = 1;
   std::multimap<const std::byte*, Region> regions_;  // by first byte
+  size_t longest_ = 0;                               // bytes of a region
 };
 
 // Buffers for what the provider cannot take from where it lies.

@@ -24,6 +24,7 @@ struct OutgoingPut {
   void* descriptor = nullptr;  // of payload
   BouncePool::Buffer bounce;   // null unless the provider could not take the caller's bytes
   bool headerInBounce = false;
+  bool inTwo = false;   // header and payload leave as two writes
   uint64_t posted = 0;  // bytes of header and payload handed to the provider
   int inFlight = 0;     // operations of this put that it still has
 

@@ -166,6 +166,10 @@ std::string explain(const ProviderInfo& info, const Options& options, int rank) 
 
 }  // namespace
 
+size_t writeIovLimitOf(const std::string& provider, size_t iovLimit) {
+  return provider == "efa" ? 1 : iovLimit;
+}
+
 Protocol protocolOf(const ProviderInfo& info, const Options& options) {
   const bool usable =
       (info.caps & FI_RMA) && info.cqDataBytes >= sizeof(uint32_t) && !info.emulatedWrite;

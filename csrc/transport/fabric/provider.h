@@ -21,7 +21,7 @@ struct Options {
   bool rma = true;            // false: never use remote writes
   // For tests: as if the provider demanded this mr_mode too, and took no more pieces than that.
   int extraMrMode = 0;
-  size_t iovLimit = SIZE_MAX;
+  size_t iovLimit = SIZE_MAX;  // of sends and of writes
 };
 
 // One way to communicate, as fi_getinfo offers it.
@@ -38,6 +38,8 @@ struct ProviderInfo {
   size_t mrKeyBytes = 8;
   size_t cqDataBytes = 8;
   size_t iovLimit = 1;
+  // Of a write with immediate data. EFA makes such a write of sends when it has more pieces, and says nothing.
+  size_t writeIovLimit = 1;
   size_t maxMessageBytes = SIZE_MAX;
   bool linkUp = true;
   // How many of kRelaxations were needed before the provider answered.
@@ -54,6 +56,9 @@ enum class Protocol : uint8_t { Write, Send };
 constexpr const char* toString(Protocol protocol) {
   return protocol == Protocol::Write ? "remote writes" : "sends into posted receives";
 }
+
+// How many pieces a provider that takes so many really writes with immediate data.
+size_t writeIovLimitOf(const std::string& provider, size_t iovLimit);
 
 // Remote writes with immediate data where the provider really has them.
 Protocol protocolOf(const ProviderInfo& info, const Options& options);

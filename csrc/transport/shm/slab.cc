@@ -46,17 +46,54 @@ std::span<std::byte> Slab::allocate(size_t bytes, size_t align) {
   return {data() + *offset, bytes};
 }
 
-void Slab::free(std::span<std::byte> memory) {
+Slab::Range Slab::pagesOf(std::span<std::byte> memory) const {
   const uint64_t offset = offsetOf(memory.data());
-  const uint64_t rounded = roundUp(std::max<size_t>(memory.size(), 1), Segment::kPage);
-  // Before anyone else can be given these pages.
-  segment_->discard(offset, rounded);
+  return {offset, offset + roundUp(std::max<size_t>(memory.size(), 1), Segment::kPage)};
+}
+
+void Slab::free(std::span<std::byte> memory) {
+  const auto [begin, end] = pagesOf(memory);
   const std::lock_guard lock(mutex_);
-  regions_.free(offset, rounded);
+  if (keeps(Range{begin, end})) return;
+  // Before anyone else can be given these pages.
+  segment_->discard(begin, end - begin);
+  regions_.free(begin, end - begin);
 }
 
 void Slab::discard(std::span<std::byte> memory) {
-  segment_->discard(offsetOf(memory.data()), roundUp(memory.size(), Segment::kPage));
+  auto [begin, end] = pagesOf(memory);
+  const std::lock_guard lock(mutex_);
+  for (const auto& [keptBegin, keptEnd] : kept_) {
+    if (keptEnd <= begin) continue;
+    if (keptBegin >= end) break;
+    if (keptBegin > begin) segment_->discard(begin, keptBegin - begin);
+    begin = keptEnd;
+  }
+  if (begin < end) segment_->discard(begin, end - begin);
+}
+
+void Slab::keep(std::span<std::byte> memory) {
+  auto [begin, end] = pagesOf(memory);
+  begin -= begin % Segment::kPage;
+  const std::lock_guard lock(mutex_);
+  auto it = kept_.upper_bound(begin);
+  if (it != kept_.begin() && std::prev(it)->second >= begin) --it;
+  while (it != kept_.end() && it->first <= end) {
+    begin = std::min(begin, it->first);
+    end = std::max(end, it->second);
+    it = kept_.erase(it);
+  }
+  kept_[begin] = end;
+}
+
+bool Slab::keeps(std::span<std::byte> memory) const {
+  const std::lock_guard lock(mutex_);
+  return keeps(pagesOf(memory));
+}
+
+bool Slab::keeps(const Range& range) const {
+  const auto after = kept_.lower_bound(range.second);
+  return after != kept_.begin() && std::prev(after)->second > range.first;
 }
 
 void Slab::commit(std::span<std::byte> memory) {

@@ -3,9 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <utility>
 
 #include "common/clock.h"
 #include "common/file_descriptor.h"
@@ -35,19 +37,28 @@ class Slab {
 
   // Zeroed, sparse, in whole pages. Throws Resource when the slab is full.
   std::span<std::byte> allocate(size_t bytes, size_t align = Segment::kPage);
-  // `memory` exactly as allocate() returned it; its pages go back to the system at once.
+  // `memory` exactly as allocate() returned it; its pages go back to the system at once. If some of them are kept all
+  // of it stays allocated, for good.
   void free(std::span<std::byte> memory);
-  // Gives the pages of `memory`, whole ones, back to the system: they read as zeros.
+  // Gives the pages of `memory`, whole ones, back to the system: they read as zeros. But for those that are kept.
   void discard(std::span<std::byte> memory);
+  // A network card has been told of these pages: whatever lies in their place later, it goes on using them.
+  void keep(std::span<std::byte> memory);
+  bool keeps(std::span<std::byte> memory) const;
   // Reserves backing, so that touching `memory` cannot fail later. Throws Resource.
   void commit(std::span<std::byte> memory);
   // How mates name a place in this slab.
   uint64_t offsetOf(const void* pointer) const;
 
  private:
+  using Range = std::pair<uint64_t, uint64_t>;  // of offsets, in whole pages
+  Range pagesOf(std::span<std::byte> memory) const;
+  bool keeps(const Range& range) const;
+
   std::shared_ptr<Segment> segment_;
-  std::mutex mutex_;
-  RegionAllocator regions_;  // guarded by mutex_
+  mutable std::mutex mutex_;
+  RegionAllocator regions_;            // guarded by mutex_
+  std::map<uint64_t, uint64_t> kept_;  // begin -> end, disjoint; the same
 };
 
 // The slab of another process, as seen from here. Owns the mapping and what this process remembers

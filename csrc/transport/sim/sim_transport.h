@@ -25,6 +25,7 @@ class SimTransport final : public Transport {
   std::vector<std::byte> address() const override;
   PeerId connect(Bytes address, const std::string& description) override;
   RemoteKey registerMemory(std::span<std::byte> memory) override;
+  bool addSource(std::span<std::byte>) override { return true; }
   [[nodiscard]] bool control(PeerId peer, Bytes message) override;
   [[nodiscard]] bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header,
                          Bytes payload, uint64_t token) override;

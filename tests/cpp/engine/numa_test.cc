@@ -80,7 +80,7 @@ class NumaTest : public testing::Test {
     if (nodes_.size() < 2) GTEST_SKIP() << "this process may run on one NUMA node only";
   }
   void onTwoNodes(const std::function<void(RankContext&)>& body) {
-    runRanks({2}, body, [this](Rank rank) {
+    runRanks({2}, body, [this](Rank rank, engine::Engine::Options&) {
       ASSERT_EQ(sched_setaffinity(0, sizeof(cpu_set_t), &nodes_[rank].cores), 0);
     });
   }

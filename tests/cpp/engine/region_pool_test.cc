@@ -55,6 +55,19 @@ TEST_F(RegionPoolTest, ARegionGivenUpBelongsToNobodyUntilItIsARegionAgain) {
       std::all_of(staging.begin(), staging.end(), [](std::byte b) { return b == std::byte{}; }));
 }
 
+TEST_F(RegionPoolTest, StagingThatTheNetworkKnowsKeepsItsPages) {
+  const auto region = pool_.take(layout_);
+  const auto half = region.subspan(layout_.poolOffset(1, 0), kPage);
+  const auto next = region.subspan(layout_.poolOffset(1, 1), kPage);
+  slab_->commit(region);
+  half.front() = next.front() = std::byte{7};
+  slab_->keep(half);
+  pool_.giveBack(region, layout_);
+  EXPECT_EQ(half.front(), std::byte{7});
+  EXPECT_EQ(next.front(), std::byte{0});
+  EXPECT_EQ(pool_.take(layout_).data(), region.data());
+}
+
 TEST_F(RegionPoolTest, RegionsOfAnotherLayoutAreOthers) {
   const auto region = pool_.take(layout_);
   pool_.giveBack(region, layout_);

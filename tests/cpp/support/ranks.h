@@ -34,10 +34,11 @@ struct RankContext {
 
 // layout[n] = ranks on node n: {2, 2} is two nodes of two ranks. Runs `body` on every rank and rethrows what
 // the first failing rank threw. Engines live until all bodies have ended. `prepare` runs on the thread of each rank
-// before its engine is made.
+// before its engine is made, with these options.
 inline void runRanks(
     const std::vector<int>& layout, const std::function<void(RankContext&)>& body,
-    const std::function<void(Rank)>& prepare = [](Rank) {}) {
+    const std::function<void(Rank, engine::Engine::Options&)>& prepare =
+        [](Rank, engine::Engine::Options&) {}) {
   std::vector<std::string> nodes;
   for (size_t n = 0; n < layout.size(); ++n) {
     for (int i = 0; i < layout[n]; ++i) nodes.push_back("id:node" + std::to_string(n));
@@ -50,9 +51,9 @@ inline void runRanks(
   for (Rank rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        prepare(rank);
         engine::Engine::Options options;
         options.process.nodeName = nodes[rank];
+        prepare(rank, options);
         engines[rank] = std::make_unique<engine::Engine>(options);
         RankContext context{rank, size, store, *engines[rank], nullptr};
         context.group = engines[rank]->createGroup(store, {"test", rank, size}, kTimeout);

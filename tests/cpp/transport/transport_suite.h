@@ -194,7 +194,7 @@ TEST_P(TransportSuite, PutDeliversHeaderPayloadAndImmediate) {
   if (IsSkipped()) return;
   constexpr size_t kOffset = 4096;
   const std::vector<std::pair<size_t, uint32_t>> cases = {
-      {0, 0}, {1, 0xffffffffu}, {7, 1}, {4096, 2}, {65536, 0x80000000u}, {(5u << 20) + 13, 77}};
+      {0, 0}, {1, kMaxImmediate}, {7, 1}, {4096, 2}, {65536, 0x40000000u}, {(5u << 20) + 13, 77}};
   uint64_t token = 1;
   for (const auto& [size, immediate] : cases) {
     SCOPED_TRACE("size " + std::to_string(size));

@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 
+#include "transport/fabric/fabric_transport.h"
 #include "transport/striped_transport.h"
 #include "transport/transport_suite.h"
 
@@ -133,6 +134,37 @@ TEST(FabricTransport, SameMemoryKeepsItsKey) {
   EXPECT_EQ(first.key, again.key);
   EXPECT_EQ(first.address, again.address);
   EXPECT_NE(pair.b->registerMemory(std::span(pair.memory).first(4096)).key, first.key);
+}
+
+// A card that sends from registered memory only, with one piece a write or several.
+TEST(FabricTransport, WhatLiesInASourceLeavesWithoutACopy) {
+  struct Case {
+    size_t iovLimit;
+    size_t bytes;
+    bool inSource;
+    bool copied;
+  };
+  for (const Case& c :
+       {Case{4, 100, true, false}, Case{4, 20'000, true, false}, Case{4, 20'000, false, true},
+        Case{1, 100, true, true}, Case{1, 20'000, true, false}, Case{1, 20'000, false, true}}) {
+    SCOPED_TRACE(fmt::format("{} pieces, {} bytes, {}", c.iovLimit, c.bytes, c.inSource));
+    auto source = pattern(64 * 1024, 3), other = pattern(64 * 1024, 4);
+    Pair pair(demanding(FI_MR_LOCAL, c.iovLimit, true));
+    const RemoteKey key = pair.b->registerMemory(pair.memory);
+    EXPECT_TRUE(pair.a->addSource(source));
+    const auto header = pattern(kHeaderBytes, 1);
+    const auto payload = Bytes(c.inSource ? source : other).subspan(1000, c.bytes);
+    ASSERT_TRUE(pair.a->put(pair.toB, {key, 128}, 7, header, payload, 1));
+    ASSERT_TRUE(pair.pollUntil([&] { return pair.atB.puts.count(7) == 1; }));
+    ASSERT_TRUE(pair.pollUntil([&] { return pair.atA.done.count(1) == 1; }));
+    EXPECT_EQ(pair.atB.puts[7], 1);
+    EXPECT_TRUE(std::equal(header.begin(), header.end(), pair.memory.begin() + 128));
+    EXPECT_TRUE(
+        std::equal(payload.begin(), payload.end(), pair.memory.begin() + 128 + kHeaderBytes));
+    const auto& traffic = dynamic_cast<fabric::FabricTransport&>(*pair.a).traffic();
+    EXPECT_EQ(traffic.put, c.bytes);
+    EXPECT_EQ(traffic.copied, c.copied ? c.bytes : 0);
+  }
 }
 
 TEST(FabricTransport, PutOutsideTheRegionCondemnsTheSenderAndWritesNothing) {

@@ -59,6 +59,24 @@ TEST_F(MemoryTest, LocalRegistrationIsFoundForEveryPartAndForNothingBeyond) {
   EXPECT_FALSE(isKnown(0, 8));
 }
 
+TEST_F(MemoryTest, WhatIsKnownIsNotRegisteredAgain) {
+  Registry registry = registryOf(FI_MR_LOCAL, true);
+  const auto descriptor = [&](size_t offset) {
+    bool known = false;
+    return registry.descriptorOf(Bytes(memory).subspan(offset, 64), known);
+  };
+  EXPECT_TRUE(registry.addLocal(std::span(memory).first(4096)));
+  void* const first = descriptor(1024);
+  EXPECT_TRUE(registry.addLocal(std::span(memory).subspan(1024, 1024)));
+  EXPECT_TRUE(registry.addLocal(std::span(memory).first(4096)));
+  EXPECT_EQ(descriptor(1024), first);
+  EXPECT_TRUE(registry.addLocal(memory));  // grown
+  EXPECT_NE(descriptor(5000), nullptr);
+  EXPECT_NE(descriptor(5000), first);
+  Registry other = registryOf(0, true);
+  EXPECT_FALSE(other.addLocal(memory)) << "nobody asks for it";
+}
+
 TEST_F(MemoryTest, TranslatesOnlyWhatLiesInsideARegion) {
   Registry registry = registryOf(0, false);
   const RemoteKey key = registry.add(memory);

@@ -74,6 +74,44 @@ TEST(Slab, HandsOutZeroedPagesAgainAndAgain) {
   slab->commit(third);
 }
 
+TEST(Slab, PagesThatAreKeptOutliveEverything) {
+  const auto slab = Slab::create(Slab::kLeastReserve);
+  constexpr size_t kPage = Segment::kPage;
+  const auto memory = slab->allocate(8 * kPage);
+  const auto pages = [&](size_t first, size_t count) {
+    return memory.subspan(first * kPage, count * kPage);
+  };
+  const auto contents = [&] {
+    std::string text;
+    for (size_t i = 0; i < 8; ++i) text += memory[i * kPage] == std::byte{0} ? '.' : 'x';
+    return text;
+  };
+  const auto discardAll = [&] {
+    std::memset(memory.data(), 1, memory.size());
+    slab->discard(memory);
+    return contents();
+  };
+  EXPECT_EQ(discardAll(), "........");
+  slab->keep(pages(6, 1));
+  slab->keep(pages(2, 1));
+  EXPECT_EQ(discardAll(), "..x...x.");
+  EXPECT_TRUE(slab->keeps(memory) && slab->keeps(pages(1, 2)) && slab->keeps(pages(2, 1)));
+  EXPECT_FALSE(slab->keeps(pages(0, 2)) || slab->keeps(pages(3, 3)) || slab->keeps(pages(7, 1)));
+  slab->keep(pages(2, 2).first(kPage + 1));  // a part of a page keeps all of it
+  EXPECT_EQ(discardAll(), "..xx..x.");
+  slab->keep(pages(1, 6));  // around both
+  EXPECT_EQ(discardAll(), ".xxxxxx.");
+  slab->keep(pages(0, 1));  // next to them
+  EXPECT_EQ(discardAll(), "xxxxxxx.");
+
+  std::memset(memory.data(), 1, memory.size());
+  slab->free(memory);
+  EXPECT_EQ(contents(), "xxxxxxxx");
+  const auto other = slab->allocate(8 * kPage);
+  EXPECT_TRUE(other.data() + other.size() <= memory.data() ||
+              memory.data() + memory.size() <= other.data());
+}
+
 TEST(Slab, SaysWhenItIsFull) {
   const auto slab = Slab::create(Slab::kLeastReserve);
   const auto most = slab->allocate(200 << 20);

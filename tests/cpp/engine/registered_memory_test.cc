@@ -1,0 +1,132 @@
+// What a network card that goes by pages and registrations is told of our memory, and what of it stays.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <set>
+
+#include "engine/calls.h"
+#include "support/ranks.h"
+#include "transport/fabric/fabric.h"
+#include "transport/fabric/fabric_transport.h"
+
+namespace smddp::test {
+namespace {
+
+using transport::PeerId;
+using transport::RemoteKey;
+
+// The tcp provider, as demanding as a network card: it sends from registered memory only. Notes what is registered.
+class Card final : public transport::Transport {
+ public:
+  Card() {
+    transport::fabric::Options options;
+    options.provider = "tcp";
+    options.masterAddress = "127.0.0.1";
+    options.extraMrMode = FI_MR_LOCAL;
+    inner_ = transport::fabric::create(options);
+  }
+  const std::set<const std::byte*>& targets() const { return targets_; }
+  const std::set<const std::byte*>& sources() const { return sources_; }
+  const transport::fabric::FabricTransport::Traffic& traffic() const {
+    return dynamic_cast<const transport::fabric::FabricTransport&>(*inner_).traffic();
+  }
+
+  std::vector<std::byte> address() const override { return inner_->address(); }
+  PeerId connect(transport::Bytes address, const std::string& description) override {
+    return inner_->connect(address, description);
+  }
+  RemoteKey registerMemory(std::span<std::byte> memory) override {
+    targets_.insert(memory.data());
+    return inner_->registerMemory(memory);
+  }
+  bool addSource(std::span<std::byte> memory) override {
+    sources_.insert(memory.data());
+    return inner_->addSource(memory);
+  }
+  bool control(PeerId peer, transport::Bytes message) override {
+    return inner_->control(peer, message);
+  }
+  bool put(PeerId peer, const transport::RemoteSlot& slot, uint32_t immediate,
+           transport::Bytes header, transport::Bytes payload, uint64_t token) override {
+    return inner_->put(peer, slot, immediate, header, payload, token);
+  }
+  size_t poll(transport::Sink& sink) override { return inner_->poll(sink); }
+  int waitDescriptor() const override { return inner_->waitDescriptor(); }
+  bool prepareWait() override { return inner_->prepareWait(); }
+  std::string describe() const override { return inner_->describe(); }
+
+ private:
+  std::unique_ptr<Transport> inner_;
+  std::set<const std::byte*> targets_, sources_;
+};
+
+// Runs on two nodes of one rank; `body` gets the rank's card.
+void runOnCards(const std::function<void(RankContext&, Card&)>& body) {
+  std::vector<Card*> cards(2);
+  runRanks(
+      {1, 1}, [&](RankContext& rank) { body(rank, *cards[rank.rank]); },
+      [&](Rank rank, engine::Engine::Options& options) {
+        options.process.fabric = [&cards, rank] {
+          auto card = std::make_unique<Card>();
+          cards[rank] = card.get();
+          return card;
+        };
+      });
+}
+
+void sumOnes(RankContext& rank, engine::Group& group, size_t count) {
+  std::vector<float> ones(count, 1.0f);
+  auto request = allReduce(bytesOf(ones));
+  request.willWait = true;
+  request.timeout = kTimeout;
+  const auto completion = rank.engine.submit(group, std::move(request));
+  if (completion->error()) throw *completion->error();
+  EXPECT_EQ(ones, std::vector<float>(count, 2.0f));
+}
+
+TEST(RegisteredMemoryTest, SumsLeaveFromWhereTheyAre) {
+  runOnCards([](RankContext& rank, Card& card) {
+    // Longer each time, so that staging memory grows while puts from it have been made.
+    for (const size_t count : {size_t{20'000}, size_t{300'000}, size_t{2'000'000}}) {
+      for (int round = 0; round < 4; ++round) sumOnes(rank, *rank.group, count);
+    }
+    rank.engine.call([&] {
+      EXPECT_GT(card.traffic().put, 4u * 2'000'000u);
+      EXPECT_EQ(card.traffic().copied, 0u);
+    });
+  });
+}
+
+// A card writes to the pages that it was told of. Ones that had been given back would read as zeros: the first line of
+// each window has held the header of a message since its first group.
+TEST(RegisteredMemoryTest, GroupsThatComeAndGoUseTheSamePages) {
+  runOnCards([](RankContext& rank, Card& card) {
+    constexpr size_t kGroups = 6;
+    size_t ofOneGroup = 0;
+    int givenBack = 0;
+    std::weak_ptr<engine::Group> before;
+    for (size_t round = 0; round < kGroups; ++round) {
+      // Takes in what groups have given back that all have left.
+      const auto group = rank.engine.createGroup(
+          rank.store, {"group " + std::to_string(round), rank.rank, rank.size}, kTimeout);
+      givenBack += round > 0 && before.expired();
+      rank.engine.call([&] {
+        for (const std::byte* window : card.targets()) EXPECT_NE(*window, std::byte{0}) << round;
+      });
+      sumOnes(rank, *group, 300'000);
+      if (round == 0) rank.engine.call([&] { ofOneGroup = card.targets().size(); });
+      rank.engine.destroyGroup(group);
+      before = group;
+      for (int i = 0; i < 3; ++i) rank.run(barrier());
+    }
+    rank.engine.call([&] {
+      EXPECT_GT(ofOneGroup, 0u);
+      EXPECT_GT(givenBack, 0);
+      EXPECT_LT(card.targets().size(), kGroups * ofOneGroup) << "no memory was used again";
+      EXPECT_FALSE(card.sources().empty());
+    });
+  });
+}
+
+}  // namespace
+}  // namespace smddp::test
