@@ -14,6 +14,7 @@
 #include <iterator>
 #include <map>
 
+#include "common/config.h"
 #include "common/file_descriptor.h"
 #include "common/log.h"
 
@@ -50,11 +51,10 @@ std::map<std::string, Interface> interfacesByAddress() {
   return found;
 }
 
-// 1.18 where header and library have it: from there on EFA uses the card's own writes without being told.
-// Newer libraries then behave as 1.18 did.
+// 1.18 where the library has it, whatever our headers are: from there on EFA uses the card's own writes without being
+// told. Newer libraries then behave as 1.18 did.
 uint32_t apiVersion() {
-  const uint32_t header = FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION);
-  return std::min({header, library().version(), static_cast<uint32_t>(FI_VERSION(1, 18))});
+  return std::min(library().version(), static_cast<uint32_t>(FI_VERSION(1, 18)));
 }
 
 InfoPtr hintsAfter(int relaxations) {
@@ -70,10 +70,24 @@ InfoPtr hintsAfter(int relaxations) {
   hints->domain_attr->threading = relaxations >= 2 ? FI_THREAD_UNSPEC : FI_THREAD_DOMAIN;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->domain_attr->av_type = FI_AV_TABLE;
-  // No order at all: on EFA that is what switches the reorder buffer off.
+  // Nothing of ours needs an order.
   hints->tx_attr->msg_order = 0;
   hints->rx_attr->msg_order = 0;
   return hints;
+}
+
+// Registered memory and fork() do not mix on kernels before 5.13 unless the providers are told before their first use.
+void makeForkSafe() {
+  static const bool done = [] {
+    int failed = ::setenv("RDMAV_FORK_SAFE", "1", /*overwrite=*/0);
+    // EFA ends the process when it is told of both.
+    if (environment("FI_EFA_USE_HUGE_PAGE").empty()) {
+      failed |= ::setenv("FI_EFA_FORK_SAFE", "1", /*overwrite=*/0);
+    }
+    if (failed != 0) SMDDP_LOG(Warn, "transport/fabric", "FI_EFA_FORK_SAFE could not be set");
+    return true;
+  }();
+  static_cast<void>(done);
 }
 
 ProviderInfo describeInfo(const fi_info& info, const std::map<std::string, Interface>& interfaces,
@@ -90,7 +104,6 @@ ProviderInfo describeInfo(const fi_info& info, const std::map<std::string, Inter
   result.mrKeyBytes = info.domain_attr->mr_key_size;
   result.cqDataBytes = info.domain_attr->cq_data_size;
   result.iovLimit = info.tx_attr->iov_limit;
-  result.writeIovLimit = writeIovLimitOf(result.provider, result.iovLimit);
   result.maxMessageBytes = info.ep_attr->max_msg_size;
   result.relaxed = relaxed;
   if (info.addr_format == FI_SOCKADDR_IN || info.addr_format == FI_SOCKADDR_IN6 ||
@@ -108,9 +121,7 @@ ProviderInfo describeInfo(const fi_info& info, const std::map<std::string, Inter
 }  // namespace
 
 Discovery discover() {
-  // Registered memory and fork() do not mix on older kernels unless EFA is told before its first use.
-  static const int forkSafe = ::setenv("FI_EFA_FORK_SAFE", "1", /*overwrite=*/0);
-  if (forkSafe != 0) SMDDP_LOG(Warn, "transport/fabric", "FI_EFA_FORK_SAFE could not be set");
+  makeForkSafe();
 
   Discovery found;
   const auto interfaces = interfacesByAddress();

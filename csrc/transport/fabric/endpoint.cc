@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "common/clock.h"
 #include "common/error.h"
 #include "common/log.h"
 
@@ -16,7 +17,8 @@ namespace {
 
 constexpr const char* kTag = "transport/fabric";
 constexpr size_t kReservedForControl = 16;
-constexpr int kMaxFailedReceives = 1000;
+constexpr int kMaxFailures = 1000;
+constexpr Nanoseconds kSettling = 200'000'000;
 // One look may stop between two messages of one connection, without a completion to show for it.
 constexpr int kLooksBeforeSleep = 3;
 
@@ -32,6 +34,7 @@ Endpoint::~Endpoint() {
     fi_close(&endpoint_->fid);
   }
   static_cast<void>(endpoint_.release());
+  events_.reset();
   queue_.reset();
   addresses_.reset();
   registry_.reset();
@@ -44,6 +47,7 @@ void Endpoint::postReceives() {
                                    operation->slotDescriptor, FI_ADDR_UNSPEC, &operation->context);
     if (result == -FI_EAGAIN) return;
     check(result, "fi_recv");
+    operation->posted = true;
     unposted_.pop_back();
   }
 }
@@ -68,9 +72,15 @@ fi_addr_t Endpoint::insert(Bytes name) {
 Operation* Endpoint::acquire(Operation::Kind kind) {
   const size_t reserved =
       kind == Operation::Kind::Put ? std::min(kReservedForControl, sends_.size() / 2) : 0;
-  if (freeSends_.size() <= reserved) return nullptr;
-  Operation* const operation = freeSends_.back();
-  freeSends_.pop_back();
+  if (freeSends_.size() + failedSends_.size() <= reserved) return nullptr;
+  Operation* operation = nullptr;
+  if (!freeSends_.empty()) {
+    operation = freeSends_.back();
+    freeSends_.pop_back();
+  } else {
+    operation = failedSends_.front();
+    failedSends_.pop_front();
+  }
   operation->kind = kind;
   return operation;
 }
@@ -96,7 +106,9 @@ ssize_t Endpoint::send(fi_addr_t to, Operation& operation, size_t headBytes, Byt
   message.iov_count = tail.empty() ? 1 : 2;
   message.addr = to;
   message.context = &operation.context;
-  return fi_sendmsg(endpoint_.get(), &message, FI_COMPLETION);
+  const ssize_t result = fi_sendmsg(endpoint_.get(), &message, FI_COMPLETION);
+  operation.posted = result == 0;
+  return result;
 }
 
 ssize_t Endpoint::write(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail,
@@ -116,11 +128,26 @@ ssize_t Endpoint::write(fi_addr_t to, Operation& operation, size_t headBytes, By
   message.rma_iov_count = 1;
   message.context = &operation.context;
   message.data = immediate;
-  return fi_writemsg(endpoint_.get(), &message, FI_COMPLETION | FI_REMOTE_CQ_DATA);
+  const ssize_t result = fi_writemsg(endpoint_.get(), &message, FI_COMPLETION | FI_REMOTE_CQ_DATA);
+  operation.posted = result == 0;
+  return result;
+}
+
+Operation* Endpoint::takeBack(void* context) {
+  const auto lies = [context](std::vector<Operation>& operations) -> Operation* {
+    const auto offset =
+        reinterpret_cast<uintptr_t>(context) - reinterpret_cast<uintptr_t>(operations.data());
+    if (offset >= operations.size() * sizeof(Operation)) return nullptr;
+    return offset % sizeof(Operation) == 0 ? &operations[offset / sizeof(Operation)] : nullptr;
+  };
+  Operation* operation = lies(sends_);
+  if (operation == nullptr) operation = lies(receives_);
+  return operation != nullptr && std::exchange(operation->posted, false) ? operation : nullptr;
 }
 
 size_t Endpoint::poll(Completions& handler) {
   postReceives();
+  if (events_) readEvents();
   size_t total = std::exchange(numFound_, 0);
   for (size_t i = 0; i < total; ++i) dispatch(found_[i], handler);
   std::array<fi_cq_data_entry, kBatch> entries;
@@ -145,10 +172,10 @@ void Endpoint::dispatch(const fi_cq_data_entry& entry, Completions& handler) {
   // Only writes carry data; what the context is then differs between providers.
   if (entry.flags & FI_REMOTE_CQ_DATA)
     return handler.onRemoteWrite(static_cast<uint32_t>(entry.data));
-  Operation* const operation = operationOf(entry.op_context);
+  Operation* const operation = takeBack(entry.op_context);
   if (operation == nullptr) return;
   if (operation->kind == Operation::Kind::Receive) {
-    failedReceives_ = 0;
+    failures_ = 0;
     handler.onReceived({operation->slot, entry.len});
     unposted_.push_back(operation);
     postReceives();
@@ -169,18 +196,48 @@ void Endpoint::readError(Completions& handler) {
   const std::string cause = fmt::format("{} ({}: {})", library().describeError(error.err),
                                         provider_.provider, words ? words : "no detail");
 
-  Operation* const operation = operationOf(error.op_context);
-  if (operation == nullptr) raise(ErrorKind::Transport, "the fabric reports: {}", cause);
-  if (operation->kind != Operation::Kind::Receive) {
+  Operation* const operation = takeBack(error.op_context);
+  if (operation != nullptr && operation->kind != Operation::Kind::Receive) {
     handler.onSendFailed(*operation, cause);
-    release(*operation);
+    operation->put.reset();
+    failedSends_.push_back(operation);
     return;
   }
-  // A receive names no peer. A closed connection may cost one; without end it is the endpoint that is broken.
-  SMDDP_LOG(Debug, kTag, "a posted receive failed: {}", cause);
-  if (++failedReceives_ > kMaxFailedReceives)
-    raise(ErrorKind::Transport, "receives keep failing: {}", cause);
-  unposted_.push_back(operation);
+  // A receive names no peer, nor does a remote write that broke off, or what the provider has of its own. A closed
+  // connection may cost one of each; without end it is the endpoint that is broken.
+  SMDDP_LOG(Debug, kTag, "{} failed: {}",
+            operation != nullptr ? "a posted receive" : "what a peer wrote", cause);
+  if (++failures_ > kMaxFailures) raise(ErrorKind::Transport, "receives keep failing: {}", cause);
+  if (operation != nullptr) unposted_.push_back(operation);
+}
+
+// What the provider has found amiss for itself. Whoever waits for what it has lost has a deadline.
+void Endpoint::readEvents() {
+  fi_eq_err_entry error{};
+  uint32_t event = 0;
+  const ssize_t count = fi_eq_read(events_.get(), &event, &error, sizeof(error), 0);
+  if (count != -FI_EAVAIL || fi_eq_readerr(events_.get(), &error, 0) < 0) return;
+  SMDDP_LOG(Warn, kTag, "{} reports: {} ({})", provider_.provider,
+            library().describeError(error.err), error.prov_errno);
+}
+
+bool Endpoint::settle() noexcept {
+  if (!provider_.peculiarities.closeWaits) return true;
+  struct Nobody final : Completions {
+    void onSent(Operation&) override {}
+    void onReceived(Bytes) override {}
+    void onRemoteWrite(uint32_t) override {}
+    void onSendFailed(Operation&, const std::string&) override {}
+  } nobody;
+  const auto settled = [this] { return freeSends_.size() + failedSends_.size() == sends_.size(); };
+  try {
+    const MonotonicClock clock;
+    const Deadline deadline = Deadline::after(clock, kSettling);
+    while (!settled() && !deadline.passed(clock)) poll(nobody);
+  } catch (const std::exception& error) {
+    SMDDP_LOG(Debug, kTag, "while the endpoint was about to be closed: {}", error.what());
+  }
+  return settled();
 }
 
 bool Endpoint::prepareWait() {

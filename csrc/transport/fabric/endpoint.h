@@ -4,6 +4,7 @@
 #pragma once
 
 #include <array>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,9 +32,9 @@ class Completions {
   virtual void onSendFailed(Operation& operation, const std::string& cause) = 0;
 };
 
-// Owns fabric, domain, address vector, completion queue, endpoint, registrations and the pool of operations.
-// Used by one thread at a time. Destruction cancels what is in flight and does not wait for it. After an exception
-// from poll() it can only be destroyed.
+// Owns fabric, domain, address vector, queues, endpoint, registrations and the pool of operations.
+// Used by one thread at a time. Destruction cancels what is in flight and does not wait for it, where settle() says so.
+// After an exception from poll() it can only be destroyed.
 class Endpoint {
  public:
   // Opens what `chosen` describes; `raw` is the same in libfabric's words.
@@ -68,6 +69,10 @@ class Endpoint {
   // Makes progress. Returns how many completions there were.
   size_t poll(Completions& handler);
 
+  // Before the destruction: whether that will not wait for anybody. If not the endpoint is to live until the process
+  // ends. Takes a moment at most.
+  bool settle() noexcept;
+
   // See Transport. Only poll() tells what ended a sleep.
   int waitDescriptor() const { return edge_.get(); }
   bool prepareWait();
@@ -80,24 +85,28 @@ class Endpoint {
   void openEndpoint(const Options& options);
   void createOperations();
   void postReceives();
+  // Of ours, and with the provider; null for all else that a completion may name.
+  Operation* takeBack(void* context);
   void dispatch(const fi_cq_data_entry& entry, Completions& handler);
   void readError(Completions& handler);
+  void readEvents();
 
   ProviderInfo provider_;
   InfoPtr info_;
   Protocol protocol_ = Protocol::Send;
   size_t messageBytes_ = 0;
-  int failedReceives_ = 0;
+  int failures_ = 0;  // of receives, and of what is not ours, without a message in between
 
   // In the order of creation, because they are closed in the reverse order.
   Fabric fabric_;
   Domain domain_;
-  std::unique_ptr<std::byte[]> slab_;  // slots of all operations
+  Pages slab_;  // slots of all operations
   std::optional<BouncePool> bounces_;
   std::optional<Registry> registry_;
   std::vector<Operation> sends_, receives_;
   AddressVector addresses_;
   CompletionQueue queue_;
+  EventQueue events_;  // null where none is needed
   EndpointFid endpoint_;
 
   // An epoll set that reports each event of the queue's descriptor once (EPOLLET). The tcp provider of 1.17
@@ -108,6 +117,8 @@ class Endpoint {
   size_t numFound_ = 0;
 
   std::vector<Operation*> freeSends_;
+  // Oldest first. Used again as late as possible: a provider may report the failure of one several times.
+  std::deque<Operation*> failedSends_;
   std::vector<Operation*> unposted_;  // receives that the provider had no room for
 };
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common/error.h"
+#include "common/log.h"
 #include "transport/fabric/endpoint.h"
 #include "transport/fabric/wire.h"
 
@@ -46,6 +47,7 @@ Endpoint::Endpoint(const fi_info& raw, ProviderInfo chosen, const Options& optio
 
 void Endpoint::openQueue() {
   for (const fi_wait_obj wait : {FI_WAIT_FD, FI_WAIT_NONE}) {
+    if (wait == FI_WAIT_FD && provider_.peculiarities.mustBeLookedAt) continue;
     for (const size_t size : {kQueueEntries, size_t{0}}) {
       queue_ = tryCreateCompletionQueue(*domain_, size, wait);
       if (!queue_) continue;
@@ -93,6 +95,13 @@ void Endpoint::openEndpoint(const Options& options) {
   check(fi_ep_bind(endpoint_.get(), &addresses_->fid, 0), "fi_ep_bind of the address vector");
   check(fi_ep_bind(endpoint_.get(), &queue_->fid, FI_TRANSMIT | FI_RECV),
         "fi_ep_bind of the completion queue");
+  if (provider_.peculiarities.needsEventQueue) {
+    events_ = tryCreateEventQueue(*fabric_);
+    const bool bound = events_ && fi_ep_bind(endpoint_.get(), &events_->fid, 0) == 0;
+    if (!bound) events_.reset();
+    SMDDP_LOG(Debug, "transport/fabric", "{} {} an event queue", provider_.provider,
+              bound ? "has" : "takes no");
+  }
   check(fi_enable(endpoint_.get()), "fi_enable");
 }
 
@@ -108,7 +117,7 @@ void Endpoint::createOperations() {
   const size_t receiveSlot = roundUp(messageBytes_);
 
   const size_t bytes = sends_.size() * sendSlot + receives_.size() * receiveSlot;
-  slab_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
+  slab_ = allocatePages(bytes);
   registry_->addLocal({slab_.get(), bytes});
   bool known = false;
   void* const descriptor = registry_->descriptorOf({slab_.get(), bytes}, known);

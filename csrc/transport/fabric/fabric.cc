@@ -51,7 +51,9 @@ std::unique_ptr<Transport> create(const Options& options) {
     ProviderInfo& chosen = found.offered[index];
     chosen.mrMode |= options.extraMrMode;
     chosen.iovLimit = std::min(chosen.iovLimit, options.iovLimit);
-    chosen.writeIovLimit = std::min(chosen.writeIovLimit, options.iovLimit);
+    chosen.peculiarities =
+        peculiaritiesOf(options.asPeculiarAs.empty() ? chosen.provider : options.asPeculiarAs);
+    chosen.maxMessageBytes = std::min(chosen.maxMessageBytes, chosen.peculiarities.mostWriteBytes);
     cards.push_back(
         std::make_unique<FabricTransport>(*found.raw[index], chosen, choice.why, options));
   }

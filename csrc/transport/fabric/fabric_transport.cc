@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <random>
 
 #include "common/error.h"
@@ -20,6 +21,15 @@ constexpr uint32_t kInTwo = kMaxImmediate + 1;
 // More halves than anybody has slots for.
 constexpr size_t kMaxHalves = 1 << 20;
 
+// For a provider that would wait for a peer who does not take what was sent to it.
+void keepOpen(std::unique_ptr<Endpoint> endpoint) {
+  SMDDP_LOG(Debug, kTag, "an endpoint stays open: what was sent is not taken");
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<std::unique_ptr<Endpoint>>;
+  const std::lock_guard lock(mutex);
+  kept->push_back(std::move(endpoint));
+}
+
 uint64_t randomId() {
   std::random_device device;
   return (static_cast<uint64_t>(device()) << 32) | device();
@@ -29,21 +39,23 @@ uint64_t randomId() {
 
 FabricTransport::FabricTransport(const fi_info& raw, ProviderInfo chosen, std::string why,
                                  const Options& options)
-    : endpoint_(raw, std::move(chosen), options),
-      reassembly_(endpoint_.registry()),
+    : endpoint_(std::make_unique<Endpoint>(raw, std::move(chosen), options)),
+      reassembly_(endpoint_->registry()),
       why_(std::move(why)),
       id_(randomId()) {}
 
 FabricTransport::~FabricTransport() {
-  if (traffic_.copied == 0) return;
-  SMDDP_LOG(Debug, kTag, "{} of {} bytes put were copied to registered memory first",
-            traffic_.copied, traffic_.put);
+  if (traffic_.copied > 0) {
+    SMDDP_LOG(Debug, kTag, "{} of {} bytes put were copied to registered memory first",
+              traffic_.copied, traffic_.put);
+  }
+  if (!endpoint_->settle()) keepOpen(std::move(endpoint_));
 }
 
 bool FabricTransport::addSource(std::span<std::byte> memory) {
   if (!registersSources_) return false;
   try {
-    return endpoint_.registry().addLocal(memory);
+    return endpoint_->registry().addLocal(memory);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::Resource) throw;
     registersSources_ = false;
@@ -53,23 +65,23 @@ bool FabricTransport::addSource(std::span<std::byte> memory) {
 }
 
 std::vector<std::byte> FabricTransport::address() const {
-  return encode({id_, endpoint_.protocol(), endpoint_.provider().provider, endpoint_.name()});
+  return encode({id_, endpoint_->protocol(), endpoint_->provider().provider, endpoint_->name()});
 }
 
 PeerId FabricTransport::connect(Bytes bytes, const std::string& description) {
   const Address address = decodeAddress(bytes);
-  const ProviderInfo& own = endpoint_.provider();
-  if (address.provider != own.provider || address.protocol != endpoint_.protocol())
+  const ProviderInfo& own = endpoint_->provider();
+  if (address.provider != own.provider || address.protocol != endpoint_->protocol())
     raise(ErrorKind::Usage,
           "{} uses provider {} with {}, this rank uses {} with {}; set SMDDP_PROVIDER and "
           "SMDDP_FABRIC_RMA to "
           "what all hosts have",
           description, address.provider, toString(address.protocol), own.provider,
-          toString(endpoint_.protocol()));
+          toString(endpoint_->protocol()));
   // Groups share peers: a second introduction changes nothing.
   if (const auto known = peerById_.find(address.id); known != peerById_.end()) return known->second;
   Peer peer;
-  peer.address = endpoint_.insert(address.name);
+  peer.address = endpoint_->insert(address.name);
   peer.id = address.id;
   const auto id = static_cast<PeerId>(peers_.size());
   peers_.push_back(std::move(peer));
@@ -103,11 +115,11 @@ bool FabricTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate,
                           Bytes payload, uint64_t token) {
   SMDDP_CHECK(header.size() == kHeaderBytes, "header of {} bytes", header.size());
   SMDDP_CHECK(immediate <= kMaxImmediate, "immediate value {:x}", immediate);
-  if (endpoint_.protocol() == Protocol::Write &&
-      payload.size() > endpoint_.provider().maxMessageBytes - kHeaderBytes)
+  if (endpoint_->protocol() == Protocol::Write &&
+      payload.size() > endpoint_->provider().maxMessageBytes - kHeaderBytes)
     raise(ErrorKind::Usage,
           "provider {} writes at most {} bytes at a time; set SMDDP_FABRIC_CHUNK_BYTES below that",
-          endpoint_.provider().provider, endpoint_.provider().maxMessageBytes);
+          endpoint_->provider().provider, endpoint_->provider().maxMessageBytes);
   Peer& peer = peerOf(id);
   if (peer.failed || peer.puts.size() >= kMaxQueued) return false;
   auto put = std::make_shared<OutgoingPut>();
@@ -129,42 +141,42 @@ bool FabricTransport::prepare(OutgoingPut& put, Bytes header, Bytes payload) {
   std::copy(header.begin(), header.end(), put.header.begin());
   put.payload = payload;
   bool known = true;
-  if (!payload.empty()) put.descriptor = endpoint_.registry().descriptorOf(payload, known);
+  if (!payload.empty()) put.descriptor = endpoint_->registry().descriptorOf(payload, known);
   const bool onePiece =
-      endpoint_.protocol() == Protocol::Write && endpoint_.provider().writeIovLimit < 2;
+      endpoint_->protocol() == Protocol::Write && endpoint_->provider().writesOnePiece();
   put.inTwo = onePiece && known && payload.size() >= kInTwoBytes;
   put.headerInBounce = onePiece && !put.inTwo;
   if (known && !put.headerInBounce) return true;
-  put.bounce = endpoint_.bounces().take(put.totalBytes());
+  put.bounce = endpoint_->bounces().take(put.totalBytes());
   if (!put.bounce) return false;
   std::byte* const copy = put.bounce.get();
   std::memcpy(copy, header.data(), header.size());
   if (!payload.empty()) std::memcpy(copy + header.size(), payload.data(), payload.size());
   put.payload = {copy + header.size(), payload.size()};
-  put.descriptor = endpoint_.registry().descriptorOf({copy, put.totalBytes()}, known);
+  put.descriptor = endpoint_->registry().descriptorOf({copy, put.totalBytes()}, known);
   return true;
 }
 
 ssize_t FabricTransport::postControl(Peer& peer, PeerId id, Bytes message) {
-  Operation* const operation = endpoint_.acquire(Operation::Kind::Control);
+  Operation* const operation = endpoint_->acquire(Operation::Kind::Control);
   if (operation == nullptr) return -FI_EAGAIN;
   operation->peer = id;
   std::memcpy(operation->slot, message.data(), message.size());
-  const ssize_t result = endpoint_.send(peer.address, *operation, message.size(), {}, nullptr);
-  if (result != 0) endpoint_.release(*operation);
+  const ssize_t result = endpoint_->send(peer.address, *operation, message.size(), {}, nullptr);
+  if (result != 0) endpoint_->release(*operation);
   return result;
 }
 
 // Hands the next part of the put to the provider: all of it as a write, one of two, or one fragment.
 ssize_t FabricTransport::postPut(Peer& peer, const std::shared_ptr<OutgoingPut>& put) {
-  Operation* const operation = endpoint_.acquire(Operation::Kind::Put);
+  Operation* const operation = endpoint_->acquire(Operation::Kind::Put);
   if (operation == nullptr) return -FI_EAGAIN;
   operation->peer = put->peer;
   operation->put = put;
-  const ssize_t result = endpoint_.protocol() == Protocol::Write ? postWrite(peer, *operation)
-                                                                 : postFragment(peer, *operation);
+  const ssize_t result = endpoint_->protocol() == Protocol::Write ? postWrite(peer, *operation)
+                                                                  : postFragment(peer, *operation);
   if (result != 0)
-    endpoint_.release(*operation);
+    endpoint_->release(*operation);
   else
     ++put->inFlight;
   return result;
@@ -178,9 +190,9 @@ ssize_t FabricTransport::postWrite(Peer& peer, Operation& operation) {
   if (put.inTwo && !second) tail = {};
   std::memcpy(operation.slot, put.header.data(), headBytes);
   const ssize_t result =
-      endpoint_.write(peer.address, operation, headBytes, tail, put.descriptor,
-                      put.slot.region.address + put.slot.offset + put.posted, put.slot.region.key,
-                      put.inTwo ? put.immediate | kInTwo : put.immediate);
+      endpoint_->write(peer.address, operation, headBytes, tail, put.descriptor,
+                       put.slot.region.address + put.slot.offset + put.posted, put.slot.region.key,
+                       put.inTwo ? put.immediate | kInTwo : put.immediate);
   if (result == 0) put.posted += headBytes + tail.size();
   return result;
 }
@@ -205,7 +217,7 @@ ssize_t FabricTransport::postFragment(Peer& peer, Operation& operation) {
   size_t headBytes = sizeof(fragment);
   std::memcpy(operation.slot, &fragment, sizeof(fragment));
   size_t piece =
-      std::min<size_t>(endpoint_.messageBytes() - sizeof(fragment), put.totalBytes() - put.posted);
+      std::min<size_t>(endpoint_->messageBytes() - sizeof(fragment), put.totalBytes() - put.posted);
   const size_t size = piece;
   size_t begin = 0;  // in the payload
   if (put.posted == 0) {
@@ -216,8 +228,8 @@ ssize_t FabricTransport::postFragment(Peer& peer, Operation& operation) {
   } else {
     begin = put.posted - kHeaderBytes;
   }
-  const ssize_t result = endpoint_.send(peer.address, operation, headBytes,
-                                        put.payload.subspan(begin, piece), put.descriptor);
+  const ssize_t result = endpoint_->send(peer.address, operation, headBytes,
+                                         put.payload.subspan(begin, piece), put.descriptor);
   if (result == 0) put.posted += size;
   return result;
 }
@@ -258,7 +270,7 @@ void FabricTransport::pumpAll() {
 size_t FabricTransport::poll(Sink& sink) {
   sink_ = &sink;
   inbox_.deliverIntroduced(sink);
-  size_t events = endpoint_.poll(*this);
+  size_t events = endpoint_->poll(*this);
   for (const PeerId peer : inbox_.takeOverflowed())
     fail(peer, "it sent more control messages than anybody may have under way");
   if (!queued_.empty()) pumpAll();
@@ -270,7 +282,7 @@ size_t FabricTransport::poll(Sink& sink) {
 bool FabricTransport::prepareWait() {
   // What waits for room has no event of its own.
   if (!queued_.empty() || !failures_.empty() || inbox_.hasIntroduced()) return false;
-  return endpoint_.prepareWait();
+  return endpoint_->prepareWait();
 }
 
 void FabricTransport::onSent(Operation& operation) {
@@ -296,7 +308,7 @@ void FabricTransport::onReceived(Bytes message) {
                             *sink_);
     }
   }
-  if (kind == MessageKind::Fragment && endpoint_.protocol() == Protocol::Send) {
+  if (kind == MessageKind::Fragment && endpoint_->protocol() == Protocol::Send) {
     if (const auto fragment = readStruct<FragmentHeader>(message))
       return receiveFragment(*fragment, message.subspan(sizeof(*fragment)));
   }
@@ -332,8 +344,8 @@ std::string FabricTransport::describe() const {
   const uint32_t version = library().version();
   return fmt::format(
       "libfabric {}.{}, {}, {}", FI_MAJOR(version), FI_MINOR(version),
-      fabric::describe(endpoint_.provider(), endpoint_.protocol(), why_),
-      endpoint_.waitDescriptor() >= 0 ? "waits on a descriptor" : "waits by looking");
+      fabric::describe(endpoint_->provider(), endpoint_->protocol(), why_),
+      endpoint_->waitDescriptor() >= 0 ? "waits on a descriptor" : "waits by looking");
 }
 
 }  // namespace smddp::transport::fabric

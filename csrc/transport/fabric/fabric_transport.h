@@ -29,14 +29,14 @@ class FabricTransport final : public Transport, private Completions {
   std::vector<std::byte> address() const override;
   PeerId connect(Bytes address, const std::string& description) override;
   RemoteKey registerMemory(std::span<std::byte> memory) override {
-    return endpoint_.registry().add(memory);
+    return endpoint_->registry().add(memory);
   }
   bool addSource(std::span<std::byte> memory) override;
   bool control(PeerId peer, Bytes message) override;
   bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header, Bytes payload,
            uint64_t token) override;
   size_t poll(Sink& sink) override;
-  int waitDescriptor() const override { return endpoint_.waitDescriptor(); }
+  int waitDescriptor() const override { return endpoint_->waitDescriptor(); }
   bool prepareWait() override;
   std::string describe() const override;
 
@@ -77,7 +77,7 @@ class FabricTransport final : public Transport, private Completions {
   void fail(PeerId peer, const std::string& cause);
   size_t reportFailures();
 
-  Endpoint endpoint_;
+  std::unique_ptr<Endpoint> endpoint_;
   Inbox inbox_;
   Reassembly reassembly_;
   std::string why_;

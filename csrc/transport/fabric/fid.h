@@ -31,6 +31,7 @@ using Fabric = Fid<fid_fabric>;
 using Domain = Fid<fid_domain>;
 using AddressVector = Fid<fid_av>;
 using CompletionQueue = Fid<fid_cq>;
+using EventQueue = Fid<fid_eq>;
 using EndpointFid = Fid<fid_ep>;
 using MemoryRegion = Fid<fid_mr>;
 
@@ -74,6 +75,14 @@ inline CompletionQueue tryCreateCompletionQueue(fid_domain& domain, size_t size,
   fid_cq* object = nullptr;
   return fi_cq_open(&domain, &attributes, &object, nullptr) == 0 ? CompletionQueue(object)
                                                                  : nullptr;
+}
+
+// Null when the provider has none.
+inline EventQueue tryCreateEventQueue(fid_fabric& fabric) {
+  fi_eq_attr attributes{};
+  attributes.wait_obj = FI_WAIT_NONE;
+  fid_eq* object = nullptr;
+  return fi_eq_open(&fabric, &attributes, &object, nullptr) == 0 ? EventQueue(object) : nullptr;
 }
 
 inline EndpointFid createEndpoint(fid_domain& domain, fi_info& info) {

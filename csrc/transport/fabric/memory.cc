@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <new>
 
 #include "common/error.h"
 
@@ -75,6 +76,13 @@ std::byte* Registry::translate(const RemoteKey& key, uint64_t offset, uint64_t s
   return nullptr;
 }
 
+Pages allocatePages(size_t bytes) {
+  constexpr size_t kPage = 4096;
+  void* const pages = std::aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage);
+  if (pages == nullptr) throw std::bad_alloc();
+  return Pages(static_cast<std::byte*>(pages));
+}
+
 BouncePool::Buffer BouncePool::take(size_t bytes) {
   const size_t capacity = std::bit_ceil(std::max<size_t>(bytes, 4096));
   if (lentBytes_ > 0 && lentBytes_ + capacity > kMaxLentBytes) return nullptr;
@@ -84,7 +92,7 @@ BouncePool::Buffer BouncePool::take(size_t bytes) {
     buffer = it->second;
     free_.erase(it);
   } else {
-    auto memory = std::make_unique_for_overwrite<std::byte[]>(capacity);
+    auto memory = allocatePages(capacity);
     buffer = memory.get();
     registry_.addLocal({buffer, capacity});
     buffers_.push_back(std::move(memory));

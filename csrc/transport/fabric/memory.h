@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <span>
@@ -56,6 +57,13 @@ class Registry {
   size_t longest_ = 0;                               // bytes of a region
 };
 
+// Whole pages, so that nothing else shares them: registered ones may be missing in a forked child.
+struct FreePages {
+  void operator()(std::byte* pages) const noexcept { std::free(pages); }
+};
+using Pages = std::unique_ptr<std::byte[], FreePages>;
+Pages allocatePages(size_t bytes);
+
 // Buffers for what the provider cannot take from where it lies.
 //
 // A buffer goes back to the pool when its handle is destroyed; the pool keeps it, registered, for the next one.
@@ -77,7 +85,7 @@ class BouncePool {
   static constexpr size_t kMaxLentBytes = 64u << 20;
 
   Registry& registry_;
-  std::vector<std::unique_ptr<std::byte[]>> buffers_;
+  std::vector<Pages> buffers_;
   std::multimap<size_t, std::byte*> free_;  // by capacity
   size_t lentBytes_ = 0;
 };

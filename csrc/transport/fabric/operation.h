@@ -31,18 +31,17 @@ struct OutgoingPut {
   uint64_t totalBytes() const { return kHeaderBytes + payload.size(); }
 };
 
-// One posted send, write or receive. The provider owns it from posting to completion.
+// One send, write or receive. The provider owns it from posting to completion.
 struct Operation {
   enum class Kind : uint8_t { Receive, Control, Put };
 
   fi_context2 context{};  // the provider's scratch memory; must come first
   Kind kind = Kind::Receive;
+  bool posted = false;        // the provider has it
   PeerId peer = -1;           // of Control and Put
   std::byte* slot = nullptr;  // registered memory of this operation
   void* slotDescriptor = nullptr;
   std::shared_ptr<OutgoingPut> put;  // of Put
 };
-
-inline Operation* operationOf(void* context) { return static_cast<Operation*>(context); }
 
 }  // namespace smddp::transport::fabric

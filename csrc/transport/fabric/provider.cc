@@ -166,8 +166,15 @@ std::string explain(const ProviderInfo& info, const Options& options, int rank) 
 
 }  // namespace
 
-size_t writeIovLimitOf(const std::string& provider, size_t iovLimit) {
-  return provider == "efa" ? 1 : iovLimit;
+// From libfabric's source: efa_rdm_rma_should_write_using_rdma(), efa_rdm_ope_post_remote_write(),
+// efa_base_ep_write_eq_error(), efa_rdm_ep_wait_send() up to 2.4, efa_rdm_trywait() from 2.5 on.
+Peculiarities peculiaritiesOf(const std::string& provider) {
+  if (provider != "efa") return {};
+  return {.writesOnePiece = true,
+          .mostWriteBytes = size_t{1} << 30,
+          .needsEventQueue = true,
+          .closeWaits = true,
+          .mustBeLookedAt = true};
 }
 
 Protocol protocolOf(const ProviderInfo& info, const Options& options) {

@@ -11,6 +11,21 @@
 
 namespace smddp::transport::fabric {
 
+// Where a provider differs from what libfabric's pages say, or from all others.
+struct Peculiarities {
+  // A write with immediate data that has more pieces is made of sends, which nobody is told.
+  bool writesOnePiece = false;
+  // Longer writes report their immediate data more than once.
+  size_t mostWriteBytes = SIZE_MAX;
+  // What it can tell nobody ends the process.
+  bool needsEventQueue = false;
+  // To close an endpoint may take as long as a peer does not answer.
+  bool closeWaits = false;
+  // Who sleeps on the descriptor of its queue may not be woken.
+  bool mustBeLookedAt = false;
+};
+Peculiarities peculiaritiesOf(const std::string& provider);
+
 // What a user or a test may ask for; empty or true leaves the choice to us.
 struct Options {
   std::string provider;
@@ -19,9 +34,11 @@ struct Options {
   int localRank = 0;          // spreads the ranks of a node over equal network cards
   int localSize = 0;          // how many share them; 0: unknown, each takes one
   bool rma = true;            // false: never use remote writes
-  // For tests: as if the provider demanded this mr_mode too, and took no more pieces than that.
+  // For tests: as if the provider demanded this mr_mode too, took no more pieces than that, and had the peculiarities
+  // of that other one.
   int extraMrMode = 0;
-  size_t iovLimit = SIZE_MAX;  // of sends and of writes
+  size_t iovLimit = SIZE_MAX;
+  std::string asPeculiarAs;
 };
 
 // One way to communicate, as fi_getinfo offers it.
@@ -38,14 +55,15 @@ struct ProviderInfo {
   size_t mrKeyBytes = 8;
   size_t cqDataBytes = 8;
   size_t iovLimit = 1;
-  // Of a write with immediate data. EFA makes such a write of sends when it has more pieces, and says nothing.
-  size_t writeIovLimit = 1;
   size_t maxMessageBytes = SIZE_MAX;
   bool linkUp = true;
   // How many of kRelaxations were needed before the provider answered.
   int relaxed = 0;
   // Remote writes exist but are made of sends; known only once an endpoint is open.
   bool emulatedWrite = false;
+  Peculiarities peculiarities;
+
+  bool writesOnePiece() const { return peculiarities.writesOnePiece || iovLimit < 2; }
 };
 
 // What is given up, in this order, when a provider does not answer to the full wish.
@@ -56,9 +74,6 @@ enum class Protocol : uint8_t { Write, Send };
 constexpr const char* toString(Protocol protocol) {
   return protocol == Protocol::Write ? "remote writes" : "sends into posted receives";
 }
-
-// How many pieces a provider that takes so many really writes with immediate data.
-size_t writeIovLimitOf(const std::string& provider, size_t iovLimit);
 
 // Remote writes with immediate data where the provider really has them.
 Protocol protocolOf(const ProviderInfo& info, const Options& options);

@@ -63,6 +63,13 @@ Options demanding(int mrMode, size_t iovLimit, bool rma) {
   return options;
 }
 
+// tcp, with all that is known of EFA.
+Options likeEfa() {
+  Options options = demanding(FI_MR_LOCAL, 4, true);
+  options.asPeculiarAs = "efa";
+  return options;
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Fabric, TransportSuite,
     ::testing::Values(
@@ -73,6 +80,7 @@ INSTANTIATE_TEST_SUITE_P(
         kindOf("tcp_one_piece", demanding(0, 1, true)),
         kindOf("tcp_mr_local_one_piece", demanding(FI_MR_LOCAL, 1, true)),
         kindOf("tcp_mr_local_one_piece_without_rma", demanding(FI_MR_LOCAL, 1, false)),
+        kindOf("tcp_like_efa", likeEfa()), stripedOver("tcp_two_cards_like_efa", likeEfa(), 2),
         kindOf("rxm", optionsFor("tcp;ofi_rxm")),
         kindOf("rxm_without_rma", optionsFor("tcp;ofi_rxm", false)),
         kindOf("shm", optionsFor("shm")), kindOf("shm_without_rma", optionsFor("shm", false))),
@@ -165,6 +173,26 @@ TEST(FabricTransport, WhatLiesInASourceLeavesWithoutACopy) {
     EXPECT_EQ(traffic.put, c.bytes);
     EXPECT_EQ(traffic.copied, c.copied ? c.bytes : 0);
   }
+}
+
+// A provider such as EFA's would wait for it until the end of days.
+TEST(FabricTransport, EndsAlthoughAPeerTakesNothing) {
+  Pair pair(likeEfa());
+  const RemoteKey key = pair.b->registerMemory(pair.memory);
+  const auto header = pattern(kHeaderBytes, 1);
+  const auto payload = pattern(32 * 1024, 2);
+  EXPECT_TRUE(pair.a->addSource({const_cast<std::byte*>(payload.data()), payload.size()}));
+  // Connected, and then left alone.
+  ASSERT_TRUE(pair.a->put(pair.toB, {key, 0}, 0, header, payload, 0));
+  ASSERT_TRUE(pair.pollUntil([&] { return pair.atA.done.count(0) == 1; }));
+  const MonotonicClock clock;
+  const Deadline filled = Deadline::after(clock, 2'000'000'000);
+  for (uint32_t i = 1; !filled.passed(clock); ++i) {
+    if (!pair.a->put(pair.toB, {key, 0}, i, header, payload, i)) pair.a->poll(pair.atA);
+  }
+  const Nanoseconds begun = clock.now();
+  pair.a.reset();
+  EXPECT_LT(clock.now() - begun, 5'000'000'000);
 }
 
 TEST(FabricTransport, PutOutsideTheRegionCondemnsTheSenderAndWritesNothing) {

@@ -297,12 +297,5 @@ TEST(Provider, DescribesPlaceModeAndProtocol) {
   EXPECT_THAT(text, Not(HasSubstr("interface")));
 }
 
-// See efa_rdm_rma_should_write_using_rdma() in libfabric.
-TEST(Provider, EfaWritesOnePieceWithImmediateData) {
-  EXPECT_EQ(writeIovLimitOf("efa", 4), 1u);
-  EXPECT_EQ(writeIovLimitOf("tcp", 4), 4u);
-  EXPECT_EQ(writeIovLimitOf("verbs;ofi_rxm", 1), 1u);
-}
-
 }  // namespace
 }  // namespace smddp::transport::fabric
