@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
-__all__ = ["main"]
+__all__ = ["command", "main", "run"]
 
 _USAGE = """usage: smddp COMMAND ...
 
@@ -15,28 +18,45 @@ _USAGE = """usage: smddp COMMAND ...
 """
 
 
+def run(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with what `main` returns; quietly if nobody reads it any more (`| head`)."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)
+
+
+def command() -> NoReturn:
+    """Runs `smddp`, as the shell does."""
+    run(main)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
-    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     # Imported when used: a benchmark brings all of torch.
-    if command == "bench":
+    if name == "bench":
         from smddp.bench.__main__ import main as bench
 
         return bench(rest)
-    if command == "plan":
+    if name == "plan":
         from smddp.plan import main as plan
 
         return plan(rest)
-    if command == "env":
+    if name == "env":
         from smddp.env import main as env
 
         return env(rest)
-    if command in ("-h", "--help"):
+    if name in ("-h", "--help"):
         print(_USAGE, end="")
         return 0
-    print(f"smddp: {command!r} is no command; see `smddp --help`", file=sys.stderr)
+    print(f"smddp: {name!r} is no command; see `smddp --help`", file=sys.stderr)
     return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

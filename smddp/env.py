@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smddp import _load
+from smddp.cli import run
 
 if TYPE_CHECKING:
     from smddp._C import Setting
@@ -99,6 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             path = Path(options.markdown)
             path.write_text(insert(path.read_text(), markdown(rows)))
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"smddp.env: {error}", file=sys.stderr)
         return 1
@@ -108,4 +111,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from smddp import _load
+from smddp.cli import run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -206,4 +207,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -24,6 +24,7 @@ from smddp.bench.launch import complete_rendezvous, is_rank, launch
 from smddp.bench.measure import Bench, Case, Measurement
 from smddp.bench.mpi import MPIS, MpiContender
 from smddp.bench.torch_calls import TorchContender
+from smddp.cli import run
 
 
 def _nodes_of_ranks() -> list[int]:
@@ -212,4 +213,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

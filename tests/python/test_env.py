@@ -71,3 +71,20 @@ def test_the_tool_names_a_value_that_does_not_parse() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("smddp.env: ")
     assert "SMDDP_FABRIC_WINDOW=many is not a whole number" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["smddp.env", "smddp.plan"])
+def test_a_reader_who_leaves_early_is_no_trouble(module: str) -> None:
+    arguments = ["list"] if module == "smddp.plan" else []
+    with subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as tool:
+        assert tool.stdout is not None
+        tool.stdout.close()
+        assert tool.stderr is not None
+        assert tool.stderr.read() == ""
+        assert tool.wait(110) == 1
