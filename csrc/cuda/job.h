@@ -28,13 +28,19 @@ struct Job {
 };
 
 // The same job in its plainest form: without a scale averages and scaled sums are sums, and of a single source
-// nothing is left but its bytes.
+// nothing is left but its bytes, however they are called.
 inline Job normalised(Job job) {
   if (job.pre || job.post) return job;
   if (job.op == ReduceOp::AVG || job.op == ReduceOp::PREMUL_SUM) job.op = ReduceOp::SUM;
   if (job.numSrcs == 1) {
-    job.count *= sizeOf(job.type);
-    job.type = DataType::uint8;
+    const uint64_t bytes = job.count * sizeOf(job.type);
+    // In pieces as wide as all addresses allow: what is not aligned for 16 bytes is moved piece by piece.
+    uint64_t alignment = bytes | reinterpret_cast<uintptr_t>(job.srcs[0]);
+    for (int32_t d = 0; d < job.numDsts; ++d) alignment |= reinterpret_cast<uintptr_t>(job.dsts[d]);
+    job.type = alignment % 8 == 0   ? DataType::int64
+               : alignment % 4 == 0 ? DataType::int32
+                                    : DataType::uint8;
+    job.count = bytes / sizeOf(job.type);
     job.op = ReduceOp::SUM;
   }
   return job;

@@ -1,7 +1,6 @@
 #include "cuda/shared_gpu.h"
 
-#include <unistd.h>
-
+#include <random>
 #include <tuple>
 
 #include "common/error.h"
@@ -26,6 +25,14 @@ const char* nameOf(Operation operation) {
     case Operation::AllToAll: return "all_to_all";
   }
   return "?";
+}
+
+uint64_t numberOfProcess() {
+  static const uint64_t number = [] {
+    std::random_device device;
+    return uint64_t{device()} << 32 | device();
+  }();
+  return number;
 }
 
 std::string textOf(const Descriptor& call) {
@@ -68,7 +75,7 @@ SharedGpu::~SharedGpu() {
 
 Introduction SharedGpu::introduce() {
   Introduction mine;
-  mine.process = static_cast<uint64_t>(getpid());
+  mine.process = numberOfProcess();
   try {
     check(table_, table_.allocate(device_, 2 * half_, &workspace_), "allocating the workspace");
     check(table_, table_.nameOf(device_, workspace_, &mine.workspace), "sharing memory of the GPU");

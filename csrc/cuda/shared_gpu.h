@@ -40,7 +40,7 @@ class ShortText {
 
 // What a rank says of itself before the first call.
 struct Introduction {
-  uint64_t process = 0;  // on this node
+  uint64_t process = 0;  // a random number: containers may have the same pid
   MemoryName workspace;
   uint64_t workspaceBytes = 0;
   ShortText refusal;  // why this rank cannot share its GPU's memory; empty: it can

@@ -1,6 +1,7 @@
 #include "process_group/device_copies.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -50,8 +51,8 @@ bool isCapturing(c10::Device device) {
 DeviceCopies::DeviceCopies(c10::Device device)
     : stream_(
           guardOf(notCapturing(device)).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
-      arrival_(device.type()),
-      end_(device.type()) {
+      arrival_(c10::Event(device.type())),
+      end_(c10::Event(device.type())) {
   c10::Event now(device.type());
   now.record(currentStream(device));
   now.block(stream_);
@@ -59,7 +60,11 @@ DeviceCopies::DeviceCopies(c10::Device device)
 
 DeviceCopies::~DeviceCopies() {
   try {
+    // On whichever thread: one that has no device yet would be given the first, and a context on it, as its events go.
+    const c10::DeviceGuard guard(device());
     letGo();
+    arrival_.reset();
+    end_.reset();
   } catch (const std::exception& error) {
     SMDDP_LOG(Debug, "process_group", "while a call ended: {}", error.what());
   }
@@ -80,12 +85,12 @@ void DeviceCopies::fetch(const at::Tensor& from, const at::Tensor& into) {
 }
 
 void DeviceCopies::seal() {
-  if (fetches_) arrival_.record(stream_);
+  if (fetches_) arrival_->record(stream_);
 }
 
 bool DeviceCopies::arrived() const {
   if (!fetches_) return true;
-  const bool now = arrival_.query();
+  const bool now = arrival_->query();
   arrived_.store(now, std::memory_order_relaxed);
   return now;
 }
@@ -116,7 +121,7 @@ void DeviceCopies::use(const at::Tensor& tensor) const {
 }
 
 void DeviceCopies::mark() {
-  arrival_.record(stream_);
+  arrival_->record(stream_);
   fetches_ = true;
 }
 
@@ -129,12 +134,12 @@ void DeviceCopies::letGo() {
 
 void DeviceCopies::finish() {
   letGo();
-  end_.record(stream_);
+  end_->record(stream_);
   finished_.store(true, std::memory_order_release);
 }
 
 void DeviceCopies::order() const { order(currentStream(device())); }
 
-void DeviceCopies::order(c10::Stream stream) const { end_.block(stream); }
+void DeviceCopies::order(c10::Stream stream) const { end_->block(stream); }
 
 }  // namespace smddp::process_group

@@ -20,6 +20,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
+#include <optional>
 #include <vector>
 
 #include "common/clock.h"
@@ -55,19 +56,18 @@ class DeviceCopies {
   void abandon() { finished_.store(true, std::memory_order_release); }
   bool finished() const { return finished_.load(std::memory_order_acquire); }
   // Whether the device has done everything.
-  bool ended() const { return finished() && end_.query(); }
+  bool ended() const { return finished() && end_->query(); }
   // A stream, by default the current one, waits for the copies back.
   void order() const;
   void order(c10::Stream stream) const;
   // The host waits until the device has done everything.
-  void synchronize() const { end_.synchronize(); }
+  void synchronize() const { end_->synchronize(); }
 
  private:
   void letGo();
 
   const c10::Stream stream_;
-  c10::Event arrival_;
-  c10::Event end_;
+  std::optional<c10::Event> arrival_, end_;
   bool fetches_ = false;
   mutable std::atomic<bool> arrived_{false};
   std::vector<at::Tensor> fetched_;

@@ -136,7 +136,10 @@ WorkPtr GpuProcessGroup::barrier(const c10d::BarrierOptions& options) {
   // The peer's covers what it has under way on the GPU, on all ranks alike: that it has served collectives.
   if (state_.load(std::memory_order_acquire) == State::Nccl) {
     c10d::BarrierOptions theirs = options;
+    // One that is waited for at once has no Work. And the GPU would else be guessed from ranks.
+    theirs.asyncOp = true;
     theirs.device = device;
+    theirs.device_ids = {device->index()};
     nccl_.load()->call([&](auto& nccl) { return nccl.barrier(theirs)->wait(); });
   }
   return ProcessGroup::barrier(options);

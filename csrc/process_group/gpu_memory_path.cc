@@ -240,6 +240,21 @@ std::vector<T> GpuMemoryPath::gather(const T& mine, Nanoseconds timeout) {
   return buffers->all;
 }
 
+void requireKernels(const cuda::DeviceTable& table, c10::Device device) {
+  const at::Tensor bytes = at::zeros({3}, at::TensorOptions(at::kByte).device(device));
+  auto* const first = static_cast<std::byte*>(bytes.data_ptr());
+  cuda::Job job;
+  job.srcs[0] = first;
+  job.numSrcs = 1;
+  // To one only it would be a copy of the driver's.
+  job.dsts[0] = first + 1;
+  job.dsts[1] = first + 2;
+  job.numDsts = 2;
+  job.count = 1;
+  cuda::check(table, table.run(device.index(), &job, currentStream(device).native_handle()),
+              "a kernel");
+}
+
 std::string GpuMemoryPath::connect(Nanoseconds timeout) {
   const auto& spec = group_->spec();
   cuda::Introduction mine;
@@ -247,6 +262,7 @@ std::string GpuMemoryPath::connect(Nanoseconds timeout) {
     gpu_ = std::make_unique<cuda::SharedGpu>(cuda::loadLibrary(library_), device_.index(), spec.me,
                                              spec.size, settings().poolBytes);
     mine = gpu_->introduce();
+    requireKernels(gpu_->table(), device_);
   } catch (const Error& error) {
     mine.refusal = cuda::ShortText(error.what());
   }

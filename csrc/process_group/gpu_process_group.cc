@@ -127,7 +127,10 @@ GpuProcessGroup::GpuProcessGroup(std::shared_ptr<engine::Group> group,
 
 GpuProcessGroup::~GpuProcessGroup() {
   try {
-    shutdown();
+    // Nobody has ended the group in order: to wait for what NCCL has enqueued might take its time-out.
+    if (auto* peer = nccl_.load(); peer != nullptr && !isShutDown()) peer->abort();
+    if (rails_ && !isShutDown()) rails_->abandon();
+    ProcessGroup::shutdown();
   } catch (const std::exception& error) {
     SMDDP_LOG(Debug, "process_group", "while the group ended: {}", error.what());
   }
@@ -326,15 +329,22 @@ GpuProcessGroup::State GpuProcessGroup::decide(std::chrono::milliseconds timeout
 // Of the two ranks alone, so that sender and receiver find the same whatever they know of the others.
 GpuProcessGroup::State GpuProcessGroup::decideFor(int rank) {
   if (const auto known = messages_.find(rank); known != messages_.end()) return known->second;
-  const auto places = placesOf({getRank(), rank}, nanoseconds(c10d::kUnsetTimeout));
-  const auto choice = cuda::choosePath(settings().gpuPath, static_cast<bool>(peer_.make), places);
-  if (choice.path == cuda::Path::Nccl) {
+  // NCCL's batches of messages connect all ranks of a group: it has to be one that it may serve.
+  const bool may = group()->topology().numNodes() == 1 ||
+                   cuda::decidesAlone(settings().gpuPath, static_cast<bool>(peer_.make));
+  auto path = cuda::Path::Host;
+  if (may) {
+    const auto places = placesOf({getRank(), rank}, nanoseconds(c10d::kUnsetTimeout));
+    path = cuda::choosePath(settings().gpuPath, static_cast<bool>(peer_.make), places).path;
+  }
+  if (path == cuda::Path::Nccl) {
     makePeer();
   } else {
-    announce(getRank(), {cuda::Path::Host,
-                         "messages between ranks that share a GPU, or are on several nodes"});
+    announce(getRank(),
+             {cuda::Path::Host,
+              "messages between ranks that share a GPU, or in a group on several nodes"});
   }
-  return messages_[rank] = stateOf(choice.path);
+  return messages_[rank] = stateOf(path);
 }
 
 std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks,
@@ -404,6 +414,11 @@ void GpuProcessGroup::makePeer() {
 }
 
 void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
+  if (getRank() == 0 && environment("CUDA_DEVICE_MAX_CONNECTIONS") == "1") {
+    SMDDP_LOG(Warn, "process_group",
+              "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue, where the two groups "
+              "of NCCL of SMDDP_GPU_PATH=rails may wait for each other; unset one of the two");
+  }
   // On all ranks behind the same calls.
   awaitDeferred();
   const auto& topology = group()->topology();
@@ -438,6 +453,7 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
   rails_ = std::make_shared<GpuRails>(
       engine(), group(), *device_,
       GpuRails::Groups{nodeGroup("scatter"), nodeGroup("gather"), rails, railGroups});
+  rails_->connect();
   chooseSum(rails, timeout);
 }
 
@@ -459,15 +475,7 @@ const cuda::DeviceTable* GpuProcessGroup::summingTable(std::string& refusal) con
   }
   try {
     const auto& table = cuda::loadLibrary(peer_.library);
-    // Whether it has kernels for this GPU.
-    const at::Tensor bytes = at::zeros({2}, at::TensorOptions(at::kByte).device(*device_));
-    cuda::Job job;
-    job.srcs[0] = bytes.data_ptr();
-    job.dsts[0] = static_cast<std::byte*>(bytes.data_ptr()) + 1;
-    job.numSrcs = job.numDsts = 1;
-    job.count = 1;
-    cuda::check(table, table.run(device_->index(), &job, currentStream(*device_).native_handle()),
-                "a kernel");
+    requireKernels(table, *device_);
     return &table;
   } catch (const Error& error) {
     refusal = error.what();

@@ -418,6 +418,17 @@ void GpuRails::advanceLine() {
   for (const auto& [turns, error] : ended) turns->end(error);
 }
 
+void GpuRails::connect() {
+  for (const auto& group : {groups_.scatter, groups_.gather}) {
+    std::vector<at::Tensor> one{at::zeros({1}, at::TensorOptions(at::kFloat).device(device_))};
+    group->call([&](auto& nccl) {
+      c10d::AllreduceOptions options;
+      options.asyncOp = true;
+      return nccl.allreduce(one, options)->wait();
+    });
+  }
+}
+
 void GpuRails::abort() {
   if (const auto error = failure()) {
     for (const auto& rail : groups_.railGroups) engine_->fail(*rail, *error);
@@ -425,6 +436,12 @@ void GpuRails::abort() {
   groups_.scatter->abort();
   groups_.gather->abort();
   for (const auto& rail : groups_.rails) rail->abort();
+}
+
+void GpuRails::abandon() {
+  for (const auto& rail : groups_.rails) rail->shutdown();
+  groups_.scatter->abort();
+  groups_.gather->abort();
 }
 
 void GpuRails::shutdown() {

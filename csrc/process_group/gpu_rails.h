@@ -52,8 +52,13 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
   std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
                                      std::shared_ptr<void> keepAlive);
+  // The first call of each group of NCCL, which connects it; on the thread on which groups are made, as no other may
+  // ask the store meanwhile. All ranks at the same time; blocks.
+  void connect();
   void abort();
   void shutdown();
+  // Instead, when nobody is to wait for what is enqueued.
+  void abandon();
 
  private:
   class Turns;

@@ -627,6 +627,8 @@ def does_not_block(name: str) -> None:
     """An asynchronous call returns while the device is still busy."""
     with job(name) as device:
         tensor = torch.zeros(1000, device=device.device)
+        # Without what the first call does besides.
+        dist.all_reduce(tensor)
         device.synchronize()
         with device.busy():
             device.fill(tensor, 1)

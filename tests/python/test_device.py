@@ -202,6 +202,7 @@ def _on_rails(cases: str) -> tuple[str, int, int]:
 
 
 RAILS = {"SMDDP_GPU_PATH": "rails", "SMDDP_POOL_BYTES": "262144"}
+CONNECTING = 2  # calls of the peers: one of each
 
 
 @pytest.mark.parametrize(
@@ -233,21 +234,21 @@ def test_rails(layout: str, cases: str) -> None:
     for path, calls, peers in served:
         assert path == "rails"
         assert peers == 2
-        assert calls >= 2
+        assert calls > CONNECTING
 
 
 def test_rails_of_several_chunks() -> None:
     """A vector of 1.2 MB on nodes whose ranks take 256 KiB at a time: two calls a chunk."""
     for path, calls, _ in ranks.check_ranks(_on_rails, "2x2", "averages", env=RAILS):
         assert path == "rails"
-        assert calls == 2 * 3
+        assert calls == CONNECTING + 2 * 3
 
 
 def test_rails_of_several_chunks_of_blocks() -> None:
     """Of a block 128 KiB at a time for each of two nodes: a call a chunk; of a vector 512 KiB."""
     for path, calls, _ in ranks.check_ranks(_on_rails, "2x2", "moves_chunks", env=RAILS):
         assert path == "rails"
-        assert calls == 4 + 4 + 3
+        assert calls == CONNECTING + 4 + 4 + 3
 
 
 def _numbered(nodes: list[int], cases: str) -> tuple[str, int, int]:
@@ -261,7 +262,7 @@ def test_rails_of_ranks_in_another_order(nodes: list[int]) -> None:
     for cases in ("moves", "moves_chunks"):
         for path, calls, _ in ranks.check_ranks(_numbered, "2x2", nodes, cases, env=RAILS):
             assert path == "rails"
-            assert calls >= 2
+            assert calls > CONNECTING
 
 
 def test_calls_that_rails_do_not_serve() -> None:
@@ -582,6 +583,7 @@ def _hanging_job() -> Iterator[tuple[Any, list[Any]]]:
     backend._gpu_peer = lambda: ("fake", lambda index: f"GPU {os.environ['RANK']}", make_peer)
     with device_cases.job("fake", timeout=600) as device:
         dist.all_reduce(torch.ones(1000, device=device.device))
+        dist.barrier()
         yield device, made
         device.synchronize()
     assert all(peer.aborts() <= 1 for peer in made)

@@ -155,7 +155,8 @@ cudaError_t runJob(int device, const Job& given, cudaStream_t stream) {
   }
   const bool isCopy = job.numSrcs == 1 && !job.pre && !job.post;
   if (isCopy && job.numDsts == 1) {
-    return cudaMemcpyAsync(job.dsts[0], job.srcs[0], job.count, cudaMemcpyDeviceToDevice, stream);
+    return cudaMemcpyAsync(job.dsts[0], job.srcs[0], job.count * sizeOf(job.type),
+                           cudaMemcpyDeviceToDevice, stream);
   }
   int processors = 0;
   const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);

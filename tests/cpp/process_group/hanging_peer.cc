@@ -49,7 +49,11 @@ class HangingPeer final : public c10d::Backend {
                                const c10d::ReduceScatterOptions&) override {
     return enqueue();
   }
-  WorkPtr barrier(const c10d::BarrierOptions&) override { return enqueue(); }
+  // As NCCL's, one that is waited for at once has no Work.
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    auto work = enqueue();
+    return options.asyncOp ? work : nullptr;
+  }
 
  private:
   // The stream's, too, which may come to a task when the peer is gone.
