@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import device_cases
@@ -686,6 +688,48 @@ def test_script_ends_nccl_itself(how: str) -> None:
         if how == "abort":
             assert re.match("AbortedError: smddp.*rank . called abort", said), said
         assert aborts == "1"
+
+
+def _forgets_a_group() -> list[int]:
+    """A group goes with what refers to it while NCCL waits for a rank that does not come."""
+    from smddp import _load
+
+    made = []
+
+    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        made.append(device_cases.Fake.module.HangingPeer(rank, size))
+        return made[-1]
+
+    with device_cases.job("fake", timeout=600) as device:
+        me, size = dist.get_rank(), dist.get_world_size()
+        group = _load.load().GpuProcessGroup(
+            dist.distributed_c10d._get_default_store(),
+            me,
+            size,
+            timedelta(seconds=600),
+            "forgotten",
+            "",
+            "fake",
+            lambda index: f"GPU {me}",
+            make_peer,
+            "",
+        )
+        tensor = torch.ones(1000, device=device.device)
+        group.allreduce([tensor]).wait()
+        for peer in made:
+            peer.hang()
+        group.allreduce([tensor])
+        dist.barrier()
+        del group
+        gc.collect()
+        return [peer.aborts() for peer in made]
+
+
+@pytest.mark.parametrize(("layout", "env"), [("2", {}), ("2x2", RAILS)])
+def test_a_group_that_nobody_has_left_waits_for_nobody(layout: str, env: dict[str, str]) -> None:
+    for aborts in ranks.check_ranks(_forgets_a_group, layout, env=env, timeout=40):
+        assert aborts == [1] * len(aborts)
+        assert aborts
 
 
 # --- capture into a graph ------------------------------------------------------------------------
