@@ -262,7 +262,7 @@ std::string GpuMemoryPath::connect(Nanoseconds timeout) {
     gpu_ = std::make_unique<cuda::SharedGpu>(cuda::loadLibrary(library_), device_.index(), spec.me,
                                              spec.size, settings().poolBytes);
     mine = gpu_->introduce();
-    requireKernels(gpu_->table(), device_);
+    if (mine.refusal.empty()) requireKernels(gpu_->table(), device_);
   } catch (const Error& error) {
     mine.refusal = cuda::ShortText(error.what());
   }
