@@ -93,18 +93,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         rows = settings()
-        if options.markdown is None:
-            print(_plain(rows))
-        elif options.markdown == "-":
-            print(markdown(rows), end="")
-        else:
+        if options.markdown not in (None, "-"):
             path = Path(options.markdown)
             path.write_text(insert(path.read_text(), markdown(rows)))
-    except BrokenPipeError:
-        raise
     except (ValueError, OSError) as error:
         print(f"smddp.env: {error}", file=sys.stderr)
         return 1
+    if options.markdown is None:
+        print(_plain(rows))
+    elif options.markdown == "-":
+        print(markdown(rows), end="")
     for sentence in misspelt(os.environ, [row["name"] for row in rows]):
         print(f"smddp.env: {sentence}", file=sys.stderr)
     return 0

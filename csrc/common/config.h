@@ -28,7 +28,7 @@ struct Allowed {
 };
 // Beyond all memory there is, and sums of several such sizes fit into their type.
 inline constexpr int64_t kMostBytes = int64_t{1} << 40;
-// Operations and messages are told apart by numbers of one byte and of two (asserted in engine/group.cc).
+// Operations and messages are told apart by numbers of 8 and of 15 bits (asserted in engine/group.cc).
 inline constexpr int64_t kMostInFlight = 254;
 inline constexpr int64_t kMostWindow = 1 << 13;
 

@@ -1,9 +1,9 @@
 #include "cuda/shared_gpu.h"
 
-#include <random>
 #include <tuple>
 
 #include "common/error.h"
+#include "common/random.h"
 #include "cuda/library.h"
 #include "cuda/opened_memory.h"
 
@@ -28,10 +28,7 @@ const char* nameOf(Operation operation) {
 }
 
 uint64_t numberOfProcess() {
-  static const uint64_t number = [] {
-    std::random_device device;
-    return uint64_t{device()} << 32 | device();
-  }();
+  static const uint64_t number = randomNumber();
   return number;
 }
 

@@ -1,20 +1,9 @@
 #include "engine/region_pool.h"
 
-#include <algorithm>
-
 namespace smddp::engine {
 
 std::span<std::byte> RegionPool::take(const RegionLayout& layout) {
-  std::span<std::byte> region;
-  {
-    const std::lock_guard lock(mutex_);
-    const auto fits = [&](const auto& spare) { return spare.size() == layout.bytes(); };
-    if (const auto found = std::find_if(spare_.begin(), spare_.end(), fits);
-        found != spare_.end()) {
-      region = *found;
-      spare_.erase(found);
-    }
-  }
+  std::span<std::byte> region = spare_.take(layout.bytes());
   if (region.empty()) region = slab_->allocate(layout.bytes());
   slab_->commit(region.first(layout.poolOffset(0, 0)));
   auto& header = *reinterpret_cast<RegionHeader*>(region.data());
@@ -31,8 +20,7 @@ void RegionPool::giveBack(std::span<std::byte> region, const RegionLayout& layou
   // Release: what we did with the region of a mate has happened before it takes ours for given up.
   reinterpret_cast<RegionHeader*>(region.data())->group.store(0, std::memory_order_release);
   slab_->discard(region.subspan(layout.poolOffset(0, 0)));
-  const std::lock_guard lock(mutex_);
-  spare_.push_back(region);
+  spare_.add(region);
 }
 
 }  // namespace smddp::engine

@@ -7,11 +7,10 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <span>
-#include <vector>
 
 #include "engine/region.h"
+#include "engine/spare_memory.h"
 #include "transport/shm/slab.h"
 
 namespace smddp::engine {
@@ -28,8 +27,7 @@ class RegionPool {
 
  private:
   const std::shared_ptr<transport::shm::Slab> slab_;
-  std::mutex mutex_;
-  std::vector<std::span<std::byte>> spare_;  // guarded by mutex_
+  SpareMemory spare_;
 };
 
 }  // namespace smddp::engine

@@ -7,10 +7,9 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <span>
-#include <vector>
 
+#include "engine/spare_memory.h"
 #include "transport/shm/slab.h"
 
 namespace smddp::engine {
@@ -26,8 +25,7 @@ class WindowPool {
 
  private:
   const std::shared_ptr<transport::shm::Slab> slab_;
-  std::mutex mutex_;
-  std::vector<std::span<std::byte>> spare_;  // guarded by mutex_
+  SpareMemory spare_;
 };
 
 }  // namespace smddp::engine

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
-#include <random>
 
 #include "common/error.h"
 #include "common/log.h"
+#include "common/random.h"
 
 namespace smddp::transport::fabric {
 namespace {
@@ -30,11 +30,6 @@ void keepOpen(std::unique_ptr<Endpoint> endpoint) {
   kept->push_back(std::move(endpoint));
 }
 
-uint64_t randomId() {
-  std::random_device device;
-  return (static_cast<uint64_t>(device()) << 32) | device();
-}
-
 }  // namespace
 
 FabricTransport::FabricTransport(const fi_info& raw, ProviderInfo chosen, std::string why,
@@ -42,7 +37,7 @@ FabricTransport::FabricTransport(const fi_info& raw, ProviderInfo chosen, std::s
     : endpoint_(std::make_unique<Endpoint>(raw, std::move(chosen), options)),
       reassembly_(endpoint_->registry()),
       why_(std::move(why)),
-      id_(randomId()) {}
+      id_(randomNumber()) {}
 
 FabricTransport::~FabricTransport() {
   if (traffic_.copied > 0) {
