@@ -7,7 +7,11 @@ if(FMT_INCLUDE_DIR)                                                 # headers wi
   target_include_directories(fmt::fmt-header-only SYSTEM INTERFACE "${FMT_INCLUDE_DIR}")
   target_compile_definitions(fmt::fmt-header-only INTERFACE FMT_HEADER_ONLY=1)
 else()
-  find_package(fmt 9 REQUIRED)                                      # fmt::fmt-header-only
+  find_package(fmt 9 REQUIRED)                                      # fmt::fmt, fmt::fmt-header-only
+endif()
+set(fmt fmt::fmt-header-only)
+if(SMDDP_QUICK_BUILD AND TARGET fmt::fmt)
+  set(fmt fmt::fmt)
 endif()
 
 find_package(Libfabric 1.17)                                        # Libfabric::headers
@@ -28,7 +32,7 @@ endif()
 
 add_library(smddp_config INTERFACE)
 target_include_directories(smddp_config INTERFACE "${PROJECT_SOURCE_DIR}/csrc")
-target_link_libraries(smddp_config INTERFACE fmt::fmt-header-only Threads::Threads)
+target_link_libraries(smddp_config INTERFACE ${fmt} Threads::Threads)
 target_compile_definitions(smddp_config INTERFACE
   SMDDP_HAVE_LIBFABRIC=${SMDDP_HAVE_LIBFABRIC} SMDDP_VERSION="${PROJECT_VERSION}")
 

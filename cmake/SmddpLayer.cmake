@@ -1,9 +1,11 @@
-# smddp_add_layer(<layer> SOURCES a.cc … LIBS smddp_common …)
+# smddp_add_layer(<layer> SOURCES a.cc … LIBS smddp_common … [HEADERS <vector> …])
 #
 # The static library smddp_<layer>; a slash in the name becomes an underscore. A layer of headers alone is
-# an interface library, so that those above it need not know.
+# an interface library, so that those above it need not know. HEADERS are what most files of the layer
+# include; without, those of smddp_common. They are precompiled in a quick build only, so that another one
+# shows whether each file includes what it uses.
 function(smddp_add_layer layer)
-  cmake_parse_arguments(arg "" "" "SOURCES;LIBS" ${ARGN})
+  cmake_parse_arguments(arg "" "" "SOURCES;LIBS;HEADERS" ${ARGN})
   if(NOT arg_LIBS OR arg_UNPARSED_ARGUMENTS)
     message(FATAL_ERROR "smddp_add_layer(${layer}): expects SOURCES and LIBS, got ${ARGN}")
   endif()
@@ -11,6 +13,11 @@ function(smddp_add_layer layer)
   if(arg_SOURCES)
     add_library(${target} STATIC ${arg_SOURCES})
     target_link_libraries(${target} PUBLIC ${arg_LIBS})
+    if(SMDDP_QUICK_BUILD AND arg_HEADERS)
+      target_precompile_headers(${target} PRIVATE ${arg_HEADERS})
+    elseif(SMDDP_QUICK_BUILD)
+      target_precompile_headers(${target} REUSE_FROM smddp_common)
+    endif()
   else()
     add_library(${target} INTERFACE)
     target_link_libraries(${target} INTERFACE ${arg_LIBS})

@@ -6,6 +6,15 @@
 # One GoogleTest executable, registered with ctest under its own name. The timeout is a safety net: a
 # test that waits has its own, much shorter deadline. Sanitizers slow everything down several times.
 find_package(GTest REQUIRED)
+if(SMDDP_QUICK_BUILD)
+  # An executable, since its flags are not those of a library.
+  file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/test_headers.cc" CONTENT "int main() {}\n")
+  add_executable(test_headers EXCLUDE_FROM_ALL "${PROJECT_BINARY_DIR}/test_headers.cc")
+  target_link_libraries(test_headers PRIVATE smddp_config GTest::gtest_main GTest::gmock)
+  target_precompile_headers(test_headers PRIVATE
+    <algorithm> <array> <atomic> <chrono> <cstring> <functional> <map> <memory> <mutex> <optional> <random> <span>
+    <string> <thread> <vector> <fmt/format.h> <gmock/gmock.h> <gtest/gtest.h>)
+endif()
 # All tests that are not sequential, and nothing else.
 add_custom_target(threaded_tests)
 if(SMDDP_SANITIZE)
@@ -22,6 +31,9 @@ function(smddp_add_test name)
   add_executable(${name} ${arg_SOURCES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests/cpp")
   target_link_libraries(${name} PRIVATE ${arg_LIBS} GTest::gtest_main GTest::gmock)
+  if(SMDDP_QUICK_BUILD)
+    target_precompile_headers(${name} REUSE_FROM test_headers)
+  endif()
   if(NOT "sequential" IN_LIST arg_LABELS)
     add_dependencies(threaded_tests ${name})
   endif()

@@ -169,8 +169,15 @@ KINDS = {
 }
 
 
+# A group of gloo waits for its threads at its end, and for itself where one of them runs the last
+# continuation that holds the group.
+_kept: list[dist.ProcessGroup | None] = []
+
+
 def _run(kind: str, backend: str) -> State:
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    if backend == "gloo":
+        _kept.append(dist.group.WORLD)
     try:
         return KINDS[kind]()
     finally:
