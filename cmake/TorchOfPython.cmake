@@ -32,6 +32,9 @@ target_compile_definitions(smddp_torch INTERFACE
   SMDDP_TORCH_VERSION_MAJOR=${SMDDP_TORCH_VERSION_MAJOR}
   SMDDP_TORCH_VERSION_MINOR=${SMDDP_TORCH_VERSION_MINOR}
   USE_DISTRIBUTED USE_C10D_GLOO)
+# Files that include torch's headers find those of its fmt there, whose library is hidden inside torch.
+target_compile_definitions(smddp_torch INTERFACE FMT_HEADER_ONLY=1)
+target_compile_options(smddp_torch INTERFACE -UFMT_SHARED)
 foreach(name IN ITEMS c10 torch_cpu torch torch_python)
   find_library(smddp_lib_${name} ${name} PATHS ${torch_library_dirs} NO_DEFAULT_PATH NO_CACHE REQUIRED)
   target_link_libraries(smddp_torch INTERFACE "${smddp_lib_${name}}")
