@@ -40,7 +40,9 @@ set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -g1")
 # A fused multiply-add rounds once where a multiply and an add round twice. Left to the compiler, the
 # same sum would differ between instruction sets, and so between hosts.
 add_compile_options(-Wall -Wextra -ffp-contract=off)
-if(SMDDP_QUICK_BUILD AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+if(NOT SMDDP_QUICK_BUILD)
+  set(CMAKE_DISABLE_PRECOMPILE_HEADERS ON)
+elseif(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   add_compile_options(-fpch-preprocess)                             # ccache needs it
 endif()
 if(SMDDP_WARNINGS_AS_ERRORS)
