@@ -32,7 +32,7 @@ build:  ## compile the C++ core, its tests and the module
 test: test-cpp test-python sanitize fuzz  ## all tests: C++, Python, C++ again under sanitizers, fuzzers
 
 .PHONY: test-fast
-test-fast: setup  ## the tests that take less than three minutes together
+test-fast: build setup  ## the tests that take less than three minutes together
 	$(CTEST) --test-dir $(BUILD) --label-exclude slow
 	$(PYTHON) -m pytest -q -m "not slow"
 
