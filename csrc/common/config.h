@@ -76,6 +76,9 @@ inline constexpr int64_t kMostWindow = 1 << 13;
   X(bool, gpuCommMemory, "SMDDP_GPU_COMM_MEMORY", false,                                                      \
     "Let DDP's gradient buckets on GPUs, and FSDP2's where it asks, live in memory that NCCL has registered, or " \
     "that ranks which share a GPU can open. Not yet tried on a GPU.")                                         \
+  X(bool, gpuDirect, "SMDDP_GPU_DIRECT", false,                                                               \
+    "Send to other nodes straight from GPU memory, where libfabric's provider can (FI_HMEM) and nothing is "  \
+    "reduced on the way; see docs/gpu.md. Not yet tried on a GPU.")                                           \
   X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 131072,                                                    \
     "Inside a node, ranks sum everything themselves (one synchronisation) where each then reads up to this "  \
     "many bytes of the others': allreduces of 128 KiB on 2 ranks, of 18 KiB on 8.", 0, kMostBytes, "bytes")   \

@@ -13,7 +13,7 @@
 namespace smddp::cuda {
 
 // Goes up with every change of what crosses. The module refuses a library of another version.
-inline constexpr uint32_t kTableVersion = 1;
+inline constexpr uint32_t kTableVersion = 2;
 inline constexpr const char* kTableSymbol = "smddp_device_table";
 
 // How another process finds memory of this one. `allocation` is never used twice in a process, other than addresses
@@ -25,14 +25,24 @@ struct MemoryName {
   uint64_t allocation = 0;
 };
 
+// An allocation of this process.
+struct MemoryRange {
+  uint64_t base = 0;
+  uint64_t bytes = 0;
+  uint64_t allocation = 0;  // as in MemoryName
+};
+
 struct DeviceTable {
   uint32_t version;
   uint32_t bytes;       // of this structure
   const char* release;  // of smddp
+  bool isCuda;          // false: of a device made up for tests
 
   const char* (*textOf)(int error);
   int (*allocate)(int device, size_t bytes, void** memory);
   int (*free)(int device, void* memory);
+  // Where memory was allocated. An error for what lies in no allocation.
+  int (*rangeOf)(int device, const void* data, MemoryRange* range);
   // Memory that others may open. An error for memory that cannot be shared, such as that of a virtual address range.
   int (*nameOf)(int device, const void* data, MemoryName* name);
   // The beginning of an allocation of another process on the same GPU; open ones are counted.

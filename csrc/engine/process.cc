@@ -186,6 +186,15 @@ void Process::addSource(std::span<std::byte> memory) {
   if (fabric_->transport->addSource(memory)) slab_->keep(memory);
 }
 
+std::string Process::addDeviceSource(const transport::DeviceMemory& memory) {
+  if (!fabric_) return "there is no other node";
+  return fabric_->transport->addDeviceSource(memory);
+}
+
+void Process::removeDeviceSource(std::span<std::byte> memory) {
+  if (fabric_) fabric_->transport->removeDeviceSource(memory);
+}
+
 void Process::moveApart() { coreSharing_.moveApart(matePages_, clock().now()); }
 
 size_t Process::poll() { return local_->table.poll() + pollFabric(); }

@@ -104,6 +104,9 @@ class Process {
   transport::RemoteKey registerMemory(const Peer& peer, std::span<std::byte> memory);
   // Remote peers will often be sent what lies here, in our slab.
   void addSource(std::span<std::byte> memory);
+  // They will be sent what lies in memory of a device, see Transport. On the engine's owner, like all of this.
+  std::string addDeviceSource(const transport::DeviceMemory& memory);
+  void removeDeviceSource(std::span<std::byte> memory);
 
   void onControl(ControlHandler handler) { handler_ = std::move(handler); }
 

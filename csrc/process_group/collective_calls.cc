@@ -57,10 +57,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
   const bool even = sameSizes(output, input);
   chooseStaging(call.staging, even ? Collective::AllGather : Collective::Broadcast, input);
   if (even) {
-    Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
-    request.input = {call.staging.read(input)};
-    request.output = call.staging.write(output);
-    request.bytes = numBytes(input);
+    auto request = gatherRequest(output, input, call.staging, options);
     return submit(std::move(call), std::move(request));
   }
   // Blocks of several sizes: every rank sends its own to all. All ranks have the same list.
@@ -71,8 +68,13 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
     const at::Tensor& block = output[static_cast<size_t>(root)];
     Request request = newRequest(Collective::Broadcast, options.timeout, options.asyncOp);
     request.root = root;
-    request.output = {root == getRank() ? call.staging.readThrough(input, own)
-                                        : call.staging.write(block)};
+    if (root != getRank()) {
+      request.output = {call.staging.write(block)};
+    } else if (sendsFromDevice(call.staging, input, own)) {
+      request.output = call.staging.writeAround({own}, 0, input);
+    } else {
+      request.output = {call.staging.readThrough(input, own)};
+    }
     request.bytes = numBytes(block);
     requests.push_back(std::move(request));
   }
@@ -100,11 +102,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather_coalesced(
     requireList(kName, blocks, blocks.size(), inputs[i], "outputs of an input");
     requireSameSizes(kName, blocks, inputs[i], "outputs of an input");
     for (const at::Tensor& block : blocks) requireWritable(kName, block);
-    Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
-    request.input = {call.staging.read(inputs[i])};
-    request.output = call.staging.write(blocks);
-    request.bytes = numBytes(inputs[i]);
-    requests.push_back(std::move(request));
+    requests.push_back(gatherRequest(blocks, inputs[i], call.staging, options));
   }
   return submit(std::move(call), std::move(requests));
 }
@@ -116,9 +114,29 @@ Request ProcessGroup::gatherRequest(const char* name, const at::Tensor& output,
   requireWritable(name, output);
   requireMultiple(name, output, input, getSize(), "output", "input");
   Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
-  request.input = {staging.read(input)};
-  request.output = {staging.write(output)};
   request.bytes = numBytes(input);
+  if (sendsFromDevice(staging, input, output)) {
+    request.input = {staging.readInPlace(input)};
+    request.output = staging.writeAround(output, getRank() * input.numel(), input);
+  } else {
+    request.input = {staging.read(input)};
+    request.output = {staging.write(output)};
+  }
+  return request;
+}
+
+// Into a tensor for each rank.
+Request ProcessGroup::gatherRequest(const std::vector<at::Tensor>& outputs, const at::Tensor& input,
+                                    Staging& staging, const c10d::AllgatherOptions& options) const {
+  Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
+  request.bytes = numBytes(input);
+  if (sendsFromDevice(staging, input, outputs)) {
+    request.input = {staging.readInPlace(input)};
+    request.output = staging.writeAround(outputs, static_cast<size_t>(getRank()), input);
+  } else {
+    request.input = {staging.read(input)};
+    request.output = staging.write(outputs);
+  }
   return request;
 }
 

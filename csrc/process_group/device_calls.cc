@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "process_group/device_sources.h"
 #include "process_group/errors.h"
 #include "process_group/process_group.h"
 
@@ -175,6 +176,27 @@ void ProcessGroup::remember(const intrusive_ptr<Work>& work,
     return earlier.work.expired() && earlier.copies->ended();
   });
   onDevice_.push_back({c10::weak_intrusive_ptr<Work>(work), copies});
+}
+
+// Of collectives only where ranks share no node: what goes between ranks of a node is copied by the host.
+bool ProcessGroup::sendsFromDevice(const Staging& staging, at::TensorList sent,
+                                   at::TensorList received) const {
+  if (sources_ == nullptr || staging.staysOnDevice()) return false;
+  const int numNodes = group()->topology().numNodes();
+  return numNodes > 1 && numNodes == getSize() && leavesDevice(sent, received);
+}
+
+bool ProcessGroup::leavesDevice(at::TensorList sent, at::TensorList received) const {
+  if (sources_ == nullptr) return false;
+  const c10::Device device = sent.front().device();
+  if (device.is_cpu() || isCapturing(device)) return false;
+  const auto usable = [&](const at::Tensor& tensor) {
+    return tensor.device() == device && usableInPlace(tensor);
+  };
+  return std::all_of(received.begin(), received.end(), usable) &&
+         std::all_of(sent.begin(), sent.end(), [&](const at::Tensor& tensor) {
+           return usable(tensor) && tensor.numel() > 0 && sources_->add(tensor);
+         });
 }
 
 std::shared_ptr<DeviceTurns> ProcessGroup::deviceTurns(const engine::Request&,

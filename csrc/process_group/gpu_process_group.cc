@@ -12,6 +12,7 @@
 #include "common/log.h"
 #include "cuda/library.h"
 #include "process_group/checks.h"
+#include "process_group/device_sources.h"
 #include "process_group/errors.h"
 #include "process_group/store_adapter.h"
 
@@ -118,12 +119,22 @@ GpuProcessGroup::GpuProcessGroup(const intrusive_ptr<c10d::Store>& store, int ra
                                  const std::string& algorithm, GpuPeer peer)
     : ProcessGroup(store, rank, size, timeout, name, algorithm),
       store_(store),
-      peer_(std::move(peer)) {}
+      peer_(std::move(peer)) {
+  sendDirectly(*this);
+}
 
 GpuProcessGroup::GpuProcessGroup(std::shared_ptr<engine::Group> group,
                                  std::chrono::milliseconds timeout,
                                  const intrusive_ptr<c10d::Store>& store, GpuPeer peer)
-    : ProcessGroup(std::move(group), timeout), store_(store), peer_(std::move(peer)) {}
+    : ProcessGroup(std::move(group), timeout), store_(store), peer_(std::move(peer)) {
+  sendDirectly(*this);
+}
+
+// Unless it is on one node, where the network does not come in.
+void GpuProcessGroup::sendDirectly(ProcessGroup& target) const {
+  if (!settings().gpuDirect || group()->topology().numNodes() == 1) return;
+  target.sendFrom(DeviceSources::shared(peer_.library));
+}
 
 GpuProcessGroup::~GpuProcessGroup() {
   try {
@@ -437,6 +448,7 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
         topology.numNodes(), group()->spec().algorithm};
     railGroups.push_back(engine()->splitGroup(group(), spec, members, nanoseconds(timeout)));
     rails.push_back(c10::make_intrusive<ProcessGroup>(railGroups.back(), patience));
+    sendDirectly(*rails.back());
   }
   // The rails fail before NCCL is aborted: what comes out of that must not be summed.
   const auto failRails = [engine = engine(), railGroups](const Error& error) {

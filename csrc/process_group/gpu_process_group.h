@@ -141,6 +141,7 @@ class GpuProcessGroup final : public ProcessGroup {
   std::vector<cuda::Place> placesOf(const std::vector<int>& ranks, Nanoseconds timeout);
   void publish(c10::Device device);
   void makePeer();
+  void sendDirectly(ProcessGroup& target) const;
   void makeRails(std::chrono::milliseconds timeout);
   // Has rails sum where the setting says, or where it is quicker; all ranks find the same.
   void chooseSum(const std::vector<c10::intrusive_ptr<ProcessGroup>>& rails,

@@ -1,4 +1,6 @@
 // Send and recv, and the calls that are made of them.
+#include <ATen/core/LegacyTypeDispatch.h>
+
 #include "process_group/checks.h"
 #include "process_group/errors.h"
 #include "process_group/process_group.h"
@@ -28,6 +30,18 @@ engine::Pieces cut(std::span<std::byte> bytes, const std::vector<int64_t>& eleme
   return pieces;
 }
 
+// The same as tensors.
+std::vector<at::Tensor> parts(const at::Tensor& tensor, const std::vector<int64_t>& elements) {
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  std::vector<at::Tensor> result;
+  int64_t begin = 0;
+  for (const int64_t count : elements) {
+    result.push_back(tensor.view(-1).narrow(0, begin, count));
+    begin += count;
+  }
+  return result;
+}
+
 // Pieces of a list of tensors, one for each where they have been joined.
 engine::Pieces blocks(engine::Pieces pieces, const std::vector<at::Tensor>& tensors) {
   if (pieces.size() == tensors.size()) return pieces;
@@ -46,7 +60,11 @@ intrusive_ptr<c10d::Work> ProcessGroup::send(std::vector<at::Tensor>& tensors, i
   requireTag(kName, tag);
   requireDense(kName, tensor);
   Work::Call call(c10d::OpType::SEND, "smddp:send", tensors, {tensors});
-  auto message = newMessage(true, destination, tag, {call.staging.read(tensor)});
+  const auto& topology = group()->topology();
+  const bool isFar = topology.nodeOf(static_cast<Rank>(destination)) != topology.myNode();
+  auto message = newMessage(true, destination, tag,
+                            {isFar && leavesDevice(tensor, {}) ? call.staging.readInPlace(tensor)
+                                                               : call.staging.read(tensor)});
   return submit(std::move(call), {}, {std::move(message)});
 }
 
@@ -100,12 +118,17 @@ intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, const engine::Pieces
   call.sequence = ++sequence_;
   const int32_t tag = tagOfCall(call.sequence);
   std::vector<engine::Message> messages;
+  // What a rank gives itself may be there already.
+  const auto& kept = to[static_cast<size_t>(getRank())];
+  const auto& got = from[static_cast<size_t>(getRank())];
+  const bool isInPlace = kept.data() == got.data() && kept.size() == got.size();
   // Receives first, and everybody begins with another peer.
   for (const bool send : {false, true}) {
     for (int i = 0; i < getSize(); ++i) {
       const Rank peer =
           send ? (getRank() + i) % getSize() : (getRank() - i + getSize()) % getSize();
       const auto& piece = (send ? to : from)[static_cast<size_t>(peer)];
+      if (peer == getRank() && isInPlace) continue;
       messages.push_back(newMessage(send, peer, tag, {piece}, options.timeout));
     }
   }
@@ -124,17 +147,29 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(at::Tensor& output, at::Te
   const auto from = elementsPerRank(kName, output, outputSplits, getSize(), "output");
   Work::Call call(c10d::OpType::ALLTOALL_BASE, "smddp:all_to_all", {input}, {{output}});
   chooseStaging(call.staging, collectives::Collective::AllToAll, input);
-  const auto source = call.staging.read(input);
-  const auto destination = call.staging.write(output);
+  const auto me = static_cast<size_t>(getRank());
+  const bool isDirect = to[me] == from[me] && sendsFromDevice(call.staging, input, output);
   // Who gives no splits says that all blocks are equal. Who gives some knows only its own.
   if (inputSplits.empty() && outputSplits.empty()) {
     requireMultiple(kName, output, input, 1, "output", "input");
     auto request = newRequest(collectives::Collective::AllToAll, options.timeout, options.asyncOp);
-    request.input = {source};
-    request.output = {destination};
     request.bytes = numBytes(input) / getSize();
+    if (isDirect) {
+      request.input = {call.staging.readInPlace(input)};
+      request.output = call.staging.writeAround(output, getRank() * from[me], parts(input, to)[me]);
+    } else {
+      request.input = {call.staging.read(input)};
+      request.output = {call.staging.write(output)};
+    }
     return submit(std::move(call), std::move(request));
   }
+  if (isDirect) {
+    const auto sent = cut(call.staging.readInPlace(input), to, input.itemsize());
+    const auto blocks = call.staging.writeAround(parts(output, from), me, parts(input, to)[me]);
+    return exchange(std::move(call), sent, blocks, options);
+  }
+  const auto source = call.staging.read(input);
+  const auto destination = call.staging.write(output);
   const auto sent = cut(source, to, input.itemsize());
   return exchange(std::move(call), sent, cut(destination, from, output.itemsize()), options);
 }
@@ -152,6 +187,13 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall(std::vector<at::Tensor>& output
   for (const at::Tensor& tensor : outputs) requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::ALLTOALL, "smddp:all_to_all", inputs, {outputs});
   chooseStaging(call.staging, collectives::Collective::AllToAll, inputs.front());
+  const auto me = static_cast<size_t>(getRank());
+  if (inputs[me].numel() == outputs[me].numel() &&
+      sendsFromDevice(call.staging, inputs, outputs)) {
+    const auto sent = call.staging.readInPlace(inputs);
+    const auto received = call.staging.writeAround(outputs, me, inputs[me]);
+    return exchange(std::move(call), sent, received, options);
+  }
   const auto sent = blocks(call.staging.read(inputs), inputs);
   return exchange(std::move(call), sent, blocks(call.staging.write(outputs), outputs), options);
 }

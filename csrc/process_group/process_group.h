@@ -24,6 +24,8 @@
 
 namespace smddp::process_group {
 
+class DeviceSources;
+
 // The engine of this process; made by the first call, ended by shutdownEngine() only: destructors of
 // static objects run when the threads and the Python interpreter may be gone.
 std::shared_ptr<engine::Engine> sharedEngine();
@@ -122,6 +124,9 @@ class ProcessGroup : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
+  // From now on messages to other nodes are sent from memory of a device, where that is possible. Before the first call.
+  void sendFrom(DeviceSources& sources) { sources_ = &sources; }
+
   // What ran so far, by collective and algorithm: "allreduce/direct".
   std::map<std::string, engine::AlgorithmUse> statistics();
   // The layout of the group in one line, and what was chosen between nodes.
@@ -158,6 +163,11 @@ class ProcessGroup : public c10d::Backend {
                      const c10d::ReduceOp& op = c10d::ReduceOp::SUM) const {
     if (staysOnDevice(collective, tensor, op)) staging.stayOnDevice();
   }
+  // Whether what a call sends leaves from where it lies on a device: then Staging::readInPlace() is to be asked for it,
+  // and writeAround() for what comes. Else false.
+  bool sendsFromDevice(const Staging& staging, at::TensorList sent,
+                       at::TensorList received = {}) const;
+  bool leavesDevice(at::TensorList sent, at::TensorList received) const;
   c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
                                   std::vector<engine::Message> messages = {});
   c10::intrusive_ptr<Work> submit(Work::Call call, engine::Request request);
@@ -173,6 +183,8 @@ class ProcessGroup : public c10d::Backend {
   void awaitDevice();
   // Requests of the calls that come in several forms.
   engine::Request gatherRequest(const char* name, const at::Tensor& output, const at::Tensor& input,
+                                Staging& staging, const c10d::AllgatherOptions& options) const;
+  engine::Request gatherRequest(const std::vector<at::Tensor>& outputs, const at::Tensor& input,
                                 Staging& staging, const c10d::AllgatherOptions& options) const;
   engine::Request scatterRequest(const char* name, const at::Tensor& output,
                                  const at::Tensor& input, Staging& staging,
@@ -191,6 +203,7 @@ class ProcessGroup : public c10d::Backend {
   std::atomic<bool> shutDown_{false};
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> timeoutMs_;
+  DeviceSources* sources_ = nullptr;
   engine::DeferredCalls deferred_;
   // Collectives on a device that may not have ended there. A Work that is gone has enqueued its copies.
   struct OnDevice {

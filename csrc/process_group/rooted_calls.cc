@@ -20,7 +20,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tenso
   request.root = static_cast<Rank>(options.rootRank);
   if (getRank() == options.rootRank) {
     requireDense(kName, tensor);
-    request.output = {call.staging.read(tensor)};
+    request.output = {sendsFromDevice(call.staging, tensor) ? call.staging.readInPlace(tensor)
+                                                            : call.staging.read(tensor)};
   } else {
     requireWritable(kName, tensor);
     request.output = {call.staging.write(tensor)};
@@ -65,7 +66,9 @@ intrusive_ptr<c10d::Work> ProcessGroup::gather(std::vector<std::vector<at::Tenso
   Request request = newRequest(Collective::Gather, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   request.bytes = numBytes(input);
-  request.input = {call.staging.read(input)};
+  request.input = {!isRoot && sendsFromDevice(call.staging, input)
+                       ? call.staging.readInPlace(input)
+                       : call.staging.read(input)};
   if (isRoot) {
     requireList(kName, output, static_cast<size_t>(getSize()), input, "output list");
     requireSameSizes(kName, output, input, "output list");
@@ -89,12 +92,18 @@ intrusive_ptr<c10d::Work> ProcessGroup::scatter(std::vector<at::Tensor>& outputs
   Request request = newRequest(Collective::Scatter, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   request.bytes = numBytes(output);
-  request.output = {call.staging.write(output)};
   if (isRoot) {
     requireList(kName, input, static_cast<size_t>(getSize()), output, "input list");
     requireSameSizes(kName, input, output, "input list");
+    if (sendsFromDevice(call.staging, input, output)) {
+      request.input = call.staging.readInPlace(input);
+      request.output =
+          call.staging.writeAround({output}, 0, input[static_cast<size_t>(getRank())]);
+      return submit(std::move(call), std::move(request));
+    }
     request.input = call.staging.read(input);
   }
+  request.output = {call.staging.write(output)};
   return submit(std::move(call), std::move(request));
 }
 

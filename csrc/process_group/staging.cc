@@ -6,10 +6,6 @@
 namespace smddp::process_group {
 namespace {
 
-bool usableInPlace(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-}
-
 std::span<std::byte> bytesOf(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
 }
@@ -23,6 +19,10 @@ engine::Pieces each(const std::vector<at::Tensor>& tensors, const One& one) {
 }
 
 }  // namespace
+
+bool usableInPlace(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
 
 bool Staging::joins(const std::vector<at::Tensor>& tensors) {
   return staysOnDevice_ && tensors.size() > 1 && onDevice(tensors.front());
@@ -146,6 +146,44 @@ engine::Pieces Staging::write(const std::vector<at::Tensor>& tensors) {
 engine::Pieces Staging::update(const std::vector<at::Tensor>& tensors) {
   if (joins(tensors)) return {joined(tensors, true, true)};
   return each(tensors, [this](const at::Tensor& tensor) { return update(tensor); });
+}
+
+std::span<std::byte> Staging::readInPlace(const at::Tensor& tensor) {
+  onDevice(tensor);
+  device_->mark();
+  return bytesOf(keep(tensor));
+}
+
+engine::Pieces Staging::readInPlace(at::TensorList tensors) {
+  engine::Pieces pieces;
+  for (const at::Tensor& tensor : tensors) pieces.push_back(readInPlace(tensor));
+  return pieces;
+}
+
+engine::Pieces Staging::writeAround(at::TensorList tensors, size_t mine, const at::Tensor& own) {
+  engine::Pieces pieces;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (i != mine) {
+      pieces.push_back(write(tensors[i]));
+      continue;
+    }
+    pieces.push_back(readInPlace(own));
+    if (tensors[i].data_ptr() == own.data_ptr()) continue;
+    device_->use(own);
+    const at::AutoDispatchBelowADInplaceOrView noAutograd;
+    back_.emplace_back(tensors[i], own.view(tensors[i].sizes()));
+  }
+  return pieces;
+}
+
+engine::Pieces Staging::writeAround(const at::Tensor& tensor, int64_t begin,
+                                    const at::Tensor& own) {
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  const at::Tensor flat = tensor.view(-1);
+  const int64_t end = begin + own.numel();
+  return writeAround({flat.narrow(0, 0, begin), flat.narrow(0, begin, own.numel()),
+                      flat.narrow(0, end, flat.numel() - end)},
+                     1, own);
 }
 
 void Staging::finish(bool well) const {

@@ -23,6 +23,9 @@ namespace smddp::process_group {
 
 inline int64_t numBytes(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
+// Whether a tensor's elements lie as requests want them.
+bool usableInPlace(const at::Tensor& tensor);
+
 class Staging {
  public:
   // The bytes of a tensor that is read, written, or both.
@@ -35,6 +38,16 @@ class Staging {
   engine::Pieces update(const std::vector<at::Tensor>& tensors);
   // For calls that work in place: the bytes of `into`, with the elements of `from` already there.
   std::span<std::byte> readThrough(const at::Tensor& from, const at::Tensor& into);
+
+  // The bytes of tensors where they lie on a device, in row-major order: only the network may read them, when the device has
+  // come to the call.
+  std::span<std::byte> readInPlace(const at::Tensor& tensor);
+  engine::Pieces readInPlace(at::TensorList tensors);
+  // As write() of several, but one of them gets its elements from `own`, which stays on the device, and so does its
+  // piece: a plan that copies what this rank gives itself finds it in place.
+  engine::Pieces writeAround(at::TensorList tensors, size_t mine, const at::Tensor& own);
+  // The same within a tensor, from its element `begin` on.
+  engine::Pieces writeAround(const at::Tensor& tensor, int64_t begin, const at::Tensor& own);
 
   // Keeps a tensor of the operation's own, such as a message that nobody passed in.
   at::Tensor keep(at::Tensor tensor);

@@ -113,6 +113,21 @@ bool StripedTransport::addSource(std::span<std::byte> memory) {
   return registered;
 }
 
+// On all cards or on none.
+std::string StripedTransport::addDeviceSource(const DeviceMemory& memory) {
+  for (const auto& card : cards_) {
+    if (std::string refusal = card->addDeviceSource(memory); !refusal.empty()) {
+      removeDeviceSource(memory.bytes);
+      return refusal;
+    }
+  }
+  return "";
+}
+
+void StripedTransport::removeDeviceSource(std::span<std::byte> memory) {
+  for (const auto& card : cards_) card->removeDeviceSource(memory);
+}
+
 StripedTransport::Peer& StripedTransport::peerOf(PeerId peer) {
   const auto found = peers_.find(peer);
   SMDDP_CHECK(found != peers_.end(), "no peer {}", peer);

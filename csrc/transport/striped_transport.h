@@ -31,6 +31,8 @@ class StripedTransport final : public Transport {
   PeerId connect(Bytes address, const std::string& description) override;
   RemoteKey registerMemory(std::span<std::byte> memory) override;
   bool addSource(std::span<std::byte> memory) override;
+  std::string addDeviceSource(const DeviceMemory& memory) override;
+  void removeDeviceSource(std::span<std::byte> memory) override;
   [[nodiscard]] bool control(PeerId peer, Bytes message) override;
   [[nodiscard]] bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header,
                          Bytes payload, uint64_t token) override;

@@ -51,6 +51,15 @@ struct RemoteSlot {
   uint64_t offset = 0;
 };
 
+// Memory of a device, which the host must not read at its addresses.
+struct DeviceMemory {
+  // Host: of a device made up for tests, whose memory is the host's.
+  enum class Kind : uint8_t { Host, Cuda };
+  std::span<std::byte> bytes;
+  Kind kind = Kind::Host;
+  int32_t device = 0;
+};
+
 // Receives what poll() finds. Called on the thread that polls; must not call back into poll().
 class Sink {
  public:
@@ -79,6 +88,13 @@ class Transport {
   // Puts whose payload lies in `memory` will come often. True: it is registered now, and they leave without a copy;
   // false: that takes no registration here, or there is no room for one.
   virtual bool addSource(std::span<std::byte> /*memory*/) { return false; }
+  // Payloads of puts may lie in this memory from now on, and leave without the host reading them. Returns why that cannot
+  // be, for the user; empty: it can. The memory stays registered until it is removed, which has to be done when it has
+  // been freed: another allocation at its addresses is not what the network would read.
+  virtual std::string addDeviceSource(const DeviceMemory&) {
+    return "only memory of the host can be sent here";
+  }
+  virtual void removeDeviceSource(std::span<std::byte> /*memory*/) {}
 
   // False: no room now; poll() and try again.
   [[nodiscard]] virtual bool control(PeerId peer, Bytes message) = 0;

@@ -321,7 +321,9 @@ def _rails_job(timeout: float) -> Iterator[Any]:
 
 def _rail_breaks() -> list[str]:
     with _rails_job(5) as device:
+        ranks.arrive("the first call")  # of which the others may need this rank to the end
         if dist.get_rank() == 3:
+            ranks.await_ranks("the first call", 4)
             os.kill(os.getpid(), signal.SIGKILL)
         tensor = torch.zeros(10, device=device.device)
         # Its mate may hear of it from the peer, which then refuses the call.
@@ -484,6 +486,210 @@ def test_sums_on_the_gpu_are_those_of_the_cpu(layout: str) -> None:
         assert no_jobs == 0
         assert jobs > len(got)  # chunks, too
         assert got == expected
+
+
+# --- straight from the device's memory -----------------------------------------------------------
+
+# The provider that is there everywhere and has FI_HMEM; tcp has not.
+DIRECT = {"SMDDP_GPU_DIRECT": "1", "SMDDP_PROVIDER": "shm"}
+
+
+def _with_part(cases: str) -> None:
+    from smddp import backend
+
+    part = str(device_cases.find_fake())
+    backend._gpu_peer = lambda: ("fake", lambda index: "GPU 0", None, part)
+    getattr(device_cases, cases)("fake")
+
+
+@pytest.mark.parametrize("layout", ["1+1", "1+1+1", "2+1"])
+@pytest.mark.parametrize("cases", ["moves", "moves_blocks"])
+def test_values_from_device_memory(layout: str, cases: str) -> None:
+    ranks.check_ranks(_with_part, layout, cases, env=DIRECT, timeout=120)
+
+
+@pytest.mark.parametrize("cases", [case.__name__ for case in device_cases.ORDER])
+def test_order_from_device_memory(cases: str) -> None:
+    ranks.check_ranks(_with_part, "1+1", cases, env=DIRECT, timeout=90)
+
+
+COUNT = 30_000
+
+
+def _fetched_by_call() -> dict[str, int]:
+    """Returns how many elements each call had copied to the host on this rank; checks values."""
+    with _summing_job(None) as device:
+        size, me = dist.get_world_size(), dist.get_rank()
+
+        def new(count: int, value: float) -> torch.Tensor:
+            return torch.full((count,), float(value), device=device.device)
+
+        def all_gather() -> None:
+            into = [new(COUNT, 0) for _ in range(size)]
+            dist.all_gather(into, new(COUNT, me))
+            results.extend((one, r) for r, one in enumerate(into))
+
+        def all_gather_into_tensor() -> None:
+            into = new(size * COUNT, 0)
+            dist.all_gather_into_tensor(into, new(COUNT, me))
+            results.extend((one, r) for r, one in enumerate(into.chunk(size)))
+
+        def all_gather_in_place() -> None:
+            whole = new(size * COUNT, me)
+            dist.all_gather_into_tensor(whole, whole.chunk(size)[me])
+            results.extend((one, r) for r, one in enumerate(whole.chunk(size)))
+
+        def all_to_all_single() -> None:
+            into = new(size * COUNT, 0)
+            dist.all_to_all_single(into, torch.cat([new(COUNT, me * 10 + r) for r in range(size)]))
+            results.extend((one, r * 10 + me) for r, one in enumerate(into.chunk(size)))
+
+        def all_to_all_with_splits() -> None:
+            splits = [COUNT] * size
+            into = new(size * COUNT, 0)
+            given = torch.cat([new(COUNT, me * 10 + r) for r in range(size)])
+            dist.all_to_all_single(into, given, splits, splits)
+            results.extend((one, r * 10 + me) for r, one in enumerate(into.chunk(size)))
+
+        def broadcast() -> None:
+            vector = new(COUNT, me)
+            dist.broadcast(vector, 1)
+            results.append((vector, 1))
+
+        def gather() -> None:
+            into = [new(COUNT, 0) for _ in range(size)] if me == 0 else None
+            dist.gather(new(COUNT, me), into, 0)
+            results.extend((one, r) for r, one in enumerate(into or []))
+
+        def scatter() -> None:
+            into = new(COUNT, 0)
+            dist.scatter(into, [new(COUNT, r) for r in range(size)] if me == 0 else None, 0)
+            results.append((into, me))
+
+        def messages() -> None:
+            into = new(COUNT, 0)
+            work = dist.irecv(into, (me - 1) % size)
+            dist.send(new(COUNT, me), (me + 1) % size)
+            work.wait()
+            results.append((into, (me - 1) % size))
+
+        def all_reduce() -> None:
+            vector = new(COUNT, me)
+            dist.all_reduce(vector)
+            results.append((vector, sum(range(size))))
+
+        def every_other() -> None:
+            into = new(size * COUNT, 0)
+            dist.all_gather_into_tensor(into, new(2 * COUNT, me)[::2])
+            results.extend((one, r) for r, one in enumerate(into.chunk(size)))
+
+        fetched = {}
+        for call in (
+            all_gather,
+            all_gather_into_tensor,
+            all_gather_in_place,
+            all_to_all_single,
+            all_to_all_with_splits,
+            broadcast,
+            gather,
+            scatter,
+            messages,
+            all_reduce,
+            every_other,
+        ):
+            results: list[tuple[torch.Tensor, float]] = []
+            before = device.module.fetched()
+            call()
+            device.synchronize()
+            fetched[call.__name__] = (device.module.fetched() - before) // 4
+            for tensor, expected in results:
+                assert tensor.cpu().eq(expected).all(), call.__name__
+        return fetched
+
+
+def test_what_is_sent_from_device_memory() -> None:
+    """Nothing goes to the host but what is summed there, what its root keeps, and strided tensors."""
+    said = ranks.check_ranks(_fetched_by_call, "1+1+1", env=DIRECT)
+    for rank, fetched in enumerate(said):
+        expected = {"gather": COUNT if rank == 0 else 0, "all_reduce": COUNT, "every_other": COUNT}
+        assert fetched == {call: expected.get(call, 0) for call in fetched}
+
+
+@pytest.mark.parametrize(
+    ("env", "part", "why"),
+    [
+        ({"SMDDP_PROVIDER": "tcp"}, None, "does not reach memory of devices"),
+        ({"SMDDP_FABRIC_RMA": "0"}, None, "there are no remote writes by libfabric's provider shm"),
+        ({}, "/nowhere/libsmddp_cuda.so", "the CUDA part cannot be loaded"),
+    ],
+)
+def test_device_memory_that_cannot_be_sent(env: dict[str, str], part: str | None, why: str) -> None:
+    """It goes through the host, and every rank says once why."""
+    outcomes = ranks.run_ranks(_sends_in_vain, "1+1", part, env=DIRECT | env)
+    for outcome in outcomes:
+        assert outcome.value == COUNT, str(outcome)
+        said = [line for line in outcome.stderr.splitlines() if why in line]
+        assert len(said) == 1, outcome.stderr
+        assert "whatever SMDDP_GPU_DIRECT says" in said[0]
+
+
+def _sends_in_vain(part: str | None) -> int:
+    """Returns how many elements went through the host."""
+    with _summing_job(part) as device:
+        for _ in range(2):
+            into = torch.zeros(2 * COUNT, device=device.device)
+            mine = torch.full((COUNT,), dist.get_rank() + 1.0, device=device.device)
+            before = device.module.fetched()
+            dist.all_gather_into_tensor(into, mine)
+            fetched: int = device.module.fetched() - before
+            assert [float(one[0].cpu()) for one in into.chunk(2)] == [1.0, 2.0]
+        return fetched // 4
+
+
+def _sends_from_new_memory() -> int:
+    """Returns at how many places tensors lay."""
+    with _summing_job(None) as device:
+        places = set()
+        for number in range(20):
+            # Of other sizes at the same places.
+            mine = torch.full((COUNT + 2000 * (number % 3),), float(number), device=device.device)
+            into = torch.zeros(2 * mine.numel(), device=device.device)
+            places.add(mine.data_ptr())
+            dist.all_gather_into_tensor(into, mine)
+            assert into.cpu().eq(number).all()
+            del mine, into
+            device.synchronize()
+        return len(places)
+
+
+def test_device_memory_that_is_freed() -> None:
+    """What was registered is forgotten, and what lies there now is registered anew."""
+    env = DIRECT | {"SMDDP_LOG": "debug"}
+    for outcome in ranks.run_ranks(_sends_from_new_memory, "1+1", env=env):
+        assert outcome.value < 20, str(outcome)
+        lines = outcome.stderr.splitlines()
+        assert sum("bytes of GPU memory are registered" in line for line in lines) == 20
+        freed = [line for line in lines if "registered have been freed" in line]
+        numbers = [int(line.split(" allocations of GPU")[0].split()[-1]) for line in freed]
+        assert sum(numbers) >= 18, freed
+
+
+def _reduces_on_rails() -> tuple[int, dict[str, bytes]]:
+    _, _, results = _sums()
+    return device_cases.Fake.module.fetched(), results
+
+
+def test_sums_on_the_gpu_from_device_memory() -> None:
+    """Rails send shares from where they lie, both to the kernel and from it.
+
+    The stand-in for NCCL copies what it gets to the host, which is twice as much.
+    """
+    env = RAILS | {"SMDDP_GPU_SUM": "gpu"}
+    through_host = ranks.check_ranks(_reduces_on_rails, "2x2", env=env, timeout=120)
+    directly = ranks.check_ranks(_reduces_on_rails, "2x2", env=env | DIRECT, timeout=120)
+    for (more, expected), (fewer, got) in zip(through_host, directly, strict=True):
+        assert got == expected
+        assert 0.66 * more < fewer < 0.67 * more
 
 
 def _on_rails_with_kernels(cases: str) -> tuple[str, int]:

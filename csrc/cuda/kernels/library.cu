@@ -116,7 +116,7 @@ cudaError_t handleOf(const MemoryName& name, cudaIpcMemHandle_t* handle) {
   return cudaSuccess;
 }
 
-cudaError_t nameMemory(const void* data, MemoryName* name) {
+cudaError_t findRange(const void* data, MemoryRange* range) {
   static const auto rangeOf =
       driverFunction<CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr)>("cuMemGetAddressRange");
   static const auto attributeOf =
@@ -131,9 +131,16 @@ cudaError_t nameMemory(const void* data, MemoryName* name) {
       attributeOf(&allocation, CU_POINTER_ATTRIBUTE_BUFFER_ID, base) != CUDA_SUCCESS) {
     return cudaErrorInvalidValue;
   }
-  name->base = base;
-  name->offset = address - base;
-  name->allocation = allocation;
+  *range = {base, bytes, allocation};
+  return cudaSuccess;
+}
+
+cudaError_t nameMemory(const void* data, MemoryName* name) {
+  MemoryRange range;
+  if (const auto error = findRange(data, &range); error != cudaSuccess) return error;
+  name->base = range.base;
+  name->offset = reinterpret_cast<uint64_t>(data) - range.base;
+  name->allocation = range.allocation;
   cudaIpcMemHandle_t handle;
   static_assert(sizeof handle == sizeof name->handle);
   const auto error = handleOf(*name, &handle);
@@ -172,6 +179,7 @@ const DeviceTable kTable = {
     .version = kTableVersion,
     .bytes = sizeof(DeviceTable),
     .release = SMDDP_VERSION,
+    .isCuda = true,
     .textOf = [](int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
     .allocate =
         [](int device, size_t bytes, void** memory) {
@@ -179,6 +187,10 @@ const DeviceTable kTable = {
         },
     .free = [](int device,
                void* memory) { return onDevice(device, [&] { return cudaFree(memory); }); },
+    .rangeOf =
+        [](int device, const void* data, MemoryRange* range) {
+          return onDevice(device, [&] { return findRange(data, range); });
+        },
     .nameOf =
         [](int device, const void* data, MemoryName* name) {
           return onDevice(device, [&] { return nameMemory(data, name); });

@@ -57,14 +57,15 @@ uint32_t apiVersion() {
   return std::min(library().version(), static_cast<uint32_t>(FI_VERSION(1, 18)));
 }
 
-InfoPtr hintsAfter(int relaxations) {
+InfoPtr hintsAfter(int relaxations, bool devices) {
   InfoPtr hints(library().dupInfo(nullptr));
   if (!hints) raise(ErrorKind::Resource, "fi_allocinfo: out of memory");
-  hints->caps = FI_MSG | (relaxations >= 3 ? 0 : FI_RMA);
+  hints->caps = FI_MSG | (relaxations >= 3 ? 0 : FI_RMA) | (devices ? FI_HMEM : 0);
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+  if (devices) hints->domain_attr->mr_mode |= FI_MR_HMEM;
   hints->domain_attr->data_progress = relaxations >= 1 ? FI_PROGRESS_UNSPEC : FI_PROGRESS_MANUAL;
   hints->domain_attr->control_progress = hints->domain_attr->data_progress;
   hints->domain_attr->threading = relaxations >= 2 ? FI_THREAD_UNSPEC : FI_THREAD_DOMAIN;
@@ -120,22 +121,26 @@ ProviderInfo describeInfo(const fi_info& info, const std::map<std::string, Inter
 
 }  // namespace
 
-Discovery discover() {
+Discovery discover(bool devices) {
   makeForkSafe();
 
   Discovery found;
   const auto interfaces = interfacesByAddress();
-  for (int relaxed = 0; relaxed <= static_cast<int>(std::size(kRelaxations)); ++relaxed) {
-    const InfoPtr hints = hintsAfter(relaxed);
+  const auto ask = [&](int relaxed, bool forDevices) {
+    const InfoPtr hints = hintsAfter(relaxed, forDevices);
     fi_info* list = nullptr;
     const int result = library().getInfo(apiVersion(), nullptr, nullptr, 0, hints.get(), &list);
-    if (result == -FI_ENODATA) continue;
+    if (result == -FI_ENODATA) return;
     check(result, "fi_getinfo");
     found.lists.emplace_back(list);
     for (const fi_info* info = list; info != nullptr; info = info->next) {
       found.offered.push_back(describeInfo(*info, interfaces, relaxed));
       found.raw.push_back(info);
     }
+  };
+  for (int relaxed = 0; relaxed <= static_cast<int>(std::size(kRelaxations)); ++relaxed) {
+    if (devices) ask(relaxed, true);
+    ask(relaxed, false);
   }
   return found;
 }

@@ -15,8 +15,8 @@ struct Discovery {
   std::vector<InfoPtr> lists;
 };
 
-// Asks libfabric with the full wish and then with each relaxation.
-Discovery discover();
+// Asks libfabric with the full wish and then with each relaxation; with `devices` each time for memory of devices first.
+Discovery discover(bool devices = false);
 
 // Our own numeric address on the way to `host`; empty when the host is unknown or tells nothing: a host name that
 // stands for a loopback address means another interface on every other host.

@@ -72,7 +72,8 @@ void Endpoint::openEdge() {
 void Endpoint::openEndpoint(const Options& options) {
   endpoint_ = createEndpoint(*domain_, *info_);
   fid* const fid = &endpoint_->fid;
-  // Shared memory inside a node is our own, and CUDA is not the provider's to call.
+  // Shared memory inside a node is our own, and CUDA is not the provider's to call: what it reads from a GPU's memory the
+  // network card reads.
   const bool no = false;
   fi_setopt(fid, FI_OPT_ENDPOINT, kOptSharedMemoryPermitted, &no, sizeof(no));
   fi_setopt(fid, FI_OPT_ENDPOINT, kOptCudaApiPermitted, &no, sizeof(no));
@@ -119,8 +120,7 @@ void Endpoint::createOperations() {
   const size_t bytes = sends_.size() * sendSlot + receives_.size() * receiveSlot;
   slab_ = allocatePages(bytes);
   registry_->addLocal({slab_.get(), bytes});
-  bool known = false;
-  void* const descriptor = registry_->descriptorOf({slab_.get(), bytes}, known);
+  void* const descriptor = registry_->sourceOf({slab_.get(), bytes}).descriptor;
   std::byte* next = slab_.get();
   for (Operation& operation : sends_) {
     operation.slot = std::exchange(next, next + sendSlot);

@@ -27,6 +27,7 @@ Options optionsFromSettings() {
   options.interface = settings().interface;
   options.masterAddress = environment("MASTER_ADDR");
   options.rma = settings().fabricRma;
+  options.devices = settings().gpuDirect;
   // Without a launcher there is one rank, or nobody to share the cards with.
   options.localRank = numberIn("LOCAL_RANK");
   options.localSize = numberIn("LOCAL_WORLD_SIZE");
@@ -42,7 +43,7 @@ Choice chooseFrom(const Discovery& found, const Options& options) {
 std::unique_ptr<Transport> create() { return create(optionsFromSettings()); }
 
 std::unique_ptr<Transport> create(const Options& options) {
-  Discovery found = discover();
+  Discovery found = discover(options.devices);
   const Choice choice = chooseFrom(found, options);
   std::vector<size_t> indices{choice.index};
   indices.insert(indices.end(), choice.more.begin(), choice.more.end());

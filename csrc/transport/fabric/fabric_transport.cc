@@ -59,6 +59,27 @@ bool FabricTransport::addSource(std::span<std::byte> memory) {
   }
 }
 
+std::string FabricTransport::addDeviceSource(const DeviceMemory& memory) {
+  const ProviderInfo& provider = endpoint_->provider();
+  if (!provider.reachesDevices()) {
+    return fmt::format("libfabric's provider {} does not reach memory of devices (FI_HMEM)",
+                       provider.provider);
+  }
+  if (endpoint_->protocol() != Protocol::Write) {
+    return fmt::format("there are no remote writes by libfabric's provider {}", provider.provider);
+  }
+  try {
+    endpoint_->registry().addDevice(memory);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void FabricTransport::removeDeviceSource(std::span<std::byte> memory) {
+  endpoint_->registry().removeDevice(memory);
+}
+
 std::vector<std::byte> FabricTransport::address() const {
   return encode({id_, endpoint_->protocol(), endpoint_->provider().provider, endpoint_->name()});
 }
@@ -135,20 +156,22 @@ bool FabricTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate,
 bool FabricTransport::prepare(OutgoingPut& put, Bytes header, Bytes payload) {
   std::copy(header.begin(), header.end(), put.header.begin());
   put.payload = payload;
-  bool known = true;
-  if (!payload.empty()) put.descriptor = endpoint_->registry().descriptorOf(payload, known);
+  const auto source =
+      payload.empty() ? Registry::Source{} : endpoint_->registry().sourceOf(payload);
+  put.descriptor = source.descriptor;
   const bool onePiece =
       endpoint_->protocol() == Protocol::Write && endpoint_->provider().writesOnePiece();
-  put.inTwo = onePiece && known && payload.size() >= kInTwoBytes;
+  // Host and device are not to be pieces of one write.
+  put.inTwo = source.onDevice || (onePiece && source.known && payload.size() >= kInTwoBytes);
   put.headerInBounce = onePiece && !put.inTwo;
-  if (known && !put.headerInBounce) return true;
+  if (source.known && !put.headerInBounce) return true;
   put.bounce = endpoint_->bounces().take(put.totalBytes());
   if (!put.bounce) return false;
   std::byte* const copy = put.bounce.get();
   std::memcpy(copy, header.data(), header.size());
   if (!payload.empty()) std::memcpy(copy + header.size(), payload.data(), payload.size());
   put.payload = {copy + header.size(), payload.size()};
-  put.descriptor = endpoint_->registry().descriptorOf({copy, put.totalBytes()}, known);
+  put.descriptor = endpoint_->registry().sourceOf({copy, put.totalBytes()}).descriptor;
   return true;
 }
 

@@ -32,6 +32,8 @@ class FabricTransport final : public Transport, private Completions {
     return endpoint_->registry().add(memory);
   }
   bool addSource(std::span<std::byte> memory) override;
+  std::string addDeviceSource(const DeviceMemory& memory) override;
+  void removeDeviceSource(std::span<std::byte> memory) override;
   bool control(PeerId peer, Bytes message) override;
   bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header, Bytes payload,
            uint64_t token) override;

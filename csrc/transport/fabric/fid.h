@@ -16,6 +16,7 @@
 
 #include "common/error.h"
 #include "transport/fabric/library.h"
+#include "transport/transport.h"
 
 namespace smddp::transport::fabric {
 
@@ -99,6 +100,27 @@ inline MemoryRegion createMemoryRegion(fid_domain& domain, void* start, size_t b
     raise(ErrorKind::Resource,
           "the fabric cannot register {} bytes of memory: {}; `ulimit -l` is the usual limit",
           bytes, library().describeError(-result));
+  return MemoryRegion(object);
+}
+
+// Of a device, as a source of our own transfers.
+inline MemoryRegion createDeviceRegion(fid_domain& domain, const DeviceMemory& memory,
+                                       uint64_t key) {
+  const iovec range{memory.bytes.data(), memory.bytes.size()};
+  fi_mr_attr attributes{};
+  attributes.mr_iov = &range;
+  attributes.iov_count = 1;
+  attributes.access = FI_WRITE | FI_SEND;
+  attributes.requested_key = key;
+  if (memory.kind == DeviceMemory::Kind::Cuda) {
+    attributes.iface = FI_HMEM_CUDA;
+    attributes.device.cuda = memory.device;
+  }
+  fid_mr* object = nullptr;
+  const int result = fi_mr_regattr(&domain, &attributes, 0, &object);
+  if (result != 0)
+    raise(ErrorKind::Resource, "the fabric cannot register {} bytes of a device's memory: {}",
+          memory.bytes.size(), library().describeError(-result));
   return MemoryRegion(object);
 }
 

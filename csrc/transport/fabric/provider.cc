@@ -17,7 +17,7 @@ namespace {
 
 // The modes we honour; a provider that demands another one is passed over.
 constexpr int kHonouredMrModes =
-    FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+    FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT | FI_MR_HMEM;
 constexpr uint64_t kHonouredModes = FI_CONTEXT | FI_CONTEXT2;
 
 struct KnownProvider {
@@ -177,6 +177,8 @@ Peculiarities peculiaritiesOf(const std::string& provider) {
           .mustBeLookedAt = true};
 }
 
+bool ProviderInfo::reachesDevices() const { return (caps & FI_HMEM) != 0; }
+
 Protocol protocolOf(const ProviderInfo& info, const Options& options) {
   const bool usable =
       (info.caps & FI_RMA) && info.cqDataBytes >= sizeof(uint32_t) && !info.emulatedWrite;
@@ -195,8 +197,8 @@ Choice choose(const std::vector<ProviderInfo>& offered, const Options& options,
   if (!options.interface.empty() && !namesCard && !namesInterface)
     raiseNothingUsable(offered, options);
 
-  // Provider, then what had to be given up, then the interface.
-  using Score = std::tuple<int, int, int, int>;
+  // Provider, then what had to be given up, then devices, if they were asked for, then the interface.
+  using Score = std::tuple<int, int, int, int, int>;
   std::optional<Score> best;
   std::vector<size_t> equals;
   std::set<std::string> domains;  // the same card is offered more than once
@@ -208,7 +210,8 @@ Choice choose(const std::vector<ProviderInfo>& offered, const Options& options,
     if (!interfaceAllowed(info, options.interface, namesCard)) continue;
     // efa-direct is the same card without the software layer that we rely on for messages.
     const int variant = info.fabric == "efa-direct" ? 1 : 0;
-    const Score score{known.order, variant, info.relaxed, interfaceRank(info, route, routed)};
+    const Score score{known.order, variant, info.relaxed, info.reachesDevices() ? 0 : 1,
+                      interfaceRank(info, route, routed)};
     if (!best || score < *best) {
       best = score;
       equals.clear();
@@ -228,7 +231,7 @@ Choice choose(const std::vector<ProviderInfo>& offered, const Options& options,
       choice.more.push_back(equals[i]);
     }
   }
-  choice.why = explain(offered[choice.index], options, std::get<3>(*best));
+  choice.why = explain(offered[choice.index], options, std::get<4>(*best));
   return choice;
 }
 
@@ -237,7 +240,8 @@ std::string describe(const ProviderInfo& info, Protocol protocol, const std::str
                                                    {FI_MR_VIRT_ADDR, "virt_addr"},
                                                    {FI_MR_ALLOCATED, "allocated"},
                                                    {FI_MR_PROV_KEY, "prov_key"},
-                                                   {FI_MR_ENDPOINT, "endpoint"}};
+                                                   {FI_MR_ENDPOINT, "endpoint"},
+                                                   {FI_MR_HMEM, "hmem"}};
   std::vector<const char*> bits;
   for (const auto& [bit, name] : kBits) {
     if (info.mrMode & bit) bits.push_back(name);
@@ -245,9 +249,9 @@ std::string describe(const ProviderInfo& info, Protocol protocol, const std::str
   const std::string place = info.interface.empty()
                                 ? fmt::format("domain {}", info.domain)
                                 : fmt::format("interface {} ({})", info.interface, info.address);
-  return fmt::format("{} {}.{}, {}, mr_mode {}, {}; {}", info.provider, FI_MAJOR(info.version),
+  return fmt::format("{} {}.{}, {}, mr_mode {}, {}{}; {}", info.provider, FI_MAJOR(info.version),
                      FI_MINOR(info.version), place, joined(bits, "|", "none"), toString(protocol),
-                     why);
+                     info.reachesDevices() ? ", reaches memory of devices" : "", why);
 }
 
 }  // namespace smddp::transport::fabric

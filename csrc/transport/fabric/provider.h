@@ -34,6 +34,7 @@ struct Options {
   int localRank = 0;          // spreads the ranks of a node over equal network cards
   int localSize = 0;          // how many share them; 0: unknown, each takes one
   bool rma = true;            // false: never use remote writes
+  bool devices = false;       // to send from memory of devices, where the provider can
   // For tests: as if the provider demanded this mr_mode too, took no more pieces than that, and had the peculiarities
   // of that other one.
   int extraMrMode = 0;
@@ -63,6 +64,8 @@ struct ProviderInfo {
   bool emulatedWrite = false;
   Peculiarities peculiarities;
 
+  // Offered only to those who ask.
+  bool reachesDevices() const;
   bool writesOnePiece() const { return peculiarities.writesOnePiece || iovLimit < 2; }
 };
 

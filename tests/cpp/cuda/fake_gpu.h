@@ -88,6 +88,7 @@ inline const DeviceTable kFakeTable = {
     .version = kTableVersion,
     .bytes = sizeof(DeviceTable),
     .release = "test",
+    .isCuda = false,
     .textOf = [](int) { return "the fake says no"; },
     .allocate =
         [](int, size_t bytes, void** memory) {
@@ -104,6 +105,7 @@ inline const DeviceTable kFakeTable = {
           std::free(memory);
           return 0;
         },
+    .rangeOf = [](int, const void*, MemoryRange*) { return 1; },
     .nameOf = fakeNameOf,
     .open =
         [](int, const uint8_t* handle, void** base) {

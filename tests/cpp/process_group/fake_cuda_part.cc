@@ -52,6 +52,17 @@ int release(int, void* memory) {
   return kNone;
 }
 
+int rangeOf(int, const void* data, smddp::cuda::MemoryRange* range) {
+  if (!world().sharesMemory) return kNotShared;
+  const std::lock_guard lock(world().mutex);
+  const auto after = allocations().upper_bound(data);
+  if (after == allocations().begin()) return kNotShared;
+  const auto& [base, allocation] = *std::prev(after);
+  if (data >= static_cast<const std::byte*>(base) + allocation.bytes) return kNotShared;
+  *range = {reinterpret_cast<uint64_t>(base), allocation.bytes, allocation.number};
+  return kNone;
+}
+
 int nameOf(int, const void* data, MemoryName* name) {
   if (!world().sharesMemory) return kNotShared;
   const std::lock_guard lock(world().mutex);
@@ -148,9 +159,11 @@ const smddp::cuda::DeviceTable kTable = {
     smddp::cuda::kTableVersion,
     sizeof(smddp::cuda::DeviceTable),
     "made up",
+    /*isCuda=*/false,
     textOf,
     allocate,
     release,
+    rangeOf,
     nameOf,
     open,
     close,

@@ -307,6 +307,9 @@ at::Tensor copyFrom(const at::Tensor& from, const at::Tensor& to, bool nonBlocki
   // As torch's allocator of pinned memory does: what is being copied is not given to others.
   std::vector<c10::Storage> pinned;
   bool blocks = !nonBlocking;
+  if (from.device() == kDevice && to.is_pinned()) {
+    world().fetched += static_cast<int64_t>(from.nbytes());
+  }
   for (const at::Tensor& tensor : {from, to}) {
     if (tensor.device() == kDevice) {
       device.push_back(tensor.storage().data_ptr().get());
@@ -401,6 +404,7 @@ PYBIND11_MODULE(fake_device, m) {
   m.def("share_memory", [](bool share) { world().sharesMemory = share; });
   m.def("share_tensors", [](bool share) { world().sharesTensors = share; });
   m.def("jobs", [] { return world().jobs.load(); });
+  m.def("fetched", [] { return world().fetched.load(); });
   // Of the current stream, into the one graph that it has.
   m.def("capture", [] { laneOf(currentStream).capture(); });
   m.def("end_capture", [] { laneOf(currentStream).endCapture(); });

@@ -70,6 +70,12 @@ Options likeEfa() {
   return options;
 }
 
+// What libfabric offers to those who want to send from memory of devices.
+Options forDevices(Options options) {
+  options.devices = true;
+  return options;
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Fabric, TransportSuite,
     ::testing::Values(
@@ -83,7 +89,8 @@ INSTANTIATE_TEST_SUITE_P(
         kindOf("tcp_like_efa", likeEfa()), stripedOver("tcp_two_cards_like_efa", likeEfa(), 2),
         kindOf("rxm", optionsFor("tcp;ofi_rxm")),
         kindOf("rxm_without_rma", optionsFor("tcp;ofi_rxm", false)),
-        kindOf("shm", optionsFor("shm")), kindOf("shm_without_rma", optionsFor("shm", false))),
+        kindOf("shm", optionsFor("shm")),
+        kindOf("shm_for_devices", forDevices(optionsFor("shm"))), kindOf("shm_without_rma", optionsFor("shm", false))),
     kindName);
 
 // One pair of transports over loopback, polled by hand.
@@ -173,6 +180,48 @@ TEST(FabricTransport, WhatLiesInASourceLeavesWithoutACopy) {
     EXPECT_EQ(traffic.put, c.bytes);
     EXPECT_EQ(traffic.copied, c.copied ? c.bytes : 0);
   }
+}
+
+// Of any length, also where host memory would be copied.
+TEST(FabricTransport, WhatLiesOnADeviceLeavesFromThere) {
+  for (const size_t bytes : {size_t{1}, size_t{100}, size_t{20'000}}) {
+    SCOPED_TRACE(bytes);
+    auto source = pattern(64 * 1024, 3);
+    Pair pair(forDevices(optionsFor("shm")));
+    EXPECT_THAT(pair.a->describe(), HasSubstr("reaches memory of devices"));
+    const RemoteKey key = pair.b->registerMemory(pair.memory);
+    ASSERT_EQ(pair.a->addDeviceSource({source}), "");
+    const auto header = pattern(kHeaderBytes, 1);
+    const auto payload = Bytes(source).subspan(1000, bytes);
+    ASSERT_TRUE(pair.a->put(pair.toB, {key, 128}, 7, header, payload, 1));
+    ASSERT_TRUE(pair.pollUntil([&] { return pair.atB.puts.count(7) == 1; }));
+    ASSERT_TRUE(pair.pollUntil([&] { return pair.atA.done.count(1) == 1; }));
+    EXPECT_EQ(pair.atB.puts[7], 1);
+    EXPECT_TRUE(std::equal(header.begin(), header.end(), pair.memory.begin() + 128));
+    EXPECT_TRUE(
+        std::equal(payload.begin(), payload.end(), pair.memory.begin() + 128 + kHeaderBytes));
+    const auto& traffic = dynamic_cast<fabric::FabricTransport&>(*pair.a).traffic();
+    EXPECT_EQ(traffic.put, bytes);
+    EXPECT_EQ(traffic.copied, 0u);
+  }
+}
+
+TEST(FabricTransport, SaysWhyNothingLeavesADevice) {
+  auto source = pattern(4096, 3);
+  struct Case {
+    Options options;
+    const char* why;
+  };
+  for (const auto& [options, why] :
+       {Case{optionsFor("shm"), "provider shm does not reach memory of devices"},
+        Case{forDevices(optionsFor("tcp")), "does not reach memory of devices"},
+        Case{forDevices(optionsFor("shm", false)), "no remote writes"}}) {
+    EXPECT_THAT(fabric::create(options)->addDeviceSource({source}), HasSubstr(why));
+  }
+  // A device that this libfabric has not been built for.
+  EXPECT_THAT(fabric::create(forDevices(optionsFor("shm")))
+                  ->addDeviceSource({source, DeviceMemory::Kind::Cuda, 0}),
+              HasSubstr("cannot register 4096 bytes of a device's memory"));
 }
 
 // A provider such as EFA's would wait for it until the end of days.

@@ -34,9 +34,8 @@ struct MemoryTest : ::testing::Test {
 
 TEST_F(MemoryTest, WithoutLocalRegistrationEveryByteIsKnown) {
   const Registry registry = registryOf(0, true);
-  bool known = false;
-  EXPECT_EQ(registry.descriptorOf(memory, known), nullptr);
-  EXPECT_TRUE(known);
+  EXPECT_EQ(registry.sourceOf(memory).descriptor, nullptr);
+  EXPECT_TRUE(registry.sourceOf(memory).known);
 }
 
 TEST_F(MemoryTest, LocalRegistrationIsFoundForEveryPartAndForNothingBeyond) {
@@ -45,10 +44,9 @@ TEST_F(MemoryTest, LocalRegistrationIsFoundForEveryPartAndForNothingBeyond) {
   registry.addLocal(middle);
   registry.addLocal(std::span(memory).subspan(2048, 64));  // a smaller region inside
   const auto isKnown = [&](size_t offset, size_t size) {
-    bool known = false;
-    void* const descriptor = registry.descriptorOf(Bytes(memory).subspan(offset, size), known);
-    EXPECT_EQ(descriptor != nullptr, known);
-    return known;
+    const auto source = registry.sourceOf(Bytes(memory).subspan(offset, size));
+    EXPECT_EQ(source.descriptor != nullptr, source.known);
+    return source.known;
   };
   EXPECT_TRUE(isKnown(1024, 4096));
   EXPECT_TRUE(isKnown(2050, 62));
@@ -59,11 +57,34 @@ TEST_F(MemoryTest, LocalRegistrationIsFoundForEveryPartAndForNothingBeyond) {
   EXPECT_FALSE(isKnown(0, 8));
 }
 
+TEST_F(MemoryTest, MemoryOfADeviceIsKnownUntilItIsRemoved) {
+  for (const int mrMode : {0, FI_MR_LOCAL}) {
+    Registry registry = registryOf(mrMode, true);
+    const auto device = std::span(memory).subspan(1024, 4096);
+    const auto source = [&](size_t offset, size_t size) {
+      return registry.sourceOf(Bytes(memory).subspan(offset, size));
+    };
+    registry.addDevice({device});
+    EXPECT_TRUE(source(1024, 4096).onDevice);
+    EXPECT_TRUE(source(2000, 8).onDevice);
+    EXPECT_NE(source(2000, 8).descriptor, nullptr);
+    for (const size_t outside : {size_t{1020}, size_t{5116}, size_t{6000}}) {
+      EXPECT_FALSE(source(outside, 8).onDevice) << outside;
+      EXPECT_EQ(source(outside, 8).known, mrMode == 0) << outside;
+    }
+    registry.removeDevice(device);
+    EXPECT_FALSE(source(2000, 8).onDevice);
+    EXPECT_EQ(source(2000, 8).known, mrMode == 0);
+    registry.removeDevice(device);  // again
+    registry.addDevice({device});
+    EXPECT_TRUE(source(2000, 8).onDevice);
+  }
+}
+
 TEST_F(MemoryTest, WhatIsKnownIsNotRegisteredAgain) {
   Registry registry = registryOf(FI_MR_LOCAL, true);
   const auto descriptor = [&](size_t offset) {
-    bool known = false;
-    return registry.descriptorOf(Bytes(memory).subspan(offset, 64), known);
+    return registry.sourceOf(Bytes(memory).subspan(offset, 64)).descriptor;
   };
   EXPECT_TRUE(registry.addLocal(std::span(memory).first(4096)));
   void* const first = descriptor(1024);
@@ -105,8 +126,7 @@ TEST_F(MemoryTest, BounceBuffersAreReusedRegisteredAndBounded) {
   pool.emplace(registry);
   auto first = pool->take(5000);
   std::byte* const place = first.get();
-  bool known = false;
-  EXPECT_NE(registry.descriptorOf({place, 5000}, known), nullptr);
+  EXPECT_NE(registry.sourceOf({place, 5000}).descriptor, nullptr);
   first.reset();
   EXPECT_EQ(pool->take(6000).get(), place) << "same size class, used before";
 

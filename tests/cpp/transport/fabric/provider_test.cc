@@ -138,6 +138,20 @@ TEST(Provider, LessRelaxedEntryOfTheSameCardWins) {
   EXPECT_EQ(chosen({relaxed, full}).relaxed, 0);
 }
 
+// Who asks for memory of devices is offered it beside what all are offered.
+TEST(Provider, CardReachesDevicesWhereItCanAndIsNotPassedOverWhereItCannot) {
+  ProviderInfo far = efa("rdmap0");
+  far.caps |= FI_HMEM;
+  far.mrMode |= FI_MR_HMEM;
+  EXPECT_EQ(choose({efa("rdmap0"), far}, {}, "").index, 1u);
+  ProviderInfo farTcp = ip("tcp", "eth0", "192.0.2.2");
+  farTcp.caps |= FI_HMEM;
+  EXPECT_EQ(choose({farTcp, efa("rdmap0")}, {}, "").index, 1u);
+  ProviderInfo lessWell = far;
+  lessWell.relaxed = 1;
+  EXPECT_EQ(choose({efa("rdmap0"), lessWell}, {}, "").index, 0u);
+}
+
 TEST(Provider, P4dWithoutRdmaWriteSends) {
   ProviderInfo p4d = efa("rdmap16s27-rdm");
   EXPECT_EQ(protocolOf(p4d, {}), Protocol::Write);
