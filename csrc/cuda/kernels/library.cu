@@ -159,13 +159,13 @@ cudaError_t runJob(int device, const Job& given, cudaStream_t stream) {
                            cudaMemcpyDeviceToDevice, stream);
   }
   int processors = 0;
-  const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   // Four blocks fill a multiprocessor's 2048 threads.
-  const Launcher launcher{stream, processors * 4};
+  const Launcher launcher{stream, processors * 4, &error};
   const bool known =
       isFloat(job.type) ? launchFloats(launcher, job) : launchIntegers(launcher, job);
-  return known ? cudaGetLastError() : cudaErrorInvalidValue;
+  return known ? error : cudaErrorInvalidValue;
 }
 
 const DeviceTable kTable = {
