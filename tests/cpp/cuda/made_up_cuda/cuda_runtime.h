@@ -58,11 +58,8 @@ cudaError_t cudaIpcCloseMemHandle(void* devPtr);
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t count, enum cudaMemcpyKind kind,
                             cudaStream_t stream = nullptr);
 cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attr, int device);
-// The first is gone from CUDA 13, the second has come with 12.5.
-#if CUDART_VERSION < 13000
 cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** funcPtr, unsigned long long flags,
                                     enum cudaDriverEntryPointQueryResult* driverStatus = nullptr);
-#endif
 #if CUDART_VERSION >= 12050
 cudaError_t cudaGetDriverEntryPointByVersion(
     const char* symbol, void** funcPtr, unsigned int cudaVersion, unsigned long long flags,

@@ -481,7 +481,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attr, int dev
   return cudaSuccess;
 }
 
-// Of the CUDA that the caller was compiled with.
+// Of the version of CUDA that the caller was compiled with.
 cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** funcPtr, unsigned long long flags,
                                     enum cudaDriverEntryPointQueryResult* driverStatus) {
   if (flags != cudaEnableDefault) return fail(cudaErrorInvalidValue);
