@@ -1013,6 +1013,13 @@ def test_calls_of_nccl_can_be_captured() -> None:
         ]
 
 
+# Of CUDA's streams the driver is asked.
+captures = pytest.mark.skipif(
+    not hasattr(torch.Stream, "is_capturing"),
+    reason="streams of this torch do not tell that they are captured, but for CUDA's",
+)
+
+
 def _captured_too_early() -> tuple[list[str], int]:
     with _recording_job() as (device, _):
         group = dist.new_group()
@@ -1032,6 +1039,7 @@ def _captured_too_early() -> tuple[list[str], int]:
         return said, spoilt
 
 
+@captures
 def test_calls_that_cannot_be_captured() -> None:
     """First ones, and those that need the host, say so before anything has happened."""
     for (first, message, barrier, unserved), spoilt in ranks.check_ranks(_captured_too_early, "2"):
@@ -1058,6 +1066,7 @@ def _captured_in_memory(device: Any) -> list[str]:
     return said
 
 
+@captures
 @pytest.mark.parametrize("path", ["ipc", "host"])
 def test_calls_of_the_host_cannot_be_captured(path: str) -> None:
     env = {"SMDDP_GPU_PATH": path}

@@ -24,17 +24,23 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Enough blocks to fill the GPU, no more than there is work for.
+// Enough blocks to fill the GPU, no more than there is work for. Launches by a function, not by <<<>>>, so that the
+// text is C++: tests run it on the CPU.
 struct Launcher {
   cudaStream_t stream;
   int maxBlocks;
+  cudaError_t* error;  // of the launch
 
   template <typename Format, ReduceOp kOp>
   void run(const Job& job) const {
     const bool aligned = isAligned(job);
     const uint64_t perBlock = static_cast<uint64_t>(kThreads) * (aligned ? kPerAccess<Format> : 1);
     const uint64_t blocks = std::min<uint64_t>((job.count + perBlock - 1) / perBlock, maxBlocks);
-    reduceKernel<Format, kOp><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(job, aligned);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(kThreads);
+    config.stream = stream;
+    *error = cudaLaunchKernelEx(&config, reduceKernel<Format, kOp>, job, aligned);
   }
 };
 

@@ -12,9 +12,9 @@
 namespace smddp::cuda {
 namespace {
 
-// Functions of the driver that the run-time library has no counterpart of; the driver itself is not linked.
+// Null where the driver, which is not linked, has no such function.
 template <typename Function>
-Function driverFunction(const char* name) {
+void find(const char* name, Function& function) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
@@ -23,20 +23,40 @@ Function driverFunction(const char* name) {
 #else
   const auto error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &status);
 #endif
-  return error == cudaSuccess && status == cudaDriverEntryPointSuccess
-             ? reinterpret_cast<Function>(found)
-             : nullptr;
+  const bool isThere = error == cudaSuccess && status == cudaDriverEntryPointSuccess;
+  function = isThere ? reinterpret_cast<Function>(found) : nullptr;
+  if (error != cudaSuccess) cudaGetLastError();
 }
+
+// Functions of the driver that the run-time library has no counterpart of.
+struct Driver {
+  CUresult (*retain)(CUcontext*, CUdevice);
+  CUresult (*push)(CUcontext);
+  CUresult (*pop)(CUcontext*);
+  CUresult (*rangeOf)(CUdeviceptr*, size_t*, CUdeviceptr);
+  CUresult (*attributeOf)(void*, CUpointer_attribute, CUdeviceptr);
+
+  Driver() {
+    find("cuDevicePrimaryCtxRetain", retain);
+    find("cuCtxPushCurrent", push);
+    find("cuCtxPopCurrent", pop);
+    find("cuMemGetAddressRange", rangeOf);
+    find("cuPointerGetAttribute", attributeOf);
+  }
+  static const Driver& get() {
+    static const Driver driver;
+    return driver;
+  }
+};
 
 // The thread works in a device's primary context for the scope. By the driver, since two run-time libraries in one
 // process, torch's and this one, each remember a current device of their own; the context is the truth for both.
 class DeviceScope {
  public:
   explicit DeviceScope(int device) {
-    static const auto retain =
-        driverFunction<CUresult (*)(CUcontext*, CUdevice)>("cuDevicePrimaryCtxRetain");
-    static const auto push = driverFunction<CUresult (*)(CUcontext)>("cuCtxPushCurrent");
-    if (retain == nullptr || push == nullptr) {
+    const Driver& driver = Driver::get();
+    // What cannot be left again is not entered.
+    if (driver.retain == nullptr || driver.push == nullptr || driver.pop == nullptr) {
       error_ = cudaErrorInsufficientDriver;
       return;
     }
@@ -46,19 +66,18 @@ class DeviceScope {
     const auto known = contexts().find(device);
     if (known != contexts().end()) {
       context = known->second;
-    } else if (retain(&context, device) == CUDA_SUCCESS) {
+    } else if (driver.retain(&context, device) == CUDA_SUCCESS) {
       contexts().emplace(device, context);
     } else {
       error_ = cudaErrorInvalidDevice;
       return;
     }
-    pushed_ = push(context) == CUDA_SUCCESS;
+    pushed_ = driver.push(context) == CUDA_SUCCESS;
     if (!pushed_) error_ = cudaErrorInvalidDevice;
   }
   ~DeviceScope() {
-    static const auto pop = driverFunction<CUresult (*)(CUcontext*)>("cuCtxPopCurrent");
     CUcontext ours = nullptr;
-    if (pushed_ && pop != nullptr) pop(&ours);
+    if (pushed_) Driver::get().pop(&ours);
   }
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;
@@ -117,18 +136,14 @@ cudaError_t handleOf(const MemoryName& name, cudaIpcMemHandle_t* handle) {
 }
 
 cudaError_t findRange(const void* data, MemoryRange* range) {
-  static const auto rangeOf =
-      driverFunction<CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr)>("cuMemGetAddressRange");
-  static const auto attributeOf =
-      driverFunction<CUresult (*)(void*, CUpointer_attribute, CUdeviceptr)>(
-          "cuPointerGetAttribute");
-  if (rangeOf == nullptr || attributeOf == nullptr) return cudaErrorNotSupported;
+  const Driver& driver = Driver::get();
+  if (driver.rangeOf == nullptr || driver.attributeOf == nullptr) return cudaErrorNotSupported;
   const auto address = reinterpret_cast<CUdeviceptr>(data);
   CUdeviceptr base = 0;
   size_t bytes = 0;
   unsigned long long allocation = 0;
-  if (rangeOf(&base, &bytes, address) != CUDA_SUCCESS ||
-      attributeOf(&allocation, CU_POINTER_ATTRIBUTE_BUFFER_ID, base) != CUDA_SUCCESS) {
+  if (driver.rangeOf(&base, &bytes, address) != CUDA_SUCCESS ||
+      driver.attributeOf(&allocation, CU_POINTER_ATTRIBUTE_BUFFER_ID, base) != CUDA_SUCCESS) {
     return cudaErrorInvalidValue;
   }
   *range = {base, bytes, allocation};
@@ -155,24 +170,27 @@ cudaError_t openMemory(const uint8_t* from, void** base) {
 }
 
 cudaError_t runJob(int device, const Job& given, cudaStream_t stream) {
-  const Job job = normalised(given);
-  if (job.count == 0 || job.numDsts == 0) return cudaSuccess;
-  if (job.numSrcs < 1 || job.numSrcs > kMaxSharing || job.numDsts > kMaxSharing) {
+  if (given.count == 0 || given.numDsts == 0) return cudaSuccess;
+  if (given.numSrcs < 1 || given.numSrcs > kMaxSharing || given.numDsts < 1 ||
+      given.numDsts > kMaxSharing || sizeOf(given.type) == 0) {
     return cudaErrorInvalidValue;
   }
+  const Job job = normalised(given);
   const bool isCopy = job.numSrcs == 1 && !job.pre && !job.post;
   if (isCopy && job.numDsts == 1) {
+    // A copy onto itself is one of memory that overlaps, which CUDA does not define.
+    if (job.dsts[0] == job.srcs[0]) return cudaSuccess;
     return cudaMemcpyAsync(job.dsts[0], job.srcs[0], job.count * sizeOf(job.type),
                            cudaMemcpyDeviceToDevice, stream);
   }
   int processors = 0;
-  const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   // Four blocks fill a multiprocessor's 2048 threads.
-  const Launcher launcher{stream, processors * 4};
+  const Launcher launcher{stream, processors * 4, &error};
   const bool known =
       isFloat(job.type) ? launchFloats(launcher, job) : launchIntegers(launcher, job);
-  return known ? cudaGetLastError() : cudaErrorInvalidValue;
+  return known ? error : cudaErrorInvalidValue;
 }
 
 const DeviceTable kTable = {
