@@ -41,7 +41,7 @@ class DeviceSources {
   const std::shared_ptr<engine::Engine> engine_;
   std::mutex mutex_;
   const cuda::DeviceTable* table_ = nullptr;
-  bool isRefused_ = false;             // for good; guarded by mutex_
+  bool isRefused_ = false;              // for good; guarded by mutex_
   std::map<uint64_t, Source> sources_;  // by where they begin; guarded by mutex_
 };
 

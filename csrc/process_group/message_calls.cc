@@ -188,8 +188,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall(std::vector<at::Tensor>& output
   Work::Call call(c10d::OpType::ALLTOALL, "smddp:all_to_all", inputs, {outputs});
   chooseStaging(call.staging, collectives::Collective::AllToAll, inputs.front());
   const auto me = static_cast<size_t>(getRank());
-  if (inputs[me].numel() == outputs[me].numel() &&
-      sendsFromDevice(call.staging, inputs, outputs)) {
+  if (inputs[me].numel() == outputs[me].numel() && sendsFromDevice(call.staging, inputs, outputs)) {
     const auto sent = call.staging.readInPlace(inputs);
     const auto received = call.staging.writeAround(outputs, me, inputs[me]);
     return exchange(std::move(call), sent, received, options);

@@ -66,9 +66,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::gather(std::vector<std::vector<at::Tenso
   Request request = newRequest(Collective::Gather, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   request.bytes = numBytes(input);
-  request.input = {!isRoot && sendsFromDevice(call.staging, input)
-                       ? call.staging.readInPlace(input)
-                       : call.staging.read(input)};
+  request.input = {!isRoot && sendsFromDevice(call.staging, input) ? call.staging.readInPlace(input)
+                                                                   : call.staging.read(input)};
   if (isRoot) {
     requireList(kName, output, static_cast<size_t>(getSize()), input, "output list");
     requireSameSizes(kName, output, input, "output list");
@@ -97,8 +96,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::scatter(std::vector<at::Tensor>& outputs
     requireSameSizes(kName, input, output, "input list");
     if (sendsFromDevice(call.staging, input, output)) {
       request.input = call.staging.readInPlace(input);
-      request.output =
-          call.staging.writeAround({output}, 0, input[static_cast<size_t>(getRank())]);
+      request.output = call.staging.writeAround({output}, 0, input[static_cast<size_t>(getRank())]);
       return submit(std::move(call), std::move(request));
     }
     request.input = call.staging.read(input);

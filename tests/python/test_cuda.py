@@ -48,6 +48,16 @@ def test_order_through_the_host(layout: str, cases: Callable[[str], None]) -> No
     ranks.check_ranks(cases, layout, "cuda", env=HOST, timeout=120)
 
 
+@pytest.mark.parametrize("cases", [device_cases.moves, device_cases.moves_blocks])
+def test_values_straight_from_memory(cases: Callable[[str], None]) -> None:
+    """Where libfabric has no provider for it the host carries them, and every rank says why."""
+    env = HOST | {"SMDDP_GPU_DIRECT": "1"}
+    outcomes = ranks.run_ranks(cases, "1+1", "cuda", env=env, timeout=200)
+    for outcome in outcomes:
+        assert outcome.returned, str(outcome)
+        assert outcome.stderr.count("whatever SMDDP_GPU_DIRECT says") <= 1
+
+
 def test_absent_rank() -> None:
     first, second, _ = ranks.check_ranks(device_cases.times_out, "3", "cuda", env=HOST)
     for said in (first, second):

@@ -608,7 +608,7 @@ def _fetched_by_call() -> dict[str, int]:
 
 
 def test_what_is_sent_from_device_memory() -> None:
-    """Nothing goes to the host but what is summed there, what its root keeps, and strided tensors."""
+    """Only what is summed, what its root keeps, and strided tensors go to the host first."""
     said = ranks.check_ranks(_fetched_by_call, "1+1+1", env=DIRECT)
     for rank, fetched in enumerate(said):
         expected = {"gather": COUNT if rank == 0 else 0, "all_reduce": COUNT, "every_other": COUNT}

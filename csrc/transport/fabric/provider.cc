@@ -236,12 +236,9 @@ Choice choose(const std::vector<ProviderInfo>& offered, const Options& options,
 }
 
 std::string describe(const ProviderInfo& info, Protocol protocol, const std::string& why) {
-  constexpr std::pair<int, const char*> kBits[] = {{FI_MR_LOCAL, "local"},
-                                                   {FI_MR_VIRT_ADDR, "virt_addr"},
-                                                   {FI_MR_ALLOCATED, "allocated"},
-                                                   {FI_MR_PROV_KEY, "prov_key"},
-                                                   {FI_MR_ENDPOINT, "endpoint"},
-                                                   {FI_MR_HMEM, "hmem"}};
+  constexpr std::pair<int, const char*> kBits[] = {
+      {FI_MR_LOCAL, "local"},       {FI_MR_VIRT_ADDR, "virt_addr"}, {FI_MR_ALLOCATED, "allocated"},
+      {FI_MR_PROV_KEY, "prov_key"}, {FI_MR_ENDPOINT, "endpoint"},   {FI_MR_HMEM, "hmem"}};
   std::vector<const char*> bits;
   for (const auto& [bit, name] : kBits) {
     if (info.mrMode & bit) bits.push_back(name);

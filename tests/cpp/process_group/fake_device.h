@@ -57,7 +57,7 @@ struct World {
   std::atomic<bool> sharesTensors{true};  // else only what the CUDA part allocates
   std::atomic<int64_t> jobs{0};  // that other processes' memory was opened for, or a workspace used
   std::atomic<int64_t> fetched{0};  // bytes that were copied to pinned memory
-  std::atomic<int> captures{0};  // streams that are captured
+  std::atomic<int> captures{0};     // streams that are captured
   std::atomic<int64_t> spoilt{
       0};  // what captures do not bear: waiting, or asking how far a stream is
 };

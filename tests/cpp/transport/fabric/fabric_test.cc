@@ -89,8 +89,8 @@ INSTANTIATE_TEST_SUITE_P(
         kindOf("tcp_like_efa", likeEfa()), stripedOver("tcp_two_cards_like_efa", likeEfa(), 2),
         kindOf("rxm", optionsFor("tcp;ofi_rxm")),
         kindOf("rxm_without_rma", optionsFor("tcp;ofi_rxm", false)),
-        kindOf("shm", optionsFor("shm")),
-        kindOf("shm_for_devices", forDevices(optionsFor("shm"))), kindOf("shm_without_rma", optionsFor("shm", false))),
+        kindOf("shm", optionsFor("shm")), kindOf("shm_for_devices", forDevices(optionsFor("shm"))),
+        kindOf("shm_without_rma", optionsFor("shm", false))),
     kindName);
 
 // One pair of transports over loopback, polled by hand.
