@@ -152,7 +152,8 @@ class RawStream final : public Stream {
     receiver_ = std::make_unique<RawEndpoint>(*found.raw[choice.index]);
     key_ = receiver_->registry->add(window_);
     sender_->registry->addLocal(payload_);
-    descriptor_ = sender_->registry->sourceOf(payload_).descriptor;
+    bool known = false;
+    descriptor_ = sender_->registry->descriptorOf(payload_, known);
     to_ = sender_->introduce(*receiver_);
     receiver_->introduce(*sender_);
   }

@@ -41,7 +41,7 @@ struct DeviceTable {
   const char* (*textOf)(int error);
   int (*allocate)(int device, size_t bytes, void** memory);
   int (*free)(int device, void* memory);
-  // Where memory was allocated. An error for what lies in no allocation.
+  // Where memory was allocated. An error for what lies in no allocation of its own, such as a virtual address range.
   int (*rangeOf)(int device, const void* data, MemoryRange* range);
   // Memory that others may open. An error for memory that cannot be shared, such as that of a virtual address range.
   int (*nameOf)(int device, const void* data, MemoryName* name);

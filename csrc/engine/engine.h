@@ -95,6 +95,8 @@ class Engine {
   std::optional<Error> failureOf(const Group& group);
   // Ends an operation that was made of several, as seen by those who wait for it.
   void finish(Completion& completion, std::optional<Error> error);
+  // Throws Usage after shutdown(), and in a child of fork().
+  void requireUsable() const;
   // Runs `action` on the engine's owner and returns when it has run. Exceptions pass through.
   void call(const std::function<void()>& action);
 
@@ -158,7 +160,6 @@ class Engine {
   void activate(Group& group);
   void dispatch(Peer& from, transport::Bytes message);
   void reap();
-  void requireUsable() const;
   void awaitLifelines(Nanoseconds timeout);
   template <typename Operation>
   CompletionPtr submitAny(Group& group, Operation operation);

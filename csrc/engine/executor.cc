@@ -245,6 +245,7 @@ void Executor::move(const Step& step, int64_t trip) {
   scale.post = step.postScale && binding_.op == ReduceOp::AVG;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
   constexpr int64_t kLongBytes = transport::shm::StoreChoice::kLongBytes;
+  const bool fromDevice = binding_.inputOnDevice && readsDevice(step);
   bool stages = false;
   if (step.length >= kLongBytes) {
     for (uint32_t i = 0; i < step.numDestinations; ++i) stages |= writesStaging(step, i);
@@ -262,6 +263,14 @@ void Executor::move(const Step& step, int64_t trip) {
       const auto at = resolve(step.firstRef + step.numDestinations + i, trip, moved, run);
       sources_.push_back(at.data);
       run = at.bytes;
+    }
+    if (fromDevice) {
+      // The host cannot read it, and need not where it is in place already.
+      const bool isThere = copies && std::all_of(destinations_.begin(), destinations_.end(),
+                                                 [&](void* to) { return to == sources_.front(); });
+      SMDDP_CHECK(isThere, "a step reads memory of a device: {}", plan_->plan.name);
+      moved += run;
+      continue;
     }
     const auto write = [&](bool streams) {
       if (streams) {
@@ -284,6 +293,13 @@ void Executor::move(const Step& step, int64_t trip) {
     }
     moved += run;
   }
+}
+
+bool Executor::readsDevice(const Step& step) const {
+  for (int i = 0; i < step.numSources; ++i) {
+    if (plan_->plan.source(step, i).space == Space::Input) return true;
+  }
+  return false;
 }
 
 bool Executor::writesStaging(const Step& step, uint32_t destination) const {
@@ -326,11 +342,13 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
   const uint64_t number = channel.puts + static_cast<uint64_t>(step.value.at(trip));
   // Another lane may share the channel: messages leave in the order of their numbers.
   if (channel.ends->send->sent() + 1 != number) return false;
-  transport::Bytes payload;
+  transport::Payload payload;
   if (step.length > 0) {
+    const bool onDevice = binding_.inputOnDevice && readsDevice(step);
     const auto run = resolve(step.firstRef, trip, 0, step.length);
-    payload = {run.data, static_cast<size_t>(run.bytes)};
+    payload = {{run.data, static_cast<size_t>(run.bytes)}, onDevice};
     if (run.bytes < step.length) {
+      SMDDP_CHECK(!onDevice, "a message of several pieces of a device's memory");
       if (!channel.ends->send->open()) return false;
       auto& whole = gathered_.emplace_back(static_cast<size_t>(step.length));
       for (int64_t moved = 0; moved < step.length;) {
@@ -338,7 +356,7 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
         std::memcpy(whole.data() + moved, part.data, static_cast<size_t>(part.bytes));
         moved += part.bytes;
       }
-      payload = whole;
+      payload = transport::Bytes(whole);
     }
   }
   const bool sent = channel.ends->send->put(number, payload, binding_.call, binding_.sequence);

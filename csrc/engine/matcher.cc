@@ -250,8 +250,8 @@ bool Matcher::pumpSend(Rank peer, Queue& queue) {
     while (exchange.moved < exchange.bytes) {
       const int64_t wanted = std::min(messageBytes_, exchange.bytes - exchange.moved);
       const auto run = buffer.at(exchange.moved, wanted);
-      if (!channel.put(channel.sent() + 1, {run.data, static_cast<size_t>(run.bytes)}, {},
-                       exchange.id)) {
+      const transport::Bytes bytes(run.data, static_cast<size_t>(run.bytes));
+      if (!channel.put(channel.sent() + 1, {bytes, exchange.message.onDevice}, {}, exchange.id)) {
         break;
       }
       exchange.moved += run.bytes;

@@ -35,6 +35,9 @@ struct Request {
   Agreement agreement = Agreement::None;
   Pieces input;  // empty where the call works in place on the output
   Pieces output;
+  // The input (the output where the call works in place) is memory of a device that Transport::addDeviceSource() knows.
+  // Only puts may read it: what this rank gives itself has to be in place, in the same memory.
+  bool inputOnDevice = false;
   Nanoseconds timeout = 0;
   // The caller waits for the result right after submitting: it may as well run the operation itself.
   bool willWait = false;
@@ -48,6 +51,7 @@ struct Message {
   Rank peer = 0;  // kAnySource: from whoever comes first
   int32_t tag = 0;
   Pieces buffer;
+  bool onDevice = false;  // what is sent, as in Request
   Nanoseconds timeout = 0;
   bool willWait = false;
   // A short message to send (Matcher::kShortBytes) goes off at once, and has ended when it has left: whether

@@ -70,8 +70,9 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
     request.root = root;
     if (root != getRank()) {
       request.output = {call.staging.write(block)};
-    } else if (sendsFromDevice(call.staging, input, own)) {
+    } else if (sendsFromDevice(call.staging, input)) {
       request.output = call.staging.writeAround({own}, 0, input);
+      request.inputOnDevice = true;
     } else {
       request.output = {call.staging.readThrough(input, own)};
     }
@@ -118,6 +119,7 @@ Request ProcessGroup::gatherRequest(const char* name, const at::Tensor& output,
   if (sendsFromDevice(staging, input, output)) {
     request.input = {staging.readInPlace(input)};
     request.output = staging.writeAround(output, getRank() * input.numel(), input);
+    request.inputOnDevice = true;
   } else {
     request.input = {staging.read(input)};
     request.output = {staging.write(output)};
@@ -130,9 +132,10 @@ Request ProcessGroup::gatherRequest(const std::vector<at::Tensor>& outputs, cons
                                     Staging& staging, const c10d::AllgatherOptions& options) const {
   Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
   request.bytes = numBytes(input);
-  if (sendsFromDevice(staging, input, outputs)) {
+  if (sendsFromDevice(staging, input)) {
     request.input = {staging.readInPlace(input)};
     request.output = staging.writeAround(outputs, static_cast<size_t>(getRank()), input);
+    request.inputOnDevice = true;
   } else {
     request.input = {staging.read(input)};
     request.output = staging.write(outputs);

@@ -1,5 +1,5 @@
 // What calls have besides when their tensors are on a device. Their requests are the same as on the CPU: on the
-// copies that Staging has made.
+// copies that Staging has made, but for what leaves from where it lies.
 #include <algorithm>
 #include <mutex>
 
@@ -195,7 +195,8 @@ bool ProcessGroup::leavesDevice(at::TensorList sent, at::TensorList received) co
   };
   return std::all_of(received.begin(), received.end(), usable) &&
          std::all_of(sent.begin(), sent.end(), [&](const at::Tensor& tensor) {
-           return usable(tensor) && tensor.numel() > 0 && sources_->add(tensor);
+           return usable(tensor) &&
+                  (tensor.numel() == 0 || translated([&] { return sources_->add(tensor); }));
          });
 }
 

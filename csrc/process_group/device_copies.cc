@@ -80,16 +80,16 @@ void DeviceCopies::fetch(const at::Tensor& from, const at::Tensor& into) {
   // What a copy cannot do on the way is done on the device, before it.
   const at::Tensor plain = from.resolve_conj().resolve_neg().contiguous();
   into.view(-1).copy_(plain.view(-1), /*non_blocking=*/true);
-  fetches_ = true;
+  awaitsStream_ = true;
   fetched_.push_back(plain);
 }
 
 void DeviceCopies::seal() {
-  if (fetches_) arrival_->record(stream_);
+  if (awaitsStream_) arrival_->record(stream_);
 }
 
 bool DeviceCopies::arrived() const {
-  if (!fetches_) return true;
+  if (!awaitsStream_) return true;
   const bool now = arrival_->query();
   arrived_.store(now, std::memory_order_relaxed);
   return now;
@@ -122,7 +122,7 @@ void DeviceCopies::use(const at::Tensor& tensor) const {
 
 void DeviceCopies::mark() {
   arrival_->record(stream_);
-  fetches_ = true;
+  awaitsStream_ = true;
 }
 
 void DeviceCopies::letGo() {

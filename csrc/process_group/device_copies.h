@@ -40,6 +40,8 @@ class DeviceCopies {
   static at::Tensor pinnedLike(const at::Tensor& tensor);
   void fetch(const at::Tensor& from, const at::Tensor& into);
   void seal();
+  // arrived() will tell, of what comes before seal(), although nothing is fetched.
+  void awaitStream() { awaitsStream_ = true; }
   bool arrived() const;
   // Blocks until then; false when the deadline has passed.
   bool awaitArrival(Deadline deadline) const;
@@ -68,7 +70,7 @@ class DeviceCopies {
 
   const c10::Stream stream_;
   std::optional<c10::Event> arrival_, end_;
-  bool fetches_ = false;
+  bool awaitsStream_ = false;
   mutable std::atomic<bool> arrived_{false};
   std::vector<at::Tensor> fetched_;
   std::atomic<bool> finished_{false};

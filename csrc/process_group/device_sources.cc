@@ -1,8 +1,5 @@
 #include "process_group/device_sources.h"
 
-#include <utility>
-#include <vector>
-
 #include "common/log.h"
 #include "cuda/library.h"
 #include "process_group/process_group.h"
@@ -32,64 +29,73 @@ DeviceSources::DeviceSources(const std::string& library) : engine_(sharedEngine(
 }
 
 bool DeviceSources::add(const at::Tensor& tensor) {
-  const std::lock_guard lock(mutex_);
   if (isRefused_) return false;
-  Source source{{}, tensor.device().index()};
-  // Not all of a device's memory is in allocations: ranges of virtual addresses (expandable_segments) are not.
-  if (table_->rangeOf(source.device, tensor.data_ptr(), &source.range) != 0) {
+  engine_->requireUsable();
+  Source source{{}, tensor.device().index(), false};
+  const auto begin = reinterpret_cast<uint64_t>(tensor.data_ptr());
+  // Not all of a device's memory is in allocations of their own: ranges of virtual addresses (expandable_segments) are
+  // made of many, and pools of the driver's have numbers of another kind.
+  if (table_->rangeOf(source.device, tensor.data_ptr(), &source.range) != 0 ||
+      begin + tensor.nbytes() > source.range.base + source.range.bytes) {
     SMDDP_LOG(Debug, kTag, "a tensor is sent through memory of the host: it lies in no allocation");
     return false;
   }
-  const auto known = sources_.find(source.range.base);
-  if (known != sources_.end() && known->second.range.allocation == source.range.allocation) {
-    return true;
-  }
-  forgetFreed();
-  const std::string refusal = enter(source);
-  if (!refusal.empty()) return refuse(refusal);
-  SMDDP_LOG(Debug, kTag, "{} bytes of GPU memory are registered with the network",
-            source.range.bytes);
-  sources_[source.range.base] = source;
-  return true;
+  if (const auto known = find(source)) return *known;
+  engine_->call([&] { enter(source); });
+  return find(source).value_or(false);
 }
 
-std::string DeviceSources::enter(const Source& source) {
+std::optional<bool> DeviceSources::find(const Source& source) {
+  const std::lock_guard lock(mutex_);
+  const auto known = sources_.find(source.range.base);
+  if (known == sources_.end() || known->second.range.allocation != source.range.allocation) {
+    return std::nullopt;
+  }
+  return known->second.isRegistered;
+}
+
+void DeviceSources::enter(Source source) {
   using Kind = transport::DeviceMemory::Kind;
-  const bool isCuda = table_->isCuda;
-  std::string refusal;
-  engine_->call([&] {
-    refusal = engine_->process().addDeviceSource(
-        {bytesOf(source.range), isCuda ? Kind::Cuda : Kind::Host, source.device});
-  });
-  return refusal;
+  if (isRefused_ || find(source)) return;  // meanwhile
+  forgetFreed();
+  try {
+    const std::string refusal = engine_->process().addDeviceSource(
+        {bytesOf(source.range), table_->isCuda ? Kind::Cuda : Kind::Host, source.device});
+    if (!refusal.empty()) return refuse(refusal);
+    source.isRegistered = true;
+    SMDDP_LOG(Debug, kTag, "{} bytes of GPU memory are registered with the network",
+              source.range.bytes);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::Resource) throw;
+    SMDDP_LOG(Warn, kTag, "what lies in {} bytes of GPU memory is sent through the host: {}",
+              source.range.bytes, error.what());
+  }
+  const std::lock_guard lock(mutex_);
+  sources_[source.range.base] = source;
 }
 
 void DeviceSources::forgetFreed() {
-  std::vector<std::span<std::byte>> freed;
-  std::erase_if(sources_, [&](const auto& entry) {
+  const std::lock_guard lock(mutex_);
+  const auto numFreed = std::erase_if(sources_, [&](const auto& entry) {
     const Source& source = entry.second;
     cuda::MemoryRange now;
     const auto* const begin = reinterpret_cast<const void*>(source.range.base);
     const bool lives = table_->rangeOf(source.device, begin, &now) == 0 &&
                        now.allocation == source.range.allocation;
-    if (!lives) freed.push_back(bytesOf(source.range));
+    if (!lives) engine_->process().removeDeviceSource(bytesOf(source.range));
     return !lives;
   });
-  if (freed.empty()) return;
+  if (numFreed == 0) return;
   SMDDP_LOG(Debug, kTag, "{} allocations of GPU memory that were registered have been freed",
-            freed.size());
-  engine_->call([&] {
-    for (const auto& memory : freed) engine_->process().removeDeviceSource(memory);
-  });
+            numFreed);
 }
 
-bool DeviceSources::refuse(const std::string& why) {
+void DeviceSources::refuse(const std::string& why) {
   isRefused_ = true;
   SMDDP_LOG(Warn, kTag,
             "GPU tensors are sent to other nodes through memory of the host, whatever "
             "SMDDP_GPU_DIRECT says: {}",
             why);
-  return false;
 }
 
 }  // namespace smddp::process_group

@@ -61,10 +61,12 @@ intrusive_ptr<c10d::Work> ProcessGroup::send(std::vector<at::Tensor>& tensors, i
   requireDense(kName, tensor);
   Work::Call call(c10d::OpType::SEND, "smddp:send", tensors, {tensors});
   const auto& topology = group()->topology();
-  const bool isFar = topology.nodeOf(static_cast<Rank>(destination)) != topology.myNode();
-  auto message = newMessage(true, destination, tag,
-                            {isFar && leavesDevice(tensor, {}) ? call.staging.readInPlace(tensor)
-                                                               : call.staging.read(tensor)});
+  const bool isDirect = topology.nodeOf(static_cast<Rank>(destination)) != topology.myNode() &&
+                        leavesDevice(tensor, {});
+  auto message =
+      newMessage(true, destination, tag,
+                 {isDirect ? call.staging.readInPlace(tensor) : call.staging.read(tensor)});
+  message.onDevice = isDirect;
   return submit(std::move(call), {}, {std::move(message)});
 }
 
@@ -130,6 +132,7 @@ intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, const engine::Pieces
       const auto& piece = (send ? to : from)[static_cast<size_t>(peer)];
       if (peer == getRank() && isInPlace) continue;
       messages.push_back(newMessage(send, peer, tag, {piece}, options.timeout));
+      messages.back().onDevice = send && call.staging.readsInPlace();
     }
   }
   return submit(std::move(call), {std::move(agreement)}, std::move(messages));
@@ -148,12 +151,14 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(at::Tensor& output, at::Te
   Work::Call call(c10d::OpType::ALLTOALL_BASE, "smddp:all_to_all", {input}, {{output}});
   chooseStaging(call.staging, collectives::Collective::AllToAll, input);
   const auto me = static_cast<size_t>(getRank());
-  const bool isDirect = to[me] == from[me] && sendsFromDevice(call.staging, input, output);
   // Who gives no splits says that all blocks are equal. Who gives some knows only its own.
-  if (inputSplits.empty() && outputSplits.empty()) {
-    requireMultiple(kName, output, input, 1, "output", "input");
+  const bool isEven = inputSplits.empty() && outputSplits.empty();
+  if (isEven) requireMultiple(kName, output, input, 1, "output", "input");
+  const bool isDirect = to[me] == from[me] && sendsFromDevice(call.staging, input, output);
+  if (isEven) {
     auto request = newRequest(collectives::Collective::AllToAll, options.timeout, options.asyncOp);
     request.bytes = numBytes(input) / getSize();
+    request.inputOnDevice = isDirect;
     if (isDirect) {
       request.input = {call.staging.readInPlace(input)};
       request.output = call.staging.writeAround(output, getRank() * from[me], parts(input, to)[me]);
@@ -188,7 +193,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall(std::vector<at::Tensor>& output
   Work::Call call(c10d::OpType::ALLTOALL, "smddp:all_to_all", inputs, {outputs});
   chooseStaging(call.staging, collectives::Collective::AllToAll, inputs.front());
   const auto me = static_cast<size_t>(getRank());
-  if (inputs[me].numel() == outputs[me].numel() && sendsFromDevice(call.staging, inputs, outputs)) {
+  if (inputs[me].numel() == outputs[me].numel() && sendsFromDevice(call.staging, inputs)) {
     const auto sent = call.staging.readInPlace(inputs);
     const auto received = call.staging.writeAround(outputs, me, inputs[me]);
     return exchange(std::move(call), sent, received, options);

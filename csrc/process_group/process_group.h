@@ -163,8 +163,8 @@ class ProcessGroup : public c10d::Backend {
                      const c10d::ReduceOp& op = c10d::ReduceOp::SUM) const {
     if (staysOnDevice(collective, tensor, op)) staging.stayOnDevice();
   }
-  // Whether what a call sends leaves from where it lies on a device: then Staging::readInPlace() is to be asked for it,
-  // and writeAround() for what comes. Else false.
+  // Whether what a call sends leaves from where it lies on a device: then Staging::readInPlace() is to be asked for it, and
+  // writeAround() for what comes. `received`: what has to be in row-major order for that.
   bool sendsFromDevice(const Staging& staging, at::TensorList sent,
                        at::TensorList received = {}) const;
   bool leavesDevice(at::TensorList sent, at::TensorList received) const;

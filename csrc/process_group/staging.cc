@@ -150,7 +150,8 @@ engine::Pieces Staging::update(const std::vector<at::Tensor>& tensors) {
 
 std::span<std::byte> Staging::readInPlace(const at::Tensor& tensor) {
   onDevice(tensor);
-  device_->mark();
+  readsInPlace_ = true;
+  device_->awaitStream();
   return bytesOf(keep(tensor));
 }
 
@@ -168,10 +169,10 @@ engine::Pieces Staging::writeAround(at::TensorList tensors, size_t mine, const a
       continue;
     }
     pieces.push_back(readInPlace(own));
-    if (tensors[i].data_ptr() == own.data_ptr()) continue;
+    if (tensors[i].is_contiguous() && tensors[i].data_ptr() == own.data_ptr()) continue;
     device_->use(own);
     const at::AutoDispatchBelowADInplaceOrView noAutograd;
-    back_.emplace_back(tensors[i], own.view(tensors[i].sizes()));
+    back_.emplace(back_.begin(), tensors[i], own.view(tensors[i].sizes()));
   }
   return pieces;
 }
@@ -181,9 +182,11 @@ engine::Pieces Staging::writeAround(const at::Tensor& tensor, int64_t begin,
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   const at::Tensor flat = tensor.view(-1);
   const int64_t end = begin + own.numel();
-  return writeAround({flat.narrow(0, 0, begin), flat.narrow(0, begin, own.numel()),
-                      flat.narrow(0, end, flat.numel() - end)},
-                     1, own);
+  std::vector<at::Tensor> parts{flat.narrow(0, begin, own.numel())};
+  const size_t mine = begin > 0 ? 1 : 0;
+  if (begin > 0) parts.insert(parts.begin(), flat.narrow(0, 0, begin));
+  if (end < flat.numel()) parts.push_back(flat.narrow(0, end, flat.numel() - end));
+  return writeAround(parts, mine, own);
 }
 
 void Staging::finish(bool well) const {

@@ -2,10 +2,11 @@
 //
 // A tensor in row-major order is used where it lies. Any other (strides, a pending conjugation) is copied: on
 // the way in when it is read, on the way out when the operation has ended. So ranks may pass different layouts, and
-// every rank sees the same elements. A tensor on a device is always copied, through pinned memory and without
-// waiting for the device (device_copies.h); unless the call is carried out there, see stayOnDevice().
+// every rank sees the same elements. A tensor on a device is copied, through pinned memory and without waiting for the
+// device (device_copies.h), but for what the network reads there by itself, see readInPlace(); unless the call is carried
+// out there, see stayOnDevice().
 //
-// Owns the copies until it is dropped. Threads: filled before the call is submitted; finish() on whichever thread
+// Owns the copies, and a share of the tensors that are read in place, until it is dropped. Threads: filled before the call is submitted; finish() on whichever thread
 // sees the operation's end, once.
 #pragma once
 
@@ -42,9 +43,11 @@ class Staging {
   // The bytes of tensors where they lie on a device, in row-major order: only the network may read them, when the device has
   // come to the call.
   std::span<std::byte> readInPlace(const at::Tensor& tensor);
+  bool readsInPlace() const { return readsInPlace_; }
   engine::Pieces readInPlace(at::TensorList tensors);
   // As write() of several, but one of them gets its elements from `own`, which stays on the device, and so does its
-  // piece: a plan that copies what this rank gives itself finds it in place.
+  // piece: where a plan copies what this rank gives itself, source and destination are the same, and nobody touches them
+  // (Executor::move). The copy is made on the device, before what has come from others is copied.
   engine::Pieces writeAround(at::TensorList tensors, size_t mine, const at::Tensor& own);
   // The same within a tensor, from its element `begin` on.
   engine::Pieces writeAround(const at::Tensor& tensor, int64_t begin, const at::Tensor& own);
@@ -75,6 +78,7 @@ class Staging {
   std::span<std::byte> joined(const std::vector<at::Tensor>& tensors, bool reads, bool writes);
 
   bool staysOnDevice_ = false;
+  bool readsInPlace_ = false;
   std::shared_ptr<DeviceCopies> device_;
   std::optional<c10::Device> place_;
   std::vector<at::Tensor> kept_;

@@ -18,7 +18,7 @@ std::string toString(const ChannelKey& key) {
                      key.stream, key.source, key.destination);
 }
 
-bool SendChannel::put(uint64_t number, Bytes payload, const CallFingerprint& call,
+bool SendChannel::put(uint64_t number, Payload payload, const CallFingerprint& call,
                       uint64_t operation) {
   SMDDP_CHECK(number == sent_ + 1, "{}: message {} after {}", toString(key_), number, sent_);
   if (!open()) return false;

@@ -60,7 +60,7 @@ class SendChannel {
   // Sends message `number`, which must be sent() + 1. The payload stays untouched until flushed()
   // >= number. False: not now (not open, no credit, or the transport is full); poll the table and
   // try again. Throws Mismatch for a payload longer than the receiver's slots.
-  [[nodiscard]] bool put(uint64_t number, Bytes payload, const CallFingerprint& call,
+  [[nodiscard]] bool put(uint64_t number, Payload payload, const CallFingerprint& call,
                          uint64_t operation);
 
  private:

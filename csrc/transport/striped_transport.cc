@@ -115,13 +115,17 @@ bool StripedTransport::addSource(std::span<std::byte> memory) {
 
 // On all cards or on none.
 std::string StripedTransport::addDeviceSource(const DeviceMemory& memory) {
-  for (const auto& card : cards_) {
-    if (std::string refusal = card->addDeviceSource(memory); !refusal.empty()) {
-      removeDeviceSource(memory.bytes);
-      return refusal;
+  std::string refusal;
+  try {
+    for (const auto& card : cards_) {
+      if (refusal.empty()) refusal = card->addDeviceSource(memory);
     }
+  } catch (...) {
+    removeDeviceSource(memory.bytes);
+    throw;
   }
-  return "";
+  if (!refusal.empty()) removeDeviceSource(memory.bytes);
+  return refusal;
 }
 
 void StripedTransport::removeDeviceSource(std::span<std::byte> memory) {
@@ -162,7 +166,7 @@ bool StripedTransport::control(PeerId peer, Bytes message) {
 
 // By the next card that has room.
 bool StripedTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, Bytes header,
-                           Bytes payload, uint64_t token) {
+                           Payload payload, uint64_t token) {
   Peer& peer = peerOf(id);
   const auto known = peer.regions.find({slot.region.address, slot.region.key});
   if (known == peer.regions.end()) {

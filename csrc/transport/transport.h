@@ -51,7 +51,14 @@ struct RemoteSlot {
   uint64_t offset = 0;
 };
 
-// Memory of a device, which the host must not read at its addresses.
+// What a put carries. On a device it is memory that was added as a source there, which the host must not read.
+struct Payload : Bytes {
+  using Bytes::Bytes;
+  Payload() = default;
+  Payload(Bytes bytes, bool isOnDevice = false) : Bytes(bytes), onDevice(isOnDevice) {}
+  bool onDevice = false;
+};
+
 struct DeviceMemory {
   // Host: of a device made up for tests, whose memory is the host's.
   enum class Kind : uint8_t { Host, Cuda };
@@ -88,9 +95,9 @@ class Transport {
   // Puts whose payload lies in `memory` will come often. True: it is registered now, and they leave without a copy;
   // false: that takes no registration here, or there is no room for one.
   virtual bool addSource(std::span<std::byte> /*memory*/) { return false; }
-  // Payloads of puts may lie in this memory from now on, and leave without the host reading them. Returns why that cannot
-  // be, for the user; empty: it can. The memory stays registered until it is removed, which has to be done when it has
-  // been freed: another allocation at its addresses is not what the network would read.
+  // Payloads of puts may lie in this memory of a device from now on. Returns why the network reads none of any device, for
+  // the user; throws Resource where it is only this memory that it cannot read. It stays registered until it is removed,
+  // which has to be done when it has been freed: what another allocation at its addresses has is not what would be read.
   virtual std::string addDeviceSource(const DeviceMemory&) {
     return "only memory of the host can be sent here";
   }
@@ -102,7 +109,7 @@ class Transport {
   // `immediate`, which no other put to that peer has that may still be under way. False: no room now; poll() and
   // try again.
   [[nodiscard]] virtual bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate,
-                                 Bytes header, Bytes payload, uint64_t token) = 0;
+                                 Bytes header, Payload payload, uint64_t token) = 0;
 
   // Makes progress and reports what happened. Returns how many events there were.
   virtual size_t poll(Sink& sink) = 0;

@@ -25,7 +25,7 @@ class Wire final : public transport::Transport {
   transport::PeerId connect(Bytes, const std::string&) override { return 0; }
   transport::RemoteKey registerMemory(std::span<std::byte>) override { return {}; }
   bool control(transport::PeerId, Bytes) override { return true; }
-  bool put(transport::PeerId, const transport::RemoteSlot&, uint32_t, Bytes, Bytes,
+  bool put(transport::PeerId, const transport::RemoteSlot&, uint32_t, Bytes, transport::Payload,
            uint64_t token) override {
     done_.push_back(token);
     return true;

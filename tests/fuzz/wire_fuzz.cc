@@ -18,7 +18,7 @@ class Input final : public Transport {
   PeerId connect(Bytes, const std::string&) override { return 0; }
   RemoteKey registerMemory(std::span<std::byte>) override { return {}; }
   bool control(PeerId, Bytes) override { return true; }
-  bool put(PeerId, const RemoteSlot&, uint32_t, Bytes, Bytes, uint64_t) override { return true; }
+  bool put(PeerId, const RemoteSlot&, uint32_t, Bytes, Payload, uint64_t) override { return true; }
   // The first byte says what comes next: a control message of that length, a put or a completion.
   size_t poll(Sink& sink) override {
     if (bytes_.empty()) return 0;

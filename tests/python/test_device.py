@@ -674,6 +674,77 @@ def test_device_memory_that_is_freed() -> None:
         assert sum(numbers) >= 18, freed
 
 
+def _sends_from_mapped_memory() -> list[int]:
+    """Returns how many elements of a long tensor and of a short one were copied to the host."""
+    with _summing_job(None) as device:
+        device.module.tell_of_parts(65536)
+        fetched = []
+        for count in (COUNT, COUNT // 3):
+            mine = torch.full((count,), dist.get_rank() + 1.0, device=device.device)
+            into = torch.zeros(2 * count, device=device.device)
+            before = device.module.fetched()
+            dist.all_gather_into_tensor(into, mine)
+            fetched.append((device.module.fetched() - before) // 4)
+            assert into.cpu().tolist() == [1.0] * count + [2.0] * count
+        return fetched
+
+
+def test_device_memory_that_is_mapped_in_parts() -> None:
+    """A tensor that does not lie in what the driver tells of goes through the host."""
+    for fetched in ranks.check_ranks(_sends_from_mapped_memory, "1+1", env=DIRECT):
+        assert fetched == [COUNT, 0]
+
+
+def _sends_overlapping() -> None:
+    """The input is a part of the output that another rank's block comes to."""
+    with _summing_job(None) as device:
+        me, size = dist.get_rank(), dist.get_world_size()
+        for other in range(size):
+            into = torch.full((size * COUNT,), -1.0, device=device.device)
+            given = into.chunk(size)[other]
+            device.fill(given, float(me))
+            dist.all_gather_into_tensor(into, given)
+            for r, one in enumerate(into.chunk(size)):
+                assert one.cpu().eq(r).all(), (other, r)
+
+
+def test_overlapping_device_memory() -> None:
+    """As through the host, which reads all before it writes."""
+    for env in ({}, DIRECT):
+        ranks.check_ranks(_sends_overlapping, "1+1+1", env=env)
+
+
+def _sends_when_done() -> None:
+    """Each call is made by whoever sees the one before end, which may be a thread that registers."""
+    with _summing_job(None) as device:
+        done = threading.Event()
+        kept = []
+
+        def call(left: int) -> None:
+            mine = torch.full((COUNT,), float(left), device=device.device)
+            into = torch.zeros(2 * COUNT, device=device.device)
+            work = dist.all_gather_into_tensor(into, mine, async_op=True)
+            kept.append((into, left))
+
+            def go_on(_: Any) -> None:
+                if left:
+                    call(left - 1)
+                else:
+                    done.set()
+
+            work.get_future().add_done_callback(go_on)
+
+        call(20)
+        assert done.wait(30)
+        device.synchronize()
+        for into, left in kept:
+            assert into.cpu().eq(left).all()
+
+
+def test_calls_from_device_memory_by_those_who_see_others_end() -> None:
+    ranks.check_ranks(_sends_when_done, "1+1", env=DIRECT)
+
+
 def _reduces_on_rails() -> tuple[int, dict[str, bytes]]:
     _, _, results = _sums()
     return device_cases.Fake.module.fetched(), results

@@ -142,10 +142,15 @@ cudaError_t findRange(const void* data, MemoryRange* range) {
   CUdeviceptr base = 0;
   size_t bytes = 0;
   unsigned long long allocation = 0;
+  // Of a range of virtual addresses, or of a pool, the driver tells of a part only.
+  int isAllocation = 0;
   if (driver.rangeOf(&base, &bytes, address) != CUDA_SUCCESS ||
-      driver.attributeOf(&allocation, CU_POINTER_ATTRIBUTE_BUFFER_ID, base) != CUDA_SUCCESS) {
+      driver.attributeOf(&allocation, CU_POINTER_ATTRIBUTE_BUFFER_ID, base) != CUDA_SUCCESS ||
+      driver.attributeOf(&isAllocation, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, base) !=
+          CUDA_SUCCESS) {
     return cudaErrorInvalidValue;
   }
+  if (isAllocation == 0) return cudaErrorNotSupported;
   *range = {base, bytes, allocation};
   return cudaSuccess;
 }

@@ -72,11 +72,12 @@ void Endpoint::openEdge() {
 void Endpoint::openEndpoint(const Options& options) {
   endpoint_ = createEndpoint(*domain_, *info_);
   fid* const fid = &endpoint_->fid;
-  // Shared memory inside a node is our own, and CUDA is not the provider's to call: what it reads from a GPU's memory the
-  // network card reads.
+  // Shared memory inside a node is our own, and CUDA is not the provider's to call: without that a GPU's
+  // memory is read by the network card, or not at all.
   const bool no = false;
   fi_setopt(fid, FI_OPT_ENDPOINT, kOptSharedMemoryPermitted, &no, sizeof(no));
-  fi_setopt(fid, FI_OPT_ENDPOINT, kOptCudaApiPermitted, &no, sizeof(no));
+  const int withoutCuda = fi_setopt(fid, FI_OPT_ENDPOINT, kOptCudaApiPermitted, &no, sizeof(no));
+  if (withoutCuda == -FI_EOPNOTSUPP) provider_.caps &= ~FI_HMEM;
   if (provider_.provider == "efa") {
     // A slow receiver is no error: whoever waits has a deadline.
     const size_t forEver = 7;
@@ -120,7 +121,8 @@ void Endpoint::createOperations() {
   const size_t bytes = sends_.size() * sendSlot + receives_.size() * receiveSlot;
   slab_ = allocatePages(bytes);
   registry_->addLocal({slab_.get(), bytes});
-  void* const descriptor = registry_->sourceOf({slab_.get(), bytes}).descriptor;
+  bool known = false;
+  void* const descriptor = registry_->descriptorOf({slab_.get(), bytes}, known);
   std::byte* next = slab_.get();
   for (Operation& operation : sends_) {
     operation.slot = std::exchange(next, next + sendSlot);

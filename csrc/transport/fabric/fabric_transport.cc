@@ -68,11 +68,7 @@ std::string FabricTransport::addDeviceSource(const DeviceMemory& memory) {
   if (endpoint_->protocol() != Protocol::Write) {
     return fmt::format("there are no remote writes by libfabric's provider {}", provider.provider);
   }
-  try {
-    endpoint_->registry().addDevice(memory);
-  } catch (const Error& error) {
-    return error.what();
-  }
+  endpoint_->registry().addDevice(memory);
   return "";
 }
 
@@ -128,7 +124,7 @@ bool FabricTransport::control(PeerId id, Bytes message) {
 }
 
 bool FabricTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, Bytes header,
-                          Bytes payload, uint64_t token) {
+                          Payload payload, uint64_t token) {
   SMDDP_CHECK(header.size() == kHeaderBytes, "header of {} bytes", header.size());
   SMDDP_CHECK(immediate <= kMaxImmediate, "immediate value {:x}", immediate);
   if (endpoint_->protocol() == Protocol::Write &&
@@ -153,25 +149,29 @@ bool FabricTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate,
 }
 
 // Finds where the provider can take the bytes from: in place, or a copy. False: no room for a copy.
-bool FabricTransport::prepare(OutgoingPut& put, Bytes header, Bytes payload) {
+bool FabricTransport::prepare(OutgoingPut& put, Bytes header, Payload payload) {
   std::copy(header.begin(), header.end(), put.header.begin());
   put.payload = payload;
-  const auto source =
-      payload.empty() ? Registry::Source{} : endpoint_->registry().sourceOf(payload);
-  put.descriptor = source.descriptor;
+  const Registry& registry = endpoint_->registry();
+  if (payload.onDevice && !payload.empty()) {
+    put.descriptor = registry.deviceDescriptorOf(payload);
+    put.inTwo = true;  // host and device are not to be pieces of one write
+    return true;
+  }
+  bool known = true;
+  if (!payload.empty()) put.descriptor = registry.descriptorOf(payload, known);
   const bool onePiece =
       endpoint_->protocol() == Protocol::Write && endpoint_->provider().writesOnePiece();
-  // Host and device are not to be pieces of one write.
-  put.inTwo = source.onDevice || (onePiece && source.known && payload.size() >= kInTwoBytes);
+  put.inTwo = onePiece && known && payload.size() >= kInTwoBytes;
   put.headerInBounce = onePiece && !put.inTwo;
-  if (source.known && !put.headerInBounce) return true;
+  if (known && !put.headerInBounce) return true;
   put.bounce = endpoint_->bounces().take(put.totalBytes());
   if (!put.bounce) return false;
   std::byte* const copy = put.bounce.get();
   std::memcpy(copy, header.data(), header.size());
   if (!payload.empty()) std::memcpy(copy + header.size(), payload.data(), payload.size());
   put.payload = {copy + header.size(), payload.size()};
-  put.descriptor = endpoint_->registry().sourceOf({copy, put.totalBytes()}).descriptor;
+  put.descriptor = registry.descriptorOf({copy, put.totalBytes()}, known);
   return true;
 }
 

@@ -35,7 +35,7 @@ class FabricTransport final : public Transport, private Completions {
   std::string addDeviceSource(const DeviceMemory& memory) override;
   void removeDeviceSource(std::span<std::byte> memory) override;
   bool control(PeerId peer, Bytes message) override;
-  bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header, Bytes payload,
+  bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header, Payload payload,
            uint64_t token) override;
   size_t poll(Sink& sink) override;
   int waitDescriptor() const override { return endpoint_->waitDescriptor(); }
@@ -67,7 +67,7 @@ class FabricTransport final : public Transport, private Completions {
   };
 
   Peer& peerOf(PeerId peer);
-  bool prepare(OutgoingPut& put, Bytes header, Bytes payload);
+  bool prepare(OutgoingPut& put, Bytes header, Payload payload);
   ssize_t postControl(Peer& peer, PeerId id, Bytes message);
   ssize_t postPut(Peer& peer, const std::shared_ptr<OutgoingPut>& put);
   ssize_t postWrite(Peer& peer, Operation& operation);

@@ -23,22 +23,10 @@ RemoteKey Registry::add(std::span<std::byte> memory) {
 
 bool Registry::addLocal(std::span<std::byte> memory) {
   if (!needsLocal()) return false;
-  if (!sourceOf(memory).known) insert(memory, FI_WRITE | FI_SEND | FI_RECV, false);
+  bool known = false;
+  descriptorOf(memory, known);
+  if (!known) insert(memory, FI_WRITE | FI_SEND | FI_RECV, false);
   return true;
-}
-
-void Registry::addDevice(const DeviceMemory& memory) {
-  Region region{memory.bytes, nullptr, {0, nextKey_++}, false, true};
-  region.registration = createDeviceRegion(domain_, memory, region.key.key);
-  enable(region);
-  keep(std::move(region));
-  ++numOnDevices_;
-}
-
-void Registry::removeDevice(std::span<std::byte> memory) {
-  numOnDevices_ -= std::erase_if(regions_, [&](const auto& entry) {
-    return entry.second.onDevice && entry.first == memory.data();
-  });
 }
 
 Registry::Region& Registry::insert(std::span<std::byte> memory, uint64_t access, bool target) {
@@ -47,41 +35,56 @@ Registry::Region& Registry::insert(std::span<std::byte> memory, uint64_t access,
   if ((target && remote_) || needsLocal()) {
     region.registration =
         createMemoryRegion(domain_, memory.data(), memory.size(), access, region.key.key);
-    enable(region);
+    enable(*region.registration);
   }
   if (remote_ && region.registration) {
     region.key.key = fi_mr_key(region.registration.get());
     if (mrMode_ & FI_MR_VIRT_ADDR) region.key.address = reinterpret_cast<uint64_t>(memory.data());
   }
-  return keep(std::move(region));
+  longest_ = std::max(longest_, memory.size());
+  return regions_.emplace(memory.data(), std::move(region))->second;
 }
 
-Registry::Region& Registry::keep(Region region) {
-  longest_ = std::max(longest_, region.memory.size());
-  return regions_.emplace(region.memory.data(), std::move(region))->second;
-}
-
-void Registry::enable(const Region& region) const {
+void Registry::enable(fid_mr& registration) const {
   if ((mrMode_ & FI_MR_ENDPOINT) == 0) return;
-  check(fi_mr_bind(region.registration.get(), &endpoint_->fid, 0), "fi_mr_bind");
-  check(fi_mr_enable(region.registration.get()), "fi_mr_enable");
+  check(fi_mr_bind(&registration, &endpoint_->fid, 0), "fi_mr_bind");
+  check(fi_mr_enable(&registration), "fi_mr_enable");
 }
 
-Registry::Source Registry::sourceOf(Bytes memory) const {
-  if (!needsLocal() && numOnDevices_ == 0) return {};
+void Registry::addDevice(const DeviceMemory& memory) {
+  MemoryRegion registration = createDeviceRegion(domain_, memory, nextKey_++);
+  enable(*registration);
+  onDevices_.insert_or_assign(memory.bytes.data(),
+                              OnDevice{memory.bytes.size(), std::move(registration)});
+}
+
+void Registry::removeDevice(std::span<std::byte> memory) { onDevices_.erase(memory.data()); }
+
+void* Registry::deviceDescriptorOf(Bytes memory) const {
+  const auto after = onDevices_.upper_bound(memory.data());
+  if (after != onDevices_.begin()) {
+    const auto& [begin, region] = *std::prev(after);
+    if (memory.data() + memory.size() <= begin + region.bytes)
+      return fi_mr_desc(region.registration.get());
+  }
+  raise(ErrorKind::Internal, "a put from memory of a device that is not registered");
+}
+
+void* Registry::descriptorOf(Bytes memory, bool& known) const {
+  known = true;
+  if (!needsLocal()) return nullptr;
   // Regions may overlap, so every one that begins before the first byte, and not too far before, is a candidate; the
   // nearest nearly always fits.
   auto it = regions_.upper_bound(memory.data());
   while (it != regions_.begin()) {
     --it;
-    const Region& region = it->second;
-    if (static_cast<size_t>(memory.data() - region.memory.data()) >= longest_) break;
-    if (memory.data() + memory.size() > region.memory.data() + region.memory.size()) continue;
-    // Without a need a region of the host has no registration, or one for others only.
-    if (!needsLocal() && !region.onDevice) return {};
-    return {fi_mr_desc(region.registration.get()), true, region.onDevice};
+    const auto region = it->second.memory;
+    if (static_cast<size_t>(memory.data() - region.data()) >= longest_) break;
+    if (memory.data() + memory.size() <= region.data() + region.size())
+      return fi_mr_desc(it->second.registration.get());
   }
-  return {nullptr, !needsLocal(), false};
+  known = false;
+  return nullptr;
 }
 
 std::byte* Registry::translate(const RemoteKey& key, uint64_t offset, uint64_t size) const {

@@ -27,21 +27,19 @@ class Registry {
   // Makes memory a target of puts. The same memory gets the same key again.
   RemoteKey add(std::span<std::byte> memory);
 
-  // What the provider wants to be told about our own memory.
-  struct Source {
-    void* descriptor = nullptr;  // null where it wants nothing
-    bool known = true;           // false: it wants a registration, and the bytes lie in none
-    bool onDevice = false;
-  };
-  Source sourceOf(Bytes memory) const;
+  // What the provider wants to be told about our own memory: null where it wants nothing. `known` becomes
+  // false when it wants a registration and the bytes lie in none.
+  void* descriptorOf(Bytes memory, bool& known) const;
   bool needsLocal() const { return (mrMode_ & FI_MR_LOCAL) != 0; }
+
+  // Memory of a device, for our own transfers; it overlaps none that is there. Throws Resource.
+  void addDevice(const DeviceMemory& memory);
+  void removeDevice(std::span<std::byte> memory);
+  // Throws Internal where it lies in none.
+  void* deviceDescriptorOf(Bytes memory) const;
 
   // Registers memory for our own transfers unless that is done, or not needed at all (false).
   bool addLocal(std::span<std::byte> memory);
-
-  // Memory of a device, for our own transfers; none of them may be under way when it is removed.
-  void addDevice(const DeviceMemory& memory);
-  void removeDevice(std::span<std::byte> memory);
 
   // The bytes [offset, offset + size) of the region that a peer named; empty pointer when no region of ours
   // holds all of them. A peer's word is not trusted.
@@ -53,11 +51,9 @@ class Registry {
     MemoryRegion registration;  // null where none is needed
     RemoteKey key;
     bool target;
-    bool onDevice = false;
   };
   Region& insert(std::span<std::byte> memory, uint64_t access, bool target);
-  Region& keep(Region region);
-  void enable(const Region& region) const;
+  void enable(fid_mr& registration) const;
 
   fid_domain& domain_;
   fid_ep* endpoint_;
@@ -66,7 +62,11 @@ class Registry {
   uint64_t nextKey_ = 1;
   std::multimap<const std::byte*, Region> regions_;  // by first byte
   size_t longest_ = 0;                               // bytes of a region
-  size_t numOnDevices_ = 0;
+  struct OnDevice {
+    size_t bytes;
+    MemoryRegion registration;
+  };
+  std::map<const std::byte*, OnDevice> onDevices_;  // by first byte
 };
 
 // Whole pages, so that nothing else shares them: registered ones may be missing in a forked child.

@@ -136,8 +136,9 @@ bool ShmTransport::control(PeerId id, Bytes message) {
 }
 
 bool ShmTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, Bytes header,
-                       Bytes payload, uint64_t token) {
+                       Payload payload, uint64_t token) {
   SMDDP_CHECK(header.size() == kHeaderBytes, "a header of {} bytes", header.size());
+  SMDDP_CHECK(!payload.onDevice, "a put from memory of a device");
   Peer& peer = *peers_.at(id);
   if (!roomFor(peer, 0)) return false;
   // The slot was named by the peer: a wrong one must not make us write over its control page or

@@ -35,7 +35,7 @@ class ShmTransport final : public Transport {
   RemoteKey registerMemory(std::span<std::byte> memory) override;
   [[nodiscard]] bool control(PeerId peer, Bytes message) override;
   [[nodiscard]] bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header,
-                         Bytes payload, uint64_t token) override;
+                         Payload payload, uint64_t token) override;
   size_t poll(Sink& sink) override;
   std::string describe() const override;
 

@@ -70,8 +70,9 @@ bool SimTransport::control(PeerId peer, Bytes message) {
 }
 
 bool SimTransport::put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header,
-                       Bytes payload, uint64_t token) {
+                       Payload payload, uint64_t token) {
   SMDDP_CHECK(header.size() == kHeaderBytes, "a header of {} bytes", header.size());
+  SMDDP_CHECK(!payload.onDevice, "a put from memory of a device");
   return !killed_ &&
          network_.put(endpoint_, endpointOf(peer), slot, immediate, header, payload, token);
 }

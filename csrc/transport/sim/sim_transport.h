@@ -28,7 +28,7 @@ class SimTransport final : public Transport {
   bool addSource(std::span<std::byte>) override { return true; }
   [[nodiscard]] bool control(PeerId peer, Bytes message) override;
   [[nodiscard]] bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header,
-                         Bytes payload, uint64_t token) override;
+                         Payload payload, uint64_t token) override;
   size_t poll(Sink& sink) override;
   std::string describe() const override;
 

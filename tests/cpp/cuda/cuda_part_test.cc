@@ -160,7 +160,9 @@ TEST_F(CudaPartTest, MemoryThatCannotBeSharedHasNoName) {
   cuda::refuseToShare(memory);
   MemoryName name;
   for (int i = 0; i < 2; ++i) {
-    EXPECT_EQ(table_.nameOf(0, memory + 8, &name), cudaErrorInvalidValue);
+    EXPECT_EQ(table_.nameOf(0, memory + 8, &name), cudaErrorNotSupported);
+    MemoryRange range;
+    EXPECT_EQ(table_.rangeOf(0, memory + 8, &range), cudaErrorNotSupported);
     EXPECT_EQ(cuda::lastError(), cudaSuccess);
   }
   int onTheHost = 0;

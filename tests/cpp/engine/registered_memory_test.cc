@@ -48,7 +48,7 @@ class Card final : public transport::Transport {
     return inner_->control(peer, message);
   }
   bool put(PeerId peer, const transport::RemoteSlot& slot, uint32_t immediate,
-           transport::Bytes header, transport::Bytes payload, uint64_t token) override {
+           transport::Bytes header, transport::Payload payload, uint64_t token) override {
     return inner_->put(peer, slot, immediate, header, payload, token);
   }
   size_t poll(transport::Sink& sink) override { return inner_->poll(sink); }

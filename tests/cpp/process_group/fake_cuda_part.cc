@@ -59,7 +59,14 @@ int rangeOf(int, const void* data, smddp::cuda::MemoryRange* range) {
   if (after == allocations().begin()) return kNotShared;
   const auto& [base, allocation] = *std::prev(after);
   if (data >= static_cast<const std::byte*>(base) + allocation.bytes) return kNotShared;
-  *range = {reinterpret_cast<uint64_t>(base), allocation.bytes, allocation.number};
+  const size_t most = world().rangeBytes;
+  const size_t skipped =
+      most == SIZE_MAX
+          ? 0
+          : (static_cast<const std::byte*>(data) - static_cast<const std::byte*>(base)) / most *
+                most;
+  *range = {reinterpret_cast<uint64_t>(base) + skipped, std::min(most, allocation.bytes - skipped),
+            allocation.number};
   return kNone;
 }
 

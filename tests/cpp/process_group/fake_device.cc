@@ -403,6 +403,8 @@ PYBIND11_MODULE(fake_device, m) {
   m.def("slow_down", [](int milliseconds) { world().slowness = milliseconds; });
   m.def("share_memory", [](bool share) { world().sharesMemory = share; });
   m.def("share_tensors", [](bool share) { world().sharesTensors = share; });
+  // Of larger ones it tells of a part, as a driver may whose memory was mapped in parts.
+  m.def("tell_of_parts", [](size_t bytes) { world().rangeBytes = bytes; });
   m.def("jobs", [] { return world().jobs.load(); });
   m.def("fetched", [] { return world().fetched.load(); });
   // Of the current stream, into the one graph that it has.

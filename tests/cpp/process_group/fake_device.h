@@ -54,7 +54,8 @@ struct World {
   std::atomic<bool> copiesFail{false};
   std::atomic<int> slowness{0};  // milliseconds of a copy
   std::atomic<bool> sharesMemory{true};
-  std::atomic<bool> sharesTensors{true};  // else only what the CUDA part allocates
+  std::atomic<bool> sharesTensors{true};     // else only what the CUDA part allocates
+  std::atomic<size_t> rangeBytes{SIZE_MAX};  // the most that it tells of an allocation
   std::atomic<int64_t> jobs{0};  // that other processes' memory was opened for, or a workspace used
   std::atomic<int64_t> fetched{0};  // bytes that were copied to pinned memory
   std::atomic<int> captures{0};     // streams that are captured

@@ -36,7 +36,7 @@ class ScriptedTransport final : public Transport {
     controls.emplace_back(peer, std::vector<std::byte>(message.begin(), message.end()));
     return true;
   }
-  bool put(PeerId, const RemoteSlot& slot, uint32_t immediate, Bytes header, Bytes payload,
+  bool put(PeerId, const RemoteSlot& slot, uint32_t immediate, Bytes header, Payload payload,
            uint64_t token) override {
     if (full) return false;
     PutHeader copy;

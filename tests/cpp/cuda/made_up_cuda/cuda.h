@@ -20,4 +20,5 @@ typedef enum cudaError_enum {
 
 typedef enum CUpointer_attribute_enum {
   CU_POINTER_ATTRIBUTE_BUFFER_ID = 7,
+  CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10,
 } CUpointer_attribute;

@@ -186,11 +186,16 @@ CUresult attributeOf(void* value, CUpointer_attribute attribute, CUdeviceptr add
   if (contexts().empty()) return CUDA_ERROR_INVALID_CONTEXT;
   if (const int error = begin("cuPointerGetAttribute")) return static_cast<CUresult>(error);
   const auto found = allocationOf(all.allocations, reinterpret_cast<void*>(address));
-  if (found == all.allocations.end() || attribute != CU_POINTER_ATTRIBUTE_BUFFER_ID) {
-    return CUDA_ERROR_INVALID_VALUE;
+  if (found == all.allocations.end()) return CUDA_ERROR_INVALID_VALUE;
+  switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_BUFFER_ID:
+      *static_cast<unsigned long long*>(value) = found->second.number;
+      return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+      *static_cast<int*>(value) = found->second.isShared ? 1 : 0;
+      return CUDA_SUCCESS;
   }
-  *static_cast<unsigned long long*>(value) = found->second.number;
-  return CUDA_SUCCESS;
+  return CUDA_ERROR_INVALID_VALUE;
 }
 
 // Looking for a function needs no context and makes none.

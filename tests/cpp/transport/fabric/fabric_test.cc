@@ -192,7 +192,7 @@ TEST(FabricTransport, WhatLiesOnADeviceLeavesFromThere) {
     const RemoteKey key = pair.b->registerMemory(pair.memory);
     ASSERT_EQ(pair.a->addDeviceSource({source}), "");
     const auto header = pattern(kHeaderBytes, 1);
-    const auto payload = Bytes(source).subspan(1000, bytes);
+    const Payload payload(Bytes(source).subspan(1000, bytes), /*isOnDevice=*/true);
     ASSERT_TRUE(pair.a->put(pair.toB, {key, 128}, 7, header, payload, 1));
     ASSERT_TRUE(pair.pollUntil([&] { return pair.atB.puts.count(7) == 1; }));
     ASSERT_TRUE(pair.pollUntil([&] { return pair.atA.done.count(1) == 1; }));
@@ -203,6 +203,9 @@ TEST(FabricTransport, WhatLiesOnADeviceLeavesFromThere) {
     const auto& traffic = dynamic_cast<fabric::FabricTransport&>(*pair.a).traffic();
     EXPECT_EQ(traffic.put, bytes);
     EXPECT_EQ(traffic.copied, 0u);
+    // What is not there is never read by the host.
+    pair.a->removeDeviceSource(source);
+    EXPECT_THROW((void)pair.a->put(pair.toB, {key, 128}, 8, header, payload, 2), Error);
   }
 }
 
@@ -219,9 +222,14 @@ TEST(FabricTransport, SaysWhyNothingLeavesADevice) {
     EXPECT_THAT(fabric::create(options)->addDeviceSource({source}), HasSubstr(why));
   }
   // A device that this libfabric has not been built for.
-  EXPECT_THAT(fabric::create(forDevices(optionsFor("shm")))
-                  ->addDeviceSource({source, DeviceMemory::Kind::Cuda, 0}),
-              HasSubstr("cannot register 4096 bytes of a device's memory"));
+  try {
+    fabric::create(forDevices(optionsFor("shm")))
+        ->addDeviceSource({source, DeviceMemory::Kind::Cuda, 0});
+    FAIL() << "registered";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::Resource);
+    EXPECT_THAT(error.what(), HasSubstr("cannot register 4096 bytes of a device's memory"));
+  }
 }
 
 // A provider such as EFA's would wait for it until the end of days.

@@ -34,8 +34,9 @@ struct MemoryTest : ::testing::Test {
 
 TEST_F(MemoryTest, WithoutLocalRegistrationEveryByteIsKnown) {
   const Registry registry = registryOf(0, true);
-  EXPECT_EQ(registry.sourceOf(memory).descriptor, nullptr);
-  EXPECT_TRUE(registry.sourceOf(memory).known);
+  bool known = false;
+  EXPECT_EQ(registry.descriptorOf(memory, known), nullptr);
+  EXPECT_TRUE(known);
 }
 
 TEST_F(MemoryTest, LocalRegistrationIsFoundForEveryPartAndForNothingBeyond) {
@@ -44,9 +45,10 @@ TEST_F(MemoryTest, LocalRegistrationIsFoundForEveryPartAndForNothingBeyond) {
   registry.addLocal(middle);
   registry.addLocal(std::span(memory).subspan(2048, 64));  // a smaller region inside
   const auto isKnown = [&](size_t offset, size_t size) {
-    const auto source = registry.sourceOf(Bytes(memory).subspan(offset, size));
-    EXPECT_EQ(source.descriptor != nullptr, source.known);
-    return source.known;
+    bool known = false;
+    void* const descriptor = registry.descriptorOf(Bytes(memory).subspan(offset, size), known);
+    EXPECT_EQ(descriptor != nullptr, known);
+    return known;
   };
   EXPECT_TRUE(isKnown(1024, 4096));
   EXPECT_TRUE(isKnown(2050, 62));
@@ -61,30 +63,33 @@ TEST_F(MemoryTest, MemoryOfADeviceIsKnownUntilItIsRemoved) {
   for (const int mrMode : {0, FI_MR_LOCAL}) {
     Registry registry = registryOf(mrMode, true);
     const auto device = std::span(memory).subspan(1024, 4096);
-    const auto source = [&](size_t offset, size_t size) {
-      return registry.sourceOf(Bytes(memory).subspan(offset, size));
+    const auto descriptor = [&](size_t offset, size_t size) {
+      return registry.deviceDescriptorOf(Bytes(memory).subspan(offset, size));
     };
-    registry.addDevice({device});
-    EXPECT_TRUE(source(1024, 4096).onDevice);
-    EXPECT_TRUE(source(2000, 8).onDevice);
-    EXPECT_NE(source(2000, 8).descriptor, nullptr);
-    for (const size_t outside : {size_t{1020}, size_t{5116}, size_t{6000}}) {
-      EXPECT_FALSE(source(outside, 8).onDevice) << outside;
-      EXPECT_EQ(source(outside, 8).known, mrMode == 0) << outside;
+    EXPECT_THROW(descriptor(2000, 8), Error);
+    for (int round = 0; round < 2; ++round) {
+      registry.addDevice({device});
+      EXPECT_NE(descriptor(1024, 4096), nullptr);
+      EXPECT_EQ(descriptor(5119, 1), descriptor(1024, 4096));
+      for (const size_t outside : {size_t{1020}, size_t{5116}, size_t{6000}}) {
+        EXPECT_THROW(descriptor(outside, 8), Error) << outside;
+      }
+      // Memory of the host is another matter, whatever lies there.
+      bool known = false;
+      registry.descriptorOf(device, known);
+      EXPECT_EQ(known, mrMode == 0);
+      registry.removeDevice(device);
+      registry.removeDevice(device);
+      EXPECT_THROW(descriptor(2000, 8), Error);
     }
-    registry.removeDevice(device);
-    EXPECT_FALSE(source(2000, 8).onDevice);
-    EXPECT_EQ(source(2000, 8).known, mrMode == 0);
-    registry.removeDevice(device);  // again
-    registry.addDevice({device});
-    EXPECT_TRUE(source(2000, 8).onDevice);
   }
 }
 
 TEST_F(MemoryTest, WhatIsKnownIsNotRegisteredAgain) {
   Registry registry = registryOf(FI_MR_LOCAL, true);
   const auto descriptor = [&](size_t offset) {
-    return registry.sourceOf(Bytes(memory).subspan(offset, 64)).descriptor;
+    bool known = false;
+    return registry.descriptorOf(Bytes(memory).subspan(offset, 64), known);
   };
   EXPECT_TRUE(registry.addLocal(std::span(memory).first(4096)));
   void* const first = descriptor(1024);
@@ -126,7 +131,8 @@ TEST_F(MemoryTest, BounceBuffersAreReusedRegisteredAndBounded) {
   pool.emplace(registry);
   auto first = pool->take(5000);
   std::byte* const place = first.get();
-  EXPECT_NE(registry.sourceOf({place, 5000}).descriptor, nullptr);
+  bool known = false;
+  EXPECT_NE(registry.descriptorOf({place, 5000}, known), nullptr);
   first.reset();
   EXPECT_EQ(pool->take(6000).get(), place) << "same size class, used before";
 
