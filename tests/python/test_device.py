@@ -715,7 +715,7 @@ def test_overlapping_device_memory() -> None:
 
 
 def _sends_when_done() -> None:
-    """Each call is made by whoever sees the one before end, which may be a thread that registers."""
+    """Whoever sees a call end makes the next one, be it while he waits to register memory."""
     with _summing_job(None) as device:
         done = threading.Event()
         kept = []
