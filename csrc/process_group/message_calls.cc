@@ -33,13 +33,7 @@ engine::Pieces cut(std::span<std::byte> bytes, const std::vector<int64_t>& eleme
 // The same as tensors.
 std::vector<at::Tensor> parts(const at::Tensor& tensor, const std::vector<int64_t>& elements) {
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
-  std::vector<at::Tensor> result;
-  int64_t begin = 0;
-  for (const int64_t count : elements) {
-    result.push_back(tensor.view(-1).narrow(0, begin, count));
-    begin += count;
-  }
-  return result;
+  return tensor.view(-1).split_with_sizes(elements);
 }
 
 // Pieces of a list of tensors, one for each where they have been joined.

@@ -114,6 +114,20 @@ struct Pair {
   PeerId toA, toB;
 };
 
+// The first put of a pair comes whole, once, to byte 128 of b's memory.
+void expectArrival(Pair& pair, const RemoteKey& key, Bytes header, const Payload& payload,
+                   bool copied) {
+  ASSERT_TRUE(pair.a->put(pair.toB, {key, 128}, 7, header, payload, 1));
+  ASSERT_TRUE(pair.pollUntil([&] { return pair.atB.puts.count(7) == 1; }));
+  ASSERT_TRUE(pair.pollUntil([&] { return pair.atA.done.count(1) == 1; }));
+  EXPECT_EQ(pair.atB.puts[7], 1);
+  EXPECT_TRUE(std::equal(header.begin(), header.end(), pair.memory.begin() + 128));
+  EXPECT_TRUE(std::equal(payload.begin(), payload.end(), pair.memory.begin() + 128 + kHeaderBytes));
+  const auto& traffic = dynamic_cast<fabric::FabricTransport&>(*pair.a).traffic();
+  EXPECT_EQ(traffic.put, payload.size());
+  EXPECT_EQ(traffic.copied, copied ? payload.size() : 0);
+}
+
 TEST(FabricTransport, ConnectingTwiceGivesTheSamePeer) {
   Pair pair(optionsFor("tcp"));
   EXPECT_EQ(pair.a->connect(pair.b->address(), "b again"), pair.toB);
@@ -169,16 +183,7 @@ TEST(FabricTransport, WhatLiesInASourceLeavesWithoutACopy) {
     EXPECT_TRUE(pair.a->addSource(source));
     const auto header = pattern(kHeaderBytes, 1);
     const auto payload = Bytes(c.inSource ? source : other).subspan(1000, c.bytes);
-    ASSERT_TRUE(pair.a->put(pair.toB, {key, 128}, 7, header, payload, 1));
-    ASSERT_TRUE(pair.pollUntil([&] { return pair.atB.puts.count(7) == 1; }));
-    ASSERT_TRUE(pair.pollUntil([&] { return pair.atA.done.count(1) == 1; }));
-    EXPECT_EQ(pair.atB.puts[7], 1);
-    EXPECT_TRUE(std::equal(header.begin(), header.end(), pair.memory.begin() + 128));
-    EXPECT_TRUE(
-        std::equal(payload.begin(), payload.end(), pair.memory.begin() + 128 + kHeaderBytes));
-    const auto& traffic = dynamic_cast<fabric::FabricTransport&>(*pair.a).traffic();
-    EXPECT_EQ(traffic.put, c.bytes);
-    EXPECT_EQ(traffic.copied, c.copied ? c.bytes : 0);
+    ASSERT_NO_FATAL_FAILURE(expectArrival(pair, key, header, payload, c.copied));
   }
 }
 
@@ -193,16 +198,7 @@ TEST(FabricTransport, WhatLiesOnADeviceLeavesFromThere) {
     ASSERT_EQ(pair.a->addDeviceSource({source}), "");
     const auto header = pattern(kHeaderBytes, 1);
     const Payload payload(Bytes(source).subspan(1000, bytes), /*isOnDevice=*/true);
-    ASSERT_TRUE(pair.a->put(pair.toB, {key, 128}, 7, header, payload, 1));
-    ASSERT_TRUE(pair.pollUntil([&] { return pair.atB.puts.count(7) == 1; }));
-    ASSERT_TRUE(pair.pollUntil([&] { return pair.atA.done.count(1) == 1; }));
-    EXPECT_EQ(pair.atB.puts[7], 1);
-    EXPECT_TRUE(std::equal(header.begin(), header.end(), pair.memory.begin() + 128));
-    EXPECT_TRUE(
-        std::equal(payload.begin(), payload.end(), pair.memory.begin() + 128 + kHeaderBytes));
-    const auto& traffic = dynamic_cast<fabric::FabricTransport&>(*pair.a).traffic();
-    EXPECT_EQ(traffic.put, bytes);
-    EXPECT_EQ(traffic.copied, 0u);
+    ASSERT_NO_FATAL_FAILURE(expectArrival(pair, key, header, payload, /*copied=*/false));
     // What is not there is never read by the host.
     pair.a->removeDeviceSource(source);
     EXPECT_THROW((void)pair.a->put(pair.toB, {key, 128}, 8, header, payload, 2), Error);
