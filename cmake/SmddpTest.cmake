@@ -18,9 +18,9 @@ endif()
 # All tests that are not sequential, and nothing else.
 add_custom_target(threaded_tests)
 if(SMDDP_SANITIZE)
-  set(SMDDP_TEST_TIMEOUT 480)
+  set(SMDDP_TEST_TIMEOUT 600)
 else()
-  set(SMDDP_TEST_TIMEOUT 120)
+  set(SMDDP_TEST_TIMEOUT 300)
 endif()
 
 function(smddp_add_test name)

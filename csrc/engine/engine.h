@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "bootstrap/store.h"
+#include "engine/crowding.h"
 #include "engine/group.h"
 #include "engine/habit.h"
 #include "engine/process.h"
@@ -188,7 +189,7 @@ class Engine {
   std::map<uint64_t, std::deque<Stashed>> stash_;  // for groups that this rank has not made yet
   uint64_t nodeAgreement_ = 0;
   Nanoseconds nextLook_ = 0;
-  Nanoseconds crowdedUntil_ = 0;  // somebody who computes shares the core
+  Crowding crowding_;
 
   std::mutex inboxMutex_;
   std::vector<std::function<void()>> inbox_;  // guarded by inboxMutex_

@@ -24,10 +24,6 @@ constexpr auto kAnswerPeriod = std::chrono::milliseconds(250);
 constexpr auto kWatchPeriod = std::chrono::milliseconds(1);
 // A waiter looks whether it can take ownership at least this often.
 constexpr auto kWaiterPeriod = std::chrono::milliseconds(1);
-// A yield that takes so long has not gone to a mate who waits as well, but to somebody who computes. It cost our turn:
-// to sleep and be woken costs less, for as long as he is likely to be there.
-constexpr Nanoseconds kLostTurn = 500'000;
-constexpr Nanoseconds kCrowdedPeriod = 50'000'000;
 // Callbacks that wait for other operations at the same time; no sane program has so many.
 constexpr size_t kMaxThreads = 64;
 
@@ -41,8 +37,7 @@ void pause() {
 
 }  // namespace
 
-// How long nothing has happened, and what to do about it. With `looks` it yields for so long, not so often, unless the
-// core is crowded.
+// How long nothing has happened, and what to do about it. With `looks` it yields for so long, not so often.
 struct Engine::Patience {
   Patience(Engine& engine, bool patient, Nanoseconds looks)
       : engine(&engine), rounds(patient ? kPauses : 0), looks(looks) {}
@@ -52,23 +47,15 @@ struct Engine::Patience {
   bool spin() {
     if (rounds++ < kPauses) {
       pause();
-    } else if (looks > 0) {
-      return look();
-    } else if (rounds <= kPauses + kYields) {
-      sched_yield();
-    } else {
-      return false;
+      return true;
     }
-    return true;
-  }
-  bool look() {
     const Clock& clock = engine->process_->clock();
     const Nanoseconds begun = clock.now();
     if (until == 0) until = begun + looks;
-    if (begun >= until || begun < engine->crowdedUntil_) return false;
+    const bool mayYield = looks > 0 ? begun < until : rounds <= kPauses + kYields;
+    if (!mayYield || engine->crowding_.isCrowded(begun)) return false;
     sched_yield();
-    const Nanoseconds ended = clock.now();
-    if (ended - begun >= kLostTurn) engine->crowdedUntil_ = ended + kCrowdedPeriod;
+    engine->crowding_.yielded(begun, clock.now());
     return true;
   }
   Engine* engine;
