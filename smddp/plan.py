@@ -52,11 +52,15 @@ how to read a plan:
   flush to rank 2            until the network no longer needs what was put, up to that message
 """
 
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6}
+# A letter alone means what it does to nccl-tests and dd.
+_UNITS = {
+    **{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9},
+    **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30},
+}
 
 
 def parse_bytes(text: str) -> int:
-    """Returns the number of bytes that "25MiB", "4096" or "1.5 KiB" means.
+    """Returns the number of bytes that "25MiB", "4096", "1.5 KiB" or "25M" means.
 
     Raises:
         ValueError: the text means none, or no whole number.

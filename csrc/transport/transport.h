@@ -59,6 +59,7 @@ struct Payload : Bytes {
   bool onDevice = false;
 };
 
+// Memory of a device, which the host must not read at its addresses.
 struct DeviceMemory {
   // Host: of a device made up for tests, whose memory is the host's.
   enum class Kind : uint8_t { Host, Cuda };

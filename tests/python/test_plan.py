@@ -19,6 +19,8 @@ from smddp import plan
         ("25MiB", 25 << 20),
         ("1.5 kib", 1536),
         ("2GiB", 2 << 30),
+        ("128M", 128 << 20),
+        ("1 gb", 10**9),
     ],
 )
 def test_bytes(text: str, size: int) -> None:
