@@ -152,8 +152,7 @@ class RawStream final : public Stream {
     receiver_ = std::make_unique<RawEndpoint>(*found.raw[choice.index]);
     key_ = receiver_->registry->add(window_);
     sender_->registry->addLocal(payload_);
-    bool known = false;
-    descriptor_ = sender_->registry->descriptorOf(payload_, known);
+    descriptor_ = sender_->registry->descriptorOf(payload_).value();
     to_ = sender_->introduce(*receiver_);
     receiver_->introduce(*sender_);
   }

@@ -53,10 +53,8 @@ how to read a plan:
 """
 
 # A letter alone means what it does to nccl-tests and dd.
-_UNITS = {
-    **{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9},
-    **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30},
-}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def parse_bytes(text: str) -> int:

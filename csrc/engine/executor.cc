@@ -245,7 +245,7 @@ void Executor::move(const Step& step, int64_t trip) {
   scale.post = step.postScale && binding_.op == ReduceOp::AVG;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
   constexpr int64_t kLongBytes = transport::shm::StoreChoice::kLongBytes;
-  const bool fromDevice = binding_.inputOnDevice && readsDevice(step);
+  const bool fromDevice = readsDevice(step);
   bool stages = false;
   if (step.length >= kLongBytes) {
     for (uint32_t i = 0; i < step.numDestinations; ++i) stages |= writesStaging(step, i);
@@ -296,6 +296,7 @@ void Executor::move(const Step& step, int64_t trip) {
 }
 
 bool Executor::readsDevice(const Step& step) const {
+  if (!binding_.inputOnDevice) return false;
   for (int i = 0; i < step.numSources; ++i) {
     if (plan_->plan.source(step, i).space == Space::Input) return true;
   }
@@ -344,7 +345,7 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
   if (channel.ends->send->sent() + 1 != number) return false;
   transport::Payload payload;
   if (step.length > 0) {
-    const bool onDevice = binding_.inputOnDevice && readsDevice(step);
+    const bool onDevice = readsDevice(step);
     const auto run = resolve(step.firstRef, trip, 0, step.length);
     payload = {{run.data, static_cast<size_t>(run.bytes)}, onDevice};
     if (run.bytes < step.length) {

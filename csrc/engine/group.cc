@@ -468,7 +468,7 @@ Binding& Group::bind(Active& active, const Request& request, const transport::Ca
                      uint64_t sequence) const {
   Binding& binding = active.executor->binding();
   binding.anyShared = false;  // until all have arrived
-  binding.inputOnDevice = false;
+  binding.inputOnDevice = request.inputOnDevice;
   binding.type = request.type;
   binding.op = request.op;
   binding.scale.factor = request.factor;
@@ -486,7 +486,6 @@ void Group::bind(Active& active) {
   binding.output = Buffer(active.output);
   const bool inPlace = buffersOf(active.shape, spec_.me, spec_.size).inPlace;
   binding.input = Buffer(inPlace ? active.output : active.input);
-  binding.inputOnDevice = first.request.inputOnDevice;
   if (!active.shape.shared) return;
   for (int local = 0; local < topology_->teamSize(); ++local) {
     const Arrival& theirs = active.track.arrivalOf(local);

@@ -6,8 +6,8 @@
 // device (device_copies.h), but for what the network reads there by itself, see readInPlace(); unless the call is carried
 // out there, see stayOnDevice().
 //
-// Owns the copies, and a share of the tensors that are read in place, until it is dropped. Threads: filled before the call is submitted; finish() on whichever thread
-// sees the operation's end, once.
+// Owns the copies, and a share of the tensors that are read in place, until it is dropped. Threads: filled before the
+// call is submitted; finish() on whichever thread sees the operation's end, once.
 #pragma once
 
 #include <ATen/ATen.h>

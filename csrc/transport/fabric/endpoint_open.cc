@@ -121,8 +121,7 @@ void Endpoint::createOperations() {
   const size_t bytes = sends_.size() * sendSlot + receives_.size() * receiveSlot;
   slab_ = allocatePages(bytes);
   registry_->addLocal({slab_.get(), bytes});
-  bool known = false;
-  void* const descriptor = registry_->descriptorOf({slab_.get(), bytes}, known);
+  void* const descriptor = registry_->descriptorOf({slab_.get(), bytes}).value();
   std::byte* next = slab_.get();
   for (Operation& operation : sends_) {
     operation.slot = std::exchange(next, next + sendSlot);

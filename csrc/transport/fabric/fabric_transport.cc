@@ -158,8 +158,10 @@ bool FabricTransport::prepare(OutgoingPut& put, Bytes header, Payload payload) {
     put.inTwo = true;  // host and device are not to be pieces of one write
     return true;
   }
-  bool known = true;
-  if (!payload.empty()) put.descriptor = registry.descriptorOf(payload, known);
+  const std::optional<void*> descriptor =
+      payload.empty() ? nullptr : registry.descriptorOf(payload);
+  const bool known = descriptor.has_value();
+  put.descriptor = descriptor.value_or(nullptr);
   const bool onePiece =
       endpoint_->protocol() == Protocol::Write && endpoint_->provider().writesOnePiece();
   put.inTwo = onePiece && known && payload.size() >= kInTwoBytes;
@@ -171,7 +173,7 @@ bool FabricTransport::prepare(OutgoingPut& put, Bytes header, Payload payload) {
   std::memcpy(copy, header.data(), header.size());
   if (!payload.empty()) std::memcpy(copy + header.size(), payload.data(), payload.size());
   put.payload = {copy + header.size(), payload.size()};
-  put.descriptor = registry.descriptorOf({copy, put.totalBytes()}, known);
+  put.descriptor = registry.descriptorOf({copy, put.totalBytes()}).value();
   return true;
 }
 

@@ -23,9 +23,7 @@ RemoteKey Registry::add(std::span<std::byte> memory) {
 
 bool Registry::addLocal(std::span<std::byte> memory) {
   if (!needsLocal()) return false;
-  bool known = false;
-  descriptorOf(memory, known);
-  if (!known) insert(memory, FI_WRITE | FI_SEND | FI_RECV, false);
+  if (!descriptorOf(memory)) insert(memory, FI_WRITE | FI_SEND | FI_RECV, false);
   return true;
 }
 
@@ -70,8 +68,7 @@ void* Registry::deviceDescriptorOf(Bytes memory) const {
   raise(ErrorKind::Internal, "a put from memory of a device that is not registered");
 }
 
-void* Registry::descriptorOf(Bytes memory, bool& known) const {
-  known = true;
+std::optional<void*> Registry::descriptorOf(Bytes memory) const {
   if (!needsLocal()) return nullptr;
   // Regions may overlap, so every one that begins before the first byte, and not too far before, is a candidate; the
   // nearest nearly always fits.
@@ -83,8 +80,7 @@ void* Registry::descriptorOf(Bytes memory, bool& known) const {
     if (memory.data() + memory.size() <= region.data() + region.size())
       return fi_mr_desc(it->second.registration.get());
   }
-  known = false;
-  return nullptr;
+  return std::nullopt;
 }
 
 std::byte* Registry::translate(const RemoteKey& key, uint64_t offset, uint64_t size) const {

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -27,9 +28,9 @@ class Registry {
   // Makes memory a target of puts. The same memory gets the same key again.
   RemoteKey add(std::span<std::byte> memory);
 
-  // What the provider wants to be told about our own memory: null where it wants nothing. `known` becomes
-  // false when it wants a registration and the bytes lie in none.
-  void* descriptorOf(Bytes memory, bool& known) const;
+  // What the provider wants to be told about our own memory: null where it wants nothing. Nothing at all when it wants
+  // a registration and the bytes lie in none.
+  std::optional<void*> descriptorOf(Bytes memory) const;
   bool needsLocal() const { return (mrMode_ & FI_MR_LOCAL) != 0; }
 
   // Memory of a device, for our own transfers; it overlaps none that is there. Throws Resource.

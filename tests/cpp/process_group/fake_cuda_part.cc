@@ -60,11 +60,8 @@ int rangeOf(int, const void* data, smddp::cuda::MemoryRange* range) {
   const auto& [base, allocation] = *std::prev(after);
   if (data >= static_cast<const std::byte*>(base) + allocation.bytes) return kNotShared;
   const size_t most = world().rangeBytes;
-  const size_t skipped =
-      most == SIZE_MAX
-          ? 0
-          : (static_cast<const std::byte*>(data) - static_cast<const std::byte*>(base)) / most *
-                most;
+  const size_t offset = static_cast<const std::byte*>(data) - static_cast<const std::byte*>(base);
+  const size_t skipped = offset / most * most;
   *range = {reinterpret_cast<uint64_t>(base) + skipped, std::min(most, allocation.bytes - skipped),
             allocation.number};
   return kNone;

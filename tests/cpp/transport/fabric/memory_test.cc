@@ -34,9 +34,9 @@ struct MemoryTest : ::testing::Test {
 
 TEST_F(MemoryTest, WithoutLocalRegistrationEveryByteIsKnown) {
   const Registry registry = registryOf(0, true);
-  bool known = false;
-  EXPECT_EQ(registry.descriptorOf(memory, known), nullptr);
-  EXPECT_TRUE(known);
+  const auto descriptor = registry.descriptorOf(memory);
+  ASSERT_TRUE(descriptor);
+  EXPECT_EQ(*descriptor, nullptr);
 }
 
 TEST_F(MemoryTest, LocalRegistrationIsFoundForEveryPartAndForNothingBeyond) {
@@ -45,10 +45,9 @@ TEST_F(MemoryTest, LocalRegistrationIsFoundForEveryPartAndForNothingBeyond) {
   registry.addLocal(middle);
   registry.addLocal(std::span(memory).subspan(2048, 64));  // a smaller region inside
   const auto isKnown = [&](size_t offset, size_t size) {
-    bool known = false;
-    void* const descriptor = registry.descriptorOf(Bytes(memory).subspan(offset, size), known);
-    EXPECT_EQ(descriptor != nullptr, known);
-    return known;
+    const auto descriptor = registry.descriptorOf(Bytes(memory).subspan(offset, size));
+    EXPECT_EQ(descriptor.value_or(nullptr) != nullptr, descriptor.has_value());
+    return descriptor.has_value();
   };
   EXPECT_TRUE(isKnown(1024, 4096));
   EXPECT_TRUE(isKnown(2050, 62));
@@ -75,9 +74,7 @@ TEST_F(MemoryTest, MemoryOfADeviceIsKnownUntilItIsRemoved) {
         EXPECT_THROW(descriptor(outside, 8), Error) << outside;
       }
       // Memory of the host is another matter, whatever lies there.
-      bool known = false;
-      registry.descriptorOf(device, known);
-      EXPECT_EQ(known, mrMode == 0);
+      EXPECT_EQ(registry.descriptorOf(device).has_value(), mrMode == 0);
       registry.removeDevice(device);
       registry.removeDevice(device);
       EXPECT_THROW(descriptor(2000, 8), Error);
@@ -88,8 +85,7 @@ TEST_F(MemoryTest, MemoryOfADeviceIsKnownUntilItIsRemoved) {
 TEST_F(MemoryTest, WhatIsKnownIsNotRegisteredAgain) {
   Registry registry = registryOf(FI_MR_LOCAL, true);
   const auto descriptor = [&](size_t offset) {
-    bool known = false;
-    return registry.descriptorOf(Bytes(memory).subspan(offset, 64), known);
+    return registry.descriptorOf(Bytes(memory).subspan(offset, 64)).value_or(nullptr);
   };
   EXPECT_TRUE(registry.addLocal(std::span(memory).first(4096)));
   void* const first = descriptor(1024);
@@ -131,8 +127,7 @@ TEST_F(MemoryTest, BounceBuffersAreReusedRegisteredAndBounded) {
   pool.emplace(registry);
   auto first = pool->take(5000);
   std::byte* const place = first.get();
-  bool known = false;
-  EXPECT_NE(registry.descriptorOf({place, 5000}, known), nullptr);
+  EXPECT_NE(registry.descriptorOf({place, 5000}).value_or(nullptr), nullptr);
   first.reset();
   EXPECT_EQ(pool->take(6000).get(), place) << "same size class, used before";
 
