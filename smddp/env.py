@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BEGIN", "END", "insert", "markdown", "misspelt", "settings"]
 
-BEGIN = "<!-- settings: written by `python -m smddp.env --markdown README.md` -->"
+BEGIN = "<!-- settings: written by `python -m smddp.env --markdown docs/settings.md` -->"
 END = "<!-- end of settings -->"
 
 # Read by the build, not by the library.

@@ -1,4 +1,4 @@
-"""Settings: the README's table is the code's, and misspelt variables are noticed."""
+"""Settings: the page's table is the code's, and misspelt variables are noticed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from smddp import env
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_readme_is_up_to_date() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_page_is_up_to_date() -> None:
+    text = (ROOT / "docs/settings.md").read_text()
     assert env.insert(text, env.markdown(env.settings())) == text, (
-        "run `python -m smddp.env --markdown README.md`"
+        "run `python -m smddp.env --markdown docs/settings.md`"
     )
 
 

@@ -1,4 +1,4 @@
-"""Every dtype: reduced where README's table says so, refused where it does not, and moved."""
+"""Every dtype: reduced where docs/operations.md says so, refused where it does not, and moved."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _cells(line: str) -> list[str]:
 
 
 def _documented() -> dict[torch.dtype, set[str]]:
-    """Returns the operations that README's table has for each dtype."""
-    lines = iter((ranks.ROOT / "README.md").read_text().splitlines())
+    """Returns the operations that docs/operations.md has for each dtype."""
+    lines = iter((ranks.ROOT / "docs/operations.md").read_text().splitlines())
     head = next(_cells(line) for line in lines if line.startswith("| dtype "))
     next(lines)
     table: dict[torch.dtype, set[str]] = {}
