@@ -21,6 +21,7 @@ class Setting(TypedDict):
     default: str
     doc: str
     from_environment: bool
+    expert: bool
 
 class BuildInfo(TypedDict):
     version: str

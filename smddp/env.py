@@ -24,6 +24,10 @@ __all__ = ["BEGIN", "END", "insert", "markdown", "misspelt", "settings"]
 BEGIN = "<!-- settings: written by `python -m smddp.env --markdown docs/settings.md` -->"
 END = "<!-- end of settings -->"
 
+_FOR_EXPERTS = """\
+Nobody needs these to use smddp. Their defaults were measured; [performance.md](performance.md) says
+how to measure."""
+
 # Read by the build, not by the library.
 _BUILD_ONLY = ("SMDDP_CMAKE_ARGS",)
 
@@ -52,12 +56,14 @@ def misspelt(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
 
 
 def markdown(rows: Iterable[Setting]) -> str:
-    """Returns the settings and their defaults as a Markdown table."""
-    lines = ["| variable | default | what it does |", "|---|---|---|"]
+    """Returns the settings and their defaults as Markdown: for users, then for experts."""
+    head = ["| variable | default | what it does |", "|---|---|---|"]
+    users, experts = list(head), list(head)
     for row in rows:
         default = f"`{row['default']}`" if row["default"] else ""
-        lines.append(f"| `{row['name']}` | {default} | {row['doc'].replace('|', chr(92) + '|')} |")
-    return "\n".join(lines) + "\n"
+        line = f"| `{row['name']}` | {default} | {row['doc'].replace('|', chr(92) + '|')} |"
+        (experts if row["expert"] else users).append(line)
+    return "\n".join([*users, "", "## For experts", "", _FOR_EXPERTS, "", *experts]) + "\n"
 
 
 def insert(text: str, table: str) -> str:

@@ -100,10 +100,13 @@ const Settings& settings() {
 std::vector<SettingRow> describeSettings() {
   const Settings defaults;
   std::vector<SettingRow> rows;
+  bool isExpert = false;
 #define SMDDP_ROW(type, field, env, value, doc, ...)                                             \
   rows.push_back({env, typeName(defaults.field), print(settings().field), print(defaults.field), \
-                  doc + sentenceOn(Allowed{__VA_ARGS__}), !environment(env).empty()});
-  SMDDP_SETTINGS(SMDDP_ROW)
+                  doc + sentenceOn(Allowed{__VA_ARGS__}), !environment(env).empty(), isExpert});
+  SMDDP_USER_SETTINGS(SMDDP_ROW)
+  isExpert = true;
+  SMDDP_EXPERT_SETTINGS(SMDDP_ROW)
 #undef SMDDP_ROW
   return rows;
 }

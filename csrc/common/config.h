@@ -1,4 +1,4 @@
-// Every setting of the library, in one table. Nothing else reads the environment.
+// Every setting of the library, in two tables: for users, and for experts. Nothing else reads the environment.
 //
 // A line is  X(type, field, "ENVIRONMENT", default, "what it does; when one would change it"), with what it may be at the
 // end: a number's least, most, "unit", or .words = "…". The table is read once, at first use, and never changes, so
@@ -33,82 +33,86 @@ inline constexpr int64_t kMostInFlight = 254;
 inline constexpr int64_t kMostWindow = 1 << 13;
 
 // clang-format off
-#define SMDDP_SETTINGS(X)                                                                                     \
-  X(std::string, nodeId, "SMDDP_NODE_ID", "",                                                                 \
+#define SMDDP_USER_SETTINGS(X)                                                                                 \
+  X(std::string, nodeId, "SMDDP_NODE_ID", "",                                                                  \
     "Name of the node this rank belongs to. Ranks with different names never share memory. Set it to let one " \
     "machine play several nodes; by default the kernel's boot id decides, confirmed by a shared-memory echo.") \
-  X(std::string, provider, "SMDDP_PROVIDER", "",                                                              \
+  X(std::string, provider, "SMDDP_PROVIDER", "",                                                               \
     "libfabric provider between nodes (efa, cxi, verbs;ofi_rxm, tcp, net, tcp;ofi_rxm, shm). A named provider " \
-    "that is missing is an error. Default: the first of that list that is there, shm excepted.")              \
-  X(std::string, interface, "SMDDP_INTERFACE", "",                                                            \
-    "Network interface between nodes, such as eth0. Default: the one that routes to MASTER_ADDR.")            \
-  X(Secret, jobToken, "SMDDP_JOB_TOKEN", {},                                                                  \
-    "Secret of the job, the same on all ranks. With it, what ranks say about themselves in the store and on " \
+    "that is missing is an error. Default: the first of that list that is there, shm excepted.")               \
+  X(std::string, interface, "SMDDP_INTERFACE", "",                                                             \
+    "Network interface between nodes, such as eth0. Default: the one that routes to MASTER_ADDR.")             \
+  X(Secret, jobToken, "SMDDP_JOB_TOKEN", {},                                                                   \
+    "Secret of the job, the same on all ranks. With it, what ranks say about themselves in the store and on "  \
     "their lifelines is signed: whoever reaches the store but has no token cannot join or pose as a rank. It " \
-    "encrypts nothing. Take 16 random bytes or more, for example `openssl rand -hex 16`.")                    \
-  X(bool, fabricRma, "SMDDP_FABRIC_RMA", true,                                                                \
-    "Use remote writes where the provider has them; 0 sends into posted receives instead.")                   \
-  X(std::string, log, "SMDDP_LOG", "warn",                                                                    \
-    "How much to print: error, warn, info (one line about the choices made), debug, trace.",                  \
-    .words = "error, warn, info, debug or trace")                                                             \
-  X(std::string, simd, "SMDDP_SIMD", "auto",                                                                  \
-    "Instruction set of the reduction kernels: auto, scalar, avx2, avx512. Results do not depend on it.",     \
-    .words = "auto, scalar, avx2 or avx512")                                                                  \
-  X(std::string, algorithm, "SMDDP_ALGORITHM", "",                                                            \
-    "Overrides the choice of algorithm, for all ranks alike, as collective=name[,...], for example "          \
-    "allreduce=ring. `python -m smddp.plan list` prints the names.")                                          \
-  X(std::string, tuningFile, "SMDDP_TUNING_FILE", "",                                                         \
-    "File with the algorithms that were measured to be best, as `python -m smddp.bench --tune` writes it; "   \
-    "the same rows on all ranks. SMDDP_ALGORITHM goes before it, the built-in table comes after it.")         \
-  X(bool, commMemory, "SMDDP_COMM_MEMORY", true,                                                              \
-    "Let DDP's gradient buckets live in node-shared memory, so that nothing is staged.")                      \
-  X(std::string, gpuPath, "SMDDP_GPU_PATH", "auto",                                                           \
+    "encrypts nothing. Take 16 random bytes or more, for example `openssl rand -hex 16`.")                     \
+  X(std::string, log, "SMDDP_LOG", "warn",                                                                     \
+    "How much to print: error, warn, info (one line about the choices made), debug, trace.",                   \
+    .words = "error, warn, info, debug or trace")                                                              \
+  X(std::string, algorithm, "SMDDP_ALGORITHM", "",                                                             \
+    "Overrides the choice of algorithm, for all ranks alike, as collective=name[,...], for example "           \
+    "allreduce=ring. `python -m smddp.plan list` prints the names.")                                           \
+  X(std::string, tuningFile, "SMDDP_TUNING_FILE", "",                                                          \
+    "File with the algorithms that were measured to be best, as `python -m smddp.bench --tune` writes it; "    \
+    "the same rows on all ranks. SMDDP_ALGORITHM goes before it, the built-in table comes after it.")          \
+  X(bool, commMemory, "SMDDP_COMM_MEMORY", true,                                                               \
+    "Let DDP's gradient buckets live in node-shared memory, so that nothing is staged.")                       \
+  X(std::string, gpuPath, "SMDDP_GPU_PATH", "auto",                                                            \
     "Which way calls on GPU tensors go, on all ranks alike: auto (NCCL where each rank has a GPU of its own, " \
-    "on one node; else through the host), host, nccl, ipc (as auto, but ranks that all share one GPU meet "   \
+    "on one node; else through the host), host, nccl, ipc (as auto, but ranks that all share one GPU meet "    \
     "in its memory), or rails (as auto, but on several nodes all_reduce, all_gather, reduce_scatter and broadcast go " \
-    "by NCCL inside them). None of them has been tried on a GPU yet.",                                        \
-    .words = "auto, host, nccl, ipc or rails")                                                                \
-  X(std::string, gpuSum, "SMDDP_GPU_SUM", "auto",                                                             \
+    "by NCCL inside them). None of them has been tried on a GPU yet.",                                         \
+    .words = "auto, host, nccl, ipc or rails")                                                                 \
+  X(std::string, gpuSum, "SMDDP_GPU_SUM", "auto",                                                              \
     "Where rails (SMDDP_GPU_PATH) sum between nodes, on all ranks alike: cpu, gpu (a kernel of the CUDA part), or " \
     "auto: each group measures both at its first call, and takes the GPU where that is clearly quicker. Not yet " \
-    "tried on a GPU.",                                                                                        \
-    .words = "auto, cpu or gpu")                                                                              \
-  X(bool, gpuCommMemory, "SMDDP_GPU_COMM_MEMORY", false,                                                      \
+    "tried on a GPU.",                                                                                         \
+    .words = "auto, cpu or gpu")                                                                               \
+  X(bool, gpuCommMemory, "SMDDP_GPU_COMM_MEMORY", false,                                                       \
     "Let DDP's gradient buckets on GPUs, and FSDP2's where it asks, live in memory that NCCL has registered, or " \
-    "that ranks which share a GPU can open. Not yet tried on a GPU.")                                         \
-  X(bool, gpuDirect, "SMDDP_GPU_DIRECT", false,                                                               \
-    "Send to other nodes straight from GPU memory, where libfabric's provider can (FI_HMEM) and nothing is "  \
-    "reduced on the way; see docs/gpu.md. Not yet tried on a GPU.")                                           \
-  X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 131072,                                                    \
-    "Inside a node, ranks sum everything themselves (one synchronisation) where each then reads up to this "  \
-    "many bytes of the others': allreduces of 128 KiB on 2 ranks, of 18 KiB on 8.", 0, kMostBytes, "bytes")   \
-  X(int64_t, chunkBytes, "SMDDP_CHUNK_BYTES", 262144,                                                         \
-    "Bytes of the vector that are staged at a time inside a node. Should stay in the L2 cache.",              \
-    64, kMostBytes, "bytes")                                                                                  \
-  X(std::string, stagingStores, "SMDDP_STAGING_STORES", "auto",                                               \
+    "that ranks which share a GPU can open. Not yet tried on a GPU.")                                          \
+  X(bool, gpuDirect, "SMDDP_GPU_DIRECT", false,                                                                \
+    "Send to other nodes straight from GPU memory, where libfabric's provider can (FI_HMEM) and nothing is "   \
+    "reduced on the way; see docs/gpu.md. Not yet tried on a GPU.")                                            \
+  X(int64_t, poolBytes, "SMDDP_POOL_BYTES", 8388608,                                                           \
+    "Shared staging memory of one rank for one operation of one group. Pages are touched only when used.",     \
+    16384, kMostBytes, "bytes")
+
+// Nobody needs these to use the library: their defaults were measured, and are good elsewhere.
+#define SMDDP_EXPERT_SETTINGS(X)                                                                               \
+  X(bool, fabricRma, "SMDDP_FABRIC_RMA", true,                                                                 \
+    "Use remote writes where the provider has them; 0 sends into posted receives instead.")                    \
+  X(std::string, simd, "SMDDP_SIMD", "auto",                                                                   \
+    "Instruction set of the reduction kernels: auto, scalar, avx2, avx512. Results do not depend on it.",      \
+    .words = "auto, scalar, avx2 or avx512")                                                                   \
+  X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 131072,                                                     \
+    "Inside a node, ranks sum everything themselves (one synchronisation) where each then reads up to this "   \
+    "many bytes of the others': allreduces of 128 KiB on 2 ranks, of 18 KiB on 8.", 0, kMostBytes, "bytes")    \
+  X(int64_t, chunkBytes, "SMDDP_CHUNK_BYTES", 262144,                                                          \
+    "Bytes of the vector that are staged at a time inside a node. Should stay in the L2 cache.",               \
+    64, kMostBytes, "bytes")                                                                                   \
+  X(std::string, stagingStores, "SMDDP_STAGING_STORES", "auto",                                                \
     "How a rank writes staging memory that another rank of its node reads next: ordinary (through the caches), " \
-    "streaming (past them, straight to memory), or auto: whichever takes the writer less time, which is "     \
-    "measured all the time.",                                                                                 \
-    .words = "auto, ordinary or streaming")                                                                   \
-  X(int64_t, fabricChunkBytes, "SMDDP_FABRIC_CHUNK_BYTES", 1048576,                                           \
-    "Bytes of the vector that travel between nodes at a time; the stages of different chunks overlap.",       \
-    64, kMostBytes, "bytes")                                                                                  \
-  X(int64_t, fabricWindow, "SMDDP_FABRIC_WINDOW", 4,                                                          \
-    "Messages that may be under way to one peer on one channel before it has consumed any.",                  \
-    1, kMostWindow, "messages")                                                                               \
-  X(int64_t, poolBytes, "SMDDP_POOL_BYTES", 8388608,                                                          \
-    "Shared staging memory of one rank for one operation of one group. Pages are touched only when used.",    \
-    16384, kMostBytes, "bytes")                                                                               \
-  X(int64_t, inFlight, "SMDDP_IN_FLIGHT", 0,                                                                  \
-    "Operations of one group that run at the same time. 0: one on a single node, four across nodes.",         \
-    0, kMostInFlight, "operations")                                                                           \
-  X(int64_t, fusionBytes, "SMDDP_FUSION_BYTES", 32768,                                                        \
-    "Waiting allreduces of one group are fused up to this many bytes. 0 turns fusion off.",                   \
-    0, kMostBytes, "bytes")                                                                                   \
-  X(int64_t, commMemoryCacheBytes, "SMDDP_COMM_MEMORY_CACHE_BYTES", 268435456,                                \
-    "Freed communication memory that is kept for reuse before it is returned to the system.",                 \
+    "streaming (past them, straight to memory), or auto: whichever takes the writer less time, which is "      \
+    "measured all the time.",                                                                                  \
+    .words = "auto, ordinary or streaming")                                                                    \
+  X(int64_t, fabricChunkBytes, "SMDDP_FABRIC_CHUNK_BYTES", 1048576,                                            \
+    "Bytes of the vector that travel between nodes at a time; the stages of different chunks overlap.",        \
+    64, kMostBytes, "bytes")                                                                                   \
+  X(int64_t, fabricWindow, "SMDDP_FABRIC_WINDOW", 4,                                                           \
+    "Messages that may be under way to one peer on one channel before it has consumed any.",                   \
+    1, kMostWindow, "messages")                                                                                \
+  X(int64_t, inFlight, "SMDDP_IN_FLIGHT", 0,                                                                   \
+    "Operations of one group that run at the same time. 0: one on a single node, four across nodes.",          \
+    0, kMostInFlight, "operations")                                                                            \
+  X(int64_t, fusionBytes, "SMDDP_FUSION_BYTES", 32768,                                                         \
+    "Waiting allreduces of one group are fused up to this many bytes. 0 turns fusion off.",                    \
+    0, kMostBytes, "bytes")                                                                                    \
+  X(int64_t, commMemoryCacheBytes, "SMDDP_COMM_MEMORY_CACHE_BYTES", 268435456,                                 \
+    "Freed communication memory that is kept for reuse before it is returned to the system.",                  \
     0, kMostBytes, "bytes")
 // clang-format on
+#define SMDDP_SETTINGS(X) SMDDP_USER_SETTINGS(X) SMDDP_EXPERT_SETTINGS(X)
 
 struct Settings {
 #define SMDDP_FIELD(type, field, env, value, ...) type field = value;
@@ -122,6 +126,7 @@ const Settings& settings();
 struct SettingRow {
   std::string name, type, value, defaultValue, doc;
   bool fromEnvironment;
+  bool isExpert;
 };
 // One row per line of the table, with the value in force and where it came from.
 std::vector<SettingRow> describeSettings();
