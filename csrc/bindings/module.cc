@@ -112,11 +112,10 @@ void bindSettings(py::module& m) {
   m.def("settings", [] {
     py::list rows;
     for (const auto& row : smddp::describeSettings()) {
-      rows.append(py::dict(py::arg("name") = row.name, py::arg("type") = row.type,
-                           py::arg("value") = row.value, py::arg("default") = row.defaultValue,
-                           py::arg("doc") = row.doc,
-                           py::arg("from_environment") = row.fromEnvironment,
-                           py::arg("expert") = row.isExpert));
+      rows.append(py::dict(
+          py::arg("name") = row.name, py::arg("type") = row.type, py::arg("value") = row.value,
+          py::arg("default") = row.defaultValue, py::arg("doc") = row.doc,
+          py::arg("from_environment") = row.fromEnvironment, py::arg("expert") = row.isExpert));
     }
     return rows;
   });
