@@ -48,3 +48,7 @@ endif()
 if(SMDDP_WARNINGS_AS_ERRORS)
   add_compile_options(-Werror)
 endif()
+if(SMDDP_SANITIZE OR CMAKE_BUILD_TYPE STREQUAL "Debug")
+  # Functions for the engine's owner alone check who calls them (common/ownership.h).
+  add_compile_definitions(SMDDP_CHECK_OWNERSHIP=1)
+endif()

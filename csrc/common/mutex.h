@@ -1,0 +1,57 @@
+// std::mutex and its companions as clang's thread-safety analysis knows them (thread_annotations.h): those of libstdc++
+// have no annotations.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+
+#include "common/thread_annotations.h"
+
+namespace smddp {
+
+class SMDDP_CAPABILITY("mutex") Mutex {
+ public:
+  void lock() SMDDP_ACQUIRE() { mutex_.lock(); }
+  void unlock() SMDDP_RELEASE() { mutex_.unlock(); }
+
+ private:
+  friend class MutexLock;
+  std::mutex mutex_;
+};
+
+// Holds a mutex in its scope, but for what lies between unlock() and lock().
+class SMDDP_SCOPED_CAPABILITY MutexLock {
+ public:
+  explicit MutexLock(Mutex& mutex) SMDDP_ACQUIRE(mutex) : lock_(mutex.mutex_) {}
+  ~MutexLock() SMDDP_RELEASE() {}
+  MutexLock(const MutexLock&) = delete;
+  MutexLock& operator=(const MutexLock&) = delete;
+  void lock() SMDDP_ACQUIRE() { lock_.lock(); }
+  void unlock() SMDDP_RELEASE() { lock_.unlock(); }
+
+ private:
+  friend class ConditionVariable;
+  std::unique_lock<std::mutex> lock_;
+};
+
+// Without predicates, which as lambdas could not touch what the mutex guards:
+//   while (!ready_) changed_.wait(lock);
+class ConditionVariable {
+ public:
+  void notifyOne() { changed_.notify_one(); }
+  void notifyAll() { changed_.notify_all(); }
+  void wait(MutexLock& lock) { changed_.wait(lock.lock_); }
+  // At most so long, or until then.
+  void waitFor(MutexLock& lock, std::chrono::nanoseconds time) {
+    changed_.wait_for(lock.lock_, time);
+  }
+  void waitUntil(MutexLock& lock, std::chrono::steady_clock::time_point time) {
+    changed_.wait_until(lock.lock_, time);
+  }
+
+ private:
+  std::condition_variable changed_;
+};
+
+}  // namespace smddp
