@@ -7,7 +7,7 @@ namespace {
 
 int64_t roundUp(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-// Gives `first` the stride that leads to `second`, one trip later.
+// Sets the stride of `first` so that it equals `second` one trip later.
 void takeDifference(Affine& first, const Affine& second) {
   first.perTrip = second.base - first.base;
 }
@@ -187,7 +187,7 @@ void Builder::eachChunk(int64_t bytes, int64_t chunkBytes,
                         const std::function<void(const Chunk&)>& body) {
   SMDDP_CHECK(arrived_ && !inChunk_, "{}: chunks follow the arrival and do not nest", plan_.name);
   flushPending();
-  // Rounding chunks up to granules must not take them beyond the limit.
+  // Round the limit down first: chunks are rounded up to granules below and must not exceed it.
   chunkBytes = std::max(kGranule, chunkBytes / kGranule * kGranule);
   const int64_t pieces = std::max<int64_t>(1, (bytes + chunkBytes - 1) / chunkBytes);
   const int64_t full = std::max(kGranule, roundUp((bytes + pieces - 1) / pieces, kGranule));

@@ -1,5 +1,5 @@
-// What algorithms are written with: a stage is a lane, so one writes what happens to one chunk and pipelining
-// follows.
+// Algorithms write their plans with a Builder. They describe what happens to one chunk, stage by stage. Each stage
+// becomes a lane, and lanes run concurrently, so the chunks are pipelined.
 //
 //   Builder b(topology, limits, "two-phase shared-memory allreduce");
 //   b.arrive();
@@ -11,11 +11,12 @@
 //   });
 //   return b.done();
 //
-// eachChunk calls the body for chunks 0 and 1 and takes the difference as the repeated block; it checks the
-// difference against the last full chunk, so a body that is not affine in the chunk index throws. The
-// tail, when the last chunk is shorter, is a block of its own, cut at the boundaries of a full chunk.
+// eachChunk calls the body for chunks 0 and 1 and takes the difference of their numbers as the stride of a repeated
+// block. For example, offsets 0 and 65536 become 0 + 65536 * k. It checks the result against the last full chunk and
+// throws if the body is not affine in the chunk index. A shorter last chunk becomes a block of its own; it is cut
+// at the boundaries of a full chunk.
 //
-// Message numbers are counted here: put, receive and release name the next message of their channel.
+// The builder counts messages: put, receive and release each mean the next message of their channel.
 #pragma once
 
 #include <functional>
@@ -30,7 +31,7 @@
 
 namespace smddp::plan {
 
-// Shares and chunks are cut at multiples of this many bytes: a cache line, and a multiple of every element.
+// Shares and chunks begin at multiples of this many bytes. It is a cache line, and a multiple of every element size.
 inline constexpr int64_t kGranule = 64;
 
 struct Range {
@@ -38,8 +39,10 @@ struct Range {
   int64_t length = 0;
 };
 
-// Part i of `parts` nearly equal parts of [offset, offset + length), cut at granules and clipped to `limit`
-// bytes (the real length when `length` is that of a full chunk).
+// Part i of `parts` nearly equal parts of [offset, offset + length). Parts begin at granules and are clipped to the
+// first `limit` bytes of the range (for a shorter last chunk: `length` is that of a full chunk, `limit` its own).
+// Example: 320 bytes are 5 granules; three parts are [0, 64), [64, 192) and [192, 320). With the limit 100 they
+// are [0, 64), [64, 100) and an empty one.
 Range share(Range whole, int i, int parts, int64_t limit);
 
 struct Chunk {
@@ -55,7 +58,7 @@ struct Chunk {
   Range all() const { return {offset, length}; }
 };
 
-// Which arithmetic besides the operation a copy or reduction does: see Step.
+// The scaling that a copy or reduction does besides the operation: see Step.
 struct Scales {
   bool pre = false;
   bool post = false;
@@ -71,25 +74,26 @@ class Builder {
   // Memory. `local` is an index into topology().team().
   static Ref in(int64_t offset) { return {Space::Input, 0, 0, {}, {offset, 0}}; }
   static Ref out(int64_t offset) { return {Space::Output, 0, 0, {}, {offset, 0}}; }
-  // Says that the plan is zero-copy, as mateIn and mateOut do: for a rank that happens to leave its mates'
-  // buffers alone while they use its own.
+  // Makes the plan zero-copy, as mateIn and mateOut do. For a rank that does not touch its mates' buffers, while
+  // they use its own.
   void shareBuffers() { plan_.zeroCopy = true; }
   Ref mateIn(int local, int64_t offset);
   Ref mateOut(int local, int64_t offset);
-  // Declares a pool; every rank of a node must declare the same ones in the same order.
+  // Declares a pool. All ranks of a node must declare the same pools in the same order.
   uint8_t pool(std::string name, int64_t slots, int64_t slotBytes);
   static Ref slot(uint8_t pool, int local, int64_t index, int64_t offset) {
     return {Space::Slot, pool, local, {index, 0}, {offset, 0}};
   }
 
-  // The preamble. Copies written before arrive() run before the arrival is published. Exactly one arrive(),
-  // before the first stage.
+  // Ends the preamble. Copies written before arrive() run before the arrival signal. Each plan calls arrive()
+  // exactly once, before the first stage.
   void arrive();
 
-  // Steps go to this lane until the next call. Steps of a stage run in the order written.
+  // The following steps go to this stage's lane, until the next call. The steps of a stage run in the order in
+  // which they are written.
   void stage(const std::string& name);
 
-  // Zero-length copies and reductions are dropped; signals and messages never are.
+  // Copies and reductions of length zero are dropped. Signals and messages are kept.
   void copy(std::vector<Ref> destinations, Ref source, int64_t length, Scales scales = {});
   void reduce(std::vector<Ref> destinations, std::vector<Ref> sources, int64_t length,
               Scales scales = {});
@@ -97,19 +101,19 @@ class Builder {
   void waitTeam(int counter, int64_t value);
   void waitMate(int local, int counter, int64_t value);
   void put(Rank peer, int stream, Ref source, int64_t length);
-  // Waits for the next message and names its bytes.
+  // Waits for the next message. Returns a reference to its bytes.
   Ref receive(Rank peer, int stream, int64_t length);
   void release(Rank peer, int stream);
-  // Until the first `count` puts of this execution on the channel have left their sources.
+  // Waits until the sources of the first `count` puts of this execution on the channel may be overwritten.
   void flush(Rank peer, int stream, int64_t count);
   // The same for all puts written so far.
   void flush(Rank peer, int stream);
 
-  // Cuts [0, bytes) into nearly equal chunks of at most chunkBytes. The body is called for some of them; it
-  // must write the same steps each time. An empty vector is one empty chunk.
+  // Cuts [0, bytes) into nearly equal chunks of at most chunkBytes. Calls the body for some of them only; it must
+  // write the same steps each time. An empty vector is one empty chunk.
   void eachChunk(int64_t bytes, int64_t chunkBytes, const std::function<void(const Chunk&)>& body);
 
-  // The plan. Throws Internal when a rule above was broken.
+  // Returns the plan. Throws Internal if one of the rules above was broken.
   Plan done();
 
  private:

@@ -1,18 +1,18 @@
-// Proves that the plans of all ranks, run back to back, do what their collective demands.
+// The checker proves that the plans of all ranks, run back to back, do what their collective demands.
 //
-// The plans are executed symbolically with vector clocks. Waits are >= on monotonic counters with one writer,
-// so no step can disable another: one maximal run decides about deadlock for every interleaving, and
-// happens-before is the same in each. Proved are
+// It executes the plans symbolically, with vector clocks. A wait is a >= on a monotonic counter with one writer, so
+// no step can disable another one. Therefore one run, continued until no lane can go on, decides about deadlock for
+// every interleaving, and happens-before is the same in each. It proves
 //
-//   progress  every lane ends; a put needs credit, as it does at run time
-//   order     no two accesses to the same bytes, one of them a write, are unordered: between lanes, between
-//             ranks of a node, with puts under way, with the callers' own use of their buffers before and
-//             after, and with the executions before and after
-//   contents  every output element holds what Execution::expectations say, the same association on every
-//             rank, scaled where it must be and nowhere else
-//   form      the rules of plan.h that no type enforces
+//   progress  Every lane ends. A put needs credit, as at run time.
+//   order     Two accesses to the same bytes are ordered if one of them is a write. This covers lanes, ranks of a
+//             node, puts in flight, the callers' own use of their buffers before and after the call, and the
+//             executions before and after.
+//   contents  Every output element holds what Execution::expectations says, reduced in the same association on
+//             every rank, and scaled where it must be and nowhere else.
+//   form      The rules of plan.h that no type enforces (plan/malformation.h).
 //
-// Three executions in a row are needed to see the staging halves reused (they alternate).
+// It takes three executions in a row to see the staging halves reused, because halves alternate.
 #pragma once
 
 #include <cstdint>
@@ -20,48 +20,10 @@
 #include <string>
 #include <vector>
 
+#include "plan/execution.h"
 #include "plan/plan.h"
-#include "plan/topology.h"
 
 namespace smddp::plan {
-
-struct Contribution {
-  Rank rank = 0;
-  int64_t offset = 0;  // in that rank's input
-};
-
-// What [offset, offset + length) of a rank's output must hold in the end: a copy of its one contribution, or
-// the reduction of all of them, each exactly once.
-struct Expectation {
-  Rank rank = 0;
-  int64_t offset = 0;
-  int64_t length = 0;
-  bool isReduction = false;  // also with one contribution: it is scaled
-  std::vector<Contribution> contributions;
-};
-
-// One collective on all ranks.
-struct Execution {
-  std::vector<Plan> plans;  // by rank
-  std::vector<int64_t> inputBytes;
-  std::vector<int64_t> outputBytes;
-  std::vector<bool> inPlace;  // input and output are the same buffer
-  std::vector<Expectation> expectations;
-  bool isBarrier = false;    // nobody may end before everybody has begun
-  bool hasOneOrder = false;  // all elements must be reduced in the same association
-  int64_t elementBytes = 1;  // nothing may be cut inside an element
-
-  static Execution allReduce(std::vector<Plan> plans, int64_t bytes);
-  static Execution broadcast(std::vector<Plan> plans, int64_t bytes, Rank root);
-  // `bytes`: one rank's block.
-  static Execution allGather(std::vector<Plan> plans, int64_t bytes);
-  static Execution reduceScatter(std::vector<Plan> plans, int64_t bytes);
-  static Execution barrier(std::vector<Plan> plans);
-  static Execution reduce(std::vector<Plan> plans, int64_t bytes, Rank root);
-  static Execution gather(std::vector<Plan> plans, int64_t bytes, Rank root);
-  static Execution scatter(std::vector<Plan> plans, int64_t bytes, Rank root);
-  static Execution allToAll(std::vector<Plan> plans, int64_t bytes);
-};
 
 struct Verdict {
   enum class Kind : uint8_t { Correct, Malformed, Deadlock, Race, WrongData };
@@ -70,12 +32,8 @@ struct Verdict {
   bool ok() const { return kind == Kind::Correct; }
 };
 
-// nodes: as for Topology. The executions run one after the other on every rank; ranks may be apart.
+// nodes: as for Topology. Every rank runs the executions one after the other; one rank may be ahead of another.
 Verdict check(const std::vector<std::vector<Rank>>& nodes, const Limits& limits,
               std::span<const Execution> backToBack);
-
-// The rules that concern a plan by itself or beside those of its peers, not its run. Empty: all are kept.
-std::string findMalformation(const std::vector<std::vector<Rank>>& nodes, const Limits& limits,
-                             const Execution& execution);
 
 }  // namespace smddp::plan

@@ -1,7 +1,6 @@
-// The collectives as the checker knows them: what each demands of its outputs.
-#include <utility>
+#include "plan/execution.h"
 
-#include "plan/checker.h"
+#include <utility>
 
 namespace smddp::plan {
 namespace {

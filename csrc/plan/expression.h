@@ -1,4 +1,4 @@
-// What bytes hold, as expressions over the inputs: the checker computes with these instead of numbers.
+// Symbolic values. The checker computes with expressions over the inputs instead of numbers.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,17 @@ namespace smddp::plan {
 using ExpressionId = uint32_t;
 inline constexpr ExpressionId kUndefined = 0;
 
-// Expressions do not mention where they stand: an expression at position p means that its leaves lie p bytes
-// further. A run of bytes therefore holds one expression at consecutive positions.
+// An expression and a position in it. Expressions are relative: at position p each leaf means the byte that lies
+// p bytes further. A range of bytes with one history therefore holds one expression at consecutive positions.
+// Example: with a = input of rank 0 and b = input of rank 1, bytes 64 to 127 of a sum hold (a + b) at positions
+// 64 to 127.
 struct Term {
   ExpressionId id = kUndefined;
   int64_t position = 0;
   friend bool operator==(const Term&, const Term&) = default;
 };
 
-// An input that an expression contains: `rank`'s, `offset` bytes beyond the expression's position.
+// An input in an expression: the byte of `rank` that lies `offset` bytes after the expression's position.
 struct Leaf {
   Rank rank = 0;
   int64_t offset = 0;
@@ -30,7 +32,8 @@ struct Leaf {
 };
 
 // Owns and interns expressions: equal ids mean the same operations on the same inputs in the same association.
-// (a+b)+c and a+(b+c) differ, and so does a three-operand reduction, because half types round between them.
+// (a+b)+c, a+(b+c) and the reduction of three operands in one step are three different expressions, because
+// 16-bit types round after every step. Used by one thread.
 class Expressions {
  public:
   Expressions();
@@ -41,16 +44,16 @@ class Expressions {
   ExpressionId scaled(ExpressionId raw);
   // A result after the division of AVG.
   ExpressionId finished(ExpressionId result);
-  // One Reduce step; a single operand stays what it is.
+  // The result of one Reduce step. A single operand is returned unchanged.
   Term reduce(std::span<const Term> operands);
 
   bool isRaw(ExpressionId id) const { return nodes_[id].kind == Kind::Input; }
   bool isFinished(ExpressionId id) const { return nodes_[id].kind == Kind::Finished; }
-  // The execution whose inputs it contains; -1 when there is none, or several.
+  // The execution whose inputs the expression contains; -1 if it contains none, or inputs of several executions.
   int execution(ExpressionId id) const { return nodes_[id].execution; }
   // All inputs, by rank; an input that occurs twice is listed twice.
   const std::vector<Leaf>& leaves(ExpressionId id);
-  // For messages: "(0 + 1) + (2 + 3)", the numbers being ranks.
+  // Text for messages, such as "(0 + 1) + (2 + 3)", where the numbers are ranks.
   std::string print(ExpressionId id) const;
 
  private:

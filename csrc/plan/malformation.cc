@@ -1,17 +1,18 @@
-// The rules of plan.h that hold for a plan without running it.
+#include "plan/malformation.h"
+
 #include <algorithm>
 #include <map>
 #include <tuple>
 
 #include <fmt/format.h>
 
-#include "plan/checker.h"
 #include "plan/print.h"
+#include "plan/topology.h"
 
 namespace smddp::plan {
 namespace {
 
-// One rank's plan under inspection. `problem` keeps the first complaint.
+// Inspects one rank's plan. `problem_` keeps the first complaint.
 class Inspection {
  public:
   Inspection(const Topology& topology, const Limits& limits, const Execution& execution)
@@ -46,7 +47,7 @@ class Inspection {
     }
     require(plan_.poolBytes <= limits_.poolBytes, "pools of {} bytes, {} are allowed",
             plan_.poolBytes, limits_.poolBytes);
-    // Mates address each other's slots by their own plan's pools.
+    // A rank computes the addresses of its mates' slots from the pools of its own plan.
     const Plan& first = execution_.plans[topology_.team().front()];
     const auto equal = [](const Pool& a, const Pool& b) {
       return std::tie(a.slots, a.slotBytes, a.offset) == std::tie(b.slots, b.slotBytes, b.offset);
@@ -59,8 +60,8 @@ class Inspection {
             topology_.team().front());
   }
 
-  // Who waits here for the team's arrival has seen it before its plan ends, so that a staging half is free
-  // again two executions later; and ranks agree on nothing before it.
+  // The preamble must end with the arrival. Staging halves rely on it: no plan may end before the rank has seen
+  // all its mates arrive. And before the arrival ranks have not agreed on anything.
   void inspectArrival() {
     const Block& preamble = plan_.preamble;
     require(preamble.trips == 1 && preamble.numSteps >= 2, "the preamble is not an arrival");
@@ -77,7 +78,7 @@ class Inspection {
       return usesCounter && step.counter == kArrival;
     });
     require(count == 2, "the preamble uses the arrival counter {} times", count);
-    // Ranks choose a zero-copy plan after they have met: its arrival is over when it starts.
+    // Ranks choose a zero-copy plan after the arrival, so nothing in it can precede the arrival.
     require(!plan_.zeroCopy || preamble.numSteps == 2, "a zero-copy plan moves before the arrival");
   }
 
@@ -180,7 +181,7 @@ class Inspection {
   std::string problem_;
 };
 
-// What both ends of every channel declare.
+// Compares the numbers of messages that both ends of every channel declare. Returns the first difference as text.
 std::string disagreement(const Execution& execution) {
   std::map<std::tuple<Rank, Rank, int>, std::pair<int64_t, int64_t>> messages;  // from, to, stream
   for (Rank r = 0; r < static_cast<Rank>(execution.plans.size()); ++r) {

@@ -1,31 +1,33 @@
-// The vocabulary of plans: what one rank does during a collective, as data.
+// The vocabulary of plans. A plan describes, as data, what one rank does during a collective.
 //
-// A plan has *lanes*; a lane has *blocks*; a block is a few *steps* done `trips` times. Lanes advance
-// concurrently, each in order. Every number in a step is affine in the trip index k (base + perTrip * k), so a
-// plan's size does not depend on the message's. Memory is named symbolically (Ref) and bound when the plan
-// runs; a plan is therefore built once per shape, cached and run again and again.
+// A plan has *lanes*, a lane has *blocks*, and a block is a loop of `trips` iterations over a few *steps*. Lanes
+// advance concurrently; the steps of one lane run in order. Every number in a step is affine in the trip index k:
+// base + perTrip * k. A plan's size therefore does not depend on the size of the message. For example, to copy
+// 1 MiB in chunks of 64 KiB takes one step with 16 trips; its offset is 0 + 65536 * k. Memory is named
+// symbolically (Ref) and bound to addresses when the plan runs, so a plan is built once per shape, cached, and run
+// many times.
 //
-// Three kinds of ordering exist and none can be confused with another, because each is a type of its own:
+// Steps are ordered in three ways. Each has types of its own, so that they cannot be confused:
 //
-//   team counters   Signal / Wait        monotonic words in shared memory, one writer (their rank), read by
-//                                        the ranks of its node. Values are relative to the execution.
-//   channels        Put / Receive /      one-way streams of messages to a rank of another node. A put takes the
-//                   Release / Flush      next slot of the receiver's window; Receive says that message i is
-//                                        there, Release gives its slot back (credit), Flush says that the
-//                                        sources of the first i puts may be overwritten.
-//   lane order      –                    the steps of a lane; the preamble precedes all lanes.
+//   team counters   Signal / Wait        A counter is a monotonic word in shared memory. Its rank writes it, the
+//                                        ranks of the node read it. Values are relative to the execution.
+//   channels        Put / Receive /      A channel is a one-way stream of messages to a rank of another node. A put
+//                   Release / Flush      takes the next slot of the receiver's window. Receive waits until message
+//                                        i has arrived. Release gives its slot back to the sender (credit). Flush
+//                                        waits until the sources of the first i puts may be overwritten.
+//   lane order      –                    The steps of a lane run in order; the preamble runs before all lanes.
 //
-// To wait for a value of 0 or less is to wait for nothing: "the slot's last user is done" before there was one.
-// A rank may wait for its own counter; that orders two of its lanes.
+// A wait for a value of 0 or less returns at once. So a plan can say "wait until the last user of this slot is
+// done" also for the first use. A rank may wait for its own counter; that orders two of its lanes.
 //
 // Every plan begins with the preamble [copies…] Signal(kArrival) Wait(team, kArrival). With the arrival signal a
-// rank publishes what it was asked to do; after the wait all ranks of the node have read the same
-// descriptions and take the same branch (error, staged or zero-copy, how many requests are fused).
+// rank publishes what it was asked to do. After the wait all ranks of the node have read the same descriptors and
+// take the same branch: error, staged or zero-copy, how many requests are fused.
 //
-// Staging memory: a rank owns, per execution, one half of a pool in shared memory (halves alternate). Because
-// no plan ends before it has seen the arrival of its whole team, a half is free again two executions
-// later, whatever plans ran in between. Inside an execution reuse of a slot is the plan's own business and
-// the checker's (plan/checker.h).
+// Staging memory: in each execution a rank owns one of the two halves of its staging memory; halves alternate. No
+// plan ends before all ranks of the node have arrived, so a half is free again two executions later, whatever plans
+// ran in between. Within an execution the plan itself orders the uses of a slot, and the checker proves that it
+// does (plan/checker.h).
 #pragma once
 
 #include <cstdint>
@@ -36,7 +38,7 @@
 
 namespace smddp::plan {
 
-// base + perTrip * k, k the trip index of the block a step belongs to.
+// base + perTrip * k, where k is the trip index of the block that the step belongs to.
 struct Affine {
   int64_t base = 0;
   int64_t perTrip = 0;
@@ -50,16 +52,17 @@ enum class Space : uint8_t {
   MateInput,   // the input of a rank on my node (zero-copy plans only)
   MateOutput,  // the output of a rank on my node (zero-copy plans only)
   Slot,        // slot `index` of staging pool `pool` of a rank on my node; only its owner writes it
-  Arrival,     // message `index` of the channel from `owner`, stream `pool`
+  Arrival,     // a received message: number `index` of the channel from `owner`, stream `pool`
 };
 
-// Some bytes. owner: a local index for Mate* and Slot, a group rank for Arrival, unused for mine.
+// A range of bytes; the step has its length. owner: a local index for Mate* and Slot, a group rank for Arrival,
+// unused for Input and Output.
 struct Ref {
   Space space = Space::Input;
   uint8_t pool = 0;
   Rank owner = 0;
-  Affine index;   // slot or message number; slots repeat modulo their number
-  Affine offset;  // bytes into it
+  Affine index;   // slot or message number; slot i of a pool of n slots is slot i % n
+  Affine offset;  // bytes from the start of that memory
   friend bool operator==(const Ref&, const Ref&) = default;
 };
 
@@ -67,15 +70,15 @@ enum class Op : uint8_t {
   Copy,    // every destination = the one source
   Reduce,  // every destination = source 0 (op) source 1 (op) … in this order
   Signal,  // my counter := value
-  Wait,  // until the counter of `who` (a local index, or kTeam: everyone else on my node) >= value
-  Put,   // send `length` bytes of the one source as message value-1 of channel (who, stream)
-  Receive,  // until message value-1 of channel (who, stream) is here; it has `length` bytes
-  Release,  // the first `value` messages of channel (who, stream) are consumed
-  Flush,  // until the sources of the first `value` puts on channel (who, stream) may be overwritten
+  Wait,  // wait until the counter of `who` (a local index, or kTeam: all other ranks of my node) >= value
+  Put,      // send `length` bytes of the one source as message value-1 of channel (who, stream)
+  Receive,  // wait until message value-1 of channel (who, stream) has arrived; it has `length` bytes
+  Release,  // give the slots of the first `value` messages of channel (who, stream) back to the sender
+  Flush,  // wait until the sources of the first `value` puts on channel (who, stream) may be overwritten
 };
 
 inline constexpr Rank kTeam = -1;
-// Counter 0 is the arrival signal of every plan; a plan may use those above it.
+// Counter 0 is the arrival signal of every plan. A plan may use the other counters as it likes.
 inline constexpr int kArrival = 0;
 inline constexpr int kNumCounters = 8;
 // Streams tell apart the channels between the same two ranks.
@@ -84,7 +87,7 @@ inline constexpr int kNumStreams = 4;
 struct Step {
   Op op = Op::Copy;
   bool preScale = false;   // Reduce, Copy: the sources are raw inputs (PREMUL_SUM multiplies them)
-  bool postScale = false;  // Reduce, Copy: this is the final value (AVG divides it)
+  bool postScale = false;  // Reduce, Copy: the result is final (AVG divides it)
   uint8_t counter = 0;     // Signal, Wait
   uint8_t stream = 0;      // Put, Receive, Release, Flush
   uint8_t numDestinations = 0;
@@ -103,11 +106,11 @@ struct Block {
 };
 
 struct Lane {
-  std::string name;  // the stage, as errors and prints call it
+  std::string name;  // the name of the stage in errors and prints
   std::vector<Block> blocks;
 };
 
-// Slots in the half that the execution owns, at `offset` bytes into it.
+// Equal slots in the staging half of the execution, from byte `offset` of the half on.
 struct Pool {
   std::string name;
   int64_t slots = 0;
@@ -115,7 +118,7 @@ struct Pool {
   int64_t offset = 0;
 };
 
-// How far one execution moves a channel; both ends declare it, whether or not there were bytes to send.
+// How many messages one execution sends and receives on a channel. Both ends declare it, also for empty messages.
 struct ChannelUse {
   Rank peer = 0;
   uint8_t stream = 0;
@@ -130,7 +133,7 @@ struct Plan {
   std::vector<Ref> refs;
   std::vector<Lane> lanes;
   std::vector<Pool> pools;
-  int64_t poolBytes = 0;  // what all pools need in one half
+  int64_t poolBytes = 0;  // the bytes of all pools in one half
   std::vector<ChannelUse> channels;
   bool zeroCopy = false;  // reads or writes the buffers of other ranks of the node
 
@@ -138,13 +141,14 @@ struct Plan {
   const Ref& source(const Step& s, int i) const { return refs[s.firstRef + s.numDestinations + i]; }
 };
 
-// What an algorithm may count on; equal on all ranks of a group.
+// Sizes that bound a plan. They are equal on all ranks of a group.
 struct Limits {
-  int64_t chunkBytes = 256 << 10;      // vector staged at a time inside a node
-  int64_t fabricChunkBytes = 1 << 20;  // vector under way between nodes at a time
-  int64_t messageBytes = 256 << 10;    // longest put
-  int64_t window = 4;                  // messages of a channel before the first is consumed
-  int64_t poolBytes = 8 << 20;         // staging half
+  int64_t chunkBytes = 256 << 10;  // how much of the vector is staged at a time inside a node
+  int64_t fabricChunkBytes =
+      1 << 20;                       // how much of the vector is exchanged at a time between nodes
+  int64_t messageBytes = 256 << 10;  // the longest put
+  int64_t window = 4;                // messages that a channel can hold before one is released
+  int64_t poolBytes = 8 << 20;       // the size of a staging half
 };
 
 }  // namespace smddp::plan

@@ -13,7 +13,7 @@ std::string number(Affine a) {
   return a.base == 0 ? slope : fmt::format("{}{:+}", slope, a.base);
 }
 
-// Messages are numbered from 1 in what people read, as where they are put; a Ref counts from 0.
+// Texts number messages from 1, as Put does; a Ref counts from 0.
 std::string messageNumber(Affine index) { return number({index.base + 1, index.perTrip}); }
 
 std::string slotNumber(const Plan& plan, const Ref& ref) {
@@ -73,7 +73,7 @@ std::string scales(const Step& step) {
   return fmt::format("{}{}", step.preScale ? ", pre-scaled" : "", step.postScale ? ", final" : "");
 }
 
-// Steps `trips` times all that a block's steps cost once.
+// Adds the work of all trips of a block.
 void add(Totals& sum, const Plan& plan, const Block& block) {
   for (uint32_t i = 0; i < block.numSteps; ++i) {
     const Step& step = plan.steps[block.firstStep + i];
@@ -139,7 +139,7 @@ std::string printStep(const Plan& plan, const Step& step) {
 }
 
 std::string printStepAt(const Plan& plan, const Step& step, int64_t trip) {
-  // A plan of this one step, the trip put in.
+  // Make a plan of this one step, with the numbers of the trip filled in.
   Plan one;
   one.pools = plan.pools;
   Step now = step;

@@ -1,4 +1,4 @@
-// Plans as text, for people: what `python -m smddp.plan` shows and what errors quote.
+// Prints plans as text. `python -m smddp.plan` shows it, and errors quote steps.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace smddp::plan {
 
-// What one execution of a plan costs its rank.
+// The amount of work that one execution of a plan means for its rank.
 struct Totals {
   int64_t steps = 0;
   int64_t messages = 0;
@@ -18,14 +18,15 @@ struct Totals {
 };
 Totals totals(const Plan& plan);
 
-// The whole plan: pools, channels, lanes with their blocks, and the totals. `k` is the trip of a block, from 0;
-// the messages of a channel are counted from 1.
+// Prints the whole plan: pools, channels, lanes with their blocks, and the totals. `k` is the trip index of a block,
+// from 0; the messages of a channel are counted from 1.
 std::string print(const Plan& plan, const Topology& topology);
 
-// One step, its numbers as functions of the trip k: "copy slot staged[k%3] <- in[64k, +64)".
+// Prints one step, with its numbers as functions of the trip k:
+// "copy mate 0's staged slot k%3 [0, +64) <- in[64k, +64)".
 std::string printStep(const Plan& plan, const Step& step);
 
-// The same step in one trip: "copy slot staged[1] <- in[256, +64)".
+// Prints the step as it is in one trip, here trip 4: "copy mate 0's staged slot 1 [0, +64) <- in[256, +64)".
 std::string printStepAt(const Plan& plan, const Step& step, int64_t trip);
 
 }  // namespace smddp::plan

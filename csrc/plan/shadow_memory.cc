@@ -17,7 +17,7 @@ void append(std::vector<Piece>& pieces, const Piece& piece) {
   pieces.push_back(piece);
 }
 
-// Makes `offset` the start of a segment. It lies within what is covered, or at its end.
+// Makes `offset` the start of a segment. `offset` must not be beyond the end of the last segment.
 ShadowMemory::Segments::iterator ShadowMemory::splitAt(int64_t offset) {
   auto it = segments_.lower_bound(offset);
   if (it != segments_.end() && it->first == offset) return it;
@@ -29,7 +29,7 @@ ShadowMemory::Segments::iterator ShadowMemory::splitAt(int64_t offset) {
   return segments_.emplace_hint(it, offset, std::move(tail));
 }
 
-// Segments that together are exactly [offset, end), from the first one on.
+// Splits segments so that some of them cover exactly [offset, end). Returns the first of these.
 ShadowMemory::Segments::iterator ShadowMemory::cover(int64_t offset, int64_t end) {
   const int64_t covered = segments_.empty() ? 0 : segments_.rbegin()->second.end;
   if (covered < end) segments_[covered].end = end;
@@ -47,7 +47,7 @@ std::optional<Conflict> ShadowMemory::read(int64_t offset, int64_t length, const
     if (!conflict && !isOver(segment.write, by.clock, by.messages)) {
       conflict = Conflict{segment.write, true, it->first, size};
     }
-    // Whoever is ordered after this read is ordered after those that it follows.
+    // A step that is ordered after this read is also ordered after the reads before it: forget those.
     std::erase_if(segment.reads,
                   [&](const Access& earlier) { return isOver(earlier, by.clock, by.messages); });
     segment.reads.push_back(by.access);

@@ -1,5 +1,5 @@
-// What the checker remembers about a piece of memory: its contents as expressions, who wrote them, who read
-// them since.
+// Shadow memory. For each range of bytes the checker keeps the contents as an expression, the step that wrote them,
+// and the steps that have read them since.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,17 @@
 
 namespace smddp::plan {
 
-// A message under way. A put touches memory until somebody knows that it is over: whoever is ordered after
-// one of these moments does.
+// A message in flight. A put uses its source and its target until it is over. It is over for every lane that is
+// ordered after one of the moments below.
 struct Message {
-  VectorClock sent;  // emptied when both ends have ended the execution
+  VectorClock sent;  // emptied when both ends have finished the execution
   Epoch putAt;
   int64_t length = 0;
   std::vector<Epoch> received;  // the first Receive of each lane that covers it
   std::vector<Epoch> flushed;   // the first Flush of each lane that covers it
 };
 
-// A step that touched memory, and how long it may still do so.
+// A step's access to memory. A put goes on with it after the step: see isOver.
 struct Access {
   enum class Kind : uint8_t { Step, PutSource, PutTarget };
   Epoch at;
@@ -30,7 +30,7 @@ struct Access {
   uint32_t message = 0;  // of a put
 };
 
-// Is the access over for somebody with this clock?
+// True if the access is over for a lane with this clock.
 inline bool isOver(const Access& access, const VectorClock& clock,
                    const std::vector<Message>& messages) {
   if (access.kind == Access::Kind::Step) return clock.includes(access.at);
@@ -46,13 +46,13 @@ inline bool isOver(const Access& access, const VectorClock& clock,
   return false;
 }
 
-// A run of bytes that holds one expression at consecutive positions.
+// A range of bytes that holds one expression at consecutive positions.
 struct Piece {
   int64_t length = 0;
   Term value;
 };
 
-// An earlier access that nothing orders before the present one.
+// An earlier access that is not ordered before the present one.
 struct Conflict {
   Access earlier;
   bool earlierWrites = false;
@@ -60,18 +60,18 @@ struct Conflict {
   int64_t length = 0;
 };
 
-// Somebody about to touch memory.
+// A step that is about to access memory, with the clock of its lane.
 struct Accessor {
   Access access;
   const VectorClock& clock;
   const std::vector<Message>& messages;
 };
 
-// One region of memory of one rank, split wherever an access begins or ends. Created empty: kUndefined
-// everywhere, touched by nobody.
+// The shadow of one region of one rank's memory, split wherever an access begins or ends. At first all bytes are
+// kUndefined and no step has accessed them.
 class ShadowMemory {
  public:
-  // Appends what [offset, offset + length) holds to `pieces`; runs on even when there is a conflict.
+  // Appends the contents of [offset, offset + length) to `pieces`, also if there is a conflict.
   std::optional<Conflict> read(int64_t offset, int64_t length, const Accessor& by,
                                std::vector<Piece>& pieces);
   // The pieces' lengths add up to `length`.
@@ -83,7 +83,8 @@ class ShadowMemory {
     int64_t end = 0;
     Term value;
     Access write;
-    std::vector<Access> reads;  // since the write, those that no other one of them follows
+    std::vector<Access>
+        reads;  // reads since the write, without those that another one of them follows
   };
   using Segments = std::map<int64_t, Segment>;
 
@@ -93,7 +94,7 @@ class ShadowMemory {
   Segments segments_;  // without gaps from 0 on
 };
 
-// Appends a piece, as part of the last one when it continues it.
+// Appends a piece. Merges it with the last one if it continues that.
 void append(std::vector<Piece>& pieces, const Piece& piece);
 
 }  // namespace smddp::plan

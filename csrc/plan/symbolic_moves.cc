@@ -1,4 +1,4 @@
-// The steps that move bytes, and the judgement of what they leave in the outputs.
+// SymbolicRun: the steps that move bytes, and the check of the outputs at the end.
 #include <algorithm>
 
 #include <fmt/format.h>
@@ -12,7 +12,7 @@ SymbolicRun::Place SymbolicRun::bufferOf(Rank rank, size_t execution, bool isInp
   return {isSeparate ? &ranks_[rank].input : &ranks_[rank].output, 0};
 }
 
-// Where the bytes are in this trip. Fails when they lie outside.
+// Finds the memory of a reference in the current trip. Fails if the bytes lie outside of it.
 SymbolicRun::Place SymbolicRun::resolve(const Thread& t, const Ref& ref, int64_t length) {
   const size_t e = ranks_[t.rank].execution;
   const int64_t offset = ref.offset.at(t.trip);
@@ -56,9 +56,10 @@ void SymbolicRun::read(const Thread& t, Place place, int64_t length, const Acces
     const bool isCurrent =
         expressions_.execution(piece.value.id) == static_cast<int>(ranks_[t.rank].execution);
     if (piece.value.id != kUndefined && isCurrent) continue;
-    suspect(fmt::format("{}: reads {}, where {}", nameOf(t), nameOf(place.memory),
-                        piece.value.id == kUndefined ? "nothing was written before"
-                                                     : "only an earlier execution has written"));
+    recordWrongData(fmt::format("{}: reads {}, where {}", nameOf(t), nameOf(place.memory),
+                                piece.value.id == kUndefined
+                                    ? "nothing was written before"
+                                    : "only an earlier execution has written"));
   }
 }
 
@@ -70,23 +71,23 @@ void SymbolicRun::write(const Thread& t, Place place, int64_t length, const Acce
   }
 }
 
-// What a copy or reduction makes of one operand before it is combined.
+// Applies the pre-scaling of a copy or reduction to one operand, and checks that scaling is done where it must be.
 Term SymbolicRun::operand(const Thread& t, const Step& step, Term value) {
   if (value.id == kUndefined) return value;
   if (expressions_.isFinished(value.id) && (step.op == Op::Reduce || step.postScale)) {
-    suspect(nameOf(t) + ": combines or scales a value that is final already");
+    recordWrongData(nameOf(t) + ": combines or scales a value that is final already");
   }
   if (step.preScale) {
     if (expressions_.isRaw(value.id)) return {expressions_.scaled(value.id), value.position};
-    suspect(nameOf(t) + ": pre-scales what is not an input any more");
+    recordWrongData(nameOf(t) + ": pre-scales what is not an input any more");
   } else if (step.op == Op::Reduce && expressions_.isRaw(value.id)) {
-    suspect(fmt::format("{}: reduces the input of rank {} without pre-scaling it", nameOf(t),
-                        expressions_.print(value.id)));
+    recordWrongData(fmt::format("{}: reduces the input of rank {} without pre-scaling it",
+                                nameOf(t), expressions_.print(value.id)));
   }
   return value;
 }
 
-// A step may overwrite what it reads only byte by byte in place.
+// A destination may be the same bytes as a source, but must not overlap one partly. Destinations must not overlap.
 void SymbolicRun::requireApart(const Thread& t, const Step& step) {
   std::vector<Place> places;
   for (int i = 0; i < step.numDestinations + step.numSources; ++i) {
@@ -153,7 +154,7 @@ void SymbolicRun::reduce(Thread& t, const Step& step) {
   }
 }
 
-// The bytes of a put: both ends are touched from now until somebody knows that it is over.
+// Moves the bytes of a put. Source and target count as in use until the put is over (isOver).
 void SymbolicRun::transmit(Thread& t, const Step& step, Channel& channel, uint32_t message) {
   if (step.length == 0) return;
   const auto number = static_cast<int64_t>(channel.messages.size()) - 1;
@@ -164,7 +165,7 @@ void SymbolicRun::transmit(Thread& t, const Step& step, Channel& channel, uint32
         {t.clock.now(), Access::Kind::PutTarget, message}, pieces);
 }
 
-// The caller fills its input before the call and may overwrite both buffers after it.
+// The caller fills its input before the call, and may overwrite both buffers after it.
 void SymbolicRun::callerWrites(Rank rank, bool isBefore) {
   const size_t e = ranks_[rank].execution;
   const Thread& t = threads_[ranks_[rank].firstThread];
@@ -201,11 +202,11 @@ void SymbolicRun::requireOutput(Rank rank, const Expectation& expected) {
   if (expected.isReduction) requireSameOrder(expected, pieces);
 }
 
-// Does the piece at `offset` of the expected range hold each contribution once and nothing else?
+// Checks that the piece at `offset` of the expected range holds each contribution once and nothing else.
 void SymbolicRun::requireSum(Rank rank, const Expectation& expected, int64_t offset,
                              const Piece& piece) {
   const ExpressionId id = piece.value.id;
-  // Positions count from the start of the expected range, so that one judgement serves all its pieces.
+  // Take positions relative to the start of the expected range, so that one check serves all its equal pieces.
   const int64_t shift = piece.value.position - offset;
   const auto [seen, isNew] = sumsSeen_.try_emplace({&expected, id, shift});
   std::string& complaint = seen->second;
@@ -228,12 +229,13 @@ void SymbolicRun::requireSum(Rank rank, const Expectation& expected, int64_t off
     if (!isRight) complaint = "the wrong contributions";
   }
   if (complaint.empty()) return;
-  suspect(fmt::format("rank {}, execution {}: output [{}, +{}) holds {}: {} from byte {} on", rank,
-                      e, expected.offset + offset, piece.length, complaint, expressions_.print(id),
-                      piece.value.position));
+  recordWrongData(
+      fmt::format("rank {}, execution {}: output [{}, +{}) holds {}: {} from byte {} on", rank, e,
+                  expected.offset + offset, piece.length, complaint, expressions_.print(id),
+                  piece.value.position));
 }
 
-// Whoever ends first sets the order in which the same inputs are reduced; all others must have it too.
+// The rank that ends first determines the order in which the same inputs are reduced. All others must have the same.
 void SymbolicRun::requireSameOrder(const Expectation& expected, const std::vector<Piece>& pieces) {
   const Execution& execution = executionOf(expected.rank);
   const size_t e = ranks_[expected.rank].execution;
@@ -244,17 +246,18 @@ void SymbolicRun::requireSameOrder(const Expectation& expected, const std::vecto
   int64_t offset = 0, otherEnd = order.front().length;
   for (const Piece& piece : pieces) {
     if (execution.hasOneOrder && piece.value.id != oneOrder_[e]) {
-      suspect(fmt::format("rank {}, execution {}: output from {} on is {}, elsewhere it is {}",
-                          expected.rank, e, expected.offset + offset,
-                          expressions_.print(piece.value.id), expressions_.print(oneOrder_[e])));
+      recordWrongData(
+          fmt::format("rank {}, execution {}: output from {} on is {}, elsewhere it is {}",
+                      expected.rank, e, expected.offset + offset,
+                      expressions_.print(piece.value.id), expressions_.print(oneOrder_[e])));
     }
     const int64_t end = offset + piece.length;
     while (offset < end) {
       if (piece.value.id != order[other].value.id) {
-        suspect(fmt::format("rank {}, execution {}: output from {} on is {}, another rank has {}",
-                            expected.rank, e, expected.offset + offset,
-                            expressions_.print(piece.value.id),
-                            expressions_.print(order[other].value.id)));
+        recordWrongData(fmt::format(
+            "rank {}, execution {}: output from {} on is {}, another rank has {}", expected.rank, e,
+            expected.offset + offset, expressions_.print(piece.value.id),
+            expressions_.print(order[other].value.id)));
         return;
       }
       offset = std::min(end, otherEnd);

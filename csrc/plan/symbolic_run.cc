@@ -100,7 +100,7 @@ void SymbolicRun::launchLanes(Rank rank) {
   if (state.lanesLeft == 0) finish(rank);
 }
 
-// The rank returns to its caller, who reads the result, uses the buffers again and calls once more.
+// The call returns on this rank. Its caller reads the result, overwrites the buffers, and makes the next call.
 void SymbolicRun::finish(Rank rank) {
   RankState& state = ranks_[rank];
   Thread& t = threads_[state.firstThread];
@@ -132,7 +132,8 @@ void SymbolicRun::requireAllBegun(Rank rank) {
   }
 }
 
-// Both ends must move a channel as far as the plans declare, or the next execution miscounts.
+// Both ends of a channel must use as many messages as the plans declare. Otherwise the next execution would use
+// wrong message numbers.
 void SymbolicRun::requireChannelsMoved(Rank rank) {
   const size_t e = ranks_[rank].execution;
   for (const ChannelUse& use : executionOf(rank).plans[rank].channels) {
@@ -150,7 +151,7 @@ void SymbolicRun::requireChannelsMoved(Rank rank) {
   }
 }
 
-// Drops what no later step can ask for; it would be most of the memory of a long run.
+// Drops clocks that no later step can need. In a long run they would take most of the memory.
 void SymbolicRun::forget(Rank rank) {
   const auto& team = topology_.node(topology_.nodeOf(rank));
   size_t ended = executions_.size();
@@ -199,7 +200,7 @@ void SymbolicRun::moveOn(Thread& t) const {
   ++t.trip;
 }
 
-// Runs a thread until it must wait or has ended. Its time counts its steps, so that a time names a step.
+// Runs a thread until it must wait or has ended. The thread's time counts its steps, so a time identifies a step.
 void SymbolicRun::advance(uint32_t thread) {
   Thread& t = threads_[thread];
   while (const Step* step = nextStep(t)) {
@@ -216,15 +217,6 @@ void SymbolicRun::advance(uint32_t thread) {
 void SymbolicRun::wake(std::vector<uint32_t>& waiting) {
   ready_.insert(ready_.end(), waiting.begin(), waiting.end());
   waiting.clear();
-}
-
-Verdict check(const std::vector<std::vector<Rank>>& nodes, const Limits& limits,
-              std::span<const Execution> backToBack) {
-  for (const Execution& execution : backToBack) {
-    std::string problem = findMalformation(nodes, limits, execution);
-    if (!problem.empty()) return {Verdict::Kind::Malformed, std::move(problem)};
-  }
-  return SymbolicRun(nodes, limits, backToBack).go();
 }
 
 }  // namespace smddp::plan

@@ -1,4 +1,4 @@
-// One maximal symbolic run of the plans of all ranks: the machine inside check().
+// The symbolic interpreter behind check(): it runs the plans of all ranks until no lane can go on.
 #pragma once
 
 #include <array>
@@ -18,8 +18,8 @@
 namespace smddp::plan {
 
 // Runs well-formed plans (findMalformation) once. Used by one thread, for one go(). The first race or broken
-// rule ends the run; wrong contents are remembered and the run goes on, because a race that explains them may
-// come to light later.
+// rule ends the run. Wrong contents are recorded and the run goes on, because it may still find the race that
+// caused them.
 class SymbolicRun {
  public:
   SymbolicRun(const std::vector<std::vector<Rank>>& nodes, const Limits& limits,
@@ -30,7 +30,7 @@ class SymbolicRun {
   struct Failure {
     Verdict verdict;
   };
-  // Thread 0 of a rank runs preambles and stands for the caller; thread i + 1 runs lane i.
+  // A simulated thread. Thread 0 of a rank acts as the caller and runs the preambles; thread i + 1 runs lane i.
   struct Thread {
     Rank rank = 0;
     int lane = 0;
@@ -39,9 +39,10 @@ class SymbolicRun {
     size_t block = 0;
     int64_t trip = 0;
     uint32_t step = 0;
-    std::vector<uint32_t> starts;  // its time before each execution
+    std::vector<uint32_t> starts;  // the thread's time before each execution
   };
-  // A value that a counter had from a moment on; team counters count executions in the upper half.
+  // A new value of a counter, and the clock of the step that set it. Team counters have the number of the
+  // execution in the upper 32 bits.
   struct Signalled {
     int64_t value = 0;
     VectorClock clock;
@@ -56,7 +57,8 @@ class SymbolicRun {
     int stream = 0;
     std::vector<int64_t> base;       // messages before each execution
     std::vector<uint32_t> messages;  // into messages_
-    std::deque<Signalled> releases;  // counted over all executions; from the next put's credit on
+    std::deque<Signalled>
+        releases;  // over all executions, without those that no later put can need
     ShadowMemory window;
     std::vector<uint32_t> waiting;
   };
@@ -75,7 +77,7 @@ class SymbolicRun {
   };
   using ChannelKey = std::tuple<Rank, Rank, int>;  // from, to, stream
 
-  // Life of an execution: symbolic_run.cc.
+  // How an execution begins, advances and ends: symbolic_run.cc.
   void begin(Rank rank);
   void launchLanes(Rank rank);
   void finish(Rank rank);
@@ -105,7 +107,7 @@ class SymbolicRun {
   std::vector<Rank> waitedFor(const Thread& t, const Step& step) const;
   int64_t stampOf(const Thread& t, int64_t value) const;
 
-  // Steps that move bytes, and what the bytes are: symbolic_moves.cc.
+  // Steps that move bytes, and the check of the outputs: symbolic_moves.cc.
   void copy(Thread& t, const Step& step);
   void reduce(Thread& t, const Step& step);
   void transmit(Thread& t, const Step& step, Channel& channel, uint32_t message);
@@ -123,7 +125,7 @@ class SymbolicRun {
   void requireSum(Rank rank, const Expectation& expected, int64_t offset, const Piece& piece);
   void requireSameOrder(const Expectation& expected, const std::vector<Piece>& pieces);
 
-  // Words: symbolic_names.cc.
+  // Error texts: symbolic_errors.cc.
   std::string nameOf(Epoch at) const;
   std::string nameOf(const Thread& t) const { return nameOf(t.clock.now()); }
   std::string nameOf(const ShadowMemory* memory) const;
@@ -134,7 +136,7 @@ class SymbolicRun {
   [[noreturn]] void fail(Verdict::Kind kind, std::string problem) const;
   [[noreturn]] void failRace(const Thread& t, Place place, const Conflict& conflict,
                              bool writes) const;
-  void suspect(std::string problem);
+  void recordWrongData(std::string problem);
 
   const Plan& planOf(const Thread& t) const {
     return executions_[ranks_[t.rank].execution].plans[t.rank];
@@ -152,7 +154,7 @@ class SymbolicRun {
   std::deque<uint32_t> ready_;
   Expressions expressions_;
   std::string wrongData_;
-  // Per execution: the order of summation, by position in the inputs, of whoever ended first.
+  // Per execution: the order of summation of the rank that ended first, by (offset in the inputs, length).
   std::vector<std::map<std::pair<int64_t, int64_t>, std::vector<Piece>>> orders_;
   std::vector<ExpressionId> oneOrder_;
   std::map<std::tuple<const Expectation*, ExpressionId, int64_t>, std::string> sumsSeen_;

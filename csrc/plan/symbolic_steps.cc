@@ -1,4 +1,4 @@
-// The steps by which lanes and ranks wait for each other.
+// SymbolicRun: the steps that synchronise lanes and ranks.
 #include <algorithm>
 
 #include <fmt/format.h>
@@ -8,7 +8,8 @@
 namespace smddp::plan {
 namespace {
 
-// Notes that a lane knows about the first `count` messages; what it noted before is a prefix.
+// Adds the moment `now` of a lane to the first `count` messages. It stops at the first message that already has a
+// moment of this lane, because then all earlier ones have one, too.
 void note(std::vector<Message>& messages, const std::vector<uint32_t>& order, int64_t count,
           std::vector<Epoch> Message::*moments, Epoch now) {
   for (int64_t m = count - 1; m >= 0; --m) {
@@ -22,7 +23,8 @@ void note(std::vector<Message>& messages, const std::vector<uint32_t>& order, in
 
 }  // namespace
 
-// At run time a counter holds the execution in its upper half; being further satisfies earlier waits.
+// As at run time, a counter has the number of the execution in its upper 32 bits. So a value of a later execution
+// also satisfies the waits of earlier ones.
 int64_t SymbolicRun::stampOf(const Thread& t, int64_t value) const {
   return (static_cast<int64_t>(ranks_[t.rank].execution) << 32) + value;
 }
@@ -44,7 +46,7 @@ std::vector<Rank> SymbolicRun::waitedFor(const Thread& t, const Step& step) cons
   return others;
 }
 
-// Can the next step be done now? If not, the thread is on the list of what it waits for.
+// True if the next step can be done now. If not, the thread is put on the waiting list of the counter or channel.
 bool SymbolicRun::isReady(uint32_t thread, const Step& step) {
   const Thread& t = threads_[thread];
   const int64_t value = step.value.at(t.trip);
@@ -62,7 +64,7 @@ bool SymbolicRun::isReady(uint32_t thread, const Step& step) {
     Channel& channel = outgoing(t, step);
     const int64_t number = channel.base[e] + value - 1;
     const int64_t released = channel.releases.empty() ? 0 : channel.releases.back().value;
-    // Lanes may share a channel: messages leave in the order of their numbers.
+    // Several lanes may put on one channel; messages are sent in the order of their numbers.
     const bool isTooEarly = number > static_cast<int64_t>(channel.messages.size());
     if (isTooEarly || released <= number - limits_.window) waiting = &channel.waiting;
   } else if (step.op == Op::Receive || step.op == Op::Flush) {
@@ -115,7 +117,8 @@ void SymbolicRun::wait(Thread& t, const Step& step, int64_t value) {
   const int64_t stamp = stampOf(t, value);
   for (const Rank mate : waitedFor(t, step)) {
     const auto& history = ranks_[mate].counters[step.counter].history;
-    // Ordered after the signal that suffices, not after later ones that merely have happened in this run.
+    // The wait is ordered after the first signal that satisfies it. Later signals may have happened in this run, but
+    // need not have in others.
     const auto enough =
         std::lower_bound(history.begin(), history.end(), stamp,
                          [](const Signalled& s, int64_t wanted) { return s.value < wanted; });
@@ -141,7 +144,7 @@ void SymbolicRun::put(Thread& t, const Step& step, int64_t value) {
         std::lower_bound(channel.releases.begin(), channel.releases.end(), consumed,
                          [](const Signalled& s, int64_t wanted) { return s.value < wanted; });
     t.clock.join(credit->clock);
-    // Later puts need later credit. These clocks would be most of the memory of a long run.
+    // Later puts need later credit, so earlier releases can go. In a long run they would take most of the memory.
     channel.releases.erase(channel.releases.begin(), credit);
   }
   const auto message = static_cast<uint32_t>(messages_.size());
@@ -162,7 +165,7 @@ void SymbolicRun::receive(Thread& t, const Step& step, int64_t value) {
     fail(Verdict::Kind::Malformed,
          fmt::format("{}: {} sent {} bytes", nameOf(t), nameOf(message.putAt), message.length));
   }
-  // Puts of a channel are ordered, so the last one knows of those before it.
+  // The puts of a channel are ordered, so the clock of the last one includes those before it.
   t.clock.join(message.sent);
   note(messages_, channel.messages, count, &Message::received, t.clock.now());
 }

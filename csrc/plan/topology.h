@@ -1,8 +1,9 @@
-// Which ranks of a group share a node. Arithmetic only.
+// Topology says which ranks of a group share a node. It is arithmetic only.
 //
 // A *rail* is the set of ranks with the same local index on every node: between nodes, rank k of a node talks
-// only to rank k of the others. Nodes may have different numbers of ranks; the group then has as many rails
-// as its smallest node has ranks, and the ranks beyond contribute to and read from their node only.
+// only to rank k of the others. Nodes may have different numbers of ranks. The group then has as many rails as its
+// smallest node has ranks; the other ranks exchange data only within their node.
+// Example: nodes {0, 1, 2} and {3, 4} have two rails, {0, 3} and {1, 4}. Rank 2 is on no rail.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +18,8 @@ namespace smddp::plan {
 
 class Topology {
  public:
-  // nodes[n] = the group ranks on node n, ascending; every rank 0..P-1 exactly once. Nodes are ordered by
-  // their lowest rank, so that all ranks number them alike.
+  // nodes[n] holds the group ranks on node n, in ascending order; every rank 0..P-1 occurs once. Nodes are ordered
+  // by their lowest rank, so that all ranks number them alike.
   Topology(std::vector<std::vector<Rank>> nodes, Rank me) : nodes_(std::move(nodes)), me_(me) {
     size_t count = 0;
     for (const auto& node : nodes_) count += node.size();
@@ -33,7 +34,7 @@ class Topology {
     SMDDP_CHECK(me >= 0 && me < numRanks(), "rank {} is not among {} ranks", me, numRanks());
   }
 
-  // From one name per rank: equal names share a node.
+  // Takes one node name per rank. Ranks with equal names share a node.
   static Topology fromNames(const std::vector<std::string>& nodeOfRank, Rank me) {
     std::map<std::string, int> number;
     std::vector<std::vector<Rank>> nodes;
@@ -62,7 +63,7 @@ class Topology {
     return static_cast<int>(least);
   }
   bool onRail() const { return myLocal() < numRails(); }
-  // The rank on node n that shares my rail. Only for ranks on a rail.
+  // The rank on node n that shares my rail. Only a rank on a rail may ask.
   Rank railPeer(int n) const {
     const auto local = static_cast<size_t>(myLocal());
     SMDDP_CHECK(local < nodes_[n].size(), "rank {} has no peer on node {}", me_, n);

@@ -14,8 +14,8 @@ struct Epoch {
   uint32_t time = 0;
 };
 
-// What a lane knows of every other lane's progress. A copy is a snapshot: it costs a reference count, and the
-// first join() afterwards pays for the separation. Not thread-safe.
+// What one lane knows about the progress of every other lane. A copy is a snapshot. It only increments a reference
+// count; the first join() afterwards copies the vector. Not thread-safe.
 class VectorClock {
  public:
   VectorClock() = default;
@@ -30,7 +30,7 @@ class VectorClock {
   }
 
   void join(const VectorClock& other) {
-    // Whoever knows of the other's last moment also knows what the other knew then.
+    // A clock that includes the other's last moment includes all that the other knew then.
     if (includes(other.now_)) return;
     if (known_.use_count() > 1) known_ = std::make_shared<std::vector<uint32_t>>(*known_);
     uint32_t* mine = known_->data();
@@ -40,7 +40,7 @@ class VectorClock {
   }
 
  private:
-  std::shared_ptr<std::vector<uint32_t>> known_;  // the own entry is not kept up to date
+  std::shared_ptr<std::vector<uint32_t>> known_;  // its entry for this lane is stale; see now_
   Epoch now_;
 };
 

@@ -1,4 +1,4 @@
-// What the checker says when something is wrong.
+// SymbolicRun: the texts of its errors.
 #include <fmt/format.h>
 
 #include "plan/print.h"
@@ -23,7 +23,7 @@ std::string SymbolicRun::positionOf(const Thread& t, size_t execution, size_t bl
   return text + fmt::format(" ({})", printStepAt(plan, found, trip));
 }
 
-// A thread's time counts its steps since the run began; walk the plan to the step that it means.
+// Finds the step that belongs to a moment: a thread's time counts its steps since the run began.
 std::string SymbolicRun::nameOf(Epoch at) const {
   const Thread& t = threads_[at.thread];
   size_t e = t.starts.size() - 1;
@@ -31,7 +31,7 @@ std::string SymbolicRun::nameOf(Epoch at) const {
   int64_t step = static_cast<int64_t>(at.time) - t.starts[e] - 1;
   const Plan& plan = executions_[e].plans[t.rank];
   if (t.lane < 0) {
-    // Its first moment is the caller's, then the preamble, then the caller's again.
+    // The first moment of an execution belongs to the caller, then comes the preamble, then the caller again.
     const std::string caller = fmt::format("the caller of rank {}, ", t.rank);
     if (step == 0) return caller + fmt::format("before execution {},", e);
     if (--step == plan.preamble.numSteps) return caller + fmt::format("after execution {},", e);
@@ -113,7 +113,7 @@ void SymbolicRun::failRace(const Thread& t, Place place, const Conflict& conflic
                    conflict.earlierWrites ? "writes" : "reads"));
 }
 
-void SymbolicRun::suspect(std::string problem) {
+void SymbolicRun::recordWrongData(std::string problem) {
   if (wrongData_.empty()) wrongData_ = std::move(problem);
 }
 
