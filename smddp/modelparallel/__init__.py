@@ -8,28 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from smddp.modelparallel import amp
-from smddp.modelparallel.absent import (
-    delay_param_initialization,
-    delayed_parameter_initialization,
-    set_tensor_parallelism,
-    tensor_parallelism,
-    tp_register,
-    tp_register_with_module,
-)
-from smddp.modelparallel.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
-from smddp.modelparallel.clipping import clip_grad_norm
-from smddp.modelparallel.creation import model_creation
-from smddp.modelparallel.errors import (
-    SMPConfigurationError,
-    SMPError,
-    SMPInitializationError,
-    SMPMicrobatchError,
-    SMPPartitionError,
-    SMPPeerError,
-    SMPUsageError,
-)
-from smddp.modelparallel.messaging import (
+from smddp.modelparallel.api.messaging import (
     allgather,
     barrier,
     broadcast,
@@ -41,10 +20,7 @@ from smddp.modelparallel.messaging import (
     send,
     tp_barrier,
 )
-from smddp.modelparallel.model import DistributedModel
-from smddp.modelparallel.optimizer import DistributedOptimizer
-from smddp.modelparallel.partition.context import partition
-from smddp.modelparallel.ranks import (
+from smddp.modelparallel.api.ranks import (
     dp_rank,
     dp_size,
     get_dp_group,
@@ -73,10 +49,39 @@ from smddp.modelparallel.ranks import (
     tp_rank,
     tp_size,
 )
-from smddp.modelparallel.report import StepReport, explain, timeline
-from smddp.modelparallel.runtime import init, is_initialized, shutdown, state
-from smddp.modelparallel.step import StepOutput, step
-from smddp.modelparallel.topology import CommGroup, RankType
+from smddp.modelparallel.api.report import StepReport, explain, timeline
+from smddp.modelparallel.api.step import StepOutput, step
+from smddp.modelparallel.checkpoint.checkpoint import (
+    load,
+    resume_from_checkpoint,
+    save,
+    save_checkpoint,
+)
+from smddp.modelparallel.common.errors import (
+    SMPConfigurationError,
+    SMPError,
+    SMPInitializationError,
+    SMPMicrobatchError,
+    SMPPartitionError,
+    SMPPeerError,
+    SMPUsageError,
+)
+from smddp.modelparallel.compatibility.absent import (
+    delay_param_initialization,
+    delayed_parameter_initialization,
+    set_tensor_parallelism,
+    tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
+)
+from smddp.modelparallel.job.state import init, is_initialized, shutdown, state
+from smddp.modelparallel.job.topology import CommGroup, RankType
+from smddp.modelparallel.model.creation import model_creation
+from smddp.modelparallel.model.distributed_model import DistributedModel
+from smddp.modelparallel.optimizer import amp
+from smddp.modelparallel.optimizer.clipping import clip_grad_norm
+from smddp.modelparallel.optimizer.distributed_optimizer import DistributedOptimizer
+from smddp.modelparallel.partition.context import partition
 
 WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
 TP_GROUP, PP_GROUP, RDP_GROUP = CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP

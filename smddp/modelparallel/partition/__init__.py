@@ -1,1 +1,1 @@
-"""Decides where each module lives."""
+"""Decides where each module lives, and makes that true on a rank."""

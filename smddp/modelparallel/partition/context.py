@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from smddp.modelparallel.errors import SMPPartitionError
-from smddp.modelparallel.runtime import state
+from smddp.modelparallel.common.errors import SMPPartitionError
+from smddp.modelparallel.job.state import state
 
 __all__ = ["ATTRIBUTE", "partition"]
 

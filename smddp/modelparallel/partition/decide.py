@@ -13,9 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from smddp.modelparallel.data_parallel import tell_replicas
-from smddp.modelparallel.errors import SMPPartitionError, SMPPeerError
-from smddp.modelparallel.files import write
+from smddp.modelparallel.common.errors import SMPPartitionError, SMPPeerError
+from smddp.modelparallel.common.files import write
+from smddp.modelparallel.data_parallel.reducer import tell_replicas
+from smddp.modelparallel.job.state import State
 from smddp.modelparallel.partition.manual import has_state, manual_owners
 from smddp.modelparallel.partition.placement import Decision, Placement, costs_by_size
 from smddp.modelparallel.partition.solver import divide_exactly, divide_tree
@@ -23,7 +24,6 @@ from smddp.modelparallel.partition.trace import Trace, trace_model
 from smddp.modelparallel.partition.units import Units
 from smddp.modelparallel.pipeline.failure import summary
 from smddp.modelparallel.pipeline.modules import Modules
-from smddp.modelparallel.runtime import State
 
 __all__ = ["abstain", "agree", "decide"]
 

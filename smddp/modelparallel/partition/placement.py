@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smddp.modelparallel.errors import SMPPartitionError
+from smddp.modelparallel.common.errors import SMPPartitionError
 from smddp.modelparallel.pipeline.modules import Modules
 
 __all__ = ["Decision", "Placement", "costs_by_size", "own_bytes"]

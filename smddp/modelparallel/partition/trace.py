@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from smddp.modelparallel.buffers import Buffers
+from smddp.modelparallel.common.buffers import Buffers
+from smddp.modelparallel.common.structure import map_tensors, tensors_in
+from smddp.modelparallel.job.state import state
 from smddp.modelparallel.pipeline.randomness import RandomState
-from smddp.modelparallel.runtime import state
-from smddp.modelparallel.structure import map_tensors, tensors_in
 
 __all__ = ["Trace", "Visit", "trace_model"]
 

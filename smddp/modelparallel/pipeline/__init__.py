@@ -1,1 +1,1 @@
-"""Runs modules where they live, microbatch by microbatch."""
+"""Runs the steps: calls of modules on other ranks, the tasks of a rank, and their messages."""

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.common.structure import rebuild
 from smddp.modelparallel.pipeline.baton import Ticket
 from smddp.modelparallel.pipeline.collector import Collector
 from smddp.modelparallel.pipeline.frame import Frame, Host
@@ -29,7 +30,6 @@ from smddp.modelparallel.pipeline.protocol import (
     Kind,
     ambient,
 )
-from smddp.modelparallel.structure import rebuild
 
 __all__ = ["Caller", "Outgoing", "run_backward"]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from smddp.modelparallel.common.structure import Shape, builder, constants
 from smddp.modelparallel.pipeline.lazy import Lazy
 from smddp.modelparallel.pipeline.protocol import (
     SINK,
@@ -18,7 +19,6 @@ from smddp.modelparallel.pipeline.protocol import (
     Graph,
     Segment,
 )
-from smddp.modelparallel.structure import Shape, builder, constants
 
 __all__ = ["Collector", "Site"]
 

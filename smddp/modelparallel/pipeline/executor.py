@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from smddp.modelparallel.errors import SMPPeerError, SMPUsageError
+from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp.modelparallel.pipeline.calls import Caller
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from smddp.modelparallel.errors import SMPError, SMPMicrobatchError, SMPPeerError
+from smddp.modelparallel.common.errors import SMPError, SMPMicrobatchError, SMPPeerError
 
 __all__ = [
     "Failure",

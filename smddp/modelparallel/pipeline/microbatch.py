@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from smddp.modelparallel.errors import SMPUsageError
-from smddp.modelparallel.structure import flatten, rebuild
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.common.structure import flatten, rebuild
 
 __all__ = ["StepOutput", "collect", "split_arguments", "unequal_lengths"]
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.common.structure import Shape, flatten, map_tensors
 from smddp.modelparallel.pipeline.calls import Caller
 from smddp.modelparallel.pipeline.collector import Site, predictable
 from smddp.modelparallel.pipeline.frame import Host
 from smddp.modelparallel.pipeline.lazy import Lazy, force, install
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, stream
-from smddp.modelparallel.structure import Shape, flatten, map_tensors
 
 __all__ = ["Modules"]
 

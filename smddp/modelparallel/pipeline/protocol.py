@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smddp.modelparallel.structure import builder
+from smddp.modelparallel.common.structure import builder
 
 __all__ = ["SINK", "SOURCE", "Ambient", "Call", "Edge", "Graph", "Kind", "Segment", "ambient"]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from smddp.modelparallel.common.structure import flatten
 from smddp.modelparallel.pipeline.baton import Priority, Task
 from smddp.modelparallel.pipeline.calls import Caller, run_backward
 from smddp.modelparallel.pipeline.failure import StructureChangedError
@@ -28,7 +29,6 @@ from smddp.modelparallel.pipeline.protocol import (
     ambient,
 )
 from smddp.modelparallel.pipeline.wire import Message
-from smddp.modelparallel.structure import flatten
 
 __all__ = ["Server"]
 

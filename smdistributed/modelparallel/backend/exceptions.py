@@ -1,5 +1,5 @@
 """What may end a job; launchers look these names up in the log."""
 
-from smddp.modelparallel.errors import SMPInitializationError, SMPPeerError
+from smddp.modelparallel.common.errors import SMPInitializationError, SMPPeerError
 
 __all__ = ["SMPInitializationError", "SMPPeerError"]

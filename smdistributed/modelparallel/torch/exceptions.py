@@ -1,6 +1,6 @@
 """What may end a job; launchers look these names up in the log."""
 
-from smddp.modelparallel.errors import (
+from smddp.modelparallel.common.errors import (
     SMPConfigurationError,
     SMPMicrobatchError,
     SMPPartitionError,

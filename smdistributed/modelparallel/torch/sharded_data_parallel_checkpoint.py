@@ -1,6 +1,6 @@
 """A tool that makes one state dict of a checkpoint in parts, without any job."""
 
-from smddp.modelparallel.checkpoint import (
+from smddp.modelparallel.checkpoint.checkpoint import (
     full_state_dict as get_full_state_dict_from_sharded_data_parallel_checkpoint,
 )
 

@@ -13,7 +13,7 @@ from ranks import check_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.config import configure
+from smddp.modelparallel.job.config import configure
 from smddp.modelparallel.partition.decide import decide
 from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.modules import Modules

@@ -14,9 +14,9 @@ from ranks import check_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.errors import SMPPartitionError, SMPUsageError
+from smddp.modelparallel.api.report import _report
+from smddp.modelparallel.common.errors import SMPPartitionError, SMPUsageError
 from smddp.modelparallel.pipeline.timeline import Span
-from smddp.modelparallel.report import _report
 from smdistributed.modelparallel.torch.patches import checkpoint as patch
 
 # Name -> parameters in their order; those with a default as name=default. More may follow.

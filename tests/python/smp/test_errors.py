@@ -18,8 +18,7 @@ from ranks import arrive, await_ranks, check_ranks, listen, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel import meeting
-from smddp.modelparallel.errors import (
+from smddp.modelparallel.common.errors import (
     SMPConfigurationError,
     SMPInitializationError,
     SMPMicrobatchError,
@@ -27,6 +26,7 @@ from smddp.modelparallel.errors import (
     SMPPeerError,
     SMPUsageError,
 )
+from smddp.modelparallel.job import meeting
 
 pytestmark = pytest.mark.multiprocess
 

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import nn
 
-from smddp.modelparallel.pipeline.gradients import GradientSum
+from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 
 # Float32: (BIG + 1) - BIG is 0, (BIG - BIG) + 1 is 1.
 BIG = 1e8

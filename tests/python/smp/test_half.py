@@ -14,8 +14,8 @@ from ranks import check_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.errors import SMPUsageError
-from smddp.modelparallel.loss_scale import DynamicLossScaler, LossScaler, make_scaler
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.optimizer.loss_scale import DynamicLossScaler, LossScaler, make_scaler
 
 WIDTH, MICROBATCHES, STEPS = 8, 2, 6
 # A first scale at which gradients overflow fp16, and a window that is over within the test.

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from smddp.modelparallel import errors
-from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.common import errors
+from smddp.modelparallel.common.errors import SMPUsageError
 
 NAMES = {
     "smdistributed.modelparallel": ["__version__"],

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.api.step import step
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.common.structure import flatten, rebuild
 from smddp.modelparallel.pipeline.microbatch import (
     StepOutput,
     collect,
     split_arguments,
     unequal_lengths,
 )
-from smddp.modelparallel.step import step
-from smddp.modelparallel.structure import flatten, rebuild
 
 
 class Pair(NamedTuple):

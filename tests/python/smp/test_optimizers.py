@@ -13,7 +13,7 @@ from ranks import check_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.common.errors import SMPUsageError
 from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint, checkpoint_sequential
 
 pytestmark = pytest.mark.multiprocess

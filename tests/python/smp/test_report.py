@@ -14,8 +14,8 @@ from ranks import check_ranks, listen
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.api.report import _partition_svg
 from smddp.modelparallel.partition.placement import Decision
-from smddp.modelparallel.report import _partition_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from smddp.modelparallel.errors import SMPInitializationError
-from smddp.modelparallel.topology import Topology
+from smddp.modelparallel.common.errors import SMPInitializationError
+from smddp.modelparallel.job.topology import Topology
 
 
 def topology(rank: int, size: int, pp: int, tp: int, placement: str) -> Topology:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from smddp.modelparallel.absent import refuse_tensor_parallelism
-from smddp.modelparallel.errors import SMPUsageError
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.compatibility.absent import refuse_tensor_parallelism
 from smdistributed.modelparallel.torch.nn import huggingface
 
 __all__ = [

@@ -1,10 +1,14 @@
 """GPT-2; releases of the original library have different names for one function."""
 
-from smddp.modelparallel.utils import same_state_dict as translate_hf_state_dict_to_smdistributed
-from smddp.modelparallel.utils import (
+from smddp.modelparallel.compatibility.utils import (
+    same_state_dict as translate_hf_state_dict_to_smdistributed,
+)
+from smddp.modelparallel.compatibility.utils import (
     same_state_dict as translate_hf_state_dict_to_smdistributed_gpt2,
 )
-from smddp.modelparallel.utils import same_state_dict as translate_state_dict_to_hf_gpt2
+from smddp.modelparallel.compatibility.utils import (
+    same_state_dict as translate_state_dict_to_hf_gpt2,
+)
 
 __all__ = [
     "translate_hf_state_dict_to_smdistributed",

@@ -1,15 +1,17 @@
 """GPT-J; releases of the original library have different names for one function."""
 
-from smddp.modelparallel.utils import (
+from smddp.modelparallel.compatibility.utils import (
     same_state_dict as translate_hf_gptj_state_dict_to_smdistributed,
 )
-from smddp.modelparallel.utils import (
+from smddp.modelparallel.compatibility.utils import (
     same_state_dict as translate_hf_gptj_state_dict_to_smdistributed_gptj,
 )
-from smddp.modelparallel.utils import (
+from smddp.modelparallel.compatibility.utils import (
     same_state_dict as translate_hf_state_dict_to_smdistributed_gptj,
 )
-from smddp.modelparallel.utils import same_state_dict as translate_state_dict_to_hf_gptj
+from smddp.modelparallel.compatibility.utils import (
+    same_state_dict as translate_state_dict_to_hf_gptj,
+)
 
 __all__ = [
     "translate_hf_gptj_state_dict_to_smdistributed",

@@ -1,10 +1,14 @@
 """RoBERTa; releases of the original library have different names for one function."""
 
-from smddp.modelparallel.utils import (
+from smddp.modelparallel.compatibility.utils import (
     same_state_dict as translate_hf_state_dict_to_smdistributed_roberta,
 )
-from smddp.modelparallel.utils import same_state_dict as translate_state_dict_to_hf_roberta
-from smddp.modelparallel.utils import same_state_dict as translate_state_dict_to_smdistributed
+from smddp.modelparallel.compatibility.utils import (
+    same_state_dict as translate_state_dict_to_hf_roberta,
+)
+from smddp.modelparallel.compatibility.utils import (
+    same_state_dict as translate_state_dict_to_smdistributed,
+)
 
 __all__ = [
     "translate_hf_state_dict_to_smdistributed_roberta",

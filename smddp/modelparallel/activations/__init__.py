@@ -1,0 +1,1 @@
+"""What is kept of a forward pass, and what is computed again."""

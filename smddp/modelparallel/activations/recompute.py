@@ -1,0 +1,107 @@
+"""Activation checkpoints under the names of the original library: `checkpoint`, and of a sequence.
+
+torch.utils.checkpoint works in a divided model, too. What it keeps differs: around a module that
+lives on another rank only a re-entrant checkpoint frees the activations there, because the first
+run is then one without gradients. These functions choose it where it is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.common.structure import flatten, rebuild
+
+__all__ = ["checkpoint", "checkpoint_sequential"]
+
+
+def checkpoint(
+    module: Callable[..., Any], *args: Any, preserve_rng_state: bool = True, **kwargs: Any
+) -> Any:
+    """Calls a module, and computes its activations again in the backward pass.
+
+    Args:
+        module: to call.
+        args: its arguments.
+        preserve_rng_state: draw the same random numbers the second time.
+        kwargs: its named arguments.
+    """
+    tensors: list[torch.Tensor] = []
+    objects: list[Any] = []
+    shape = flatten((args, kwargs), tensors, objects)
+    returned: list[Any] = []
+
+    def run(*again: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        positional, named = rebuild(shape, again, objects)
+        results: list[torch.Tensor] = []
+        others: list[Any] = []
+        returned[:] = flatten(module(*positional, **named), results, others), others
+        return tuple(results)
+
+    results = torch_checkpoint(
+        run,
+        *tensors,
+        # It cannot be where no input leads to the parameters.
+        use_reentrant=any(tensor.requires_grad for tensor in tensors),
+        preserve_rng_state=preserve_rng_state,
+    )
+    return rebuild(returned[0], results, returned[1])
+
+
+def checkpoint_sequential(
+    sequential_module: nn.Sequential,
+    input: Any,
+    strategy: str = "each",
+    preserve_rng_state: bool = True,
+    pack_args_as_tuple: bool = False,
+) -> Any:
+    """Runs the modules of a sequence, with checkpoints.
+
+    Args:
+        sequential_module: the sequence.
+        input: of the first module.
+        strategy: what one checkpoint comprises: "each" module, "contiguous" for all, or "group_2",
+            "group_3", …
+        preserve_rng_state: draw the same random numbers the second time.
+        pack_args_as_tuple: a tuple is one argument of a module, not several.
+    """
+    layers = list(sequential_module)
+    for begin in range(0, len(layers), size := _group_size(strategy, len(layers))):
+        run = _Run(layers[begin : begin + size], pack_args_as_tuple)
+        spread = isinstance(input, tuple) and not pack_args_as_tuple
+        args = input if spread else (input,)
+        input = checkpoint(run, *args, preserve_rng_state=preserve_rng_state)
+    return input
+
+
+def _group_size(strategy: str, count: int) -> int:
+    if strategy == "each":
+        return 1
+    if strategy == "contiguous":
+        return max(count, 1)
+    kind, _, number = strategy.partition("_")
+    if kind == "group" and number.isdecimal() and int(number) > 0:
+        return int(number)
+    raise SMPUsageError(
+        f"checkpoint_sequential: strategy must be 'each', 'contiguous' or 'group_' and a number, "
+        f"not {strategy!r}"
+    )
+
+
+class _Run:
+    """Some modules of a sequence, one after the other. No module: it is no part of the model."""
+
+    def __init__(self, layers: Sequence[nn.Module], packed: bool) -> None:
+        self._layers, self._packed = layers, packed
+
+    def __call__(self, *args: Any) -> Any:
+        value: Any = args if len(args) > 1 else args[0]
+        for layer in self._layers:
+            spread = isinstance(value, tuple) and not self._packed
+            value = layer(*value) if spread else layer(value)
+        return value

@@ -1,0 +1,181 @@
+"""Where this process stands: the rank functions and groups that scripts call."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.job.state import state
+
+__all__ = [
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_dp_process_group",
+    "get_mp_group",
+    "get_mp_process_group",
+    "get_pp_group",
+    "get_pp_process_group",
+    "get_rdp_group",
+    "get_rdp_process_group",
+    "get_tp_group",
+    "get_tp_process_group",
+    "get_world_group",
+    "get_world_process_group",
+    "instance_id",
+    "local_rank",
+    "local_size",
+    "mp_rank",
+    "mp_size",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_rank",
+    "rdp_size",
+    "size",
+    "tp_rank",
+    "tp_size",
+]
+
+
+def rank() -> int:
+    """Returns the number of this process in the job."""
+    return state.topology.rank
+
+
+def size() -> int:
+    """Returns the number of processes in the job."""
+    return state.topology.size
+
+
+def local_rank() -> int:
+    """Returns the number of this process on its host."""
+    return state.topology.local_rank
+
+
+def local_size() -> int:
+    """Returns the number of processes on this host."""
+    return state.topology.local_size
+
+
+def instance_id() -> int:
+    """Returns the number of this host."""
+    return state.topology.rank // state.topology.local_size
+
+
+def pp_rank() -> int:
+    """Returns the partition of this rank."""
+    return state.topology.rank_in("pp")
+
+
+def pp_size() -> int:
+    """Returns the number of partitions."""
+    return state.topology.size_of("pp")
+
+
+def tp_rank() -> int:
+    """Returns the rank in tensor parallelism."""
+    return state.topology.rank_in("tp")
+
+
+def tp_size() -> int:
+    """Returns the degree of tensor parallelism."""
+    return state.topology.size_of("tp")
+
+
+def rdp_rank() -> int:
+    """Returns the rank among those that hold the same parameters."""
+    return state.topology.rank_in("rdp")
+
+
+def rdp_size() -> int:
+    """Returns how many ranks hold the same parameters."""
+    return state.topology.size_of("rdp")
+
+
+def mp_rank() -> int:
+    """Returns the rank within this replica of the model."""
+    return state.topology.rank_in("mp")
+
+
+def mp_size() -> int:
+    """Returns the number of ranks of a replica."""
+    return state.topology.size_of("mp")
+
+
+def dp_rank() -> int:
+    """Returns the rank among those with other data."""
+    return state.topology.rank_in("dp")
+
+
+def dp_size() -> int:
+    """Returns the number of ranks with different data."""
+    return state.topology.size_of("dp")
+
+
+def get_world_group() -> list[int]:
+    """Returns all ranks."""
+    return list(state.topology.members("world"))
+
+
+def get_mp_group() -> list[int]:
+    """Returns the ranks of this replica of the model."""
+    return list(state.topology.members("mp"))
+
+
+def get_dp_group() -> list[int]:
+    """Returns the ranks with other data and the same partition."""
+    return list(state.topology.members("dp"))
+
+
+def get_tp_group() -> list[int]:
+    """Returns the ranks of this tensor-parallel group."""
+    return list(state.topology.members("tp"))
+
+
+def get_pp_group() -> list[int]:
+    """Returns the ranks of this pipeline."""
+    return list(state.topology.members("pp"))
+
+
+def get_rdp_group() -> list[int]:
+    """Returns the ranks that hold the same parameters."""
+    return list(state.topology.members("rdp"))
+
+
+def _process_group(kind: str) -> dist.ProcessGroup:
+    if not state.cfg.ddp:
+        raise SMPUsageError(
+            f"smp.get_{kind}_process_group() needs ddp: True in the smp configuration"
+        )
+    return state.groups.of(kind)
+
+
+def get_world_process_group() -> dist.ProcessGroup:
+    """Returns the process group of all ranks."""
+    return _process_group("world")
+
+
+def get_mp_process_group() -> dist.ProcessGroup:
+    """Returns the process group of `get_mp_group`."""
+    return _process_group("mp")
+
+
+def get_dp_process_group() -> dist.ProcessGroup:
+    """Returns the process group of `get_dp_group`."""
+    return _process_group("dp")
+
+
+def get_tp_process_group() -> dist.ProcessGroup:
+    """Returns the process group of `get_tp_group`."""
+    return _process_group("tp")
+
+
+def get_pp_process_group() -> dist.ProcessGroup:
+    """Returns the process group of `get_pp_group`."""
+    return _process_group("pp")
+
+
+def get_rdp_process_group() -> dist.ProcessGroup:
+    """Returns the process group of `get_rdp_group`."""
+    return _process_group("rdp")

@@ -1,0 +1,216 @@
+"""What users see: where each module lives, and what each rank did when in the last step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from smddp.modelparallel.api.messaging import Messenger
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.job.state import state
+from smddp.modelparallel.job.topology import CommGroup
+from smddp.modelparallel.partition.placement import Decision
+from smddp.modelparallel.pipeline.timeline import Span
+
+__all__ = ["StepReport", "explain", "timeline"]
+
+_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
+
+
+def explain(file: str | None = None) -> str:
+    """Returns a table of the partition, and draws it.
+
+    Args:
+        file: an SVG to write: one column per partition, one box per module, as high as its cost.
+
+    Returns:
+        The table, as text.
+    """
+    model = state.current_model()
+    if model is None or model.runtime.placement.decision is None:
+        raise SMPUsageError("there is a partition only when the first step has begun")
+    decision = model.runtime.placement.decision
+    if file is not None:
+        Path(file).write_text(_partition_svg(decision, state.topology.pp_size))
+    return _partition_table(decision, state.topology.pp_size)
+
+
+def _partition_table(decision: Decision, parts: int) -> str:
+    timed = any(cost["seconds"] for cost in decision.costs)
+    how = (
+        f"{decision.cut_bytes / 1024:.1f} KiB cross borders per microbatch and direction"
+        if timed
+        else "memory and cost are those of parameters and buffers"
+    )
+    lines = [
+        f"partition by: {decision.method}; {how}",
+        f"{'partition':>9}  {'modules':>7}  {'memory':>10}  {'time':>9}  {'cost':>6}  begins with",
+    ]
+    for part in range(parts):
+        rows = decision.rows(part)
+        memory = sum(cost["bytes"] for _, cost in rows)
+        seconds = sum(cost["seconds"] for _, cost in rows)
+        time = f"{seconds * 1e3:>6.2f} ms" if timed else f"{'-':>9}"
+        names = ", ".join(name for name, _ in rows[:4]) + (", …" if len(rows) > 4 else "")
+        lines.append(
+            f"{part:>9}  {len(rows):>7}  {memory / 2**20:>6.2f} MiB  {time}  "
+            f"{100 * decision.share(part):>4.0f} %  {names}"
+        )
+    if nowhere := decision.owners.count(None):
+        lines.append(
+            f"{'nowhere':>9}  {nowhere:>7}  without parameters or buffers: they run where their "
+            "input is"
+        )
+    return "\n".join(lines)
+
+
+def _partition_svg(decision: Decision, parts: int) -> str:
+    width, gap, line = 220, 16, 13
+    scale = 420 / (max(decision.share(part) for part in range(parts)) or 1.0)
+    shapes: list[str] = []
+    x, bottom = float(gap), 0.0
+    for part in range(parts):
+        share = 100 * decision.share(part)
+        shapes.append(_text(x, 24, f"partition {part}: {share:.0f} % of the cost", line))
+        # Labels that do not fit into their bar stand beside it, each below the one before.
+        y, beside, room = 40.0, 0.0, 0.0
+        for name, costs in decision.rows(part):
+            cost = costs["cost"]
+            tall = max(cost * scale, 1.0)
+            shapes.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width}" height="{tall:.1f}" '
+                f'fill="{_COLOURS[part % len(_COLOURS)]}" stroke="white">'
+                f"<title>{escape(name)}: {100 * cost:.1f} %</title></rect>"
+            )
+            middle, right = y + tall / 2, x + width
+            if tall >= line:
+                shapes.append(_text(x + 6, middle + 4, name, 11, "white"))
+            else:
+                beside = max(middle, beside + line)
+                shapes.append(
+                    f'<line x1="{right:.1f}" y1="{middle:.1f}" x2="{right + 12:.1f}" '
+                    f'y2="{beside:.1f}" stroke="#bab0ac"/>'
+                )
+                shapes.append(_text(right + 15, beside + 4, name, 11))
+                room = max(room, 15 + 6.5 * len(name))
+            y += tall
+        x += width + room + gap
+        bottom = max(bottom, y, beside)
+    return _svg(x, bottom + gap, shapes)
+
+
+@dataclasses.dataclass
+class StepReport:
+    """The last step of a pipeline.
+
+    Attributes:
+        spans: per rank of the pipeline.
+        seconds: from the first span's beginning to the last one's end.
+        busy: share of all ranks' time in which they worked.
+        ideal: the same for a pipeline without any delay, whose slowest rank sets the pace.
+    """
+
+    spans: list[list[Span]]
+    seconds: float
+    busy: float
+    ideal: float
+
+    def __str__(self) -> str:
+        return (
+            f"step of {self.seconds * 1e3:.1f} ms on {len(self.spans)} ranks: busy "
+            f"{100 * self.busy:.1f} % of the time, without delays {100 * self.ideal:.1f} %"
+        )
+
+
+def timeline(file: str | None = None) -> StepReport:
+    """Collects what the ranks of this pipeline did in the last step; all of them have to call it.
+
+    Args:
+        file: written by rank 0 of the pipeline: a picture if it ends in .svg, else a trace in
+            Chrome's JSON format. Replicas but the first write one beside it, with their number:
+            `step.svg`, `step-1.svg`, and so on.
+    """
+    if state.executor is None:
+        raise SMPUsageError("there is a timeline only after a step")
+    mine = state.executor.timeline.spans
+    spans: list[list[Span]] = Messenger(state).allgather(mine, CommGroup.PP_GROUP)
+    report = _report(spans)
+    if file is not None and state.topology.rank_in("pp") == 0:
+        path, replica = Path(file), state.topology.rank_in("dp")
+        text = _timeline_svg(report) if path.suffix == ".svg" else _chrome(spans)
+        if replica > 0:
+            path = path.with_stem(f"{path.stem}-{replica}")
+        path.write_text(text)
+    return report
+
+
+def _report(spans: list[list[Span]]) -> StepReport:
+    everything = [span for rank in spans for span in rank]
+    if not everything:
+        return StepReport(spans, 0.0, 0.0, 0.0)
+    seconds = max(span.end for span in everything) - min(span.start for span in everything)
+    work = [sum(span.end - span.start for span in rank) for rank in spans]
+    count = len({span.microbatch for span in everything})
+    # Each rank's work per microbatch; the slowest has to do all, the others are its ramp.
+    each = [rank / count for rank in work]
+    bound = count * max(each) + sum(each) - max(each)
+    ranks = len(spans)
+    return StepReport(spans, seconds, sum(work) / (seconds * ranks), sum(work) / (bound * ranks))
+
+
+def _timeline_svg(report: StepReport) -> str:
+    width, row, left = 1200.0, 34, 70
+    begin = min(span.start for rank in report.spans for span in rank)
+    scale = width / max(report.seconds, 1e-9)
+    shapes = [_text(left, 20, str(report), 13)]
+    for rank, spans in enumerate(report.spans):
+        y = 36 + rank * row
+        shapes.append(_text(6, y + 18, f"rank {rank}", 12))
+        for span in spans:
+            x, wide = left + (span.start - begin) * scale, (span.end - span.start) * scale
+            colour = _COLOURS[span.microbatch % len(_COLOURS)]
+            what = f"{'forward' if span.forward else 'backward'} of microbatch {span.microbatch}"
+            shapes.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{max(wide, 0.5):.1f}" height="{row - 8}" '
+                f'fill="{colour}" fill-opacity="{0.95 if span.forward else 0.6}" stroke="white">'
+                f"<title>{escape(what)} {escape(span.name)}, "
+                f"{(span.end - span.start) * 1e3:.2f} ms</title></rect>"
+            )
+            if wide > 16:
+                letter = "F" if span.forward else "B"
+                shapes.append(_text(x + 3, y + 17, f"{letter}{span.microbatch}", 11, "white"))
+    return _svg(left + width + 20, 50 + row * len(report.spans), shapes)
+
+
+def _chrome(spans: Sequence[Sequence[Span]]) -> str:
+    events = [
+        {
+            "name": f"{'F' if span.forward else 'B'}{span.microbatch} {span.name}",
+            "ph": "X",
+            "pid": 0,
+            "tid": rank,
+            "ts": span.start * 1e6,
+            "dur": (span.end - span.start) * 1e6,
+        }
+        for rank, row in enumerate(spans)
+        for span in row
+    ]
+    return json.dumps({"traceEvents": events})
+
+
+def _text(x: float, y: float, text: str, size: int, colour: str = "#333") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-family="sans-serif" '
+        f'fill="{colour}">{escape(text)}</text>'
+    )
+
+
+def _svg(width: float, height: float, shapes: list[str]) -> str:
+    body = "\n".join(shapes)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}">\n'
+        f'<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
+    )

@@ -1,0 +1,355 @@
+"""Checkpoints: `save` and `load` of anything per rank, and whole checkpoints of a training job.
+
+A file is written under another name, synchronised and renamed, so that a job that dies while it
+saves leaves the previous checkpoint whole. A checkpoint in parts has a manifest with the hash of
+each file; it is written last, and what it does not describe is not loaded. Parts are merged when
+they are loaded, so the numbers of partitions and replicas may have changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smddp.modelparallel.api.messaging import Messenger
+from smddp.modelparallel.checkpoint import safetensors
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.common.files import hash_of, read, write
+from smddp.modelparallel.job.state import state
+from smddp.modelparallel.job.topology import CommGroup
+from smddp.modelparallel.model.state_dict import MARKER
+from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES, merged
+from smddp.modelparallel.partition.placement import Decision
+
+__all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
+
+_MANIFEST = "manifest.json"
+# Files with the newest tag: of all, and of those with (True) or without (False) parts.
+_NEWEST = "newest"
+_NEWEST_OF_KIND = {True: "newest_in_parts", False: "newest_in_one_file"}
+
+
+def save(
+    obj: Any,
+    f: str,
+    partial: bool = True,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = 2,
+    v3: bool = False,
+    **ignored: Any,
+) -> None:
+    """Saves an object; with `partial`, each rank its own under a name with its number.
+
+    Args:
+        obj: what torch.save can save.
+        f: the file; a number is appended if partial.
+        partial: every rank saves; otherwise exactly `f` is written by whoever calls.
+        pickle_module: as for torch.save.
+        pickle_protocol: as for torch.save.
+        v3: the name also has the number of the replica.
+        ignored: accepted for compatibility.
+    """
+    if not isinstance(f, str):
+        raise SMPUsageError(f"smp.save: f must be a str, not {type(f).__name__}")
+    name = f + _suffix(v3) if partial else f
+    write(Path(name), lambda file: torch.save(obj, file, pickle_module, pickle_protocol))
+
+
+def load(
+    f: str,
+    map_location: Any = None,
+    pickle_module: Any = pickle,
+    partial: bool = True,
+    back_compat: bool = False,
+    **pickle_load_args: Any,
+) -> Any:
+    """Loads what `save` has written; with `partial`, this rank's own.
+
+    Args:
+        f: as for `save`.
+        map_location: as for torch.load.
+        pickle_module: as for torch.load; used only for what is not plain tensors and containers.
+        partial: as for `save`.
+        back_compat: look for the names of versions before 1.10 first, which end in the rank within
+            the model; they are tried in any case.
+        pickle_load_args: as for torch.load.
+
+    Raises:
+        FileNotFoundError: there is no such file; the text lists the names that were tried.
+    """
+    names = [f]
+    if partial:
+        topology = state.topology
+        pp, tp, rdp = (topology.rank_in(kind) for kind in ("pp", "tp", "rdp"))
+        old = f"{f}_{topology.rank_in('mp')}"
+        names = [f + _suffix(False), old, f"{f}_{pp}_{tp}", f"{f}_{pp}_{tp}_{rdp}"]
+        names = list(dict.fromkeys([old, *names] if back_compat else names))
+    for name in names:
+        if os.path.exists(name):
+            return read(Path(name), map_location, pickle_module, **pickle_load_args)
+    raise FileNotFoundError(
+        f"smp.load: there is no checkpoint {' or '.join(names)}"
+        + ("; was it saved with partial=True, and with as many partitions?" if partial else "")
+    )
+
+
+def save_checkpoint(
+    path: str,
+    tag: str,
+    partial: bool = True,
+    model: Any = None,
+    optimizer: Any = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Saves a checkpoint; all ranks have to call it, with the same arguments.
+
+    Args:
+        path: a folder that all ranks see.
+        tag: names the checkpoint.
+        partial: each partition saves its part, and the optimizer's, into `{tag}_partial`; otherwise
+            the whole model, and only that, is saved as the file `tag`: as torch.save would, or as
+            safetensors if the tag ends so.
+        model: a smp.DistributedModel.
+        optimizer: a smp.DistributedOptimizer.
+        user_content: anything that pickles; rank 0's is saved.
+        translate_if_full: accepted; there is nothing to translate without tensor parallelism.
+        num_kept_partial_checkpoints: so many in parts are left, with this one; older ones are
+            deleted.
+    """
+    if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
+        raise SMPUsageError("save_checkpoint: num_kept_partial_checkpoints must be at least 1")
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    first = state.topology.rank == 0
+    if partial:
+        _save_parts(folder / f"{tag}_partial", model, optimizer, user_content)
+    else:
+        entries = model.state_dict() if model is not None else {}
+        if first:
+            save_as = safetensors.write if _is_safetensors(tag) else _torch_save
+            write(folder / tag, lambda file: save_as(file, entries))
+            write(folder / f"user_content_{tag}", lambda file: torch.save(user_content, file))
+    if first:
+        for name in (_NEWEST, _NEWEST_OF_KIND[partial]):
+            write(folder / name, lambda file: file.write(tag.encode()))
+        if partial and num_kept_partial_checkpoints is not None:
+            _delete_old(folder, folder / f"{tag}_partial", num_kept_partial_checkpoints)
+    Messenger(state).barrier(CommGroup.WORLD)
+
+
+def resume_from_checkpoint(
+    path: str,
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Loads a checkpoint into the model and the optimizer, which must exist.
+
+    Args:
+        path: the folder.
+        tag: which; the newest if None.
+        partial: saved in parts, by any number of partitions; or as one file, by anybody: of
+            torch.save, of safetensors, or the index (`.index.json`) of several such files.
+        strict: as for load_state_dict.
+        load_optimizer: the optimizer, too; never from one file.
+        load_sharded_optimizer_state: accepted.
+        translate_function: applied to the entries of one file first.
+
+    Returns:
+        The user_content; an empty dict if there is none.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint, or a part of it is missing.
+        ValueError: a file is damaged.
+    """
+    folder = Path(path)
+    model, optimizer = state.current_model(), state.current_optimizer()
+    if model is None:
+        raise SMPUsageError("create smp.DistributedModel before resume_from_checkpoint")
+    tag = _newest(folder, partial) if tag is None else tag
+    if not partial:
+        file = folder / tag
+        if not file.exists():
+            raise FileNotFoundError(f"there is no checkpoint {file}")
+        entries = _whole(file)
+        model.load_state_dict(
+            translate_function(entries) if translate_function else entries, strict
+        )
+        return _user_content(folder / f"user_content_{tag}")
+    parts = folder / f"{tag}_partial"
+    manifest = _manifest(parts)
+    entries = _merged_model(parts, manifest)
+    if entries:
+        model.load_state_dict(entries, strict)
+    if load_optimizer and optimizer is not None and manifest["optimizer"]:
+        optimizer.load_state_dict(_merged_optimizer(parts, manifest))
+    if manifest["partition"] is not None and not model.partitioned:
+        model.runtime.placement.preset = Decision.from_dict(manifest["partition"])
+    return _user_content(parts / "user_content.pt")
+
+
+def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
+    """Returns the whole model of a checkpoint in parts; needs no job and no `smp.init`.
+
+    Args:
+        path: the folder.
+        tag: which; the newest if None.
+    """
+    parts = Path(path) / f"{tag or _newest(Path(path), True)}_partial"
+    return _merged_model(parts, _manifest(parts))
+
+
+def _newest(folder: Path, partial: bool) -> str:
+    # Who wrote the folder may have known only the first of these files.
+    for name in (_NEWEST_OF_KIND[partial], _NEWEST):
+        if (folder / name).exists():
+            return (folder / name).read_text().strip()
+    raise FileNotFoundError(f"there is no checkpoint in {folder}: it has no file {_NEWEST}")
+
+
+# --- one file -------------------------------------------------------------------------------------
+
+
+def _is_safetensors(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+def _torch_save(file: Any, entries: Any) -> None:
+    torch.save(entries, file)
+
+
+def _whole(file: Path) -> dict[str, Any]:
+    """Reads a model from one file, or from those that an index names."""
+    if file.name.endswith(".index.json"):
+        entries: dict[str, Any] = {}
+        for name in sorted(set(json.loads(file.read_text())["weight_map"].values())):
+            if not (file.parent / name).exists():
+                raise FileNotFoundError(f"the checkpoint {file} lacks its part {name}")
+            entries.update(_whole(file.parent / name))
+        return entries
+    if _is_safetensors(file.name):
+        return dict(safetensors.read(file))
+    found: dict[str, Any] = read(file, "cpu", weights_only=True)
+    return found
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> None:
+    """Writes this rank's part, and on rank 0 the manifest of all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    topology = state.topology
+    hashes: dict[str, str] = {}
+    # Replicas have the same parts.
+    if topology.rank_in("rdp") == 0:
+        for name, entries in _pieces(model, optimizer).items():
+            file = folder / f"{name}_{topology.rank_in('mp')}.pt"
+            hashes[file.name] = write(file, functools.partial(torch.save, entries))
+    if topology.rank == 0:
+        write(folder / "user_content.pt", lambda file: torch.save(user_content, file))
+    everybody = Messenger(state).allgather(hashes, CommGroup.WORLD)
+    if topology.rank == 0:
+        files = {name: value for part in everybody for name, value in part.items()}
+        decision = model.runtime.placement.decision if model is not None else None
+        manifest = {
+            "hashes": files,
+            "model": sorted(name for name in files if name.startswith("model_")),
+            "optimizer": sorted(name for name in files if name.startswith("optimizer_")),
+            FP16_STATES: sorted(name for name in files if name.startswith(FP16_STATES)),
+            "partition": decision.as_dict() if decision is not None else None,
+        }
+        write(folder / _MANIFEST, lambda file: file.write(json.dumps(manifest).encode()))
+
+
+def _pieces(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Returns what this rank saves, by the beginning of the file's name."""
+    pieces = {} if model is None else {"model": model.local_state_dict()}
+    if optimizer is not None:
+        pieces["optimizer"] = optimizer.local_state_dict()
+        if FP16_STATES in pieces["optimizer"]:
+            pieces[FP16_STATES] = pieces["optimizer"].pop(FP16_STATES)
+    return pieces
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    file = folder / _MANIFEST
+    if not file.exists():
+        raise FileNotFoundError(
+            f"there is no complete checkpoint in {folder}: it has no {_MANIFEST}, which comes last"
+        )
+    manifest: dict[str, Any] = json.loads(file.read_text())
+    return manifest
+
+
+def _verified(folder: Path, name: str, manifest: dict[str, Any]) -> Path:
+    file = folder / name
+    if not file.exists():
+        raise FileNotFoundError(f"the checkpoint in {folder} lacks its part {name}")
+    if hash_of(file) != manifest["hashes"][name]:
+        raise ValueError(f"{file} is damaged: its hash is not the one in {_MANIFEST}")
+    return file
+
+
+def _merged_model(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for name in manifest["model"]:
+        entries.update(read(_verified(folder, name, manifest), "cpu", weights_only=True, mmap=True))
+    entries.pop(MARKER, None)
+    return entries
+
+
+def _merged_optimizer(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    parts = [_part(folder, name, manifest) for name in manifest["optimizer"]]
+    # Checkpoints of older versions have no such list.
+    halves = [_part(folder, name, manifest) for name in manifest.get(FP16_STATES, [])]
+    for part, half in zip(parts, halves, strict=False):
+        part[FP16_STATES] = half
+    whole = merged(parts)
+    whole.pop(MARKER, None)
+    return whole
+
+
+def _part(folder: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
+    part: dict[str, Any] = read(_verified(folder, name, manifest), "cpu", weights_only=True)
+    return part
+
+
+def _delete_old(folder: Path, newest: Path, keep: int) -> None:
+    """Deletes the oldest checkpoints in parts, so that `keep` are left with the newest one."""
+    complete = [f.parent for f in folder.glob(f"*_partial/{_MANIFEST}")]
+    # Clocks may stand still between two checkpoints, and be set back: the newest one is known.
+    complete.sort(key=lambda old: (old == newest, (old / _MANIFEST).stat().st_mtime_ns))
+    for old in complete[: max(0, len(complete) - keep)]:
+        # The manifest first: half a folder is then no checkpoint.
+        (old / _MANIFEST).unlink()
+        shutil.rmtree(old)
+
+
+def _user_content(file: Path) -> Any:
+    # Some tools leave an empty file in its place.
+    if not file.exists() or file.stat().st_size == 0:
+        return {}
+    content = read(file, "cpu")
+    return {} if content is None else content
+
+
+def _suffix(v3: bool) -> str:
+    topology = state.topology
+    pp, tp, rdp = (topology.rank_in(kind) for kind in ("pp", "tp", "rdp"))
+    if v3:
+        return f"_{pp}_{tp}_{rdp}"
+    return f"_{pp}_{tp}" if topology.tp_size > 1 else f"_{topology.rank_in('mp')}"

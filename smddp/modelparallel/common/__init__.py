@@ -1,0 +1,1 @@
+"""What every part uses: errors, nested values, buffers, files. Knows nothing of ranks."""

@@ -1,0 +1,1 @@
+"""Names that scripts for the original library use, and that do little or nothing here."""

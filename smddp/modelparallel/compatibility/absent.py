@@ -1,0 +1,104 @@
+"""Calls that belong to features which this version does not have.
+
+Scripts make them with the feature turned off, too: then they have no effect here, either. Turned on
+they are refused where results would differ, and only warned of where memory and speed would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from torch import nn
+
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.job.config_keys import KEYS
+from smddp.modelparallel.job.state import state
+
+__all__ = [
+    "delay_param_initialization",
+    "delayed_parameter_initialization",
+    "refuse_tensor_parallelism",
+    "set_tensor_parallelism",
+    "tensor_parallelism",
+    "tp_register",
+    "tp_register_with_module",
+]
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def refuse_tensor_parallelism(call: str) -> NoReturn:
+    """Raises what says that a call would divide modules, and cannot."""
+    raise SMPUsageError(
+        f"smp.{call}: no module is divided over tensor-parallel ranks in this version; leave it "
+        "out, or turn it off"
+    )
+
+
+def tensor_parallelism(
+    enabled: bool = True, **tensor_parallel_config: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context without effect.
+
+    Args:
+        enabled: must be off.
+        tensor_parallel_config: accepted.
+
+    Raises:
+        SMPUsageError: modules made inside would have to be divided.
+    """
+    if enabled:
+        refuse_tensor_parallelism("tensor_parallelism()")
+    return contextlib.nullcontext()
+
+
+def set_tensor_parallelism(
+    module: nn.Module, enabled: bool = True, **tensor_parallel_config: Any
+) -> None:
+    """Leaves a module whole.
+
+    Args:
+        module: any.
+        enabled: must be off.
+        tensor_parallel_config: accepted.
+
+    Raises:
+        SMPUsageError: it would have to be divided.
+    """
+    if enabled:
+        refuse_tensor_parallelism(f"set_tensor_parallelism({type(module).__name__})")
+
+
+def tp_register(
+    dist_module: type,
+    init_hook: Callable[..., Any] | None = None,
+    forward_hook: Callable[..., Any] | None = None,
+    return_hook: Callable[..., Any] | None = None,
+) -> Callable[[_Class], _Class]:
+    """Returns a decorator without effect: what is registered takes no module's place."""
+    return lambda module_cls: module_cls
+
+
+def tp_register_with_module(
+    module_cls: type,
+    dist_module: type,
+    init_hook: Callable[..., Any] | None = None,
+    forward_hook: Callable[..., Any] | None = None,
+    return_hook: Callable[..., Any] | None = None,
+) -> None:
+    """Does nothing: what is registered takes no module's place."""
+
+
+def delay_param_initialization(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Returns a context without effect; turned on, it warns that parameters are made at once."""
+    if enabled and (not state.initialized or state.topology.rank == 0):
+        (key,) = (key for key in KEYS if key.name == "delayed_parameter_initialization")
+        warnings.warn(key.missing("delay_param_initialization()"), stacklevel=2)
+    return contextlib.nullcontext()
+
+
+# Under this name it is in some of the original's documents.
+delayed_parameter_initialization = delay_param_initialization

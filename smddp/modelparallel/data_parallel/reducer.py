@@ -1,0 +1,375 @@
+"""Data parallelism around the pipeline: gradients of replicas are averaged, bucket by bucket.
+
+A bucket is reduced as soon as all its sums are final, while the pipeline still works on others.
+All replicas reduce the same buckets in the same order in every step with gradients, even if a step
+fails on one of them; so a failed step leaves the process group usable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smddp.modelparallel.common.buffers import Buffers
+from smddp.modelparallel.common.errors import SMPPeerError
+from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
+from smddp.modelparallel.data_parallel.join import Join
+from smddp.modelparallel.pipeline.failure import Redo
+
+__all__ = ["Bucket", "DataParallel", "tell_replicas"]
+
+_BROADCAST = 250 * 2**20  # bytes of a message
+
+
+def tell_replicas(group: dist.ProcessGroup, failure: str, note: Any = None) -> dict[int, Any]:
+    """Says how the step goes on this replica; called by all of them.
+
+    Args:
+        group: of the replicas.
+        failure: why it has failed on this one; empty if it has not.
+        note: what else to say.
+
+    Returns:
+        The notes, by rank in the job.
+
+    Raises:
+        SMPPeerError: it has not failed here, but elsewhere.
+    """
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, (failure, note), group=group)
+    by_rank = dict(zip(dist.get_process_group_ranks(group), said, strict=True))
+    for rank, (text, _) in by_rank.items():
+        if text and not failure:
+            raise SMPPeerError(
+                f"the step failed on another replica of the model, on rank {rank} of the job: "
+                f"{text}"
+            )
+    return {rank: value for rank, (_, value) in by_rank.items()}
+
+
+class Bucket:
+    """Gradients that are reduced together; what communication hooks get.
+
+    It has the methods of `torch.distributed.GradBucket`.
+    """
+
+    def __init__(self, index: int, parameters: Sequence[nn.Parameter], last: bool) -> None:
+        self._index, self._last = index, last
+        self._parameters = list(parameters)
+        first = self._parameters[0]
+        size = sum(parameter.numel() for parameter in self._parameters)
+        self._buffer = torch.zeros(size, dtype=first.grad_dtype, device=first.device)
+        self.missing = 0
+        self.launched = False
+        self.work: Any = None
+
+    def index(self) -> int:
+        """Returns its number; buckets are reduced in this order."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """Returns the gradients, flat."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replaces the gradients."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients in the shapes of their parameters."""
+        pieces = self._buffer.split([parameter.numel() for parameter in self._parameters])  # type: ignore[no-untyped-call]
+        return [
+            piece.view(parameter.shape)
+            for piece, parameter in zip(pieces, self._parameters, strict=True)
+        ]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Is it the last bucket of the step?"""
+        return self._last
+
+
+class DataParallel:
+    """Turns the sums of a step into gradients, equal on all replicas.
+
+    Attributes:
+        overlap: begin to reduce before the step ends.
+        hook: reduces a bucket in place of the all-reduce, and returns a future.
+        parameters: of this rank that get gradients.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        size: int,
+        bucket_cap_mb: float,
+        passes: int,
+        overlap: bool,
+        broadcast_buffers: bool,
+        views: bool,
+    ) -> None:
+        self.group, self.size = group, size
+        self.overlap = overlap
+        self.hook: Callable[[Any], Any] | None = None
+        self.parameters: list[nn.Parameter] = []
+        self._cap = bucket_cap_mb * 2**20
+        self._passes = passes
+        self._broadcast_buffers = broadcast_buffers
+        self._views = views
+        self._buffers: Buffers | None = None
+        self._everything: list[nn.Parameter] = []
+        self.join = Join(self)
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self._old: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._divisor = 1
+        self._with_gradients = False
+        self._steps = 0
+        self._next = 0
+        self._outside = False
+
+    def adopt(self, parameters: Sequence[nn.Parameter], buffers: Buffers) -> None:
+        """Takes the parameters and buffers of this rank, and makes them equal on all replicas."""
+        self._buffers = buffers
+        self._everything = list(parameters)
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        if self.size > 1:
+            self._make_buckets()
+            self.synchronise(0)
+        # With several partitions, this happens in the middle of the first step.
+        self._put_aside()
+
+    def _make_buckets(self) -> None:
+        # Gradients of the last layers come first.
+        groups: list[list[nn.Parameter]] = []
+        room: dict[Any, float] = {}
+        open_group: dict[Any, list[nn.Parameter]] = {}
+        for parameter in reversed(self.parameters):
+            dtype = parameter.grad_dtype or parameter.dtype
+            kind = (dtype, parameter.device)
+            size = parameter.numel() * dtype.itemsize
+            if kind not in open_group or room[kind] < size:
+                open_group[kind] = []
+                groups.append(open_group[kind])
+                room[kind] = self._cap
+            open_group[kind].append(parameter)
+            room[kind] -= size
+        last = len(groups) - 1
+        self._buckets = [Bucket(i, group, i == last) for i, group in enumerate(groups)]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters()}
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def begin_step(self, sums: GradientSum, divisor: int, again: bool = False) -> None:
+        """Puts the gradients there are aside, and makes buffers equal.
+
+        Args:
+            sums: where the step's gradients come from.
+            divisor: what they are divided by.
+            again: the step was begun before; see `end_step`.
+        """
+        self._with_gradients = torch.is_grad_enabled()
+        # The other replicas make it again only if they have heard of it.
+        together = not again or self._reduces()
+        source = self.join.begin_step() if self._with_gradients and together else None
+        self._begin(sums, divisor, source)
+
+    def _begin(self, sums: GradientSum, divisor: int, source: int | None) -> None:
+        """Begins a step; with the buffers of another replica, if a source is given."""
+        self._sums, self._divisor = sums, divisor
+        self._put_aside()
+        if source is not None and self._broadcast_buffers and self.size > 1:
+            self._broadcast(self._tensors(), source)
+
+    def _put_aside(self) -> None:
+        self._old = {parameter: parameter.grad for parameter in self.parameters}
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters())
+            bucket.launched = False
+
+    def final(self, parameter: nn.Parameter) -> None:
+        """Hears that a sum will not change any more; may begin to reduce."""
+        if not (self.overlap and self._reduces() and parameter in self._bucket_of):
+            return
+        self._bucket_of[parameter].missing -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._launch(self._buckets[self._next], self._total)
+            self._next += 1
+
+    def end_step(self, failure: str = "", redo: bool = False) -> None:
+        """Sets the gradients.
+
+        Args:
+            failure: why the step failed on this replica, for the others; empty if it has not.
+            redo: has it to be made again there?
+
+        Raises:
+            Redo: it has to be made again, on this replica or on another: on all of them, therefore.
+            SMPPeerError: the step failed on another replica; gradients are as before it.
+        """
+        succeeded = not (failure or redo)
+        if not self._with_gradients or not self._reduces():
+            totals = {p: self._own(p) if succeeded else self._old[p] for p in self.parameters}
+            if self._with_gradients and succeeded:
+                self._steps += 1
+        else:
+            self._steps += 1
+            totals, redo = self._reduce(failure, redo)
+            self._steps -= redo
+        for parameter, total in totals.items():
+            parameter.grad = total
+        self._old = {}
+        if redo:
+            raise Redo
+
+    def _reduces(self) -> bool:
+        return self.size > 1 and self._with_gradients and (self._steps + 1) % self._passes == 0
+
+    def _total(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Returns the gradient of this replica, with what was there before the step."""
+        gradient = self._sums.total(parameter)
+        old = self._old[parameter]
+        if gradient is None:
+            return old
+        gradient = self._averaged(gradient)
+        return gradient if old is None else old + gradient
+
+    def _own(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Returns the same with what came late: nobody else has to know of that."""
+        total, late = self._total(parameter), self._late(parameter)
+        if late is None:
+            return total
+        assert total is not None, "what is late comes after something"
+        return total + late
+
+    def _averaged(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns the mean over microbatches, unless a hook will make it."""
+        hooked = self.hook is not None and self.size > 1
+        return gradient if hooked or self._divisor == 1 else gradient / self._divisor
+
+    def _reduce(
+        self, failure: str, redo: bool
+    ) -> tuple[dict[nn.Parameter, torch.Tensor | None], bool]:
+        """Returns the gradients, and whether the step has to be made again."""
+        source = (lambda _: None) if failure or redo else self._total
+        for bucket in self._buckets[self._next :]:
+            self._launch(bucket, source)
+        reduced = self._collected()
+        # Failed here? For good? Late contributions? Which parameters were used at all?
+        used = [self._total(p) is not None for p in self.parameters]
+        flags = torch.tensor([bool(failure), redo, self._sums.any_late, *used], dtype=torch.int32)
+        flags = flags.to(self.parameters[0].device) if self.parameters else flags
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        failed, again, late, *used_somewhere = flags.tolist()
+        if again and not failed:
+            return dict(self._old), True
+        if failed:
+            for parameter in self.parameters:
+                parameter.grad = self._old[parameter]
+            tell_replicas(self.group, failure)
+            return dict(self._old), False
+        if late:
+            self._prepare()
+            for bucket in self._buckets:
+                self._launch(bucket, self._late)
+            for parameter, addition in self._collected().items():
+                reduced[parameter] = reduced[parameter] + addition
+        totals = {
+            parameter: reduced[parameter] if use else None
+            for parameter, use in zip(self.parameters, used_somewhere, strict=True)
+        }
+        return totals, False
+
+    def _late(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        gradient = self._sums.late(parameter)
+        return None if gradient is None else self._averaged(gradient)
+
+    def _launch(
+        self, bucket: Bucket, source: Callable[[nn.Parameter], torch.Tensor | None]
+    ) -> None:
+        for parameter, place in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradient = source(parameter)
+            if gradient is None:
+                place.zero_()
+            elif gradient.data_ptr() != place.data_ptr():
+                place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        bucket.launched = True
+        if self.hook is not None:
+            bucket.work = self.hook(bucket)
+        else:
+            bucket.work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
+
+    def _collected(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Waits for all buckets and returns their gradients."""
+        found: dict[nn.Parameter, torch.Tensor] = {}
+        for bucket in self._buckets:
+            result = bucket.work.wait()
+            bucket.work = None
+            if self.hook is not None:
+                flat = result[0] if isinstance(result, list | tuple) else result
+                if flat is not bucket.buffer():
+                    bucket.buffer().copy_(flat.view(-1))
+            else:
+                bucket.buffer().div_(self.size)
+            pieces = bucket.gradients()
+            for parameter, piece in zip(bucket.parameters(), pieces, strict=True):
+                found[parameter] = piece if self._views else piece.clone()
+        return found
+
+    # --- without a step: one partition, loss.backward() -------------------------------------------
+
+    def outside_step(self, parameter: nn.Parameter) -> None:
+        """Hears of a gradient outside any step; the end of that backward pass reduces all."""
+        if self.size == 1 or self._outside:
+            return
+        self._outside = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._reduce_outside)
+
+    def _reduce_outside(self) -> None:
+        self._outside = False
+        self._steps += 1
+        if self._steps % self._passes:
+            return
+        for bucket in self._buckets:
+            self._launch(bucket, lambda parameter: parameter.grad)
+        for parameter, gradient in self._collected().items():
+            parameter.grad = gradient
+
+    # --- replicas with fewer batches; see join.py -------------------------------------------------
+
+    def shadow_step(self, source: int) -> None:
+        """Does what the others do in a step, without a batch and with the buffers of `source`."""
+        sums = GradientSum()
+        sums.begin(1)
+        self._with_gradients = True
+        self._begin(sums, 1, source)
+        with contextlib.suppress(Redo):  # then they count once more, and the next one is the same
+            self.end_step()
+
+    def synchronise(self, source: int) -> None:
+        """Takes parameters and buffers from a replica."""
+        self._broadcast([*self._everything, *self._tensors()], source)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Returns the buffers of this rank; none before the partition."""
+        return self._buffers.tensors() if self._buffers is not None else []
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        # Many small tensors: in few large messages.
+        if tensors:
+            detached = [tensor.detach() for tensor in tensors]
+            dist._broadcast_coalesced(self.group, detached, _BROADCAST, source)  # type: ignore[attr-defined]

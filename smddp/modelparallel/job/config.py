@@ -1,0 +1,201 @@
+"""Checks a configuration: types, values, and rules between keys; config_keys.py lists the keys.
+
+The configuration is a plain dict, as in the `parameters` of a SageMaker estimator. What stands in
+the environment variable SM_HP_MP_PARAMETERS wins over what the script passes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from smddp.modelparallel.common.errors import SMPConfigurationError
+from smddp.modelparallel.job.config_keys import KEYS, Key
+
+__all__ = ["ENVIRONMENT_VARIABLE", "Configuration", "configure"]
+
+ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
+
+_BY_NAME = {key.name: key for key in KEYS}
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
+# Kind -> (is the value right?, the text if not).
+_CHECKS: dict[str, tuple[Callable[[Key, Any], bool], str]] = {
+    "positive": (
+        lambda _, v: _is_int(v) and v >= 1,
+        "The number of {name} must be a positive integer.",
+    ),
+    "count": (
+        lambda _, v: _is_int(v) and v >= 0,
+        "{name} must be an integer that is not negative.",
+    ),
+    "index": (lambda _, v: _is_int(v) and v >= 0, "{name} must be the number of a partition."),
+    "port": (lambda _, v: _is_int(v) and v >= 0, "Invalid port number {value}."),
+    "bool": (lambda _, v: isinstance(v, bool), "{name} must be a value in: [True, False]."),
+    "one of": (lambda k, v: v in k.values, "{name} must be a value in: {values}."),
+    "str": (lambda _, v: isinstance(v, str), "'{name}' must be a str."),
+    "number": (lambda _, v: _is_number(v), "{name} must be a number."),
+    "fraction": (
+        lambda _, v: _is_number(v) and 0.0 <= v <= 1.0,
+        "{name} must be between 0.0 and 1.0!",
+    ),
+}
+
+
+class Configuration:
+    """The configuration in force: every key is an attribute."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(f"smp has no configuration key {name!r}") from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns a copy as a dict."""
+        return dict(self._values)
+
+    def __repr__(self) -> str:
+        return f"Configuration({self._values})"
+
+
+def configure(
+    config: Mapping[str, Any] | None, environ: Mapping[str, str], speak: bool = True
+) -> Configuration:
+    """Returns the configuration in force: defaults < `config` < SM_HP_MP_PARAMETERS.
+
+    Args:
+        config: what the script passes.
+        environ: the environment.
+        speak: warn of keys that are unknown or not acted upon; one rank of a job does.
+
+    Raises:
+        SMPConfigurationError: a value is wrong, or two keys contradict each other.
+    """
+    if config is not None and not isinstance(config, Mapping):
+        raise SMPConfigurationError(
+            f"smp.init takes a dict of configuration keys, not {type(config).__name__}: {config!r}"
+        )
+    from_environment = _from_environment(environ)
+    given = {**(config or {}), **from_environment}
+    known = {name: value for name, value in given.items() if name in _BY_NAME}
+    for name in sorted(given.keys() - known.keys(), key=str) if speak else ():
+        nearest = difflib.get_close_matches(str(name), _BY_NAME, n=1)
+        advice = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        warnings.warn(f"smp ignores the unknown configuration key {name!r}{advice}", stacklevel=3)
+    for name, value in known.items():
+        place = ENVIRONMENT_VARIABLE if name in from_environment else "smp.init"
+        _check_value(_BY_NAME[name], value, place)
+    _check_together(known)
+    values = {key.name: known.get(key.name, key.default) for key in KEYS}
+    _complete(values, known)
+    if speak:
+        _say_what_is_missing(values)
+    return Configuration(values)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    text = environ.get(ENVIRONMENT_VARIABLE, "")
+    if not text:
+        return {}
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SMPConfigurationError(f"{ENVIRONMENT_VARIABLE} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise SMPConfigurationError(f"{ENVIRONMENT_VARIABLE} must hold a JSON object, not {text}")
+    return values
+
+
+def _check_value(key: Key, value: Any, place: str) -> None:
+    right, text = _CHECKS[key.kind]
+    if value is None and key.default is None:
+        return
+    if not right(key, value):
+        values = list(key.values)
+        if key.name == "placement_strategy":
+            values = [*values[:2], "a permutation of the letters D, P and T"]
+        raise SMPConfigurationError(
+            f"{text.format(name=key.name, value=value, values=values)} The configuration ({place}) "
+            f"has {key.name!r}: {value!r}"
+        )
+
+
+def _check_together(known: Mapping[str, Any]) -> None:
+    """The rules between keys; `known` has only what was given."""
+    partitions, degree = known.get("partitions"), known.get("pipeline_parallel_degree")
+    if partitions is not None and degree is not None and partitions != degree:
+        raise SMPConfigurationError(
+            f"partitions ({partitions}) and pipeline_parallel_degree ({degree}) mean the same; "
+            "set one of them."
+        )
+    count = degree or partitions or 1
+    if known.get("auto_partition") is False and known.get("default_partition") is None:
+        raise SMPConfigurationError(
+            "default_partition must be supplied if auto_partition is set to False!"
+        )
+    default = known.get("default_partition")
+    if default is not None and default >= count:
+        raise SMPConfigurationError("default_partition must be less than the number of partitions!")
+    for name in ("ddp_port", "ddp_dist_backend"):
+        if name in known and "ddp" not in known:
+            raise SMPConfigurationError(f"`{name}` needs `ddp` to be set as well")
+    ddp = known.get("ddp", False)
+    if known.get("horovod", False) and ddp:
+        raise SMPConfigurationError("'ddp' and 'horovod' cannot be simultaneously enabled.")
+    if known.get("load_partition") and not known.get("partition_file"):
+        raise SMPConfigurationError("load_partition needs partition_file.")
+    if known.get("fp16") and known.get("bf16"):
+        raise SMPConfigurationError("fp16 and bf16 cannot be simultaneously enabled.")
+    sharded = known.get("sharded_data_parallel_degree", 1) > 1
+    if known.get("bf16") and not sharded:
+        raise SMPConfigurationError("bf16 needs sharded_data_parallel_degree greater than 1.")
+    if known.get("tensor_parallel_degree", 1) > 1 and not ddp:
+        raise SMPConfigurationError("tensor_parallel_degree greater than 1 needs ddp.")
+    if sharded:
+        if not ddp:
+            raise SMPConfigurationError("sharded_data_parallel_degree greater than 1 needs ddp.")
+        if count > 1:
+            raise SMPConfigurationError(
+                "sharded data parallelism needs pipeline_parallel_degree 1."
+            )
+        if known.get("shard_optimizer_state"):
+            raise SMPConfigurationError(
+                "sharded data parallelism and shard_optimizer_state exclude each other."
+            )
+
+
+def _complete(values: dict[str, Any], known: Mapping[str, Any]) -> None:
+    """Decides the defaults that depend on other keys."""
+    count = values["pipeline_parallel_degree"] or values["partitions"] or 1
+    values["pipeline_parallel_degree"] = values["partitions"] = count
+    if values["active_microbatches"] is None:
+        values["active_microbatches"] = count + 2
+    if values["memory_weight"] is None:
+        values["memory_weight"] = 0.8 if values["optimize"] == "memory" else 0.2
+    if values["default_partition"] is None:
+        values["default_partition"] = 0
+    placement = values["placement_strategy"]
+    values["placement_strategy"] = {"cluster": "DPT", "spread": "TPD"}.get(placement, placement)
+
+
+def _say_what_is_missing(values: Mapping[str, Any]) -> None:
+    """Notes features that this version does not have, above all where results would differ."""
+    for key in KEYS:
+        if not key.later or values[key.name] == key.default:
+            continue
+        warnings.warn(key.missing(f"{key.name}={values[key.name]!r}"), stacklevel=4)

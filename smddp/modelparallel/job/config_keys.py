@@ -1,0 +1,271 @@
+"""The configuration keys, one by one.
+
+`python -m smddp.modelparallel.job.config_keys FILE` writes them into a document, between two
+markers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["KEYS", "Key", "insert", "markdown"]
+
+BEGIN = (
+    "<!-- keys: written by "
+    "`python -m smddp.modelparallel.job.config_keys docs/model-parallel.md` -->"
+)
+END = "<!-- end of keys -->"
+
+_PLACEMENTS = ["spread", "cluster", *("".join(p) for p in itertools.permutations("DPT"))]
+
+
+_OWN_DTYPE = "modules keep the dtype they are made in: use fp16, or smp.model_creation(dtype=…)"
+_STAY = "activations stay where they are"
+_WHOLE = "parameters are not divided"
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One configuration key.
+
+    Attributes:
+        name: as in the dict.
+        kind: what values are allowed; see `_CHECKS`.
+        default: the value when the key is absent; None means "decided from other keys".
+        doc: one sentence.
+        values: for kind "one of".
+        later: the key belongs to a feature that this version does not have: what happens instead.
+            It is said once, when the key has another value than the default.
+        differs: results are then not those of the feature.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    doc: str
+    values: tuple[Any, ...] = ()
+    later: str = ""
+    differs: bool = False
+
+    def missing(self, used: str) -> str:
+        """Returns the warning that the feature is not there.
+
+        Args:
+            used: how the script has asked for it.
+        """
+        result = (
+            "RESULTS WILL DIFFER from those with the feature"
+            if self.differs
+            else "Results are those of the feature, memory and speed are not"
+        )
+        return (
+            f"smp accepts {used}, a feature that this version does not have: {self.later}. "
+            f"{result}."
+        )
+
+
+# In the order in which a reader meets them.
+KEYS: tuple[Key, ...] = (
+    Key("pipeline_parallel_degree", "positive", None, "Number of partitions of the model."),
+    Key("partitions", "positive", None, "The same under its older name."),
+    Key("microbatches", "positive", 1, "Parts into which a step divides its batch."),
+    Key(
+        "active_microbatches",
+        "positive",
+        None,
+        "Most microbatches under way at once; partitions + 2 by default.",
+    ),
+    Key(
+        "pipeline",
+        "one of",
+        "interleaved",
+        "`interleaved` prefers backward work; `simple` runs all forward passes first.",
+        ("simple", "interleaved", "_only_forward"),
+    ),
+    Key(
+        "optimize", "one of", "memory", "What the partitioner balances first.", ("speed", "memory")
+    ),
+    Key(
+        "memory_weight",
+        "fraction",
+        None,
+        "Weight of memory against time in the partitioner; 0.8 for memory, 0.2 for speed.",
+    ),
+    Key(
+        "placement_strategy",
+        "one of",
+        "cluster",
+        "Which ranks are neighbours: `cluster` is DPT, `spread` is TPD; the rightmost letter "
+        "varies fastest.",
+        tuple(_PLACEMENTS),
+    ),
+    Key("auto_partition", "bool", True, "Divide the model automatically."),
+    Key(
+        "default_partition",
+        "index",
+        None,
+        "Where modules outside any `smp.partition` go; needed without auto_partition.",
+    ),
+    Key("contiguous", "bool", True, "Accepted for TensorFlow scripts; without effect."),
+    Key("horovod", "bool", False, "For TensorFlow scripts; excludes ddp."),
+    Key("ddp", "bool", False, "Data parallelism besides the pipeline; process groups."),
+    Key("ddp_port", "port", None, "Port of the rendezvous if MASTER_PORT is not set."),
+    Key(
+        "ddp_dist_backend",
+        "one of",
+        "auto",
+        "Backend of torch.distributed; `auto` is smddp.",
+        ("auto", "nccl", "smddp", "gloo"),
+    ),
+    Key(
+        "deterministic_server",
+        "bool",
+        False,
+        "Serve requests in one order on all replicas. Results do not depend on it here: "
+        "gradients and random numbers are ordered by microbatch in any case.",
+    ),
+    Key("load_partition", "bool", False, "Take the decision from partition_file."),
+    Key("partition_file", "str", None, "Where the partition decision is saved or loaded."),
+    Key(
+        "overlapping_allreduce", "bool", True, "Default of the argument of `smp.DistributedModel`."
+    ),
+    Key(
+        "direct_forwarding",
+        "bool",
+        True,
+        "Let values go from one partition straight to the next, not through the caller.",
+    ),
+    Key(
+        "partitioner",
+        "one of",
+        "exact",
+        "How the model is divided: `exact`, or `tree` as in the SMP paper.",
+        ("exact", "tree"),
+    ),
+    Key("skip_tracing", "bool", False, "Partition by parameters alone, without a trace."),
+    Key("use_times", "bool", True, "Let the partitioner see computation as well as memory."),
+    Key(
+        "stall_warning_seconds",
+        "number",
+        30.0,
+        "When a rank has worked so long without a break on one microbatch, it says so in the log, "
+        "once, with the module and the line of code it is in; when it has been in a step so long "
+        "that others of the pipeline have not called, which these are; 0 for never.",
+    ),
+    Key("static_mode", "bool", False, "Accepted; call plans are always reused."),
+    Key("fast_mode", "bool", False, "Accepted; nothing is negotiated after the first step."),
+    Key(
+        "tensor_parallel_degree",
+        "positive",
+        1,
+        "Tensor parallelism.",
+        later="no module is divided over tensor-parallel ranks: each is one more replica",
+    ),
+    Key(
+        "prescaled_batch",
+        "bool",
+        False,
+        "The ranks of a tensor-parallel group get the same batch.",
+        later="tensor-parallel ranks are replicas, of equal batches then",
+    ),
+    Key(
+        "fp16",
+        "bool",
+        False,
+        "Train in half precision: the optimizer keeps master weights in fp32, and scales losses.",
+    ),
+    Key(
+        "fp16_params",
+        "bool",
+        False,
+        "Half precision for distributed modules.",
+        (),
+        _OWN_DTYPE,
+        True,
+    ),
+    Key("bf16", "bool", False, "The same in bfloat16, with sharded_data_parallel_degree."),
+    Key(
+        "_fp32_grad_accumulation",
+        "bool",
+        False,
+        "With fp16 or bf16, sum and average gradients in fp32; else without effect.",
+    ),
+    Key(
+        "shard_optimizer_state",
+        "bool",
+        False,
+        "Divide the optimizer's state.",
+        (),
+        "every replica keeps all of it",
+    ),
+    Key("offload_activations", "bool", False, "Move activations to the host.", (), _STAY),
+    Key("activation_loading_horizon", "positive", 4, "How early they return.", (), _STAY),
+    Key(
+        "checkpoint_attentions",
+        "bool",
+        False,
+        "Recompute attention.",
+        (),
+        "use torch.utils.checkpoint in the model",
+    ),
+    Key(
+        "delayed_parameter_initialization",
+        "bool",
+        False,
+        "Parameters on demand.",
+        (),
+        "parameters are made at once, and freed where they do not live",
+    ),
+    Key(
+        "sharded_data_parallel_degree",
+        "positive",
+        1,
+        "Divide parameters too.",
+        (),
+        "every replica keeps all of them; gradients are clipped as with the feature",
+    ),
+    Key("sdp_reduce_bucket_size", "positive", int(5e8), "For the above: elements.", (), _WHOLE),
+    Key("sdp_param_persistence_threshold", "count", int(1e6), "For the above.", (), _WHOLE),
+    Key("sdp_max_live_parameters", "positive", int(1e9), "For the above.", (), _WHOLE),
+    Key("sdp_hierarchical_allgather", "bool", True, "For the above.", (), _WHOLE),
+    Key(
+        "sdp_gradient_clipping",
+        "number",
+        1.0,
+        "For the above: the norm to which `optimizer.step` clips gradients.",
+    ),
+    Key(
+        "_match_weights",
+        "bool",
+        False,
+        "For tests of tensor parallelism.",
+        (),
+        "modules keep their weights in any case",
+    ),
+    Key("task_level_activation_checkpointing", "bool", False, "Accepted; without effect."),
+)
+
+
+def markdown() -> str:
+    """Returns the keys as a Markdown table."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for key in KEYS:
+        default = "" if key.default is None else f"`{key.default}`"
+        note = f" *Not in this version: {key.later}.*" if key.later else ""
+        lines.append(f"| `{key.name}` | {default} | {key.doc}{note} |")
+    return "\n".join(lines) + "\n"
+
+
+def insert(text: str) -> str:
+    """Returns a document with the table between its markers."""
+    before, rest = text.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n{markdown()}{END}{rest.split(END, 1)[1]}"
+
+
+if __name__ == "__main__":
+    document = Path(sys.argv[1])
+    document.write_text(insert(document.read_text()))

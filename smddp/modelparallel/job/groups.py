@@ -1,0 +1,72 @@
+"""One process group per kind of set, made once by `smp.init`, on all ranks in the same order."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from smddp.modelparallel.job.topology import Topology
+
+__all__ = ["Groups"]
+
+_KINDS = ("mp", "dp", "tp", "pp", "rdp")
+
+
+class Groups:
+    """Owns the process groups of a rank.
+
+    Besides those that users see there are two private ones, so that no message of ours can be
+    taken for one of theirs: `messages` for the object primitives, `pipeline` for the executor. All
+    have the timeout of the default group.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        timeout = _timeout_of(world)
+        self._by_kind: dict[str, dist.ProcessGroup] = {"world": world}
+        # Kinds often have the same members, for instance mp and pp without tensor parallelism.
+        made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {
+            (tuple(range(topology.size)),): self._by_kind["world"]
+        }
+        for kind in _KINDS:
+            sets = tuple(topology.groups(kind))
+            if sets not in made:
+                made[sets] = _new_group(sets, topology.rank, timeout)
+            self._by_kind[kind] = made[sets]
+        self.messages = _new_group(((*range(topology.size),),), topology.rank, timeout)
+        self.pipeline = _new_group(tuple(topology.groups("pp")), topology.rank, timeout)
+
+    def of(self, kind: str) -> dist.ProcessGroup:
+        """Returns the group of a kind that this rank belongs to."""
+        return self._by_kind[kind]
+
+    def close(self) -> None:
+        """Forgets the groups; the default group is destroyed by who made it."""
+        self._by_kind.clear()
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Returns what was given to init_process_group; new groups would get torch's default."""
+    for device in ("cpu", "cuda"):
+        try:
+            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        return timeout
+    return None
+
+
+def _new_group(
+    sets: tuple[tuple[int, ...], ...], rank: int, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """Makes all groups, as c10d wants it of every rank, and returns this rank's."""
+    mine: dist.ProcessGroup | None = None
+    for members in sets:
+        group = dist.new_group(list(members), timeout=timeout)
+        if rank in members and isinstance(group, dist.ProcessGroup):
+            mine = group
+    assert mine is not None
+    return mine

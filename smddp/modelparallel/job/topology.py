@@ -1,0 +1,123 @@
+"""Where a rank stands: its place in the pipeline, in the tensor group and among replicas.
+
+Arithmetic only: nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+
+from smddp.modelparallel.common.errors import SMPInitializationError
+
+__all__ = ["CommGroup", "RankType", "Topology"]
+
+
+class CommGroup(enum.Enum):
+    """The sets of ranks that a rank belongs to."""
+
+    WORLD = "world"
+    MP_GROUP = "mp"
+    DP_GROUP = "dp"
+    TP_GROUP = "tp"
+    PP_GROUP = "pp"
+    RDP_GROUP = "rdp"
+
+
+class RankType(enum.Enum):
+    """In which set a rank number counts."""
+
+    WORLD_RANK = "world"
+    MP_RANK = "mp"
+    DP_RANK = "dp"
+    TP_RANK = "tp"
+    PP_RANK = "pp"
+    RDP_RANK = "rdp"
+
+
+# Which coordinates the members of a group share. mp is pp x tp, dp is tp x rdp.
+_SHARED = {
+    "world": (),
+    "mp": ("D",),
+    "dp": ("P",),
+    "tp": ("P", "D"),
+    "pp": ("T", "D"),
+    "rdp": ("P", "T"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The arrangement of all ranks, seen from one.
+
+    Attributes:
+        rank: of this process, in the world.
+        size: of the world.
+        local_rank: of this process on its host.
+        local_size: processes on this host.
+        pp_size: partitions of the model.
+        tp_size: tensor parallelism.
+        placement: a permutation of D, P and T; the rightmost letter varies fastest over ranks.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    pp_size: int
+    tp_size: int
+    placement: str
+
+    def __post_init__(self) -> None:
+        if self.size % (self.pp_size * self.tp_size):
+            raise SMPInitializationError(
+                f"{self.size} ranks cannot be divided into pipelines of {self.pp_size} partitions"
+                + (f" x {self.tp_size} tensor parallel ranks" if self.tp_size > 1 else "")
+                + ": the number of ranks must be a multiple."
+            )
+
+    @property
+    def rdp_size(self) -> int:
+        """Replicas of every parameter."""
+        return self.size // (self.pp_size * self.tp_size)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Returns {"D": rdp rank, "P": pp rank, "T": tp rank} of a world rank."""
+        extents = {"D": self.rdp_size, "P": self.pp_size, "T": self.tp_size}
+        place = {}
+        for letter in reversed(self.placement):
+            rank, place[letter] = divmod(rank, extents[letter])
+        return place
+
+    @functools.cache  # noqa: B019  one instance lives as long as the process
+    def members(self, kind: str, rank: int | None = None) -> tuple[int, ...]:
+        """Returns the world ranks, ascending, of the group of a kind that a rank belongs to."""
+        shared = _SHARED[kind]
+        mine = self.coordinates(self.rank if rank is None else rank)
+        return tuple(
+            other
+            for other in range(self.size)
+            if all(self.coordinates(other)[letter] == mine[letter] for letter in shared)
+        )
+
+    def groups(self, kind: str) -> list[tuple[int, ...]]:
+        """Returns all groups of a kind, in the same order on every rank."""
+        return sorted({self.members(kind, rank) for rank in range(self.size)})
+
+    def rank_in(self, kind: str) -> int:
+        """Returns the position of this rank in its group of a kind."""
+        return self.members(kind).index(self.rank)
+
+    def size_of(self, kind: str) -> int:
+        """Returns the size of the groups of a kind."""
+        return len(self.members(kind))
+
+    def world_rank(self, rank: int, kind: str) -> int:
+        """Returns the world rank of a member of one of this rank's groups."""
+        members = self.members(kind)
+        if not 0 <= rank < len(members):
+            raise SMPInitializationError(
+                f"there is no rank {rank} in the {kind} group of {len(members)}"
+            )
+        return members[rank]

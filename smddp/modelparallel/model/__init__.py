@@ -1,0 +1,1 @@
+"""`smp.DistributedModel`, what works behind it, and its state dicts."""

@@ -1,0 +1,273 @@
+"""`smp.DistributedModel`: a model whose parts live on different ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
+from smddp.modelparallel.common.structure import map_tensors
+from smddp.modelparallel.data_parallel.reducer import DataParallel
+from smddp.modelparallel.job.state import state
+from smddp.modelparallel.model.queries import ModelQueries
+from smddp.modelparallel.model.runtime import ModelRuntime
+from smddp.modelparallel.optimizer.half import lowered, raised
+from smddp.modelparallel.pipeline.lazy import force
+
+__all__ = ["DistributedModel"]
+
+
+class Wrapped(nn.Module):
+    """What `DistributedModel.module` is; the model itself is its `module`.
+
+    Scripts that do not know `get_module` reach the model by `model.module.module`: there, another
+    wrapper stood between. What this level does not have it asks the model for.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not set yet
+                raise
+            return getattr(self.module, name)
+
+
+class DistributedModel(ModelQueries):
+    """Wraps a model for training in a pipeline, in place: its parameters stay the same objects.
+
+    With one partition it is ready at once. With several, the first call inside a step decides where
+    each module lives; parameters that live on another rank then become empty (device "meta").
+
+    Args:
+        module: the model; any nn.Module but one of torch.jit.
+        trace_device: where the model is traced, "gpu" or "cpu"; fake tensors are used for both.
+        trace_execution_times: measure modules on real data instead of counting operations.
+        trace_memory_usage: accepted; activations are always counted.
+        overlapping_allreduce: reduce gradients over replicas while the pipeline still works.
+        backward_passes_per_step: steps whose gradients are added before they are reduced.
+        average_grads_across_microbatches: divide gradients by the number of microbatches.
+        bucket_cap_mb: size of the buckets in which gradients are reduced.
+        broadcast_buffers: make buffers equal on all replicas at every step.
+        gradient_as_bucket_view: let gradients be views of the buckets.
+        find_unused_parameters: accepted; unused parameters are always found.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        trace_memory_usage: bool = False,
+        overlapping_allreduce: bool | None = None,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        _check(module, trace_device, trace_execution_times, backward_passes_per_step)
+        self.module = Wrapped(module)
+        _name_original_forwards(module)
+        cfg, topology = state.cfg, state.topology
+        if overlapping_allreduce is None:
+            overlapping_allreduce = cfg.overlapping_allreduce
+        data_parallel = DataParallel(
+            state.groups.of("dp"),
+            topology.size_of("dp"),
+            bucket_cap_mb,
+            backward_passes_per_step,
+            overlapping_allreduce,
+            broadcast_buffers,
+            gradient_as_bucket_view,
+        )
+        # Past nn.Module's own bookkeeping: it is no part of the model.
+        self.__dict__["runtime"] = ModelRuntime(
+            state,
+            self,
+            module,
+            data_parallel,
+            average_grads_across_microbatches,
+            trace_execution_times,
+        )
+        state.model = weakref.ref(self)
+
+    # --- what scripts call ------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model; with several partitions, only inside a step."""
+        task = self.runtime.executor.baton.task
+        if task is None and self.runtime.executor.size > 1:
+            raise SMPUsageError(
+                "with more than one partition, the model can be called only inside a function "
+                "decorated with smp.step"
+            )
+        half = self.runtime.half
+        if half is not None:
+            args, kwargs = lowered(args, half), lowered(kwargs, half)
+        if not self.partitioned:
+            self.runtime.partition(args, kwargs)
+        result = map_tensors(force, self.get_module()(*args, **kwargs))
+        return result if half is None else raised(result)
+
+    def backward(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Does what `torch.autograd.backward` does, through the pipeline.
+
+        With fp16 in the configuration it multiplies by the loss scale of the optimizer.
+        """
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
+        task = self.runtime.executor.baton.task
+        if task is None:
+            if self.runtime.executor.size > 1:
+                raise SMPUsageError(
+                    "with more than one partition, model.backward can be called only inside a "
+                    "function decorated with smp.step"
+                )
+            torch.autograd.backward(self._scaled(roots), given)
+            if self.runtime.masters is not None:
+                self.runtime.masters.renew()
+            return
+        frame = task.local
+        roots = self._scaled([force(root) for root in roots])
+        self.runtime.executor.driver.reach_backward(frame)
+        frame.forward = False
+        self.runtime.executor.timeline.leave()
+        self.runtime.executor.timeline.enter(frame, False)
+        try:
+            torch.autograd.backward(roots, given)
+        finally:
+            frame.forward = True
+
+    def _scaled(self, roots: list[torch.Tensor]) -> list[torch.Tensor]:
+        masters = self.runtime.masters
+        scale = 1.0 if masters is None else masters.scaler.loss_scale
+        return roots if scale == 1 else [root.float() * scale for root in roots]
+
+    def state_dict(self, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
+        """Returns all parameters and buffers, under their original names, gathered from all ranks.
+
+        All ranks of a pipeline must call it.
+
+        Args:
+            gather_to_rank0: only rank 0 of the world gets them; others get an empty dict.
+            kwargs: those of nn.Module are accepted, and without effect.
+        """
+        return self.runtime.model_state.full(gather_to_rank0)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Returns what lives on this rank, marked by `_smp_is_partial`."""
+        return self.runtime.model_state.local()
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> Any:
+        """Loads a full or a partial state; before the partition, when that happens."""
+        result = self.runtime.model_state.load(state_dict, strict, same_partition_load)
+        if self.runtime.masters is not None:
+            self.runtime.masters.refresh()
+        return result
+
+    def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Calls `hook(model, optimizer)` once, after the partition and before the first forward."""
+        return self.runtime.register("partition", hook)
+
+    def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Calls `hook(model, optimizer)` once, at the end of the next step."""
+        return self.runtime.register("step", hook)
+
+    def register_comm_hook(self, state: Any, callable: Callable[..., Any]) -> None:
+        """Lets `callable(state, bucket)` reduce gradients over replicas, as in DDP.
+
+        It has to average over the replicas and over the microbatches. With one replica it is not
+        called, and the step averages.
+        """
+        if not _with_ddp() or not self.runtime.data_parallel.overlap:
+            raise SMPUsageError(
+                "register_comm_hook needs ddp in the configuration and overlapping_allreduce"
+            )
+        self.runtime.data_parallel.hook = lambda bucket: callable(state, bucket)
+
+    def join(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which replicas may have different numbers of batches."""
+        if not _with_ddp():
+            raise SMPUsageError("join() needs ddp in the configuration")
+        return self.runtime.data_parallel.join.context()
+
+    def cpu(self) -> DistributedModel:
+        """Gathers all parameters and buffers on every rank of the pipeline, on the host."""
+        if self.partitioned:
+            self.runtime.model_state.gather_in_place()
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
+        """Moves what lives here; without effect before the partition, which places it anyway."""
+        return super().to(*args, **kwargs) if self.partitioned else self
+
+    def cuda(self, device: Any = None) -> DistributedModel:
+        """Like `to`."""
+        return super().cuda(device) if self.partitioned else self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What `to`, `float` and the like are made of; leaves out what lives elsewhere."""
+        if not self.partitioned or self.runtime.executor.size == 1:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for parameter in self.runtime.placement.parameters():
+            parameter.data = fn(parameter.data)
+            if parameter.grad is not None:
+                parameter.grad = fn(parameter.grad)
+        self.runtime.buffers.apply(fn)
+        return self
+
+
+def _with_ddp() -> bool:
+    with_ddp: bool = state.cfg.ddp
+    return with_ddp
+
+
+def _name_original_forwards(module: nn.Module) -> None:
+    """Lets child classes call `super()._orig_forward()`, as the original library asks them to."""
+    for kind in {base for part in module.modules() for base in type(part).__mro__}:
+        if "forward" in vars(kind) and kind is not nn.Module and "_orig_forward" not in vars(kind):
+            kind._orig_forward = kind.forward  # type: ignore[attr-defined]
+
+
+def _check(module: nn.Module, device: str, times: bool, passes: int) -> None:
+    if not state.initialized:
+        raise SMPInitializationError("call smp.init() before smp.DistributedModel")
+    if isinstance(module, DistributedModel):
+        raise SMPUsageError("the module is a smp.DistributedModel already")
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise SMPUsageError(
+            "smp.DistributedModel reduces gradients itself: do not use DistributedDataParallel"
+        )
+    if state.current_model() is not None:
+        raise SMPUsageError("there is a smp.DistributedModel already; a script can have one")
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise SMPUsageError("modules of torch.jit cannot be divided")
+    if device not in ("cpu", "gpu"):
+        raise SMPUsageError(f"trace_device must be 'cpu' or 'gpu', not {device!r}")
+    if times and device == "cpu":
+        raise SMPUsageError("trace_execution_times must be False if trace_device is 'cpu'")
+    if passes < 1:
+        raise SMPUsageError("backward_passes_per_step must be at least 1")

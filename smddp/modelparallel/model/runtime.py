@@ -1,0 +1,273 @@
+"""What works behind a DistributedModel: its place on the ranks, and the life of its steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smddp.modelparallel.common.buffers import Buffers
+from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
+from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
+from smddp.modelparallel.data_parallel.reducer import DataParallel
+from smddp.modelparallel.job.state import State
+from smddp.modelparallel.model.state_dict import ModelState
+from smddp.modelparallel.optimizer.half import MasterWeights, convert, half_precision
+from smddp.modelparallel.partition.decide import abstain, agree, decide
+from smddp.modelparallel.partition.placement import Decision, Placement
+from smddp.modelparallel.pipeline.executor import Executor, StepBegin
+from smddp.modelparallel.pipeline.failure import Redo, summary
+from smddp.modelparallel.pipeline.modules import Modules
+from smddp.modelparallel.pipeline.protocol import Kind
+
+__all__ = ["ModelRuntime"]
+
+
+class ModelRuntime:
+    """Belongs to one DistributedModel, and ends with it.
+
+    The executor, which belongs to the process, knows it only weakly.
+
+    Attributes:
+        executor: runs the steps.
+        placement: which modules live here.
+        data_parallel: makes gradients equal on all replicas.
+        model_state: gathers and loads.
+        steps: how many have begun.
+        device: of what lives here.
+        buffers: that live here.
+        half: the type in which the model computes, if it is not the one it was made in.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        model: nn.Module,
+        module: nn.Module,
+        data_parallel: DataParallel,
+        average: bool,
+        times: bool,
+    ) -> None:
+        self._state = state
+        self._model = weakref.ref(model)
+        self.module = module
+        self.data_parallel = data_parallel
+        self._average = average
+        self._times = times
+        self.half = half_precision()
+        if self.half is not None:
+            convert(module, self.half)
+        self.executor = _executor(state)
+        executor = self.executor
+        modules = Modules(executor, executor.caller, module, state.cfg.direct_forwarding)
+        self.executor.adopt(modules)
+        self.executor.on_partition = _weakly(self.apply)
+        self.executor.on_begin = _weakly(self._on_begin)
+        self.executor.on_microbatch_end = _weakly(self._on_microbatch_end)
+        topology = state.topology
+        self.placement = Placement(modules, topology.rank_in("pp"), topology.pp_size)
+        self.model_state = ModelState(module, self.placement)
+        self._sum = GradientSum(data_parallel.final)
+        # Ordered dicts, because handles refer to them weakly.
+        self._hooks: dict[str, OrderedDict[int, Callable[..., Any]]] = {
+            "partition": OrderedDict(),
+            "step": OrderedDict(),
+        }
+        self._modes: bytes | None = None
+        self.steps = 0
+        # Have the replicas still to hear in this step whether there will be a partition?
+        self._undecided = False
+        self.buffers = Buffers(module, lambda _: False)  # once there is a partition
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        modules.install()
+        if topology.pp_size == 1:
+            self.apply(Decision.everything_here(modules))
+
+    @property
+    def partitioned(self) -> bool:
+        """Has it been decided where each module lives?"""
+        return self.executor.partitioned
+
+    # --- the partition ----------------------------------------------------------------------------
+
+    def partition(self, args: Any, kwargs: Any) -> None:
+        """Decides, on rank 0 of the pipeline in the first microbatch, and tells the others."""
+        executor = self.executor
+        state, modules = self._state, executor.modules
+
+        def make() -> Decision:
+            return decide(state, self.module, modules, self.placement, args, kwargs, self._times)
+
+        if self.data_parallel.size > 1 and not self._undecided:
+            raise SMPUsageError(
+                "the model was called again in a first step that has failed: other replicas have "
+                "given it up. Let the error end the step"
+            )
+        self._undecided = False
+        decision = agree(state, modules, make)
+        for peer in executor.peers:
+            executor.send(peer, Kind.PARTITION, decision)
+        self.apply(decision)
+
+    def apply(self, decision: Decision) -> None:
+        """Makes a decision true on this rank."""
+        self.placement.apply(decision, self.device)
+        local = self.placement.parameters()
+        for parameter in local:
+            if parameter.requires_grad:
+                hook = _weakly(self._on_gradient)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self.buffers = Buffers(self.module, self.placement.owns_buffer)
+        self.data_parallel.adopt(local, self.buffers)
+        optimizer = self._state.current_optimizer()
+        if optimizer is not None:
+            optimizer._smp_state.adopt(self.placement)
+        # Hooks ask what lives here. What was held until now is not run before they have ended: this
+        # task has the baton.
+        self.executor.set_partitioned()
+        self._run_hooks("partition")
+
+    def pin(self, module: nn.Module, partition: int) -> None:
+        """Says where a module and what is inside it shall live; before the first step."""
+        if self.partitioned and self.executor.size > 1:
+            raise SMPUsageError("set_partition has to be called before the first step")
+        self.placement.pin(module, partition)
+
+    # --- the life of a step; called by step.py ----------------------------------------------------
+
+    def begin_step(self, microbatches: int, again: bool) -> None:
+        """Makes everything ready for the gradients of a step.
+
+        Args:
+            microbatches: how many.
+            again: it was begun before, and ended in Redo: now nobody takes a result for granted.
+        """
+        self.steps += 1
+        leads = self.executor.rank == 0 and self.data_parallel.size > 1
+        self._undecided = leads and not self.partitioned
+        self._sum.begin(microbatches)
+        divisor = microbatches if self._average else 1
+        self.data_parallel.begin_step(self._sum, divisor, again)
+        self.executor.modules.relying = not again
+        # In the first step there are no results to rely upon, hence no Redo.
+        if self.executor.size > 1 and not again:
+            self.buffers.save()
+
+    def end_step(self, failure: str, redo: bool) -> None:
+        """Turns the sums into `Parameter.grad`; a failed step leaves gradients as they were.
+
+        Args:
+            failure: why it failed here; empty if it has not.
+            redo: has it to be made again?
+
+        Raises:
+            Redo: the step has to be made again, and all is as before it.
+            SMPPeerError: it failed on another replica.
+        """
+        apart: SMPPeerError | None = None
+        if self._undecided:
+            self._undecided = False
+            try:
+                abstain(self._state, failure)
+            except SMPPeerError as error:
+                apart, failure = error, summary(error)
+        succeeded = not (failure or redo)
+        if succeeded:
+            self._sum.end()
+        try:
+            self.data_parallel.end_step(failure, redo)
+        except Redo:
+            self.buffers.restore()
+            raise
+        if apart is not None:
+            raise apart
+        if succeeded:
+            if self.masters is not None:
+                self.masters.renew()
+            self._run_hooks("step")
+
+    def changed_modes(self) -> bytes | None:
+        """Returns train or eval of every module, if that has changed; others must follow."""
+        modes = bytes(module.training for module in self.executor.modules.list)
+        if modes == self._modes:
+            return None
+        self._modes = modes
+        return modes
+
+    def _on_begin(self, begin: StepBegin) -> None:
+        if begin.number != self.steps:
+            raise SMPUsageError(
+                f"rank 0 of the pipeline is in step {begin.number} ({begin.name}), this rank in "
+                f"step {self.steps}: every rank has to make the same calls"
+            )
+        if begin.modes is not None:
+            for module, mode in zip(self.executor.modules.list, begin.modes, strict=True):
+                module.training = bool(mode)
+
+    def _on_microbatch_end(self, microbatch: int) -> None:
+        self._sum.end_microbatch(microbatch)
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Takes what autograd has left in `Parameter.grad`."""
+        task = self.executor.baton.task
+        if task is None:
+            self.data_parallel.outside_step(parameter)
+            return
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        frame = task.local
+        self._sum.add(parameter, frame.microbatch, gradient, frame.path)
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    def register(self, kind: str, hook: Callable[..., Any]) -> RemovableHandle:
+        """Adds a hook that is called once: after the "partition", or the next "step"."""
+        handle = RemovableHandle(self._hooks[kind])
+        self._hooks[kind][handle.id] = hook
+        if kind == "partition" and self.partitioned:
+            self._run_hooks("partition")
+        return handle
+
+    def _run_hooks(self, kind: str) -> None:
+        hooks = dict(self._hooks[kind])
+        self._hooks[kind].clear()
+        for hook in hooks.values():
+            hook(self._model(), self._state.current_optimizer())
+
+    @property
+    def masters(self) -> MasterWeights | None:
+        """What the optimizer works on, if the model is in half precision."""
+        optimizer = self._state.current_optimizer()
+        return None if optimizer is None else optimizer._smp_state.masters
+
+
+def _executor(state: State) -> Executor:
+    """Returns the process's executor; its threads outlive a model."""
+    if state.executor is None:
+        topology = state.topology
+        state.executor = Executor(
+            state.groups.pipeline,
+            topology.rank_in("pp"),
+            topology.pp_size,
+            state.cfg.stall_warning_seconds,
+        )
+    return state.executor
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls a method as long as its object exists."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*args)
+
+    return call

@@ -1,0 +1,136 @@
+"""The state of a model whose parts live on different ranks: gathering, loading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+
+from smddp.modelparallel.job.meeting import together
+from smddp.modelparallel.job.state import state
+from smddp.modelparallel.partition.placement import Placement
+
+__all__ = ["MARKER", "ModelState"]
+
+# In a partial state dict, and never part of a model.
+MARKER = "_smp_is_partial"
+
+
+class ModelState:
+    """Reads and writes the parameters and buffers of a DistributedModel by their original names."""
+
+    def __init__(self, module: nn.Module, placement: Placement) -> None:
+        self._module = module
+        self._placement = placement
+
+    def full(self, only_rank_0: bool) -> dict[str, Any]:
+        """Returns everything; each value comes from the rank that owns it.
+
+        All ranks of the pipeline have to call it.
+
+        Raises:
+            SMPPeerError: one has not, within the timeout of the process group.
+        """
+        local = self._module.state_dict()
+        if self._placement.size > 1 and self._placement.applied:
+            group = state.groups.of("pp")
+            with together("state_dict", group):
+                for name, value in local.items():
+                    local[name] = self._gathered(name, value, group)
+        if only_rank_0 and state.topology.rank != 0:
+            return {}
+        return local
+
+    def _gathered(self, name: str, value: Any, group: dist.ProcessGroup) -> Any:
+        owner = self._placement.owner_of_entry(name)
+        source = dist.get_global_rank(group, owner)
+        mine = owner == self._placement.rank
+        if not isinstance(value, torch.Tensor):
+            box = [value]
+            dist.broadcast_object_list(box, source, group=group)
+            return box[0]
+        if mine:
+            value = value.detach().contiguous()
+        else:
+            value = torch.empty(value.shape, dtype=value.dtype, device=self._placement.device)
+        dist.broadcast(value, source, group=group)
+        return value
+
+    def local(self) -> dict[str, Any]:
+        """Returns what lives here, marked as partial."""
+        entries = {
+            name: value
+            for name, value in self._module.state_dict().items()
+            if self._placement.owner_of_entry(name) == self._placement.rank
+        }
+        return {**entries, MARKER: True}
+
+    def load(self, given: Mapping[str, Any], strict: bool, same_partition: bool) -> Any:
+        """Loads a full or partial state dict; parameters that live elsewhere are left alone."""
+        entries = {name: value for name, value in given.items() if name != MARKER}
+        # Before there is a partition nobody knows which part belongs here: all of them are loaded.
+        alone = bool(given.get(MARKER)) and same_partition and self._placement.applied
+        if given.get(MARKER) and not alone:
+            merged: dict[str, Any] = {}
+            for part in self._parts(entries):
+                merged.update(part)
+            entries = merged
+        names = list(self._module.state_dict())
+        # Files of model libraries hold a shared parameter under one of its names only.
+        for same in self._shared():
+            present = next((name for name in same if name in entries), None)
+            if present is not None:
+                entries = {**dict.fromkeys(same, entries[present]), **entries}
+        here = [name for name in names if self._is_here(name)]
+        expected = here if alone else names
+        missing = [name for name in expected if name not in entries]
+        unexpected = [name for name in entries if name not in names]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"the state does not fit the model: it lacks {missing}, and the model has no "
+                f"{unexpected}"
+            )
+        local = {
+            name: value for name, value in entries.items() if name not in names or name in here
+        }
+        self._module.load_state_dict(local, strict=False)
+        return IncompatibleKeys(missing, unexpected)
+
+    def _shared(self) -> list[list[str]]:
+        """Returns the names of each parameter that has several."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return [same for same in names.values() if len(same) > 1]
+
+    def _is_here(self, name: str) -> bool:
+        placement = self._placement
+        return not placement.applied or placement.owner_of_entry(name) == placement.rank
+
+    def _parts(self, entries: dict[str, Any]) -> list[dict[str, Any]]:
+        size = self._placement.size
+        if size == 1:
+            return [entries]
+        parts: list[Any] = [None] * size
+        group = state.groups.of("pp")
+        with together("load_state_dict of a part", group):
+            dist.all_gather_object(parts, entries, group=group)
+        return parts
+
+    def gather_in_place(self) -> None:
+        """Makes all parameters and buffers real again on every rank, on the host."""
+        full = self.full(False)
+        for name, parameter in self._module.named_parameters():
+            value = full[name].cpu()
+            if parameter.is_meta:
+                fresh = nn.Parameter(value, parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+            else:
+                parameter.data = value
+        for name, buffer in self._module.named_buffers():
+            if name in full:
+                buffer.data = full[name].cpu()

@@ -1,0 +1,64 @@
+"""Mixed precision: torch's GradScaler for models whose parts live on different ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smddp.modelparallel.job.state import state
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Like `torch.amp.GradScaler`; all ranks of a pipeline skip a step together.
+
+    `scale` is called in the step, which runs on one rank; `step` and `update` on all.
+
+    Args:
+        device: "cuda" or "cpu"; what the model is on if None.
+        args: as for torch's.
+        kwargs: as for torch's.
+    """
+
+    def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(device, str | None):
+            # As in torch.cuda.amp: the first argument is the initial scale.
+            args, device = (device, *args), None
+        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(kind, *args, **kwargs)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients by the scale, and learns whether any rank's are infinite."""
+        if not self.is_enabled():
+            return
+        self._begin()
+        super().unscale_(optimizer)
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        device = torch.device(self._device)
+        total = torch.zeros((), device=device)
+        for value in found.values():
+            total = total + value.to(device)
+        if state.initialized and state.topology.size_of("mp") > 1:
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=state.groups.of("mp"))
+        found.clear()
+        found[device] = total
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Steps the optimizer unless a gradient is infinite, on any rank."""
+        if self.is_enabled():
+            self._begin()
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: Any = None) -> None:
+        """Adapts the scale; equally on all ranks."""
+        if self.is_enabled():
+            self._begin()
+        super().update(new_scale)
+
+    def _begin(self) -> None:
+        # Ranks other than the first have never scaled a loss.
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))

@@ -1,0 +1,61 @@
+"""Norms of gradients over all partitions of the model, and clipping by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.job.state import state
+
+__all__ = ["clip_grad_norm", "global_norm"]
+
+
+def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Returns the norm over all ranks of the pipeline, each with its own gradients."""
+    total = torch.nn.utils.get_total_norm(gradients, norm_type)
+    model = state.current_model()
+    if model is None or state.topology.pp_size == 1:
+        return total
+    group = state.groups.of("pp")
+    total = total.to(model.runtime.device, torch.float32)
+    if norm_type == float("inf"):
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+        return total
+    total = total**norm_type
+    dist.all_reduce(total, group=group)
+    return total ** (1.0 / norm_type)
+
+
+def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scales the gradients of the whole model so that their norm is at most `max_norm`.
+
+    Unlike `torch.nn.utils.clip_grad_norm_` it sees the parameters of all partitions. All ranks of
+    the pipeline have to call it, after the step. With fp16 or bf16 in the configuration it is about
+    the gradients of the master weights.
+
+    Returns:
+        The norm before; -1 if a gradient is infinite, and `optimizer.step()` will do nothing.
+    """
+    model = state.current_model()
+    if model is None:
+        raise SMPUsageError("there is no smp.DistributedModel")
+    if state.in_step:
+        raise SMPUsageError(
+            "gradients can be clipped only outside the function decorated with smp.step: there "
+            "they are complete"
+        )
+    masters = model.runtime.masters
+    if masters is None:
+        gradients = [p.grad for p in model.local_parameters() if p.grad is not None]
+    else:
+        gradients = masters.gradients()
+        if masters.overflow:
+            return torch.tensor(-1.0)
+    total = global_norm(gradients, norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
+    return total

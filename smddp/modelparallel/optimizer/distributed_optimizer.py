@@ -1,0 +1,272 @@
+"""`smp.DistributedOptimizer`: an optimizer whose state lives where the parameters do."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
+from smddp.modelparallel.job.meeting import together
+from smddp.modelparallel.job.state import state
+from smddp.modelparallel.model.state_dict import MARKER
+from smddp.modelparallel.optimizer.clipping import clip_grad_norm
+from smddp.modelparallel.optimizer.half import MasterWeights, half_precision
+from smddp.modelparallel.optimizer.loss_scale import make_scaler
+from smddp.modelparallel.partition.placement import Placement
+
+__all__ = ["FP16_STATES", "DistributedOptimizer", "merged"]
+
+# In a state dict: the master weights by number, and the loss scale.
+FP16_STATES = "fp16_states"
+
+
+class _IsPatched(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return hasattr(instance, "_smp_state")
+
+
+class DistributedOptimizer(metaclass=_IsPatched):
+    """Patches an optimizer, which stays the same object, and returns it.
+
+    Parameters that live on other ranks have no gradient here, so the optimizer passes them over;
+    what is patched is its state: `state_dict` gathers it from all ranks of the pipeline, and
+    `load_state_dict` keeps what belongs here. It may be created from the parameters of the model
+    before or after that is wrapped.
+
+    Args:
+        optimizer: any object with `param_groups`, `state`, `state_dict` and `load_state_dict`.
+        static_loss_scale: with fp16 or bf16 in the configuration, by what losses are multiplied.
+        dynamic_loss_scale: with those, adapt that to overflows.
+        dynamic_loss_args: see DynamicLossScaler; by name, or in one dict of this name.
+    """
+
+    def __new__(
+        cls,
+        optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        **dynamic_loss_args: Any,
+    ) -> Any:
+        """Returns `optimizer` itself."""
+        if not state.initialized:
+            raise SMPInitializationError("call smp.init() before smp.DistributedOptimizer")
+        if hasattr(optimizer, "_smp_state"):
+            raise SMPUsageError("the optimizer is a smp.DistributedOptimizer already")
+        scaler = make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        masters = None
+        if half_precision() is not None:
+            masters = MasterWeights(optimizer, scaler)
+        elif (dynamic_loss_scale or scaler.loss_scale != 1) and state.topology.rank == 0:
+            warnings.warn(
+                "smp.DistributedOptimizer scales losses only with fp16: True in the configuration; "
+                "with torch.autocast, use smp.amp.GradScaler",
+                stacklevel=2,
+            )
+        optimizer._smp_state = helper = _State(optimizer, masters)
+        for name in ("step", "state_dict", "load_state_dict"):
+            setattr(optimizer, name, types.MethodType(getattr(_patches, name), optimizer))
+        for name in ("local_state_dict", "orig_state_dict", "_param_id_to_index"):
+            setattr(optimizer, name, types.MethodType(getattr(_patches, name), optimizer))
+        if helper.counted is not None:
+            step = functools.partial(_patches.step, optimizer)
+            optimizer.step = functools.update_wrapper(step, helper.counted)
+        if masters is not None:
+            _add_names_of_fp16(optimizer, masters)
+        state.optimizer = weakref.ref(optimizer)
+        model = state.current_model()
+        if masters is not None and model is not None and model.partitioned:
+            masters.adopt(model.runtime.placement)
+        return optimizer
+
+
+def _add_names_of_fp16(optimizer: Any, masters: MasterWeights) -> None:
+    """Adds what scripts for fp16 use, by its names in Apex."""
+    # There it is the optimizer inside; learning rate schedules get it.
+    optimizer.optimizer = optimizer
+    optimizer.loss_scaler = masters.scaler
+    optimizer.loss_scale, optimizer.overflow = masters.scaler.loss_scale, False
+    optimizer.fp32_from_fp16_groups = []
+    optimizer.clip_master_grads = clip_grad_norm
+    optimizer.update_master_grads = masters.update
+    # Gradients are complete, and can be taken over, only when the step has ended.
+    optimizer.backward = lambda loss, update_master_grads=True: state.current_model().backward(loss)
+    optimizer.zero_grad = masters.zero_grad
+    if hasattr(optimizer, "add_param_group"):
+        optimizer.add_param_group = types.MethodType(_patches.add_param_group, optimizer)
+
+
+class _patches:  # noqa: N801  a namespace of functions that become methods of the optimizer
+    """The methods. Their names and signatures are those of the original library."""
+
+    @staticmethod
+    def step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if state.in_step:
+            raise SMPUsageError(
+                "optimizer.step() has to be outside the function decorated with smp.step: only "
+                "there the gradients of all microbatches are complete"
+            )
+        if state.cfg.sharded_data_parallel_degree > 1:
+            self._global_grad_norm = clip_grad_norm(state.cfg.sdp_gradient_clipping)
+        if closure is not None and self._smp_state.masters is not None:
+            raise SMPUsageError("with fp16 or bf16, optimizer.step() takes no closure")
+        arguments = (closure, *args) if closure is not None or args else ()
+        return self._smp_state.step(*arguments, **kwargs)
+
+    @staticmethod
+    def state_dict(self: Any) -> Any:
+        return self._smp_state.full()
+
+    @staticmethod
+    def local_state_dict(self: Any, gather_if_shard: bool = True) -> Any:
+        return self._smp_state.local()
+
+    @staticmethod
+    def orig_state_dict(self: Any) -> Any:
+        return self._smp_state.state_dict()
+
+    @staticmethod
+    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
+        self._smp_state.load(state_dict)
+
+    @staticmethod
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        type(self).add_param_group(self, param_group)
+        model = state.current_model()
+        if model is not None and model.partitioned:
+            self._smp_state.masters.adopt(model.runtime.placement)
+
+    @staticmethod
+    def _param_id_to_index(self: Any) -> Any:
+        return self._smp_state.indices()
+
+
+class _State:
+    """Gathers and loads the state of one optimizer.
+
+    Attributes:
+        masters: of a model in half precision.
+    """
+
+    def __init__(self, optimizer: Any, masters: MasterWeights | None) -> None:
+        self.masters = masters
+        self._optimizer = weakref.ref(optimizer)
+        # Bound to the class, so that this object does not keep the optimizer alive.
+        kind = type(optimizer)
+        self._step, self._state_dict, self._load = kind.step, kind.state_dict, kind.load_state_dict
+        # A learning rate schedule has wrapped it: it counts calls, and asks later for its mark.
+        self.counted = counted = vars(optimizer).get("step")
+        if counted is not None:
+            self._step = lambda _, *args, **kwargs: counted(*args, **kwargs)
+        self._deferred: Mapping[str, Any] | None = None
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        inner = functools.partial(self._step, self._optimizer(), *args, **kwargs)
+        return inner() if self.masters is None else self.masters.step(inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        own: dict[str, Any] = self._state_dict(self._optimizer())
+        return own
+
+    def indices(self) -> dict[int, int]:
+        numbers: dict[int, int] = {}
+        for group in self._groups():
+            for parameter in group["params"]:
+                original = parameter if self.masters is None else self.masters.original(parameter)
+                numbers.setdefault(id(original), len(numbers))
+        return numbers
+
+    def local(self) -> dict[str, Any]:
+        own = dict(self.state_dict())
+        mine = self._local_indices()
+        own["state"] = {i: entry for i, entry in own["state"].items() if i in mine}
+        if self.masters is not None:
+            own[FP16_STATES] = self.masters.state_dict(self.indices())
+        own[MARKER] = True
+        return own
+
+    def full(self) -> dict[str, Any]:
+        if state.cfg.shard_optimizer_state:
+            raise SMPUsageError(
+                "with shard_optimizer_state there is no full state of the optimizer: use "
+                "optimizer.local_state_dict() or smp.save_checkpoint(…, partial=True)"
+            )
+        return self._whole(self.local(), "state_dict of the optimizer")
+
+    def load(self, given: Mapping[str, Any]) -> None:
+        model = state.current_model()
+        entries = dict(given)
+        if given.get(MARKER):
+            entries = self._whole(given, "load_state_dict of a part, of the optimizer,")
+        entries.pop(MARKER, None)
+        waits = self.masters is not None and model is None
+        if waits or (model is not None and not model.partitioned):
+            self._deferred = entries
+            return
+        self._load_some(entries, self._local_indices())
+
+    def adopt(self, placement: Placement) -> None:
+        """Hears where parameters live, and loads what was given before that was known."""
+        if self.masters is not None:
+            self.masters.adopt(placement)
+        if self._deferred is not None:
+            entries, self._deferred = self._deferred, None
+            numbers = self.indices()
+            owned = {id(p) for p in placement.parameters()}
+            self._load_some(entries, {numbers[key] for key in owned & numbers.keys()})
+
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        groups: list[dict[str, Any]] = optimizer.param_groups
+        return groups
+
+    def _load_some(self, entries: Mapping[str, Any], mine: set[int]) -> None:
+        kept = {i: entry for i, entry in entries["state"].items() if i in mine}
+        rest = {name: value for name, value in entries.items() if name != FP16_STATES}
+        self._load(self._optimizer(), {**rest, "state": kept})
+        if self.masters is not None and FP16_STATES in entries:
+            self.masters.load_state_dict(entries[FP16_STATES], self.indices())
+
+    def _local_indices(self) -> set[int]:
+        model = state.current_model()
+        numbers = self.indices()
+        if model is None or not model.partitioned:
+            return set(numbers.values())
+        return {numbers[id(p)] for p in model.local_parameters() if id(p) in numbers}
+
+    def _whole(self, part: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """Returns the state of all ranks of the pipeline, from the part of each.
+
+        Args:
+            part: of this rank.
+            what: all of them have called; for texts.
+        """
+        whole = {name: value for name, value in part.items() if name != MARKER}
+        size = state.topology.pp_size
+        if size > 1:
+            group = state.groups.of("pp")
+            parts: list[Any] = [None] * size
+            with together(what, group):
+                dist.all_gather_object(parts, whole, group=group)
+            whole = merged(parts)
+        return whole
+
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns one state dict from those of the ranks of a pipeline."""
+    whole = dict(parts[0])
+    whole["state"] = _union([part["state"] for part in parts])
+    if FP16_STATES in whole:
+        masters = _union([part[FP16_STATES]["masters"] for part in parts])
+        whole[FP16_STATES] = {**whole[FP16_STATES], "masters": masters}
+    return whole
+
+
+def _union(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+    return dict(sorted(item for part in parts for item in part.items()))

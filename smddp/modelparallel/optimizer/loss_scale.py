@@ -1,0 +1,113 @@
+"""Loss scales for training in half precision: constant, or adapted to overflows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from smddp.modelparallel.common.errors import SMPUsageError
+
+__all__ = ["DynamicLossScaler", "LossScaler", "make_scaler"]
+
+
+class LossScaler:
+    """A constant scale.
+
+    Attributes:
+        loss_scale: by what a loss is multiplied before its backward pass.
+    """
+
+    def __init__(self, loss_scale: float = 1.0) -> None:
+        self.loss_scale = float(loss_scale)
+
+    def update_scale(self, overflow: bool) -> None:
+        """Hears whether the gradients of a step were infinite."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what has to be saved."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another scaler was; what this one does not have is passed over."""
+        vars(self).update({name: state[name] for name in vars(self) if name in state})
+
+
+class DynamicLossScaler(LossScaler):
+    """A scale that grows as long as nothing overflows.
+
+    Args:
+        init_scale: to begin with.
+        scale_factor: by what the scale is multiplied, or divided after an overflow.
+        scale_window: so many steps in a row without an overflow let it grow.
+        min_scale: it gets no smaller.
+        delayed_shift: the scale is lowered only by so many overflows.
+        consecutive_hysteresis: every step without an overflow forgets those before it; otherwise
+            only growth does.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**32,
+        scale_factor: float = 2.0,
+        scale_window: int = 1000,
+        min_scale: float = 1.0,
+        delayed_shift: int = 1,
+        consecutive_hysteresis: bool = False,
+    ) -> None:
+        super().__init__(init_scale)
+        if scale_factor <= 1 or scale_window < 1 or min_scale <= 0 or delayed_shift < 1:
+            raise SMPUsageError(
+                "dynamic_loss_args: scale_factor must be more than 1, scale_window and "
+                "delayed_shift at least 1, min_scale positive"
+            )
+        self._factor, self._window, self._least = float(scale_factor), scale_window, min_scale
+        self._shift, self._forget = delayed_shift, consecutive_hysteresis
+        self.good_steps = 0
+        self.tolerance = delayed_shift
+
+    def update_scale(self, overflow: bool) -> None:
+        """Hears whether the gradients of a step were infinite, and adapts the scale."""
+        if overflow:
+            self.good_steps = 0
+            if self.tolerance > 1:
+                self.tolerance -= 1
+            else:
+                self.loss_scale = max(self.loss_scale / self._factor, float(self._least))
+            return
+        self.good_steps += 1
+        grows = self.good_steps % self._window == 0
+        if grows or self._forget:
+            self.tolerance = self._shift
+        if grows:
+            self.loss_scale *= self._factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what changes; the rest is the script's."""
+        names = ("loss_scale", "good_steps", "tolerance")
+        return {name: getattr(self, name) for name in names}
+
+
+def make_scaler(static: float, dynamic: bool, arguments: Mapping[str, Any]) -> LossScaler:
+    """Returns the scaler that the arguments of `smp.DistributedOptimizer` ask for.
+
+    Args:
+        static: the constant scale.
+        dynamic: a DynamicLossScaler instead.
+        arguments: for that, by name; or all of them in one dict under `dynamic_loss_args`.
+
+    Raises:
+        SMPUsageError: an argument is unknown, or has a value that makes no sense.
+    """
+    named = dict(arguments)
+    named = {**(named.pop("dynamic_loss_args", None) or {}), **named}
+    known = inspect.signature(DynamicLossScaler).parameters
+    unknown = sorted(named.keys() - known.keys())
+    if unknown:
+        raise SMPUsageError(
+            f"smp.DistributedOptimizer has no argument {', '.join(unknown)}; those of dynamic "
+            f"loss scales are {', '.join(known)}"
+        )
+    if not dynamic:
+        return LossScaler(static)
+    return DynamicLossScaler(**named)
