@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import platform
 import re
@@ -37,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 import smddp  # noqa: F401  registers the backend
+from smddp.bench.about import write_json
 
 LAYOUT = "2x2"
 CULPRIT = 1
@@ -398,7 +398,7 @@ def main() -> int:
             "timeout_s": TIMEOUT,
             "results": results,
         }
-        options.json.write_text(json.dumps(about, indent=1) + "\n")
+        write_json(options.json, about)
     return 0
 
 

@@ -20,7 +20,6 @@ gradients, whose value is looked at before the next one: nothing hides what a ca
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -42,6 +41,7 @@ from torch.distributed.pipelining import (
 )
 
 import smdistributed.modelparallel.torch as smp
+from smddp.bench.about import write_json
 
 WIDTH = 8
 
@@ -366,7 +366,7 @@ def main() -> None:
         measure_shares(options, figures)
     figures["load_after"] = os.getloadavg()
     if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(Path(options.json), figures)
 
 
 def measure_calls(options: Any, figures: dict[str, Any]) -> None:

@@ -133,15 +133,15 @@ def main() -> int:
     ratio = medians["smddp"]["total"] / medians["gloo"]["total"]
     print(f"smddp takes {ratio:.2f} times as long as gloo")
     if options.json:
+        from smddp.bench.about import write_json
+
         about = {
             "command": " ".join(["benchmarks/startup.py", *sys.argv[1:]]),
             "cores": os.cpu_count(),
             "kernel": platform.release(),
             "python": platform.python_version(),
         }
-        options.json.write_text(
-            json.dumps({**about, "medians_ms": medians, "trials_ms": trials}, indent=1) + "\n"
-        )
+        write_json(options.json, {**about, "medians_ms": medians, "trials_ms": trials})
     return 0
 
 

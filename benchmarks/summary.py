@@ -1,19 +1,36 @@
-"""Writes the summary of benchmarks/results into its README: `python benchmarks/summary.py`.
+"""Writes benchmarks/results/README.md, tables of what the files beside it hold.
 
-For each file one line with its command, and tables of how many times as fast as gloo smddp is.
+    python benchmarks/summary.py
+
+tests/python/test_bench.py compares that page with what this script makes.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-BEGIN = "<!-- summary: written by `python benchmarks/summary.py` -->"
-END = "<!-- end of summary -->"
-SIZES = (8, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20, 64 << 20)
+PAGE = RESULTS / "README.md"
+SIZES = (8, 4 << 10, 32 << 10, 256 << 10, 1 << 20, 2 << 20, 16 << 20, 25 << 20, 64 << 20)
+HEAD = """# Results
+
+`python benchmarks/summary.py` writes this page from the files beside it.
+[benchmarks/README.md](../README.md) says how to add one, and what limits the figures.
+
+A file is named after what was measured, the layout, the machine and the day. For each machine and
+layout only the newest is kept. `ranks4` is 4 ranks of one node, `nodes2x2` 2 nodes of 2 ranks
+played by one machine, `hosts2x2_1gbit` 2 network namespaces joined by a link of that rate. In files
+with `busy`, another program used one of the two cores.
+
+Speeds of one machine change by a factor of two from minute to minute. Compare the backends within
+one file, not times of two files. "1.5 / 2.0" is ordinary memory / communication memory.
+"""
+
+Rows = list[dict[str, Any]]
 
 
 def _size(count: int) -> str:
@@ -24,74 +41,185 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-def _ratio(value: float) -> str:
+def _number(value: float) -> str:
+    """Returns two digits, and more only before the decimal point."""
     return f"{value:.2g}" if value < 99.5 else f"{value:.0f}"
 
 
-def _beside_gloo(rows: list[dict[str, Any]]) -> dict[tuple[str, int], str]:
-    """Returns "ordinary / communication memory" in multiples of gloo's speed, by (call, bytes)."""
-    found: dict[tuple[str, int], dict[str, str]] = {}
-    for row in rows:
-        if row["backend"] == "smddp" and not row["algorithm"] and "x_gloo" in row:
-            call = row["collective"], row["size"]
-            found.setdefault(call, {})[row["memory"]] = _ratio(row["x_gloo"])
-    return {call: " / ".join(each.values()) for call, each in found.items()}
-
-
-def _table(head: list[str], lines: list[list[str]]) -> str:
+def _table(head: list[str], lines: Iterable[list[str]]) -> str:
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
 def _command(read: dict[str, Any]) -> str:
-    """Returns the command line that a file records, with FILE for its own name."""
+    """Returns the arguments that a file records, with FILE for the name of a file."""
     for key in ("args", "arguments", "command"):
         words = read.get(key, "")
-        if isinstance(words, list):
+        if isinstance(words, dict):
+            given = {name: value for name, value in words.items() if value not in (None, "FILE")}
+            texts = {
+                name: " ".join(map(str, value)) if isinstance(value, list) else str(value)
+                for name, value in given.items()
+            }
+            words = " ".join(f"--{name} {text}" for name, text in texts.items())
+        elif isinstance(words, list):
             words = shlex.join("FILE" if word.endswith(".json") else word for word in words)
-        if words and isinstance(words, str):
-            return words
+        if words:
+            return f"`{words}`"
     return ""
 
 
-def summary() -> str:
-    """Returns the generated part of the README."""
-    files, allreduce, others, training = [], [], [], []
-    for path in sorted(RESULTS.glob("*.json")):
-        read = json.loads(path.read_text())
-        command = _command(read)
-        files.append([f"`{path.name}`", f"`{command}`" if command else ""])
-        layout = path.stem.rsplit("_", 1)[0]
-        rows = read.get("results", [])
-        if path.stem.startswith("ddp_"):
-            by_model: dict[str, list[str]] = {}
-            for row in rows:
-                by_model.setdefault(row["model"], []).append(
-                    f"{row['backend']} {row['x_none']:.2f}"
-                )
-            training += [[layout, model, ", ".join(each)] for model, each in by_model.items()]
-        elif path.stem.startswith("allreduce_"):
-            found = {size: text for (_, size), text in _beside_gloo(rows).items()}
-            if found:
-                allreduce.append([layout, *(found.get(size, "") for size in SIZES)])
-        elif path.stem.startswith("all_"):
-            biggest = {name: (size, text) for (name, size), text in _beside_gloo(rows).items()}
-            others += [[layout, name, _size(size), text] for name, (size, text) in biggest.items()]
-    return "\n".join(
-        [
-            _table(["file", "arguments"], files),
-            "Allreduce, how many times as fast as gloo, ordinary / communication memory:\n",
-            _table(["layout", *map(_size, SIZES)], allreduce),
-            "The other collectives at their largest size, likewise:\n",
-            _table(["layout", "call", "size", "times gloo"], others),
-            "Training steps, in multiples of one without synchronisation (`fake`: DDP alone):\n",
-            _table(["layout", "model", "backends"], training),
+def _time(row: dict[str, Any]) -> float:
+    """Returns the median in µs; in place, if the call can run in place."""
+    return float((row["in_place"] or row["out_of_place"])["time"])
+
+
+def _speedups(rows: Rows, backend: str) -> dict[tuple[str, int], str]:
+    """Returns how many times as fast as a backend smddp is, by (call, bytes)."""
+    theirs = {
+        (row["collective"], row["size"]): _time(row) for row in rows if row["backend"] == backend
+    }
+    found: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        call = row["collective"], row["size"]
+        if row["backend"] == "smddp" and not row["algorithm"] and call in theirs:
+            found.setdefault(call, []).append(_number(theirs[call] / _time(row)))
+    return {call: " / ".join(each) for call, each in found.items()}
+
+
+def _shares(rows: Rows) -> dict[tuple[str, int], str]:
+    """Returns the share of the bound's speed in %, by (call, bytes)."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        if row["backend"] == "smddp" and not row["algorithm"] and row["of_bound"]:
+            call = row["collective"], row["size"]
+            found.setdefault(call, []).append(f"{100 * row['of_bound']:.0f}")
+    return {call: " / ".join(each) for call, each in found.items()}
+
+
+def _by_size(
+    files: dict[str, Any], figures: Callable[[Rows], dict[tuple[str, int], str]], least: int = 0
+) -> str:
+    """Returns a table of allreduce with a line per file and a column per size."""
+    found: dict[str, dict[int, str]] = {}
+    for name, read in files.items():
+        texts = {size: text for (_, size), text in figures(read["results"]).items()}
+        if texts:
+            found[name] = texts
+    sizes = [
+        size for size in SIZES if size >= least and any(size in each for each in found.values())
+    ]
+    lines = [[name, *(each.get(size, "") for size in sizes)] for name, each in found.items()]
+    return _table(["", *map(_size, sizes)], lines)
+
+
+def _bound_means_something(read: dict[str, Any]) -> bool:
+    """Returns False where ranks of one node share cores: then the bound's ranks take turns, too."""
+    config = read["config"]
+    return len(config["ranks_of_nodes"]) > 1 or config["ranks"] <= config["cores"]
+
+
+def _largest(files: dict[str, Any]) -> str:
+    """Returns a table with a line per collective at its largest size, and a column per file."""
+    columns = []
+    for read in files.values():
+        speedups = _speedups(read["results"], "gloo")
+        columns.append({call: (size, text) for (call, size), text in speedups.items()})
+    lines = [
+        [call, _size(size), *(column.get(call, (0, ""))[1] for column in columns)]
+        for call, (size, _) in columns[0].items()
+    ]
+    return _table(["", "size", *files], lines)
+
+
+def _training(files: dict[str, Any]) -> str:
+    lines = []
+    for name, read in files.items():
+        models: dict[str, dict[str, str]] = {}
+        for row in read["results"]:
+            models.setdefault(row["model"], {})[row["backend"]] = f"{row['x_none']:.2f}"
+        lines += [
+            [name, model, *(found.get(backend, "") for backend in ("smddp", "gloo", "fake"))]
+            for model, found in models.items()
         ]
-    )
+    return _table(["", "model", "smddp", "gloo", "fake"], lines)
+
+
+def _pipelines(files: dict[str, Any]) -> str:
+    (read,) = files.values()
+    systems = list(dict.fromkeys(row["who"] for row in read["results"]))
+    counts = sorted({row["microbatches"] for row in read["results"]})
+    found: dict[tuple[int, str, int], dict[str, str]] = {}
+    for row in read["results"]:
+        key = row["partitions"], row["pipeline"], row["microbatches"]
+        found.setdefault(key, {})[row["who"]] = f"{100 * row['share_of_bound']:.1f}"
+    lines = []
+    for ranks, pipeline in dict.fromkeys(key[:2] for key in found):
+        cells = [found.get((ranks, pipeline, count), {}) for count in counts]
+        texts = [" / ".join(cell[who] for who in systems if who in cell) for cell in cells]
+        lines.append([str(ranks), pipeline, *texts])
+    return _table(["ranks", "pipeline", *map(str, counts)], lines)
+
+
+def _calls(files: dict[str, Any]) -> str:
+    (read,) = files.values()
+    lines = [
+        [row["what"], f"{row['forward_us']:.0f}", f"{row['backward_us'] or 0:.0f}"]
+        for row in read["results"]
+    ]
+    return _table(["", "forward", "backward"], lines)
+
+
+def _startup(files: dict[str, Any]) -> str:
+    (read,) = files.values()
+    medians = read["medians_ms"]
+    phases = list(medians["smddp"])
+    lines = [[name, *(f"{found[key]:.1f}" for key in phases)] for name, found in medians.items()]
+    return _table(["", *phases], lines)
+
+
+def summary() -> str:
+    """Returns the page."""
+    files = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+    def those(start: str) -> dict[str, Any]:
+        """Returns what files of one kind hold, by layout and machine."""
+        return {
+            path.stem.removeprefix(start).rsplit("_", 1)[0]: read
+            for path, read in files.items()
+            if path.stem.startswith(start)
+        }
+
+    allreduce = those("allreduce_")
+    bounded = {name: read for name, read in allreduce.items() if _bound_means_something(read)}
+    lines = [[f"[{path.name}]({path.name})", _command(read)] for path, read in files.items()]
+    lines += [[f"[{path.name}]({path.name})", ""] for path in sorted(RESULTS.glob("*.txt"))]
+    parts = {
+        "Allreduce of float32, sum: times as fast as gloo": _by_size(
+            allreduce, lambda rows: _speedups(rows, "gloo")
+        ),
+        "The same: times as fast as Open MPI, which is called without torch": _by_size(
+            allreduce, lambda rows: _speedups(rows, "openmpi")
+        ),
+        "The same: % of the bound's speed (only where the ranks of a node have a core each)": (
+            _by_size(bounded, _shares, 256 << 10)
+        ),
+        "Other collectives at their largest size: times as fast as gloo": _largest(those("all_")),
+        "Training steps: multiples of a step without communication (`fake`: DDP alone)": (
+            _training(those("ddp_"))
+        ),
+        "Pipelines of stages that sleep: % of the bound, by microbatches, for smp / "
+        "torch.distributed.pipelining / its Interleaved1F1B": _pipelines(those("pipeline_ranks")),
+        "A call of a module on another rank, 4 KiB there and back: µs": _calls(
+            those("pipeline_calls_")
+        ),
+        "Starting 4 ranks that have imported torch, until the last has its first result: ms": (
+            _startup(those("startup_"))
+        ),
+        "Files and the arguments they were made with": _table(["file", "arguments"], lines),
+    }
+    return "\n".join([HEAD, *(f"## {title}\n\n{text}" for title, text in parts.items())])
 
 
 if __name__ == "__main__":
-    page = RESULTS / "README.md"
-    text = page.read_text()
-    before, rest = text.split(BEGIN, 1)
-    page.write_text(f"{before}{BEGIN}\n{summary()}{END}{rest.split(END, 1)[1]}")
+    PAGE.write_text(summary())

@@ -6,7 +6,6 @@ Starts its ranks on this machine, or is a rank itself under torchrun or mpirun.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 import smddp
 from smddp.bench import ddp, numa, options, plot, table, tune
-from smddp.bench.about import about, begin, say_written, write_file
+from smddp.bench.about import about, begin, say_written, write_file, write_json
 from smddp.bench.bounds import BoundContender, copy_rate, link_rate
 from smddp.bench.contender import Contender
 from smddp.bench.launch import complete_rendezvous, is_rank, launch
@@ -163,8 +162,7 @@ class _Rank:
         """Writes the files that were asked for."""
         run, where = self._run, self._about()
         if run.json is not None:
-            result = table.as_json(tasks, where, run.every_call)
-            write_file(run.json, json.dumps(result, indent=2) + "\n")
+            write_json(run.json, table.as_json(tasks, where, run.every_call))
         nodes = where["config"]["ranks_of_nodes"]
         title = f"{dist.get_world_size()} ranks, {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
         if run.plot is not None:

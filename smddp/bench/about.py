@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import os
 import platform
 import socket
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from smddp import _load
 
-__all__ = ["Beginning", "about", "begin", "say_written", "write_file"]
+__all__ = ["Beginning", "about", "begin", "json_text", "say_written", "write_file", "write_json"]
 
 _PREFIXES = ("SMDDP_", "OMP_", "NCCL_", "GLOO_")
 # Files are passed on.
@@ -121,6 +122,40 @@ def say_written(path: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes a file, and says so."""
+    """Writes a file, and prints its name."""
     path.write_text(text)
     say_written(path)
+
+
+def json_text(value: Any, indent: str = "") -> str:
+    """Returns JSON with one row per line, so that a change of one row is a change of one line.
+
+    Args:
+        value: what is written. A list of objects takes one line per object. Outside such lists an
+            object takes one line per key, if it is `value` itself or if all its values are objects
+            or lists of objects.
+        indent: what stands before a line of this value, except the first.
+    """
+    inner = indent + " "
+    if _is_table(value):
+        lines = [f"{inner}{json.dumps(row)}" for row in value]
+        return "[\n" + ",\n".join(lines) + f"\n{indent}]"
+    if isinstance(value, dict) and value and (not indent or _has_rows(value)):
+        lines = [
+            f"{inner}{json.dumps(key)}: {json_text(each, inner)}" for key, each in value.items()
+        ]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    return json.dumps(value)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def _has_rows(value: dict[str, Any]) -> bool:
+    return all(isinstance(each, dict) or _is_table(each) for each in value.values())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file with one row per line, and prints its name."""
+    write_file(path, json_text(value) + "\n")

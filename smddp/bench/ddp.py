@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp.bench.about import Beginning, about, begin, write_file
+from smddp.bench.about import Beginning, about, begin, write_json
 from smddp.bench.launch import (
     DEFAULT_RANKS,
     complete_rendezvous,
@@ -181,7 +180,7 @@ def _be_rank(options: argparse.Namespace) -> int:
         if speaks:
             print(_format(rows), flush=True)
     if speaks and options.json is not None:
-        write_file(options.json, json.dumps(_as_json(models, start), indent=2) + "\n")
+        write_json(options.json, _as_json(models, start))
     dist.barrier()
     dist.destroy_process_group()
     return 1 if any(row.right is False for rows in models for row in rows) else 0

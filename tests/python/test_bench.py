@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from smddp.bench import Case, Measurement, Timing, mpi, numa, table
 from smddp.bench.__main__ import main
-from smddp.bench.about import Beginning
+from smddp.bench.about import Beginning, json_text
 from smddp.bench.contender import PLACES, Contender
 from smddp.bench.measure import Bench, Workload
 from smddp.bench.operations import OPERATIONS, Task, contribution, result
@@ -693,3 +693,19 @@ def test_bare_loop_sums_in_place() -> None:
     for wrong in ([floats], [floats, floats[:1]], [floats, memoryview(bytearray(8)).cast("i")]):
         with pytest.raises(ValueError, match="expects"):
             add(wrong)
+
+
+# --- recorded results -----------------------------------------------------------------------------
+
+
+def test_results_have_one_row_per_line() -> None:
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        text = path.read_text()
+        assert text == json_text(json.loads(text)) + "\n", path.name
+
+
+def test_page_of_results_is_what_the_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import summary
+
+    assert summary.PAGE.read_text() == summary.summary(), "run python benchmarks/summary.py"
