@@ -1,8 +1,8 @@
 // All algorithms. P ranks, N nodes, L ranks on a node, M bytes.
 //
-// "synchronisations" are waits for the node's team, each about a cache line's flight; "steps" are
-// network latencies on the critical path; bytes are those that one rank sends (network) or copies
-// and sums (memory).
+// A "synchronisation" is a wait for the other ranks of the node; it takes about as long as a cache line takes from
+// one core to another. A "step" is one network latency on the critical path. Bytes are those that one rank sends
+// (network) or copies and sums (memory).
 #pragma once
 
 #include "collectives/collective.h"
@@ -17,7 +17,7 @@ plan::Plan allreduceTwoPhase(const plan::Topology&, const plan::Limits&, const S
 plan::Plan allreduceZeroCopy(const plan::Topology&, const plan::Limits&, const Shape&);
 // Any nodes. 2 synchronisations, lg N steps; the first rank of a node sends lg N * M.
 plan::Plan allreduceRecursiveDoubling(const plan::Topology&, const plan::Limits&, const Shape&);
-// Any nodes. 2 lg N steps; sends 2 M/L (N-1)/N. Where N is no power of two: 2 steps more and M/L more.
+// Any nodes. 2 lg N steps; sends 2 M/L (N-1)/N. If N is not a power of two: 2 steps more and M/L more.
 plan::Plan allreduceHalvingDoubling(const plan::Topology&, const plan::Limits&, const Shape&);
 // Any nodes. 2 steps; sends 2 M/L (N-1)/N.
 plan::Plan allreduceDirect(const plan::Topology&, const plan::Limits&, const Shape&);

@@ -3,17 +3,16 @@
 //
 // For each chunk of a block:
 //
-//   1. copy in   I copy my input to my place in my output and, staged, to my slot, for my mates.
-//   2. send      The rank on each rail sends the chunks of its own block and of those it carries
-//                for mates to its peers on all other nodes.
-//   3. receive   It receives theirs, copies them to their places and, staged, to its slots; with
+//   1. copy in   A rank copies its input to its place in its output and, if staged, to its slot for its mates.
+//   2. send      The rank on each rail sends the chunks of its own block, and of those that it carries for mates,
+//                to all other nodes.
+//   3. receive   It receives theirs and copies them to their places in its output and, if staged, to its slots; with
 //                shared buffers, to their places in all outputs of the node.
-//   4. gather    Everybody copies its mates' chunks and what the other rails have received from the
-//                slots; with shared buffers, its mates' chunks from their inputs.
-//   5. finish    With shared buffers I wait until nobody reads mine or writes to mine any more.
+//   4. gather    Every rank copies its mates' chunks, and those that the other rails have received, from the
+//                slots; with shared buffers it copies its mates' chunks from their inputs.
+//   5. finish    With shared buffers a rank waits until nobody reads or writes its buffers any more.
 //
-// 1 network step; a rail sends (N-1) M bytes for each block that it carries. Puts of the own block
-// leave from the input.
+// 1 network step; a rail sends (N-1) M bytes for each block that it carries. A rank puts its own block from its input.
 #include "collectives/algorithms.h"
 #include "collectives/carried_blocks.h"
 
@@ -21,10 +20,10 @@ namespace smddp::collectives {
 namespace {
 
 constexpr int kFilled = 1;    // chunk c of my block is in my slot
-constexpr int kSlotSent = 2;  // the slots that I send for mates may take chunk c
+constexpr int kSlotSent = 2;  // the slots from which I send for mates may take chunk c
 constexpr int kReady = 3;     // chunk c of the blocks that I carry has arrived
 constexpr int kGathered = 4;  // I have chunk c of all blocks
-constexpr int kSent = 5;      // nothing that I send is read any more
+constexpr int kSent = 5;      // all my puts have completed
 
 class Mesh : public BlockExchange {
  public:
@@ -51,6 +50,8 @@ class Mesh : public BlockExchange {
     b_.stage("send");
     const int64_t perChunk = blocks_.count(me_, t_.myNode());
     if (perChunk > 1 && staged_) {
+      // Each chunk makes perChunk puts to each node. With 2 of them and depth 4, chunk 6 flushes (6 + 1 - 4) * 2 = 6
+      // puts, those of chunks 0 to 2 (cutting.h).
       const int64_t sent = (c.index + 1 - depth_) * perChunk;
       for (int n : others_) b_.flush(t_.railPeer(n), 0, sent);
       b_.signal(kSlotSent, c.index + 1);
@@ -102,7 +103,7 @@ class Mesh : public BlockExchange {
     b_.signal(kGathered, c.index + 1);
   }
 
-  // Nobody may return while its buffer is read or written.
+  // Waits until nobody reads or writes my buffers any more.
   void finish(int64_t numChunks) {
     if (t_.onRail()) {
       b_.stage("send");
@@ -123,7 +124,7 @@ class Mesh : public BlockExchange {
   plan::Ref arrivedSlot(int rail, const plan::Chunk& c, int64_t slot) const {
     return b_.slot(arrived_, rail, c.index * blocks_.allTurns() + slot, 0);
   }
-  // Calls visit(node, local, n-th arrival) in the order in which the rail receives.
+  // Calls visit(node, local rank, number of the arrival) in the order in which the rail receives.
   template <typename Visit>
   void forEachArrival(int rail, Visit visit) const {
     int64_t slot = 0;

@@ -1,13 +1,13 @@
 // All-gather inside a node.
 //
 // Staged, for each chunk of a block:
-//   1. copy in   I copy my input to my slot and to my place in my output, once the others have read
-//                the slot's last chunk.
-//   2. copy out  I copy the others' chunks from their slots to their places.
+//   1. copy in   A rank copies its input to its place in its output and to its slot, when the others have read the
+//                slot's previous chunk.
+//   2. copy out  It copies the others' chunks from their slots to their places.
 //
 // Shared buffers:
-//   1. gather    I copy everybody's input to its place in my output,
-//   2. finish    and wait until the others have read mine.
+//   1. gather    A rank copies all inputs to their places in its output,
+//   2. finish    and waits until the others have read its input.
 //
 // 2 synchronisations a chunk, or 2 in all; a rank copies (L+1) M bytes, or L * M.
 #include "collectives/algorithms.h"

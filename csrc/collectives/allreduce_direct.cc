@@ -2,14 +2,14 @@
 //
 // For each chunk, cut into one share per rail, and each share into one shard per *server*:
 //
-//   1. sum       inside the node I get the node's sum of my rail's share (node_stages.h)
-//      scatter   and send each server its shard.
-//   2. serve     If my node is a server: I wait for the other nodes' shards, sum them in the order
-//                of nodes, and send the result back to all of them.
-//   3. collect   I wait for the results of the other servers,
-//   4. gather    and inside the node everybody gets every share.
+//   1. sum       The rank on each rail gets its node's sum of its share (node_stages.h)
+//      scatter   and sends each server its shard.
+//   2. serve     If its node is a server, it waits for the other nodes' shards, sums them in the order
+//                of nodes, and sends the result back to all of them.
+//   3. collect   It waits for the results of the other servers.
+//   4. gather    Inside the node every rank gets every share.
 //
-// Two network steps however many nodes there are; every rank sends 2 M/L (N-1)/N bytes, as in a
+// Two network steps, however many nodes there are; every rank sends 2 M/L (N-1)/N bytes, as in a
 // ring.
 #include "collectives/algorithms.h"
 #include "collectives/direct_exchange.h"

@@ -1,22 +1,28 @@
-// Two-level allreduce by recursive halving and doubling between nodes, for so many of them that a message to
-// each would cost more than a few steps.
+// Two-level allreduce by recursive halving and doubling between nodes. It is for so many nodes that a message to
+// each would cost more than some more steps.
 //
 // For each chunk, cut into one share per rail, and each share into one shard per corner of a cube of nodes
 // (hypercube.h), on corner n of C = 2^q:
 //
-//   1. sum       inside the node I get the node's sum of my rail's share (node_stages.h).
-//   2. halving   In step d = q-1 … 0 I keep that half of what I have which is nearer to shard n, send the other
-//                half to the node 2^d away, and add what it sends of mine, the lower node's operand first.
-//                After it shard n is complete here.
-//   3. doubling  In step d = 0 … q-1 I send what I have complete to the same nodes and receive as much.
-//   4. gather    Inside the node everybody gets every share.
+//   1. sum       The rank on each rail gets its node's sum of its share (node_stages.h).
+//   2. halving   In step d = q-1 … 0 a rank halves the shards that it still sums. It keeps the half with shard n,
+//                sends the other half to the node 2^d away, and adds what that node sends, the lower node's operand
+//                first. In the end shard n is complete here.
+//   3. doubling  In step d = 0 … q-1 it sends all its complete shards to the same node and receives as many.
+//   4. gather    Inside the node every rank gets every share.
 //
-// Nodes beyond the last power of two hand their whole share to a corner before halving, and get the result
-// after doubling.
+// Example, 8 nodes (q = 3), as seen from node 5:
 //
-// 2 lg N network steps, 2 more where N is no power of two; every rank sends 2 M/L (C-1)/C bytes, and corners
-// with a partner beyond M/L more. All shards are summed in the same order. The two halves are lanes of their
-// own, so that one chunk is halved while the one before it is doubled.
+//   halving   d = 2: keep shards 4-7, send 0-3 to node 1    d = 1: keep 4-5, send 6-7 to node 7
+//             d = 0: keep 5, send 4 to node 4
+//   doubling  d = 0: send 5 to node 4, receive 4            d = 1: send 4-5 to node 7, receive 6-7
+//             d = 2: send 4-7 to node 1, receive 0-3
+//
+// Folded nodes send their whole share to their corner before halving, and get the result after doubling.
+//
+// 2 lg N network steps, 2 more if N is not a power of two; every rank sends 2 M/L (C-1)/C bytes, and corners with a
+// folded node M/L more. All shards are summed in the same order. Halving and doubling are lanes of their own, so
+// that one chunk is halved while the one before it is doubled.
 #include "collectives/algorithms.h"
 #include "collectives/hypercube.h"
 #include "collectives/node_stages.h"
@@ -46,7 +52,8 @@ class CubeExchange {
 
   void sum(const plan::Chunk& c) {
     b_.stage("sum");
-    const int64_t last = c.index + 1 - node_.depth();  // that used this slot
+    // The number of chunks up to the one that had this slot before; each makes one put of results to each partner.
+    const int64_t last = c.index + 1 - node_.depth();
     for (Rank partner : partners_) b_.flush(partner, kResults, last);
     if (fold_ >= 0 && !cube_.isFolded()) b_.flush(fold_, kResults, last);
     node_.sum(c);
@@ -87,7 +94,7 @@ class CubeExchange {
     node_.ready(c);
   }
 
-  // The slots may be used again by a later plan, which knows nothing of these puts.
+  // Flushes the last puts. A later plan uses the slots again and does not know of these puts.
   void finish() {
     b_.stage("doubling");
     for (Rank partner : partners_) b_.flush(partner, kResults);
@@ -101,7 +108,8 @@ class CubeExchange {
     const plan::Range last = node_.shard(c, first + count - 1, cube_.numCorners());
     return {from.offset, last.offset + last.length - from.offset};
   }
-  // What I have before halving in dimension d are 2^(d+1) shards: their lower or upper half.
+  // Before halving in dimension d a rank has 2^(d+1) shards. Returns their lower or upper half. For node 5 and d = 1
+  // these are shards 4 to 7, from 5 / 4 * 4 = 4 on; the halves are 4-5 and 6-7.
   plan::Range half(const plan::Chunk& c, int d, int upper) const {
     const int count = 1 << d;
     return shards(c, t_.myNode() / (2 * count) * (2 * count) + upper * count, count);
@@ -119,7 +127,7 @@ class CubeExchange {
     b_.release(partner, kPartials);
   }
 
-  // Results, which take the place of what I sent to the same partner before.
+  // Receives results. They overwrite what I sent to the same partner before.
   void take(const plan::Chunk& c, const plan::Range& range, Rank partner) {
     const plan::Ref result = b_.receive(partner, kResults, range.length);
     b_.flush(partner, kPartials, c.index + 1);
@@ -129,7 +137,7 @@ class CubeExchange {
     b_.release(partner, kResults);
   }
 
-  // On one node the node's sum is the result.
+  // With one node, the node's sum is the result.
   void finishAlone(const plan::Chunk& c, const plan::Range& all) {
     std::vector<plan::Ref> targets = node_.outputs(all.offset);
     targets.push_back(node_.partial(c, all.offset));
@@ -140,7 +148,7 @@ class CubeExchange {
   const plan::Topology& t_;
   NodeStages& node_;
   Hypercube cube_;
-  Rank fold_ = -1;              // with whom I am folded
+  Rank fold_ = -1;              // my corner, or the rank folded onto me, or -1
   std::vector<Rank> partners_;  // by dimension
 };
 

@@ -1,12 +1,11 @@
-// One-shot allreduce: everybody sums everything.
+// One-shot allreduce: every rank sums all inputs.
 //
-//   1. copy in   before arriving, I copy my input to my slot.
-//   2. sum       once all have arrived, I sum the others' slots and my input, local ranks ascending, into my
-//                output. My slot I do not read: its lines are on their way to the others.
+//   1. copy in   Before it arrives, a rank copies its input to its slot.
+//   2. sum       When all have arrived, it sums the others' slots and its own input, local ranks ascending, into its
+//                output. It does not read its own slot: the others are reading those cache lines.
 //
-// One synchronisation, which the arrival is anyway: nobody has to wait at the end, because a slot
-// is not used again before the execution after the next. Every rank reads (L-1) * M bytes of others,
-// so this is for small vectors.
+// One synchronisation, the arrival. No rank has to wait at the end, because a slot is not used again before the
+// execution after the next. Every rank reads (L-1) * M bytes of others, so this is for small vectors.
 #include "collectives/algorithms.h"
 #include "collectives/cutting.h"
 

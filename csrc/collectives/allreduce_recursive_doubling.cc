@@ -1,16 +1,15 @@
-// Two-level allreduce by recursive doubling, for vectors whose bytes cost nothing beside a network step: only
-// the first rank of each node talks to other nodes, and in lg N steps.
+// Two-level allreduce by recursive doubling. It is for vectors so short that their bytes cost nothing beside a network
+// step. Only the first rank of each node, the leader, talks to other nodes, in lg N steps.
 //
-//   1. copy in    before arriving, everybody but the leader (the first rank of its node) copies its input to
-//                 its slot.
-//   2. exchange   Once all have arrived, the leader sums them, local ranks ascending. Then, in step d, it
-//                 exchanges what it has with the leader 2^d nodes away, and both add the two, the lower
-//                 node's first: all have the same bits. Nodes beyond the last power of two hand their sum to
-//                 a partner before and get the result after (hypercube.h), in two more steps.
-//   3. copy out   The mates copy the result from the leader's slot.
+//   1. copy in    Before it arrives, every rank but the leader copies its input to its slot.
+//   2. exchange   When all have arrived, the leader sums the inputs, local ranks ascending. Then, in step d, it
+//                 exchanges its sum with the leader 2^d nodes away, and both add the two, the lower node's first. So
+//                 all get the same bits. Folded nodes (hypercube.h) send their sum to a corner before the exchange
+//                 and get the result after it, in two more steps.
+//   3. copy out   The other ranks copy the result from the leader's slot.
 //
-// 2 synchronisations, lg N steps (2 more where N is no power of two); every leader sends lg N * M bytes, the
-// other ranks none. Where a message is shorter than the vector, the exchange is repeated chunk by chunk.
+// 2 synchronisations, lg N steps (2 more if N is not a power of two); every leader sends lg N * M bytes, the
+// other ranks none. If the vector is longer than a message, the exchange is repeated chunk by chunk.
 #include "collectives/algorithms.h"
 #include "collectives/cutting.h"
 #include "collectives/hypercube.h"
@@ -24,7 +23,7 @@ constexpr int kLeader = 0;
 class RecursiveDoubling {
  public:
   RecursiveDoubling(plan::Builder& b, const Shape& shape) : b_(b), t_(b.topology()), cube_(t_) {
-    // The vector as a whole lies in one slot; what is left is for the sums on the way.
+    // The whole vector lies in one slot. The rest of the staging memory is for the intermediate sums.
     const plan::Limits& limits = b.limits();
     const int64_t left = limits.poolBytes - granulesIn(shape.bytes) * kGranule;
     const int64_t numSums = cube_.dimensions() + 1;
@@ -42,7 +41,7 @@ class RecursiveDoubling {
 
   void exchange(const plan::Chunk& c) {
     b_.stage("exchange");
-    // Of the last chunk, the slot's last put.
+    // sumNode writes sum(0), which goes to firstPartner() once per chunk. Chunk 3 flushes the puts of chunks 0 to 2.
     if (t_.numNodes() > 1) b_.flush(firstPartner(), 0, c.index);
     sumNode(c);
     if (cube_.isFolded()) {
@@ -61,7 +60,7 @@ class RecursiveDoubling {
     b_.copy({b_.out(c.offset)}, vector(kLeader, c.offset), c.length);
   }
 
-  // The slots may be used again by a later plan, which knows nothing of these puts.
+  // Flushes the last puts. A later plan uses the slots again and does not know of these puts.
   void finish() {
     if (t_.numNodes() == 1) return;
     b_.stage("exchange");
@@ -72,16 +71,16 @@ class RecursiveDoubling {
   }
 
  private:
-  // The leader's slot takes the result: it has no contribution there.
+  // A rank's slot for the whole vector. The leader has no contribution in its slot, so it puts the result there.
   plan::Ref vector(int local, int64_t offset) const { return b_.slot(vectors_, local, 0, offset); }
-  // What I have before step d.
+  // My sum before step d.
   plan::Ref sum(int d) const { return b_.slot(sums_, kLeader, d, 0); }
   Rank leaderOf(int node) const { return t_.node(node)[kLeader]; }
-  // To whom I send the first sum.
+  // The rank to which I send sum(0).
   Rank firstPartner() const {
     return leaderOf(cube_.isFolded() ? cube_.foldPartner() : cube_.partner(0));
   }
-  // Where others find the result, besides my output.
+  // Where the result goes: my output and, if mates or a folded node need it, my slot.
   std::vector<plan::Ref> results(const plan::Chunk& c) const {
     std::vector<plan::Ref> refs{b_.out(c.offset)};
     const bool isSent = !cube_.isFolded() && cube_.foldPartner() >= 0;

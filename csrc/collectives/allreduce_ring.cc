@@ -3,18 +3,21 @@
 // For each chunk, cut into one share per rail and each share into one shard per node, on node n of
 // N:
 //
-//   1. sum          inside the node I get the node's sum of my rail's share (node_stages.h).
-//   2. ring reduce  N-1 times: I send a partial shard to the next node, receive one from the
-//                   previous, and add mine to it. It begins with shard n-1; after it shard n is
-//                   complete here.
-//   3. ring gather  N-1 times: I send the newest complete shard to the next node and receive
-//                   another.
-//   4. gather       Inside the node everybody gets every share.
+//   1. sum          The rank on each rail gets its node's sum of its share (node_stages.h).
+//   2. ring reduce  N-1 times: it sends a partial shard to the next node, receives one from the previous, and adds
+//                   its own to that. It begins by sending shard n-1. In the end shard n is complete here.
+//   3. ring gather  N-1 times: it sends the newest complete shard to the next node and receives another one.
+//   4. gather       Inside the node every rank gets every share.
 //
-// 2 (N-1) network steps; every rank sends 2 M/L (N-1)/N bytes. A shard is summed in the order of
-// the ring, from the node after its owner on: another order for each shard, but the same on all
-// ranks and in every run. The two rings are lanes of their own, so that one chunk is reduced while
-// the one before it is gathered.
+// Example, 3 nodes, as seen from node 0:
+//
+//   ring reduce  step 0: send shard 2, receive and add shard 1     step 1: send 1, receive and add 0 (complete)
+//   ring gather  step 0: send shard 0, receive shard 2             step 1: send 2, receive 1
+//
+// 2 (N-1) network steps; every rank sends 2 M/L (N-1)/N bytes. A shard is summed in the order of the ring, from the
+// node after its owner on: in the example shard 0 is (node 1 + node 2) + node 0. The order differs between shards,
+// but is the same on all ranks and in every run. The two rings are lanes of their own, so that one chunk is reduced
+// while the one before it is gathered.
 #include "collectives/algorithms.h"
 #include "collectives/node_stages.h"
 
@@ -42,6 +45,8 @@ class RingExchange {
 
   void sum(const plan::Chunk& c) {
     b_.stage("sum");
+    // Each chunk makes numSteps() puts of results. On 3 nodes with depth 4, chunk 6 flushes (6 + 1 - 4) * 2 = 6 of
+    // them, those of chunks 0 to 2: chunk 2 had this slot before (cutting.h).
     if (numSteps() > 0) b_.flush(next_, kResults, (c.index + 1 - node_.depth()) * numSteps());
     node_.sum(c);
   }
@@ -74,7 +79,8 @@ class RingExchange {
       const plan::Range taken = shard(c, -1 - step);
       b_.put(next_, kResults, node_.partial(c, sent.offset), sent.length);
       const plan::Ref result = b_.receive(previous_, kResults, taken.length);
-      // The result takes the place of what I sent in the same step of the other ring.
+      // The result overwrites the shard that I sent in the same step of the ring reduce. On 3 nodes, step 1 of
+      // chunk 6 flushes 6 * 2 + 1 + 1 = 14 puts: 12 of chunks 0 to 5, and steps 0 and 1 of this one.
       b_.flush(next_, kPartials, c.index * numSteps() + step + 1);
       std::vector<plan::Ref> targets = node_.outputs(taken.offset);
       targets.push_back(node_.partial(c, taken.offset));
@@ -84,7 +90,7 @@ class RingExchange {
     node_.ready(c);
   }
 
-  // The slots may be used again by a later plan, which knows nothing of these puts.
+  // Flushes the last puts. A later plan uses the slots again and does not know of these puts.
   void finish() {
     if (numSteps() == 0) return;
     b_.stage("ring gather");
@@ -93,11 +99,11 @@ class RingExchange {
 
  private:
   int numSteps() const { return numNodes_ - 1; }
-  // The shard of the node `distance` further on.
+  // The shard of the node that is `distance` further on in the ring. 2 N is added because `distance` may be -N.
   plan::Range shard(const plan::Chunk& c, int distance) const {
     return node_.shard(c, (t_.myNode() + distance + 2 * numNodes_) % numNodes_, numNodes_);
   }
-  // On one node the node's sum is the result.
+  // With one node, the node's sum is the result.
   void finishAlone(const plan::Chunk& c) {
     const plan::Range mine = shard(c, 0);
     std::vector<plan::Ref> targets = node_.outputs(mine.offset);

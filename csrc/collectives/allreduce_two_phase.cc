@@ -1,12 +1,12 @@
 // Two-phase allreduce through staging slots: a reduce-scatter and an all-gather. For each chunk,
 // cut into one share per rank:
 //
-//   1. copy in   I copy the others' shares of my input to my slot. My own share I read where it is.
-//   2. sum       I sum my share over the team, local ranks ascending, into my output and into my
-//                slot, where that share's place is still free.
-//   3. copy out  I copy the others' sums from their slots to my output.
+//   1. copy in   A rank copies the others' shares of its input to its slot. It reads its own share from the input.
+//   2. sum       It sums its share over the team, local ranks ascending, into its output and into its slot. The
+//                place of its own share in the slot is still free.
+//   3. copy out  It copies the others' sums from their slots to its output.
 //
-// Three slots, so that chunks may be in three stages at once. 3 synchronisations a chunk; a rank
+// There are three slots, so that three chunks can be in the three stages at once. 3 synchronisations a chunk; a rank
 // copies 2 M (L-1)/L bytes and reads M to sum.
 #include "collectives/algorithms.h"
 #include "collectives/cutting.h"
@@ -41,7 +41,7 @@ plan::Plan allreduceTwoPhase(const plan::Topology& t, const plan::Limits& limits
     const plan::Range mine = c.share(me, team);
 
     b.stage("copy in");
-    // A mate that has gathered may still be summing its own share: both must be over.
+    // Wait for both: stages are lanes of their own, so a mate may have gathered and still be summing.
     b.waitTeam(kSummed, slotFree);
     b.waitTeam(kGathered, slotFree);
     for (int mate : otherMates(t)) {
@@ -52,7 +52,7 @@ plan::Plan allreduceTwoPhase(const plan::Topology& t, const plan::Limits& limits
 
     b.stage("sum");
     b.waitTeam(kCopied, reached);
-    b.waitMate(me, kCopied, reached);  // I too have seen that my slot is free
+    b.waitMate(me, kCopied, reached);  // my "copy in" has waited until my slot is free
     std::vector<plan::Ref> contributions;
     for (int mate = 0; mate < team; ++mate) {
       contributions.push_back(mate == me ? b.in(mine.offset) : slot(mate, mine));

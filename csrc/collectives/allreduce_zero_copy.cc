@@ -1,9 +1,8 @@
-// Zero-copy allreduce: the buffers of all ranks lie in memory that the node shares, so nothing is
-// staged.
+// Zero-copy allreduce: the buffers of all ranks lie in shared memory, so nothing is staged.
 //
-//   1. sum     once all have arrived, I sum my share of all inputs, local ranks ascending, and
-//              write it to all outputs. Nobody else touches that share, in place or not.
-//   2. finish  I wait until the others have done the same: they read my input and write my output.
+//   1. sum     When all have arrived, a rank sums its share of all inputs, local ranks ascending, and writes it to
+//              all outputs. No other rank touches that share, so it also works in place.
+//   2. finish  It waits until the others have done the same: they read its input and write its output.
 //
 // 2 synchronisations; a rank reads M bytes and writes M.
 #include "collectives/algorithms.h"

@@ -1,11 +1,10 @@
 // All-to-all, one hop between nodes: every block goes straight to the node of its receiver, on the receiver's
-// rail (block_transfer.h). Where nodes have equally many ranks, it leaves from the sender's slot, or its
-// input, and arrives in the receiver's output: no rank handles what is neither from nor for it. With one
-// node all that is left is to copy in and to take.
+// rail (block_transfer.h). If all nodes have equally many ranks, the block arrives at its receiver and goes straight
+// to the receiver's output. With one node only "copy in" and "take" are left.
 //
 // 2 synchronisations a chunk, with shared buffers 2 in all. 1 network step; a rail sends L * M bytes for each
-// receiver that it serves, (P-L) M altogether. A rank copies (P-1) M bytes into its slot, less what it sends
-// itself, and P * M to its output; with shared buffers only the latter.
+// receiver that it serves, (P-L) M altogether. A rank copies (P-1) M bytes to its slot, less the blocks that it
+// sends itself, and P * M to its output; with shared buffers only the latter.
 #include "collectives/algorithms.h"
 #include "collectives/block_transfer.h"
 

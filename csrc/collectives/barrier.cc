@@ -1,9 +1,9 @@
 // Barrier.
 //
-//   1. arrive    the arrival, which every plan begins with, is the barrier of one node.
-//   2. exchange  with several nodes the first rank of each then sends an empty message to the first
-//                rank of every other one, waits for theirs,
-//   3. release   and tells its team.
+//   1. arrive    Every plan begins with the arrival. On one node it is the barrier.
+//   2. exchange  With several nodes the first rank of each node then sends an empty message to the first
+//                rank of every other node, waits for theirs,
+//   3. release   and signals its mates.
 //
 // 1 synchronisation; with several nodes 1 step and a second synchronisation.
 #include "collectives/algorithms.h"

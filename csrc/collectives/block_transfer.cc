@@ -4,10 +4,10 @@ namespace smddp::collectives {
 namespace {
 
 constexpr int kCopied = 1;     // chunk c of my blocks is in my slot
-constexpr int kSent = 2;       // what I send of chunk c has left
+constexpr int kSent = 2;       // my puts of chunk c have completed
 constexpr int kMoved = 3;      // I have taken, or given, chunk c inside my node
-constexpr int kArrived = 4;    // chunk c of what I receive for mates is there
-constexpr int kCollected = 5;  // I have copied chunk c of what others received for me
+constexpr int kArrived = 4;    // chunk c of the blocks that I receive for mates has arrived
+constexpr int kCollected = 5;  // I have copied chunk c of the blocks that others received for me
 constexpr int64_t kContributionSlots = 2;
 
 }  // namespace
@@ -17,11 +17,11 @@ BlockTransfer::BlockTransfer(plan::Builder& b, const Shape& shape)
       isGather_(shape.collective == Collective::Gather),
       sender_(shape.collective == Collective::Scatter ? shape.root : -1),
       receiver_(isGather_ ? shape.root : -1),
-      // With one receiver it is the senders that can move their blocks at the same time.
+      // With one receiver, the senders can copy their blocks in parallel.
       gives_(isGather_ && !staged_) {
   findMyBlocks();
   const int64_t blocksIn = isGather_ ? 1 : t_.numRanks();
-  // The most that any rail may receive for mates.
+  // The largest number of blocks that any rail receives for mates.
   const int64_t beyondRails = blocks_.mostTurns() - 1;
   if (t_.numNodes() == 1)
     mostArrivals_ = 0;
@@ -35,8 +35,8 @@ BlockTransfer::BlockTransfer(plan::Builder& b, const Shape& shape)
   if (mostArrivals_ > 0) arrived_ = b.pool("arrived chunks", depth_ * mostArrivals_, chunkBytes_);
 }
 
-// Calls visit(node, sender's local, receiver's local) in an order in which no message waits for the
-// credit of a later one: round for round over all nodes, and the rounds are the same for everybody.
+// Calls visit(node, sender's local rank, receiver's local rank) for all pairs of this rail. All ranks go through the
+// same rounds, and each round covers all nodes. So no message waits for the credit of a later one.
 template <typename Visit>
 void BlockTransfer::forEachPair(int rail, Visit visit) const {
   size_t most = 0;
@@ -50,8 +50,8 @@ void BlockTransfer::forEachPair(int rail, Visit visit) const {
   }
 }
 
-// Calls visit(node, sender, receiver's local, slot) for all that the rail receives; the slot is -1 where the
-// block is the rail's own.
+// Calls visit(node, sender, receiver's local rank, slot) for all blocks that the rail receives. The slot is -1 if the
+// block is for the receiving rank itself.
 template <typename Visit>
 void BlockTransfer::forEachArrival(int rail, Visit visit) const {
   int64_t slot = 0;
@@ -97,7 +97,7 @@ int64_t BlockTransfer::outputPlace(Rank from, const plan::Chunk& c) const {
   return sender_ < 0 ? place(from, c) : c.offset;
 }
 
-// A mate's block, or mine, where this rank may read it.
+// A mate's block, or mine, at the place from which this rank may read it.
 plan::Ref BlockTransfer::block(int fromMate, Rank to, const plan::Chunk& c) const {
   if (fromMate == me_) return b_.in(inputPlace(to, c));
   if (!staged_) return b_.mateIn(fromMate, inputPlace(to, c));
@@ -195,7 +195,7 @@ void BlockTransfer::copyOut(const plan::Chunk& c) {
   b_.signal(kCollected, c.index + 1);
 }
 
-// Nobody may return while its buffers are read or written.
+// Waits until nobody reads or writes my buffers any more.
 void BlockTransfer::finish(int64_t numChunks) {
   b_.stage("send");
   for (int n : sendsTo_) b_.flush(t_.railPeer(n), 0);

@@ -1,25 +1,26 @@
-// Gather, scatter and all-to-all: blocks that go from one rank to one other rank, as they are.
+// Gather, scatter and all-to-all: every block goes unchanged from one rank to one other rank.
 //
-// They differ in which pairs of ranks have a block, and in where it lies; how it travels is the same. Inside a
-// node the receiver takes it from the sender's slot. Between nodes it goes by a rail, in one hop: rank k of
-// the sender's node sends it to rank k of the receiver's node. Which rail carries it follows from the local
-// rank of its receiver, so that most blocks come straight to whom they are for; for a gather, whose blocks
-// all have the same receiver, of its sender. For each chunk of a block:
+// The three differ in which pairs of ranks have a block, and where it lies. The transport is the same. Inside a node
+// the receiver copies the block from the sender's slot. Between nodes it goes over a rail, in one hop: rank k of the
+// sender's node sends it to rank k of the receiver's node. The local rank of the receiver selects the rail, so that
+// most blocks arrive at the rank that they are for. In a gather all blocks have one receiver; there the local rank of
+// the sender selects the rail. For each chunk of a block, a rank
 //
 //                staged                                      shared buffers
-//   copy in      my blocks, but for those that I send        –
-//                myself, to my slot
-//   send         what my rail carries, from my input or      the same, from the mates' inputs
-//                the mates' slots
-//   sent         I say that these have left                  the same
-//   receive      what my rail carries, to my output or, for  the same, to the mates' outputs
-//                mates, to my slots
-//   take         my mates' blocks for me from their slots    from their inputs
-//   give         –                                           gather only: my block into the root's output
-//   copy out     what other rails have received for me       –
-//   finish       –                                           I wait until nobody uses my buffers any more
+//   copy in      copies its blocks to its slot, except       –
+//                those that it sends itself
+//   send         sends the blocks that its rail carries,     sends them from the mates' inputs
+//                from its input or the mates' slots
+//   sent         signals that the sends have completed       the same
+//   receive      receives the blocks that its rail carries,  copies the latter to the mates' outputs
+//                to its output or, for mates, to its slots
+//   take         copies its mates' blocks from their slots   copies them from their inputs
+//   give         –                                           gather only: copies its block to the root's output
+//   copy out     copies the blocks that other rails have     –
+//                received for it
+//   finish       –                                           waits until nobody uses its buffers any more
 //
-// No rank waits for more than its part; those that take no part in a stage do not have it.
+// A rank has only the stages in which it takes part, and waits only for the ranks that it depends on.
 #pragma once
 
 #include <set>
@@ -31,11 +32,11 @@ namespace smddp::collectives {
 class BlockTransfer : public BlockExchange {
  public:
   BlockTransfer(plan::Builder& b, const Shape& shape);
-  // All steps, after the pools.
+  // Writes all steps; the constructor has declared the pools.
   plan::Plan build();
 
  private:
-  // Who has a block for whom.
+  // Which ranks send, which receive, and which rail carries a block.
   bool sends(Rank r) const { return sender_ < 0 || r == sender_; }
   bool receives(Rank r) const { return receiver_ < 0 || r == receiver_; }
   int carrierOf(int senderLocal, int receiverLocal) const {
@@ -64,9 +65,9 @@ class BlockTransfer : public BlockExchange {
   void finish(int64_t numChunks);
 
   const bool isGather_;
-  const Rank sender_, receiver_;  // the only one, or -1
-  const bool gives_;              // inside a node the sender moves the block, not the receiver
-  std::vector<Rank> staging_;     // the receivers of those of my blocks that others read
+  const Rank sender_, receiver_;  // the only one, or -1 if all ranks send, or receive
+  const bool gives_;              // inside a node the sender copies the block, not the receiver
+  std::vector<Rank> staging_;     // the receivers of my blocks that go through my slot
   std::set<int> myCarriers_;      // mates that send blocks of mine
   std::set<int> sendsTo_;         // nodes
   std::set<int> carriesFrom_;     // mates whose blocks I send

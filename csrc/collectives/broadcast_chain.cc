@@ -1,17 +1,17 @@
-// Broadcast along a chain of nodes, from the root's node to the next and so on, every rail carrying
-// its share.
+// Broadcast along a chain of nodes, from the root's node to the next and so on. Every rail carries its share.
 //
 // For each chunk, cut into one share per rail:
 //
-//   1. copy in   on the root's node the root copies the chunk to its slot, for its mates to
-//      copy out  copy it to their outputs. With shared buffers they copy from the root's.
-//   2. send      There the rank on each rail sends its share to the next node.
-//   3. receive   On the other nodes it receives its share, copies it to its output and to its slot
-//                (or, with shared buffers, to all outputs of the node), and passes it on.
-//   4. gather    There everybody copies the other shares from their slots.
+//   1. copy in   On the root's node, the root copies the chunk to its slot,
+//      copy out  and its mates copy it from there to their outputs. With shared buffers they copy from the root's
+//                buffer.
+//   2. send      On the root's node, the rank on each rail sends its share to the next node.
+//   3. receive   On the other nodes, the rank on each rail receives its share, copies it to its output and to its
+//                slot (with shared buffers: to all outputs of the node), and sends it on.
+//   4. gather    On the other nodes, every rank copies the other shares from their slots.
 //
-// N-1 network steps, which chunks pass one behind the other; every rail sends M/L bytes. Puts leave
-// from the user's buffers, which hold the bytes for good; they are flushed at the end only.
+// N-1 network steps, pipelined over the chunks; every rail sends M/L bytes. Puts read from the user's buffers. The
+// plan does not overwrite the bytes there, so it flushes the puts at the end only.
 #include "collectives/algorithms.h"
 #include "collectives/cutting.h"
 
@@ -46,7 +46,7 @@ class Chain {
   int64_t chunkBytes() const { return chunkBytes_; }
   bool onRootNode() const { return position_ == 0; }
 
-  // On the root's node.
+  // Called on the root's node.
   void copyFromRoot(const plan::Chunk& c) {
     if (t_.myLocal() == root_) {
       if (staged_) {
@@ -68,7 +68,7 @@ class Chain {
     if (sends()) b_.put(next(), 0, isRoot ? b_.in(mine.offset) : b_.out(mine.offset), mine.length);
   }
 
-  // On the other nodes.
+  // Called on the other nodes.
   void receive(const plan::Chunk& c) {
     if (!t_.onRail()) return;
     const plan::Range mine = myShare(c);
@@ -98,7 +98,7 @@ class Chain {
     b_.signal(kGathered, c.index + 1);
   }
 
-  // Nobody may return while its buffer is read.
+  // Waits until nobody reads my buffer any more.
   void finish(int64_t numChunks) {
     if (onRootNode() && !staged_ && t_.myLocal() == root_) {
       b_.stage("finish");
@@ -120,7 +120,7 @@ class Chain {
   bool staged_;
   int root_;
   int64_t depth_;
-  int position_ = 0;  // how many nodes my node is behind the root's
+  int position_ = 0;  // my node's place in the chain; the root's node has 0
   int64_t chunkBytes_ = 0;
   uint8_t pool_ = 0;
 };

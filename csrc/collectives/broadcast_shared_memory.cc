@@ -1,13 +1,11 @@
-// Broadcast inside a node. Input and output are the same buffer, so the root's own is never
-// written.
+// Broadcast inside a node. Input and output are the same buffer, so the root's buffer is only read.
 //
 // Staged, for each chunk:
-//   1. copy in   the root copies the chunk to its slot, once the others have read the slot's last
-//                one.
+//   1. copy in   The root copies the chunk to its slot when the others have read the slot's previous chunk.
 //   2. copy out  The others copy it to their outputs.
 //
 // Shared buffers:
-//   1. copy out  everybody but the root copies the root's buffer to its own.
+//   1. copy out  Every rank but the root copies the root's buffer to its own.
 //   2. finish    The root waits until they have.
 //
 // 2 synchronisations a chunk, or 2 in all; the root copies M bytes or none, the others M.

@@ -1,8 +1,9 @@
-// Exchanges between nodes in which every rank has blocks of its own: which rail carries whose block, and
-// what such exchanges have in common.
+// Exchanges between nodes in which every rank has blocks of its own: which rail carries whose block, and the base class
+// of such exchanges.
 //
-// Local ranks beyond the rails are served by them in turn: rail k carries the blocks of the local
-// ranks k, k + R, k + 2R, … of every node.
+// There are R rails. Rail k carries the blocks of the local ranks k, k + R, k + 2R, … of every node.
+// Example: 2 rails, and a node with 5 ranks. Rail 0 carries the blocks of local ranks 0, 2 and 4, rail 1 those of 1
+// and 3. That takes 3 turns: in turn 0 they carry 0 and 1, in turn 1 blocks 2 and 3, in turn 2 block 4.
 #pragma once
 
 #include <vector>
@@ -23,17 +24,17 @@ class CarriedBlocks {
   }
 
   int carrierOf(int local) const { return local % rails_; }
-  // Blocks are carried in turns: first the rails' own, then those of the ranks beyond. Turn for
-  // turn over all nodes, so that no message waits for the credit of a later one.
+  // The number of turns of the largest node. All nodes go turn by turn, so that no message waits for the credit of a
+  // later one.
   int64_t mostTurns() const { return mostTurns_; }
-  // The most blocks that one rail carries, of all nodes together.
+  // The largest number of blocks, of all nodes together, that one rail carries.
   int64_t allTurns() const { return allTurns_; }
-  // The local rank on node n whose block rail `rail` carries in this turn, or -1.
+  // The local rank on node n whose block the rail carries in this turn, or -1 if it carries none.
   int local(int rail, int n, int64_t turn) const {
     const int64_t local = rail + turn * rails_;
     return local < static_cast<int64_t>(t_.node(n).size()) ? static_cast<int>(local) : -1;
   }
-  // How many blocks of node n the rail carries.
+  // The number of blocks of node n that the rail carries.
   int64_t count(int rail, int n) const {
     return divideUp(static_cast<int64_t>(t_.node(n).size()) - rail, rails_);
   }
@@ -45,7 +46,7 @@ class CarriedBlocks {
   int64_t allTurns_ = 0;
 };
 
-// The base of these exchanges: one rank's view of the group, and how long a chunk of a block may be.
+// The base class of these exchanges: one rank's view of the group, and the length of a block's chunks.
 class BlockExchange {
  public:
   int64_t chunkBytes() const { return chunkBytes_; }
@@ -63,8 +64,8 @@ class BlockExchange {
     if (shape.shared) b.shareBuffers();
   }
 
-  // Chooses the length of chunks such that `pieces` of them fit into the staging memory. Nodes must
-  // cut alike, so those are to be counted as if every node staged.
+  // Chooses the length of chunks so that `pieces` of them fit into the staging memory. All nodes must cut alike, so
+  // the caller counts pieces as if every node staged.
   void cutFor(int64_t pieces) {
     const plan::Limits& limits = b_.limits();
     const int64_t underWay = t_.numNodes() > 1 ? limits.fabricChunkBytes : limits.chunkBytes;
@@ -72,7 +73,7 @@ class BlockExchange {
                             blockBytes_);
   }
 
-  // Where the chunk of rank r's block lies in a buffer that has all blocks.
+  // The offset of the chunk of rank r's block in a buffer that has all blocks.
   int64_t place(Rank r, const plan::Chunk& c) const { return r * blockBytes_ + c.offset; }
 
   plan::Builder& b_;
@@ -82,7 +83,7 @@ class BlockExchange {
   bool staged_;
   CarriedBlocks blocks_;
   std::vector<int> others_;
-  int64_t depth_;  // chunks that stages may be apart
+  int64_t depth_;  // the number of chunks by which one stage may run ahead of another (cutting.h)
   int64_t chunkBytes_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// What a collective is, before any algorithm: its name, its shape, and the signature all algorithms share.
+// Collectives, independent of any algorithm: their names, the shape of a request, and the signature of all algorithms.
 #pragma once
 
 #include <cstdint>
@@ -36,19 +36,19 @@ constexpr const char* toString(Collective collective) {
   return "?";
 }
 
-// Whether contributions are combined, by the request's reduce operation.
+// True if contributions are combined by the request's reduce operation.
 constexpr bool isReduction(Collective collective) {
   return collective == Collective::AllReduce || collective == Collective::ReduceScatter ||
          collective == Collective::Reduce;
 }
 
-// Whether one rank's part differs from the others'.
+// True if one rank, the root, has another part than the others.
 constexpr bool hasRoot(Collective collective) {
   return collective == Collective::Broadcast || collective == Collective::Reduce ||
          collective == Collective::Gather || collective == Collective::Scatter;
 }
 
-// All that an algorithm may depend on, besides topology and limits; the plan cache's key.
+// A plan depends on its shape, the topology and the limits only. The shape is the key of the plan cache.
 //
 //   collective      input bytes        output bytes
 //   AllReduce       bytes              bytes
@@ -62,24 +62,25 @@ constexpr bool hasRoot(Collective collective) {
 //                                      others:    0
 //   Scatter         root: P * bytes    bytes      block r of the root's input goes to rank r
 //                   others: 0
-//   AllToAll        P * bytes          P * bytes  block r of the input goes to rank r, which has it
-//                                                 at s * bytes when s is the sender
+//   AllToAll        P * bytes          P * bytes  block r of the input goes to rank r, which stores the
+//                                                 block of sender s at s * bytes
 //
-// AllReduce works in place too. `bytes` is a multiple of the element size, and with it every cut (see
-// plan::kGranule) falls between elements. Where a rank has several blocks, the start of one need not be a
-// multiple of a granule; cuts are made inside the block.
+// P is the number of ranks. AllReduce may also work in place. `bytes` is a multiple of the element size, so every
+// cut falls between elements (see plan::kGranule). If a rank has several blocks, a block need not begin at a
+// granule; cuts are made relative to the start of the block.
 struct Shape {
   Collective collective = Collective::AllReduce;
   int64_t bytes = 0;
   Rank root = 0;
-  // The buffers of all ranks of a node lie in memory that the node shares: mateIn and mateOut may be used.
+  // The buffers of all ranks of the node lie in shared memory. The plan may use mateIn and mateOut.
   bool shared = false;
-  // The ranks of the node have arrived already: the plan begins behind its preamble, which must do nothing.
+  // The plan is chosen after the ranks of the node have arrived. It starts behind its preamble, so the preamble must
+  // not copy anything.
   bool late = false;
   friend bool operator==(const Shape&, const Shape&) = default;
 };
 
-// The buffers of one rank, as the table says.
+// The buffers of one rank, according to the table.
 struct BufferSizes {
   int64_t inputBytes = 0;
   int64_t outputBytes = 0;
@@ -103,9 +104,9 @@ constexpr BufferSizes buffersOf(const Shape& shape, Rank rank, int numRanks) {
   return {};
 }
 
-// Builds the plan of topology.me(). Pure: the plans of all ranks follow from the same arguments. What travels
-// between nodes (messages, their lengths and numbers) must not depend on `shared`, which nodes
-// may decide differently.
+// Builds the plan of topology.me(). A pure function: all ranks pass the same arguments, apart from me(), and their
+// plans fit together. The messages between nodes, with their lengths and numbers, must not depend on `shared`,
+// because each node decides that for itself.
 using Algorithm = plan::Plan (*)(const plan::Topology&, const plan::Limits&, const Shape&);
 
 }  // namespace smddp::collectives

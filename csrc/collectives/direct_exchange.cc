@@ -6,7 +6,7 @@ namespace {
 constexpr int kServed = NodeStages::kFirstFree;
 constexpr int kShards = 0, kResults = 1;  // streams
 
-// Shards are not made shorter than this as long as one server is left: 64 KiB by default.
+// The shortest shard with which more than one node serves: 64 KiB by default.
 int64_t shardFloor(const plan::Limits& limits) { return wholeGranules(limits.messageBytes / 4); }
 
 }  // namespace
@@ -32,6 +32,8 @@ DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& 
 
 void DirectExchange::sumAndScatter(const plan::Chunk& c) {
   b_.stage("sum");
+  // Each chunk makes one put of results to each receiver. With depth 4, chunk 6 flushes 6 + 1 - 4 = 3 of them, those
+  // of chunks 0 to 2: chunk 2 had this slot before (cutting.h).
   for (Rank peer : receivers_) b_.flush(peer, kResults, c.index + 1 - node_.depth());
   node_.sum(c);
   for (int n : others_) {
@@ -70,7 +72,7 @@ void DirectExchange::collect(const plan::Chunk& c) {
     }
     const plan::Range shard = shardOf(c, n);
     const plan::Ref result = b_.receive(peer, kResults, shard.length);
-    b_.flush(peer, kShards, c.index + 1);  // the result takes the place of what I sent
+    b_.flush(peer, kShards, c.index + 1);  // the result overwrites the shard that I sent
     std::vector<plan::Ref> targets = node_.outputs(shard.offset);
     if (node_.staged()) targets.push_back(node_.partial(c, shard.offset));
     b_.copy(targets, result, shard.length);

@@ -1,10 +1,12 @@
 // The direct exchange between nodes: a parameter server that is spread over all ranks. Allreduce and
 // reduce differ in which nodes get the results.
 //
-// Each rail's share of a chunk is cut into one shard per *server*. All nodes serve, unless shards
-// would become so short that the cost of a message is not its bytes: then fewer do, and each rail
-// begins with another node, so that the load stays level. When one server is left and one node
-// gets the result, it is that node.
+// Each rail's share of a chunk is cut into one shard per *server*. All nodes serve, unless shards would be shorter
+// than 64 KiB, where latency dominates the cost of a message. Then fewer nodes serve, and each rail begins with
+// another node, so that the load is balanced. If one server is left and only one node gets the result, that node
+// serves.
+// Example: 4 nodes, 2 rails, shares of 128 KiB. There are 2 servers: nodes 0 and 1 for rail 0, nodes 2 and 3 for
+// rail 1.
 #pragma once
 
 #include <vector>
@@ -16,22 +18,22 @@ namespace smddp::collectives {
 // The steps of one rank on a rail.
 class DirectExchange {
  public:
-  // How long a chunk should be.
+  // The chunk length that suits this exchange.
   static int64_t preferredChunk(const plan::Topology& t, const plan::Limits& limits);
 
   DirectExchange(plan::Builder& b, NodeStages& node, const Shape& shape);
 
-  // Stage "sum": my node's sum of my share, of which each server gets its shard.
+  // Stage "sum": sums my share over my node and sends each server its shard.
   void sumAndScatter(const plan::Chunk& c);
-  // Stage "serve": my shard of all nodes, summed in their order, goes to the nodes that get results.
+  // Stage "serve": sums my shard of all nodes, in their order, and sends the result to the nodes that get results.
   void serve(const plan::Chunk& c);
-  // Stage "collect": the other servers' results.
+  // Stage "collect": receives the other servers' results.
   void collect(const plan::Chunk& c);
-  // The slots may be used again by a later plan, which knows nothing of these puts.
+  // Flushes the last puts. A later plan uses the slots again and does not know of these puts.
   void finish();
 
  private:
-  // Which shard node n serves, or none when it is >= numServers_.
+  // The shard that node n serves. The node does not serve if this is >= numServers_.
   int shardIndex(int n) const { return (n - firstServer_ + t_.numNodes()) % t_.numNodes(); }
   bool serves(int n) const { return shardIndex(n) < numServers_; }
   bool getsResults(int n) const { return resultNode_ < 0 || n == resultNode_; }
@@ -42,11 +44,11 @@ class DirectExchange {
   plan::Builder& b_;
   const plan::Topology& t_;
   NodeStages& node_;
-  int resultNode_ = -1;  // the only one that gets results, or -1
+  int resultNode_ = -1;  // the only node that gets results, or -1 if all do
   int numServers_ = 1, firstServer_ = 0;
   bool iServe_ = false;
   std::vector<int> others_;
-  std::vector<Rank> receivers_;  // on other nodes, of my results
+  std::vector<Rank> receivers_;  // the ranks of other nodes that get my results
 };
 
 }  // namespace smddp::collectives

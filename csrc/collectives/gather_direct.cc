@@ -1,10 +1,10 @@
 // Gather, one hop between nodes: every block goes straight to the root's node, on the rail of its sender
-// (block_transfer.h), and there to the root. With one node only the last is left.
+// (block_transfer.h), and there to the root. With one node there is only the way inside the node.
 //
-// 2 synchronisations a chunk inside the root's node, 1 in the others where ranks are beyond the rails; with
-// shared buffers 2 in all. 1 network step; a rail sends M bytes for each block that it carries. On the
-// root's node a block is copied twice, the root's own once; with shared buffers all are copied once, by
-// whoever has them.
+// 2 synchronisations a chunk inside the root's node, 1 in other nodes that have ranks without a rail; with shared
+// buffers 2 in all. 1 network step; a rail sends M bytes for each block that it carries. On the root's node a block
+// is copied twice, the root's own once. With shared buffers each is copied once, by its sender or by the rank that
+// received it.
 #include "collectives/algorithms.h"
 #include "collectives/block_transfer.h"
 

@@ -1,6 +1,7 @@
-// Exchanges in which the distance between partners doubles or halves: nodes are the corners of a cube. Where
-// their number is no power of two, the nodes beyond the last corner are *folded*: node C + i hands what it has
-// to corner i before the exchange and gets the result from there after it.
+// Arithmetic for exchanges in which the distance between partners doubles or halves. The nodes are the C corners of a
+// hypercube. If their number is not a power of two, the other nodes are *folded*: node C + i sends its data to
+// corner i before the exchange and gets the result from there after it.
+// Example: with 6 nodes C = 4. Nodes 4 and 5 are folded onto 0 and 1; the partners of node 1 are 0 and 3.
 #pragma once
 
 #include <bit>
@@ -19,14 +20,14 @@ class Hypercube {
   int numCorners() const { return numCorners_; }
   int dimensions() const { return std::countr_zero(static_cast<unsigned>(numCorners_)); }
   bool isFolded() const { return me_ >= numCorners_; }
-  // The corner that a folded node hands to, or the node that hands to this corner; -1 if none does.
+  // For a folded node its corner; for a corner the node that is folded onto it, or -1.
   int foldPartner() const {
     if (isFolded()) return me_ - numCorners_;
     return me_ + numCorners_ < numNodes_ ? me_ + numCorners_ : -1;
   }
   // The corner across dimension d.
   int partner(int d) const { return me_ ^ (1 << d); }
-  // Whether it is me whose operand comes first when partners combine theirs, both in the same order.
+  // True if my operand comes first. Both partners must combine the operands in the same order.
   bool isLower(int d) const { return (me_ & (1 << d)) == 0; }
 
  private:

@@ -3,7 +3,7 @@
 namespace smddp::collectives {
 namespace {
 
-// One contribution is summed while the next is copied.
+// Two slots: one contribution is summed while the next one is copied.
 constexpr int64_t kContributionSlots = 2;
 
 }  // namespace
@@ -16,7 +16,7 @@ NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes)
       depth_(pipelineDepth(b.limits())) {
   if (!everybodyReads_ && t_.nodeOf(shape.root) == t_.myNode())
     soleReader_ = t_.localOf(shape.root);
-  // Nodes must cut alike, so the staging memory is counted as if it were needed on all of them.
+  // All nodes must cut alike, also those that do not stage. So this counts the staging memory as if every node staged.
   const int64_t rails = t_.numRails();
   const int64_t largestShare =
       wholeGranules(b.limits().poolBytes / (kContributionSlots * rails + depth_));
@@ -45,7 +45,7 @@ void NodeStages::sum(const plan::Chunk& c) {
   const int me = t_.myLocal();
   const plan::Range mine = c.share(me, t_.numRails());
   b_.stage("sum");
-  // The last share in this slot must be done with and, where mates copy it, gathered.
+  // The previous share in this slot must be complete, and gathered if mates copy it.
   const int64_t slotFree = c.index + 1 - depth_;
   if (staged_ && everybodyReads_) {
     b_.waitTeam(kGathered, slotFree);
@@ -87,7 +87,7 @@ void NodeStages::gather(const plan::Chunk& c) {
 }
 
 plan::Range NodeStages::shard(const plan::Chunk& c, int i, int parts) const {
-  // Cut where a full chunk would be cut, also in the tail.
+  // Also cut a shorter last chunk where a full chunk would be cut.
   const int me = t_.myLocal(), rails = t_.numRails();
   const plan::Range full = plan::share({c.offset, c.fullLength}, me, rails, c.fullLength);
   return plan::share(full, i, parts, c.share(me, rails).length);
@@ -99,7 +99,7 @@ plan::Ref NodeStages::partial(const plan::Chunk& c, int64_t offset) const {
 
 plan::Ref NodeStages::partialOf(int rail, const plan::Chunk& c, int64_t offset) const {
   const plan::Range full = plan::share({c.offset, c.fullLength}, rail, t_.numRails(), c.fullLength);
-  // An empty share of the tail begins where the chunk ends; nothing is read or written there.
+  // An empty share of a shorter last chunk begins where the chunk ends; nothing is read or written there.
   return b_.slot(partials_, rail, c.index, std::max<int64_t>(offset - full.offset, 0));
 }
 

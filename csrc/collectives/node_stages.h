@@ -1,9 +1,8 @@
-// What the two-level allreduces and reduces do inside a node, before and after the exchange between
-// nodes.
+// The stages of two-level allreduces and reduces inside a node, before and after the exchange between nodes.
 //
-// A chunk is cut into one share per rail. Before the exchange the rank on rail k owns the sum of
-// share k over its node, in its *partial* slot; after it, every *reader* of the node has every
-// share of the result. All ranks are readers, of a reduce only the root.
+// A chunk is cut into one share per rail. Before the exchange the rank on rail k owns the sum of share k over its
+// node, in its *partial* slot. After it every *reader* of the node has every share of the result. In an allreduce
+// all ranks are readers, in a reduce only the root.
 //
 //                staged                                         shared buffers
 //   copy in      others' shares of my input to my slot          –
@@ -11,7 +10,7 @@
 //   … exchange …
 //   gather       others' results from their partial slots       wait until they are in my output
 //
-// The exchange between nodes, what it sends and how the vector is cut, is the same in both.
+// The exchange between nodes is the same in both: it sends the same messages and cuts the vector in the same way.
 #pragma once
 
 #include <vector>
@@ -26,38 +25,38 @@ class NodeStages {
   // Counters; the exchange may use those from kFirstFree on.
   static constexpr int kCopied = 1;    // my contribution to chunk c is in my slot
   static constexpr int kSummed = 2;    // my share of chunk c is in my partial slot
-  static constexpr int kReady = 3;     // my share of the result is where results() says
+  static constexpr int kReady = 3;     // my share of the result is where readers find it
   static constexpr int kGathered = 4;  // I have copied the others' results
   static constexpr int kFirstFree = 5;
 
-  // Declares the pools. `chunkBytes` is what the exchange would like; it becomes less where the
-  // staging memory is too small.
+  // Declares the pools. `chunkBytes` is the chunk that the exchange prefers; it is made smaller if the staging
+  // memory is too small.
   NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes);
 
   int64_t chunkBytes() const { return chunkBytes_; }
-  // A share's granules in a full chunk.
+  // The largest share of a full chunk.
   int64_t shareBytes() const { return shareBytes_; }
-  // How many chunks may be between "sum" and "gather"; also how many partial slots there are.
+  // The number of partial slots, and of chunks that may be between "sum" and "gather" (see cutting.h).
   int64_t depth() const { return depth_; }
 
-  // Every rank.
+  // Called on every rank.
   void copyIn(const plan::Chunk& c);
-  // Ranks on a rail. Opens stage "sum"; the puts that used this partial slot before must have been
+  // Called on ranks on a rail. Opens stage "sum". The puts that used this partial slot before must have been
   // flushed.
   void sum(const plan::Chunk& c);
-  // Orders the steps that follow in this lane after my sum of the chunk.
+  // Makes the following steps of this lane wait for my sum of the chunk.
   void awaitSum(const plan::Chunk& c);
-  // Says that my share is done with: what readers need of it is where they find it, and of the puts
-  // from my partial slot only those of the result may be under way.
+  // Signals that my share of the result is complete and where readers find it. Of the puts from my partial slot,
+  // only those of the result may still be in flight.
   void ready(const plan::Chunk& c);
-  // Every rank.
+  // Called on every rank.
   void gather(const plan::Chunk& c);
 
   // Part i of `parts` of my share.
   plan::Range shard(const plan::Chunk& c, int i, int parts) const;
   plan::Ref partial(const plan::Chunk& c, int64_t offset) const;
-  // Where the final values at this offset must go, besides my partial slot, for the readers of my
-  // node to have them.
+  // The outputs to which I must write the final values at this offset, besides my partial slot, so that the readers
+  // of my node get them.
   std::vector<plan::Ref> outputs(int64_t offset);
   bool staged() const { return staged_; }
 
@@ -69,7 +68,7 @@ class NodeStages {
   const plan::Topology& t_;
   bool staged_;
   bool everybodyReads_;
-  int soleReader_ = -1;  // a local rank, or none of my node
+  int soleReader_ = -1;  // of a reduce: the root's local rank, or -1 if it is on another node
   int64_t depth_ = 0;
   int64_t chunkBytes_ = 0;
   int64_t shareBytes_ = 0;

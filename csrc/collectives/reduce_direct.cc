@@ -2,16 +2,16 @@
 //
 // For each chunk, cut into one share per rail, and each share into one shard per server:
 //
-//   1. sum       inside the node I get the node's sum of my rail's share (node_stages.h)
-//      scatter   and send each server its shard.
-//   2. serve     If my node is a server: I wait for the other nodes' shards, sum them in the order
-//                of nodes, and send the result to the root's node.
-//   3. collect   There I wait for the results of the other servers,
-//   4. gather    and the root gets every share.
+//   1. sum       The rank on each rail gets its node's sum of its share (node_stages.h)
+//      scatter   and sends each server its shard.
+//   2. serve     If its node is a server, it waits for the other nodes' shards, sums them in the order
+//                of nodes, and sends the result to the root's node.
+//   3. collect   On the root's node it waits for the results of the other servers.
+//   4. gather    The root gets every share.
 //
-// Two network steps; short vectors are summed by the root's node alone, in one. Every rank sends M/L (N-1)/N
-// bytes and its shard's result M/(L*N); into the root's node come 2 M (N-1)/N altogether, where sending
-// everything there would bring (N-1) M.
+// Two network steps; short vectors take one, because the root's node sums them alone. Every rank sends M/L (N-1)/N
+// bytes, and M/(L*N) for the result of its shard. The root's node receives 2 M (N-1)/N bytes. It would receive
+// (N-1) M if all nodes sent their sums there: with 8 nodes 1.75 M instead of 7 M.
 #include "collectives/algorithms.h"
 #include "collectives/direct_exchange.h"
 

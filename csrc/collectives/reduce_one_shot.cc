@@ -1,11 +1,11 @@
-// One-shot reduce: the root sums everything.
+// One-shot reduce: the root sums all inputs.
 //
-//   1. copy in   before arriving, everybody but the root copies its input to its slot.
-//   2. sum       Once all have arrived, the root sums the slots, and its own input in its turn, into
-//                its output, which is the same buffer.
+//   1. copy in   Before it arrives, every rank but the root copies its input to its slot.
+//   2. sum       When all have arrived, the root sums the slots and its own input, local ranks ascending, into
+//                its output, which is the same buffer as its input.
 //
-// One synchronisation, which the arrival is anyway; with it the others are through. The root reads
-// L * M bytes, so this is for small vectors.
+// One synchronisation, the arrival; after it the others are done. The root reads L * M bytes, so this is for small
+// vectors.
 #include "collectives/algorithms.h"
 #include "collectives/cutting.h"
 

@@ -3,16 +3,15 @@
 //
 // For each chunk of a block:
 //
-//   1. copy in   staged, I copy that chunk of all blocks that other rails carry to my slot. What I
-//                carry myself I read where it is.
+//   1. copy in   If staged, a rank copies the chunk of all blocks that other rails carry to its slot. It reads the
+//                blocks that it carries itself from its input.
 //   2. sum       The rank on each rail sums its node's contributions, local ranks ascending, for
 //                every block that it carries, and sends the sum to the block's node.
-//   3. serve     There the rank on the same rail adds up the sums of all nodes in the order of
-//                nodes, into its output or, for a mate beyond the rails, into a slot for it; with
-//                shared buffers, into the mate's output.
-//   4. copy out  Staged, the mate copies it from there.
-//   5. finish    With shared buffers I wait until nobody reads my input or writes to my output any
-//                more.
+//   3. serve     There the rank on the same rail adds up the sums of all nodes in the order of nodes. The result
+//                goes to its output or, for a mate without a rail, to a slot; with shared buffers, to the mate's
+//                output.
+//   4. copy out  If staged, the mate copies the result from that slot.
+//   5. finish    With shared buffers a rank waits until nobody reads its input or writes its output any more.
 //
 // 1 network step; a rail sends (N-1) M bytes for each block that it carries.
 #include "collectives/algorithms.h"
@@ -23,7 +22,7 @@ namespace {
 
 constexpr int kCopied = 1;    // my contributions to chunk c are in my slot
 constexpr int kSummed = 2;    // I have summed chunk c of all blocks that I carry
-constexpr int kOwnSum = 3;    // how many sums for my own node I have made
+constexpr int kOwnSum = 3;    // the number of sums that I have made for my own node
 constexpr int kServed = 4;    // chunk c of the blocks that I carry to my node is complete
 constexpr int kGathered = 5;  // I have copied chunk c of my block
 constexpr int64_t kContributionSlots = 2;
@@ -60,7 +59,7 @@ class DirectSum : public BlockExchange {
     if (staged_) b_.waitTeam(kCopied, c.index + 1);
     const int64_t mine = blocks_.count(me_, t_.myNode());
     for (int64_t turn = 0, slot = 0; turn < blocks_.mostTurns(); ++turn) {
-      // My own node's first: "serve" waits for it while a put may wait for somebody's "serve".
+      // My own node's sum comes first. A put may have to wait for another rank's "serve", and mine waits for this sum.
       if (turn < mine) {
         sumOf(t_.myNode(), turn, c, sumSlot(c, turn));
         b_.signal(kOwnSum, c.index * mine + turn + 1);
@@ -97,7 +96,7 @@ class DirectSum : public BlockExchange {
     b_.signal(kServed, c.index + 1);
   }
 
-  // Ranks beyond the rails.
+  // Called on ranks without a rail.
   void copyOut(const plan::Chunk& c) {
     if (!staged_) return;
     const int carrier = blocks_.carrierOf(me_);

@@ -1,13 +1,13 @@
 // Reduce-scatter inside a node: block r of the sum goes to rank r.
 //
 // Staged, for each chunk of a block:
-//   1. copy in  I copy that chunk of the others' blocks to my slot, once they have read the slot's
-//               last. My own block I read where it is.
-//   2. sum      I sum my block over the team, local ranks ascending, into my output.
+//   1. copy in  A rank copies the chunk of the others' blocks to its slot, when they have read the slot's previous
+//               chunk. It reads its own block from its input.
+//   2. sum      It sums its block over the team, local ranks ascending, into its output.
 //
 // Shared buffers:
-//   1. sum      I sum my block of all inputs into my output,
-//   2. finish   and wait until the others have done so.
+//   1. sum      A rank sums its block of all inputs into its output,
+//   2. finish   and waits until the others have done so, because they read its input.
 //
 // 2 synchronisations a chunk, or 2 in all; a rank copies (L-1) M bytes, or none, and reads L * M to
 // sum.
@@ -37,7 +37,7 @@ void sumInputs(plan::Builder& b, const Shape& shape) {
 void sumThroughSlots(plan::Builder& b, const Shape& shape) {
   const plan::Topology& t = b.topology();
   const int me = t.myLocal();
-  // All blocks together are the vector that is staged.
+  // The slot holds a chunk of every block, so each block gets its part of chunkBytes.
   const int64_t chunkBytes = clipChunk(
       std::min(b.limits().chunkBytes, b.limits().poolBytes / kSlots) / t.teamSize(), shape.bytes);
   const uint8_t pool = b.pool("contributions", kSlots, t.teamSize() * chunkBytes);

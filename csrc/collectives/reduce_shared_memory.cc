@@ -1,18 +1,18 @@
-// Reduce inside a node: everybody sums its share, the root collects the shares. Input and output of
+// Reduce inside a node: every rank sums its share, and the root collects the shares. Input and output of
 // the root are the same buffer; the inputs of the others are only read.
 //
 // Staged, for each chunk, cut into one share per rank:
-//   1. copy in   I copy the others' shares of my input to my slot. My own share I read where it is.
-//   2. sum       I sum my share over the team, local ranks ascending: the root into its output, the
-//                others into their slots, where that share's place is still free.
+//   1. copy in   A rank copies the others' shares of its input to its slot. It reads its own share from the input.
+//   2. sum       It sums its share over the team, local ranks ascending: the root into its output, the others into
+//                their slots, where the place of that share is still free.
 //   3. copy out  The root copies the others' sums from their slots to its output.
 //
 // Shared buffers:
-//   1. sum       I sum my share of all inputs into the root's output. Nobody else touches that share.
-//   2. finish    I wait until the others have done the same: they read my input.
+//   1. sum       A rank sums its share of all inputs into the root's output. No other rank touches that share.
+//   2. finish    It waits until the others have done the same, because they read its input.
 //
-// 3 synchronisations a chunk, or 2 in all; a rank copies M (L-1)/L bytes, the root twice that, or
-// none, and reads M to sum.
+// Staged: 3 synchronisations a chunk; a rank copies M (L-1)/L bytes, the root twice that, and reads M to sum.
+// Shared: 2 synchronisations in all; a rank copies nothing and reads M.
 #include "collectives/algorithms.h"
 #include "collectives/cutting.h"
 
@@ -64,7 +64,7 @@ void sumThroughSlots(plan::Builder& b, const Shape& shape, int root) {
 
     b.stage("sum");
     b.waitTeam(kCopied, reached);
-    b.waitMate(me, kCopied, reached);  // I too have seen that my slot is free
+    b.waitMate(me, kCopied, reached);  // my "copy in" has waited until my slot is free
     std::vector<plan::Ref> contributions;
     for (int mate = 0; mate < team; ++mate) {
       contributions.push_back(mate == me ? b.in(mine.offset) : slot(mate, mine));

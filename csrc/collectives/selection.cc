@@ -16,31 +16,31 @@ enum class Buffers : uint8_t { Any, Shared };
 enum class Size : uint8_t { Any, OneShot, Tiny };
 enum class Preferred : uint8_t { Yes, ManyNodes, No };
 
-// Up to here a step costs more, on the network or in shared memory, than the bytes that go with it.
+// Up to this size a step, on the network or in shared memory, costs more than its bytes.
 constexpr int64_t kTinyBytes = 8 << 10;
-// The direct exchange posts 2 (N-1) messages, halving and doubling waits for 2 lg N steps. What a step costs
-// in messages depends on the network: about 6 with TCP in the kernel, where the second wins from about 20
-// nodes on, 13 with EFA, where it does from about 55 on.
+// The direct exchange posts 2 (N-1) messages; halving and doubling waits for 2 lg N steps. A step costs as much as
+// about 6 messages with TCP in the kernel, and about 13 with EFA. So halving and doubling wins from about 20 nodes on
+// with TCP, and from about 55 on with EFA.
 constexpr int kManyNodes = 64;
-// Nodes beyond a power of two cost recursive doubling two steps more; the direct exchange needs two in all.
-// With so many nodes its messages cost more than that.
+// If the number of nodes is not a power of two, recursive doubling takes two steps more, as many as the direct
+// exchange in all. From this number of nodes on the messages of the direct exchange cost more than that.
 constexpr int kNodesForFolding = 17;
 
 struct Row {
   Collective collective;
   Choice choice;
-  Nodes nodes;  // what it can serve …
+  Nodes nodes;  // the requests that it can serve …
   Buffers buffers;
-  Size size;            // … and up to which size it is taken
-  Preferred preferred;  // No: only when asked for by name
+  Size size;            // … and up to which size it is selected
+  Preferred preferred;  // No: only if asked for by name
 };
 
 bool isPowerOfTwo(int nodes) { return std::has_single_bit(static_cast<unsigned>(nodes)); }
 
-// The first preferred row that fits is taken.
+// The first preferred row that fits is selected.
 // clang-format off
 constexpr std::array kTable = {
-    // One wait is all that a small vector can afford; copying it, before that wait, costs nothing.
+    // For a small vector the waits dominate. This algorithm has one; the copy before it costs nothing.
     Row{Collective::AllReduce, {"one_shot", allreduceOneShot, true},
         Nodes::One, Buffers::Any, Size::OneShot, Preferred::Yes},
     Row{Collective::AllReduce, {"zero_copy", allreduceZeroCopy},
@@ -49,12 +49,12 @@ constexpr std::array kTable = {
         Nodes::One, Buffers::Any, Size::Any, Preferred::Yes},
     Row{Collective::AllReduce, {"recursive_doubling", allreduceRecursiveDoubling, true},
         Nodes::Any, Buffers::Any, Size::Tiny, Preferred::Yes},
-    // With another number of nodes some would have to carry half as many bytes again.
+    // If the number of nodes is not a power of two, some nodes would send half as many bytes again.
     Row{Collective::AllReduce, {"halving_doubling", allreduceHalvingDoubling},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::ManyNodes},
     Row{Collective::AllReduce, {"direct", allreduceDirect},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
-    // Where the network between distant nodes is oversubscribed; nothing here can know that.
+    // For networks that are oversubscribed between distant nodes. Only the user knows that.
     Row{Collective::AllReduce, {"ring", allreduceRing},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::No},
 
@@ -96,7 +96,7 @@ bool canServe(const Row& row, const plan::Topology& t, const plan::Limits& limit
               const Shape& shape) {
   return row.collective == shape.collective && (row.nodes == Nodes::Any || t.numNodes() == 1) &&
          (row.buffers == Buffers::Any || shape.shared) && !(row.choice.copiesFirst && shape.late) &&
-         // The whole vector lies in one slot; recursive doubling needs others beside it.
+         // The whole vector lies in one slot; recursive doubling (Tiny) needs more slots beside it.
          (row.size == Size::Any ||
           shape.bytes <= (row.size == Size::Tiny ? limits.poolBytes / 2 : limits.poolBytes));
 }
@@ -106,7 +106,7 @@ bool isPreferred(const Row& row, const plan::Topology& t, const Shape& shape,
   const int nodes = t.numNodes();
   if (row.size == Size::OneShot) {
     const int64_t read = shape.bytes * (t.teamSize() - 1);
-    // Where nothing needs to be copied, another way is soon faster.
+    // With shared buffers the other algorithms copy nothing, so they are faster from a smaller size on.
     if (read > (shape.shared ? std::min(oneShotBytes, kTinyBytes) : oneShotBytes)) return false;
   }
   if (row.size == Size::Tiny) {
@@ -125,7 +125,7 @@ std::string namesOf(Collective collective) {
   return names;
 }
 
-// `where` is how the user wrote it: "SMDDP_ALGORITHM=…".
+// `where` quotes what the user wrote: "SMDDP_ALGORITHM=…".
 Collective collectiveCalled(std::string_view name, const std::string& where) {
   std::string names;
   for (int i = 0; i < kNumCollectives; ++i) {
@@ -147,7 +147,8 @@ const Row& rowCalled(Collective collective, std::string_view name, const std::st
         namesOf(collective));
 }
 
-// What was measured to be better here than the table below, if that can serve the request.
+// The row of the table that the tuning file names for this request. Null if it names none that can serve it, or
+// built_in.
 const Row* measuredBest(const Tuning& tuning, const plan::Topology& t, const plan::Limits& limits,
                         const Shape& shape) {
   if (tuning.rows().empty()) return nullptr;
@@ -173,7 +174,7 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(first, text.find_last_not_of(' ') - first + 1);
 }
 
-// What the overrides ask for this collective, in their order.
+// The rows that the overrides name for this collective, in their order.
 std::vector<const Row*> overriding(Collective collective, const std::string& overrides,
                                    const std::string& where) {
   std::vector<const Row*> rows;
@@ -183,7 +184,7 @@ std::vector<const Row*> overriding(Collective collective, const std::string& ove
     rest.remove_prefix(std::min(comma + 1, rest.size()));
     if (entry.empty()) continue;
     const size_t equals = std::min(entry.find('='), entry.size());
-    // Every entry is looked up, so that a mistake shows whichever collective is asked for.
+    // Look up every entry, so that a mistake in any of them is reported.
     const Collective named = collectiveCalled(trimmed(entry.substr(0, equals)), where);
     const std::string_view name =
         equals < entry.size() ? trimmed(entry.substr(equals + 1)) : std::string_view{};
@@ -203,7 +204,7 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
   for (const Row* row : asked) {
     if (canServe(*row, t, limits, shape)) return row->choice;
   }
-  // A choice that was narrowed by what others on the node have is nobody's mistake.
+  // A late shape rules out algorithms because of other ranks' buffers. That is not the user's mistake: no error.
   if (!asked.empty() && !shape.late) {
     std::string able;
     for (const Row& row : kTable) {

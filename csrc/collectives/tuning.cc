@@ -13,7 +13,7 @@ namespace smddp::collectives {
 namespace {
 
 constexpr std::string_view kHeader = "smddp-tuning 1";
-// More is no tuning file, whatever begins it.
+// A longer file is not a tuning file.
 constexpr size_t kMaxFileBytes = 1 << 20;
 constexpr int kMaxNodes = 1 << 16;
 constexpr int kMaxRanksOfNode = 1 << 12;
@@ -45,7 +45,7 @@ std::optional<int64_t> number(std::string_view text) {
   return value;
 }
 
-// "2x4" or "3+1"; empty when it is neither.
+// Parses "2x4" or "3+1". Returns an empty vector for anything else.
 std::vector<int> parseLayout(std::string_view text) {
   const size_t cross = text.find('x');
   if (cross != std::string_view::npos) {
@@ -71,7 +71,7 @@ std::optional<Collective> collectiveCalled(std::string_view name) {
   return std::nullopt;
 }
 
-// `where` is the place of the row.
+// `where` is the row's file and line, for errors.
 TuningRow parseRow(const std::vector<std::string_view>& fields, const std::string& where) {
   if (fields.size() != kNumFields) {
     raise(ErrorKind::Usage,
@@ -119,7 +119,7 @@ TuningRow parseRow(const std::vector<std::string_view>& fields, const std::strin
 }
 
 void hash(uint64_t& digest, std::string_view text) {
-  // FNV-1a; a mistake is to be found, not an enemy.
+  // FNV-1a. It need not be cryptographic: it finds mistakes, not attacks.
   for (const char c : text) digest = (digest ^ static_cast<uint8_t>(c)) * 0x100000001b3;
 }
 
@@ -164,7 +164,7 @@ Tuning Tuning::read(const std::string& path) {
     raise(ErrorKind::Usage, "SMDDP_TUNING_FILE={}: more than {} bytes are no tuning file", path,
           kMaxFileBytes);
   }
-  // A folder opens, but nothing can be read from it.
+  // A folder can be opened, but not read.
   if (file.bad()) raise(ErrorKind::Usage, "SMDDP_TUNING_FILE={}: the file cannot be read", path);
   return parse(text, path);
 }

@@ -1,5 +1,5 @@
-// Algorithms chosen by measurement: the file that `python -m smddp.bench --tune` writes and SMDDP_TUNING_FILE
-// names. Text, a row a line, fields separated by blanks, # begins a comment:
+// Algorithms chosen by measurement. `python -m smddp.bench --tune` writes the file; SMDDP_TUNING_FILE names it. It is
+// text with one row per line; blanks separate fields, and # begins a comment:
 //
 //   smddp-tuning 1
 //   # collective  ranks  memory   bytes   algorithm
@@ -8,10 +8,10 @@
 //   allreduce     1x4    shared   max     zero_copy
 //   allreduce     2x2    any      8192    recursive_doubling
 //
-// A row is for groups of exactly that layout, written as nodes x ranks (2x2) or as the ranks of each node
-// (3+1), and for vectors of up to so many bytes. The first row that fits and can serve is taken; built_in leaves
-// them to the library's own table (selection.h). Several nodes have to choose alike although their buffers may lie
-// differently: for them memory is always "any".
+// A row applies to groups of exactly this layout, written as nodes x ranks (2x2) or as the ranks of each node
+// (3+1), and to vectors of up to this number of bytes. The first row that fits and whose algorithm can serve the
+// request is taken; built_in means the library's own table (selection.h). All nodes of a group must choose alike,
+// but one may have shared and another private buffers. So for several nodes memory is always "any".
 #pragma once
 
 #include <cstdint>
@@ -28,25 +28,25 @@ inline constexpr std::string_view kBuiltIn = "built_in";
 struct TuningRow {
   Collective collective = Collective::AllReduce;
   std::vector<int> ranksOfNodes;
-  bool whenPrivate = true, whenShared = true;  // where the buffers lie
+  bool whenPrivate = true, whenShared = true;  // the kinds of buffers that the row is for
   int64_t maxBytes = 0;
   std::string algorithm;  // or kBuiltIn
   int line = 0;
 };
 
-// Immutable after it was read. Threads: any.
+// The rows of a tuning file. Immutable, so any thread may use it.
 class Tuning {
  public:
   // No rows: the built-in table decides.
   Tuning() = default;
-  // Throws Usage naming the line of `origin` that cannot be understood, and what would be.
+  // Throws Usage for a line that it cannot parse. The error names `origin` and the line, and says what is allowed.
   static Tuning parse(std::string_view text, const std::string& origin);
-  // The same; throws Usage too when the file cannot be read.
+  // The same for a file. Throws Usage also if the file cannot be read.
   static Tuning read(const std::string& path);
 
   const std::vector<TuningRow>& rows() const { return rows_; }
   const std::string& origin() const { return origin_; }
-  // Ranks compare it: equal for equal rows, wherever the file lies, and equal `more`.
+  // A hash of the rows and of `more`, without the path. Ranks compare it.
   uint64_t digest(std::string_view more) const;
 
  private:
@@ -54,12 +54,12 @@ class Tuning {
   std::vector<TuningRow> rows_;
 };
 
-// Whether a row is for as many nodes, with as many ranks on each.
+// True if the row's layout is that of the topology.
 bool isForLayout(const TuningRow& row, const plan::Topology& topology);
-// Whether it is for this request, algorithm apart.
+// True if the row applies to this request. Does not check that its algorithm can serve it.
 bool fits(const TuningRow& row, const plan::Topology& topology, const Shape& shape);
 
-// What SMDDP_TUNING_FILE names, read on the first call; throws Usage while that does not succeed.
+// The file that SMDDP_TUNING_FILE names, read on the first call. Throws Usage on every call while it cannot be read.
 const Tuning& tuningFromSettings();
 
 }  // namespace smddp::collectives
