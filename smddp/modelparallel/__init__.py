@@ -6,8 +6,6 @@ names are in the order in which a training script meets them.
 
 from __future__ import annotations
 
-from torch import nn
-
 from smddp.modelparallel.api.messaging import (
     allgather,
     barrier,
@@ -74,14 +72,16 @@ from smddp.modelparallel.compatibility.absent import (
     tp_register,
     tp_register_with_module,
 )
-from smddp.modelparallel.job.state import init, is_initialized, shutdown, state
+from smddp.modelparallel.job.init import init, is_initialized, shutdown
+from smddp.modelparallel.job.state import state
 from smddp.modelparallel.job.topology import CommGroup, RankType
 from smddp.modelparallel.model.creation import model_creation
 from smddp.modelparallel.model.distributed_model import DistributedModel
 from smddp.modelparallel.optimizer import amp
 from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 from smddp.modelparallel.optimizer.distributed_optimizer import DistributedOptimizer
-from smddp.modelparallel.partition.context import partition
+from smddp.modelparallel.partition.context import partition, set_partition
+from smddp.modelparallel.partition.trace import is_tracing
 
 WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
 TP_GROUP, PP_GROUP, RDP_GROUP = CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP
@@ -175,16 +175,3 @@ __all__ = [
     "tp_register_with_module",
     "tp_size",
 ]
-
-
-def set_partition(module: nn.Module, index: int) -> None:
-    """Says where a module and what is inside shall live; after DistributedModel, before a step."""
-    model = state.current_model()
-    if model is None:
-        raise SMPUsageError("create smp.DistributedModel before set_partition")
-    model.runtime.pin(module, index)
-
-
-def is_tracing() -> bool:
-    """Is the model being traced, to decide about its partition?"""
-    return state.tracing

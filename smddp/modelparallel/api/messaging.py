@@ -5,19 +5,13 @@ All calls are synchronous: a sender goes on when the object has been received.
 
 from __future__ import annotations
 
-import io
-import pickle
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from smddp.modelparallel.common.errors import SMPUsageError
-from smddp.modelparallel.job.state import State, state
+from smddp.modelparallel.job.messenger import Messenger
+from smddp.modelparallel.job.state import state
 from smddp.modelparallel.job.topology import CommGroup, RankType
 
 __all__ = [
-    "Messenger",
     "allgather",
     "barrier",
     "broadcast",
@@ -29,107 +23,6 @@ __all__ = [
     "send",
     "tp_barrier",
 ]
-
-# What is said before the data goes by a tag of its own: the sender announces a number of bytes, and
-# the receiver, once it wants them, answers that it is ready.
-_DATA, _WORD = 1, 2
-_READY = -1
-
-
-class Messenger:
-    """The object primitives of one rank, over a process group of its own."""
-
-    def __init__(self, state: State) -> None:
-        self._topology = state.topology
-        self._world = state.groups.messages
-        self._groups = state.groups
-
-    def send(self, obj: Any, dest_rank: int, rank_type: RankType) -> None:
-        """Sends an object to a rank; returns when it has been received."""
-        self._send("send", [self._topology.world_rank(dest_rank, rank_type.value)], obj)
-
-    def broadcast(self, obj: Any, group: CommGroup) -> None:
-        """Sends an object to all others of a group, who call `recv_from`; only the sender calls."""
-        others = [rank for rank in self._topology.members(group.value) if rank != self._me]
-        self._send("broadcast", others, obj)
-
-    def recv_from(self, src_rank: int, rank_type: RankType) -> Any:
-        """Returns the next object that a rank sends or broadcasts to this one."""
-        source = self._topology.world_rank(src_rank, rank_type.value)
-        if source == self._me:
-            raise SMPUsageError(f"rank {source} cannot receive from itself")
-        data = torch.empty(self._hear(source), dtype=torch.uint8)
-        ready = self._say(source, _READY)
-        self._world.recv([data], source, _DATA).wait()
-        ready.wait()
-        return _unpack(data)
-
-    def allgather(self, obj: Any, group: CommGroup) -> list[Any]:
-        """Returns the objects of all ranks of a group, in the order of their ranks."""
-        process_group = self._groups.of(group.value)
-        mine = _pack(obj)
-        count = len(self._topology.members(group.value))
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]), group=process_group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(count)]
-        dist.all_gather(parts, padded, group=process_group)
-        return [_unpack(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
-
-    def barrier(self, group: CommGroup) -> None:
-        """Waits until all ranks of a group have called it."""
-        if len(self._topology.members(group.value)) > 1:
-            dist.barrier(group=self._groups.of(group.value))
-
-    @property
-    def _me(self) -> int:
-        return self._topology.rank
-
-    def _send(self, call: str, ranks: list[int], obj: Any) -> None:
-        if self._me in ranks:
-            raise SMPUsageError(f"rank {self._me} cannot send to itself")
-        data = _pack(obj)
-        works = [self._say(rank, data.numel()) for rank in ranks]
-        for rank in ranks:
-            # An announcement in place of the answer: that rank waits as this one does, for ever.
-            if self._hear(rank) != _READY:
-                raise SMPUsageError(
-                    f"smp.{call}: rank {self._me} sends to rank {rank}, which sends to rank "
-                    f"{self._me} and does not receive. Only the sender calls broadcast or send; "
-                    f"each other rank calls recv_from({self._me}, smp.WORLD_RANK)"
-                )
-            works.append(self._world.send([data], rank, _DATA))
-        for work in works:
-            work.wait()
-
-    def _say(self, rank: int, word: int) -> dist.Work:
-        return self._world.send([torch.tensor([word])], rank, _WORD)
-
-    def _hear(self, rank: int) -> int:
-        word = torch.zeros(1, dtype=torch.int64)
-        self._world.recv([word], rank, _WORD).wait()
-        return int(word)
-
-
-class _OnHost(pickle.Pickler):
-    """Pickles tensors of a device as host tensors: the receiver has devices of its own."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
-            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
-        return NotImplemented
-
-
-def _pack(obj: Any) -> torch.Tensor:
-    stream = io.BytesIO()
-    _OnHost(stream, pickle.HIGHEST_PROTOCOL).dump(obj)
-    return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
-
-
-def _unpack(data: torch.Tensor) -> Any:
-    return pickle.loads(data.numpy())  # type: ignore[arg-type]
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from smddp.modelparallel.api.messaging import Messenger
 from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.job.topology import CommGroup
 from smddp.modelparallel.partition.placement import Decision
+from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.timeline import Span
 
 __all__ = ["StepReport", "explain", "timeline"]
@@ -133,9 +134,10 @@ def timeline(file: str | None = None) -> StepReport:
             Chrome's JSON format. Replicas but the first write one beside it, with their number:
             `step.svg`, `step-1.svg`, and so on.
     """
-    if state.executor is None:
+    executor = state.kept(Executor)
+    if executor is None:
         raise SMPUsageError("there is a timeline only after a step")
-    mine = state.executor.timeline.spans
+    mine = executor.timeline.spans
     spans: list[list[Span]] = Messenger(state).allgather(mine, CommGroup.PP_GROUP)
     report = _report(spans)
     if file is not None and state.topology.rank_in("pp") == 0:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from smddp.modelparallel.api.messaging import Messenger
 from smddp.modelparallel.checkpoint import safetensors
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.files import hash_of, read, write
+from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.job.topology import CommGroup
 from smddp.modelparallel.model.state_dict import MARKER

@@ -16,40 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from smddp.modelparallel.common.buffers import Buffers
-from smddp.modelparallel.common.errors import SMPPeerError
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.join import Join
+from smddp.modelparallel.data_parallel.replicas import tell_replicas
 from smddp.modelparallel.pipeline.failure import Redo
 
-__all__ = ["Bucket", "DataParallel", "tell_replicas"]
+__all__ = ["Bucket", "DataParallel"]
 
 _BROADCAST = 250 * 2**20  # bytes of a message
-
-
-def tell_replicas(group: dist.ProcessGroup, failure: str, note: Any = None) -> dict[int, Any]:
-    """Says how the step goes on this replica; called by all of them.
-
-    Args:
-        group: of the replicas.
-        failure: why it has failed on this one; empty if it has not.
-        note: what else to say.
-
-    Returns:
-        The notes, by rank in the job.
-
-    Raises:
-        SMPPeerError: it has not failed here, but elsewhere.
-    """
-    said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, (failure, note), group=group)
-    by_rank = dict(zip(dist.get_process_group_ranks(group), said, strict=True))
-    for rank, (text, _) in by_rank.items():
-        if text and not failure:
-            raise SMPPeerError(
-                f"the step failed on another replica of the model, on rank {rank} of the job: "
-                f"{text}"
-            )
-    return {rank: value for rank, (_, value) in by_rank.items()}
 
 
 class Bucket:

@@ -1,4 +1,4 @@
-"""The one object per process that holds what `smp.init` made; and init itself.
+"""The one object per process that holds what `smp.init` has made.
 
 Functions inside the library receive what they need as arguments. Only the public names read
 `state`, because scripts call them without any context.
@@ -6,26 +6,17 @@ Functions inside the library receive what they need as arguments. Only the publi
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
-from smddp._environment import complete_from_launcher, complete_rendezvous
 from smddp.modelparallel.common.errors import SMPInitializationError
-from smddp.modelparallel.job.config import Configuration, configure
+from smddp.modelparallel.job.config import Configuration
 from smddp.modelparallel.job.groups import Groups
 from smddp.modelparallel.job.topology import Topology
-from smddp.modelparallel.pipeline.executor import Executor
 
-__all__ = ["State", "init", "is_initialized", "shutdown", "state"]
+__all__ = ["State", "state"]
 
-log = logging.getLogger("smddp.modelparallel")
+_Kind = TypeVar("_Kind")
 
 _FIRST = "call smp.init() first"
 
@@ -52,11 +43,11 @@ class State:
         self._cfg: Configuration | None = None
         self._topology: Topology | None = None
         self._groups: Groups | None = None
-        self._owns_default_group = False
+        self.owns_default_group = False
         # The model and the optimizer of the script: their modules stand above this one.
         self.model: weakref.ref[Any] | None = None
         self.optimizer: weakref.ref[Any] | None = None
-        self.executor: Executor | None = None
+        self._kept: dict[type[Any], Any] = {}
         self.tracing = False
         self.in_step = False
         self.resumed: dict[str, Any] = {}
@@ -95,6 +86,15 @@ class State:
         """Returns the script's smp.DistributedOptimizer; None if there is none."""
         return self.optimizer() if self.optimizer is not None else None
 
+    def keep(self, thing: object) -> None:
+        """Keeps an object of a class that this module does not know until `smp.shutdown`."""
+        self._kept[type(thing)] = thing
+
+    def kept(self, kind: type[_Kind]) -> _Kind | None:
+        """Returns the object of a class that was kept; None if there is none."""
+        thing: _Kind | None = self._kept.get(kind)
+        return thing
+
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
         """Per tensor-parallel rank, the name of each parameter by its number in the optimizer."""
@@ -115,122 +115,7 @@ class State:
     def fill(self, cfg: Configuration, topology: Topology, groups: Groups, owns: bool) -> None:
         """Sets everything at once, at the end of `smp.init`."""
         self._cfg, self._topology, self._groups = cfg, topology, groups
-        self._owns_default_group = owns
+        self.owns_default_group = owns
 
 
 state = State()
-
-
-def is_initialized() -> bool:
-    """Returns whether `smp.init` has been called; may be called at any time."""
-    return state.initialized
-
-
-def init(config: Mapping[str, Any] | None = None) -> None:
-    """Reads the configuration, brings up torch.distributed, and makes the process groups.
-
-    Must be called first, on every rank. A second call does nothing.
-
-    Args:
-        config: see `smddp.modelparallel.job.config.KEYS`; SM_HP_MP_PARAMETERS wins over it.
-
-    Raises:
-        SMPConfigurationError: the configuration is wrong.
-        SMPInitializationError: the number of ranks does not fit it.
-    """
-    if state.initialized:
-        log.debug("smp.init() was called again; the first call stays in force")
-        return
-    complete_from_launcher()
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-    cfg = configure(config, os.environ, speak=rank == 0)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-    local_rank = int(os.environ.get("LOCAL_RANK", str(rank % local_size)))
-    topology = Topology(
-        rank,
-        size,
-        local_rank,
-        local_size,
-        cfg.pipeline_parallel_degree,
-        cfg.tensor_parallel_degree,
-        cfg.placement_strategy,
-    )
-    if topology.rdp_size > 1 and not cfg.ddp:
-        raise SMPInitializationError(
-            f"{size} ranks make {topology.rdp_size} replicas of {topology.pp_size} partition(s); "
-            "data parallelism needs ddp: True in the configuration."
-        )
-    if topology.size_of("dp") % cfg.sharded_data_parallel_degree:
-        raise SMPInitializationError(
-            f"sharded_data_parallel_degree {cfg.sharded_data_parallel_degree} does not divide the "
-            f"data parallel degree {topology.size_of('dp')}"
-        )
-    owns = not dist.is_initialized()
-    if owns:
-        _bring_up(cfg, rank, size)
-    _compare(cfg)
-    state.fill(cfg, topology, Groups(topology), owns)
-    atexit.register(shutdown)
-    if rank == 0:
-        _be_heard()
-        log.info(
-            "smp: %d ranks = %d replica(s) x %d partition(s); %d microbatches, %s pipeline",
-            *(size, topology.size_of("dp"), topology.pp_size, cfg.microbatches, cfg.pipeline),
-        )
-        log.debug("smp: %s", cfg)
-
-
-def _compare(cfg: Configuration) -> None:
-    """Raises, on all ranks, if they have different configurations: groups would not match."""
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, cfg.as_dict())
-    for rank, other in enumerate(everybody):
-        for name, value in other.items():
-            if value != everybody[0][name]:
-                raise SMPInitializationError(
-                    f"the ranks have different configurations: {name} is {everybody[0][name]!r} on "
-                    f"rank 0, {value!r} on rank {rank}"
-                )
-
-
-def _be_heard() -> None:
-    """Prints what smp says to stderr, in scripts that do nothing about logging themselves."""
-    if log.level == logging.NOTSET and not log.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-
-
-def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
-    """Makes the default process group of torch.distributed."""
-    environ = os.environ
-    environ.setdefault("RANK", str(rank))
-    environ.setdefault("WORLD_SIZE", str(size))
-    if not complete_rendezvous(cfg.ddp_port):
-        raise SMPInitializationError(
-            f"the job has {size} ranks on several hosts, and nothing says where rank 0 is: set "
-            "MASTER_ADDR, for instance by mpirun -x MASTER_ADDR=host"
-        )
-    backend = {"auto": "smddp"}.get(cfg.ddp_dist_backend, cfg.ddp_dist_backend)
-    if backend == "nccl":
-        backend = "cpu:gloo,cuda:nccl"
-    elif backend == "smddp":
-        import smddp  # noqa: F401  registers the backend
-    dist.init_process_group(backend, rank=rank, world_size=size)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
-def shutdown() -> None:
-    """Releases the process groups; called by itself when the process ends."""
-    if not state.initialized:
-        return
-    owns = state._owns_default_group
-    state.groups.close()
-    state.clear()
-    if owns and dist.is_initialized():
-        dist.destroy_process_group()
-    atexit.unregister(shutdown)

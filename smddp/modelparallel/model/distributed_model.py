@@ -150,7 +150,7 @@ class DistributedModel(ModelQueries):
             return
         frame = task.local
         roots = self._scaled([force(root) for root in roots])
-        self.runtime.executor.driver.reach_backward(frame)
+        self.runtime.executor.reach_backward(frame)
         frame.forward = False
         self.runtime.executor.timeline.leave()
         self.runtime.executor.timeline.enter(frame, False)

@@ -15,23 +15,25 @@ from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
+from smddp.modelparallel.data_parallel.replicas import abstain, agree
 from smddp.modelparallel.job.state import State
 from smddp.modelparallel.model.state_dict import ModelState
 from smddp.modelparallel.optimizer.half import MasterWeights, convert, half_precision
-from smddp.modelparallel.partition.decide import abstain, agree, decide
+from smddp.modelparallel.partition.decide import decide_and_report
 from smddp.modelparallel.partition.placement import Decision, Placement
-from smddp.modelparallel.pipeline.executor import Executor, StepBegin
+from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.failure import Redo, summary
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import Kind
+from smddp.modelparallel.pipeline.step import StepBegin
 
 __all__ = ["ModelRuntime"]
 
 
 class ModelRuntime:
-    """Belongs to one DistributedModel, and ends with it.
+    """Belongs to one DistributedModel, and ends with it; see `StepModel` in pipeline/step.py.
 
-    The executor, which belongs to the process, knows it only weakly.
+    The executor, which belongs to the process, knows it only while a step runs.
 
     Attributes:
         executor: runs the steps.
@@ -65,10 +67,7 @@ class ModelRuntime:
         self.executor = _executor(state)
         executor = self.executor
         modules = Modules(executor, executor.caller, module, state.cfg.direct_forwarding)
-        self.executor.adopt(modules)
-        self.executor.on_partition = _weakly(self.apply)
-        self.executor.on_begin = _weakly(self._on_begin)
-        self.executor.on_microbatch_end = _weakly(self._on_microbatch_end)
+        executor.adopt(modules)
         topology = state.topology
         self.placement = Placement(modules, topology.rank_in("pp"), topology.pp_size)
         self.model_state = ModelState(module, self.placement)
@@ -100,10 +99,17 @@ class ModelRuntime:
     def partition(self, args: Any, kwargs: Any) -> None:
         """Decides, on rank 0 of the pipeline in the first microbatch, and tells the others."""
         executor = self.executor
-        state, modules = self._state, executor.modules
 
         def make() -> Decision:
-            return decide(state, self.module, modules, self.placement, args, kwargs, self._times)
+            return decide_and_report(
+                self._state.cfg,
+                self.module,
+                executor.modules,
+                self.placement,
+                args,
+                kwargs,
+                self._times,
+            )
 
         if self.data_parallel.size > 1 and not self._undecided:
             raise SMPUsageError(
@@ -111,7 +117,7 @@ class ModelRuntime:
                 "given it up. Let the error end the step"
             )
         self._undecided = False
-        decision = agree(state, modules, make)
+        decision = agree(self.data_parallel.group, make)
         for peer in executor.peers:
             executor.send(peer, Kind.PARTITION, decision)
         self.apply(decision)
@@ -175,7 +181,7 @@ class ModelRuntime:
         if self._undecided:
             self._undecided = False
             try:
-                abstain(self._state, failure)
+                abstain(self.data_parallel.group, failure)
             except SMPPeerError as error:
                 apart, failure = error, summary(error)
         succeeded = not (failure or redo)
@@ -201,7 +207,12 @@ class ModelRuntime:
         self._modes = modes
         return modes
 
-    def _on_begin(self, begin: StepBegin) -> None:
+    def follow(self, begin: StepBegin) -> None:
+        """Takes over what rank 0 of the pipeline says at the beginning of a step.
+
+        Raises:
+            SMPUsageError: rank 0 is in another step than this rank.
+        """
         if begin.number != self.steps:
             raise SMPUsageError(
                 f"rank 0 of the pipeline is in step {begin.number} ({begin.name}), this rank in "
@@ -211,7 +222,8 @@ class ModelRuntime:
             for module, mode in zip(self.executor.modules.list, begin.modes, strict=True):
                 module.training = bool(mode)
 
-    def _on_microbatch_end(self, microbatch: int) -> None:
+    def end_microbatch(self, microbatch: int) -> None:
+        """Is told that a microbatch gives no more gradients here."""
         self._sum.end_microbatch(microbatch)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
@@ -250,15 +262,17 @@ class ModelRuntime:
 
 def _executor(state: State) -> Executor:
     """Returns the process's executor; its threads outlive a model."""
-    if state.executor is None:
+    executor = state.kept(Executor)
+    if executor is None:
         topology = state.topology
-        state.executor = Executor(
+        executor = Executor(
             state.groups.pipeline,
             topology.rank_in("pp"),
             topology.pp_size,
             state.cfg.stall_warning_seconds,
         )
-    return state.executor
+        state.keep(executor)
+    return executor
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

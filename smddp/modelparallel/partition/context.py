@@ -1,4 +1,4 @@
-"""`smp.partition`: says where modules created inside it shall live."""
+"""What a script asks for: `smp.partition` and `smp.set_partition`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPPartitionError
+from smddp.modelparallel.common.errors import SMPPartitionError, SMPUsageError
 from smddp.modelparallel.job.state import state
 
-__all__ = ["ATTRIBUTE", "partition"]
+__all__ = ["ATTRIBUTE", "partition", "set_partition"]
 
 # On modules created inside a context. It is copied with a module, so that copied layers stay put.
 ATTRIBUTE = "_smp_partition"
@@ -29,6 +29,9 @@ def partition(index: int) -> Iterator[None]:
 
     Args:
         index: of the partition.
+
+    Raises:
+        SMPPartitionError: there is no such partition.
     """
     count = state.cfg.pipeline_parallel_degree
     if not isinstance(index, int) or not 0 <= index < count:
@@ -60,3 +63,20 @@ def _recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     _original_init(self, *args, **kwargs)
     if _stack:
         self.__dict__[ATTRIBUTE] = _stack[-1]
+
+
+def set_partition(module: nn.Module, index: int) -> None:
+    """Says where a module and everything inside it shall live.
+
+    Args:
+        module: of the model that smp.DistributedModel has wrapped.
+        index: of the partition.
+
+    Raises:
+        SMPUsageError: there is no smp.DistributedModel yet, or the first step has begun.
+        SMPPartitionError: there is no such partition, or the module is not of the model.
+    """
+    model = state.current_model()
+    if model is None:
+        raise SMPUsageError("create smp.DistributedModel before set_partition")
+    model.runtime.pin(module, index)

@@ -6,102 +6,51 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPPartitionError, SMPPeerError
+from smddp.modelparallel.common.errors import SMPPartitionError
 from smddp.modelparallel.common.files import write
-from smddp.modelparallel.data_parallel.reducer import tell_replicas
-from smddp.modelparallel.job.state import State
+from smddp.modelparallel.job.config import Configuration
 from smddp.modelparallel.partition.manual import has_state, manual_owners
 from smddp.modelparallel.partition.placement import Decision, Placement, costs_by_size
 from smddp.modelparallel.partition.solver import divide_exactly, divide_tree
 from smddp.modelparallel.partition.trace import Trace, trace_model
 from smddp.modelparallel.partition.units import Units
-from smddp.modelparallel.pipeline.failure import summary
 from smddp.modelparallel.pipeline.modules import Modules
 
-__all__ = ["abstain", "agree", "decide"]
+__all__ = ["decide", "decide_and_report"]
 
 log = logging.getLogger("smddp.modelparallel")
 
 
-def agree(state: State, modules: Modules, make: Callable[[], Decision]) -> Decision:
-    """Returns the first replica's decision on all replicas; that one saves it, and tells users.
+def decide_and_report(
+    cfg: Configuration,
+    root: nn.Module,
+    modules: Modules,
+    placement: Placement,
+    args: Any,
+    kwargs: Any,
+    times: bool,
+) -> Decision:
+    """Does what `decide` does; saves the decision as configured, and logs it.
 
-    As long as there is no partition, rank 0 of each pipeline calls either this, in its first
-    microbatch, or `abstain` at the end of the step: once per step. So nobody waits for a replica
-    whose step has failed, and all or none have a partition.
-
-    Args:
-        state: configuration and groups.
-        modules: of the model.
-        make: makes the decision.
-
-    Raises:
-        SMPPeerError: the step failed on another replica.
+    For one rank of the job. The arguments are those of `decide`.
     """
-    box: list[Decision | None] = [None]
-    group = state.groups.of("dp")
-    several = state.topology.size_of("dp") > 1
-    if state.topology.rank_in("dp") == 0:
-        try:
-            box[0] = _decided(state, modules, make)
-        except BaseException as error:
-            if several:
-                _meet(state, summary(error), called=True)
-            raise
-    if several:
-        _meet(state, "", called=True)
-        dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
-    assert box[0] is not None
-    return box[0]
-
-
-def abstain(state: State, failure: str) -> None:
-    """Tells the other replicas that this one has ended its step without `agree`.
-
-    Args:
-        state: with the groups.
-        failure: why; empty if it has not failed.
-
-    Raises:
-        SMPPeerError: it has not failed here, and other replicas have called the model.
-    """
-    _meet(state, failure, called=False)
-
-
-def _meet(state: State, failure: str, called: bool) -> None:
-    """Raises unless the step goes on, on all replicas, and has called the model on all or none."""
-    said = tell_replicas(state.groups.of("dp"), failure, called)
-    if not failure and len(set(said.values())) > 1:
-        with_call, without = (
-            next(rank for rank, value in said.items() if value is wanted)
-            for wanted in (True, False)
-        )
-        raise SMPPeerError(
-            f"the step has called the model on rank {with_call} of the job, and not on rank "
-            f"{without}: all replicas have to make the first call of the model in the same step"
-        )
-
-
-def _decided(state: State, modules: Modules, make: Callable[[], Decision]) -> Decision:
     begun = time.monotonic()
-    decision = make()
+    decision = decide(cfg, root, modules, placement, args, kwargs, times)
     if not decision.costs:  # by hand, or from a file of an older version: nothing was traced
         decision = dataclasses.replace(decision, costs=costs_by_size(modules.list))
     log.info("smp: the partition took %.1f s", time.monotonic() - begun)
-    _save(state, decision)
-    _report(decision, state.topology.pp_size)
+    _save(cfg, decision)
+    _report(decision, cfg.pipeline_parallel_degree)
     return decision
 
 
 def decide(
-    state: State,
+    cfg: Configuration,
     root: nn.Module,
     modules: Modules,
     placement: Placement,
@@ -112,15 +61,17 @@ def decide(
     """Returns where each module shall live.
 
     Args:
-        state: configuration and groups.
-        root: the model.
+        cfg: the configuration.
+        root: the model, whole on this rank.
         modules: its modules.
         placement: with what the script has asked for.
         args: of the model's first call.
         kwargs: of the model's first call.
         times: measure time on real data.
+
+    Raises:
+        SMPPartitionError: the model cannot be divided as asked.
     """
-    cfg = state.cfg
     preset = placement.preset
     if preset is not None and preset.fits(modules.names, cfg.pipeline_parallel_degree):
         return preset
@@ -198,9 +149,9 @@ def _load(file: str, parts: int, modules: Modules) -> Decision:
     return decision
 
 
-def _save(state: State, decision: Decision) -> None:
-    if state.cfg.partition_file and not state.cfg.load_partition:
-        file = Path(state.cfg.partition_file)
+def _save(cfg: Configuration, decision: Decision) -> None:
+    if cfg.partition_file and not cfg.load_partition:
+        file = Path(cfg.partition_file)
         file.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(decision.as_dict(), indent=1)
         write(file, lambda stream: stream.write(text.encode()))

@@ -26,7 +26,7 @@ from smddp.modelparallel.common.structure import map_tensors, tensors_in
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.pipeline.randomness import RandomState
 
-__all__ = ["Trace", "Visit", "trace_model"]
+__all__ = ["Trace", "Visit", "is_tracing", "trace_model"]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -68,6 +68,11 @@ class Trace:
         self.activations = [0] * count
         self.uses: set[tuple[int, int]] = set()
         self.how = how
+
+
+def is_tracing() -> bool:
+    """Returns whether the model is being traced, to decide about its partition."""
+    return state.tracing
 
 
 def trace_model(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,23 +24,21 @@ from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.randomness import RandomState
 from smddp.modelparallel.pipeline.server import Server
 from smddp.modelparallel.pipeline.stall import StallWatch
+from smddp.modelparallel.pipeline.step import (
+    Schedule,
+    StepBegin,
+    StepDriver,
+    StepModel,
+    StepResult,
+)
 from smddp.modelparallel.pipeline.timeline import Timeline
 from smddp.modelparallel.pipeline.wire import Message
 
-__all__ = ["Executor", "Failure", "StepBegin"]
+__all__ = ["Executor"]
 
 # How long a rank waits for the others' END once the step is over for itself. They send it at once,
 # unless they hang.
 _PATIENCE = 120.0
-
-
-class StepBegin(NamedTuple):
-    """What rank 0 tells the others when a step begins."""
-
-    number: int
-    name: str
-    microbatches: int
-    modes: bytes | None  # of all modules, train or eval, if they have changed
 
 
 class Executor:
@@ -48,14 +46,11 @@ class Executor:
 
     The caller's thread blocks in `run`; the work is done by the baton's threads, and messages are
     taken in by the one that has nothing to do. A failed step leaves the executor ready for the next
-    one, unless a peer was lost.
+    one, unless a peer was lost. One executor lives as long as the process; what belongs to one
+    model or one step is given to `adopt` and `run`.
 
     Attributes:
         rank, size: in the pipeline.
-        on_begin: what to do on other ranks when a step begins; set by the model.
-        on_partition: what to do with a decision that arrives, before `set_partitioned`; set by the
-            model.
-        on_microbatch_end: told on every rank when a microbatch has ended, if anybody asked.
     """
 
     def __init__(
@@ -67,11 +62,9 @@ class Executor:
         self.baton = Baton(self._task_failed, self, lambda: RandomState().restore)
         self.caller = Caller(self)
         self.server = Server(self, self.caller)
-        self.on_partition: Callable[[Any], None] | None = None
-        self.on_microbatch_end: Callable[[int], None] | None = None
-        self.on_begin: Callable[[StepBegin], None] | None = None
-        # What runs the microbatches, on rank 0 in a step.
-        self.driver: Any = None
+        # In a step: what it trains; on rank 0, what runs the body.
+        self._model: StepModel | None = None
+        self._driver: StepDriver | None = None
         # What to do with messages that make or end work.
         self._work: dict[int, Callable[[Message], None]] = {
             Kind.GRAPH: lambda message: self.server.take_graph(*message.header),
@@ -85,7 +78,7 @@ class Executor:
         # No message may follow END: it would be taken for one of the next step.
         self._send_lock = threading.Lock()
         self._held: list[tuple[int, Message]] = []
-        self._begin: StepBegin | None = None
+        self._begun = False  # may messages of this step be acted upon?
         self._decision: Any = None  # that has come, and is not true here yet
         self._steps = 0  # that this rank has begun, failed ones too
         self._reset()
@@ -127,26 +120,23 @@ class Executor:
         self._cause: BaseException | None = None
         self._end_sent = False
         self._name = ""
-        self._result: tuple[Any, list[Any]] | None = None
+        self._result: StepResult | None = None
 
     # --- the life of a step -----------------------------------------------------------------------
 
     def run(
-        self,
-        name: str,
-        begin: StepBegin | None,
-        drive: Callable[[], tuple[Any, list[Any]]] | None,
-    ) -> Any:
+        self, name: str, schedule: Schedule, model: StepModel, driver: StepDriver | None
+    ) -> StepResult:
         """Runs one step.
 
         Args:
             name: of the step function that this rank has called.
-            begin: on rank 0, what the others have to know.
-            drive: on rank 0, submits the microbatches, waits for them, and returns the header and
-                the tensors of the result.
+            schedule: of the step, the same on all ranks.
+            model: what the step trains.
+            driver: on rank 0, what runs the body; None on the others.
 
         Returns:
-            (header, tensors) of the result, on every rank.
+            What the driver has returned, on every rank.
 
         Raises:
             Redo: a module returned another structure than its caller had relied on.
@@ -157,6 +147,8 @@ class Executor:
         self._refuse_if_broken()
         self._reset()
         self._name = name
+        self._model, self._driver = model, driver
+        self.server.limit = schedule.limit
         self._steps += 1
         self.timeline.begin()
         # Not at the end of the last step: others' failures may have come after our own end.
@@ -164,12 +156,12 @@ class Executor:
         if self.channel is not None:
             self.channel.open()
         try:
-            if begin is not None:
-                assert drive is not None
+            if driver is not None:
+                begin = StepBegin(model.steps, name, model.changed_modes())
                 for peer in self.peers:
                     self.send(peer, Kind.BEGIN, begin)
-                self._begin_step(begin)
-                self._result = drive()
+                self._begin_step()
+                self._result = driver.drive()
                 self._send_end(*self._result)
             else:
                 self.baton.look()
@@ -189,6 +181,7 @@ class Executor:
             self.baton.settle()
             self._keep_partition()
             self._end_step()
+            self._model = self._driver = None
         if silent and not self._failures:
             raise SMPPeerError(f"{self._who(silent[0])} did not end its step within {_PATIENCE} s")
         self._raise_failure()
@@ -203,14 +196,14 @@ class Executor:
         except Exception as error:
             self.fail(-1, error)
 
-    def _begin_step(self, begin: StepBegin) -> None:
+    def _begin_step(self) -> None:
         with self._mutex:
-            self._begin = begin
+            self._begun = True
             self._release_held()
 
     def _end_step(self) -> None:
         with self._mutex:
-            self._begin = None
+            self._begun = False
             self._held.clear()
             self.caller.clear()
             self.server.clear()
@@ -224,10 +217,15 @@ class Executor:
         self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order))
         self.timeline.enter(frame, forward)
 
+    def reach_backward(self, frame: Frame) -> None:
+        """Tells the driver that a microbatch's forward pass is over; may wait."""
+        assert self._driver is not None
+        self._driver.reach_backward(frame)
+
     def microbatch_done(self, microbatch: int, announce: bool) -> None:
         """Ends a microbatch, on rank 0; the others are told if they have to know."""
-        if self.on_microbatch_end is not None:
-            self.on_microbatch_end(microbatch)
+        assert self._model is not None
+        self._model.end_microbatch(microbatch)
         if announce:
             for peer in self.peers:
                 self.send(peer, Kind.DONE, microbatch)
@@ -282,7 +280,7 @@ class Executor:
     def _take_in(self, peer: int, message: Message) -> None:
         with self._mutex:
             work = self._work.get(message.kind)
-            if work is not None and self._begin is not None and self.partitioned:
+            if work is not None and self._begun and self.partitioned:
                 work(message)
             elif message.kind == Kind.END:
                 self._take_end(peer, message)
@@ -298,8 +296,8 @@ class Executor:
 
     def _take_done(self, message: Message) -> None:
         self.server.drop(message.header)
-        if self.on_microbatch_end is not None:
-            self.on_microbatch_end(message.header)
+        assert self._model is not None
+        self._model.end_microbatch(message.header)
 
     def _release_held(self) -> None:
         held, self._held = self._held, []
@@ -312,15 +310,15 @@ class Executor:
                 f"rank 0 of the pipeline is in the step {begin.name}, rank {self.rank} in "
                 f"{self._name}: all ranks have to call the same steps in the same order"
             )
-        if self.on_begin is not None:
-            self.on_begin(begin)
-        self._begin_step(begin)
+        assert self._model is not None
+        self._model.follow(begin)
+        self._begin_step()
 
     def _take_partition(self) -> None:
         decision, self._decision = self._decision, None
         if decision is not None:
-            assert self.on_partition is not None
-            self.on_partition(decision)
+            assert self._model is not None
+            self._model.apply(decision)
 
     def set_partitioned(self) -> None:
         """From now on calls can be served."""
@@ -372,7 +370,7 @@ class Executor:
             self._send_end(None, [])
             self._stop()
         elif peer == 0:
-            self._result = (message.header, message.tensors)
+            self._result = StepResult(message.header, message.tensors)  # type: ignore[arg-type]
             # At once, not when the thread in `run` has woken: all ranks wait for all ENDs.
             self._send_end(None, [])
             self._over.set()

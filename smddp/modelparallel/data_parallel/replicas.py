@@ -1,0 +1,98 @@
+"""What the replicas of a model say to each other about a step, besides its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from smddp.modelparallel.common.errors import SMPPeerError
+from smddp.modelparallel.pipeline.failure import summary
+
+__all__ = ["abstain", "agree", "tell_replicas"]
+
+_Decision = TypeVar("_Decision")
+
+
+def tell_replicas(group: dist.ProcessGroup, failure: str, note: Any = None) -> dict[int, Any]:
+    """Exchanges how the step goes; every replica has to call it.
+
+    Args:
+        group: of the replicas.
+        failure: why the step has failed on this one; empty if it has not.
+        note: what else to say; anything that pickles.
+
+    Returns:
+        The notes, by rank in the job.
+
+    Raises:
+        SMPPeerError: the step has not failed here, but elsewhere.
+    """
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, (failure, note), group=group)
+    by_rank = dict(zip(dist.get_process_group_ranks(group), said, strict=True))
+    for rank, (text, _) in by_rank.items():
+        if text and not failure:
+            raise SMPPeerError(
+                f"the step failed on another replica of the model, on rank {rank} of the job: "
+                f"{text}"
+            )
+    return {rank: value for rank, (_, value) in by_rank.items()}
+
+
+def agree(group: dist.ProcessGroup, make: Callable[[], _Decision]) -> _Decision:
+    """Returns the first replica's decision on all replicas; only that one makes it.
+
+    As long as there is no decision, rank 0 of each pipeline calls either this, in its first
+    microbatch, or `abstain` at the end of the step: one of them, once per step. So no replica waits
+    for another whose step has failed, and either all replicas have the decision or none.
+
+    Args:
+        group: of the replicas.
+        make: makes the decision, which has to pickle.
+
+    Raises:
+        SMPPeerError: the step failed on another replica.
+    """
+    box: list[_Decision | None] = [None]
+    several = group.size() > 1
+    if group.rank() == 0:
+        try:
+            box[0] = make()
+        except BaseException as error:
+            if several:
+                _meet(group, summary(error), called=True)
+            raise
+    if several:
+        _meet(group, "", called=True)
+        dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
+    assert box[0] is not None
+    return box[0]
+
+
+def abstain(group: dist.ProcessGroup, failure: str) -> None:
+    """Tells the other replicas that this one has ended its step without `agree`.
+
+    Args:
+        group: of the replicas.
+        failure: why; empty if it has not failed.
+
+    Raises:
+        SMPPeerError: it has not failed here, and other replicas have called the model.
+    """
+    _meet(group, failure, called=False)
+
+
+def _meet(group: dist.ProcessGroup, failure: str, called: bool) -> None:
+    """Raises unless the step goes on, on all replicas, and has called the model on all or none."""
+    said = tell_replicas(group, failure, called)
+    if not failure and len(set(said.values())) > 1:
+        with_call, without = (
+            next(rank for rank, value in said.items() if value is wanted)
+            for wanted in (True, False)
+        )
+        raise SMPPeerError(
+            f"the step has called the model on rank {with_call} of the job, and not on rank "
+            f"{without}: all replicas have to make the first call of the model in the same step"
+        )

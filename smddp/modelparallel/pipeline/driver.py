@@ -1,0 +1,230 @@
+"""Rank 0's part of a step: divides the arguments and runs the body for every microbatch."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from smddp.modelparallel.common.structure import flatten, map_tensors
+from smddp.modelparallel.pipeline.baton import Priority, Task, Ticket
+from smddp.modelparallel.pipeline.executor import Executor
+from smddp.modelparallel.pipeline.frame import Frame
+from smddp.modelparallel.pipeline.lazy import force
+from smddp.modelparallel.pipeline.microbatch import collect, split_arguments, unequal_lengths
+from smddp.modelparallel.pipeline.protocol import ambient
+from smddp.modelparallel.pipeline.randomness import RandomState, draw_seed, mix, seed_all
+from smddp.modelparallel.pipeline.step import Schedule, StepResult
+
+__all__ = ["Body", "Driver"]
+
+log = logging.getLogger("smddp.modelparallel")
+
+
+@dataclasses.dataclass
+class Body:
+    """A script's function under `smp.step`, how its arguments are divided, and what it has shown.
+
+    Attributes:
+        function: runs once per microbatch.
+        whole: names of arguments that are not divided.
+        axes: along which dimension to divide, by name of the argument; 0 for the others.
+        detach: drop the autograd graph of the tensors that it returns.
+        trains: an earlier step has called `model.backward`.
+        compared: the lengths of the arguments have been compared, which is done once.
+    """
+
+    function: Callable[..., Any]
+    whole: tuple[str, ...]
+    axes: Mapping[str, int]
+    detach: bool
+    trains: bool = False
+    compared: bool = False
+
+
+class Driver:
+    """Runs one step; see `StepDriver`.
+
+    At most `schedule.active` microbatches run at a time, each in a task of its own. In the simple
+    pipeline a microbatch that reaches its backward pass waits until all that run have reached it.
+
+    Attributes:
+        backward: has a microbatch called `model.backward`?
+        random_state: of the script, after the step has drawn its seed; None before.
+    """
+
+    def __init__(
+        self, executor: Executor, body: Body, schedule: Schedule, args: Any, kwargs: Any
+    ) -> None:
+        """Begins nothing yet.
+
+        Args:
+            executor: of rank 0.
+            body: to run.
+            schedule: of the step.
+            args: positional arguments of the whole batch.
+            kwargs: named arguments of the whole batch.
+        """
+        self._executor = executor
+        self._body = body
+        self._schedule = schedule
+        self._args, self._kwargs = args, kwargs
+        self._lock = threading.Lock()
+        self._started = self._ended = 0
+        self._forward = 0  # microbatches under way that have not reached their backward pass
+        self._parked: list[Ticket] = []
+        self._passed: set[int] = set()  # microbatches that have reached their backward pass
+        self._results: list[Any] = [None] * schedule.microbatches
+        self.backward = False
+        self.random_state: RandomState | None = None
+
+    def drive(self) -> StepResult:
+        """Runs all microbatches, and returns what they have returned.
+
+        Raises:
+            SMPUsageError: the arguments cannot be divided, or the results differ in structure.
+            Aborted: the step has failed.
+        """
+        body = self._body
+        self._parts = split_arguments(
+            body.function,
+            self._args,
+            self._kwargs,
+            self._schedule.microbatches,
+            body.whole,
+            body.axes,
+        )
+        self._compare_lengths()
+        # One number of the script's stream per step; the rest comes from seeds.
+        self._seed = draw_seed()
+        self.random_state = RandomState()
+        self._surroundings, self._context = ambient(), contextvars.copy_context()
+        self._start_more()
+        self._executor.wait_for_finish()
+        tensors: list[torch.Tensor] = []
+        objects: list[Any] = []
+        shapes = [flatten(result, tensors, objects) for result in self._results]
+        # Raises if the results do not match; the other ranks must not get them then.
+        collect(self._results, detach=False)
+        return StepResult((shapes, objects), tensors)
+
+    def _run_body(self, number: int) -> None:
+        """Runs the script's function for a microbatch, and keeps what it returns."""
+        args, kwargs = self._parts[number]
+        seed_all(mix(self._seed, number))
+        with self._surroundings.entered():
+            try:
+                result = self._context.copy().run(self._body.function, *args, **kwargs)
+            except Exception as error:
+                self._annotate(error)
+                raise
+            # A tensor with an autograd graph would keep all of that until the step ends.
+            take = _detached if self._body.detach else force
+            self._results[number] = map_tensors(take, result)
+
+    def _unequal_lengths(self) -> str:
+        body = self._body
+        return unequal_lengths(body.function, self._args, self._kwargs, body.whole, body.axes)
+
+    def _compare_lengths(self) -> None:
+        """Warns once: torch may broadcast rows that do not belong together, without an error."""
+        if self._body.compared:
+            return
+        self._body.compared = True
+        if note := self._unequal_lengths():
+            log.warning(
+                "smp: step %r: %s. Each microbatch gets its share of every one of them",
+                *(self._body.function.__name__, note),
+            )
+
+    def _annotate(self, error: Exception) -> None:
+        """Adds to an error how long the undivided arguments were, as the user cannot see that."""
+        if note := self._unequal_lengths():
+            # As `add_note`, which Python 3.10 does not have.
+            error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+
+    def reach_backward(self, frame: Frame) -> None:
+        """Counts a forward pass as done; in the simple pipeline, waits for the others.
+
+        Args:
+            frame: of the microbatch, on whose thread this is called before each backward pass.
+
+        Raises:
+            Aborted: the step has failed meanwhile.
+        """
+        self.backward = True
+        if frame.microbatch in self._passed:
+            return
+        self._passed.add(frame.microbatch)
+        ticket = Ticket()
+        with self._lock:
+            self._forward -= 1
+            if self._schedule.simple:
+                self._parked.append(ticket)
+        self._start_more()
+        if not self._schedule.simple:
+            return
+        self._release()
+        self._executor.wait(ticket, frame, forward=False)
+
+    def _start_more(self) -> None:
+        """Begins microbatches as long as there are any and the schedule allows more."""
+        schedule = self._schedule
+        with self._lock:
+            numbers = []
+            while (
+                self._started < schedule.microbatches
+                and self._started - self._ended < schedule.active
+            ):
+                numbers.append(self._started)
+                self._started += 1
+                self._forward += 1
+        for number in numbers:
+            frame = Frame(number, True, (), "", 0, self._surroundings.grad)
+            task = Task(Priority(True, number), functools.partial(self._microbatch, frame))
+            task.local = frame
+            self._executor.baton.submit(task)
+
+    def _release(self) -> None:
+        """Lets parked microbatches go on, in the simple pipeline once all have come so far."""
+        with self._lock:
+            if self._schedule.simple and self._forward > 0:
+                return
+            parked, self._parked = self._parked, []
+        for ticket in parked:
+            self._executor.baton.complete(ticket)
+
+    def _microbatch(self, frame: Frame) -> None:
+        """The task of one microbatch."""
+        number = frame.microbatch
+        timeline = self._executor.timeline
+        timeline.enter(frame, True)
+        try:
+            self._run_body(number)
+        finally:
+            timeline.leave()
+        self._executor.caller.abandon(frame.sent)
+        had_backward = number in self._passed
+        idle = torch.is_grad_enabled() and not had_backward
+        self._executor.microbatch_done(number, idle or not self._body.trains)
+        with self._lock:
+            if not had_backward:
+                self._forward -= 1
+            self._ended += 1
+            last = self._ended == self._schedule.microbatches
+        if last:
+            self._executor.finish()
+        else:
+            self._start_more()
+            self._release()
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    value: torch.Tensor = force(tensor)
+    return value.detach()
