@@ -3,19 +3,14 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <system_error>
 #include <utility>
 
 #include "common/log.h"
+#include "engine/wait_policy.h"
 
 namespace smddp::engine {
 namespace {
-
-// A device needs some microseconds for a short copy, and as long as a backward pass for what comes before it.
-constexpr int kYields = 50;
-constexpr std::chrono::microseconds kFirstNap{20};
-constexpr std::chrono::microseconds kLongestNap{200};
 
 // The error that ends the call; none: it has begun.
 std::optional<Error> begun(const std::function<void()>& step) {
@@ -127,19 +122,13 @@ void DeferredCalls::count(State& state, size_t begun) {
 
 void DeferredCalls::serve(State& state, Call& head) {
   const MonotonicClock clock;
-  int looks = 0;
-  auto nap = kFirstNap;
+  PollingBackoff backoff;
   bool late = false;
   auto error = begun([&] {
     while (!state.stop && !head.ready()) {
       late = head.deadline.passed(clock);
       if (late) break;
-      if (++looks <= kYields) {
-        std::this_thread::yield();
-        continue;
-      }
-      std::this_thread::sleep_for(nap);
-      nap = std::min(nap * 2, kLongestNap);
+      backoff.wait();
     }
   });
   if (late) {

@@ -19,7 +19,8 @@ constexpr size_t kMaxStashed = 1024;
 Engine::Engine(Options options)
     : forkGeneration_(watchForks()),
       hasThreads_(options.progressThread),
-      process_(std::make_unique<Process>(options.process)) {
+      process_(std::make_unique<Process>(options.process)),
+      policy_(*process_) {
   process_->onControl([this](Peer& from, transport::Bytes message) { dispatch(from, message); });
   if (options.progressThread) {
     const std::lock_guard lock(threadMutex_);
@@ -226,7 +227,7 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
   requireUsable();
   auto completion = std::make_shared<Completion>();
   const bool willWait = operation.willWait;
-  if (willWait) comeBack();
+  if (willWait) policy_.returned();
   if (tryOwn()) {
     guarded([&] {
       drainInbox();
@@ -237,7 +238,7 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
       }
       activate(group);
       if (willWait) {
-        runOwned([&] { return completion->done(); }, /*patient=*/false);
+        runOwned([&] { return completion->done(); }, Waiter::Caller);
       } else if (!turn()) {
         // What ended as it was submitted leaves nothing to wake the progress thread for.
         collectContinuations();
@@ -281,7 +282,7 @@ void Engine::enqueue(Group& group, Message message, CompletionPtr completion) {
 }
 
 void Engine::wait(const Completion& completion) {
-  comeBack();
+  policy_.returned();
   if (completion.done()) return;
   requireUsable();
   waitUntil([&] { return completion.done(); });
@@ -295,14 +296,14 @@ bool Engine::waitFor(const Completion& completion, Nanoseconds timeout) {
 }
 
 void Engine::waitForAny(const std::vector<CompletionPtr>& completions,
-                        const std::atomic<bool>& enough, Nanoseconds looks) {
+                        const std::atomic<bool>& enough, Nanoseconds yieldFor) {
   requireUsable();
   const auto done = [&] {
     return enough.load(std::memory_order_acquire) ||
            std::any_of(completions.begin(), completions.end(),
                        [](const auto& completion) { return completion->done(); });
   };
-  waitUntil(done, looks);
+  waitUntil(done, yieldFor);
 }
 
 std::vector<CompletionPtr> Engine::withdraw(Group& group, std::vector<CompletionPtr> receives) {

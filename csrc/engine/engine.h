@@ -2,11 +2,11 @@
 //
 // A caller that will wait anyway takes ownership and runs the executor itself until its operation is done: no
 // hand-over is paid. An asynchronous submitter takes the first steps; what is left goes to the one progress thread,
-// which is parked while a caller owns the engine or is about to come back (habit.h), and while nothing is in flight.
+// which is parked while a caller owns the engine or is about to return (return_predictor.h), and while nothing is in
+// flight.
 // Somebody who finds the engine owned leaves his request in the inbox, which the owner empties at every turn.
 //
-// Waiting adapts: a few pauses, at most a hundred yields, then sleep until a mate rings, the network has something
-// or it is time to look after the peers' health.
+// How threads wait is decided in wait_policy.h.
 //
 // Threads: all public functions from any thread. Continuations run without ownership, on the thread that completed
 // the operation; they may submit and wait, also for futures, which drives nothing: so a progress thread has another one
@@ -28,10 +28,9 @@
 #include <vector>
 
 #include "bootstrap/store.h"
-#include "engine/crowding.h"
 #include "engine/group.h"
-#include "engine/habit.h"
 #include "engine/process.h"
+#include "engine/wait_policy.h"
 
 namespace smddp::engine {
 
@@ -72,10 +71,10 @@ class Engine {
   void wait(const Completion& completion);
   // The same, but at most this long; false when the time is over.
   bool waitFor(const Completion& completion, Nanoseconds timeout);
-  // Until one of them has ended, or somebody has set `enough` and called wakeWaiters(). Looks again and again for so
-  // long, and leaves the core to whoever wants it, before it sleeps.
+  // Until one of them has ended, or somebody has set `enough` and called wakeWaiters(). Yields for `yieldFor` before it
+  // sleeps, instead of a fixed number of times.
   void waitForAny(const std::vector<CompletionPtr>& completions, const std::atomic<bool>& enough,
-                  Nanoseconds looks);
+                  Nanoseconds yieldFor);
   // Takes back receives for which nobody has sent anything yet. Returns those that cannot be taken back.
   std::vector<CompletionPtr> withdraw(Group& group, std::vector<CompletionPtr> receives);
   // Those who wait look again at what they wait for.
@@ -127,8 +126,8 @@ class Engine {
   void shutdown();
 
  private:
-  struct Patience;
   struct ForkPause;
+  using Waiter = WaitPolicy::Waiter;
 
   bool tryOwn() {
     return !owned_.load(std::memory_order_relaxed) &&
@@ -139,13 +138,11 @@ class Engine {
   void drainInbox();
   bool turn();
   // Runs until `done` or until there is something the owner must give up ownership for.
-  void runOwned(const std::function<bool()>& done, bool patient, Nanoseconds looks = 0);
-  void waitUntil(const std::function<bool()>& done, Nanoseconds looks = 0);
+  void runOwned(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor = 0);
+  void waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor = 0);
   void leaveWait();
   // What is left in flight goes to the progress thread, unless somebody waits or is about to.
   void handOver();
-  // Those who begin to wait say so.
-  void comeBack();
   void collectContinuations();
   void runContinuations();
   void runBlocking();
@@ -173,6 +170,7 @@ class Engine {
   bool ownedForFork_ = false;
   std::shared_ptr<ForkPause> pausedForFork_;
   std::unique_ptr<Process> process_;
+  WaitPolicy policy_;
   std::atomic<bool> owned_{false};
 
   // Owner only.
@@ -188,8 +186,6 @@ class Engine {
   };
   std::map<uint64_t, std::deque<Stashed>> stash_;  // for groups that this rank has not made yet
   uint64_t nodeAgreement_ = 0;
-  Nanoseconds nextLook_ = 0;
-  Crowding crowding_;
 
   std::mutex inboxMutex_;
   std::vector<std::function<void()>> inbox_;  // guarded by inboxMutex_
@@ -203,12 +199,9 @@ class Engine {
   std::mutex threadMutex_;
   std::condition_variable threadChanged_;
   std::atomic<bool> busy_{false};  // something is in flight
-  // A progress thread looks after what callers leave, without being woken.
-  std::atomic<bool> watched_{false};
-  Habit habit_;
-  bool stop_ = false;      // guarded by threadMutex_
-  bool shutDown_ = false;  // owner only
-  int idle_ = 0;           // guarded by threadMutex_: threads that wait for work
+  bool stop_ = false;              // guarded by threadMutex_
+  bool shutDown_ = false;          // owner only
+  int idle_ = 0;                   // guarded by threadMutex_: threads that wait for work
   // What is to be done on a progress thread because it may block; guarded by threadMutex_.
   std::vector<std::function<void()>> blocking_;
   std::atomic<bool> mustBlock_{false};  // blocking_ has some

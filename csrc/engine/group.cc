@@ -10,6 +10,7 @@
 #include "common/log.h"
 #include "engine/call.h"
 #include "engine/limits.h"
+#include "engine/wait_policy.h"
 #include "reduction/reduce.h"
 
 namespace smddp::engine {
@@ -24,8 +25,6 @@ constexpr uint8_t kMessageTrack = 255;
 static_assert(kMostInFlight <= kMessageTrack && kMostWindow <= transport::kMaxWindow);
 constexpr int64_t kMessageBytes = 64 << 10;
 constexpr int64_t kMessageWindow = 4;
-// How often a call that may end at once looks for the others, before it is taken for one that waits.
-constexpr int kLooks = 64;
 
 // Introduction::group.
 struct GroupBlob {
@@ -242,8 +241,7 @@ bool Group::runAtOnce(Request& request, const CompletionPtr& completion) {
     active.executor->copyIn(entry.plan);
     mine.number.store(active.track.execution, std::memory_order_release);
     bell_.signalled();
-    bool arrived = false;
-    for (int looks = 0; looks < kLooks && !arrived; ++looks) arrived = allArrived(active);
+    const bool arrived = WaitPolicy::spinUntil([&] { return allArrived(active); });
     summed = arrived && allCall(active, call);
     if (summed) active.executor->sum();
     return true;

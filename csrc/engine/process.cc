@@ -9,6 +9,7 @@
 #include "bootstrap/local_address.h"
 #include "common/config.h"
 #include "common/log.h"
+#include "engine/wait_policy.h"
 #include "transport/fabric/fabric.h"
 
 namespace smddp::engine {
@@ -16,8 +17,6 @@ namespace {
 
 using transport::shm::SegmentAddress;
 
-// How long a sleeper may sleep while the network can only be polled.
-constexpr Nanoseconds kPollingSleep = 100'000;
 // How long leaving may take: what peers sent us is read, so that closing sockets loses nothing they need.
 constexpr Nanoseconds kQuietTime = 20'000'000;
 // Between two looks whether a mate is stopped.
@@ -77,7 +76,6 @@ Process::Process(Options options)
       slab_(transport::shm::Slab::create(options_.slabBytes)),
       regions_(std::make_shared<RegionPool>(slab_)),
       windows_(std::make_shared<WindowPool>(slab_)),
-      coreSharing_(slab_->page()),
       doorbell_(slab_),
       commMemory_(std::make_shared<transport::shm::CommMemory>(slab_)),
       local_(std::make_unique<Link>(*this, std::make_unique<transport::shm::ShmTransport>(slab_))) {
@@ -195,8 +193,6 @@ void Process::removeDeviceSource(std::span<std::byte> memory) {
   if (fabric_) fabric_->transport->removeDeviceSource(memory);
 }
 
-void Process::moveApart() { coreSharing_.moveApart(matePages_, clock().now()); }
-
 size_t Process::poll() { return local_->table.poll() + pollFabric(); }
 
 size_t Process::pollFabric() { return fabric_ ? fabric_->table.poll() : 0; }
@@ -239,7 +235,7 @@ bool Process::isStopped(Peer& mate) const {
 
 void Process::sleep(Nanoseconds timeout, bool network) {
   if (local_->table.hasBacklog() || (fabric_ && fabric_->table.hasBacklog())) {
-    timeout = std::min(timeout, kPollingSleep);
+    timeout = std::min(timeout, WaitPolicy::kNetworkPoll);
   }
   if (!network || !fabric_) {
     doorbell_.sleep(timeout);
@@ -247,7 +243,7 @@ void Process::sleep(Nanoseconds timeout, bool network) {
   }
   const int descriptor = fabric_->transport->waitDescriptor();
   if (descriptor < 0) {
-    doorbell_.sleep(std::min(timeout, kPollingSleep));
+    doorbell_.sleep(std::min(timeout, WaitPolicy::kNetworkPoll));
   } else if (fabric_->transport->prepareWait()) {
     doorbell_.sleepOn(descriptor, timeout);
   } else {

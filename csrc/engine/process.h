@@ -11,13 +11,13 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "bootstrap/introduction.h"
 #include "bootstrap/lifeline.h"
 #include "common/clock.h"
-#include "engine/core_sharing.h"
 #include "engine/region_pool.h"
 #include "engine/window_pool.h"
 #include "transport/channel.h"
@@ -125,10 +125,8 @@ class Process {
   // Sleeps until a mate rings, a message comes or `timeout` is over. The caller has called
   // doorbell().prepare() and looked once more.
   void sleep(Nanoseconds timeout, bool network);
-  // For mates that share a core with this thread.
-  void noteCore() { coreSharing_.note(); }
-  // This thread waits: leaves the core to mates, if there is a better one.
-  void moveApart();
+  // Of the processes that share memory with us.
+  std::span<const transport::shm::ProcessPage* const> matePages() const { return matePages_; }
   void wake(Peer& peer) { transport::shm::Doorbell::ring(*peer.mate); }
 
   void closeInChild() noexcept {
@@ -161,7 +159,6 @@ class Process {
   std::shared_ptr<transport::shm::Slab> slab_;
   std::shared_ptr<RegionPool> regions_;
   std::shared_ptr<WindowPool> windows_;
-  CoreSharing coreSharing_;
   std::vector<const transport::shm::ProcessPage*> matePages_;  // kept mapped by peers_
   transport::shm::Doorbell doorbell_;
   std::shared_ptr<transport::shm::CommMemory> commMemory_;

@@ -1,6 +1,5 @@
 // Who runs the engine, and how its threads wait (engine.h).
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <exception>
@@ -13,56 +12,10 @@
 namespace smddp::engine {
 namespace {
 
-// Before a sleep: see docs/threads.md for what each costs.
-constexpr int kPauses = 20;
-constexpr int kYields = 100;
-// Between two looks at peers and deadlines while nothing advances.
-constexpr Nanoseconds kLookPeriod = 5'000'000;
-// How long a rank that is not in any call lets others wait for an answer.
-constexpr auto kAnswerPeriod = std::chrono::milliseconds(250);
-// How often the progress thread looks whether those who leave work in flight have come back for it.
-constexpr auto kWatchPeriod = std::chrono::milliseconds(1);
-// A waiter looks whether it can take ownership at least this often.
-constexpr auto kWaiterPeriod = std::chrono::milliseconds(1);
 // Callbacks that wait for other operations at the same time; no sane program has so many.
 constexpr size_t kMaxThreads = 64;
 
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 }  // namespace
-
-// How long nothing has happened, and what to do about it. With `looks` it yields for so long, not so often.
-struct Engine::Patience {
-  Patience(Engine& engine, bool patient, Nanoseconds looks)
-      : engine(&engine), rounds(patient ? kPauses : 0), looks(looks) {}
-  // Whoever is waited for takes longer than a few pauses.
-  bool yields() const { return rounds == kPauses; }
-  // False: it is time to sleep.
-  bool spin() {
-    if (rounds++ < kPauses) {
-      pause();
-      return true;
-    }
-    const Clock& clock = engine->process_->clock();
-    const Nanoseconds begun = clock.now();
-    if (until == 0) until = begun + looks;
-    const bool mayYield = looks > 0 ? begun < until : rounds <= kPauses + kYields;
-    if (!mayYield || engine->crowding_.isCrowded(begun)) return false;
-    sched_yield();
-    engine->crowding_.yielded(begun, clock.now());
-    return true;
-  }
-  Engine* engine;
-  int rounds;
-  Nanoseconds looks;
-  Nanoseconds until = 0;
-};
 
 void Engine::post(std::function<void()> action) {
   {
@@ -104,7 +57,7 @@ void Engine::release() {
   } else {
     handOver();
   }
-  if (!busy) habit_.ended();
+  if (!busy) policy_.ended();
   // What was posted while we let go has no other taker.
   if (inboxSize_.load() > 0 && tryOwn()) {
     guarded([this] {
@@ -115,12 +68,12 @@ void Engine::release() {
   }
 }
 
-void Engine::waitUntil(const std::function<bool()>& done, Nanoseconds looks) {
-  comeBack();
+void Engine::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor) {
+  policy_.returned();
   bool asked = false;
   while (!done()) {
     if (tryOwn()) {
-      guarded([&] { runOwned(done, /*patient=*/false, looks); });
+      guarded([&] { runOwned(done, Waiter::Caller, yieldFor); });
       release();
       runContinuations();
       continue;
@@ -129,7 +82,7 @@ void Engine::waitUntil(const std::function<bool()>& done, Nanoseconds looks) {
     waiters_.fetch_add(1);
     // A progress thread that sleeps as the owner lets go when it sees us.
     if (!std::exchange(asked, true)) process_->doorbell().ringSelf();
-    waitChanged_.wait_for(lock, kWaiterPeriod, [&] { return done() || !owned_.load(); });
+    waitChanged_.wait_for(lock, WaitPolicy::kWaiterPoll, [&] { return done() || !owned_.load(); });
     waiters_.fetch_sub(1);
   }
   handOver();
@@ -142,14 +95,9 @@ void Engine::leaveWait() {
 
 void Engine::handOver() {
   if (!hasThreads_ || !busy_.load() || owned_.load() || waiters_.load() > 0) return;
-  habit_.left(process_->clock().now());
-  if (watched_.load() && habit_.isSettled()) return;
+  if (!policy_.leftInFlight()) return;
   const std::lock_guard lock(threadMutex_);
   threadChanged_.notify_one();
-}
-
-void Engine::comeBack() {
-  if (habit_.isLeft()) habit_.returned(process_->clock().now());
 }
 
 void Engine::activate(Group& group) {
@@ -209,25 +157,20 @@ void Engine::collectContinuations() {
   std::erase_if(active_, [](Group* group) { return group->idle(); });
 }
 
-void Engine::runOwned(const std::function<bool()>& done, bool patient, Nanoseconds looks) {
-  const auto fresh = [&] { return Patience(*this, patient, looks); };
-  Patience patience = fresh();
-  process_->noteCore();
+void Engine::runOwned(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor) {
+  WaitPolicy::Backoff backoff(policy_, waiter, yieldFor);
   while (true) {
     drainInbox();
     const bool advanced = turn();
     if (done() || !continuations_.empty()) return;
-    // The progress thread leaves the field to a caller that waits, who pays no hand-over from then on.
-    if (patient && (waiters_.load() > 0 || mustBlock_.load())) return;
+    // The progress thread lets go for a caller that waits, who pays no hand-over from then on.
+    if (waiter == Waiter::ProgressThread && (waiters_.load() > 0 || mustBlock_.load())) return;
     if (advanced) {
-      patience = fresh();
+      backoff.reset();
       continue;
     }
-    if (patience.yields()) process_->moveApart();
-    if (patience.spin()) continue;
-    const Nanoseconds now = process_->clock().now();
-    if (now >= nextLook_) {
-      nextLook_ = now + kLookPeriod;
+    if (backoff.spinOrYield()) continue;
+    if (policy_.healthCheckDue()) {
       look();
       if (done() || !continuations_.empty()) return;
     }
@@ -238,7 +181,7 @@ void Engine::runOwned(const std::function<bool()>& done, bool patient, Nanosecon
     }
     const bool network = std::any_of(active_.begin(), active_.end(),
                                      [](Group* group) { return group->spansNodes(); });
-    process_->sleep(std::max<Nanoseconds>(nextLook_ - process_->clock().now(), 1), network);
+    process_->sleep(policy_.untilHealthCheck(), network);
   }
 }
 
@@ -294,26 +237,21 @@ void Engine::keepOneIdle() {
   }
 }
 
-// Parks a progress thread until something is in flight that nobody looks after, or for kAnswerPeriod: while nothing is
-// in flight here, ranks of other nodes may wait for us and ask what we are doing. False when it is time to end.
+// Parks a progress thread until something is in flight that nobody waits for, or for kAnswerPeriod: while nothing is in
+// flight here, ranks of other nodes may wait for us and ask what we are doing. False when it is time to end.
 bool Engine::awaitWork() {
-  const auto now = [this] { return process_->clock().now(); };
   const auto isLeft = [&] { return busy_.load() && waiters_.load() == 0 && !owned_.load(); };
-  const auto answer = std::chrono::steady_clock::now() + kAnswerPeriod;
+  const auto answer = std::chrono::steady_clock::now() + WaitPolicy::kAnswerPeriod;
   std::unique_lock lock(threadMutex_);
   ++idle_;
   while (!stop_ && blocking_.empty() && std::chrono::steady_clock::now() < answer) {
-    // Said before we look: what is left at this moment is seen by us, or by who leaves it (handOver).
-    const bool watches = habit_.isActive(now());
-    watched_.store(watches);
-    if (isLeft() && !(watches && habit_.expects(now()))) {
-      if (watches) habit_.missed();
-      break;
-    }
-    threadChanged_.wait_until(lock,
-                              watches ? std::chrono::steady_clock::now() + kWatchPeriod : answer);
+    // Said before we look for work: what is left at this moment is seen by us, or by who leaves it (handOver).
+    const bool polls = policy_.beginPoll();
+    if (isLeft() && policy_.takesWork(polls)) break;
+    threadChanged_.wait_until(
+        lock, polls ? std::chrono::steady_clock::now() + WaitPolicy::kParkedPoll : answer);
   }
-  watched_.store(false);
+  policy_.endPoll();
   --idle_;
   return !stop_;
 }
@@ -327,7 +265,7 @@ void Engine::progressLoop(bool first) {
     if (!tryOwn()) continue;
     guarded([this] {
       if (process_->onFabric() || watches_) look();
-      runOwned([this] { return active_.empty(); }, /*patient=*/true);
+      runOwned([this] { return active_.empty(); }, Waiter::ProgressThread);
     });
     if (!continuations_.empty()) keepOneIdle();
     release();

@@ -168,7 +168,7 @@ TEST_P(MatcherTest, WaitsForAnyOfSeveral) {
     rank.run(barrier());
     const auto sent = begin(rank, true, next, out, 2);
     enough.store(false);
-    rank.engine.waitForAny(both, enough, /*looks=*/200'000);
+    rank.engine.waitForAny(both, enough, /*yieldFor=*/200'000);
     EXPECT_TRUE(both[1]->done());
     EXPECT_TRUE(rank.engine.withdraw(*rank.group, {both[0]}).empty());
     finish(rank, sent);
@@ -204,7 +204,7 @@ TEST_P(MatcherTest, ShortMessagesBetweenThoseWhoWaitWakeNobodyElse) {
     for (int round = 0; round < kRounds; ++round) {
       const engine::Engine::Attendance attendance(rank.engine);
       finish(rank, begin(rank, true, next, out, 0, /*buffered=*/true));
-      rank.engine.waitForAny({receive(rank, previous, in)}, enough, /*looks=*/200'000);
+      rank.engine.waitForAny({receive(rank, previous, in)}, enough, /*yieldFor=*/200'000);
       EXPECT_TRUE(in == make(100, previous));
     }
     // Some, because all look up several times a second.

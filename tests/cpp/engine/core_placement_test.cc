@@ -1,4 +1,4 @@
-#include "engine/core_sharing.h"
+#include "engine/core_placement.h"
 
 #include <gtest/gtest.h>
 
@@ -14,7 +14,7 @@ cpu_set_t setOf(std::initializer_list<int> cores) {
   return set;
 }
 
-TEST(LessCrowdedTest, ChoosesTheCoresWithFewestMates) {
+TEST(FewestMatesTest, ChoosesTheCoresWithFewestMates) {
   struct Case {
     std::initializer_list<int> allowed;
     int mine;
@@ -35,7 +35,7 @@ TEST(LessCrowdedTest, ChoosesTheCoresWithFewestMates) {
       {{0, 1}, 0, {-1, 0}, {1}},          // a mate that has not said
   };
   for (const Case& c : cases) {
-    const auto best = lessCrowded(setOf(c.allowed), c.mine, c.mates);
+    const auto best = coresWithFewestMates(setOf(c.allowed), c.mine, c.mates);
     ASSERT_EQ(best.has_value(), c.best.size() > 0) << &c - cases;
     const cpu_set_t expected = setOf(c.best);
     if (!best) continue;
@@ -43,24 +43,24 @@ TEST(LessCrowdedTest, ChoosesTheCoresWithFewestMates) {
   }
 }
 
-TEST(CoreSharingTest, MovesAwayFromAMateAndStaysFree) {
+TEST(CorePlacementTest, MovesAwayFromAMateAndStaysFree) {
   cpu_set_t before, after;
   ASSERT_EQ(sched_getaffinity(0, sizeof before, &before), 0);
   if (CPU_COUNT(&before) < 2) GTEST_SKIP() << "this test is pinned to one core";
   const auto mine = transport::shm::Slab::create(size_t{256} << 20);
   const auto theirs = transport::shm::Slab::create(size_t{256} << 20);
-  CoreSharing sharing(mine->page());
+  CorePlacement placement(mine->page());
   const transport::shm::ProcessPage* mates[] = {&theirs->page()};
   for (const Nanoseconds now : {0, 20'000'000}) {
-    sharing.note();
+    placement.note();
     const int shared = mine->page().core.load();
     theirs->page().core.store(shared);
-    sharing.moveApart(mates, now);
+    placement.moveApart(mates, now);
     EXPECT_NE(mine->page().core.load(), shared);
     // Not again at once.
     theirs->page().core.store(mine->page().core.load());
     const int here = mine->page().core.load();
-    sharing.moveApart(mates, now + 1000);
+    placement.moveApart(mates, now + 1000);
     EXPECT_EQ(mine->page().core.load(), here);
   }
   ASSERT_EQ(sched_getaffinity(0, sizeof after, &after), 0);

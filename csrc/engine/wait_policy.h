@@ -1,0 +1,159 @@
+// How the threads of an engine wait: when they spin, yield, back off, sleep and wake. All of it is decided here, and no
+// setting changes it. docs/threads.md says what was measured.
+//
+// A thread can wait in five ways. Each costs the waiting thread, or others, something else:
+//   spin      looks again at once. Costs nothing when the wait is short; keeps the core from whoever needs it.
+//   yield     lets others have the core, and looks again when it comes back (sched_yield): some 0.5 us when nobody wants
+//             the core, a whole turn of the scheduler when another program computes on it.
+//   back off  does without yields for a while, since the last one has lost a turn (yield_backoff.h).
+//   sleep     until woken: 30 to 100 us between the wake-up and the first instruction.
+//   poll      sleeps for a fixed time, again and again: where nobody can wake the thread, or it should not be woken.
+//
+// What is decided when:
+//
+// * A caller of a small allreduce, while nothing else is in flight (spinUntil): spins for kSpinsOfSmallCall looks. If the
+//   other ranks have not arrived by then, the call becomes an operation in flight, and its caller waits as the owner.
+//
+// * The owner of the engine, while nothing advances (Backoff). Whenever something advances it begins again.
+//     1. spins, kSpins times with a pause instruction. The progress thread skips this: what it waits for takes longer.
+//     2. moves to another core if one of its mates runs on this one (core_placement.h).
+//     3. yields, kYields times, or for as long as the caller has asked for (Engine::waitForAny); not while it backs off.
+//     4. checks the health of peers, mates and deadlines, every kHealthPeriod (healthCheckDue).
+//     5. sleeps until a mate rings, the network has something, a request comes, or the next health check is due.
+//   Where the network cannot wake a thread, or something is still to be sent, it sleeps kNetworkPoll at most.
+//
+// * A caller who waits while another thread is the owner: sleeps until something has advanced or the owner lets go. It
+//   polls every kWaiterPoll besides, because what it waits for can also come from elsewhere.
+//
+// * The progress thread, while nothing is in flight that nobody waits for: sleeps. Whoever leaves work in flight wakes it,
+//   unless callers are predicted to return for such work at once (return_predictor.h): then it polls every kParkedPoll,
+//   and takes over what nobody has returned for. Ranks of other nodes may wait for an answer from this one, so it takes
+//   the engine every kAnswerPeriod in any case, where there are other nodes or watched groups.
+//
+// * The thread for calls on a device (PollingBackoff): devices wake nobody, so it yields first and then polls, less and
+//   less often.
+//
+// Threads: spinUntil() and PollingBackoff anywhere; leftInFlight(), returned() and ended() on any thread; beginPoll(),
+// takesWork() and endPoll() on a progress thread; the rest on the thread that owns the engine. Ends with the engine.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "engine/core_placement.h"
+#include "engine/process.h"
+#include "engine/return_predictor.h"
+#include "engine/yield_backoff.h"
+
+namespace smddp::engine {
+
+class WaitPolicy {
+ public:
+  static constexpr int kSpinsOfSmallCall = 64;
+  static constexpr int kSpins = 20;
+  static constexpr int kYields = 100;
+  static constexpr Nanoseconds kHealthPeriod = 5'000'000;
+  static constexpr Nanoseconds kNetworkPoll = 100'000;
+  static constexpr std::chrono::milliseconds kWaiterPoll{1};
+  static constexpr std::chrono::milliseconds kParkedPoll{1};
+  static constexpr std::chrono::milliseconds kAnswerPeriod{250};
+
+  explicit WaitPolicy(Process& process) : process_(process), placement_(process.slab().page()) {}
+
+  // Whether `condition` holds now or after a few looks.
+  template <typename Condition>
+  static bool spinUntil(const Condition& condition) {
+    bool holds = false;
+    for (int spin = 0; spin < kSpinsOfSmallCall && !holds; ++spin) holds = condition();
+    return holds;
+  }
+
+  // --- the owner, while nothing advances ---
+
+  enum class Waiter { Caller, ProgressThread };
+
+  // One stretch of waiting.
+  class Backoff {
+   public:
+    // With `yieldFor` it yields for so long instead of kYields times.
+    Backoff(WaitPolicy& policy, Waiter waiter, Nanoseconds yieldFor)
+        : policy_(policy), firstRound_(waiter == Waiter::Caller ? 0 : kSpins), yieldFor_(yieldFor) {
+      policy.placement_.note();
+      reset();
+    }
+    // Something has advanced.
+    void reset() {
+      round_ = firstRound_;
+      yieldUntil_ = 0;
+    }
+    // Spins or yields once. False: it is time to sleep.
+    bool spinOrYield() { return round_ < kSpins ? spin() : yield(); }
+
+   private:
+    bool spin();
+    bool yield();
+
+    WaitPolicy& policy_;
+    const int firstRound_;
+    const Nanoseconds yieldFor_;
+    int round_ = 0;
+    Nanoseconds yieldUntil_ = 0;
+  };
+
+  // Whether the slow path's health check is due; the next one is due kHealthPeriod later.
+  bool healthCheckDue();
+  // For how long the owner may sleep.
+  Nanoseconds untilHealthCheck() const;
+
+  // --- work in flight that nobody waits for ---
+
+  // A caller lets go of it. True: the progress thread has to be woken.
+  bool leftInFlight() {
+    returns_.left(process_.clock().now());
+    return !parkedPolls_.load() || !returns_.isConfident();
+  }
+  // A caller begins to wait.
+  void returned() {
+    if (returns_.isLeft()) returns_.returned(process_.clock().now());
+  }
+  // Nothing is in flight any more.
+  void ended() { returns_.ended(); }
+
+  // The parked progress thread asks, before it looks for work, whether it polls for it. If not, it is woken.
+  bool beginPoll() {
+    const bool polls = returns_.isActive(process_.clock().now());
+    parkedPolls_.store(polls);
+    return polls;
+  }
+  // There is work that nobody waits for. Whether the progress thread takes it over.
+  bool takesWork(bool polls) {
+    if (!polls) return true;
+    if (returns_.expectsReturn(process_.clock().now())) return false;
+    returns_.missed();
+    return true;
+  }
+  void endPoll() { parkedPolls_.store(false); }
+
+ private:
+  Process& process_;
+  CorePlacement placement_;
+  YieldBackoff yields_;
+  ReturnPredictor returns_;
+  std::atomic<bool> parkedPolls_{false};
+  Nanoseconds nextHealthCheck_ = 0;
+};
+
+// For a thread that nobody can wake: one object for each wait.
+class PollingBackoff {
+ public:
+  // Gives up the core once, or sleeps for a while.
+  void wait();
+
+ private:
+  int yields_ = 0;
+  std::chrono::microseconds sleep_ = std::chrono::microseconds(20);
+};
+
+}  // namespace smddp::engine

@@ -1,0 +1,41 @@
+// Backs off from sched_yield() while another program computes on our core.
+//
+// A yield to a mate who waits as well, or works for us, is the cheapest way to wait where ranks outnumber cores. A yield
+// to a data loader or to another program loses the core for a whole turn of the scheduler, 3 to 4 ms on Linux, and an
+// operation has many waits. To sleep and be woken takes some ten microseconds, because the scheduler prefers threads
+// that wake up to threads that compute. So after a lost turn the owner does not yield for a while; the while doubles
+// each time the next yield loses a turn again.
+//
+// Used by the thread that owns the engine.
+#pragma once
+
+#include <algorithm>
+
+#include "common/clock.h"
+
+namespace smddp::engine {
+
+class YieldBackoff {
+ public:
+  // Longer than a mate's part of an operation takes, shorter than a turn of the scheduler.
+  static constexpr Nanoseconds kLostTurn = 1'500'000;
+  static constexpr Nanoseconds kMinPeriod = 4'000'000;
+  static constexpr Nanoseconds kMaxPeriod = 64'000'000;
+
+  // A sched_yield() has taken this time.
+  void yielded(Nanoseconds begun, Nanoseconds ended) {
+    if (ended - begun < kLostTurn) {
+      period_ /= 2;
+    } else {
+      period_ = std::clamp(2 * period_, kMinPeriod, kMaxPeriod);
+      until_ = ended + period_;
+    }
+  }
+  bool avoidsYields(Nanoseconds now) const { return now < until_; }
+
+ private:
+  Nanoseconds period_ = 0;
+  Nanoseconds until_ = 0;
+};
+
+}  // namespace smddp::engine
