@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
 from typing import NoReturn
 
-__all__ = ["command", "main", "run"]
+from smddp._command import run
+
+__all__ = ["command", "main"]
 
 _USAGE = """usage: smddp COMMAND ...
 
@@ -16,18 +16,6 @@ _USAGE = """usage: smddp COMMAND ...
   plan       show what a collective does, step by step
   env        print the settings in force
 """
-
-
-def run(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with what `main` returns; quietly if nobody reads it any more (`| head`)."""
-    try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes once more as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    sys.exit(status)
 
 
 def command() -> NoReturn:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smddp import _load
-from smddp.cli import run
+from smddp._command import run
 
 if TYPE_CHECKING:
     from smddp._C import Setting

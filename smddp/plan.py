@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from smddp import _load
-from smddp.cli import run
+from smddp._command import run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,15 +1,18 @@
-"""The layers of csrc, as a table that is checked against every #include.
+"""The layers of csrc, smddp and smdistributed: tables that each include and import keeps.
 
-A folder may include the folders of its row and itself. What a feature costs (a torch header half a
-minute of compile time, a thread a reader's certainty) is paid in one folder only.
+A folder of csrc, or a part of the Python packages, may use those of its row, and itself. What a
+feature costs (a torch header half a minute of compile time, a thread a reader's certainty) is paid
+in one folder only.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,9 +21,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 
-# Folder -> what it may include besides itself and common. transport/shm, fabric and sim are
-# siblings that never meet; "transport" is the interface in csrc/transport itself. Only tests know
-# sim.
+# Folder -> what it may include, or name by its namespace, besides itself and common. transport/shm,
+# fabric and sim are siblings that never meet; "transport" is the interface in csrc/transport. Only
+# tests know sim. process_group includes nothing of collectives, plan and transport itself: it names
+# types of theirs that the headers of engine bring.
 MAY_INCLUDE: dict[str, set[str]] = {
     "common": set(),
     "plan": set(),
@@ -29,7 +33,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "transport/shm": {"transport"},
     "transport/fabric": {"transport"},
     "transport/sim": {"transport"},
-    "bootstrap": {"transport", "transport/shm", "transport/fabric"},
+    "bootstrap": set(),
     "collectives": {"plan"},
     "engine": {
         "bootstrap",
@@ -42,7 +46,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     },
     "cuda": set(),
     "cuda/kernels": {"cuda"},
-    "process_group": {"engine", "bootstrap", "cuda"},
+    "process_group": {"engine", "bootstrap", "cuda", "collectives", "plan", "transport"},
     "bindings": {"process_group", "engine", "plan", "collectives"},
 }
 
@@ -51,14 +55,55 @@ ONLY_IN: dict[str, tuple[str, set[str]]] = {
     "the environment": (r"\b(secure_)?getenv\s*\(|\benviron\b", {"common/config.cc"}),
     "libfabric": (r"#include <rdma/", {"transport/fabric"}),
     "memory mappings": (r"#include <sys/mman\.h>", {"transport/shm"}),
-    "threads": (r"\bstd::j?thread\b(?!::id)|\bpthread_create\b", {"engine", "bootstrap"}),
+    "threads": (r"\bstd::j?thread\b(?!::id)|\bpthread_create\b", {"engine"}),
     "CUDA": (r"#include <(cuda|nccl)", {"cuda/kernels"}),
     "torch": (r"#include <(torch|c10|ATen)/", {"process_group", "bindings"}),
-    "Python": (r"#include <(pybind11/|Python\.h)", {"process_group", "bindings"}),
+    "Python": (r"#include <(pybind11/|Python\.h)", {"bindings"}),
     "SIMD": (r"#include <(\w*mmintrin\.h|arm_neon\.h)", {"common/stream_copy.cc", "reduction"}),
 }
 
+# The part of a module -> what it may import besides itself. A module belongs to the longest name in
+# this table that it begins with.
+COMMON, JOB = "smddp.modelparallel.common", "smddp.modelparallel.job"
+PIPELINE, PARTITION = "smddp.modelparallel.pipeline", "smddp.modelparallel.partition"
+DATA_PARALLEL, MODEL = "smddp.modelparallel.data_parallel", "smddp.modelparallel.model"
+OPTIMIZER, CHECKPOINT = "smddp.modelparallel.optimizer", "smddp.modelparallel.checkpoint"
+ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
+COMPATIBILITY = "smddp.modelparallel.compatibility"
+MAY_IMPORT: dict[str, set[str]] = {
+    "smddp": set(),
+    "smddp_autoload": {"smddp"},
+    "smddp.bench": {"smddp"},
+    "smddp.cli": {"smddp", "smddp.bench"},
+    COMMON: set(),
+    JOB: {"smddp", COMMON},
+    PIPELINE: {"smddp", COMMON},
+    PARTITION: {COMMON, JOB, PIPELINE},
+    DATA_PARALLEL: {COMMON, PIPELINE},
+    OPTIMIZER: {COMMON, JOB, PARTITION},
+    COMPATIBILITY: {COMMON, JOB},
+    MODEL: {COMMON, JOB, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER, COMPATIBILITY},
+    CHECKPOINT: {COMMON, JOB, PARTITION, OPTIMIZER},
+    ACTIVATIONS: {COMMON},
+    API: {COMMON, JOB, PIPELINE, PARTITION, MODEL},
+    "smddp.modelparallel": {
+        *(COMMON, JOB, PARTITION, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
+    },
+    "smdistributed": set(),
+    "smdistributed.dataparallel": {"smddp"},
+    "smdistributed.modelparallel": {
+        *("smddp.modelparallel", COMMON, JOB, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT),
+        *(ACTIVATIONS, API),
+    },
+}
+
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cc", ".cu", ".cuh"})
+# Namespace -> folder; the last part of the folder's name is the namespace.
+NAMESPACES = {folder.split("/")[-1]: folder for folder in MAY_INCLUDE}
+_NAMES = "|".join(NAMESPACES)
+NAMESPACE = re.compile(
+    rf"(?<![\w:])(?:smddp::(?:transport::)?({_NAMES})\b|(?:transport::)?({_NAMES})::)"
+)
 TORCH_FREE_HEADERS = [
     path
     for path in SOURCES
@@ -82,19 +127,26 @@ def code_lines(path: Path) -> list[tuple[int, str]]:
     return [(number, line.split("//")[0]) for number, line in enumerate(lines, 1)]
 
 
-def broken_includes(name: str, lines: list[tuple[int, str]]) -> list[str]:
-    """Returns one sentence for each #include that the table does not allow."""
-    folder = folder_of(name)
-    found = []
+def uses(name: str, lines: list[tuple[int, str]]) -> Iterator[tuple[int, str, str]]:
+    """Yields line number, folder ("" if unknown) and text of what a file includes and names."""
     for number, line in lines:
         include = re.match(r'\s*#\s*include\s+"([^"]+)"', line)
-        if include is None:
+        if include is not None:
+            yield number, folder_of(include[1]), include[1]
             continue
-        target = folder_of(include[1])
+        for namespace in NAMESPACE.finditer(line):
+            yield number, NAMESPACES[namespace[1] or namespace[2]], namespace[0]
+
+
+def broken_includes(name: str, lines: list[tuple[int, str]]) -> list[str]:
+    """Returns one sentence for each #include and namespace that the table does not allow."""
+    folder = folder_of(name)
+    found = []
+    for number, target, text in uses(name, lines):
         if not target:
-            found.append(f"{name}:{number}: {include[1]} is not a path from csrc/ to a known layer")
+            found.append(f"{name}:{number}: {text} is not a path from csrc/ to a known layer")
         elif target not in {folder, "common"} | MAY_INCLUDE[folder]:
-            found.append(f"{name}:{number}: {folder} must not include {target} ({include[1]})")
+            found.append(f"{name}:{number}: {folder} must not use {target} ({text})")
     return found
 
 
@@ -112,20 +164,121 @@ def misplaced_features(name: str, lines: list[tuple[int, str]]) -> list[str]:
     return found
 
 
+def part_of(module: str) -> str:
+    """Returns the row of MAY_IMPORT that a module belongs to; "" if there is none."""
+    parts = module.split(".")
+    while parts and ".".join(parts) not in MAY_IMPORT:
+        parts.pop()
+    return ".".join(parts)
+
+
+def python_modules() -> dict[str, Path]:
+    """Returns the Python modules of the project by name, those with only a stub included."""
+    found = {}
+    for top in ("smddp", "smdistributed"):
+        for path in sorted((ROOT / top).rglob("*.py*")):
+            if path.suffix in {".py", ".pyi"}:
+                parts = path.relative_to(ROOT).with_suffix("").parts
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {**found, "smddp_autoload": ROOT / "smddp_autoload.py"}
+
+
+MODULES = python_modules()
+
+
+def imports(module: str, text: str) -> list[tuple[int, str]]:
+    """Returns line and name of each module of the project that a module imports anywhere in it."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}:{node.lineno}: a relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.append((node.lineno, name if name in MODULES else str(node.module)))
+    return [(number, name) for number, name in found if part_of(name)]
+
+
+def broken_imports(module: str, text: str) -> list[str]:
+    """Returns one sentence for each import that the table does not allow."""
+    part = part_of(module)
+    return [
+        f"{module}:{number}: {part} must not import {part_of(name)} ({name})"
+        for number, name in imports(module, text)
+        if part_of(name) not in {part} | MAY_IMPORT[part]
+    ]
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Returns the nodes that lie on circles of a graph, or between two of them."""
+    remaining = dict(graph)
+    while True:
+        ready = [name for name, below in remaining.items() if not below & set(remaining)]
+        if not ready:
+            break
+        for name in ready:
+            del remaining[name]
+    # What only leads to a circle is not on one.
+    while True:
+        reached = {name for below in remaining.values() for name in below}
+        if not (outside := set(remaining) - reached):
+            return sorted(remaining)
+        for name in outside:
+            del remaining[name]
+
+
+def unused(table: dict[str, set[str]], used: dict[str, set[str]]) -> list[str]:
+    """Returns one sentence for each entry of a table that nothing needs."""
+    return [
+        f"{row} uses nothing of {entry}: take it out of the table"
+        for row, entries in table.items()
+        for entry in sorted(entries - used.get(row, set()))
+    ]
+
+
 def test_every_folder_has_a_row() -> None:
     folders = {path.parent.relative_to(CSRC).as_posix() for path in SOURCES}
-    assert folders <= set(MAY_INCLUDE)
+    assert folders == set(MAY_INCLUDE)
+    assert {part_of(module) for module in MODULES} == set(MAY_IMPORT)
 
 
-def test_table_has_no_cycle() -> None:
-    levels: dict[str, int] = {}
-    remaining = dict(MAY_INCLUDE)
-    while remaining:
-        ready = [folder for folder, below in remaining.items() if below <= set(levels)]
-        assert ready, f"these rows depend on each other: {sorted(remaining)}"
-        for folder in ready:
-            levels[folder] = len(levels)
-            del remaining[folder]
+@pytest.mark.parametrize("table", [MAY_INCLUDE, MAY_IMPORT])
+def test_table_has_no_cycle(table: dict[str, set[str]]) -> None:
+    assert not circle(table), f"these rows depend on each other: {circle(table)}"
+
+
+def test_table_of_csrc_has_no_unused_entry() -> None:
+    used: dict[str, set[str]] = {}
+    for path in SOURCES:
+        name = path.relative_to(CSRC).as_posix()
+        targets = {target for _, target, _ in uses(name, code_lines(path))}
+        used.setdefault(folder_of(name), set()).update(targets)
+    found = unused(MAY_INCLUDE, used)
+    for what, (pattern, allowed) in ONLY_IN.items():
+        files = [
+            path.relative_to(CSRC)
+            for path in SOURCES
+            if any(re.search(pattern, line) for _, line in code_lines(path))
+        ]
+        users = {place.as_posix() for file in files for place in (file, file.parent)}
+        found += [f"{place} does not use {what}" for place in sorted(allowed - users)]
+    assert not found, "\n".join(found)
+
+
+def test_modules_keep_the_rule() -> None:
+    found: list[str] = []
+    used: dict[str, set[str]] = {}
+    graph: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        text = path.read_text()
+        found += broken_imports(module, text)
+        graph[module] = {name for _, name in imports(module, text)}
+        used.setdefault(part_of(module), set()).update(map(part_of, graph[module]))
+    found += unused(MAY_IMPORT, used)
+    if on_circle := circle(graph):
+        found.append(f"these modules import each other in a circle: {', '.join(on_circle)}")
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("check", [broken_includes, misplaced_features])
@@ -143,6 +296,9 @@ def test_sources_keep_the_rule(check) -> None:
         ("plan/plan.cc", '#include "engine/engine.h"', broken_includes),
         ("transport/shm/shm.cc", '#include "transport/fabric/fabric.h"', broken_includes),
         ("engine/engine.cc", '#include "completion.h"', broken_includes),
+        ("plan/plan.cc", "engine::Request request;", broken_includes),
+        ("engine/group.h", "namespace smddp::process_group { class Work; }", broken_includes),
+        ("collectives/ring.cc", "const smddp::transport::shm::Slab& slab", broken_includes),
         ("engine/engine.cc", 'std::getenv("HOME")', misplaced_features),
         ("engine/engine.h", "#include <torch/torch.h>", misplaced_features),
         ("plan/plan.cc", "std::thread worker;", misplaced_features),
@@ -150,6 +306,25 @@ def test_sources_keep_the_rule(check) -> None:
 )
 def test_checks_can_fail(name, line, check) -> None:
     assert len(check(name, [(1, line)])) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("smddp.env", "from smddp.bench import measure"),
+        (f"{PIPELINE}.calls", f"import {JOB}.state"),
+        (f"{PARTITION}.decide", f"from {DATA_PARALLEL} import reducer"),
+        (f"{JOB}.state", f"def late():\n    from {PIPELINE}.executor import Executor"),
+    ],
+)
+def test_check_of_imports_can_fail(module: str, line: str) -> None:
+    assert len(broken_imports(module, line)) == 1
+
+
+def test_circles_and_unused_entries_are_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert len(unused({"a": {"b", "c"}}, {"a": {"b"}})) == 1
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 import smddp
+from smddp._command import run
 from smddp.bench import ddp, numa, options, plot, table, tune
 from smddp.bench.about import about, begin, say_written, write_file, write_json
 from smddp.bench.bounds import BoundContender, copy_rate, link_rate
@@ -23,7 +24,6 @@ from smddp.bench.launch import complete_rendezvous, is_rank, launch
 from smddp.bench.measure import Bench, Case, Measurement
 from smddp.bench.mpi import MPIS, MpiContender
 from smddp.bench.torch_calls import TorchContender
-from smddp.cli import run
 
 
 def _nodes_of_ranks() -> list[int]:

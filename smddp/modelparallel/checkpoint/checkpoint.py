@@ -25,9 +25,8 @@ from smddp.modelparallel.common.files import hash_of, read, write
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.job.topology import CommGroup
-from smddp.modelparallel.model.state_dict import MARKER
 from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES, merged
-from smddp.modelparallel.partition.placement import Decision
+from smddp.modelparallel.partition.placement import MARKER, Decision
 
 __all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
 

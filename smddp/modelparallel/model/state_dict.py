@@ -12,12 +12,9 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
 from smddp.modelparallel.job.meeting import together
 from smddp.modelparallel.job.state import state
-from smddp.modelparallel.partition.placement import Placement
+from smddp.modelparallel.partition.placement import MARKER, Placement
 
-__all__ = ["MARKER", "ModelState"]
-
-# In a partial state dict, and never part of a model.
-MARKER = "_smp_is_partial"
+__all__ = ["ModelState"]
 
 
 class ModelState:

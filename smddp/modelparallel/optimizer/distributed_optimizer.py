@@ -14,11 +14,10 @@ import torch.distributed as dist
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.job.meeting import together
 from smddp.modelparallel.job.state import state
-from smddp.modelparallel.model.state_dict import MARKER
 from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 from smddp.modelparallel.optimizer.half import MasterWeights, half_precision
 from smddp.modelparallel.optimizer.loss_scale import make_scaler
-from smddp.modelparallel.partition.placement import Placement
+from smddp.modelparallel.partition.placement import MARKER, Placement
 
 __all__ = ["FP16_STATES", "DistributedOptimizer", "merged"]
 

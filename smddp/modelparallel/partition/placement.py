@@ -12,7 +12,10 @@ from torch import nn
 from smddp.modelparallel.common.errors import SMPPartitionError
 from smddp.modelparallel.pipeline.modules import Modules
 
-__all__ = ["Decision", "Placement", "costs_by_size", "own_bytes"]
+__all__ = ["MARKER", "Decision", "Placement", "costs_by_size", "own_bytes"]
+
+# The key that marks a state dict, of a model or an optimizer, as that of one rank only.
+MARKER = "_smp_is_partial"
 
 
 def own_bytes(modules: Sequence[nn.Module]) -> list[int]:

@@ -20,7 +20,8 @@ from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import rebuild
 from smddp.modelparallel.pipeline.baton import Ticket
 from smddp.modelparallel.pipeline.collector import Collector
-from smddp.modelparallel.pipeline.frame import Frame, Host
+from smddp.modelparallel.pipeline.frame import Frame
+from smddp.modelparallel.pipeline.host import Host
 from smddp.modelparallel.pipeline.lazy import Lazy
 from smddp.modelparallel.pipeline.protocol import (
     SINK,

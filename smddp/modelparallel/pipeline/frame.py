@@ -1,16 +1,10 @@
-"""What a task knows about itself, and what it needs of the rank on which it runs."""
+"""What a task knows about itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
-
-from smddp.modelparallel.pipeline.baton import Baton, Ticket
 from smddp.modelparallel.pipeline.collector import Collector
-from smddp.modelparallel.pipeline.protocol import Kind
-from smddp.modelparallel.pipeline.timeline import Timeline
 
-__all__ = ["Frame", "Host"]
+__all__ = ["Frame"]
 
 
 class Frame:
@@ -50,23 +44,3 @@ class Frame:
         self.grad = grad
         self.open: Collector | None = None
         self.sent: list[int] = []
-
-
-class Host(Protocol):
-    """The rank, as those see it who make and serve calls on it; the executor is one.
-
-    Attributes:
-        rank: in the pipeline.
-        baton: runs the tasks.
-        timeline: records them.
-    """
-
-    rank: int
-    baton: Baton
-    timeline: Timeline
-
-    def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> None:
-        """Sends a message to a rank of the pipeline, or to this one."""
-
-    def wait(self, ticket: Ticket, frame: Frame, forward: bool) -> None:
-        """Lets other tasks run until a ticket is done."""

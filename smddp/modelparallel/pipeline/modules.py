@@ -21,7 +21,7 @@ from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import Shape, flatten, map_tensors
 from smddp.modelparallel.pipeline.calls import Caller
 from smddp.modelparallel.pipeline.collector import Site, predictable
-from smddp.modelparallel.pipeline.frame import Host
+from smddp.modelparallel.pipeline.host import Host
 from smddp.modelparallel.pipeline.lazy import Lazy, force, install
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, stream
 

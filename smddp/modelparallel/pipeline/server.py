@@ -17,7 +17,8 @@ from smddp.modelparallel.common.structure import flatten
 from smddp.modelparallel.pipeline.baton import Priority, Task
 from smddp.modelparallel.pipeline.calls import Caller, run_backward
 from smddp.modelparallel.pipeline.failure import StructureChangedError
-from smddp.modelparallel.pipeline.frame import Frame, Host
+from smddp.modelparallel.pipeline.frame import Frame
+from smddp.modelparallel.pipeline.host import Host
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import (

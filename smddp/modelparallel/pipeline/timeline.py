@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from smddp.modelparallel.pipeline.frame import Frame
+from smddp.modelparallel.pipeline.frame import Frame
 
 __all__ = ["Span", "Timeline", "Work"]
 

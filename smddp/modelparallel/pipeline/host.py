@@ -1,0 +1,33 @@
+"""What the caller's and the owner's side of calls need of the rank on which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from smddp.modelparallel.pipeline.baton import Baton, Ticket
+from smddp.modelparallel.pipeline.frame import Frame
+from smddp.modelparallel.pipeline.protocol import Kind
+from smddp.modelparallel.pipeline.timeline import Timeline
+
+__all__ = ["Host"]
+
+
+class Host(Protocol):
+    """The rank, as those see it who make and serve calls on it; the executor is one.
+
+    Attributes:
+        rank: in the pipeline.
+        baton: runs the tasks.
+        timeline: records them.
+    """
+
+    rank: int
+    baton: Baton
+    timeline: Timeline
+
+    def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> None:
+        """Sends a message to a rank of the pipeline, or to this one."""
+
+    def wait(self, ticket: Ticket, frame: Frame, forward: bool) -> None:
+        """Lets other tasks run until a ticket is done."""
