@@ -20,7 +20,7 @@
 #include "common/clock.h"
 #include "engine/region_pool.h"
 #include "engine/window_pool.h"
-#include "transport/channel.h"
+#include "transport/channel_table.h"
 #include "transport/shm/comm_memory.h"
 #include "transport/shm/doorbell.h"
 #include "transport/shm/liveness.h"

@@ -5,6 +5,7 @@
 
 #include "common/error.h"
 #include "common/log.h"
+#include "transport/channel_table.h"
 
 namespace smddp::transport {
 namespace {
@@ -28,7 +29,7 @@ bool SendChannel::put(uint64_t number, Payload payload, const CallFingerprint& c
           "must be the same on all ranks.",
           toString(key_), payload.size(), key_.destination, slotBytes_);
   }
-  // The second bound keeps done_ as short as the window: a grant can overtake the completions.
+  // A grant can come before the completions of its puts. The second bound makes sure that done_ has room for them.
   if (sent_ - consumed_ >= window_ || sent_ - flushed_ >= window_) return false;
 
   PutHeader header;
@@ -64,7 +65,7 @@ void SendChannel::onPutDone(uint32_t lowBits) {
     return;
   }
   done_[number % window_] = true;
-  // The bit is cleared as the prefix passes, ready for message number + window.
+  // Clear the bits of the prefix; message number + window uses the same bit.
   while (flushed_ < sent_ && done_[(flushed_ + 1) % window_]) done_[++flushed_ % window_] = false;
 }
 
@@ -77,7 +78,7 @@ ReceiveChannel::ReceiveChannel(ChannelTable& table, const ChannelKey& key, PeerI
       memory_(memory),
       slotBytes_(slotBytes),
       window_(static_cast<uint64_t>(window)),
-      here_(window_, false),
+      early_(window_, false),
       headers_(window_) {}
 
 const PutHeader& ReceiveChannel::header(uint64_t number) const {
@@ -111,25 +112,25 @@ void ReceiveChannel::release(uint64_t count) {
 
 bool ReceiveChannel::grantIsDue() const {
   if (owed() == 0) return false;
-  // Once its last message is seen, the sender cannot go on before it hears of us.
-  return hurried_ || 2 * owed() >= window_ || highest_ == granted_ + window_;
+  // If the sender has used all its credit (the last condition), it cannot go on before the grant.
+  return unbatched_ || 2 * owed() >= window_ || highest_ == granted_ + window_;
 }
 
 void ReceiveChannel::onPut(uint32_t immediate) {
   const uint64_t number = numberOf(immediate, arrived_);
-  // The sender may be ahead of what it was granted by the window, never by more.
-  if (number <= arrived_ || number > granted_ + window_ || here_[number % window_]) {
+  // The sender may send at most `window` messages beyond those that were granted.
+  if (number <= arrived_ || number > granted_ + window_ || early_[number % window_]) {
     SMDDP_LOG(Debug, kTag, "{}: message {} ignored, it is here or beyond the window",
               toString(key_), number);
     return;
   }
-  here_[number % window_] = true;
+  early_[number % window_] = true;
   highest_ = std::max(highest_, number);
   if (!closed_) {
     const uint64_t slot = (number - 1) % window_ * static_cast<uint64_t>(slotStride(slotBytes_));
     std::memcpy(&headers_[number % window_], memory_.data() + slot, sizeof(PutHeader));
   }
-  while (here_[(arrived_ + 1) % window_]) here_[++arrived_ % window_] = false;
+  while (early_[(arrived_ + 1) % window_]) early_[++arrived_ % window_] = false;
 }
 
 }  // namespace smddp::transport

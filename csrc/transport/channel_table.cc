@@ -1,10 +1,10 @@
-// The table of channel.h: who is who, ids, and what the transport had no room for.
+#include "transport/channel_table.h"
+
 #include <algorithm>
 #include <utility>
 
 #include "common/error.h"
 #include "common/log.h"
-#include "transport/channel.h"
 
 namespace smddp::transport {
 namespace {
@@ -73,7 +73,7 @@ ReceiveChannel& ChannelTable::receive(const ChannelKey& key, PeerId peer,
 }
 
 uint16_t ChannelTable::newId() {
-  // An id rests as long as possible before it is used again.
+  // Reuse an id as late as possible, so that a late message for it does not meet another channel.
   if (freshIds_ < kNumIds) return static_cast<uint16_t>(freshIds_++);
   if (freeIds_.empty()) {
     raise(ErrorKind::Resource,
@@ -95,7 +95,7 @@ void ChannelTable::control(PeerId peer, Bytes message) {
 }
 
 void ChannelTable::sendBacklog() {
-  // Peers have no order among one another: one that takes nothing does not hold up the others.
+  // Order matters per peer only, so a peer without room does not hold up the others.
   for (auto box = outbox_.begin(); box != outbox_.end();) {
     auto& waiting = box->second;
     while (!waiting.empty() && transport_.control(box->first, waiting.front())) {
@@ -118,11 +118,11 @@ bool ChannelTable::sendGrant(ReceiveChannel& channel) {
   grant.header.channel = channel.id_;
   grant.group = channel.key_.group;
   grant.consumed = channel.released_;
-  // Not kept in the outbox when it is refused: a grant that waits can still grow.
+  // A refused grant does not go to the outbox: a later grant covers more messages.
   const bool gone = failed_.contains(channel.peer_);
   if (!gone && !transport_.control(channel.peer_, bytesOf(grant))) return false;
   channel.granted_ = channel.released_;
-  channel.hurried_ = false;
+  channel.unbatched_ = false;
   return true;
 }
 
@@ -136,7 +136,7 @@ void ChannelTable::sendDueGrants() {
 }
 
 void ChannelTable::flushGrants() {
-  for (ReceiveChannel* channel : owing_) channel->hurried_ = channel->owed() != 0;
+  for (ReceiveChannel* channel : owing_) channel->unbatched_ = channel->owed() != 0;
   sendDueGrants();
 }
 
@@ -224,7 +224,7 @@ void ChannelTable::onPut(uint32_t immediate) {
   }
   ReceiveChannel& channel = *found->second;
   channel.onPut(immediate);
-  // Sent after the transport's poll, together with what its other events make due.
+  // poll() sends the grant after the transport's poll, together with those of other events.
   if (!channel.closed_ && channel.grantIsDue()) grantsDue_ = true;
   retireIfSettled(channel);
 }

@@ -11,10 +11,10 @@ namespace smddp::transport {
 namespace {
 
 constexpr size_t kMostCards = kMaxControlBytes / sizeof(RemoteKey);
-// A peer that a card has lost is reported at the latest after so many polls.
+// A failed peer is reported after at most this many polls, also if events keep coming.
 constexpr int kLastPolls = 64;
 
-// An address is a list of | length, 2 bytes | address of a card |.
+// Splits an address: a list of | length, 2 bytes | address of a card |.
 std::vector<Bytes> split(Bytes address, const std::string& description) {
   std::vector<Bytes> parts;
   while (!address.empty()) {
@@ -30,13 +30,13 @@ std::vector<Bytes> split(Bytes address, const std::string& description) {
   return parts;
 }
 
-FileDescriptor watchAll(const std::vector<std::unique_ptr<Transport>>& cards) {
+FileDescriptor combineDescriptors(const std::vector<std::unique_ptr<Transport>>& cards) {
   FileDescriptor all(epoll_create1(EPOLL_CLOEXEC));
   for (const auto& card : cards) {
     epoll_event event{};
     event.events = EPOLLIN;
     const int descriptor = card->waitDescriptor();
-    // Without one of them, one could sleep through what comes by it.
+    // All cards must have a descriptor. Otherwise a sleeper would miss the events of a card.
     if (descriptor < 0 || epoll_ctl(all.get(), EPOLL_CTL_ADD, descriptor, &event) != 0) return {};
   }
   return all;
@@ -44,7 +44,7 @@ FileDescriptor watchAll(const std::vector<std::unique_ptr<Transport>>& cards) {
 
 }  // namespace
 
-// Hears one card during a poll.
+// The sink of one card during a poll.
 class StripedTransport::Tap final : public Sink {
  public:
   Tap(StripedTransport& owner, size_t card, Sink& sink) : owner_(owner), card_(card), sink_(sink) {}
@@ -65,7 +65,7 @@ class StripedTransport::Tap final : public Sink {
 };
 
 StripedTransport::StripedTransport(std::vector<std::unique_ptr<Transport>> cards)
-    : cards_(std::move(cards)), peerAt_(cards_.size()), wait_(watchAll(cards_)) {
+    : cards_(std::move(cards)), peerAt_(cards_.size()), wait_(combineDescriptors(cards_)) {
   SMDDP_CHECK(!cards_.empty() && cards_.size() <= kMostCards, "{} network cards", cards_.size());
 }
 
@@ -113,7 +113,7 @@ bool StripedTransport::addSource(std::span<std::byte> memory) {
   return registered;
 }
 
-// On all cards or on none.
+// Adds the memory on all cards, or on none.
 std::string StripedTransport::addDeviceSource(const DeviceMemory& memory) {
   std::string refusal;
   try {
@@ -138,7 +138,7 @@ StripedTransport::Peer& StripedTransport::peerOf(PeerId peer) {
   return found->second;
 }
 
-// What finds no room now goes out in a later poll.
+// Announces regions to the peers. If a card has no room, a later poll announces the rest.
 void StripedTransport::announce() {
   for (auto& [id, peer] : peers_) {
     if (peer.at.size() < 2 || peer.failed) continue;
@@ -164,7 +164,7 @@ bool StripedTransport::control(PeerId peer, Bytes message) {
   return cards_.front()->control(peer, message);
 }
 
-// By the next card that has room.
+// Puts over the next card that has room.
 bool StripedTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, Bytes header,
                            Payload payload, uint64_t token) {
   Peer& peer = peerOf(id);

@@ -1,12 +1,11 @@
-// One transport over the several network cards of a rank: each card is a transport of its own, and puts are dealt
-// to them in turn.
+// One transport over several network cards of a rank. Each card is a transport of its own; puts go to them in turn.
 //
-// The first card stands for all: peers have its numbers, memory has its keys, control messages travel on it,
-// because only one card keeps their order. The keys of a region on the other cards are announced by control
-// messages of the second card, which carries no others. Until a peer has them it puts by the first card, so nobody
-// waits for an announcement. Peers may have different numbers of cards; two of them use as many as both have.
+// Peer numbers and memory keys are those of the first card. Control messages use the first card only, because they
+// must stay in order. The keys of a region on the other cards are announced to the peers by control messages on the
+// second card, which carries no others. Until a peer has them, it puts over the first card; so no peer waits for an
+// announcement. Peers may have different numbers of cards; two peers use as many as both have.
 //
-// Threads, errors and ownership are those of Transport. When one card loses a peer the peer is lost, but this is
+// Threads, errors and ownership are those of Transport. If one card loses a peer, the peer has failed. This is
 // reported only after the other cards have delivered what had arrived.
 #pragma once
 
@@ -23,7 +22,7 @@ namespace smddp::transport {
 
 class StripedTransport final : public Transport {
  public:
-  // At least one card, and no more than an announcement has room for.
+  // Takes at least one card, and at most as many as fit into an announcement.
   explicit StripedTransport(std::vector<std::unique_ptr<Transport>> cards);
   ~StripedTransport() override;
 
@@ -46,15 +45,16 @@ class StripedTransport final : public Transport {
   using Keys = std::vector<RemoteKey>;
   struct Peer {
     std::vector<PeerId> at;  // its number on each card that we both have
-    size_t announced = 0;    // regions of ours that it has been told of
-    std::map<std::pair<uint64_t, uint64_t>, Keys> regions;  // its own, by the key of the first card
+    size_t announced = 0;    // the number of our regions that were announced to it
+    std::map<std::pair<uint64_t, uint64_t>, Keys>
+        regions;  // its regions, by the key of the first card
     size_t nextCard = 0;
     bool failed = false;
   };
   struct Failure {
     PeerId peer;
     std::string cause;
-    int polls = 0;  // since it was noticed
+    int polls = 0;  // polls since it was noticed
   };
   class Tap;
 
@@ -65,7 +65,7 @@ class StripedTransport final : public Transport {
   size_t reportFailures(Sink& sink, bool quiet);
 
   std::vector<std::unique_ptr<Transport>> cards_;
-  std::vector<std::map<PeerId, PeerId>> peerAt_;  // by card: its number there to ours
+  std::vector<std::map<PeerId, PeerId>> peerAt_;  // by card: the card's peer number -> ours
   std::map<PeerId, Peer> peers_;
   std::vector<Keys> regions_;
   std::vector<Failure> failures_;  // not yet reported

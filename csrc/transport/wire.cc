@@ -14,7 +14,7 @@ std::optional<T> read(Bytes message) {
   return value;
 }
 
-// A message of exactly this kind and length.
+// Reads a message. nullopt unless it has exactly this kind and length.
 template <typename T>
 std::optional<T> readControl(Bytes message, ControlKind kind) {
   const auto header = parseControlHeader(message);
@@ -38,7 +38,7 @@ std::optional<OpenMessage> parseOpen(Bytes message) {
   if (open->source < 0 || open->destination < 0) return std::nullopt;
   if (open->window < 1 || open->window > kMaxWindow) return std::nullopt;
   if (open->slotBytes > kMaxSlotBytes) return std::nullopt;
-  // The sender adds slot offsets to this one: the sum must not wrap round.
+  // The sender adds slot offsets to this one. The sum must not overflow.
   if (open->offset > UINT64_MAX - uint64_t{kMaxWindow} * 2 * kMaxSlotBytes) return std::nullopt;
   return open;
 }

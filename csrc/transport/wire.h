@@ -1,9 +1,8 @@
-// Every byte layout that leaves the process between engines: the header of a put, the control
-// messages and the 32-bit immediate value. Little-endian, without padding; all ranks of a job run
-// the same version.
+// The byte layouts of all messages between engines: the header of a put, the control messages and the 32-bit immediate
+// value. They are little-endian and have no padding. All ranks of a job run the same version.
 //
-// Parsers trust nothing: they check the length before they read, and every value that is later used
-// as an index or a size. Unknown or malformed input gives nullopt and never an exception.
+// Parsers do not trust their input. They check the length before they read, and every value that is later used as an
+// index or a size. For unknown or malformed input they return nullopt; they never throw.
 #pragma once
 
 #include <bit>
@@ -22,8 +21,8 @@ static_assert(std::endian::native == std::endian::little, "the wire is little-en
 
 inline constexpr uint8_t kWireVersion = 2;
 
-// What a rank was asked to do, reduced to what all ranks must agree on. Opaque to the transport;
-// the engine fills it in and compares it with its own.
+// The parts of a call that must be equal on all ranks. The engine fills it in and compares it with its own; the
+// transport does not interpret it.
 //
 //   byte  0            1       2      3       4              8                                16
 //         | collective | dtype | op   | flags | root         | bytes                          |
@@ -38,10 +37,10 @@ struct CallFingerprint {
 };
 static_assert(sizeof(CallFingerprint) == 16 && std::is_trivially_copyable_v<CallFingerprint>);
 
-// "SMD" and the version, as they stand in memory.
+// The bytes "SMD" and the version, in this order in memory.
 inline constexpr uint32_t kPutMagic = 0x00444D53u | (uint32_t{kWireVersion} << 24);
 
-// In front of the payload in every slot.
+// The header in front of the payload in every slot.
 //
 //   byte  0               4               8                               16
 //         | magic+version | length        | group                         |
@@ -63,11 +62,11 @@ struct PutHeader {
 static_assert(sizeof(PutHeader) == kHeaderBytes && std::is_trivially_copyable_v<PutHeader>);
 static_assert(std::has_unique_object_representations_v<PutHeader>);
 
-// Kinds below kFirstEngineKind belong to the channels, those from it on to the engine.
+// Kinds below kFirstEngineKind belong to the channels, the others to the engine.
 enum class ControlKind : uint8_t { Open = 1, Grant = 2, Close = 3, Abort = 4 };
 inline constexpr uint8_t kFirstEngineKind = 64;
 
-// Begins every control message.
+// The header of every control message.
 //
 //   byte  0      1         2         4               8
 //         | kind | version | channel | tailBytes     |
@@ -75,11 +74,11 @@ struct ControlHeader {
   uint8_t kind = 0;
   uint8_t version = kWireVersion;
   uint16_t channel = 0;    // the receiver's channel id; unused by Abort
-  uint32_t tailBytes = 0;  // bytes behind the fixed part
+  uint32_t tailBytes = 0;  // the number of bytes after the fixed part
 };
 static_assert(sizeof(ControlHeader) == 8 && std::is_trivially_copyable_v<ControlHeader>);
 
-// Receiver to sender: here is my window for your channel.
+// Receiver to sender: the receiver's window for the channel lies here.
 //
 //   byte  0               8               16              20              24
 //         | header        | group         | source        | destination   |
@@ -103,7 +102,7 @@ struct OpenMessage {
 static_assert(sizeof(OpenMessage) == 64 && std::is_trivially_copyable_v<OpenMessage>);
 static_assert(std::has_unique_object_representations_v<OpenMessage>);
 
-// Receiver to sender: the first `consumed` messages gave their slots back.
+// Receiver to sender: the slots of the first `consumed` messages are free again.
 //
 //   byte  0               8               16              24
 //         | header        | group         | consumed      |
@@ -114,8 +113,7 @@ struct GrantMessage {
 };
 static_assert(sizeof(GrantMessage) == 24 && std::is_trivially_copyable_v<GrantMessage>);
 
-// Sender to receiver: I close the channel after `sent` messages; when they are here, its id is
-// free.
+// Sender to receiver: the channel is closed after `sent` messages. When they have arrived, its id is free.
 //
 //   byte  0               8               16              24
 //         | header        | group         | sent          |
@@ -126,7 +124,7 @@ struct CloseMessage {
 };
 static_assert(sizeof(CloseMessage) == 24 && std::is_trivially_copyable_v<CloseMessage>);
 
-// To every peer: this group is broken from operation `from` on; the text, tailBytes long, says why.
+// To every peer: this group is broken from operation `from` on. The text of tailBytes bytes says why.
 //
 //   byte  0               8               16              24
 //         | header        | group         | from          | text …
@@ -144,21 +142,21 @@ struct ParsedAbort {
   std::string_view text;
 };
 
-// Numbers on a channel are told apart by so many bits; a window must stay well below half their
-// range.
+// An immediate value has this many low bits of a message's number. A window must be well below half their range, so
+// that the number can be recovered (numberOf).
 inline constexpr int kNumberBits = 15;
 inline constexpr uint32_t kMaxWindow = 1u << (kNumberBits - 2);
-// Longest payload of one message.
+// The longest payload of one message.
 inline constexpr uint64_t kMaxSlotBytes = uint64_t{1} << 31;
 
-// A header whose version is ours, whatever its kind: what a dispatcher reads first.
+// Parses the header of any kind of control message. nullopt if its version is not ours.
 std::optional<ControlHeader> parseControlHeader(Bytes message);
 std::optional<OpenMessage> parseOpen(Bytes message);
 std::optional<GrantMessage> parseGrant(Bytes message);
 std::optional<CloseMessage> parseClose(Bytes message);
 std::optional<ParsedAbort> parseAbort(Bytes message);
 
-// The text is cut to what fits into a control message.
+// Makes an Abort. Cuts the text so that it fits into a control message.
 std::vector<std::byte> makeAbort(uint64_t group, uint64_t from, std::string_view text);
 
 // The bytes of one of the structures above.
@@ -168,7 +166,7 @@ Bytes bytesOf(const T& message) {
   return std::as_bytes(std::span<const T, 1>(&message, 1));
 }
 
-// Immediate value:  30 … 15 receiver's channel id | 14 … 0 low bits of the message's number.
+// An immediate value: bits 30 … 15 have the receiver's channel id, bits 14 … 0 the low bits of the message's number.
 constexpr uint32_t makeImmediate(uint16_t channel, uint64_t number) {
   constexpr uint32_t kMask = (1u << kNumberBits) - 1;
   return uint32_t{channel} << kNumberBits | (static_cast<uint32_t>(number) & kMask);
@@ -177,7 +175,8 @@ static_assert(makeImmediate(0xFFFF, ~0ull) == kMaxImmediate);
 constexpr uint16_t channelOf(uint32_t immediate) {
   return static_cast<uint16_t>(immediate >> kNumberBits);
 }
-// The number with these low bits that is nearest to `near`; 0 where that would lie below 1.
+// The number with these low bits that is nearest to `near`; 0 if that would be below 1. Example: the low bits are 2,
+// and `near` is 32767 = 2^15 - 1. The result is 32770 = 2^15 + 2, not 2.
 constexpr uint64_t numberOf(uint32_t immediate, uint64_t near) {
   constexpr int kAbove = 64 - kNumberBits;
   const auto distance = static_cast<int64_t>((immediate - near) << kAbove) >> kAbove;

@@ -7,6 +7,7 @@
 #include "engine/call.h"
 #include "engine/matcher.h"
 #include "script.h"
+#include "transport/channel_table.h"
 
 namespace {
 

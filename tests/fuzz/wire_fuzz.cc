@@ -3,7 +3,7 @@
 #include <exception>
 
 #include "common/error.h"
-#include "transport/channel.h"
+#include "transport/channel_table.h"
 
 namespace {
 

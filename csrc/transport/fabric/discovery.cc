@@ -41,7 +41,7 @@ struct Interface {
 std::map<std::string, Interface> interfacesByAddress() {
   std::map<std::string, Interface> found;
   ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return found;  // the choice is then made by order alone
+  if (getifaddrs(&list) != 0) return found;  // then the order of the providers decides alone
   const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, &freeifaddrs);
   for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
     const std::string address = numericAddress(entry->ifa_addr);
@@ -51,8 +51,8 @@ std::map<std::string, Interface> interfacesByAddress() {
   return found;
 }
 
-// 1.18 where the library has it, whatever our headers are: from there on EFA uses the card's own writes without being
-// told. Newer libraries then behave as 1.18 did.
+// Asks for version 1.18 of the API if the library has it, whatever our headers are: from 1.18 on EFA uses the writes of
+// the card by default. Newer libraries then behave like 1.18.
 uint32_t apiVersion() {
   return std::min(library().version(), static_cast<uint32_t>(FI_VERSION(1, 18)));
 }
@@ -71,17 +71,18 @@ InfoPtr hintsAfter(int relaxations, bool devices) {
   hints->domain_attr->threading = relaxations >= 2 ? FI_THREAD_UNSPEC : FI_THREAD_DOMAIN;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->domain_attr->av_type = FI_AV_TABLE;
-  // Nothing of ours needs an order.
+  // We need no order of messages.
   hints->tx_attr->msg_order = 0;
   hints->rx_attr->msg_order = 0;
   return hints;
 }
 
-// Registered memory and fork() do not mix on kernels before 5.13 unless the providers are told before their first use.
+// Kernels before 5.13 do not support fork() with registered memory, unless the providers are told before their first
+// use.
 void makeForkSafe() {
   static const bool done = [] {
     int failed = ::setenv("RDMAV_FORK_SAFE", "1", /*overwrite=*/0);
-    // EFA ends the process when it is told of both.
+    // EFA ends the process if both variables are set.
     if (environment("FI_EFA_USE_HUGE_PAGE").empty()) {
       failed |= ::setenv("FI_EFA_FORK_SAFE", "1", /*overwrite=*/0);
     }

@@ -1,4 +1,4 @@
-// What libfabric and the kernel offer on this machine.
+// Discovery finds what libfabric and the kernel offer on this machine.
 #pragma once
 
 #include <string>
@@ -11,15 +11,16 @@ namespace smddp::transport::fabric {
 
 struct Discovery {
   std::vector<ProviderInfo> offered;
-  std::vector<const fi_info*> raw;  // raw[i] is what offered[i] was read from; lives in `lists`
+  std::vector<const fi_info*> raw;  // raw[i] is the source of offered[i]; `lists` owns it
   std::vector<InfoPtr> lists;
 };
 
-// Asks libfabric with the full wish and then with each relaxation; with `devices` each time for memory of devices first.
+// Asks libfabric for all requirements, and then without those of kRelaxations, one more each time. If `devices`, asks
+// each time for providers that reach memory of devices first.
 Discovery discover(bool devices = false);
 
-// Our own numeric address on the way to `host`; empty when the host is unknown or tells nothing: a host name that
-// stands for a loopback address means another interface on every other host.
+// The numeric address of the interface that routes to `host`. Empty if the host is unknown, or if its name means a
+// loopback address: then other hosts would find another interface.
 std::string routeTo(const std::string& host);
 
 }  // namespace smddp::transport::fabric

@@ -19,16 +19,16 @@ constexpr const char* kTag = "transport/fabric";
 constexpr size_t kReservedForControl = 16;
 constexpr int kMaxFailures = 1000;
 constexpr Nanoseconds kSettling = 200'000'000;
-// One look may stop between two messages of one connection, without a completion to show for it.
-constexpr int kLooksBeforeSleep = 3;
+// One read of the completion queue may process a part of a message and find no completion, although there is more.
+constexpr int kReadsBeforeSleep = 3;
 
 static_assert(offsetof(Operation, context) == 0);
 
 }  // namespace
 
 Endpoint::~Endpoint() {
-  // The endpoint first: the provider then touches no buffer any more. One that binds registrations to the
-  // endpoint wants it the other way round and says so.
+  // Close the endpoint first; then the provider does not touch any buffer. A provider that binds registrations to the
+  // endpoint refuses (FI_EBUSY): there the registrations go first.
   if (endpoint_ && fi_close(&endpoint_->fid) == -FI_EBUSY) {
     registry_.reset();
     fi_close(&endpoint_->fid);
@@ -54,7 +54,7 @@ void Endpoint::postReceives() {
 
 std::vector<std::byte> Endpoint::name() const {
   size_t length = 0;
-  fi_getname(&endpoint_->fid, nullptr, &length);  // fails, and says how long it is
+  fi_getname(&endpoint_->fid, nullptr, &length);  // fails, but returns the length
   std::vector<std::byte> name(length);
   check(fi_getname(&endpoint_->fid, name.data(), &length), "fi_getname");
   name.resize(length);
@@ -117,7 +117,7 @@ ssize_t Endpoint::write(fi_addr_t to, Operation& operation, size_t headBytes, By
       {{operation.slot, headBytes}, {const_cast<std::byte*>(tail.data()), tail.size()}}};
   std::array<void*, 2> descriptors = {operation.slotDescriptor, tailDescriptor};
   const fi_rma_iov target{address, headBytes + tail.size(), key};
-  // Without a head the tail is the whole message: the first piece is left out.
+  // Without a head, leave out the first piece.
   const size_t first = headBytes == 0 ? 1 : 0;
   fi_msg_rma message{};
   message.msg_iov = both.data() + first;
@@ -151,7 +151,7 @@ size_t Endpoint::poll(Completions& handler) {
   size_t total = std::exchange(numFound_, 0);
   for (size_t i = 0; i < total; ++i) dispatch(found_[i], handler);
   std::array<fi_cq_data_entry, kBatch> entries;
-  // Bounded, so that a flood does not keep the caller from its other work.
+  // The number of rounds is bounded, so that many completions do not keep the caller from its other work.
   for (int round = 0; round < kBatch; ++round) {
     const ssize_t count = fi_cq_read(queue_.get(), entries.data(), entries.size());
     if (count == -FI_EAGAIN) break;
@@ -169,7 +169,7 @@ size_t Endpoint::poll(Completions& handler) {
 }
 
 void Endpoint::dispatch(const fi_cq_data_entry& entry, Completions& handler) {
-  // Only writes carry data; what the context is then differs between providers.
+  // Only remote writes carry data. Do not use their context: it differs between providers.
   if (entry.flags & FI_REMOTE_CQ_DATA)
     return handler.onRemoteWrite(static_cast<uint32_t>(entry.data));
   Operation* const operation = takeBack(entry.op_context);
@@ -203,15 +203,15 @@ void Endpoint::readError(Completions& handler) {
     failedSends_.push_back(operation);
     return;
   }
-  // A receive names no peer, nor does a remote write that broke off, or what the provider has of its own. A closed
-  // connection may cost one of each; without end it is the endpoint that is broken.
+  // A failed receive names no peer. Neither does a remote write that was cut off, or an internal operation of the
+  // provider. A closed connection may cause some such failures. If they do not end, the endpoint is broken.
   SMDDP_LOG(Debug, kTag, "{} failed: {}",
             operation != nullptr ? "a posted receive" : "what a peer wrote", cause);
   if (++failures_ > kMaxFailures) raise(ErrorKind::Transport, "receives keep failing: {}", cause);
   if (operation != nullptr) unposted_.push_back(operation);
 }
 
-// What the provider has found amiss for itself. Whoever waits for what it has lost has a deadline.
+// Logs errors that belong to no operation. If a message was lost, its receiver's deadline finds that.
 void Endpoint::readEvents() {
   fi_eq_err_entry error{};
   uint32_t event = 0;
@@ -222,7 +222,7 @@ void Endpoint::readEvents() {
 }
 
 bool Endpoint::settle() noexcept {
-  if (!provider_.peculiarities.closeWaits) return true;
+  if (!provider_.quirks.closeBlocks) return true;
   struct Nobody final : Completions {
     void onSent(Operation&) override {}
     void onReceived(Bytes) override {}
@@ -243,18 +243,18 @@ bool Endpoint::settle() noexcept {
 bool Endpoint::prepareWait() {
   if (numFound_ > 0 || !unposted_.empty()) return false;
   if (!edge_) return true;
-  // First forget the events so far, then look: what comes after that look is a new event.
+  // First reset the epoll set, then read the queue: a completion after that read is a new event.
   epoll_event event{};
   ::epoll_wait(edge_.get(), &event, 1, 0);
   std::array<fid*, 1> fids = {&queue_->fid};
   const int result = fi_trywait(fabric_.get(), fids.data(), static_cast<int>(fids.size()));
   if (result == -FI_EAGAIN) return false;
   check(result, "fi_trywait");
-  for (int look = 0; look < kLooksBeforeSleep; ++look) {
+  for (int i = 0; i < kReadsBeforeSleep; ++i) {
     const ssize_t count = fi_cq_read(queue_.get(), found_.data(), found_.size());
     if (count == -FI_EAGAIN) continue;
     if (count > 0) numFound_ = static_cast<size_t>(count);
-    return false;  // poll() also meets what is wrong, if something is
+    return false;  // on an error, too: poll() handles it
   }
   return true;
 }

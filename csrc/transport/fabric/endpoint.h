@@ -1,6 +1,6 @@
-// One reliable-datagram endpoint with everything that belongs to it.
+// One reliable-datagram endpoint of libfabric, with the objects that it needs.
 //
-// Knows libfabric and nothing of peers, order or fragments: those are fabric.cc's.
+// It does not know peers, order or fragments: those are in fabric_transport.cc.
 #pragma once
 
 #include <array>
@@ -19,25 +19,25 @@
 
 namespace smddp::transport::fabric {
 
-// Receives what Endpoint::poll() finds.
+// Receives the completions that Endpoint::poll() finds.
 class Completions {
  public:
   virtual ~Completions() = default;
-  // A Control or Put operation is over; it is back in the pool when the call returns.
+  // A Control or Put operation has completed. It returns to the pool after the call.
   virtual void onSent(Operation& operation) = 0;
-  // Valid during the call only: the buffer is posted again right after it.
+  // `message` is valid during the call only; then its buffer is posted again.
   virtual void onReceived(Bytes message) = 0;
   virtual void onRemoteWrite(uint32_t immediate) = 0;
-  // A Control or Put operation failed; likewise over.
+  // A Control or Put operation has failed. It returns to the pool after the call.
   virtual void onSendFailed(Operation& operation, const std::string& cause) = 0;
 };
 
 // Owns fabric, domain, address vector, queues, endpoint, registrations and the pool of operations.
-// Used by one thread at a time. Destruction cancels what is in flight and does not wait for it, where settle() says so.
-// After an exception from poll() it can only be destroyed.
+// Used by one thread at a time. The destructor cancels what is in flight, and does not block if settle() has returned
+// true. After an exception from poll() the object can only be destroyed.
 class Endpoint {
  public:
-  // Opens what `chosen` describes; `raw` is the same in libfabric's words.
+  // Opens what `chosen` describes; `raw` is libfabric's description of the same.
   Endpoint(const fi_info& raw, ProviderInfo chosen, const Options& options);
   ~Endpoint();
   Endpoint(const Endpoint&) = delete;
@@ -47,33 +47,33 @@ class Endpoint {
   Protocol protocol() const { return protocol_; }
   Registry& registry() { return *registry_; }
   BouncePool& bounces() { return *bounces_; }
-  // Longest message that a peer's posted receives take.
+  // The longest message that fits into a posted receive.
   size_t messageBytes() const { return messageBytes_; }
 
-  // Our address in the provider's form, for insert() at the peers.
+  // Our address in the provider's format. Peers pass it to insert().
   std::vector<std::byte> name() const;
   fi_addr_t insert(Bytes name);
 
-  // An unused operation; null when all are in flight. Puts leave a few to control messages, so that grants get
-  // through while bulk data waits.
+  // Takes an unused operation; null if all are in flight. Some are reserved for control messages, so that grants can be
+  // sent while bulk data waits.
   Operation* acquire(Operation::Kind kind);
   void release(Operation& operation);
 
-  // Both return 0, -FI_EAGAIN when the provider has no room, or the error. The message is what lies in the slot
-  // (headBytes), then `tail`.
+  // Both return 0, -FI_EAGAIN if the provider has no room, or an error. The message consists of the first headBytes of
+  // the operation's slot, and of `tail`.
   ssize_t send(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail,
                void* tailDescriptor);
   ssize_t write(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail,
                 void* tailDescriptor, uint64_t address, uint64_t key, uint32_t immediate);
 
-  // Makes progress. Returns how many completions there were.
+  // Makes progress. Returns the number of completions.
   size_t poll(Completions& handler);
 
-  // Before the destruction: whether that will not wait for anybody. If not the endpoint is to live until the process
-  // ends. Takes a moment at most.
+  // Called before the destruction; waits at most 0.2 s for what is in flight. True: the destructor will not block.
+  // False: it might, so the endpoint must live until the process ends.
   bool settle() noexcept;
 
-  // See Transport. Only poll() tells what ended a sleep.
+  // See Transport. The caller must poll() after a sleep to learn what has happened.
   int waitDescriptor() const { return edge_.get(); }
   bool prepareWait();
 
@@ -85,7 +85,7 @@ class Endpoint {
   void openEndpoint(const Options& options);
   void createOperations();
   void postReceives();
-  // Of ours, and with the provider; null for all else that a completion may name.
+  // The operation of a completion, now no longer posted. Null if the completion names no posted operation of ours.
   Operation* takeBack(void* context);
   void dispatch(const fi_cq_data_entry& entry, Completions& handler);
   void readError(Completions& handler);
@@ -95,29 +95,29 @@ class Endpoint {
   InfoPtr info_;
   Protocol protocol_ = Protocol::Send;
   size_t messageBytes_ = 0;
-  int failures_ = 0;  // of receives, and of what is not ours, without a message in between
+  int failures_ = 0;  // failed receives and unknown completions since the last message
 
-  // In the order of creation, because they are closed in the reverse order.
+  // Declared in the order of creation, because they are closed in the reverse order.
   Fabric fabric_;
   Domain domain_;
-  Pages slab_;  // slots of all operations
+  Pages slab_;  // the slots of all operations
   std::optional<BouncePool> bounces_;
   std::optional<Registry> registry_;
   std::vector<Operation> sends_, receives_;
   AddressVector addresses_;
   CompletionQueue queue_;
-  EventQueue events_;  // null where none is needed
+  EventQueue events_;  // null if none is needed
   EndpointFid endpoint_;
 
-  // An epoll set that reports each event of the queue's descriptor once (EPOLLET). The tcp provider of 1.17
-  // never takes its own signal back, so that its descriptor stays readable after the first completion.
+  // An epoll set that reports each event of the queue's descriptor once (EPOLLET). It is needed because the tcp
+  // provider of 1.17 never resets its signal, so that its descriptor stays readable after the first completion.
   FileDescriptor edge_;
-  // Completions that prepareWait() came across; poll() delivers them first.
+  // Completions that prepareWait() has read; poll() delivers them first.
   std::array<fi_cq_data_entry, kBatch> found_{};
   size_t numFound_ = 0;
 
   std::vector<Operation*> freeSends_;
-  // Oldest first. Used again as late as possible: a provider may report the failure of one several times.
+  // Oldest first. Reused as late as possible, because a provider may report a failure several times.
   std::deque<Operation*> failedSends_;
   std::vector<Operation*> unposted_;  // receives that the provider had no room for
 };

@@ -1,4 +1,4 @@
-// How an endpoint comes about; what it does then is in endpoint.cc.
+// Endpoint: how it is opened. The rest is in endpoint.cc.
 #include <sys/epoll.h>
 
 #include <algorithm>
@@ -17,11 +17,11 @@ constexpr size_t kSmallReceives = 256;
 constexpr size_t kLargeReceives = 64;  // 4 MiB in all
 constexpr size_t kLargeMessageBytes = 64 * 1024;
 constexpr size_t kSmallMessageBytes = sizeof(ControlHeader) + kMaxControlBytes;
-// Remote writes complete here without a posted receive, so peers decide how many entries there are.
+// Remote writes complete here without a posted receive, so the peers determine how many entries are used.
 constexpr size_t kQueueEntries = 12288;
 
-// Options that headers after 1.17 name. Given by value, so that a build against an old header drives a
-// newer library just as well; a library that does not know them refuses, and that is fine.
+// Options of headers after 1.17, by value. So a build with an old header can set them in a newer library. A library
+// that does not know them refuses, which does no harm.
 constexpr int kOptCudaApiPermitted = 10;
 constexpr int kOptSharedMemoryPermitted = 11;
 constexpr int kOptEfaRnrRetry = -(0xefa << 16);
@@ -47,7 +47,7 @@ Endpoint::Endpoint(const fi_info& raw, ProviderInfo chosen, const Options& optio
 
 void Endpoint::openQueue() {
   for (const fi_wait_obj wait : {FI_WAIT_FD, FI_WAIT_NONE}) {
-    if (wait == FI_WAIT_FD && provider_.peculiarities.mustBeLookedAt) continue;
+    if (wait == FI_WAIT_FD && provider_.quirks.needsPolling) continue;
     for (const size_t size : {kQueueEntries, size_t{0}}) {
       queue_ = tryCreateCompletionQueue(*domain_, size, wait);
       if (!queue_) continue;
@@ -64,7 +64,7 @@ void Endpoint::openEdge() {
   FileDescriptor edge(::epoll_create1(EPOLL_CLOEXEC));
   epoll_event event{};
   event.events = EPOLLIN | EPOLLET;
-  // Without it the caller looks from time to time, as with providers that have no descriptor.
+  // If this fails, the caller polls from time to time, as with providers that have no descriptor.
   if (edge && ::epoll_ctl(edge.get(), EPOLL_CTL_ADD, descriptor, &event) == 0)
     edge_ = std::move(edge);
 }
@@ -72,14 +72,14 @@ void Endpoint::openEdge() {
 void Endpoint::openEndpoint(const Options& options) {
   endpoint_ = createEndpoint(*domain_, *info_);
   fid* const fid = &endpoint_->fid;
-  // Shared memory inside a node is our own, and CUDA is not the provider's to call: without that a GPU's
-  // memory is read by the network card, or not at all.
+  // We have our own shared memory inside a node. The provider must not call CUDA: then either the network card reads
+  // the GPU's memory, or the provider cannot send it.
   const bool no = false;
   fi_setopt(fid, FI_OPT_ENDPOINT, kOptSharedMemoryPermitted, &no, sizeof(no));
   const int withoutCuda = fi_setopt(fid, FI_OPT_ENDPOINT, kOptCudaApiPermitted, &no, sizeof(no));
   if (withoutCuda == -FI_EOPNOTSUPP) provider_.caps &= ~FI_HMEM;
   if (provider_.provider == "efa") {
-    // A slow receiver is no error: whoever waits has a deadline.
+    // Retry for ever if a receiver is slow: that is not an error. Deadlines end the wait.
     const size_t forEver = 7;
     fi_setopt(fid, FI_OPT_ENDPOINT, kOptEfaRnrRetry, &forEver, sizeof(forEver));
     bool emulated = false;
@@ -97,7 +97,7 @@ void Endpoint::openEndpoint(const Options& options) {
   check(fi_ep_bind(endpoint_.get(), &addresses_->fid, 0), "fi_ep_bind of the address vector");
   check(fi_ep_bind(endpoint_.get(), &queue_->fid, FI_TRANSMIT | FI_RECV),
         "fi_ep_bind of the completion queue");
-  if (provider_.peculiarities.needsEventQueue) {
+  if (provider_.quirks.needsEventQueue) {
     events_ = tryCreateEventQueue(*fabric_);
     const bool bound = events_ && fi_ep_bind(endpoint_.get(), &events_->fid, 0) == 0;
     if (!bound) events_.reset();
@@ -114,7 +114,7 @@ void Endpoint::createOperations() {
   sends_.resize(bounded(info_->tx_attr->size, kMaxSends));
   receives_.resize(bounded(info_->rx_attr->size,
                            protocol_ == Protocol::Write ? kSmallReceives : kLargeReceives));
-  // A provider that takes one piece only gets fragments copied into the slot.
+  // For a provider that takes one piece only, fragments are copied into the slot.
   const size_t sendSlot = roundUp(provider_.iovLimit >= 2 ? kSmallMessageBytes : messageBytes_);
   const size_t receiveSlot = roundUp(messageBytes_);
 

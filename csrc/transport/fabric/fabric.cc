@@ -12,7 +12,7 @@
 namespace smddp::transport::fabric {
 namespace {
 
-// What a launcher's variable says; 0 when it says nothing.
+// The number in a launcher's variable; 0 if it is unset or not a number.
 int numberIn(const char* variable) {
   const std::string text = environment(variable);
   int parsed = 0;
@@ -28,7 +28,7 @@ Options optionsFromSettings() {
   options.masterAddress = environment("MASTER_ADDR");
   options.rma = settings().fabricRma;
   options.devices = settings().gpuDirect;
-  // Without a launcher there is one rank, or nobody to share the cards with.
+  // Without a launcher's variables this rank takes one card, and does not share the cards of the node.
   options.localRank = numberIn("LOCAL_RANK");
   options.localSize = numberIn("LOCAL_WORLD_SIZE");
   return options;
@@ -52,9 +52,8 @@ std::unique_ptr<Transport> create(const Options& options) {
     ProviderInfo& chosen = found.offered[index];
     chosen.mrMode |= options.extraMrMode;
     chosen.iovLimit = std::min(chosen.iovLimit, options.iovLimit);
-    chosen.peculiarities =
-        peculiaritiesOf(options.asPeculiarAs.empty() ? chosen.provider : options.asPeculiarAs);
-    chosen.maxMessageBytes = std::min(chosen.maxMessageBytes, chosen.peculiarities.mostWriteBytes);
+    chosen.quirks = quirksOf(options.quirksLike.empty() ? chosen.provider : options.quirksLike);
+    chosen.maxMessageBytes = std::min(chosen.maxMessageBytes, chosen.quirks.maxWriteBytes);
     cards.push_back(
         std::make_unique<FabricTransport>(*found.raw[index], chosen, choice.why, options));
   }

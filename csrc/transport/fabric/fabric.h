@@ -1,6 +1,6 @@
 // The transport between nodes, over whatever network libfabric drives.
 //
-// Free of libfabric's headers: a build without it has the same two functions (absent.cc).
+// It does not include libfabric's headers; a build without libfabric has the same functions (absent.cc).
 #pragma once
 
 #include <memory>
@@ -11,12 +11,12 @@
 
 namespace smddp::transport::fabric {
 
-// By the settings and the launcher's variables. Throws Usage when nothing usable is there.
+// Takes the options from the settings and the launcher's variables. Throws Usage if there is no usable provider.
 std::unique_ptr<Transport> create();
-// By what the caller asks for.
+// The same with the caller's options.
 std::unique_ptr<Transport> create(const Options& options);
 
-// Whether create() would find a provider; otherwise `why` gets the reason. `why` may be null.
+// True if create() would find a provider; otherwise `why`, unless null, gets the reason.
 bool available(std::string* why);
 
 }  // namespace smddp::transport::fabric

@@ -12,16 +12,16 @@ namespace smddp::transport::fabric {
 namespace {
 
 constexpr const char* kTag = "transport/fabric";
-// Messages and puts of one peer that were accepted but that the provider has not taken yet.
+// The limit, per peer, of messages and of puts that were accepted but not yet posted.
 constexpr size_t kMaxQueued = 64;
-// A provider that writes one piece gets header and payload side by side, in a copy; from so many bytes on as two writes,
-// which takes less than the copy. Both have the immediate value with this bit.
-constexpr size_t kInTwoBytes = 8192;
-constexpr uint32_t kInTwo = kMaxImmediate + 1;
-// More halves than anybody has slots for.
+// Some providers write one piece of memory only. There header and payload are copied into one buffer. From this many
+// bytes on two writes are faster than the copy; both have the immediate value with the bit kTwoWrites.
+constexpr size_t kTwoWritesBytes = 8192;
+constexpr uint32_t kTwoWrites = kMaxImmediate + 1;
+// The limit of puts of which one of two writes has arrived. No rank has so many slots.
 constexpr size_t kMaxHalves = 1 << 20;
 
-// For a provider that would wait for a peer who does not take what was sent to it.
+// Keeps an endpoint until the process ends, if its close would block until a peer has taken everything.
 void keepOpen(std::unique_ptr<Endpoint> endpoint) {
   SMDDP_LOG(Debug, kTag, "an endpoint stays open: what was sent is not taken");
   static std::mutex mutex;
@@ -90,7 +90,7 @@ PeerId FabricTransport::connect(Bytes bytes, const std::string& description) {
           "what all hosts have",
           description, address.provider, toString(address.protocol), own.provider,
           toString(endpoint_->protocol()));
-  // Groups share peers: a second introduction changes nothing.
+  // Groups share peers, so the peer may be known.
   if (const auto known = peerById_.find(address.id); known != peerById_.end()) return known->second;
   Peer peer;
   peer.address = endpoint_->insert(address.name);
@@ -148,14 +148,14 @@ bool FabricTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate,
   return true;
 }
 
-// Finds where the provider can take the bytes from: in place, or a copy. False: no room for a copy.
+// Decides if the provider takes the bytes in place or needs a copy, and makes the copy. False: no room for a copy.
 bool FabricTransport::prepare(OutgoingPut& put, Bytes header, Payload payload) {
   std::copy(header.begin(), header.end(), put.header.begin());
   put.payload = payload;
   const Registry& registry = endpoint_->registry();
   if (payload.onDevice && !payload.empty()) {
     put.descriptor = registry.deviceDescriptorOf(payload);
-    put.inTwo = true;  // host and device are not to be pieces of one write
+    put.twoWrites = true;  // one write must not have pieces of host and device
     return true;
   }
   const std::optional<void*> descriptor =
@@ -164,8 +164,8 @@ bool FabricTransport::prepare(OutgoingPut& put, Bytes header, Payload payload) {
   put.descriptor = descriptor.value_or(nullptr);
   const bool onePiece =
       endpoint_->protocol() == Protocol::Write && endpoint_->provider().writesOnePiece();
-  put.inTwo = onePiece && known && payload.size() >= kInTwoBytes;
-  put.headerInBounce = onePiece && !put.inTwo;
+  put.twoWrites = onePiece && known && payload.size() >= kTwoWritesBytes;
+  put.headerInBounce = onePiece && !put.twoWrites;
   if (known && !put.headerInBounce) return true;
   put.bounce = endpoint_->bounces().take(put.totalBytes());
   if (!put.bounce) return false;
@@ -187,7 +187,7 @@ ssize_t FabricTransport::postControl(Peer& peer, PeerId id, Bytes message) {
   return result;
 }
 
-// Hands the next part of the put to the provider: all of it as a write, one of two, or one fragment.
+// Posts the next part of the put: all of it in one write, one of two writes, or one fragment.
 ssize_t FabricTransport::postPut(Peer& peer, const std::shared_ptr<OutgoingPut>& put) {
   Operation* const operation = endpoint_->acquire(Operation::Kind::Put);
   if (operation == nullptr) return -FI_EAGAIN;
@@ -204,28 +204,28 @@ ssize_t FabricTransport::postPut(Peer& peer, const std::shared_ptr<OutgoingPut>&
 
 ssize_t FabricTransport::postWrite(Peer& peer, Operation& operation) {
   OutgoingPut& put = *operation.put;
-  const bool second = put.inTwo && put.posted > 0;
+  const bool second = put.twoWrites && put.posted > 0;
   const size_t headBytes = put.headerInBounce || second ? 0 : kHeaderBytes;
   Bytes tail = put.headerInBounce ? Bytes(put.bounce.get(), put.totalBytes()) : put.payload;
-  if (put.inTwo && !second) tail = {};
+  if (put.twoWrites && !second) tail = {};
   std::memcpy(operation.slot, put.header.data(), headBytes);
   const ssize_t result =
       endpoint_->write(peer.address, operation, headBytes, tail, put.descriptor,
                        put.slot.region.address + put.slot.offset + put.posted, put.slot.region.key,
-                       put.inTwo ? put.immediate | kInTwo : put.immediate);
+                       put.twoWrites ? put.immediate | kTwoWrites : put.immediate);
   if (result == 0) put.posted += headBytes + tail.size();
   return result;
 }
 
 void FabricTransport::onRemoteWrite(uint32_t immediate) {
-  if ((immediate & kInTwo) != 0) {
-    if (halfHere_.insert(immediate).second) {
-      if (halfHere_.size() > kMaxHalves) {
+  if ((immediate & kTwoWrites) != 0) {
+    if (halfArrived_.insert(immediate).second) {
+      if (halfArrived_.size() > kMaxHalves) {
         raise(ErrorKind::Transport, "some peer writes halves of messages without end");
       }
       return;
     }
-    halfHere_.erase(immediate);
+    halfArrived_.erase(immediate);
   }
   sink_->onPut(immediate & kMaxImmediate);
 }
@@ -254,7 +254,7 @@ ssize_t FabricTransport::postFragment(Peer& peer, Operation& operation) {
   return result;
 }
 
-// What a post returned: true when it was taken. An error condemns the peer.
+// Takes the result of a post. True if it was accepted. After an error the peer has failed.
 bool FabricTransport::accepted(PeerId id, ssize_t result, const char* what) {
   if (result == 0) return true;
   if (result != -FI_EAGAIN)
@@ -263,7 +263,7 @@ bool FabricTransport::accepted(PeerId id, ssize_t result, const char* what) {
   return false;
 }
 
-// Hands over what waits, in order, until the provider has no more room.
+// Posts queued messages and puts, in order, until the provider has no more room.
 void FabricTransport::pump(Peer& peer, PeerId id) {
   while (!peer.controls.empty() &&
          accepted(id, postControl(peer, id, peer.controls.front()), "a control message"))
@@ -278,7 +278,7 @@ void FabricTransport::pump(Peer& peer, PeerId id) {
 }
 
 void FabricTransport::pumpAll() {
-  // Another peer goes first each time, so that none is starved of operations.
+  // Begin with another peer each time, so that no peer starves.
   if (queued_.size() > 1) std::rotate(queued_.begin(), queued_.begin() + 1, queued_.end());
   for (const PeerId id : std::exchange(queued_, {})) {
     Peer& peer = peerOf(id);
@@ -300,7 +300,7 @@ size_t FabricTransport::poll(Sink& sink) {
 }
 
 bool FabricTransport::prepareWait() {
-  // What waits for room has no event of its own.
+  // No event will tell when there is room for what is queued, so do not sleep.
   if (!queued_.empty() || !failures_.empty() || inbox_.hasIntroduced()) return false;
   return endpoint_->prepareWait();
 }

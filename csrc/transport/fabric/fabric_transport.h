@@ -1,4 +1,5 @@
-// Transport over one libfabric endpoint: peers, order of control messages, puts as writes or as fragments.
+// The transport over one libfabric endpoint. It knows the peers, keeps control messages in order, and makes puts from
+// remote writes or from fragments.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +19,10 @@
 
 namespace smddp::transport::fabric {
 
-// One endpoint and the peers behind it; peers are kept until the end. Threads, errors and ownership are those
-// of Transport.
+// Owns one endpoint and its peers; peers are kept until the end. Threads, errors and ownership are those of Transport.
 class FabricTransport final : public Transport, private Completions {
  public:
-  // `chosen` describes `raw`.
+  // `raw` is libfabric's description of `chosen`.
   FabricTransport(const fi_info& raw, ProviderInfo chosen, std::string why, const Options& options);
   ~FabricTransport() override;
 
@@ -42,7 +42,7 @@ class FabricTransport final : public Transport, private Completions {
   bool prepareWait() override;
   std::string describe() const override;
 
-  // Bytes of payloads that were put, and of those that were copied to registered memory first.
+  // The bytes of all payloads, and of those that were first copied to registered memory.
   struct Traffic {
     uint64_t put = 0;
     uint64_t copied = 0;
@@ -61,7 +61,7 @@ class FabricTransport final : public Transport, private Completions {
     bool failed = false;
     bool queued = false;  // in FabricTransport::queued_
     uint64_t nextSequence = 0;
-    // Two lines, because a grant must not stand behind megabytes of data.
+    // There are two queues, because a grant must not wait behind megabytes of data.
     std::deque<std::vector<std::byte>> controls;
     std::deque<std::shared_ptr<OutgoingPut>> puts;
   };
@@ -86,11 +86,12 @@ class FabricTransport final : public Transport, private Completions {
   uint64_t id_;
   uint64_t nextPut_ = 0;
   Traffic traffic_;
-  bool registersSources_ = true;  // until there is no room for another one
+  bool registersSources_ = true;  // false after a registration has failed for lack of room
   std::vector<Peer> peers_;
   std::unordered_map<uint64_t, PeerId> peerById_;
-  std::unordered_set<uint32_t> halfHere_;  // immediates of puts in two, of which one is here
-  std::vector<PeerId> queued_;             // peers with something in a line
+  std::unordered_set<uint32_t>
+      halfArrived_;             // immediates of puts of which one of two writes has arrived
+  std::vector<PeerId> queued_;  // peers that have something in a queue
   std::vector<std::pair<PeerId, std::string>> failures_;  // not yet reported
   Sink* sink_ = nullptr;                                  // during poll()
 };

@@ -1,6 +1,6 @@
-// Owned libfabric objects: each closes itself, each create function throws with the provider's own words.
+// Owned libfabric objects. Each closes itself. The create functions throw with the provider's error text.
 //
-// An object must be closed before the one it was made from; members declared in the order of creation do that.
+// An object must be closed before the one from which it was made: declare members in the order of creation.
 #pragma once
 
 #include <memory>
@@ -22,7 +22,7 @@ namespace smddp::transport::fabric {
 
 template <typename T>
 struct CloseFid {
-  // Nothing can be done about a failing close; the process keeps the object until it ends.
+  // If the close fails, the process keeps the object until it ends.
   void operator()(T* object) const noexcept { fi_close(&object->fid); }
 };
 template <typename T>
@@ -41,7 +41,7 @@ struct FreeInfo {
 };
 using InfoPtr = std::unique_ptr<fi_info, FreeInfo>;
 
-// `result` is what libfabric returned: zero, or a negative fi_errno.
+// Throws unless libfabric's `result` is a success; otherwise it is a negative fi_errno.
 inline void check(ssize_t result, const char* what) {
   if (result >= 0) return;
   raise(ErrorKind::Transport, "{}: {}", what, library().describeError(static_cast<int>(-result)));
@@ -67,7 +67,7 @@ inline AddressVector createAddressVector(fid_domain& domain) {
   return AddressVector(object);
 }
 
-// Null when the provider refuses this size or this wait object: the caller asks for less.
+// Null if the provider refuses this size or this wait object; the caller then asks for less.
 inline CompletionQueue tryCreateCompletionQueue(fid_domain& domain, size_t size, fi_wait_obj wait) {
   fi_cq_attr attributes{};
   attributes.size = size;
@@ -78,7 +78,7 @@ inline CompletionQueue tryCreateCompletionQueue(fid_domain& domain, size_t size,
                                                                  : nullptr;
 }
 
-// Null when the provider has none.
+// Null if the provider has none.
 inline EventQueue tryCreateEventQueue(fid_fabric& fabric) {
   fi_eq_attr attributes{};
   attributes.wait_obj = FI_WAIT_NONE;
@@ -103,7 +103,7 @@ inline MemoryRegion createMemoryRegion(fid_domain& domain, void* start, size_t b
   return MemoryRegion(object);
 }
 
-// Of a device, as a source of our own transfers.
+// Registers memory of a device, as a source of our transfers.
 inline MemoryRegion createDeviceRegion(fid_domain& domain, const DeviceMemory& memory,
                                        uint64_t key) {
   const iovec range{memory.bytes.data(), memory.bytes.size()};

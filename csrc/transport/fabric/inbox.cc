@@ -26,7 +26,7 @@ void Inbox::arrived(uint64_t id, uint64_t sequence, Bytes message, Sink& sink) {
     it = senders_.try_emplace(id).first;
   }
   Sender& sender = it->second;
-  // What was introduced with a backlog waits behind it.
+  // If early messages wait for deliverIntroduced(), this one must wait behind them.
   if (sender.peer >= 0 && sequence == sender.next && sender.early.empty()) {
     ++sender.next;
     sink.onControl(sender.peer, message);

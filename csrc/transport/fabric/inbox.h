@@ -1,4 +1,4 @@
-// Control messages on their way to the Sink: in order per sender, and never before the sender is known.
+// The inbox delivers control messages to the Sink in order per sender, and not before the sender is known.
 #pragma once
 
 #include <cstdint>
@@ -10,30 +10,31 @@
 
 namespace smddp::transport::fabric {
 
-// Keeps what arrived too early: ahead of a message that is still under way, or ahead of our connect().
+// Owns messages that arrived too early: before an earlier message of the same sender, or before our connect().
 //
-// Bounded: a sender that goes beyond what anybody may have under way is reported once as broken.
+// It is bounded. A sender with more early messages than a correct one can have is reported once. Used by the thread
+// that owns the engine.
 class Inbox {
  public:
   static constexpr size_t kMaxUnknownSenders = 1024;
   static constexpr size_t kMaxFromUnknown = 256;
   static constexpr size_t kMaxOutOfOrder = 4096;
 
-  // From now on the sender is `peer`; what it sent before is delivered by deliverIntroduced().
+  // Says that the sender is `peer`. deliverIntroduced() delivers its earlier messages.
   void introduce(uint64_t sender, PeerId peer);
 
-  // Delivers the message and all that waited for it, or keeps it.
+  // Delivers the message, and those that waited for it, or keeps it.
   void arrived(uint64_t sender, uint64_t sequence, Bytes message, Sink& sink);
   void deliverIntroduced(Sink& sink);
   bool hasIntroduced() const { return !introduced_.empty(); }
 
-  // Peers that sent more than is kept, each once.
+  // Peers that sent more messages than are kept. Each is returned once.
   std::vector<PeerId> takeOverflowed();
 
  private:
   struct Sender {
     PeerId peer = -1;
-    uint64_t next = 0;  // sequence number that is delivered next
+    uint64_t next = 0;  // the sequence number of the next message to deliver
     bool overflowed = false;
     std::map<uint64_t, std::vector<std::byte>> early;
   };

@@ -7,12 +7,12 @@
 namespace smddp::transport::fabric {
 namespace {
 
-// The ABI that our headers describe; later releases keep it. Where it lies is the loader's to know: LD_LIBRARY_PATH,
-// then the run path that the build gave us, then the system's folders.
+// The ABI of our headers; later releases keep it. The loader searches LD_LIBRARY_PATH, then the run path of the build,
+// then the system's folders.
 constexpr const char* kName = "libfabric.so.1";
 
-// dlsym() takes the newest version of a symbol, a linker the newest at build time. For us they are the same: structs
-// of later versions have more fields at their end, and it is the library that allocates them.
+// dlsym() takes the newest version of a symbol; a linker takes the newest one at build time. Both work here: in later
+// versions structs have more fields at their end, and the library itself allocates them.
 template <typename Function>
 void find(void* handle, const char* symbol, Function& function) {
   function = reinterpret_cast<Function>(dlsym(handle, symbol));

@@ -17,7 +17,7 @@ RemoteKey Registry::add(std::span<std::byte> memory) {
   for (auto it = first; it != last; ++it) {
     if (it->second.target && it->second.memory.size() == memory.size()) return it->second.key;
   }
-  // Also as a source: slots of one operation are often forwarded by the next.
+  // Register it also as a source: received data in slots is often sent on.
   return insert(memory, FI_REMOTE_WRITE | FI_WRITE | FI_SEND | FI_RECV, true).key;
 }
 
@@ -70,8 +70,8 @@ void* Registry::deviceDescriptorOf(Bytes memory) const {
 
 std::optional<void*> Registry::descriptorOf(Bytes memory) const {
   if (!needsLocal()) return nullptr;
-  // Regions may overlap, so every one that begins before the first byte, and not too far before, is a candidate; the
-  // nearest nearly always fits.
+  // Regions may overlap. So try all that begin before the first byte, up to the length of the longest one. The nearest
+  // one nearly always fits.
   auto it = regions_.upper_bound(memory.data());
   while (it != regions_.begin()) {
     --it;
@@ -87,7 +87,7 @@ std::byte* Registry::translate(const RemoteKey& key, uint64_t offset, uint64_t s
   for (const auto& [start, region] : regions_) {
     if (!region.target || region.key.key != key.key || region.key.address != key.address) continue;
     const uint64_t total = region.memory.size();
-    // Written so that no sum can overflow.
+    // No sum, which could overflow.
     if (offset > total || size > total - offset) return nullptr;
     return region.memory.data() + offset;
   }
@@ -124,7 +124,7 @@ void BouncePool::Return::operator()(std::byte* buffer) const noexcept {
   try {
     pool->free_.emplace(bytes, buffer);
   } catch (const std::bad_alloc&) {
-    // The buffer stays with the pool until the end and is not lent again.
+    // The pool owns the buffer until the end, but does not lend it again.
   }
 }
 

@@ -1,4 +1,4 @@
-// Memory that the fabric knows: targets of remote writes, and the sources of our own transfers.
+// Memory that is registered with the fabric: targets of remote writes, and sources of our own transfers.
 #pragma once
 
 #include <cstddef>
@@ -15,41 +15,42 @@
 
 namespace smddp::transport::fabric {
 
-// Registered regions of one domain, under the rules of its mr_mode.
+// The registered regions of one domain, by the rules of its mr_mode.
 //
-// Owns the registrations, not the memory, which must stay mapped until the registry is gone. Used by the one
+// Owns the registrations, but not the memory, which must stay mapped until the registry is destroyed. Used by the
 // thread that owns the endpoint. A failed registration throws and leaves the others as they were.
 class Registry {
  public:
-  // `endpoint` may be null while mrMode does not bind registrations to it (FI_MR_ENDPOINT).
-  // With `remote` false nobody writes to us directly: regions are then only names with bounds.
+  // `endpoint` may be null if mrMode does not bind registrations to it (FI_MR_ENDPOINT).
+  // If `remote` is false, peers do not write to our memory directly; regions are then only keys with bounds.
   Registry(fid_domain& domain, fid_ep* endpoint, int mrMode, bool remote);
 
   // Makes memory a target of puts. The same memory gets the same key again.
   RemoteKey add(std::span<std::byte> memory);
 
-  // What the provider wants to be told about our own memory: null where it wants nothing. Nothing at all when it wants
-  // a registration and the bytes lie in none.
+  // The provider's descriptor of our memory; null if the provider needs none. nullopt if it needs a registration and
+  // the bytes are not registered.
   std::optional<void*> descriptorOf(Bytes memory) const;
   bool needsLocal() const { return (mrMode_ & FI_MR_LOCAL) != 0; }
 
-  // Memory of a device, for our own transfers; it overlaps none that is there. Throws Resource.
+  // Registers memory of a device for our own transfers. It must not overlap other such memory. Throws Resource.
   void addDevice(const DeviceMemory& memory);
   void removeDevice(std::span<std::byte> memory);
-  // Throws Internal where it lies in none.
+  // Throws Internal if the memory is not registered.
   void* deviceDescriptorOf(Bytes memory) const;
 
-  // Registers memory for our own transfers unless that is done, or not needed at all (false).
+  // Registers memory for our own transfers, unless it is registered already. False if the provider needs no
+  // registration.
   bool addLocal(std::span<std::byte> memory);
 
-  // The bytes [offset, offset + size) of the region that a peer named; empty pointer when no region of ours
-  // holds all of them. A peer's word is not trusted.
+  // The address of the bytes [offset, offset + size) of the region that a peer named; null unless all of them lie in
+  // one of our regions.
   std::byte* translate(const RemoteKey& key, uint64_t offset, uint64_t size) const;
 
  private:
   struct Region {
     std::span<std::byte> memory;
-    MemoryRegion registration;  // null where none is needed
+    MemoryRegion registration;  // null if none is needed
     RemoteKey key;
     bool target;
   };
@@ -62,7 +63,7 @@ class Registry {
   bool remote_;
   uint64_t nextKey_ = 1;
   std::multimap<const std::byte*, Region> regions_;  // by first byte
-  size_t longest_ = 0;                               // bytes of a region
+  size_t longest_ = 0;                               // the bytes of the longest region
   struct OnDevice {
     size_t bytes;
     MemoryRegion registration;
@@ -70,16 +71,16 @@ class Registry {
   std::map<const std::byte*, OnDevice> onDevices_;  // by first byte
 };
 
-// Whole pages, so that nothing else shares them: registered ones may be missing in a forked child.
+// Memory in whole pages, so that nothing else lies in them: a forked child may not have registered pages.
 struct FreePages {
   void operator()(std::byte* pages) const noexcept { std::free(pages); }
 };
 using Pages = std::unique_ptr<std::byte[], FreePages>;
 Pages allocatePages(size_t bytes);
 
-// Buffers for what the provider cannot take from where it lies.
+// Registered buffers for data that the provider cannot send in place.
 //
-// A buffer goes back to the pool when its handle is destroyed; the pool keeps it, registered, for the next one.
+// A buffer returns to the pool when its handle is destroyed. The pool keeps it registered for reuse.
 class BouncePool {
  public:
   explicit BouncePool(Registry& registry) : registry_(registry) {}
@@ -91,7 +92,7 @@ class BouncePool {
   };
   using Buffer = std::unique_ptr<std::byte[], Return>;
 
-  // Null when too much is lent out already; always succeeds when nothing is.
+  // Null if too much is lent out. Always succeeds if nothing is lent out.
   Buffer take(size_t bytes);
 
  private:

@@ -15,16 +15,16 @@
 namespace smddp::transport::fabric {
 namespace {
 
-// The modes we honour; a provider that demands another one is passed over.
-constexpr int kHonouredMrModes =
+// The modes that we support. A provider that demands another one is not used.
+constexpr int kSupportedMrModes =
     FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT | FI_MR_HMEM;
-constexpr uint64_t kHonouredModes = FI_CONTEXT | FI_CONTEXT2;
+constexpr uint64_t kSupportedModes = FI_CONTEXT | FI_CONTEXT2;
 
 struct KnownProvider {
   const char* name;
   int order;            // lower is better
   bool automatic;       // may be chosen without being named
-  const char* refusal;  // why it is never used; null when it may be
+  const char* refusal;  // the reason why it is never used; null if it may be used
 };
 
 constexpr KnownProvider kKnownProviders[] = {
@@ -32,7 +32,7 @@ constexpr KnownProvider kKnownProviders[] = {
     {"cxi", 1, true, nullptr},
     {"verbs;ofi_rxm", 2, true, nullptr},
     {"tcp", 3, true, nullptr},
-    {"net", 3, true, nullptr},  // what tcp was called before 1.18
+    {"net", 3, true, nullptr},  // the name of tcp before 1.18
     {"tcp;ofi_rxm", 4, true, nullptr},
     {"shm", 5, false, nullptr},
     {"sockets", 9, false, "it is superseded by tcp and a thousand times slower"},
@@ -40,14 +40,14 @@ constexpr KnownProvider kKnownProviders[] = {
     {"ofi_rxd", 9, false, "it is not reliable under load"},
 };
 
-// Any other provider may be named by the user who knows it.
+// The user may name any other provider.
 constexpr KnownProvider kUnknownProvider{"", 8, false, nullptr};
 
 const KnownProvider& lookUp(std::string_view provider) {
   for (const KnownProvider& known : kKnownProviders) {
     if (provider == known.name) return known;
   }
-  // A layered provider is as bad as the worst of its layers.
+  // A layered provider is refused if one of its layers is.
   for (const KnownProvider& known : kKnownProviders) {
     if (known.refusal != nullptr && provider.find(known.name) != provider.npos) return known;
   }
@@ -74,7 +74,7 @@ bool isLoopback(const ProviderInfo& info) {
   return info.interface == "lo" || info.address == "::1" || info.address.rfind("127.", 0) == 0;
 }
 
-// How well the interface suits; lower is better.
+// A rank of the interface; lower is better.
 int interfaceRank(const ProviderInfo& info, const std::string& route,
                   const std::set<std::string>& routed) {
   if (!route.empty() && info.address == route) return 0;
@@ -86,7 +86,7 @@ int interfaceRank(const ProviderInfo& info, const std::string& route,
   return info.address.find(':') == std::string::npos ? 2 : 3;  // IPv4 before IPv6
 }
 
-// The names in one line; `none` when there are none.
+// The names in one line, or `none` if there are none.
 template <typename Names>
 std::string joined(const Names& names, const char* separator, const char* none) {
   std::string text;
@@ -101,9 +101,10 @@ std::string listOf(const std::set<std::string>& names) { return joined(names, ",
 
 std::string whyUnusable(const ProviderInfo& info) {
   if (const char* refusal = lookUp(info.provider).refusal) return refusal;
-  if (info.mrMode & ~kHonouredMrModes)
+  if (info.mrMode & ~kSupportedMrModes)
     return "it demands a memory registration mode that smddp does not have";
-  if (info.mode & ~kHonouredModes) return "it demands an application mode that smddp does not have";
+  if (info.mode & ~kSupportedModes)
+    return "it demands an application mode that smddp does not have";
   if (info.mrKeyBytes > sizeof(uint64_t)) return "its memory keys are longer than 8 bytes";
   if (!(info.caps & FI_MSG)) return "it has no messages";
   return "";
@@ -143,8 +144,8 @@ std::string whyUnusable(const ProviderInfo& info) {
         listOf(names));
 }
 
-// Whether the wish for an interface holds. It speaks of the kernel's interfaces; a card that has none is bound
-// by it only if a card was named.
+// True if SMDDP_INTERFACE allows this offer. A name of the kernel's interface does not exclude cards without one; the
+// name of a card (its domain) excludes all others.
 bool interfaceAllowed(const ProviderInfo& info, const std::string& wanted, bool namesCard) {
   if (wanted.empty()) return true;
   if (namesCard) return info.domain == wanted;
@@ -168,13 +169,13 @@ std::string explain(const ProviderInfo& info, const Options& options, int rank) 
 
 // From libfabric's source: efa_rdm_rma_should_write_using_rdma(), efa_rdm_ope_post_remote_write(),
 // efa_base_ep_write_eq_error(), efa_rdm_ep_wait_send() up to 2.4, efa_rdm_trywait() from 2.5 on.
-Peculiarities peculiaritiesOf(const std::string& provider) {
+Quirks quirksOf(const std::string& provider) {
   if (provider != "efa") return {};
   return {.writesOnePiece = true,
-          .mostWriteBytes = size_t{1} << 30,
+          .maxWriteBytes = size_t{1} << 30,
           .needsEventQueue = true,
-          .closeWaits = true,
-          .mustBeLookedAt = true};
+          .closeBlocks = true,
+          .needsPolling = true};
 }
 
 bool ProviderInfo::reachesDevices() const { return (caps & FI_HMEM) != 0; }
@@ -197,18 +198,18 @@ Choice choose(const std::vector<ProviderInfo>& offered, const Options& options,
   if (!options.interface.empty() && !namesCard && !namesInterface)
     raiseNothingUsable(offered, options);
 
-  // Provider, then what had to be given up, then devices, if they were asked for, then the interface.
+  // By provider, then by variant, relaxations, memory of devices, and interface.
   using Score = std::tuple<int, int, int, int, int>;
   std::optional<Score> best;
   std::vector<size_t> equals;
-  std::set<std::string> domains;  // the same card is offered more than once
+  std::set<std::string> domains;  // libfabric offers the same card more than once
   for (size_t i = 0; i < offered.size(); ++i) {
     const ProviderInfo& info = offered[i];
     const KnownProvider& known = lookUp(info.provider);
     if (!whyUnusable(info).empty()) continue;
     if (options.provider.empty() ? !known.automatic : !isNamed(info, options.provider)) continue;
     if (!interfaceAllowed(info, options.interface, namesCard)) continue;
-    // efa-direct is the same card without the software layer that we rely on for messages.
+    // efa-direct is the same card without the software layer, which we need for messages.
     const int variant = info.fabric == "efa-direct" ? 1 : 0;
     const Score score{known.order, variant, info.relaxed, info.reachesDevices() ? 0 : 1,
                       interfaceRank(info, route, routed)};
@@ -220,8 +221,8 @@ Choice choose(const std::vector<ProviderInfo>& offered, const Options& options,
     if (score == *best && domains.insert(info.domain).second) equals.push_back(i);
   }
   if (!best) raiseNothingUsable(offered, options);
-  // Cards without an interface are alike, and the ranks of a node share them out. Interfaces are not: all
-  // ranks must meet in one network.
+  // Cards without an interface are equal, so the ranks of a node divide them. Interfaces are not equal: all ranks must
+  // use the same network.
   Choice choice{equals.front(), {}, ""};
   if (offered[choice.index].interface.empty()) {
     const auto rank = static_cast<size_t>(options.localRank);

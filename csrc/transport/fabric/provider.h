@@ -1,7 +1,7 @@
-// Which provider, interface and protocol: a pure choice among what the machine offers.
+// Chooses provider, interface and protocol among those that the machine offers.
 //
-// discovery.h asks libfabric and the kernel; everything here works on plain values, so that tests can judge
-// the choice for hardware that is not there.
+// discovery.h asks libfabric and the kernel. The functions here are pure, so that tests can check the choice for
+// hardware that the machine does not have.
 #pragma once
 
 #include <cstddef>
@@ -11,35 +11,35 @@
 
 namespace smddp::transport::fabric {
 
-// Where a provider differs from what libfabric's pages say, or from all others.
-struct Peculiarities {
-  // A write with immediate data that has more pieces is made of sends, which nobody is told.
+// The quirks of a provider: where it differs from libfabric's manual, or from all other providers.
+struct Quirks {
+  // It silently emulates a write with immediate data by sends if the write has more than one piece.
   bool writesOnePiece = false;
-  // Longer writes report their immediate data more than once.
-  size_t mostWriteBytes = SIZE_MAX;
-  // What it can tell nobody ends the process.
+  // A longer write reports its immediate data more than once.
+  size_t maxWriteBytes = SIZE_MAX;
+  // It ends the process if it has an error to report and there is no event queue.
   bool needsEventQueue = false;
-  // To close an endpoint may take as long as a peer does not answer.
-  bool closeWaits = false;
-  // Who sleeps on the descriptor of its queue may not be woken.
-  bool mustBeLookedAt = false;
+  // To close an endpoint may block while a peer does not answer.
+  bool closeBlocks = false;
+  // The descriptor of its completion queue may fail to wake a sleeper, so the queue must be polled.
+  bool needsPolling = false;
 };
-Peculiarities peculiaritiesOf(const std::string& provider);
+Quirks quirksOf(const std::string& provider);
 
-// What a user or a test may ask for; empty or true leaves the choice to us.
+// Requests of the user, or of a test. An empty text leaves the choice to us.
 struct Options {
   std::string provider;
   std::string interface;
-  std::string masterAddress;  // host that every rank can reach; decides the interface
+  std::string masterAddress;  // a host that every rank can reach; determines the interface
   int localRank = 0;          // spreads the ranks of a node over equal network cards
-  int localSize = 0;          // how many share them; 0: unknown, each takes one
+  int localSize = 0;          // the number of ranks that share them; 0: unknown, each takes one
   bool rma = true;            // false: never use remote writes
-  bool devices = false;       // to send from memory of devices, where the provider can
-  // For tests: as if the provider demanded this mr_mode too, took no more pieces than that, and had the peculiarities
-  // of that other one.
+  bool devices = false;       // prefer a provider that can send from memory of devices
+  // For tests: the provider also demands this mr_mode, takes at most this number of pieces, and has the quirks of
+  // another provider.
   int extraMrMode = 0;
   size_t iovLimit = SIZE_MAX;
-  std::string asPeculiarAs;
+  std::string quirksLike;
 };
 
 // One way to communicate, as fi_getinfo offers it.
@@ -47,8 +47,8 @@ struct ProviderInfo {
   std::string provider;   // "tcp;ofi_rxm"
   std::string fabric;     // "efa", "192.0.2.0/24"
   std::string domain;     // "eth0", "rdmap16s27-rdm"
-  std::string interface;  // kernel's network interface; empty for a card that has none
-  std::string address;    // numeric IP address; empty likewise
+  std::string interface;  // the kernel's network interface; empty for a card that has none
+  std::string address;    // the numeric IP address; empty for a card that has none
   uint32_t version = 0;
   uint64_t caps = 0;
   uint64_t mode = 0;
@@ -58,18 +58,18 @@ struct ProviderInfo {
   size_t iovLimit = 1;
   size_t maxMessageBytes = SIZE_MAX;
   bool linkUp = true;
-  // How many of kRelaxations were needed before the provider answered.
+  // The number of kRelaxations that were needed until the provider was offered.
   int relaxed = 0;
-  // Remote writes exist but are made of sends; known only once an endpoint is open.
+  // Remote writes are emulated by sends. Known only when an endpoint is open.
   bool emulatedWrite = false;
-  Peculiarities peculiarities;
+  Quirks quirks;
 
-  // Offered only to those who ask.
+  // True if it can send from memory of devices. libfabric says so only if asked (FI_HMEM).
   bool reachesDevices() const;
-  bool writesOnePiece() const { return peculiarities.writesOnePiece || iovLimit < 2; }
+  bool writesOnePiece() const { return quirks.writesOnePiece || iovLimit < 2; }
 };
 
-// What is given up, in this order, when a provider does not answer to the full wish.
+// The requirements that are given up, in this order, if a provider does not fulfil all of them.
 inline constexpr const char* kRelaxations[] = {"manual progress", "one thread per domain",
                                                "remote writes"};
 
@@ -78,19 +78,18 @@ constexpr const char* toString(Protocol protocol) {
   return protocol == Protocol::Write ? "remote writes" : "sends into posted receives";
 }
 
-// Remote writes with immediate data where the provider really has them.
+// Remote writes if the provider has real ones with immediate data; else sends.
 Protocol protocolOf(const ProviderInfo& info, const Options& options);
 
 struct Choice {
-  size_t index = 0;  // into the list that was given
-  // Cards like it that nobody else takes: where a node has more of them than ranks.
+  size_t index = 0;  // in the list of offers
+  // More cards for this rank, if the node has more equal cards than ranks.
   std::vector<size_t> more;
   std::string why;
 };
 
-// `route` is our own numeric address on the way to the master, empty when unknown.
-// Throws Usage when a named provider or interface is missing, or when nothing is usable; the text lists what
-// there is.
+// `route` is the numeric address of our interface that routes to the master; empty if unknown.
+// Throws Usage if a named provider or interface is missing, or if nothing is usable. The text lists what there is.
 Choice choose(const std::vector<ProviderInfo>& offered, const Options& options,
               const std::string& route);
 

@@ -36,7 +36,7 @@ bool Reassembly::accept(const FragmentHeader& fragment, Bytes bytes) {
     it = unfinished_.emplace(key, Unfinished{fragment}).first;
   }
   std::memcpy(slot + fragment.offset, bytes.data(), bytes.size());
-  if (it == unfinished_.end()) return true;  // the whole put in one piece
+  if (it == unfinished_.end()) return true;  // the put has one fragment
   it->second.received += bytes.size();
   if (it->second.received < total) return false;
   unfinished_.erase(it);

@@ -1,4 +1,4 @@
-// Puts that arrive as fragments: each is copied to its place, the last one completes the put.
+// Reassembles puts that arrive as fragments. Each fragment is copied to its place; the last one completes the put.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ class Reassembly {
  public:
   explicit Reassembly(const Registry& registry) : registry_(registry) {}
 
-  // Copies the fragment into the region it names. True when all bytes of its put are there.
-  // Throws Transport, and writes nothing, when the fragment does not lie inside a region of ours or
+  // Copies the fragment into the region that it names. True if all bytes of its put have arrived.
+  // Throws Transport, and writes nothing, if the fragment does not lie inside a region of ours or
   // contradicts an earlier one of the same put.
   bool accept(const FragmentHeader& fragment, Bytes bytes);
 

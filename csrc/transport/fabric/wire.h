@@ -1,6 +1,6 @@
-// What our messages look like, and how an address travels. Hosts of one job have the same byte order.
+// The layout of messages and addresses. All hosts of a job have the same byte order.
 //
-// Everything read here comes from a peer: sizes and kinds are checked before use.
+// The bytes come from peers: sizes and kinds are checked before use.
 #pragma once
 
 #include <cstddef>
@@ -16,10 +16,10 @@
 
 namespace smddp::transport::fabric {
 
-// The last byte is the version of the protocol.
+// The lowest byte is the version of the protocol.
 enum class MessageKind : uint32_t { Control = 0x73634301, Fragment = 0x73634601 };
 
-// In front of a control message. Messages of one sender are numbered from 0: fabrics reorder.
+// The header of a control message. The messages of a sender are numbered from 0, because fabrics reorder them.
 struct ControlHeader {
   MessageKind kind;
   uint32_t unused;
@@ -27,7 +27,7 @@ struct ControlHeader {
   uint64_t sequence;
 };
 
-// In front of a piece of a put, where puts are made of sends. The pieces of a put may arrive in any order.
+// The header of a fragment of a put, if puts are made of sends. The fragments of a put may arrive in any order.
 struct FragmentHeader {
   MessageKind kind;
   uint32_t immediate;
@@ -35,12 +35,12 @@ struct FragmentHeader {
   uint64_t number;  // of the put, at the sender
   RemoteSlot slot;
   uint64_t totalBytes;  // header and payload of the whole put
-  uint64_t offset;      // of this piece, from the beginning of the slot
+  uint64_t offset;      // of this fragment, from the beginning of the slot
 };
 
 static_assert(sizeof(ControlHeader) == 24 && sizeof(FragmentHeader) == 64);
 
-// The struct at the beginning of `message`; empty when it is too short.
+// Reads the struct at the beginning of `message`; nullopt if that is too short.
 template <typename T>
 std::optional<T> readStruct(Bytes message) {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -50,7 +50,7 @@ std::optional<T> readStruct(Bytes message) {
   return value;
 }
 
-// What Transport::address() gives.
+// The contents of Transport::address().
 struct Address {
   uint64_t id = 0;  // random; names the process in its messages
   Protocol protocol = Protocol::Write;
@@ -59,7 +59,7 @@ struct Address {
 };
 
 std::vector<std::byte> encode(const Address& address);
-// Throws Transport when the bytes are not an address of this version.
+// Throws Transport if the bytes are not an address of this version.
 Address decodeAddress(Bytes bytes);
 
 }  // namespace smddp::transport::fabric

@@ -10,7 +10,7 @@
 namespace smddp::transport::shm {
 namespace {
 
-// How a segment is announced; 0 means no segment.
+// The tag that announces a segment in the control page. It is never 0, which means no segment.
 uint64_t tagOf(const Nonce& nonce) {
   uint64_t tag = 0;
   std::memcpy(&tag, nonce.data(), sizeof tag);
@@ -21,7 +21,7 @@ uint64_t tagOf(const Nonce& nonce) {
 
 CommMemory::CommMemory(std::shared_ptr<Slab> slab, size_t cacheBytes)
     : slab_(std::move(slab)), cacheBytes_(cacheBytes) {
-  // Claimed in the control page, where several of these may share the table. Low indexes first.
+  // Try all indexes of the table, low ones first. announce() claims one; other CommMemory objects may have claimed it.
   for (uint32_t i = ProcessPage::kMaxCommSegments; i-- > 0;) freeIndexes_.push_back(i);
 }
 
@@ -45,7 +45,7 @@ void* CommMemory::allocateLarge(size_t bytes) {
     const std::lock_guard lock(mutex_);
     if (void* block = takeCached(rounded)) return block;
   }
-  // Outside the lock: backing the memory takes about 1 ms per MiB.
+  // Without the lock, because backing the memory takes about 1 ms per MiB.
   auto segment = makeSegment(rounded);
   const std::lock_guard lock(mutex_);
   Chunk& chunk = announce(std::move(segment));
@@ -65,7 +65,7 @@ void* CommMemory::allocateSmall(size_t bytes) {
   return takeFromArena(rounded);
 }
 
-// The smallest cached block that wastes at most a quarter.
+// Takes the smallest cached block that is large enough and wastes at most a quarter.
 void* CommMemory::takeCached(size_t bytes) {
   auto best = cached_.end();
   size_t bestSize = bytes + bytes / 4 + 1;
@@ -105,7 +105,7 @@ std::shared_ptr<Segment> CommMemory::makeSegment(size_t bytes) {
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::Resource) throw;
   }
-  // What is merely kept for reuse may be what is missing.
+  // Memory is short: free the cache and try again.
   std::unique_lock lock(mutex_);
   auto dropped = trimCache(0);
   lock.unlock();
@@ -139,7 +139,7 @@ void CommMemory::free(void* block) {
   SMDDP_CHECK(entry != chunk.blocks.end(), "{} is no block of communication memory in use", block);
   if (chunk.arena) chunk.arena->free(entry->first, entry->second);
   chunk.blocks.erase(entry);
-  // An empty arena is kept like a free large block, only that takeFromArena() finds it by itself.
+  // An empty arena may stay, too, but is not in cached_: takeFromArena() finds it in chunks_.
   if (!chunk.arena) {
     cached_.push_back(found->first);
     cachedBytes_ += chunk.segment->size();
@@ -201,12 +201,12 @@ std::vector<CommMemory::Chunk> CommMemory::trimCache(size_t limit) {
   return dropped;
 }
 
-// Outside the lock, since unmapping is slow. The indexes are free again only after the mates were
-// told.
+// Called without the lock, because unmapping is slow. An index is free again only after the table entry is cleared, so
+// that mates see that the segment is gone.
 void CommMemory::release(std::vector<Chunk> chunks) {
   for (const Chunk& chunk : chunks) {
     slab_->page().commSegments[chunk.index].store(0, std::memory_order_release);
-    // The memory returns to the system now, even while mates still have it mapped.
+    // Return the memory to the system now, even if mates still have it mapped.
     chunk.segment->discard(0, chunk.segment->size());
     const std::lock_guard lock(mutex_);
     freeIndexes_.push_back(chunk.index);
@@ -230,7 +230,7 @@ std::byte* MateMemory::resolve(Location location, size_t bytes) {
   const auto known = mappings_.find(location.index);
   if (known == mappings_.end() || known->second->address().nonce != address.nonce) map(location);
   const auto& segment = mappings_.at(location.index);
-  // A mapping is found by its nonce, so the size still has to be held against it.
+  // The mapping was found by its nonce only, so check the size, too.
   if (segment->size() != address.bytes) {
     raise(ErrorKind::Transport, "process {} named a segment of {} bytes that has {}", address.pid,
           address.bytes, segment->size());

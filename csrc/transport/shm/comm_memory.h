@@ -1,4 +1,4 @@
-// Memory for tensors that mates can read and write where it lies, so that nothing needs staging.
+// Communication memory: memory for tensors that mates can map. They read and write it in place, without staging.
 #pragma once
 
 #include <array>
@@ -28,12 +28,12 @@ struct Location {
 };
 static_assert(sizeof(Location) == 48);
 
-// Hands out blocks of our own segments: one segment per large block, arenas for small ones. Every
-// block is backed when it is handed out, so touching it cannot fail. What is freed is kept for
-// reuse up to a limit.
+// Allocates blocks from our own segments: one segment per large block, arenas for small ones. Every
+// block is backed by memory when it is allocated, so touching it cannot fail. Freed memory is cached for
+// reuse, up to a limit.
 //
-// Threads: any, tensors are freed everywhere. Outlives its blocks: whoever holds one keeps this
-// alive. In a forked child allocate() throws and free() does nothing: the memory is the parent's.
+// Threads: any, because tensors may be freed on any thread. Ends: after its blocks; the holder of a block keeps this
+// object alive. In a forked child allocate() throws and free() does nothing, because the memory is the parent's.
 class CommMemory {
  public:
   // The segments are announced in the control page of `slab`.
@@ -43,15 +43,15 @@ class CommMemory {
   CommMemory(const CommMemory&) = delete;
   CommMemory& operator=(const CommMemory&) = delete;
 
-  // Aligned to 64 bytes (large blocks to a page), contents arbitrary. Throws Resource; the caller
-  // then takes ordinary memory.
+  // Returns memory with arbitrary contents, aligned to 64 bytes (large blocks: to a page). Throws Resource; the caller
+  // then uses ordinary memory.
   void* allocate(size_t bytes);
-  // Throws Internal for a pointer that allocate() did not return, or that is free already.
+  // Throws Internal for a pointer that allocate() did not return, or that was freed before.
   void free(void* block);
-  // Where mates find [pointer, pointer + bytes); nothing unless all of it lies in one block.
+  // The location of [pointer, pointer + bytes) for mates. nullopt unless all of it lies in one block.
   std::optional<Location> locate(const void* pointer, size_t bytes) const;
 
-  // Bytes held from the system: in use and cached.
+  // The bytes taken from the system, in use or cached.
   size_t heldBytes() const;
 
   static constexpr size_t kLargeBytes = size_t{1} << 20;
@@ -63,8 +63,8 @@ class CommMemory {
   struct Chunk {
     std::shared_ptr<Segment> segment;
     uint32_t index = 0;
-    std::optional<RegionAllocator> arena;  // none: the chunk is one large block
-    std::map<uint64_t, uint64_t> blocks;   // in use: offset -> bytes
+    std::optional<RegionAllocator> arena;  // nullopt: the chunk is one large block
+    std::map<uint64_t, uint64_t> blocks;   // the blocks in use: offset -> bytes
   };
   using Chunks = std::map<uintptr_t, Chunk>;  // by address of the first byte
 
@@ -88,15 +88,14 @@ class CommMemory {
   std::vector<uint32_t> freeIndexes_;
 };
 
-// The communication memory of one mate, mapped piece by piece as it is first met. Belongs to the
-// thread that owns the engine. Mappings whose owner gave the segment up are dropped when the next
-// one is met.
+// The communication memory of one mate. A segment is mapped when it is first used; then the mappings of segments that
+// the mate has given up are removed. Used by the thread that owns the engine.
 class MateMemory {
  public:
   explicit MateMemory(std::shared_ptr<Mate> mate) : mate_(std::move(mate)) {}
 
-  // Valid until the owner frees the block. Throws Transport when the owner has no such memory (any
-  // more), Resource when it cannot be mapped.
+  // The address of a location, valid until the mate frees the block. Throws Transport if the mate does not have this
+  // memory, or has given it up; Resource if it cannot be mapped.
   std::byte* resolve(Location location, size_t bytes);
   size_t mappings() const { return mappings_.size(); }
 

@@ -35,7 +35,7 @@ void futexWake(std::atomic<Sleep>& word) {
 
 void writeByte(int pipe) {
   const char byte = 0;
-  // A full pipe wakes its reader as well as one more byte would.
+  // If the pipe is full, its reader wakes up anyway.
   [[maybe_unused]] const auto written = write(pipe, &byte, 1);
 }
 
@@ -57,20 +57,20 @@ void warnOnce(const std::string& path) {
             std::generic_category().message(errno));
 }
 
-// The mate's pipe, opened at first need; -1 when the mate is gone or no descriptor is left.
+// The mate's pipe, opened on the first use. -1 if the mate is gone or no descriptor is left.
 int wakePipeOf(Mate& mate) {
   const uint64_t inode = mate.page().pipeInode.load(std::memory_order_acquire);
   Mate::Probe& probe = mate.probe();
   if (probe.wakePipe && probe.wakePipeInode == inode) return probe.wakePipe.get();
   const int32_t descriptor = mate.page().pipeDescriptor.load(std::memory_order_relaxed);
   const std::string path = fmt::format("/proc/{}/fd/{}", mate.page().pid, descriptor);
-  // Read and write: being a reader too, we get no SIGPIPE once the mate has died.
+  // Open for reading, too: a pipe that has a reader raises no SIGPIPE after the mate's death.
   FileDescriptor opened(open(path.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC));
   if (!opened && (errno == EMFILE || errno == ENFILE)) {
-    // Slow, and no reason to end a group: nobody sleeps longer than between two looks at his mates.
+    // This is slow, but not fatal: a sleeper wakes up regularly to check its mates.
     warnOnce(path);
   }
-  // Should the mate be dead and its numbers reused, this is some other file: never write into that.
+  // If the mate is dead and its pid and descriptor were reused, this is another file. Never write into that.
   if (!opened || inode == 0 || inodeOfPipe(opened.get()) != inode) return -1;
   probe.wakePipe = std::move(opened);
   probe.wakePipeInode = inode;
@@ -87,14 +87,14 @@ Doorbell::~Doorbell() {
 
 void Doorbell::prepare() {
   slab_->page().sleep.store(Sleep::OnFutex, std::memory_order_seq_cst);
-  // Keeps the caller's look, which may be any kind of load, behind the store.
+  // The caller's check may use any kind of load. The fence keeps those loads after the store.
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 void Doorbell::cancel() { slab_->page().sleep.store(Sleep::Awake, std::memory_order_relaxed); }
 
 void Doorbell::sleep(Nanoseconds timeout) {
-  // Rung since prepare(): the word differs and the kernel returns at once.
+  // If somebody rang after prepare(), the word differs and the kernel returns at once.
   if (timeout > 0) futexWait(slab_->page().sleep, Sleep::OnFutex, timeout);
   cancel();
 }
@@ -103,13 +103,13 @@ void Doorbell::sleepOn(int descriptor, Nanoseconds timeout) {
   openPipe();
   std::atomic<Sleep>& word = slab_->page().sleep;
   Sleep expected = Sleep::OnFutex;
-  // A ring before this exchange makes it fail, a ring after it writes to the pipe.
+  // A ring before this exchange makes it fail; a ring after it writes to the pipe.
   if (timeout > 0 &&
       word.compare_exchange_strong(expected, Sleep::OnPoll, std::memory_order_seq_cst)) {
     std::array<pollfd, 2> files = {{{readEnd_.get(), POLLIN, 0}, {descriptor, POLLIN, 0}}};
     const timespec limit = toTimespec(timeout);
     ppoll(files.data(), files.size(), &limit, nullptr);
-    // A byte that comes after its sleeper has left stays for the next sleep, which then ends early.
+    // A byte that arrives after this stays in the pipe. The next sleep then ends early.
     if ((files[0].revents & POLLIN) != 0) drain(readEnd_.get());
   }
   cancel();

@@ -1,11 +1,11 @@
-// Sleeping until a mate has something for us, and waking a mate that sleeps.
+// The doorbell: to sleep until a mate has something for us, and to wake a mate that sleeps.
 //
-// The sleeper:  prepare(), look once more at everything it waits for, then sleep() or sleepOn(),
-//               or cancel() if something was there.
-// The waker:    its stores (release), then ring(). A mate that is awake costs a fence and a load.
+// The sleeper calls prepare(), checks once more everything that it waits for, and then calls sleep() or sleepOn(),
+// or cancel() if something has happened.
+// The waker stores its data (release), then calls ring(). If the mate is awake, that costs a fence and a load.
 //
-// Between prepare() and the look stands a full fence, and so between the waker's stores and its
-// load of the word: one of the two sees the other, and no wake-up is lost. Spurious wake-ups
+// There is a full fence between the sleeper's prepare() and its check, and one between the waker's stores and its
+// load of the sleep word. So at least one of the two sees the other's store, and no wake-up is lost. Spurious wake-ups
 // happen.
 #pragma once
 
@@ -17,8 +17,8 @@
 
 namespace smddp::transport::shm {
 
-// The doorbell of our own process; one per slab. Only one thread at a time sleeps, ringSelf() is
-// for any thread. Owns the wake-up pipe.
+// The doorbell of our own process; one per slab. Owns the wake-up pipe. Only one thread at a time may sleep; any thread
+// may call ringSelf().
 class Doorbell {
  public:
   explicit Doorbell(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) {}
@@ -28,18 +28,18 @@ class Doorbell {
 
   void prepare();
   void cancel();
-  // Returns when rung, or when `timeout` is over. Never longer, so every wait can have a deadline.
+  // Sleeps until rung, but at most for `timeout`, so that every wait can have a deadline.
   void sleep(Nanoseconds timeout);
-  // The same, and also when `descriptor` is readable.
+  // The same, but also returns when `descriptor` is readable.
   void sleepOn(int descriptor, Nanoseconds timeout);
 
-  // Makes the pipe that sleepOn() needs, which else does so itself. Throws Resource.
+  // Makes the pipe for sleepOn(), which otherwise makes it on the first call. Throws Resource.
   void openPipe();
 
   // For other threads of this process.
   void ringSelf();
-  // On the thread that owns `mate`. Does nothing when the mate is dead, and leaves a mate in
-  // sleepOn() to the end of its time when no descriptor is left to wake it.
+  // Called on the thread that owns `mate`. Does nothing if the mate is dead. If this process has no descriptor left to
+  // wake a mate in sleepOn(), the mate sleeps until its timeout.
   static void ring(Mate& mate);
 
  private:

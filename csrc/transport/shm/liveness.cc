@@ -11,9 +11,9 @@ namespace {
 
 constexpr Nanoseconds kMillisecond = 1'000'000;
 
-// The first word of a robust mutex is a contract between glibc and the kernel: the holder's thread
-// id, and a bit that the kernel sets when that thread dies. Looking at it costs a load and never
-// disturbs the holder, where pthread_mutex_trylock() would make every mate write to the line.
+// The first word of a robust mutex is part of the interface between glibc and the kernel. It has the holder's thread id
+// and a bit that the kernel sets when that thread dies. To read it costs a load. pthread_mutex_trylock() would write to
+// the cache line.
 uint32_t futexWord(const ProcessPage& page) {
   return static_cast<uint32_t>(__atomic_load_n(&page.lifeline.__data.__lock, __ATOMIC_ACQUIRE));
 }
@@ -24,7 +24,7 @@ Life publishDeath(ProcessPage& page) {
   return expected == Life::Running ? Life::Died : expected;
 }
 
-// True at most once per interval, and hardly more than a counter in between.
+// True at most once per interval. Otherwise it mostly costs an increment.
 bool timeToProbe(Mate::Probe& probe, bool held) {
   if (held && ++probe.calls % 64 != 0) return false;
   const Nanoseconds now = MonotonicClock().now();
@@ -44,7 +44,7 @@ Lifeline::Lifeline(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) {
 
 Lifeline::~Lifeline() {
   ProcessPage& page = slab_->page();
-  // In this order, so that no mate takes the released mutex for a death.
+  // In this order: a mate must not look at the mutex after the release.
   page.lifelineHeld.store(0, std::memory_order_release);
   pthread_mutex_unlock(&page.lifeline);
 }
@@ -56,7 +56,7 @@ Life lifeOf(Mate& mate) {
   const bool held = page.lifelineHeld.load(std::memory_order_acquire) != 0;
   if (held && (futexWord(page) & FUTEX_OWNER_DIED) != 0) return publishDeath(page);
   if (!timeToProbe(mate.probe(), held) || page.startTime == 0) return Life::Running;
-  // Another start time: the number now belongs to a process that is not our mate.
+  // With another start time the pid belongs to a new process, so our mate is dead.
   return startTimeOf(page.pid).value_or(page.startTime) == page.startTime ? Life::Running
                                                                           : publishDeath(page);
 }

@@ -1,6 +1,5 @@
-// Who is still there. The kernel marks a robust mutex when its holder dies, before it takes the
-// process apart: mates see a death in about 0.1 ms, whatever the size of the process and whoever
-// its parent is.
+// Detects which mates are alive. The kernel marks a robust mutex when the thread that holds it dies, before it frees
+// the memory of the process. So mates see a death after about 0.1 ms, whatever the size of the process.
 #pragma once
 
 #include <memory>
@@ -10,13 +9,12 @@
 
 namespace smddp::transport::shm {
 
-// Holds our lifeline. Construct and destroy it on one thread, which should live as long as the
-// process: the engine's progress thread. While nobody holds it, mates fall back to looking at
-// /proc, which is slower. The end of the thread without the destructor counts as the death of the
-// process.
+// Holds our lifeline mutex. Construct and destroy it on one thread that lives as long as the process: the engine's
+// progress thread. While no thread holds the mutex, mates look at /proc instead, which is slower. If the thread ends
+// without the destructor, mates take the process for dead.
 class Lifeline {
  public:
-  // Throws Internal when the slab's lifeline is held already.
+  // Throws Internal if the slab's lifeline is held already.
   explicit Lifeline(std::shared_ptr<Slab> slab);
   ~Lifeline();
   Lifeline(const Lifeline&) = delete;
@@ -26,15 +24,15 @@ class Lifeline {
   std::shared_ptr<Slab> slab_;
 };
 
-// Two loads while the mate is running and holds its lifeline; /proc is read at most every 10 ms
-// (lifeline not held) or every second (in case the kernel lacks robust lists). Publishes a death
-// for all other mates.
+// The state of a mate. It costs two loads while the mate is running and holds its lifeline. It reads /proc at most
+// every 10 ms if the lifeline is not held, and every second otherwise (the kernel may lack robust lists). Publishes a
+// death to all other mates.
 Life lifeOf(Mate& mate);
 
-// Whether a signal or a debugger has stopped the mate's process. Reads /proc.
+// True if a signal or a debugger has stopped the mate's process. Reads /proc.
 bool isStopped(const Mate& mate);
 
-// "it left: …", "its process died": for error texts that name the mate before.
+// "it left: …", "its process died": for error texts that have named the mate.
 std::string describeLife(const Mate& mate);
 
 }  // namespace smddp::transport::shm

@@ -29,7 +29,7 @@ ProcessPage::ProcessPage(const Nonce& slabNonce)
 }
 
 void ProcessPage::leave(std::string_view reason) {
-  // The text first, so that whoever sees Left also sees why.
+  // Write the text first, so that a mate that sees Left also sees the reason.
   farewell.write(reason);
   Life expected = Life::Running;
   life.compare_exchange_strong(expected, Life::Left, std::memory_order_acq_rel);
@@ -43,7 +43,7 @@ std::optional<ProcessStat> statOf(int32_t pid) {
   char text[1024];
   const size_t length = fread(text, 1, sizeof text - 1, file.get());
   text[length] = '\0';
-  // The second field is the program's name in parentheses, which may itself contain any character.
+  // The second field is the program's name in parentheses. The name may contain any character.
   const char* rest = std::strrchr(text, ')');
   char state = 0;
   long threads = 0;
@@ -54,7 +54,7 @@ std::optional<ProcessStat> statOf(int32_t pid) {
              &state, &threads, &start) != 3) {
     return ProcessStat{};
   }
-  // A zombie that still counts threads is a process whose main thread alone has ended.
+  // A zombie that still has threads is a process of which only the main thread has ended.
   if (state == 'X' || (state == 'Z' && threads <= 1)) return ProcessStat{};
   return ProcessStat{start, state == 'T' || state == 't'};
 }

@@ -1,4 +1,4 @@
-// First-fit allocation of ranges of offsets; knows nothing of the memory behind them.
+// First-fit allocation of ranges of offsets. It does not touch the memory itself.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ constexpr uint64_t roundUp(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Not thread-safe. Free ranges are kept apart by what is allocated: neighbours are always joined.
+// Not thread-safe. Adjacent free ranges are always joined.
 class RegionAllocator {
  public:
   RegionAllocator(uint64_t begin, uint64_t end) : total_(end - begin), free_{{begin, end}} {}

@@ -1,4 +1,4 @@
-// A queue of records from one process to another, inside the receiver's slab.
+// A ring: a queue of records from one process to another, in the receiver's slab.
 #pragma once
 
 #include <algorithm>
@@ -17,31 +17,31 @@ namespace smddp::transport::shm {
 
 enum class RecordKind : uint32_t { Control = 1, Put = 2 };
 
-// What stands in front of every record's bytes.
+// The header in front of every record's bytes.
 struct RecordHeader {
   RecordKind kind;
-  uint32_t bytes;      // of the control message; a put has none here
+  uint32_t bytes;      // of the control message; 0 for a put
   uint32_t immediate;  // of the put
   uint32_t reserved;
 };
 static_assert(sizeof(RecordHeader) == 16);
 
-// Who may write. Free -> Claiming -> Open by the producer, Open -> Closed when the producer ends;
-// the consumer empties a closed ring and sets it free again.
+// The producer changes Free -> Claiming -> Open, and Open -> Closed when it ends. The consumer empties a closed ring
+// and sets it to Free.
 enum class RingState : uint32_t { Free, Claiming, Open, Closed };
 
-// Single producer, single consumer. Positions count bytes and never go back; each side trusts only
-// its own and checks the other's. Records are multiples of 16 bytes and may wrap around the end.
+// Single producer, single consumer. Positions count bytes and never go back. Each side checks the other's position.
+// Records are multiples of 16 bytes and may wrap around the end.
 struct Ring {
   static constexpr uint64_t kBytes = 65536;
   static constexpr uint64_t kGranule = sizeof(RecordHeader);
 
   std::atomic<RingState> state{RingState::Free};
-  uint32_t senderGeneration;  // these three are written before Open
+  uint32_t senderGeneration;  // this field and the next two are written before Open
   uint32_t receiverGeneration;
   Nonce sender;
-  alignas(64) std::atomic<uint64_t> head{0};     // producer's
-  alignas(64) std::atomic<uint64_t> tail{0};     // consumer's
+  alignas(64) std::atomic<uint64_t> head{0};     // the producer's position
+  alignas(64) std::atomic<uint64_t> tail{0};     // the consumer's position
   alignas(64) std::atomic<uint32_t> refused{0};  // the producer found no room and wants to be woken
   alignas(64) std::array<std::byte, kBytes> data;
 
@@ -49,7 +49,7 @@ struct Ring {
     return sizeof(RecordHeader) + (payload + kGranule - 1) / kGranule * kGranule;
   }
 
-  // Producer. False when there is no room; nothing when the consumer's position makes no sense.
+  // Called by the producer. False if there is no room; nullopt if the consumer's position is impossible.
   std::optional<bool> hasRoom(uint64_t payload) const {
     const uint64_t used =
         head.load(std::memory_order_relaxed) - tail.load(std::memory_order_acquire);
@@ -57,7 +57,7 @@ struct Ring {
     return kBytes - used >= recordBytes(payload);
   }
 
-  // Producer, after hasRoom(). Everything written before is visible to whoever sees the record.
+  // Called by the producer after hasRoom(). A consumer that sees the record also sees all earlier stores.
   void push(const RecordHeader& header, Bytes payload) {
     const uint64_t at = head.load(std::memory_order_relaxed);
     copyIn(at, std::as_bytes(std::span(&header, 1)));
@@ -79,11 +79,11 @@ struct Ring {
   }
 };
 
-// All rings that end in one slab. Zeroed memory is a valid table, so it costs nothing until used.
+// All rings to one receiver. Zeroed memory is a valid table, so unused rings need no pages.
 struct RingTable {
   static constexpr uint32_t kRings = 256;
   alignas(64) std::atomic<uint32_t> claims{
-      0};  // counts rings that became Open: look for new senders
+      0};  // counts rings that became Open; the receiver then looks for new senders
   std::array<Ring, kRings> rings;
 };
 

@@ -28,8 +28,7 @@
 namespace smddp::transport::shm {
 namespace {
 
-// Every mapping of this process, by nonce. Never destroyed: tensors may be freed while the process
-// exits.
+// All mappings of this process, by nonce. Never destroyed, because tensors may be freed while the process exits.
 struct Registry {
   std::mutex mutex;
   std::map<Nonce, std::weak_ptr<Segment>> mappings;  // guarded by mutex
@@ -40,7 +39,7 @@ struct Registry {
     return it == mappings.end() ? nullptr : it->second.lock();
   }
 
-  // The mapping that stands: two threads may attach the same segment at the same time.
+  // Returns the mapping to use. Two threads may attach the same segment at the same time; the first one's counts.
   std::shared_ptr<Segment> insert(std::shared_ptr<Segment> segment) {
     const std::lock_guard lock(mutex);
     auto& entry = mappings[segment->address().nonce];
@@ -52,7 +51,7 @@ struct Registry {
   void erase(const Nonce& nonce) {
     const std::lock_guard lock(mutex);
     const auto it = mappings.find(nonce);
-    // Not expired: attached again between the end of the last shared_ptr and this line.
+    // If it is not expired, the segment was attached again after the last shared_ptr ended.
     if (it != mappings.end() && it->second.expired()) mappings.erase(it);
   }
 };
@@ -78,8 +77,7 @@ bool outOfSomething(int error) {
 }
 
 FileDescriptor createMemfd(const char* name) {
-  // Without the flag newer kernels warn, or refuse where vm.memfd_noexec=2; older ones do not know
-  // it.
+  // Without MFD_NOEXEC_SEAL newer kernels warn, or refuse if vm.memfd_noexec=2. Older kernels do not know the flag.
   int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
   if (fd < 0 && errno == EINVAL) fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0 && outOfSomething(errno)) {
@@ -96,7 +94,7 @@ FileDescriptor createMemfd(const char* name) {
 }
 
 void setSize(int fd, size_t bytes) {
-  // Beyond this limit the kernel would answer ftruncate with a signal that ends the process.
+  // Beyond this limit ftruncate would raise a signal that ends the process.
   rlimit limit{};
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
     raise(ErrorKind::Resource,
@@ -121,7 +119,7 @@ std::byte* map(int fd, size_t bytes) {
 
 FileDescriptor openMemoryOf(const SegmentAddress& address) {
   const std::string path = fmt::format("/proc/{}/fd/{}", address.pid, address.fd);
-  // Until it has been examined this may be any file: opening a device must not block or make it our terminal.
+  // Before verify() this may be any file. To open a device must not block, nor make it our terminal.
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (fd >= 0) return FileDescriptor(fd);
   if (outOfSomething(errno)) {
@@ -141,7 +139,7 @@ FileDescriptor openMemoryOf(const SegmentAddress& address) {
       path, address.pid);
 }
 
-// Nothing that a mate published is trusted before it has been held against the file itself.
+// Checks what a mate published against the file itself.
 void verify(int fd, const SegmentAddress& address, size_t bytes) {
   struct stat status {};
   if (fstat(fd, &status) != 0) {
@@ -158,7 +156,7 @@ void verify(int fd, const SegmentAddress& address, size_t bytes) {
   }
 }
 
-// Bytes that the machine could still hand out; nothing when it does not say.
+// The memory that is still available on the machine; nullopt if unknown.
 std::optional<uint64_t> availableMemory() {
   const std::unique_ptr<FILE, int (*)(FILE*)> file(fopen("/proc/meminfo", "re"), fclose);
   if (!file) return std::nullopt;
@@ -184,8 +182,7 @@ std::shared_ptr<Segment> Segment::create(size_t bytes, const char* name) {
   const SegmentAddress address{getpid(), fd.get(), bytes, nonce};
   std::byte* base = map(fd.get(), bytes + kHeaderPage);
   auto segment = std::make_shared<Segment>(Private{}, address, base, std::move(fd));
-  // The header page is backed before it is touched: where memory is out, this throws instead of
-  // SIGBUS.
+  // Back the header page before it is touched. If there is no memory, this throws; a touch would raise SIGBUS.
   if (fallocate(segment->fd_.get(), 0, 0, static_cast<off_t>(kHeaderPage)) != 0) {
     raiseErrno(ErrorKind::Resource, "no memory for {} bytes of shared memory", kHeaderPage);
   }
@@ -195,7 +192,7 @@ std::shared_ptr<Segment> Segment::create(size_t bytes, const char* name) {
 
 std::shared_ptr<Segment> Segment::attach(const SegmentAddress& address) {
   if (auto known = registry().find(address.nonce)) return known;
-  // A bound first: the size comes from another process and must not overflow below.
+  // Check the size first: it comes from another process, and the sum below must not overflow.
   if (address.bytes == 0 || address.bytes >= uint64_t{1} << 46 || address.bytes % kPage != 0) {
     raise(ErrorKind::Transport, "process {} published shared memory of {} bytes, which cannot be",
           address.pid, address.bytes);
@@ -224,7 +221,7 @@ Segment::~Segment() {
 }
 
 void Segment::requireOwner(size_t offset, size_t bytes, const char* what) const {
-  // A forked child has the descriptor too, but the memory is its parent's.
+  // A forked child has the descriptor, too, but the memory is its parent's.
   SMDDP_CHECK(fd_ && address_.pid == getpid(), "{} by a process that does not own the segment",
               what);
   SMDDP_CHECK(offset <= size() && bytes <= size() - offset, "{} of {} bytes at {} of {}", what,
@@ -234,7 +231,7 @@ void Segment::requireOwner(size_t offset, size_t bytes, const char* what) const 
 void Segment::commit(size_t offset, size_t bytes) {
   requireOwner(offset, bytes, "commit");
   if (bytes == 0) return;
-  // The kernel would rather kill somebody than refuse, so ask before taking much.
+  // When memory is out, the kernel kills a process instead of refusing. So check before taking much.
   constexpr size_t kMuch = size_t{64} << 20;
   if (const auto available = bytes < kMuch ? std::nullopt : availableMemory();
       available && *available < bytes) {
@@ -243,7 +240,7 @@ void Segment::commit(size_t offset, size_t bytes) {
           *available);
   }
   const size_t end = offset + bytes;
-  // In pieces: a signal makes the kernel undo the piece, which must not repeat for ever.
+  // Do it in pieces. A signal makes the kernel undo a piece; with one large piece that could repeat for ever.
   constexpr size_t kPiece = size_t{16} << 20;
   for (size_t at = offset; at < end;) {
     const size_t piece = std::min(kPiece, end - at);
@@ -257,7 +254,7 @@ void Segment::commit(size_t offset, size_t bytes) {
                  bytes);
     }
   }
-  // Saves a fault per page later. Kernels before 5.14 do not know it, and nothing depends on it.
+  // This saves a fault per page later. Kernels before 5.14 refuse it, which does no harm.
   const size_t first = offset / kPage * kPage;
   madvise(data() + first, roundUp(end, kPage) - first, MADV_POPULATE_WRITE);
 }
@@ -267,7 +264,7 @@ void Segment::discard(size_t offset, size_t bytes) {
   const size_t begin = roundUp(offset, kPage);
   const size_t end = (offset + bytes) / kPage * kPage;
   if (begin >= end) return;
-  // Cannot fail on a memfd but for a signal, and then the pages merely stay.
+  // On a memfd only a signal can make this fail; then try again.
   while (fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                    static_cast<off_t>(begin + kHeaderPage), static_cast<off_t>(end - begin)) != 0 &&
          errno == EINTR) {

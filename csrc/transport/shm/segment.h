@@ -1,9 +1,8 @@
-// Memory that several processes of a node map: a memfd, reached through /proc/<pid>/fd/<fd> of its
-// owner.
+// A segment: memory that several processes of a node map. It is a memfd, which mates open through /proc/<pid>/fd/<fd>
+// of its owner.
 //
-// A memfd has no name in any file system, so nothing is left behind however a process ends, and the
-// size of /dev/shm does not matter. It is sealed against shrinking: a mate can never be made to
-// fault by the owner.
+// A memfd has no name in a file system. So nothing is left behind, however a process ends, and the size of /dev/shm
+// does not matter. It is sealed against shrinking, so that the owner cannot make a mate fault.
 #pragma once
 
 #include <array>
@@ -15,11 +14,10 @@
 
 namespace smddp::transport::shm {
 
-// Drawn at random for every segment; tells a segment from whatever later reuses its pid and
-// descriptor.
+// A random number for every segment. It tells the segment from a later one with the same pid and descriptor.
 using Nonce = std::array<std::byte, 16>;
 
-// Where a mate finds a segment. Trivially copyable: it travels through bootstrap and shared memory.
+// The address of a segment for mates. Trivially copyable: it is sent through bootstrap and shared memory.
 struct SegmentAddress {
   int32_t pid = 0;
   int32_t fd = -1;
@@ -27,19 +25,18 @@ struct SegmentAddress {
   Nonce nonce{};
 };
 
-// One mapping: our own memfd, or a mate's. Attaching a segment that this process has mapped already
-// returns that mapping, so ranks that are threads of one process work on the same addresses.
-// Threads: create, attach and the destructor may run on any thread; the bytes are the users' to
-// synchronise. Ends with the last shared_ptr; the memory itself with the last mapping on the node.
+// One mapping: of our own memfd, or of a mate's. If this process has mapped a segment already, attach() returns that
+// mapping, so ranks that are threads of one process use the same addresses.
+// Threads: create, attach and the destructor may run on any thread; the users synchronise access to the bytes.
+// Ends with the last shared_ptr. The memory itself ends with the last mapping on the node.
 class Segment {
   struct Private {};
 
  public:
-  // Sparse: pages cost nothing until touched or committed. `name` is seen in /proc/<pid>/maps only.
-  // Throws Resource when memory or descriptors are out.
+  // Makes a sparse segment: pages take no memory until they are touched or committed. `name` appears in
+  // /proc/<pid>/maps only. Throws Resource if there is no memory or no free descriptor.
   static std::shared_ptr<Segment> create(size_t bytes, const char* name);
-  // Throws Transport when this is not the segment that was published, Resource when we cannot map
-  // it.
+  // Maps a segment. Throws Transport if it is not the one that was published, Resource if it cannot be mapped.
   static std::shared_ptr<Segment> attach(const SegmentAddress& address);
 
   Segment(Private, const SegmentAddress& address, std::byte* base, FileDescriptor fd);
@@ -47,17 +44,16 @@ class Segment {
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  // Page-aligned, size() bytes, zero at first.
+  // size() bytes, page-aligned, zero at first.
   std::byte* data() const { return base_ + kHeaderPage; }
   size_t size() const { return address_.bytes; }
   const SegmentAddress& address() const { return address_; }
 
-  // Reserves backing for a range, so that touching it later cannot fail. Owner only; throws
-  // Resource.
+  // Backs a range with memory, so that touching it later cannot fail. Owner only; throws Resource.
   void commit(size_t offset, size_t bytes);
-  // Gives the whole pages of a range back; they read as zero from now on. Owner only.
+  // Gives the whole pages of a range back to the system; then they read as zero. Owner only.
   void discard(size_t offset, size_t bytes);
-  // Fills this process's page tables for the whole segment in one call instead of a fault per page.
+  // Fills the page tables of this process for the whole segment in one call, instead of one fault per page.
   void populate();
 
   static constexpr size_t kPage = 4096;

@@ -13,7 +13,7 @@
 namespace smddp::transport::shm {
 namespace {
 
-// A Mate's ring table, nullptr when what it published cannot be one.
+// A mate's ring table. Null if the offset that it published is impossible.
 RingTable* ringTableOf(const Mate& mate) {
   const uint64_t offset = mate.page().ringsOffset.load(std::memory_order_acquire);
   const bool fits = offset >= sizeof(ProcessPage) && offset % alignof(RingTable) == 0 &&
@@ -37,7 +37,8 @@ ShmTransport::ShmTransport(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) 
 }
 
 ShmTransport::~ShmTransport() {
-  // Our last records first, then the news that we are gone: peers look in the opposite order.
+  // First close the rings, then change the generation. Peers look at the generation first, so they still see our last
+  // records.
   for (const auto& peer : peers_) close(*peer);
   slab_->page().ringsGeneration.fetch_add(1, std::memory_order_acq_rel);
   for (const auto& peer : peers_) {
@@ -61,13 +62,12 @@ PeerId ShmTransport::connect(Bytes bytes, const std::string& description) {
   peer->id = static_cast<PeerId>(peers_.size());
   attach(*peer);
   peers_.push_back(std::move(peer));
-  // It may have claimed its ring and written to it before we knew it.
+  // The peer may have claimed its ring before we knew it: make the next poll() look again.
   claimsSeen_ = rings_->claims.load(std::memory_order_acquire) - 1;
   return peers_.back()->id;
 }
 
-// A peer that cannot be reached has failed; that we cannot reach anybody, for want of resources, is
-// an error.
+// If a peer cannot be reached, that peer has failed. If this process lacks resources to reach any peer, this throws.
 void ShmTransport::attach(Peer& peer) {
   try {
     peer.mate = Mate::attach(peer.address.slab);
@@ -76,8 +76,7 @@ void ShmTransport::attach(Peer& peer) {
     peer.trouble = error.what();
     return;
   }
-  // Peers claim low rings first: as many as there are peers get backing before anyone writes to
-  // them.
+  // Back one ring for each peer before a peer writes to it. Peers claim low rings first.
   const size_t index = std::min<size_t>(peers_.size(), RingTable::kRings - 1);
   slab_->commit(std::as_writable_bytes(std::span(&rings_->rings[index], 1)));
   RingTable* table = ringTableOf(*peer.mate);
@@ -117,7 +116,7 @@ bool ShmTransport::roomFor(Peer& peer, uint64_t payload) {
   if (peer.failed || !peer.trouble.empty()) return false;
   std::optional<bool> room = peer.outgoing->hasRoom(payload);
   if (room == false) {
-    // Ask to be woken, and look again: the peer may have made room before it could see that.
+    // Ask to be woken, and check again: the peer may have made room before it could see that.
     peer.outgoing->refused.store(1, std::memory_order_seq_cst);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     room = peer.outgoing->hasRoom(payload);
@@ -141,8 +140,7 @@ bool ShmTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, By
   SMDDP_CHECK(!payload.onDevice, "a put from memory of a device");
   Peer& peer = *peers_.at(id);
   if (!roomFor(peer, 0)) return false;
-  // The slot was named by the peer: a wrong one must not make us write over its control page or
-  // beyond.
+  // The peer named the slot. A wrong one must not make us write to its control page, or outside of its slab.
   const auto [begin, length] = slot.region;
   const uint64_t bytes = kHeaderBytes + payload.size();
   const uint64_t size = peer.mate->size();
@@ -187,7 +185,7 @@ size_t ShmTransport::poll(Sink& sink) {
   return events;
 }
 
-// Matches rings with peers, and gives back those that belong to the past.
+// Matches rings with peers, and frees closed rings of earlier incarnations.
 void ShmTransport::findIncoming() {
   claimsSeen_ = rings_->claims.load(std::memory_order_acquire);
   for (Ring& ring : rings_->rings) {
@@ -200,7 +198,7 @@ void ShmTransport::findIncoming() {
       return peer->address.slab.nonce == ring.sender &&
              peer->address.generation == ring.senderGeneration;
     });
-    // Not known yet: its messages wait in the ring until we connect().
+    // An unknown sender: its messages wait in the ring until connect().
     if (sender == peers_.end()) continue;
     if (!(*sender)->failed) {
       (*sender)->incoming = &ring;
@@ -211,9 +209,9 @@ void ShmTransport::findIncoming() {
 }
 
 size_t ShmTransport::pollPeer(Peer& peer, Sink& sink) {
-  // Looked at before draining: whatever it wrote before it went is still delivered.
+  // Check this before draining the ring, so that everything it wrote before it went is still delivered.
   const std::string gone = peer.trouble.empty() ? goneBecause(peer) : std::string();
-  // Its ring, if it came in the meantime, is older than its end.
+  // It may have claimed its ring since the last look, before it went.
   if (!gone.empty() && peer.incoming == nullptr) findIncoming();
   size_t events = peer.incoming != nullptr ? drain(peer, sink) : 0;
   const std::string& cause = peer.trouble.empty() ? gone : peer.trouble;
@@ -233,7 +231,7 @@ size_t ShmTransport::drain(Peer& peer, Sink& sink) {
   const uint64_t head = ring.head.load(std::memory_order_acquire);
   if (head == tail) return 0;
   size_t events = 0;
-  // Up to what was there at first, so that a busy peer does not keep the others waiting.
+  // Drain only up to this `head`, so that a busy peer does not delay the others.
   while (head != tail && peer.trouble.empty()) {
     uint64_t consumed = 0;
     if (!deliver(peer, tail, head - tail, sink, consumed)) {
@@ -252,7 +250,7 @@ size_t ShmTransport::drain(Peer& peer, Sink& sink) {
   return events;
 }
 
-// One record. It is copied before it is checked: its writer could change it in between.
+// Delivers one record. Copies it before the check, because the writer could change it in between.
 bool ShmTransport::deliver(Peer& peer, uint64_t at, uint64_t available, Sink& sink,
                            uint64_t& consumed) {
   RecordHeader header;
@@ -273,7 +271,7 @@ bool ShmTransport::deliver(Peer& peer, uint64_t at, uint64_t available, Sink& si
   return false;
 }
 
-// Empty while the peer is there.
+// The reason why the peer is gone; empty if it is not.
 std::string ShmTransport::goneBecause(Peer& peer) const {
   const bool running = lifeOf(*peer.mate) == Life::Running;
   const ProcessPage& page = peer.mate->page();
@@ -282,14 +280,13 @@ std::string ShmTransport::goneBecause(Peer& peer) const {
   return running ? "it has shut smddp down, as a process does that ends" : describeLife(*peer.mate);
 }
 
-// Our end of what we send. From here on the ring is the receiver's, who may give it to somebody
-// else.
+// Closes the ring on which we send. From here on it belongs to the receiver, which may give it to another sender.
 void ShmTransport::close(Peer& peer) {
   Ring* const ring = std::exchange(peer.outgoing, nullptr);
   if (ring != nullptr) ring->state.store(RingState::Closed, std::memory_order_release);
 }
 
-// Only for the consumer, and only when the producer has closed the ring or died.
+// Frees a ring. Only the consumer may do that, and only if the producer has closed the ring or died.
 void ShmTransport::release(Ring& ring) {
   ring.head.store(0, std::memory_order_relaxed);
   ring.tail.store(0, std::memory_order_relaxed);

@@ -1,5 +1,5 @@
-// Transport between the processes of a node: puts are copies into the peer's slab, everything else
-// is a record in a ring there.
+// The transport between the processes of a node. A put is a copy into the peer's slab; everything else is a record in a
+// ring there.
 #pragma once
 
 #include <map>
@@ -15,13 +15,13 @@
 
 namespace smddp::transport::shm {
 
-// At most one at a time per slab. The rings of the slab stay where they are when this ends, so that
-// a peer that notices late writes into a closed ring and not into somebody's memory.
+// At most one at a time per slab. The rings of the slab stay allocated when this object ends. So a peer that notices
+// the end late writes into a closed ring, and not into memory that is used again.
 //
-// A sleeping peer is woken through its Doorbell; our own is for the engine to sleep on (no
-// waitDescriptor()). A put is complete when the call returns, and reported by the next poll().
-// Errors: a peer that died, left, or wrote nonsense is reported once; nothing is sent to it any
-// more.
+// It wakes a sleeping peer through the peer's Doorbell. The engine sleeps on our own one; there is no
+// waitDescriptor(). A put is complete when the call returns; the next poll() reports it.
+// Threads: the one that owns the engine. Errors: a peer that died, left, or wrote an impossible record is reported
+// once; nothing is sent to it any more.
 class ShmTransport final : public Transport {
  public:
   explicit ShmTransport(std::shared_ptr<Slab> slab);
@@ -40,7 +40,7 @@ class ShmTransport final : public Transport {
   std::string describe() const override;
 
  private:
-  // What address() says.
+  // The contents of address().
   struct Address {
     SegmentAddress slab;
     uint32_t generation = 0;
@@ -50,12 +50,12 @@ class ShmTransport final : public Transport {
   struct Peer {
     PeerId id = 0;
     Address address;
-    std::shared_ptr<Mate> mate;  // none: attaching failed
+    std::shared_ptr<Mate> mate;  // null: attaching failed
     Ring* outgoing = nullptr;    // in the mate's slab
-    Ring* incoming = nullptr;    // in ours; none until the peer claimed it
+    Ring* incoming = nullptr;    // in our slab; null until the peer has claimed one
     StoreChoice stores;
-    std::string trouble;  // found while sending; reported by the next poll()
-    bool failed = false;  // reported
+    std::string trouble;  // a failure found while sending; the next poll() reports it
+    bool failed = false;  // the failure was reported
   };
 
   void attach(Peer& peer);
@@ -74,8 +74,8 @@ class ShmTransport final : public Transport {
   uint32_t generation_ = 0;
   uint32_t claimsSeen_ = 0;
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::vector<uint64_t> done_;       // tokens to report
-  std::vector<uint64_t> reporting_;  // the same during poll(): a sink may put() more
+  std::vector<uint64_t> done_;       // tokens of puts that the next poll() reports
+  std::vector<uint64_t> reporting_;  // those that this poll() reports; a sink's put() adds to done_
 };
 
 }  // namespace smddp::transport::shm

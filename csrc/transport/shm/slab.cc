@@ -55,7 +55,7 @@ void Slab::free(std::span<std::byte> memory) {
   const auto [begin, end] = pagesOf(memory);
   const std::lock_guard lock(mutex_);
   if (keeps(Range{begin, end})) return;
-  // Before anyone else can be given these pages.
+  // Discard first: after the next line the pages may be allocated again.
   segment_->discard(begin, end - begin);
   regions_.free(begin, end - begin);
 }

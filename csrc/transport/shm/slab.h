@@ -1,4 +1,5 @@
-// The shared memory of one process: a control page, and behind it whatever the engine allocates.
+// The slab: the shared memory of one process. It has a control page, and behind that the memory that the engine
+// allocates.
 #pragma once
 
 #include <cstddef>
@@ -17,12 +18,11 @@
 
 namespace smddp::transport::shm {
 
-// Our own slab; one per process (several where ranks are threads). Allocation is thread-safe.
-// Ends with the last shared_ptr, which tells the mates that we left. Mates keep what they have
-// mapped.
+// Our own slab; one per process (several if ranks are threads). Allocation is thread-safe.
+// Ends with the last shared_ptr, which tells the mates that we left. Mates keep their mappings.
 class Slab {
  public:
-  // Address space, not memory. Enough for any number of groups; halved where the system refuses it.
+  // This is address space, not memory. It is enough for many groups. create() tries half of it if the system refuses.
   static constexpr size_t kDefaultReserve = size_t{16} << 30;
   static constexpr size_t kLeastReserve = size_t{256} << 20;
 
@@ -35,19 +35,19 @@ class Slab {
   std::byte* data() const { return segment_->data(); }
   size_t size() const { return segment_->size(); }
 
-  // Zeroed, sparse, in whole pages. Throws Resource when the slab is full.
+  // Returns zeroed, sparse memory in whole pages. Throws Resource if the slab is full.
   std::span<std::byte> allocate(size_t bytes, size_t align = Segment::kPage);
-  // `memory` exactly as allocate() returned it; its pages go back to the system at once. If some of them are kept all
-  // of it stays allocated, for good.
+  // Takes `memory` as allocate() returned it. Its pages go back to the system at once. If some of them are kept
+  // (keep()), all of it stays allocated for ever.
   void free(std::span<std::byte> memory);
-  // Gives the pages of `memory`, whole ones, back to the system: they read as zeros. But for those that are kept.
+  // Gives the whole pages of `memory`, except kept ones, back to the system; then they read as zeros.
   void discard(std::span<std::byte> memory);
-  // A network card has been told of these pages: whatever lies in their place later, it goes on using them.
+  // Marks pages that are registered with a network card. The card goes on using them, so they must never be given back.
   void keep(std::span<std::byte> memory);
   bool keeps(std::span<std::byte> memory) const;
-  // Reserves backing, so that touching `memory` cannot fail later. Throws Resource.
+  // Backs `memory`, so that touching it later cannot fail. Throws Resource.
   void commit(std::span<std::byte> memory);
-  // How mates name a place in this slab.
+  // Mates name a place in this slab by this offset.
   uint64_t offsetOf(const void* pointer) const;
 
  private:
@@ -58,14 +58,14 @@ class Slab {
   std::shared_ptr<Segment> segment_;
   mutable std::mutex mutex_;
   RegionAllocator regions_;            // guarded by mutex_
-  std::map<uint64_t, uint64_t> kept_;  // begin -> end, disjoint; the same
+  std::map<uint64_t, uint64_t> kept_;  // begin -> end, disjoint; guarded by mutex_
 };
 
-// The slab of another process, as seen from here. Owns the mapping and what this process remembers
-// about that one. Belongs to the thread that owns the engine. Stays readable after the mate died.
+// The slab of a mate. Owns the mapping and the local state about the mate. Used by the thread that owns the engine.
+// Stays readable after the mate has died.
 class Mate {
  public:
-  // Throws Transport when the process is gone or runs another build, Resource when mapping fails.
+  // Throws Transport if the process is gone or runs another build, Resource if mapping fails.
   static std::shared_ptr<Mate> attach(const SegmentAddress& address);
   explicit Mate(std::shared_ptr<Segment> segment) : segment_(std::move(segment)) {}
 
@@ -74,7 +74,7 @@ class Mate {
   std::byte* data() const { return segment_->data(); }
   size_t size() const { return segment_->size(); }
 
-  // State of lifeOf() and Doorbell::ring() for this mate.
+  // The state of lifeOf() and Doorbell::ring() for this mate.
   struct Probe {
     uint32_t calls = 0;
     Nanoseconds next = 0;

@@ -26,7 +26,7 @@ const Clock& StoreChoice::monotonic() {
 
 void StoreChoice::compare(Nanoseconds ordinary, Nanoseconds streaming) {
   constexpr int kSure = 4;
-  // A reader that has a cache in common with the writer is better off with ordinary stores.
+  // Streaming must win clearly: ordinary stores are better for a reader that shares a cache with the writer.
   votes_ += ordinary > streaming * 5 / 4 ? 1 : -1;
   if (votes_ >= kSure) streams_ = true;
   if (votes_ <= 0) streams_ = false;

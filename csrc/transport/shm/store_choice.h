@@ -1,14 +1,12 @@
-// How staging memory that another rank of the node reads next is written: with ordinary stores, through the caches, or
-// with streaming ones, past them.
+// Chooses the stores with which a rank writes staging memory that another rank of the node reads next: ordinary stores,
+// which go through the caches, or streaming stores, which bypass them.
 //
-// Cores of one processor may have separate last-level caches (chiplets, sockets). Staging through memory that one core
-// writes and another reads then moves 1-2 GB/s with ordinary stores, and 5-8 GB/s with streaming ones; where the cache is
-// shared, ordinary stores take half to two thirds of the time. Which it is changes while a process runs: a hypervisor
-// moves virtual cores, the kernel threads, every few seconds where nothing is pinned. So writers try the other way now
-// and then, on one piece in 64, and compare it with one like it that they have just written. What the reader takes they do
-// not know; it takes less or the same where the writer does.
-//
-// Used by the thread that owns the engine.
+// Two cores may have separate last-level caches (chiplets, sockets). Then staging from one core to the other moves
+// 1-2 GB/s with ordinary stores, and 5-8 GB/s with streaming stores. With a common cache, ordinary stores take half to
+// two thirds of the time of streaming stores. This changes while a process runs: a hypervisor moves virtual cores, and
+// the kernel moves threads that are not pinned, every few seconds. So every 64 pieces the writer measures one
+// piece with the current stores, and the next one of the same kind and length with the other stores. It cannot measure
+// the reader's time; the reader takes less or the same time with the stores that are faster for the writer.
 #pragma once
 
 #include <cstdint>
@@ -19,25 +17,27 @@
 
 namespace smddp::transport::shm {
 
-// What SMDDP_STAGING_STORES says.
+// The values of SMDDP_STAGING_STORES.
 enum class StagingStores : uint8_t { Auto, Ordinary, Streaming };
 StagingStores parseStagingStores(std::string_view text);
-// The setting, parsed at the first call.
+// The setting, parsed on the first call.
 StagingStores stagingStores();
 
+// Used by the thread that owns the engine.
 class StoreChoice {
  public:
-  // Shorter pieces cost more by being started than by where they go.
+  // For shorter pieces the kind of stores does not matter.
   static constexpr int64_t kLongBytes = 16384;
 
-  // The clock has to outlive the object.
+  // The clock must outlive the object.
   explicit StoreChoice(StagingStores stores = stagingStores(), const Clock& clock = monotonic())
       : stores_(stores), clock_(clock) {}
 
-  // Whether pieces are written past the caches, those apart that try the other way.
+  // True if pieces are written with streaming stores, apart from those that measure the other stores.
   bool streams() const { return streams_ || stores_ == StagingStores::Streaming; }
 
-  // Calls write(whether to stream), which writes a long piece. `work`: the same for pieces of which the same is made.
+  // Calls write(streams), which writes a long piece with streaming or ordinary stores. `work` identifies the kind of
+  // work, such as a step of a plan: only pieces with equal `work` and `bytes` are compared.
   template <typename Write>
   void write(const void* work, int64_t bytes, const Write& write) {
     if (stores_ != StagingStores::Auto || ++pieces_ < kPeriod) return write(streams());
@@ -71,15 +71,15 @@ class StoreChoice {
     write(streams);
     return clock_.now() - begin;
   }
-  // What two pieces alike took.
+  // Takes the times of two equal pieces, and adjusts the choice.
   void compare(Nanoseconds ordinary, Nanoseconds streaming);
 
   StagingStores stores_;
   const Clock& clock_;
-  int pieces_ = 0;              // since the last comparison
-  std::optional<Piece> first_;  // of the two that are to be compared
-  Nanoseconds took_ = 0;        // the first one
-  int votes_ = 0;               // one that was interrupted is outvoted by the others
+  int pieces_ = 0;              // pieces since the last comparison
+  std::optional<Piece> first_;  // the first of two pieces that are compared
+  Nanoseconds took_ = 0;        // the time that it took
+  int votes_ = 0;  // for streaming stores; several votes, because a measurement may be interrupted
   bool streams_ = false;
 };
 

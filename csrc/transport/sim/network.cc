@@ -8,13 +8,13 @@
 
 namespace smddp::transport::sim {
 
-// The target's memory is looked up again before every write: it may be gone.
+// A put in flight. It does not keep the address of the target's memory, which may be gone when the put arrives.
 struct SimNetwork::Flight {
   int from = 0, to = 0;
   RemoteSlot slot;
   uint32_t immediate = 0;
   uint64_t token = 0;
-  std::vector<std::byte> bytes;  // the header, and the payload once it is read
+  std::vector<std::byte> bytes;  // the header, and the payload after readPayload()
   Bytes payload;                 // the sender's
   bool read = false;
 };
@@ -31,7 +31,7 @@ std::unique_ptr<SimTransport> SimNetwork::create(const std::string& name) {
 
 bool SimNetwork::advance() {
   if (events_.empty()) return false;
-  // The queue gives no mutable access; the action is moved out of what is popped at once.
+  // top() is const. It is safe to move the action out, because the event is popped at once.
   Event event = std::move(const_cast<Event&>(events_.top()));
   events_.pop();
   clock_.now_ = event.time;
@@ -105,8 +105,7 @@ bool SimNetwork::control(int from, int to, Bytes message) {
   return true;
 }
 
-// Every event takes the oldest message of its link, whichever it was made for: order survives
-// outages.
+// Every event delivers the oldest message of its link, whichever it was made for. So the order survives outages.
 void SimNetwork::deliverControl(int from, int to) {
   Link& l = link(from, to);
   if (alive(from) == nullptr || alive(to) == nullptr) return;
@@ -138,7 +137,7 @@ bool SimNetwork::put(int from, int to, const RemoteSlot& slot, uint32_t immediat
   flight->bytes.assign(header.begin(), header.end());
   flight->payload = payload;
 
-  // Arrival and completion are independent: either may come first.
+  // Arrival and completion are independent. Either may come first.
   Nanoseconds arrival = clock_.now() + delay(l);
   if (!l.faults.reorder) arrival = std::max(arrival, l.lastPut);
   l.lastPut = std::max(l.lastPut, arrival);

@@ -1,15 +1,14 @@
-// A network inside one process: every transport on it, every message under way, one virtual clock,
-// one seed.
+// A simulated network inside one process, with a virtual clock and a seed.
 //
-// Nothing happens by itself. A message is an event at a time drawn from the seed; advance() takes
-// the next event and sets the clock to its time. The same calls with the same seed give the same
-// events, byte for byte (digest()).
+// Nothing happens by itself. Every message is an event at a random time that follows from the seed. advance() takes
+// the next event and sets the clock to its time. The same calls with the same seed give the same events, byte for byte
+// (digest()).
 //
-// It is harsher than any real network within the contract of transport.h: the target slot is
-// scribbled over as soon as a put is accepted, and its payload is read as late as possible, so that
-// a credit or a completion that came too early shows as wrong data.
+// Within the contract of transport.h it is harsher than any real network: it overwrites the target slot as soon as a
+// put is accepted, and reads the payload as late as possible. So a credit or a completion that comes too early leads
+// to wrong data, which a test sees.
 //
-// Threads: one. Ends: after all its transports.
+// Threads: one. Destroy it after all its transports.
 #pragma once
 
 #include <cstdint>
@@ -41,13 +40,13 @@ class VirtualClock final : public Clock {
   Nanoseconds now_ = 0;
 };
 
-// What goes wrong on a link from one transport to another. Probabilities are per message.
+// The faults of a link from one transport to another. Probabilities are per message.
 struct Faults {
   Nanoseconds minDelay = 1'000;
   Nanoseconds maxDelay = 20'000;
   bool reorder = true;   // puts overtake each other (control messages of a link never do)
   double duplicate = 0;  // a completion is reported twice, the second time later
-  double drop = 0;       // the message never arrives, although the sender is told that it went out
+  double drop = 0;       // the message never arrives, although its completion is reported
   double refuse = 0;     // "no room now"
 };
 
@@ -65,24 +64,23 @@ class SimNetwork {
   SimNetwork(const SimNetwork&) = delete;
   SimNetwork& operator=(const SimNetwork&) = delete;
 
-  // Transports are numbered 0, 1, … in the order of their creation; a number is not used again.
+  // Makes a transport. They are numbered 0, 1, … in the order of their creation; numbers are not reused.
   std::unique_ptr<SimTransport> create(const std::string& name);
 
   const VirtualClock& clock() const { return clock_; }
-  // Takes the next event. False: there is none, and nothing will happen before somebody calls a
-  // transport.
+  // Takes the next event. False: there is none, and there will be none until a transport is called.
   bool advance();
   // Takes all events up to `time` and sets the clock to it.
   void advanceTo(Nanoseconds time);
-  // For the script of a test: calls `action` at that time, as an event.
+  // For tests: calls `action` at that time, as an event.
   void at(Nanoseconds time, std::function<void()> action);
 
-  // For messages that are given to the link from now on.
+  // Sets the faults for messages that are sent on the link from now on.
   void setFaults(int from, int to, const Faults& faults);
-  // Both directions between a and b are down in [from, until).
+  // Takes both directions between a and b down in [from, until).
   void partition(int a, int b, Nanoseconds from, Nanoseconds until, Outage outage);
-  // The transport stops without a word: what it has under way vanishes, it accepts and reports
-  // nothing more. Peers connected by then are told after `detection`, or never.
+  // Stops a transport silently: its messages in flight vanish, and it accepts and reports nothing more. Peers that are
+  // connected then are told after `detection`, or never.
   void kill(int endpoint, std::optional<Nanoseconds> detection);
 
   // A hash of everything that happened so far: times, places and bytes.
@@ -90,12 +88,12 @@ class SimNetwork {
 
  private:
   friend class SimTransport;
-  // Puts, and control messages, that may be under way on a link; more are refused.
+  // The number of puts, and of control messages, that may be in flight on a link. More are refused.
   static constexpr int kLinkDepth = 256;
 
   struct Event {
     Nanoseconds time;
-    uint64_t number;  // breaks ties: first scheduled, first served
+    uint64_t number;  // orders events at the same time: first scheduled, first served
     std::function<void()> action;
     bool operator>(const Event& other) const {
       return std::pair(time, number) > std::pair(other.time, other.number);
@@ -108,8 +106,8 @@ class SimNetwork {
   struct Link {
     Faults faults;
     std::vector<Down> downs;
-    std::deque<std::vector<std::byte>> controls;  // under way
-    int puts = 0;                                 // under way
+    std::deque<std::vector<std::byte>> controls;  // in flight
+    int puts = 0;                                 // in flight
     Nanoseconds lastPut = 0;                      // when the latest of them arrives
   };
   struct Flight;  // one put
@@ -123,9 +121,9 @@ class SimNetwork {
   void deliverPut(const std::shared_ptr<Flight>& flight);
   void completePut(const std::shared_ptr<Flight>& flight);
   void readPayload(Flight& flight);
-  // The outage that the link suffers from now, or null.
+  // The outage of the link at the present time, or null.
   const Down* outageOf(const Link& link) const;
-  // Does `again` after the outage, if it holds messages and ends.
+  // Schedules `again` for after the outage. Does nothing if the outage drops messages or never ends.
   void hold(const Link& link, const Down& down, std::function<void()> again);
 
   Link& link(int from, int to);

@@ -36,7 +36,7 @@ RemoteKey SimTransport::registerMemory(std::span<std::byte> memory) {
   for (size_t i = 0; i < regions_.size(); ++i) {
     const auto& known = regions_[i].memory;
     if (known.data() == memory.data() && known.size() == memory.size()) return {i, regions_[i].key};
-    // A network card would go on writing to the pages that were there before.
+    // A network card would go on writing to the old pages.
     SMDDP_CHECK(known.data() + known.size() <= memory.data() ||
                     memory.data() + memory.size() <= known.data(),
                 "{} registers memory anew that was something else", name_);
@@ -79,7 +79,7 @@ bool SimTransport::put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, 
 
 size_t SimTransport::poll(Sink& sink) {
   if (killed_) return 0;
-  // What the sink does may add arrivals; they are for the next poll.
+  // The sink's calls may add arrivals; those are for the next poll.
   const std::deque<Arrival> arrivals = std::exchange(arrivals_, {});
   for (const Arrival& a : arrivals) {
     switch (a.kind) {

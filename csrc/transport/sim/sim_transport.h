@@ -1,4 +1,4 @@
-// One end of a SimNetwork: keeps what has arrived until poll() asks for it.
+// One end of a SimNetwork. It queues what has arrived until the next poll().
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace smddp::transport::sim {
 
-// Made by SimNetwork::create(), which must outlive it. Owns nothing but bookkeeping; registered
-// memory is only referred to. Destroying it makes all that it has under way vanish.
+// Made by SimNetwork::create(); the network must outlive it. It does not own registered memory. When it is destroyed,
+// all its messages in flight vanish.
 class SimTransport final : public Transport {
  public:
   ~SimTransport() override;
@@ -47,7 +47,7 @@ class SimTransport final : public Transport {
 
   SimTransport(SimNetwork& network, int endpoint, std::string name)
       : network_(network), endpoint_(endpoint), name_(std::move(name)) {}
-  // The memory a put of this length writes. Throws Transport when the key or the bounds are wrong.
+  // The memory that a put of this length writes. Throws Transport if the key or the bounds are wrong.
   std::span<std::byte> locate(const RemoteSlot& slot, size_t length) const;
   void onControl(int from, std::vector<std::byte> message);
   void onPut(uint32_t immediate) { arrivals_.push_back({Arrival::Kind::Put, 0, immediate, {}}); }
@@ -60,10 +60,11 @@ class SimTransport final : public Transport {
   const std::string name_;
   bool killed_ = false;
   std::vector<int> peers_;        // endpoint by PeerId
-  std::map<int, PeerId> peerOf_;  // and back
+  std::map<int, PeerId> peerOf_;  // PeerId by endpoint
   std::vector<Region> regions_;   // RemoteKey::address is the index
   std::deque<Arrival> arrivals_;
-  std::map<int, std::deque<std::vector<std::byte>>> strangers_;  // sent before we connected to them
+  std::map<int, std::deque<std::vector<std::byte>>>
+      strangers_;  // messages of endpoints that we are not connected to
 };
 
 }  // namespace smddp::transport::sim

@@ -29,7 +29,7 @@ Introduction example() {
   return result;
 }
 
-// The text of the error that `call` throws, which must be of this kind.
+// Returns the text of the error that `call` throws; the error must have this kind.
 template <typename Call>
 std::string errorOf(ErrorKind kind, const Call& call) {
   try {
@@ -85,7 +85,7 @@ TEST(Introduction, DamagedBytesNeverDoMoreThanThrow) {
     }
     damaged.resize(random() % 2 == 0 ? damaged.size() : random() % damaged.size());
     try {
-      // What is accepted is well-formed: it can be written again, to the same bytes.
+      // An accepted introduction is well-formed: it is serialised to the same bytes.
       EXPECT_EQ(serialise(parseIntroduction(damaged, 1)), damaged) << "seed " << seed;
     } catch (const Error& error) {
       EXPECT_THAT(error.what(), HasSubstr("rank 1")) << "seed " << seed;

@@ -29,7 +29,7 @@ ProcessId process(int number) {
   return id;
 }
 
-// A lifeline and what it has said.
+// A lifeline and the events that it has reported.
 struct Side {
   explicit Side(int number, const Lifeline::Options& options = {.connectTimeout = kNever})
       : line(std::make_unique<Lifeline>(process(number), "127.0.0.1", options)) {}
@@ -41,8 +41,7 @@ struct Side {
   std::vector<Lifeline::Departure> departures;
 };
 
-// Polls all sides until the condition holds; false after 20 s. Sleeps on the descriptors in
-// between.
+// Polls all sides until the condition holds; false after 20 s. Sleeps on the descriptors between polls.
 bool pollUntil(const std::vector<Side*>& sides, const std::function<bool()>& condition) {
   const MonotonicClock clock;
   const Deadline deadline = Deadline::after(clock, 20'000'000'000);
@@ -62,7 +61,7 @@ bool areConnected(Side& a, Side& b) {
   return pollUntil({&a, &b}, [&] { return a.line->numConnected() + b.line->numConnected() == 2; });
 }
 
-// A client that speaks no protocol of ours.
+// A client that does not follow the protocol.
 class RawClient {
  public:
   explicit RawClient(const Lifeline& to) {
@@ -74,7 +73,7 @@ class RawClient {
   void send(std::span<const std::byte> bytes) {
     (void)::send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
   }
-  // Reads whatever comes. True once the other side has hung up.
+  // Reads all bytes. True when the other side has closed the connection.
   bool hasHungUp() {
     std::byte buffer[256];
     const auto got = ::recv(socket_.get(), buffer, sizeof(buffer), 0);
@@ -98,7 +97,7 @@ TEST(Lifeline, ConnectsWhoeverIsIntroducedFirst) {
     Side& first = smallerFirst ? one : two;
     Side& second = smallerFirst ? two : one;
     first.meet(second);
-    // The first connects, or waits, before the second knows of it.
+    // The first one connects, or waits, before the second one knows of it.
     for (int i = 0; i < 20; ++i) {
       one.poll();
       two.poll();
@@ -146,8 +145,7 @@ TEST(Lifeline, EveryPeerHearsOfALeaverOnce) {
 }
 
 TEST(Lifeline, LeavingBeforeThePeerIsReadyIsStillOrderly) {
-  // Number 2 has heard of 1 but was not told to connect; number 1 believes itself connected, or
-  // nearly.
+  // Number 2 has accepted 1, but was not told to connect. Number 1 is connected, or nearly.
   Side one(1), two(2);
   one.meet(two);
   for (int i = 0; i < 20; ++i) {
@@ -199,7 +197,7 @@ TEST(Lifeline, APeerThatIsGoneDeparts) {
 }
 
 TEST(Lifeline, APeerThatNeverConnectsDepartsAtTheDeadline) {
-  // From both sides: 2 waits for 1 to connect, 1 waits for the hello of 2.
+  // Test both sides: 2 waits until 1 connects; 1 waits for the hello of 2.
   Side one(1, {.connectTimeout = kSoon}), two(2, {.connectTimeout = kSoon}), three(3);
   one.meet(three);
   two.meet(one);
@@ -287,13 +285,13 @@ TEST(Lifeline, SilentVisitorsAreBoundedAndShutOutNobody) {
   EXPECT_TRUE(two.departures.empty());
 }
 
-// A rank that was stopped, or got no core, in the middle of its handshake.
+// A rank is stopped, or gets no core, in the middle of its handshake.
 TEST(Lifeline, WhoWasGivenUpForAStrangerCallsAgain) {
   const Lifeline::Options options{.handshakeTimeout = kSoon, .connectTimeout = kNever};
   Side one(1, options), two(2, options);
   const size_t before = numOpenDescriptors();
   one.meet(two);
-  // Number 2 lets the visitor in and, as it says nothing, drops it.
+  // Number 2 accepts the connection and, because no hello comes, drops it.
   size_t most = 0;
   ASSERT_TRUE(pollUntil({&two}, [&] {
     const size_t now = numOpenDescriptors();
@@ -324,7 +322,7 @@ TEST(JobToken, LifelinesDropWhoHasAnotherOrNone) {
     ASSERT_TRUE(pollUntil({&two}, [&] { return client.hasHungUp(); }));
     EXPECT_EQ(client.numReceived, 0U);
     EXPECT_EQ(two.line->numConnected(), 0U);
-    // Nor does a hello to somebody else do, nor one that number 2 itself has sent.
+    // A hello to another process is refused, too, and one that number 2 itself has sent.
     for (const auto& other : {signedHello(process(1), process(3), Seal("secret")),
                               signedHello(process(2), process(1), Seal("secret"))}) {
       RawClient replaying(*two.line);
@@ -350,7 +348,7 @@ TEST(Lifeline, DescriptorWakesASleeper) {
     pollfd fd{side.line->descriptor(), POLLIN, 0};
     return ::poll(&fd, 1, 20'000);
   };
-  two.meet(one);  // one does not connect: the deadline alone must wake two
+  two.meet(one);  // `one` does not connect, so only the deadline can wake `two`
   while (two.departures.empty()) {
     ASSERT_EQ(sleep(two), 1);
     two.poll();
@@ -384,7 +382,7 @@ TEST(Lifeline, MalformedAddressesAreRefusedByName) {
   }
 }
 
-// Strangers have no id yet: a peer without one would be taken for any of them.
+// Connections without a hello have no id yet. A peer without an id would match any of them.
 TEST(Lifeline, AnAddressWithoutAProcessIsRefused) {
   Side one(1);
   RawClient stranger(*one.line);
@@ -399,7 +397,7 @@ TEST(Lifeline, AnAddressWithoutAProcessIsRefused) {
   }
 }
 
-// A process of its own with a lifeline that is connected to `side`. `afterwards` runs in it.
+// Forks a process with a lifeline that is connected to `side`, and runs `afterwards` there.
 pid_t forkPeer(Side& side, int number, const std::function<void(Lifeline&)>& afterwards) {
   int channel[2];
   if (::pipe2(channel, O_CLOEXEC) != 0) return -1;

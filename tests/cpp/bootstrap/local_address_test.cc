@@ -19,7 +19,7 @@ TEST(LocalAddress, IsLoopbackWhenTheMasterIs) {
 TEST(LocalAddress, IsTheNamedInterfaces) {
   Settings settings;
   settings.interface = "lo";
-  // Even where the master is elsewhere.
+  // Also if the master is on another host.
   EXPECT_EQ(localAddress(settings, "192.0.2.1"), "127.0.0.1");
 }
 
@@ -37,8 +37,7 @@ TEST(LocalAddress, UnknownInterfaceIsAnErrorThatListsTheOthers) {
 }
 
 TEST(LocalAddress, IsAlwaysOneThatASocketCanBind) {
-  // Unroutable, unknown and own names: whatever this machine's network is like, the answer is one
-  // of its addresses and not the wildcard.
+  // Unroutable, unknown and own names. On any machine the result is one of its addresses, and not the wildcard.
   for (const char* master : {"192.0.2.1", "2001:db8::1", "::1", "no-such-host.invalid"}) {
     const std::string address = localAddress(Settings(), master);
     const Endpoint endpoint = parseNumericAddress(address);

@@ -73,7 +73,7 @@ TEST(Locality, SubgroupsOfANodeAreAcquainted) {
   EXPECT_FALSE(needsProbing(sub));
   const Locality result = decideLocality(sub, {}, 1);
   EXPECT_THAT(result.nodeOfRank, ElementsAre("a", "a"));
-  // Still that of the larger set, so that the next sub-group is known too.
+  // It is still the agreement of the larger set, so that the next sub-group is known, too.
   EXPECT_EQ(result.agreement, agreement);
 }
 
@@ -81,7 +81,7 @@ TEST(Locality, AProcessThatWasNotThereMustBeProbed) {
   auto all = ranks({"a", "a", "a"});
   all[0].nodeAgreement = all[1].nodeAgreement = 77;
   EXPECT_TRUE(needsProbing(all));
-  // Known each to somebody else, but not to one another.
+  // Each of them is known to other ranks, but they do not know each other.
   all[2].nodeAgreement = 78;
   EXPECT_TRUE(needsProbing({all[1], all[2]}));
   EXPECT_FALSE(needsProbing({all[0], all[1]}));
@@ -135,7 +135,7 @@ TEST(ProbeReport, SurvivesTheStore) {
   EXPECT_TRUE(after.failures[1].exhausted);
   EXPECT_EQ(after.failures[0].rank, 3);
   EXPECT_EQ(after.failures[0].why, "first");
-  // Long explanations are cut, not refused.
+  // A long explanation is cut, not refused.
   EXPECT_EQ(after.failures[1].why, std::string(256, 'x'));
 }
 

@@ -24,7 +24,7 @@ using testing::HasSubstr;
 constexpr Nanoseconds kPlenty = 20'000'000'000;
 constexpr Nanoseconds kShort = 100'000'000;
 
-// Runs each of these ranks on a thread and returns what each threw ("" for nothing).
+// Runs each of these ranks on a thread. Returns the text of each rank's exception, or "".
 std::vector<std::string> runRanks(const std::vector<Rank>& ranks,
                                   const std::function<void(Rank)>& body) {
   std::vector<std::string> errors(ranks.size());
@@ -48,7 +48,7 @@ std::vector<Rank> firstRanks(int size) {
   return ranks;
 }
 
-// A rank of a group that says which life it is in.
+// A rank of a group that says which incarnation (life) it is.
 Introduction introduce(Rank rank, const std::string& life) {
   Introduction result;
   result.libraryVersion = SMDDP_VERSION;
@@ -59,7 +59,7 @@ Introduction introduce(Rank rank, const std::string& life) {
   return result;
 }
 
-// One meeting: everybody must see everybody in the same life.
+// One rendezvous: all ranks must see all others in the same life.
 void meet(Store& store, Rank me, int size, const std::string& life, Nanoseconds timeout = kPlenty) {
   Rendezvous rendezvous(store, "g", me, size, timeout);
   const auto all = rendezvous.exchange(introduce(me, life));
@@ -92,8 +92,8 @@ TEST(Rendezvous, CostsAConstantNumberOfCallsAndKeysPerRank) {
 }
 
 TEST(Rendezvous, TheSameStoreServesAgainAfterDestroy) {
-  // Ranks go through their lives at different speeds: a fast one is in its next meeting while a
-  // slow one still reads the last.
+  // Ranks go through their lives at different speeds. A fast one is in its next rendezvous while a slow one still reads
+  // the previous one.
   for (uint32_t seed = 0; seed < 30; ++seed) {
     LocalStore store;
     const int size = 2 + static_cast<int>(seed % 4);
@@ -109,8 +109,8 @@ TEST(Rendezvous, TheSameStoreServesAgainAfterDestroy) {
 }
 
 TEST(Rendezvous, AnyAttemptThatWasCutShortIsForgotten) {
-  // Restarts in which only some ranks got as far as the store, with other sizes each time: neither
-  // what they left behind nor how often each came may matter. In the end all meet.
+  // Several restarts, with different sizes, in which only some ranks reach the store. Neither the keys that they leave
+  // nor the number of their attempts may matter. In the end all ranks meet.
   for (uint32_t seed = 0; seed < 40; ++seed) {
     LocalStore store;
     std::mt19937 random(seed);
@@ -139,7 +139,7 @@ TEST(Rendezvous, AnyAttemptThatWasCutShortIsForgotten) {
 TEST(Rendezvous, ACompleteMeetingOfEarlierProcessesIsNotMistakenForThis) {
   LocalStore store;
   runRanks(firstRanks(3), [&](Rank me) { meet(store, me, 3, "before"); });
-  // Everything that ranks 1 and 2 could read is there, but rank 0 of this life is not.
+  // The store has all keys that ranks 1 and 2 read, but from another life of rank 0.
   const auto errors = runRanks({1, 2}, [&](Rank me) { meet(store, me, 3, "now", kShort); });
   EXPECT_THAT(errors, Each(HasSubstr("for rank 0 of 3")));
 }
@@ -148,8 +148,8 @@ TEST(Rendezvous, MissingRanksAreNamedByAll) {
   LocalStore store;
   std::latch begun(4);
   const auto errors = runRanks({0, 1, 3, 5}, [&](Rank me) {
-    begun.arrive_and_wait();  // threads that start late would be missing too
-    // Rank 0 opens the meeting; the others must still wait when it does.
+    begun.arrive_and_wait();  // without this, ranks whose threads start late would be missing, too
+    // Rank 0 opens the rendezvous; the others must still be waiting then.
     meet(store, me, 6, "now", me == 0 ? 10 * kShort : 30 * kShort);
   });
   for (const auto& text : errors) {
@@ -193,7 +193,7 @@ TEST(Rendezvous, AMalformedIntroductionIsTheSameErrorEverywhere) {
       meet(store, me, 3, "now");
       return;
     }
-    // A rank 1 that follows the protocol but writes nonsense.
+    // Rank 1 follows the protocol but writes malformed bytes.
     store.get("smddp/g/0/next", kPlenty);
     store.set("smddp/g/1/in/1", {std::byte{1}, std::byte{2}});
   });
@@ -335,7 +335,7 @@ TEST(Rendezvous, ACounterThatIsNotOursIsRefused) {
   }
 }
 
-// Every rank meets the others with a token of its own.
+// Runs a rendezvous in which every rank has its own token.
 std::vector<std::string> meetWithTokens(Store& store, const std::vector<std::string>& tokens) {
   const int size = static_cast<int>(tokens.size());
   return runRanks(firstRanks(size), [&](Rank me) {
@@ -369,7 +369,7 @@ TEST(JobToken, EveryRankNamesWhoDiffers) {
   }
 }
 
-// Changes what one rank stores, as somebody else with access to the store could.
+// Changes the value that one rank stores, as an attacker with access to the store could.
 class TamperedStore final : public Store {
  public:
   TamperedStore(Store& honest, std::function<Value(const std::string&, Value)> change)
@@ -396,7 +396,7 @@ TEST(JobToken, WhatWasChangedOrMovedInTheStoreIsRefused) {
     TamperedStore tampered(store, [&](const std::string& key, Store::Value value) {
       if (key == "smddp/g/1/in/0") ofRank0 = value;
       if (key != "smddp/g/1/in/1") return value;
-      // A copy of what rank 0 said, or one damaged bit anywhere.
+      // A copy of rank 0's value, or one flipped bit.
       if (seed == 0) return store.get("smddp/g/1/in/0", kPlenty);
       value[random() % value.size()] ^= std::byte(1u << random() % 8);
       return value;

@@ -33,7 +33,7 @@ TEST(Sha256, ReferenceVectors) {
             "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
 
-// Every place where the padding may begin, and every way of cutting the input.
+// Every position at which the padding may begin, and every way to cut the input.
 TEST(Sha256, PiecesMakeNoDifference) {
   std::string text;
   for (int length = 0; length <= 130; ++length) {

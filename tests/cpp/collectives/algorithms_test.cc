@@ -8,7 +8,7 @@
 namespace smddp::collectives {
 namespace {
 
-// Even and uneven nodes, nodes of one rank, and ranks that are not in the order of nodes.
+// Nodes of equal and of different size, nodes of one rank, and ranks that are not in the order of nodes.
 const std::vector<Nodes> kGroups = {
     {{0}},
     {{0, 1}},
@@ -36,8 +36,8 @@ int64_t numRanksOf(const Nodes& nodes) {
   return count;
 }
 
-// Nothing, one element, about one for each rank, odd counts, one granule more or less, chunks and a
-// tail.
+// No element, one element, about one for each rank, odd counts, one granule more or less, full chunks with a shorter
+// last one.
 std::vector<int64_t> sizesFor(const NamedAlgorithm& algorithm, const Nodes& nodes) {
   if (algorithm.collective == Collective::Barrier) return {0};
   const int64_t n = numRanksOf(nodes);
@@ -96,7 +96,7 @@ TEST_P(Algorithms, PassManyChunks) {
   });
 }
 
-// Only the number of trips may grow with the vector; a tail adds a few steps.
+// Only the number of trips may grow with the vector; a shorter last chunk adds a few steps.
 TEST_P(Algorithms, HaveSmallPlansForAnyVector) {
   forEachGroup(plan::Limits{}, [](Case c) {
     const bool isWhole = c.algorithm.name == "one_shot" || c.algorithm.name == "recursive_doubling";
@@ -126,8 +126,7 @@ TEST(RootedCollectives, WorkForEveryRoot) {
   }
 }
 
-// Nodes decide by themselves whether their buffers are shared, so no message may tell the
-// difference.
+// Each node decides for itself whether its buffers are shared, so the messages must be the same in both cases.
 TEST_P(Algorithms, SendTheSameMessagesForSharedAndPrivateBuffers) {
   if (GetParam().needsShared) return;
   forEachGroup(smallLimits(2), [](Case c) {

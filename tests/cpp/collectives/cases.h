@@ -1,5 +1,5 @@
-// What the tests of algorithms have in common: which algorithms there are, on which groups and
-// sizes they are tried, and how their plans become an Execution for the checker.
+// Shared by the tests of algorithms: the list of algorithms, the cases in which they are tested, and the Execution of a
+// case for the checker.
 #pragma once
 
 #include <iosfwd>
@@ -19,7 +19,7 @@ struct NamedAlgorithm {
   Algorithm build;
   bool oneNode = false;      // cannot serve several nodes
   bool needsShared = false;  // cannot serve private buffers
-  // All elements are reduced in the same association; the ring's begin at different nodes.
+  // All elements are reduced in the same association. False for the ring: its shards begin at different nodes.
   bool oneOrder = true;
 
   bool serves(const Nodes& nodes) const { return !oneNode || nodes.size() == 1; }
@@ -43,7 +43,7 @@ struct Case {
 };
 std::ostream& operator<<(std::ostream& out, const Case& c);
 
-// Every node shared, none, and every other one; as far as the algorithm serves it.
+// All nodes shared, none, and every other one, as far as the algorithm can serve that.
 std::vector<std::vector<bool>> sharingsOf(const NamedAlgorithm& algorithm, const Nodes& nodes);
 
 // Limits so small that short vectors have many chunks.

@@ -1,4 +1,4 @@
-// The largest group that is proved: 16 nodes of 8 ranks, with the sizes of production.
+// The largest group that the checker proves: 16 nodes of 8 ranks, with the sizes of production.
 #include <gtest/gtest.h>
 
 #include "collectives/cases.h"
@@ -20,7 +20,7 @@ std::vector<NamedAlgorithm> algorithmsBetweenNodes() {
   return able;
 }
 
-// A few chunks each. Per-rank blocks make the vector 128 times as long; the ring passes every chunk 30 times.
+// A few chunks for each. With a block per rank the vector is 128 times as long; the ring sends every chunk 30 times.
 int64_t bytesFor(const NamedAlgorithm& algorithm) {
   const BufferSizes sizes = buffersOf({algorithm.collective, 1}, 0, 128);
   if (sizes.inputBytes == 0) return 0;
@@ -34,7 +34,7 @@ class LargeGroup : public testing::TestWithParam<NamedAlgorithm> {};
 TEST_P(LargeGroup, IsServedCorrectly) {
   Case c{GetParam(), largeGroup(), {}, bytesFor(GetParam()), 77, {}};
   auto sharings = sharingsOf(c.algorithm, c.nodes);
-  // Nodes are alike: which of them begins to share makes no difference.
+  // All nodes are equal, so it does not matter which of them share.
   sharings.pop_back();
   for (const auto& sharing : sharings) {
     c.sharedOnNode = sharing;

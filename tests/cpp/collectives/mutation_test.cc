@@ -1,10 +1,9 @@
-// Plans of the real algorithms with one mistake each: does the proof notice?
+// Plans of the real algorithms with one mistake each: the checker must find most of them.
 //
-// Not every step can be missed. These may go without harm, and are there because a plan is the same
-// for every chunk and every group: signals that only a later chunk would have waited for; waits
-// that a later chunk's covers; flushes of puts whose receiver has answered since (the transport
-// still wants them before it lets go of the source); releases where fewer chunks are under way than
-// the window holds; steps on empty shares.
+// Some steps can be removed without harm. They exist because a plan is the same for every chunk and every group:
+// signals for which only a later chunk would wait; waits that the wait of a later chunk covers; flushes of puts whose
+// receiver has answered since (the transport still needs them, because it may still use the source); releases if fewer
+// chunks are in flight than the window holds; steps on empty shares.
 #include "plan/mutation.h"
 
 #include <sstream>
@@ -26,7 +25,7 @@ TEST_P(Mutations, AreFound) {
     for (const bool shared : {true, false}) {
       if (GetParam().needsShared && !shared) continue;
       Case c{GetParam(), nodes, smallLimits(2), 0, 1, std::vector<bool>(nodes.size(), shared)};
-      // Slots come back several times, and the tail has work for all.
+      // Long enough that slots are reused several times and the last chunk has work for all.
       if (c.algorithm.collective != Collective::Barrier) c.bytes = 3524;
       const auto report = plan::checkMutations(nodes, c.limits, c.execution());
       tried += report.tried;

@@ -47,7 +47,7 @@ TEST(Selection, TakesTheAllreduceForNodesBuffersAndSize) {
   }
 }
 
-// A group of so many nodes with one rank each.
+// A group of `count` nodes with one rank each.
 plan::Topology manyNodes(int count) {
   std::vector<std::vector<Rank>> nodes;
   for (Rank r = 0; r < count; ++r) nodes.push_back({r});
@@ -79,7 +79,7 @@ TEST(Selection, NeverTakesRecursiveDoublingBeyondTheStagingMemory) {
   EXPECT_THAT(select(kTwoNodes, limits, shape, kOneShot, "").name, StrEq("direct"));
 }
 
-// What a rank reads of others decides, not the length of the vector.
+// The bytes that a rank reads from others decide, not the length of the vector.
 TEST(Selection, TakesOneShotForFewerBytesOfMoreRanks) {
   const plan::Topology four({{0, 1, 2, 3}}, 0);
   for (const Collective c : {Collective::AllReduce, Collective::Reduce}) {
@@ -98,7 +98,7 @@ TEST(Selection, CopiesLessOfBuffersThatNeedNoCopy) {
   EXPECT_THAT(allreduce(128 << 10, false), StrEq("one_shot"));
 }
 
-// Once everybody has arrived it is too late to copy first, whatever was asked for.
+// After the arrival no algorithm may be taken that copies before it, whatever was asked for.
 TEST(Selection, TakesNothingThatCopiesFirstAfterTheArrival) {
   for (const std::string overrides : {"", "allreduce=one_shot"}) {
     for (const int64_t bytes : {0, 4, 1024, 1025, 1 << 20}) {
@@ -112,7 +112,7 @@ TEST(Selection, TakesNothingThatCopiesFirstAfterTheArrival) {
   }
 }
 
-// One rank that copies is enough: a root may have nothing to copy.
+// One rank that copies is enough. The root, for example, may have nothing to copy.
 TEST(Selection, KnowsWhatCopiesFirst) {
   for (int c = 0; c < kNumCollectives; ++c) {
     const auto collective = static_cast<Collective>(c);
@@ -190,14 +190,14 @@ TEST(Selection, RefusesWhatItDoesNotKnow) {
       HasSubstr("zero_copy, two_phase, recursive_doubling, halving_doubling, direct, ring"));
   EXPECT_THAT(refusal(kOneNode, shape, "allreduce"), HasSubstr("only one_shot"));
   EXPECT_THAT(refusal(kOneNode, shape, "allredcue=ring"), HasSubstr("allreduce, broadcast"));
-  // A mistake in another collective's entry shows at once too.
+  // A mistake in the entry of another collective is also reported at once.
   EXPECT_THAT(refusal(kOneNode, shape, "broadcast=ring"), HasSubstr("shared_memory, chain"));
 }
 
 TEST(Selection, ChecksOverridesBeforeThereIsARequest) {
   EXPECT_NO_THROW(checkOverrides(""));
   EXPECT_NO_THROW(checkOverrides(" allreduce=ring ,broadcast=chain"));
-  // One that cannot serve every request may serve those that come.
+  // An algorithm that cannot serve every request is accepted: it may serve those that come.
   EXPECT_NO_THROW(checkOverrides("allreduce=zero_copy"));
   try {
     checkOverrides("allreduce=ring,broadcast=ring");
@@ -228,7 +228,7 @@ TEST(Selection, ListsEveryAlgorithmWithItsConditions) {
   for (const AlgorithmInfo& info : infos) {
     EXPECT_FALSE(info.serves.empty());
     EXPECT_FALSE(info.chosen.empty());
-    // Every listed name is one that an override may use.
+    // An override may use every listed name.
     const Shape shape = shapeOf(info.collective, 8, true);
     const std::string overrides = std::string(toString(info.collective)) + "=" + info.name;
     EXPECT_THAT(chosen(kOneNode, shape, overrides), StrEq(info.name));

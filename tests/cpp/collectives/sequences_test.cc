@@ -1,5 +1,4 @@
-// Different plans one after the other, as a program issues them: what one leaves behind must not
-// harm the next.
+// Different plans one after the other, as a program issues them: a plan must not harm the next one.
 #include <algorithm>
 #include <random>
 #include <sstream>
@@ -11,7 +10,7 @@
 namespace smddp::collectives {
 namespace {
 
-// A random group of up to 6 nodes with up to 4 ranks, its ranks dealt to nodes at random.
+// A random group of up to 6 nodes with up to 4 ranks, in a random order.
 Nodes randomNodes(std::mt19937_64& random) {
   std::vector<size_t> sizes(1 + random() % 6);
   size_t numRanks = 0;

@@ -57,13 +57,13 @@ TEST(Tuning, TakesTheFirstRowThatFitsAndCanServe) {
   EXPECT_THAT(allreduce(4096, false), StrEq("two_phase"));
   EXPECT_THAT(allreduce(4097, false), StrEq("one_shot"));
   EXPECT_THAT(allreduce(8, true), StrEq("one_shot"));
-  // The row asks for what does not fit in the staging memory: the next one that can, or the table.
+  // The row's algorithm does not fit into the staging memory: the next row that can serve is taken, or the table.
   EXPECT_THAT(allreduce(50 << 20, true), StrEq("two_phase"));
   EXPECT_THAT(allreduce(50 << 20, false), StrEq("two_phase"));
   EXPECT_THAT(allreduce(200 << 20, true), StrEq("two_phase"));
 }
 
-// Below the sizes for which another one was found, the table goes on choosing by its own limits.
+// For sizes with built_in, the table chooses by its own limits.
 TEST(Tuning, LeavesToTheTableWhatItSays) {
   const Tuning tuning = Tuning::parse(
       "smddp-tuning 1\nallreduce 1x2 any 8192 built_in\nallreduce 1x2 any max one_shot\n", "t.txt");
@@ -117,7 +117,7 @@ TEST(Tuning, SaysWhichLineIsWrong) {
   EXPECT_THAT(row("broadcast 1x2 any 8 ring"), HasSubstr("only shared_memory, chain, built_in"));
 }
 
-// Whatever the bytes, the answer is rows or an error that names the file.
+// For any bytes the result is rows, or an error that names the file.
 TEST(Tuning, SurvivesDamagedFiles) {
   const unsigned seed = 20261121;
   std::mt19937 random(seed);

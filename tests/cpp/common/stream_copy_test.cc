@@ -8,8 +8,8 @@
 namespace smddp {
 namespace {
 
-// Every place in a line for both ends, and lengths from nothing to several lines: against memcpy, with the bytes around
-// it, which must stay.
+// Compares with memcpy for every offset of source and target in a cache line, and lengths from zero to several lines.
+// The bytes around the target must not change.
 TEST(StreamCopy, CopiesWhatMemcpyCopies) {
   constexpr size_t kRoom = 1024;
   std::vector<char> source(kRoom);

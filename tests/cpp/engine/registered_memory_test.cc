@@ -15,7 +15,8 @@ namespace {
 using transport::PeerId;
 using transport::RemoteKey;
 
-// The tcp provider, as demanding and as peculiar as EFA: it sends from registered memory only. Notes what is registered.
+// The tcp provider, as demanding and as peculiar as EFA: it sends from registered memory only. Notes what is
+// registered.
 class Card final : public transport::Transport {
  public:
   Card() {
@@ -23,7 +24,7 @@ class Card final : public transport::Transport {
     options.provider = "tcp";
     options.masterAddress = "127.0.0.1";
     options.extraMrMode = FI_MR_LOCAL;
-    options.asPeculiarAs = "efa";
+    options.quirksLike = "efa";
     inner_ = transport::fabric::create(options);
   }
   const std::set<const std::byte*>& targets() const { return targets_; }

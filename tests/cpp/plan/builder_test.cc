@@ -37,7 +37,7 @@ TEST(Share, PartsTileTheWhole) {
       most = std::max(most, unclipped);
     }
     ASSERT_EQ(at, offset + limit);
-    // Nearly equal: a granule apart, and the last one may be cut short by less than a granule.
+    // Nearly equal: lengths differ by at most a granule, and the last part may be shorter by less than a granule.
     ASSERT_LT(most - least, 2 * kGranule);
   }
 }
@@ -205,7 +205,7 @@ TEST(Builder, EmptyVectorIsOneEmptyChunk) {
   const Plan plan = b.done();
   EXPECT_EQ(calls, 1);
   EXPECT_EQ(plan.channels.at(0).puts, 1);
-  // Nothing to copy, but the messages go, for peers may have bytes.
+  // There is nothing to copy, but the messages are sent, because peers may have bytes.
   EXPECT_EQ(plan.lanes.at(0).blocks.at(0).numSteps, 3u);
 }
 

@@ -22,7 +22,7 @@ Limits smallLimits() {
 
 const Nodes kOneNode = makeNodes(1, 3);
 const Nodes kTwoNodes = makeNodes(2, 1);
-// Four full chunks and a tail that no granule divides.
+// Four full chunks, and a last one that is no multiple of a granule.
 constexpr int64_t kBytes = 4 * 128 + 36;
 
 Verdict checkTimes(const Nodes& nodes, Execution execution, int times) {
@@ -81,7 +81,7 @@ TEST(Checker, FindsMissingWait) {
 }
 
 TEST(Checker, FindsSlotReusedEarly) {
-  // One chunk more in flight than there are slots.
+  // One more chunk is in flight than there are slots.
   expectProblem(checkTimes(kOneNode, throughSlots(Mistake::SlotReusedEarly), 1), Kind::Race,
                 AllOf(HasSubstr("contributions slot"), HasSubstr("nothing orders the two")));
 }
@@ -99,7 +99,7 @@ TEST(Checker, FindsWrongOrderOnOneRank) {
 }
 
 TEST(Checker, FindsAnotherOrderOnSomeElementsOnlyIfAsked) {
-  // Each rank sums its own share in its own order: the same result everywhere, yet not one order.
+  // Each rank sums its own share in its own order. All ranks get the same result, but the shares differ in their order.
   const Nodes nodes = makeNodes(1, 2);
   auto plans = sumInPlace(nodes, smallLimits(), 256, true);
   std::swap(plans[1].refs[plans[1].steps[0].firstRef + 2],
@@ -162,7 +162,7 @@ TEST(Checker, FindsLengthsThatDiffer) {
 }
 
 TEST(Checker, FindsWhatOnlyTheNextExecutionsReveal) {
-  // The slot of the message is used again when the window comes round, two messages later.
+  // The window has two slots, so the slot of a message is used again two messages later.
   expectCorrect(checkTimes(kTwoNodes, fromSlot(Mistake::ReadAfterRelease), 2));
   expectProblem(checkTimes(kTwoNodes, fromSlot(Mistake::ReadAfterRelease), 3), Kind::Race,
                 AllOf(HasSubstr("execution 2"), HasSubstr("execution 0"), HasSubstr("message")));
@@ -229,7 +229,7 @@ TEST(Checker, LetsLanesShareAChannelInTheOrderOfNumbers) {
       }
       plans.push_back(b.done());
     }
-    // The second lane waits for a turn that never comes.
+    // Without the first lane, the second one waits for ever.
     if (!inTurn) plans[0].lanes.erase(plans[0].lanes.begin());
     return Execution::broadcast(plans, 128, 0);
   };
@@ -239,7 +239,7 @@ TEST(Checker, LetsLanesShareAChannelInTheOrderOfNumbers) {
 }
 
 TEST(Checker, FindsBarrierThatLetsThrough) {
-  // The arrival holds a node together, not the nodes.
+  // The arrival is a barrier within a node, not between nodes.
   const auto arriveOnly = [](const Nodes& nodes) {
     std::vector<Plan> plans;
     const Topology first(nodes, 0);
@@ -256,7 +256,7 @@ TEST(Checker, FindsBarrierThatLetsThrough) {
 }
 
 TEST(Checker, FindsStaleAndMissingData) {
-  // An output that nobody writes, and a broadcast from the wrong root.
+  // Nobody writes one of the outputs; then a broadcast from the wrong root.
   Execution execution =
       Execution::allGather(sendFromSlot(kTwoNodes, smallLimits(), 64, Mistake::None), 64);
   expectProblem(checkTimes(kTwoNodes, execution, 1), Kind::WrongData, HasSubstr("nothing"));

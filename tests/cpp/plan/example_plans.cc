@@ -43,7 +43,7 @@ std::vector<Plan> sumThroughSlots(const Nodes& nodes, const Limits& limits, int6
       const int64_t early = mistake == Mistake::SlotReusedEarly ? 1 : 0;
       b.stage("copy");
       b.waitTeam(kSummed, reached - kSlots - early);
-      // My own lane may still be reading the slot.
+      // Another lane of this rank may still be reading the slot.
       b.waitMate(me, kSummed, reached - kSlots - early);
       const int owner = mistake == Mistake::WriteMatesSlot ? me ^ 1 : me;
       b.copy({b.slot(pool, owner, c.index, 0)}, b.in(c.offset), c.length);
@@ -98,7 +98,7 @@ std::vector<Plan> sumByExchange(const Nodes& nodes, const Limits& limits, int64_
                            (mistake == Mistake::NoReceive && step.op == Op::Receive);
       if (!isWrong) continue;
       step = Step{};
-      step.op = Op::Wait;  // for 0: nothing
+      step.op = Op::Wait;  // a wait for 0 has no effect
       step.counter = kCopied;
     }
     return plan;

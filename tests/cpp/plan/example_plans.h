@@ -1,4 +1,4 @@
-// Small plans that are right, and the same with one mistake each.
+// Small correct plans, and the same plans with one mistake each.
 #pragma once
 
 #include <vector>
@@ -15,32 +15,32 @@ Nodes makeNodes(int nodes, int local);
 enum class Mistake {
   None,
   MissingWait,        // the reduction does not wait for the mates' contributions
-  SlotReusedEarly,    // a contribution is replaced one chunk too soon
+  SlotReusedEarly,    // a contribution is overwritten one chunk too early
   ContributionTwice,  // the first mate counts twice
   OrderOnOneRank,     // rank 1 sums in reverse
   SharedCounter,      // both stages raise the same counter
-  NoArrival,          // the arrival of the team is not awaited
+  NoArrival,          // the plan does not wait for the team's arrival
   NoPreScale,
   NoFinalScale,
-  TooFewSignals,  // the last chunk is never announced
+  TooFewSignals,  // the last chunk is not signalled
   WriteMatesSlot,
   OutsideBuffer,
   MissingRelease,
-  MissingFlush,      // the source of a put is overwritten while it may be under way
-  ReadAfterRelease,  // harmless until the window comes round
+  MissingFlush,      // the source of a put is overwritten while the put may be in flight
+  ReadAfterRelease,  // harmless until the slot is used again
   LengthsDiffer,
   NoReceive,
 };
 
-// One node: everybody copies every chunk to a slot and sums all slots.
+// One node: every rank copies every chunk to a slot and sums all slots.
 std::vector<Plan> sumThroughSlots(const Nodes& nodes, const Limits& limits, int64_t bytes,
                                   Mistake mistake);
 
-// Two nodes of one rank: each sends its input to the other and adds what comes.
+// Two nodes of one rank: each sends its input to the other and adds the input that it receives.
 std::vector<Plan> sumByExchange(const Nodes& nodes, const Limits& limits, int64_t bytes,
                                 Mistake mistake);
 
-// One node, shared buffers: each sums its share of everybody's buffer into everybody's buffer.
+// One node, shared buffers: each rank sums its share of all buffers into all buffers.
 std::vector<Plan> sumInPlace(const Nodes& nodes, const Limits& limits, int64_t bytes,
                              bool staysForMates);
 

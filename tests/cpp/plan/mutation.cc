@@ -7,7 +7,7 @@
 namespace smddp::plan {
 namespace {
 
-// A change to step `i` of a plan; returns false where it has no meaning.
+// A change to step `i` of a plan. Returns false if it does not apply to that step.
 struct Change {
   const char* what;
   std::function<bool(Plan&, size_t i)> apply;
@@ -15,7 +15,7 @@ struct Change {
 
 bool isRemovable(Op op) { return op != Op::Copy && op != Op::Reduce; }
 
-// A wait for 0 is no wait, and keeps the numbering of steps.
+// Replaces the step by a wait for 0, which has no effect and keeps the numbers of the other steps.
 bool remove(Plan& plan, size_t i) {
   if (!isRemovable(plan.steps[i].op)) return false;
   plan.steps[i] = Step{};
@@ -34,7 +34,7 @@ int64_t tripsOf(const Plan& plan, size_t i) {
   return 1;
 }
 
-// Wait for one less, promise one more. (In a single trip nobody may be waiting for more.)
+// Waits for one less, or signals one more. (In a block with one trip nobody may wait for more.)
 bool weaken(Plan& plan, size_t i) {
   Step& step = plan.steps[i];
   if (step.op == Op::Wait || step.op == Op::Flush || step.op == Op::Receive) {
@@ -47,7 +47,7 @@ bool weaken(Plan& plan, size_t i) {
   return true;
 }
 
-// A signal or release before the copy or reduction that it announces.
+// Moves a signal or release before the copy or reduction that it announces.
 bool announceEarly(Plan& plan, size_t i) {
   const Op op = plan.steps[i].op;
   if ((op != Op::Signal && op != Op::Release) || i == 0) return false;
@@ -121,7 +121,7 @@ std::string stageOf(const Plan& plan, size_t i) {
   return "preamble";
 }
 
-// The change on every rank whose plan has the same operation there.
+// Makes the change on every rank whose plan has the same operation at this place.
 std::vector<Plan> onAllRanks(const std::vector<Plan>& plans, Rank like, size_t i,
                              const Change& change) {
   std::vector<Plan> mutated = plans;

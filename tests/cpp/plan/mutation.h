@@ -1,4 +1,4 @@
-// Plans with one mistake each: does the checker find it?
+// Mutation tests: makes one mistake in a plan, and checks that the checker finds it.
 #pragma once
 
 #include <functional>
@@ -9,11 +9,11 @@
 
 namespace smddp::plan {
 
-// Calls `visit` with every mutation of the plans: a wait, signal, put, receive, release or flush removed, or its
-// number off by one to the weak side; a signal or release moved before what it announces; a slot or message
-// exchanged with its neighbour, or its owner with another; a source of a reduction dropped; a scaling
-// flipped. Each on one rank alone, and on all ranks that have the same step at the same place. Waits for a
-// team of one are left out: they mean nothing.
+// Calls `visit` with every mutation of the plans. A mutation removes a wait, signal, put, receive, release or flush, or
+// weakens its number by one; moves a signal or release before the step that it announces; exchanges a slot or message
+// with its neighbour, or its owner with another rank; drops a source of a reduction; or flips a scaling. Each is made
+// on one rank alone, and on all ranks that have the same step at the same place. Waits for a team of one are left out,
+// because they have no effect.
 void forEachMutation(
     const std::vector<std::vector<Rank>>& nodes, const std::vector<Plan>& plans,
     const std::function<void(const std::string& what, std::vector<Plan> mutated)>& visit);
@@ -21,7 +21,7 @@ void forEachMutation(
 struct MutationReport {
   int tried = 0;
   int found = 0;
-  std::vector<std::string> survivors;  // some are harmless: read them
+  std::vector<std::string> survivors;  // some are harmless; a person must judge them
   double share() const { return tried == 0 ? 0 : static_cast<double>(found) / tried; }
   std::string print() const;
 };

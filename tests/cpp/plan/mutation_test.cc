@@ -46,7 +46,7 @@ TEST(Mutation, CheckerFindsMostInExchanges) {
 }
 
 TEST(Mutation, SurvivorsAreNamed) {
-  // Rank 1 need not be told by rank 0 that the data is complete when it does not look.
+  // Rank 1 does not read the data, so rank 0 need not signal that it is complete.
   const Nodes nodes = makeNodes(1, 2);
   std::vector<Plan> plans;
   for (Rank r = 0; r < 2; ++r) {

@@ -9,7 +9,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Two chunks through a slot to the other node, and a sum of what comes back.
+// Sends two chunks through a slot to the other node, and sums what comes back.
 Plan samplePlan(const Topology& t) {
   Limits limits;
   limits.messageBytes = 128;
@@ -63,7 +63,7 @@ TEST(Print, PutsTheTripIn) {
   EXPECT_EQ(printStepAt(plan, copy, 5), "copy mate 0's staged slot 0 [0, +128) <- in[640, +128)");
 }
 
-// A message has one number, wherever it is mentioned.
+// All steps print the same number for the same message.
 TEST(Print, NumbersAMessageAlikeInEveryStep) {
   const Topology t({{0, 1}, {2, 3}}, 0);
   const Plan plan = samplePlan(t);

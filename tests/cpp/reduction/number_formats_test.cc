@@ -1,4 +1,4 @@
-// Formats and edge cases: what single values give.
+// Number formats and edge cases, with single values.
 #include <bit>
 #include <string>
 #include <type_traits>
@@ -22,12 +22,13 @@ class HalfTest : public testing::Test {
 using HalfFormats = testing::Types<oracle::Float16, oracle::Bfloat16>;
 TYPED_TEST_SUITE(HalfTest, HalfFormats);
 
-// Both formats order their non-negative numbers as their bits.
+// In both formats non-negative numbers have the same order as their bits.
 TYPED_TEST(HalfTest, EveryValueSurvivesARoundTrip) {
   for (uint32_t bits = 0; bits <= 0xffff; ++bits) {
     const bool isNaN = (bits & 0x7fff) > TypeParam::kInfinity;
     const uint16_t expected = isNaN ? TypeParam::kNaN : bits;
-    const Scale computed{.post = true, .divisor = 1};  // a plain copy would prove nothing
+    const Scale computed{.post = true,
+                         .divisor = 1};  // forces a computation; a plain copy would prove nothing
     ASSERT_EQ(reduceOne<uint16_t>(this->kType, {uint16_t(bits)}, ReduceOp::AVG, computed),
               expected);
   }
@@ -45,7 +46,7 @@ TYPED_TEST(HalfTest, EveryValueAddsAsTheOracleSays) {
   }
 }
 
-// The point half-way between two neighbours goes to the even one; a float32 just off it does not.
+// The value half-way between two neighbours is rounded to the even one; a float32 next to it to the nearer one.
 TYPED_TEST(HalfTest, RoundsToNearestEven) {
   const uint16_t one = TypeParam::encode(1.0f);
   const auto round = [&](float value) {
@@ -54,7 +55,7 @@ TYPED_TEST(HalfTest, RoundsToNearestEven) {
   };
   for (uint32_t bits = 0; bits < TypeParam::kInfinity; ++bits) {
     const uint16_t lower = bits, upper = bits + 1;
-    // Above the largest number there is no neighbour, but the grid goes on: use the distance below.
+    // The largest number has no upper neighbour. Rounding continues with the same distance as below it.
     const float from = TypeParam::decode(lower);
     const float half = upper < TypeParam::kInfinity ? (TypeParam::decode(upper) - from) / 2
                                                     : (from - TypeParam::decode(lower - 1)) / 2;
@@ -138,7 +139,7 @@ TEST(SpecialValues, UnsignedAreNotSigned) {
   EXPECT_EQ(reduceOne<int16_t>(DataType::int16, {-3, 0x0f0f}, ReduceOp::BAND), 0x0f0d);
 }
 
-// Also where a tensor reinterprets bytes that are neither 0 nor 1.
+// This must also hold for bytes that are neither 0 nor 1.
 TEST(SpecialValues, TruthValuesAreZeroOrOne) {
   const auto of = [](std::vector<uint8_t> inputs, ReduceOp op) {
     return reduceOne(DataType::boolean, inputs, op);

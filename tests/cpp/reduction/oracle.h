@@ -1,5 +1,5 @@
-// What a reduction should give, one element at a time and as plainly as possible: formats are
-// decoded and encoded by arithmetic on their definition, never by moving bits.
+// The oracle: the expected result of a reduction, one element at a time and as simple as possible. It decodes and
+// encodes formats by arithmetic from their definition, not by bit operations.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@
 
 namespace smddp::reduction::oracle {
 
-// Two-byte floats with kFraction bits of fraction; `Stored` is what lies in memory.
+// Two-byte floats with kFraction bits of fraction; `Stored` is the type in memory.
 template <int kExponentBits, int kFraction>
 struct SmallFloat {
   using Stored = uint16_t;
@@ -47,7 +47,7 @@ struct SmallFloat {
     if (std::isinf(magnitude)) return sign | kInfinity;
     const int exponent = std::max(std::ilogb(magnitude), 1 - kBias);
     // In units of the last place; nearbyint rounds to even. A result of 2^(kFraction + 1) carries
-    // into the exponent by itself, and from the largest number into infinity.
+    // into the exponent, and from the largest number into infinity.
     const auto units =
         static_cast<int64_t>(std::nearbyint(std::ldexp(magnitude, kFraction - exponent)));
     const int64_t bits = (static_cast<int64_t>(exponent + kBias - 1) << kFraction) + units;
@@ -92,7 +92,7 @@ constexpr bool kIsComplex = false;
 template <typename T>
 constexpr bool kIsComplex<std::complex<T>> = true;
 
-// What is computed with fractions.
+// Types with fractions.
 template <typename Number>
 constexpr bool kIsInexact = kIsComplex<Number> || std::is_floating_point_v<Number>;
 
@@ -117,7 +117,7 @@ T combine(T a, T b, ReduceOp op) {
     if (op == ReduceOp::BAND) return a & b;
     if (op == ReduceOp::BOR) return a | b;
     if (op == ReduceOp::BXOR) return a ^ b;
-    // Modulo 2^128, and so modulo 2^n as well; conversions keep that, too.
+    // Compute modulo 2^128, and therefore modulo 2^n; conversions do not change that.
     const auto x = static_cast<unsigned __int128>(a), y = static_cast<unsigned __int128>(b);
     return static_cast<T>(op == ReduceOp::PRODUCT ? x * y : x + y);
   }
@@ -187,8 +187,8 @@ T randomInteger(std::mt19937_64& random) {
   return static_cast<T>(random() % 100);
 }
 
-// Ordinary numbers, mixed with the edges of the type and arbitrary bits (denormals, huge numbers,
-// NaNs, truth values that are neither 0 nor 1).
+// Ordinary numbers, mixed with the limits of the type and arbitrary bits (denormals, huge numbers,
+// NaNs, booleans that are neither 0 nor 1).
 template <typename Format>
 typename Format::Stored randomElement(std::mt19937_64& random) {
   using Number = typename Format::Number;

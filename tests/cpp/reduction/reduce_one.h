@@ -1,4 +1,4 @@
-// Reducing single elements on every level at once.
+// Reduces single elements on all SIMD levels.
 #pragma once
 
 #include <array>
@@ -18,8 +18,8 @@ inline std::vector<SimdLevel> availableLevels() {
   return levels;
 }
 
-// One reduction of single elements, the same on all levels and in every lane: 127 copies go through
-// the unrolled loop, the loop of single registers and all parts of the tail.
+// One reduction of single elements. The result must be the same on all levels and in every lane: 127 copies of the
+// element go through the unrolled loop, the loop of single registers and all parts of the tail.
 template <typename T>
 T reduceOne(DataType type, std::vector<T> inputs, ReduceOp op, const Scale& scale = {}) {
   constexpr size_t kCopies = 127;

@@ -30,7 +30,7 @@ std::vector<Enum> allOf(int number) {
 const std::vector<DataType> kTypes = allOf<DataType>(kNumDataTypes);
 const std::vector<ReduceOp> kOps = allOf<ReduceOp>(kNumReduceOps);
 
-// Sources and what they reduce to, element by element; every shorter count is a prefix.
+// Sources and the expected results, element by element. Every shorter count is a prefix.
 struct Problem {
   DataType type;
   ReduceOp op;
@@ -62,15 +62,15 @@ Problem makeProblem(DataType type, ReduceOp op, size_t numSrcs, size_t count, ui
   return problem;
 }
 
-// How the buffers of one call lie in memory.
+// The layout of one call's buffers in memory.
 struct Layout {
   size_t count;
-  size_t misalignment;  // elements; every buffer is off by another amount
+  size_t misalignment;  // in elements; every buffer has another offset
   size_t numDsts;
   bool inPlace;  // the first destinations are sources, in reversed order
 };
 
-// Memory for one buffer with a margin on both sides that must stay untouched.
+// Memory for one buffer, with a margin on both sides that must not change.
 class GuardedBuffer {
  public:
   static constexpr size_t kMargin = 64;
@@ -93,7 +93,7 @@ class GuardedBuffer {
   Bytes memory_;
 };
 
-// Empty when all destinations are as expected and nothing else was changed, else what is wrong.
+// Returns an empty text if all destinations are right and nothing else was changed; otherwise the first mistake.
 std::string check(const Problem& problem, const Layout& layout, const KernelTable& kernels) {
   const size_t element = sizeOf(problem.type), bytes = layout.count * element;
   const size_t numSrcs = problem.srcs.size();
@@ -191,7 +191,7 @@ TEST(Reduce, RefusesWhatHasNoMeaningBeforeWriting) {
   EXPECT_EQ(out[0], -1);
 }
 
-// What each family of types can do, from the names alone.
+// The operations of each family of types, derived from the type's name.
 std::set<ReduceOp> meantFor(const std::string& type) {
   if (type.starts_with("complex")) return {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PREMUL_SUM};
   std::set<ReduceOp> meant{ReduceOp::SUM, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX};
@@ -210,7 +210,7 @@ TEST(Reduce, SupportsWhatHasAMeaning) {
           << toString(type) << " " << toString(op);
 }
 
-// Run once more with SMDDP_SIMD=scalar; see CMakeLists.txt.
+// This test also runs with SMDDP_SIMD=scalar; see CMakeLists.txt.
 TEST(Level, FollowsTheSetting) {
   const std::string& wanted = settings().simd;
   if (wanted == "auto")

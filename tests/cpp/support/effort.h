@@ -1,8 +1,7 @@
-// What ThreadSanitizer, which looks at every access and takes ten times as long for each byte, asks of a test.
+// Adapts tests to ThreadSanitizer, which checks every access and takes ten times as long for each byte.
 //
-// Long vectors are shorter: their lengths are free to choose as long as they are cut into several chunks.
-// A few types stand for all: to threads they are the same. Time-outs in which others still have to say
-// something are longer.
+// Long vectors are shorter; they only need several chunks. A few types stand for all, because the threads do the same
+// for each. Time-outs within which other ranks must answer are longer.
 #pragma once
 
 #include <cstddef>

@@ -12,8 +12,8 @@
 
 namespace smddp::test {
 
-// All methods from any thread. Strict where c10d's stores differ among one another: an empty value,
-// or a counter read as a value, is an error.
+// Any thread may call all methods. Where c10d's stores differ from each other, this one is strict: an empty value, or a
+// counter read as a value, is an error.
 class LocalStore final : public bootstrap::Store {
  public:
   void set(const std::string& key, const Value& value) override {
@@ -37,7 +37,7 @@ class LocalStore final : public bootstrap::Store {
     const std::lock_guard lock(mutex_);
     ++numCalls_;
     int64_t& counter = counters_[key];
-    // Round about, as in stores that are written in other languages.
+    // Wraps around, as in stores that are written in other languages.
     return counter =
                static_cast<int64_t>(static_cast<uint64_t>(counter) + static_cast<uint64_t>(amount));
   }

@@ -15,7 +15,7 @@ namespace smddp::test {
 
 inline constexpr Nanoseconds kTimeout = 60'000'000'000;
 
-// What a rank's body is given.
+// The arguments of a rank's body.
 struct RankContext {
   Rank rank;
   int size;
@@ -32,9 +32,9 @@ struct RankContext {
   }
 };
 
-// layout[n] = ranks on node n: {2, 2} is two nodes of two ranks. Runs `body` on every rank and rethrows what
-// the first failing rank threw. Engines live until all bodies have ended. `prepare` runs on the thread of each rank
-// before its engine is made, with these options.
+// Runs `body` on every rank, and rethrows the exception of the first rank that fails. layout[n] is the number of ranks
+// on node n: {2, 2} is two nodes of two ranks. Engines live until all bodies have ended. `prepare` runs on the thread
+// of each rank before its engine is made, with these options.
 inline void runRanks(
     const std::vector<int>& layout, const std::function<void(RankContext&)>& body,
     const std::function<void(Rank, engine::Engine::Options&)>& prepare =

@@ -1,4 +1,4 @@
-// Ends a test process that hangs, with a word about it: a test that waits for ever says nothing.
+// A watchdog: ends a test process that hangs, with a message.
 #pragma once
 
 #include <csignal>

@@ -1,5 +1,5 @@
-// The table against a transport that does exactly what it is told. Random faults: channel_faults_test.cc.
-#include "transport/channel.h"
+// The channel table over a transport that the test controls step by step. For random faults see channel_faults_test.cc.
+#include "transport/channel_table.h"
 
 #include <algorithm>
 #include <cstring>
@@ -18,7 +18,7 @@ std::vector<std::byte> copyOf(const T& message) {
   return {bytes.begin(), bytes.end()};
 }
 
-// Records what it is asked for; poll() reports what the test put into `events`.
+// Records all calls; poll() reports the events that the test put into `events`.
 class ScriptedTransport final : public Transport {
  public:
   struct Put {
@@ -122,7 +122,7 @@ class ChannelTest : public ::testing::Test {
   uint16_t lastOpenedId() const {
     return parseOpen(transport_.controls.back().second)->header.channel;
   }
-  // Writes message `number` where its sender would.
+  // Writes message `number` as its sender would.
   void write(const ReceiveChannel& channel, uint64_t number, uint32_t length = 8) {
     PutHeader header;
     header.group = channel.key().group;
@@ -286,7 +286,7 @@ TEST_F(ChannelTest, RefusedControlIsKeptInOrder) {
   table_.control(kPeer + 1, makeAbort(1, 1, "to another peer"));
   EXPECT_TRUE(table_.hasBacklog());
   transport_.full = false;
-  table_.control(kPeer, makeAbort(1, 1, "third"));  // there is room now, but others wait
+  table_.control(kPeer, makeAbort(1, 1, "third"));  // there is room now, but earlier messages wait
   table_.poll();
   EXPECT_FALSE(table_.hasBacklog());
   ASSERT_EQ(transport_.controls.size(), 4u);
@@ -382,7 +382,7 @@ TEST_F(ChannelTest, ClosingASenderTellsHowMuchWasSentAndWaitsForItsPuts) {
 }
 
 TEST_F(ChannelTest, OpensForAClosedGroupAreAnsweredByClose) {
-  hear(copyOf(openFor(key_, 2, 5)));  // kept, never asked for
+  hear(copyOf(openFor(key_, 2, 5)));  // kept, but send() is never called for it
   table_.closeGroup(key_.group);
   hear(copyOf(openFor({key_.group, 0, 0, 1, 2}, 2, 6)));  // late
   ASSERT_EQ(transport_.controls.size(), 2u);

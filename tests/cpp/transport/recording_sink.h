@@ -1,4 +1,4 @@
-// A Sink that keeps everything, and recognisable bytes to send.
+// A Sink that records all events, and a pattern of bytes to send.
 #pragma once
 
 #include <functional>
@@ -11,7 +11,7 @@
 
 namespace smddp::transport::testing {
 
-// Keeps everything that was reported.
+// Records everything that is reported.
 class RecordingSink : public Sink {
  public:
   void onControl(PeerId from, Bytes message) override {

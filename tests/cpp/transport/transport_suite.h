@@ -1,6 +1,6 @@
-// The behaviour every Transport must show, written once.
+// The tests that every Transport must pass.
 //
-// A test file describes its transport as a Kind and says
+// A test file describes its transport as a Kind and writes
 //   INSTANTIATE_TEST_SUITE_P(Shm, TransportSuite, ::testing::Values(kind), kindName);
 // All transports of a test live in one process and are polled by the test's own thread.
 #pragma once
@@ -24,7 +24,7 @@
 
 namespace smddp::transport::testing {
 
-// Some transports of one kind, able to reach each other but not yet connected.
+// Some transports of one kind that can reach each other but are not connected yet.
 class Fixture {
  public:
   virtual ~Fixture() = default;
@@ -32,7 +32,7 @@ class Fixture {
   // Zeroed memory that transport(index) can register; lives until that transport is destroyed.
   virtual std::span<std::byte> allocate(int index, size_t bytes) = 0;
   virtual void destroy(int index) = 0;
-  // False where a peer that goes away takes others of the same process with it.
+  // False if the end of one peer may crash others of the same process.
   virtual bool survivesDestruction() const { return true; }
   // Called between polls, for kinds that have a clock of their own.
   virtual void advance() {}
@@ -56,7 +56,7 @@ class HeapFixture : public Fixture {
 
 struct Kind {
   std::string name;
-  // Throws an Error of kind Usage when this machine has no such transport; the test is then skipped.
+  // Throws an Error of kind Usage if this machine has no such transport; the test is then skipped.
   std::function<std::unique_ptr<Fixture>(int count)> create;
 };
 
@@ -100,7 +100,7 @@ class TransportSuite : public ::testing::TestWithParam<Kind> {
     }
   }
 
-  // Polls everybody until the condition holds; false when that takes too long.
+  // Polls all transports until the condition holds; false if that takes too long.
   [[nodiscard]] bool pollUntil(const std::function<bool()>& condition) {
     const Deadline deadline = Deadline::after(clock_, kDeadline);
     while (!condition()) {
@@ -110,7 +110,7 @@ class TransportSuite : public ::testing::TestWithParam<Kind> {
     return true;
   }
 
-  // The two verbs, repeated while there is no room.
+  // control() and put(), repeated while there is no room.
   void send(int from, int to, Bytes message) {
     ASSERT_TRUE(pollUntil([&] { return at(from).control(peerOf_[from][to], message); }))
         << "no room for a control message";
@@ -137,7 +137,7 @@ class TransportSuite : public ::testing::TestWithParam<Kind> {
   std::vector<std::vector<PeerId>> peerOf_;
 };
 
-// Whether a slot at `offset` of the target holds header and payload and nothing beside it was touched.
+// Checks that the slot at `offset` of the target holds header and payload, and that all bytes around it are unchanged.
 inline ::testing::AssertionResult slotHolds(std::span<const std::byte> memory, size_t offset,
                                             Bytes header, Bytes payload) {
   if (!std::equal(header.begin(), header.end(), memory.begin() + offset))
@@ -228,7 +228,7 @@ TEST_P(TransportSuite, ManyPutsArriveOnceEachUnderBackPressure) {
   std::vector<std::vector<std::byte>> payloads;
   for (uint32_t i = 0; i < kPuts; ++i) payloads.push_back(pattern(sizeOfPut(i), i));
   for (uint32_t i = 0; i < kPuts; ++i) {
-    const auto header = pattern(kHeaderBytes, ~i);  // gone right after the call
+    const auto header = pattern(kHeaderBytes, ~i);  // freed right after the call
     ASSERT_NO_FATAL_FAILURE(put(0, 1, {key, i * kSlot}, i, header, payloads[i], 5000 + i));
   }
   ASSERT_TRUE(pollUntil([&] {
@@ -251,7 +251,7 @@ TEST_P(TransportSuite, RoomIsBounded) {
   const auto header = pattern(kHeaderBytes, 1);
   const auto payload = pattern(1024, 2);
   uint32_t accepted = 0;
-  // Without a poll the sender must refuse at some point, and lose nothing of what it accepted.
+  // Without a poll the sender must refuse at some point. It must not lose any message that it accepted.
   while (accepted < 1'000'000 &&
          at(0).put(peerOf_[0][1], {key, 0}, accepted, header, payload, accepted))
     ++accepted;
@@ -343,7 +343,7 @@ TEST_P(TransportSuite, PayloadMayBeOverwrittenOncePutIsDone) {
   const RemoteKey key = at(1).registerMemory(target);
   std::vector<std::vector<std::byte>> payloads;
   for (uint32_t i = 0; i < kPuts; ++i) payloads.push_back(pattern(i * 40'000 + 1, i));
-  // Scribbles over the payload at the earliest moment the contract allows.
+  // Overwrite the payload at the earliest moment that the contract allows.
   sinks_[0].whenDone = [&](uint64_t token) {
     std::fill(payloads[token].begin(), payloads[token].end(), std::byte{0xee});
   };
@@ -361,7 +361,7 @@ TEST_P(TransportSuite, WaitDescriptorWakes) {
   if (IsSkipped()) return;
   if (at(1).waitDescriptor() < 0)
     GTEST_SKIP() << "no descriptor: the caller looks from time to time";
-  // First a round trip: setting up a connection has events of its own.
+  // Make a round trip first, because the set-up of a connection has events of its own.
   for (int from : {0, 1}) ASSERT_NO_FATAL_FAILURE(send(from, 1 - from, pattern(8, 1)));
   ASSERT_TRUE(
       pollUntil([&] { return sinks_[0].controls.size() == 1 && sinks_[1].controls.size() == 1; }));

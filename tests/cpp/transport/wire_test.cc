@@ -27,7 +27,7 @@ OpenMessage someOpen() {
   return open;
 }
 
-// The layout is a promise to other processes: it is checked byte by byte, not by the structure itself.
+// Other processes rely on the layout, so it is checked byte by byte and not through the structure.
 TEST(Wire, PutHeaderLayout) {
   PutHeader header;
   header.length = 0x04030201;
@@ -116,7 +116,7 @@ TEST(Wire, ValuesThatWouldBeUsedAsSizesAreChecked) {
   EXPECT_FALSE(refused([](OpenMessage&) {}));
 }
 
-// Whatever is accepted has the kind asked for and stays inside the message (ASan sees the rest).
+// An accepted message has the expected kind, and the parser stays inside the message (ASan checks that).
 TEST(Wire, RandomBytesNeverDoHarm) {
   sim::Random random(20260101);
   int accepted = 0;

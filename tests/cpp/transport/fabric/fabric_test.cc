@@ -28,7 +28,7 @@ Kind kindOf(const std::string& name, const Options& options) {
   return {name, [options](int count) {
             std::vector<std::unique_ptr<Transport>> transports;
             for (int i = 0; i < count; ++i) transports.push_back(fabric::create(options));
-            // libfabric's shm 1.17 reads the memory of an endpoint of the same process that is gone.
+            // libfabric's shm provider 1.17 reads freed memory of an endpoint of the same process.
             return std::make_unique<FabricFixture>(std::move(transports),
                                                    options.provider != "shm");
           }};
@@ -55,7 +55,7 @@ Options optionsFor(const std::string& provider, bool rma = true) {
   return options;
 }
 
-// tcp, as demanding as a network card.
+// tcp with the demands of a network card.
 Options demanding(int mrMode, size_t iovLimit, bool rma) {
   Options options = optionsFor("tcp", rma);
   options.extraMrMode = mrMode;
@@ -63,14 +63,14 @@ Options demanding(int mrMode, size_t iovLimit, bool rma) {
   return options;
 }
 
-// tcp, with all that is known of EFA.
+// tcp with all quirks of EFA.
 Options likeEfa() {
   Options options = demanding(FI_MR_LOCAL, 4, true);
-  options.asPeculiarAs = "efa";
+  options.quirksLike = "efa";
   return options;
 }
 
-// What libfabric offers to those who want to send from memory of devices.
+// Options of a rank that wants to send from memory of devices.
 Options forDevices(Options options) {
   options.devices = true;
   return options;
@@ -114,7 +114,7 @@ struct Pair {
   PeerId toA, toB;
 };
 
-// The first put of a pair comes whole, once, to byte 128 of b's memory.
+// Checks that the first put of a pair arrives completely and once, at byte 128 of b's memory.
 void expectArrival(Pair& pair, const RemoteKey& key, Bytes header, const Payload& payload,
                    bool copied) {
   ASSERT_TRUE(pair.a->put(pair.toB, {key, 128}, 7, header, payload, 1));
@@ -165,7 +165,7 @@ TEST(FabricTransport, SameMemoryKeepsItsKey) {
   EXPECT_NE(pair.b->registerMemory(std::span(pair.memory).first(4096)).key, first.key);
 }
 
-// A card that sends from registered memory only, with one piece a write or several.
+// For a card that sends from registered memory only, with one or several pieces per write.
 TEST(FabricTransport, WhatLiesInASourceLeavesWithoutACopy) {
   struct Case {
     size_t iovLimit;
@@ -187,7 +187,7 @@ TEST(FabricTransport, WhatLiesInASourceLeavesWithoutACopy) {
   }
 }
 
-// Of any length, also where host memory would be copied.
+// For any length, also for lengths at which memory of the host would be copied.
 TEST(FabricTransport, WhatLiesOnADeviceLeavesFromThere) {
   for (const size_t bytes : {size_t{1}, size_t{100}, size_t{20'000}}) {
     SCOPED_TRACE(bytes);
@@ -199,7 +199,7 @@ TEST(FabricTransport, WhatLiesOnADeviceLeavesFromThere) {
     const auto header = pattern(kHeaderBytes, 1);
     const Payload payload(Bytes(source).subspan(1000, bytes), /*isOnDevice=*/true);
     ASSERT_NO_FATAL_FAILURE(expectArrival(pair, key, header, payload, /*copied=*/false));
-    // What is not there is never read by the host.
+    // Memory that was removed must not be read by the host.
     pair.a->removeDeviceSource(source);
     EXPECT_THROW((void)pair.a->put(pair.toB, {key, 128}, 8, header, payload, 2), Error);
   }
@@ -217,7 +217,7 @@ TEST(FabricTransport, SaysWhyNothingLeavesADevice) {
         Case{forDevices(optionsFor("shm", false)), "no remote writes"}}) {
     EXPECT_THAT(fabric::create(options)->addDeviceSource({source}), HasSubstr(why));
   }
-  // A device that this libfabric has not been built for.
+  // This libfabric was built without support for this device.
   try {
     fabric::create(forDevices(optionsFor("shm")))
         ->addDeviceSource({source, DeviceMemory::Kind::Cuda, 0});
@@ -228,14 +228,14 @@ TEST(FabricTransport, SaysWhyNothingLeavesADevice) {
   }
 }
 
-// A provider such as EFA's would wait for it until the end of days.
+// A provider such as EFA's would block for ever when the endpoint is closed.
 TEST(FabricTransport, EndsAlthoughAPeerTakesNothing) {
   Pair pair(likeEfa());
   const RemoteKey key = pair.b->registerMemory(pair.memory);
   const auto header = pattern(kHeaderBytes, 1);
   const auto payload = pattern(32 * 1024, 2);
   EXPECT_TRUE(pair.a->addSource({const_cast<std::byte*>(payload.data()), payload.size()}));
-  // Connected, and then left alone.
+  // The peer is connected, but then never polls.
   ASSERT_TRUE(pair.a->put(pair.toB, {key, 0}, 0, header, payload, 0));
   ASSERT_TRUE(pair.pollUntil([&] { return pair.atA.done.count(0) == 1; }));
   const MonotonicClock clock;

@@ -12,7 +12,7 @@
 namespace smddp::transport::fabric {
 namespace {
 
-// A real domain of whatever provider is there first.
+// A real domain of the first provider.
 struct MemoryTest : ::testing::Test {
   void SetUp() override {
     found = discover();
@@ -73,7 +73,7 @@ TEST_F(MemoryTest, MemoryOfADeviceIsKnownUntilItIsRemoved) {
       for (const size_t outside : {size_t{1020}, size_t{5116}, size_t{6000}}) {
         EXPECT_THROW(descriptor(outside, 8), Error) << outside;
       }
-      // Memory of the host is another matter, whatever lies there.
+      // Memory of the host is registered separately, also at the same addresses.
       EXPECT_EQ(registry.descriptorOf(device).has_value(), mrMode == 0);
       registry.removeDevice(device);
       registry.removeDevice(device);

@@ -108,7 +108,7 @@ TEST(Provider, Debian12UsesNetOnTheNetworkCard) {
 }
 
 TEST(Provider, OrderIsEfaCxiVerbsTcp) {
-  // Worst first, so that the order of the list cannot be what decides.
+  // The worst one comes first, so that the order of the list does not give the right result.
   Offer offer = debian12();
   const auto expectAdded = [&](const ProviderInfo& better) {
     offer.push_back(better);
@@ -138,7 +138,7 @@ TEST(Provider, LessRelaxedEntryOfTheSameCardWins) {
   EXPECT_EQ(chosen({relaxed, full}).relaxed, 0);
 }
 
-// Who asks for memory of devices is offered it beside what all are offered.
+// If memory of devices is asked for, libfabric offers providers for it in addition to the others.
 TEST(Provider, CardReachesDevicesWhereItCanAndIsNotPassedOverWhereItCannot) {
   ProviderInfo far = efa("rdmap0");
   far.caps |= FI_HMEM;
@@ -201,7 +201,7 @@ TEST(Provider, SpareCardsAreDividedAmongTheRanks) {
   EXPECT_THAT(cardsOf(0, 3), ElementsAre("card0", "card3", "card6"));
   EXPECT_THAT(cardsOf(1, 3), ElementsAre("card1", "card4"));
   EXPECT_THAT(cardsOf(2, 3), ElementsAre("card2", "card5"));
-  // As many ranks as cards or more, or nobody knows how many.
+  // There are at least as many ranks as cards, or their number is unknown.
   EXPECT_THAT(cardsOf(6, 7), ElementsAre("card6"));
   EXPECT_THAT(cardsOf(9, 16), ElementsAre("card2"));
   EXPECT_THAT(cardsOf(1, 0), ElementsAre("card1"));

@@ -9,7 +9,7 @@
 namespace smddp::transport::testing {
 namespace {
 
-// A registry of one region that needs no provider: without remote writes a region is a name with bounds.
+// A registry of one region. It needs no provider, because without remote writes a region is a key with bounds.
 struct ReassemblyTest : ::testing::Test {
   ReassemblyTest() : key(registry.add(memory)) {}
   fabric::FragmentHeader fragment(uint64_t number, uint64_t total, uint64_t offset) const {

@@ -23,8 +23,8 @@ namespace smddp::transport::shm::testing {
 
 inline constexpr Nanoseconds kSecond = 1'000'000'000;
 
-// A forked process with a pipe each way. Fork before the test starts threads. The child's exit code
-// is what `body` returns, 99 after an exception. Killed and reaped by the destructor.
+// A forked process with a pipe in each direction. Fork before the test starts threads. The child's exit code
+// is the return value of `body`, or 99 after an exception. The destructor kills and reaps the child.
 class Child {
  public:
   // The child's end of the pipes.
@@ -36,7 +36,7 @@ class Child {
       static_assert(std::is_trivially_copyable_v<T>);
       if (write(out, &value, sizeof value) != static_cast<ssize_t>(sizeof value)) _exit(98);
     }
-    // Ends the process when the other side is gone.
+    // Ends the process if the other side is gone.
     template <typename T>
     T receive() const {
       T value;
@@ -80,7 +80,7 @@ class Child {
     ASSERT_EQ(write(out_, &value, sizeof value), static_cast<ssize_t>(sizeof value));
   }
 
-  // Fails the test when the child says nothing for 60 s or ends first.
+  // Fails the test if the child sends nothing for 60 s or ends first.
   template <typename T>
   T receive() const {
     T value{};
@@ -90,7 +90,7 @@ class Child {
     return value;
   }
 
-  // Exit code, or minus the signal.
+  // Returns the exit code, or minus the signal.
   int wait() {
     int status = 0;
     waitpid(pid_, &status, 0);
@@ -115,7 +115,7 @@ class Child {
   bool reaped_ = false;
 };
 
-// Those with `part` in their names.
+// Counts the files that have `part` in their names.
 inline size_t countFiles(const char* folder, const char* part = "") {
   DIR* directory = opendir(folder);
   if (directory == nullptr) return 0;
@@ -127,7 +127,7 @@ inline size_t countFiles(const char* folder, const char* part = "") {
 
 inline size_t openDescriptors() { return countFiles("/proc/self/fd"); }
 
-// False when the condition does not come true within 20 s.
+// Waits until the condition is true; false if that takes more than 20 s.
 inline bool eventually(const std::function<bool()>& condition) {
   const MonotonicClock clock;
   const Deadline deadline = Deadline::after(clock, 20 * kSecond);

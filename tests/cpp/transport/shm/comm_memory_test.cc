@@ -47,7 +47,7 @@ TEST(CommMemory, RandomUseNeverMixesBlocks) {
         blocks.push_back({data, bytes, fill});
       } else if (!blocks.empty()) {
         const auto it = blocks.begin() + random() % blocks.size();
-        // The first byte is right, and each like the one before it.
+        // The first byte is right, and each byte equals the one before it.
         if (it->bytes > 0) {
           ASSERT_EQ(it->data[0], it->fill);
           ASSERT_EQ(std::memcmp(it->data, it->data + 1, it->bytes - 1), 0);
@@ -164,7 +164,7 @@ TEST(CommMemory, ForkedChildLeavesItAlone) {
   memory.free(block);
 }
 
-// The owner of blocks that the parent maps.
+// The child process: it owns blocks that the parent maps.
 int serve(const Child::Line& line) {
   const auto slab = Slab::create();
   CommMemory memory(slab, 0);
@@ -234,7 +234,7 @@ TEST_F(MateMemoryTest, RefusesWhatTheOwnerDoesNotHave) {
   };
   allRefused();
   EXPECT_NO_THROW(mate_.resolve(location, 3 * kMiB));
-  allRefused();  // also once the genuine one is mapped
+  allRefused();  // also after the genuine one is mapped
 }
 
 TEST_F(MateMemoryTest, DropsWhatTheOwnerFreed) {

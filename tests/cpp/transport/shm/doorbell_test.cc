@@ -22,12 +22,13 @@ constexpr uint32_t kRounds = 20'000;
 constexpr uint32_t kRounds = 100'000;
 #endif
 
-// The rounds take a second. Beside programs that keep all cores busy each may take a time slice: then fewer do.
+// Usually the rounds take a second. On a busy machine each may take a time slice; then the test ends after fewer
+// rounds.
 constexpr Nanoseconds kEnough = 8 * kSecond;
-// What the first player stores instead of a round's number when it ends the game early.
+// The first player stores this instead of a round's number to end the game early.
 constexpr uint32_t kOver = ~uint32_t{0};
 
-// One half of a ping-pong: `mine` follows `theirs`, each turn after a random delay.
+// One side of a ping-pong: it waits for `theirs`, and then sets `mine` after a random delay.
 struct Player {
   std::shared_ptr<Slab> slab;
   std::shared_ptr<Mate> mate;
@@ -37,7 +38,7 @@ struct Player {
   bool mixed;  // alternate between sleep() and sleepOn()
   uint32_t seed;
 
-  // The number of the round that was slept through; 0 when there was none.
+  // The number of the round in which a wake-up was lost; 0 if none was.
   uint32_t play() const {
     Doorbell doorbell(slab);
     std::mt19937 random(seed);
@@ -49,13 +50,11 @@ struct Player {
       const bool over = first && enough.passed(clock);
       if (first) turn(random, over ? kOver : round);
       if (over) break;
-      // Looking a while, as the engine does, keeps both sides awake often enough to fall asleep at
-      // the very instant the other one rings.
+      // Spin for a while, as the engine does. So a side often falls asleep at the moment when the other one rings.
       for (uint32_t looks = logUniform(random, 14); looks > 0; --looks) {
         if (theirs->load(std::memory_order_acquire) >= round) break;
       }
-      // A lost wake-up sleeps for the whole time, so the limit only bounds how long a failure
-      // takes.
+      // After a lost wake-up it sleeps for the whole time. The limit bounds the duration of a failing test.
       const Deadline deadline = Deadline::after(clock, 20 * kSecond);
       while (theirs->load(std::memory_order_acquire) < round && lost == 0) {
         doorbell.prepare();
@@ -151,8 +150,8 @@ TEST_P(DoorbellPingPong, BetweenThreadsLosesNoWakeUp) {
 INSTANTIATE_TEST_SUITE_P(Doorbell, DoorbellPingPong, ::testing::Values(false, true),
                          [](const auto& info) { return info.param ? "FutexAndPoll" : "Futex"; });
 
-// The heart of the protocol, without the sleeping that hides it: of prepare() and a look on one
-// side and a store and ring() on the other, one must see the other, however they meet.
+// The core of the protocol, without the sleep, which would hide mistakes. One side calls prepare() and checks the flag,
+// the other stores the flag and calls ring(). One of the two must see the other, however they interleave.
 TEST(Doorbell, SleeperSeesTheFlagOrIsRung) {
   const auto slab = Slab::create(Slab::kLeastReserve);
   const auto mate = Mate::attach(slab->address());
@@ -163,7 +162,7 @@ TEST(Doorbell, SleeperSeesTheFlagOrIsRung) {
   alignas(64) std::atomic<uint32_t> finished{0};
   const auto await = [&](const std::atomic<uint32_t>& counter, uint32_t value) {
     for (uint32_t looks = 0; counter.load(std::memory_order_acquire) < value; ++looks) {
-      // Takes the line from the other side, whose next store to it then lingers.
+      // Take the cache line from the other core, so that its next store to the line is delayed.
       slab->page().sleep.load(std::memory_order_relaxed);
       if (looks > 1000) std::this_thread::yield();  // more threads than cores
     }
@@ -181,7 +180,7 @@ TEST(Doorbell, SleeperSeesTheFlagOrIsRung) {
   const Deadline enough = Deadline::after(clock, kEnough);
   uint32_t missed = 0;
   for (uint32_t round = 1; round <= last; ++round) {
-    // Before the waker can look whether there is another round.
+    // Store this before the waker checks if there is another round.
     if (enough.passed(clock)) last.store(round);
     started.store(round, std::memory_order_release);
     for (uint32_t i = round / 16 % 64; i > 0; --i) {
@@ -282,7 +281,7 @@ TEST(Doorbell, DescriptorWakesToo) {
   close(ready);
 }
 
-// Writing to a pipe that nobody reads any more would raise SIGPIPE.
+// A write to a pipe without a reader would raise SIGPIPE.
 TEST(Doorbell, RingingTheDeadIsHarmless) {
   for (const bool openedBefore : {false, true}) {
     Child child([](const Child::Line& line) {

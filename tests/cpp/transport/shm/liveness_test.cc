@@ -14,7 +14,7 @@ namespace {
 using testing::Child;
 using testing::eventually;
 
-// A child whose slab is published, and what it then does.
+// Makes a child that publishes its slab and then runs `body`.
 template <typename Body>
 auto processThat(Body body) {
   return [body](const Child::Line& line) {
@@ -96,7 +96,7 @@ TEST(Liveness, LeavingIsNotDying) {
     line.receive<char>();
     slab->page().leave("shutdown was called");
     slab->page().leave("and again");
-    _exit(0);  // as a process does that ends while the holder's thread still runs
+    _exit(0);  // the process ends while the thread with the lifeline still runs
     return 0;
   }));
   const auto mate = Mate::attach(child.receive<SegmentAddress>());
@@ -162,7 +162,7 @@ TEST(OnceText, FirstWriterWinsAndLengthIsBounded) {
   OnceText<8> empty;
   EXPECT_TRUE(empty.write(""));
   EXPECT_TRUE(empty.written());
-  // A mate that scribbles over the length must not make us read beyond the text.
+  // A mate that overwrites the length must not make us read beyond the text.
   struct {
     uint32_t claimed = 1, lengthPlusOne = 0x7fffffff;
     char text[8] = {'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'};

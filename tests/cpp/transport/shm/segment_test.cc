@@ -25,7 +25,7 @@ std::pair<ErrorKind, std::string> errorOf(Function&& function) {
   return {ErrorKind::Internal, "no error"};
 }
 
-// Bytes of memory behind a segment of this process.
+// The bytes of memory that back a segment of this process.
 uint64_t backedBytes(const Segment& segment) {
   struct stat status {};
   EXPECT_EQ(fstat(segment.address().fd, &status), 0);

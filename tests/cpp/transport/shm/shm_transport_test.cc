@@ -54,7 +54,7 @@ INSTANTIATE_TEST_SUITE_P(Shm, TransportSuite, ::testing::Values(shm::shmKind()),
 namespace smddp::transport::shm {
 namespace {
 
-// An address as it crosses a pipe.
+// An address in a form that can be sent through a pipe.
 struct Published {
   std::array<std::byte, 512> bytes{};
   size_t size = 0;
@@ -72,8 +72,7 @@ Published publish(const Transport& transport) {
 Bytes asBytes(const uint32_t& value) { return std::as_bytes(std::span(&value, 1)); }
 
 // Sends `count` numbered puts and control messages of random sizes, and checks as many of the
-// peer's. Puts go to slots of kSlot bytes; the peer's control messages say up to where they were
-// consumed.
+// peer's. Puts go to slots of kSlot bytes; the peer's control messages say how many it has consumed.
 class Exchange : public Sink {
  public:
   static constexpr uint32_t kCount = 3000;
@@ -89,7 +88,7 @@ class Exchange : public Sink {
   ShmTransport& transport() { return transport_; }
   RemoteKey region() const { return region_; }
 
-  // Empty when all went well.
+  // Returns an empty text if all went well.
   std::string run(Bytes address, const RemoteKey& theirs) {
     peer_ = transport_.connect(address, "the other side");
     Doorbell doorbell(slab_);
@@ -98,7 +97,7 @@ class Exchange : public Sink {
     while (trouble_.empty() && (received_ < kCount || granted_ < kCount || done_ < kCount)) {
       if (step(theirs) != 0) continue;
       if (deadline.passed(clock)) trouble_ = "timed out";
-      // Sleeping proves that every record, and room for one, wakes us.
+      // Sleep, to prove that every record wakes us, and so does new room in a ring.
       doorbell.prepare();
       step(theirs) != 0 ? doorbell.cancel() : doorbell.sleep(10 * kSecond);
     }
@@ -153,7 +152,7 @@ class Exchange : public Sink {
     ++done_;
   }
   void onPeerFailed(PeerId, const std::string& cause) override {
-    // The other side may be through and gone already.
+    // The other side may have finished and left already.
     if (received_ < kCount || granted_ < kCount) trouble_ = "peer failed: " + cause;
   }
 
@@ -270,7 +269,7 @@ TEST(ShmTransport, SuccessorOnTheSameSlabIsAnotherPeer) {
   const auto slabA = Slab::create();
   const auto slabB = Slab::create();
   ShmTransport a(slabA);
-  for (uint32_t round = 0; round < 600; ++round) {  // more often than there are rings
+  for (uint32_t round = 0; round < 600; ++round) {  // more rounds than there are rings
     auto b = std::make_unique<ShmTransport>(slabB);
     const PeerId bAtA = a.connect(publish(*b).view(), "b");
     const PeerId aAtB = b->connect(publish(a).view(), "a");
@@ -324,7 +323,7 @@ TEST(ShmTransport, RefusesMemoryOutsideTheSlab) {
   EXPECT_THROW(transport.registerMemory(local), Error);
 }
 
-// Whatever a mate writes into its ring, we neither crash nor read beyond it.
+// Whatever a mate writes into its ring, we do not crash and do not read beyond the ring.
 TEST(ShmTransport, SurvivesGarbageInARing) {
   for (uint32_t seed = 0; seed < 300; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));

@@ -32,7 +32,7 @@ struct Writer {
   StoreChoice choice;
 };
 
-// 65 pieces for a comparison, of which four in a row decide.
+// A comparison takes 65 pieces. Four comparisons with the same result decide.
 TEST(StoreChoice, TakesWhatIsFaster) {
   Writer writer;
   EXPECT_FALSE(writer.choice.streams());
@@ -70,7 +70,7 @@ TEST(StoreChoice, OneThatWasInterruptedChangesNothing) {
   }
 }
 
-// A copy and a sum by turns, the one as long with streaming stores as the other with ordinary ones.
+// A copy and a sum take turns. One takes as long with streaming stores as the other with ordinary stores.
 TEST(StoreChoice, ComparesOnlyWhatIsAlike) {
   const int works[2] = {};
   Writer writer;
@@ -79,13 +79,13 @@ TEST(StoreChoice, ComparesOnlyWhatIsAlike) {
     writer.write(1, 400, 800, &works[1]);
   }
   EXPECT_FALSE(writer.choice.streams());
-  // Of another length each time: nothing is like it.
+  // Each piece has another length, so no two are equal.
   for (int i = 0; i < 1000; ++i) {
     EXPECT_EQ(writer.write(1, 400, 100, nullptr, StoreChoice::kLongBytes + i), 0);
   }
 }
 
-// Whose like does not come is not waited for.
+// A comparison is given up if no equal piece follows.
 TEST(StoreChoice, GivesUpWhatHasNoLike) {
   const int work = 0;
   Writer writer;

@@ -1,5 +1,5 @@
-// Channels over the simulated network with every fault that loses nothing: for each seed every message arrives once,
-// in the order of its number, with the right bytes, and nobody is overtaken by a credit.
+// Channels over the simulated network with all faults that lose no message. For each seed every message arrives once,
+// in the order of its number, with the right bytes, and no slot is overwritten too early.
 #include <algorithm>
 #include <deque>
 #include <map>
@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "common/error.h"
-#include "transport/channel.h"
+#include "transport/channel_table.h"
 #include "transport/sim/sim_transport.h"
 
 namespace smddp::transport::sim {
@@ -25,7 +25,7 @@ std::vector<std::byte> payloadOf(const ChannelKey& key, uint64_t number, size_t 
   return bytes;
 }
 
-// What is shared by the two ends of a channel and the referee between them.
+// A channel in the test: its two ends, and the state by which the test checks them.
 struct Stream {
   ChannelKey key;
   int64_t slotBytes = 0;
@@ -71,7 +71,7 @@ class World {
     for (int i = 0; i < 6; ++i) makeStream(i);
   }
 
-  // Runs until every stream is through, or nothing more can happen.
+  // Runs until every stream is complete, or nothing more can happen.
   void run() {
     int idle = 0;
     while (!finished() && idle < 1000) {
@@ -79,9 +79,9 @@ class World {
       for (auto& p : processes_) moved |= p.table->poll() != 0;
       for (auto& s : streams_) moved |= step(s);
       if (::testing::Test::HasFatalFailure()) return;
-      // Several events at once now and then: polls then find more than one thing.
+      // Sometimes take several events at once, so that a poll finds more than one.
       for (int64_t n = random_.between(1, 3); n > 0; --n) moved |= network_.advance();
-      // An idle round is no hang: with refusals on the way, what was refused is tried again.
+      // One idle round is not a hang: refused messages are tried again.
       idle = moved ? 0 : idle + 1;
     }
     ASSERT_TRUE(finished()) << report();
@@ -89,12 +89,12 @@ class World {
       EXPECT_EQ(s.receive->arrived(), s.sizes.size()) << "a message too many";
   }
 
-  // Both ends close; nothing of the groups may be left in flight afterwards.
+  // Closes both ends. Afterwards no message of the groups may be in flight.
   void close() {
     for (auto& p : processes_) {
       for (const uint64_t group : {1, 2}) p.table->closeGroup(group);
     }
-    // A poll that reports nothing may still have sent what was refused before: idle twice in a row.
+    // A poll without events may still have sent refused messages. So wait for two idle polls in a row.
     for (int idle = 0; idle < 2;) {
       bool moved = network_.advance();
       for (auto& p : processes_) moved |= p.table->poll() != 0 || p.table->hasBacklog();
@@ -133,7 +133,7 @@ class World {
   }
 
   bool step(Stream& s) {
-    // Ends come to life in any order: an Open may find no sender yet.
+    // The ends are made in any order, so an Open may arrive before its sender is made.
     bool moved = false;
     if (s.send == nullptr && random_.chance(0.2)) {
       Process& p = processes_[static_cast<size_t>(s.key.source)];
@@ -180,7 +180,7 @@ class World {
   bool stepReceiver(Stream& s) {
     bool moved = false;
     for (; s.checked < s.receive->arrived(); ++s.checked, moved = true) check(s, s.checked + 1);
-    // Messages rest in their slots for a while and must still be there when they are released.
+    // Messages stay in their slots for a while. They must be unchanged when they are released.
     if (s.receive->released() < s.checked && random_.chance(0.3)) {
       const auto count = static_cast<uint64_t>(random_.between(
           static_cast<int64_t>(s.receive->released()) + 1, static_cast<int64_t>(s.checked)));
@@ -188,7 +188,7 @@ class World {
       s.receive->release(count);
       moved = true;
     }
-    // A batched grant must never be needed; sending it early must never hurt.
+    // Progress must not need flushGrants(), and an early grant must do no harm.
     if (random_.chance(0.02))
       processes_[static_cast<size_t>(s.key.destination)].table->flushGrants();
     return moved;
@@ -253,7 +253,7 @@ TEST(ChannelFaults, ASeedGivesTheSameRunByteForByte) {
   EXPECT_EQ(std::ranges::adjacent_find(digests), digests.end()) << "the seed is not used";
 }
 
-// Numbers beyond 16 bits: the immediate value wraps round twice.
+// Message numbers exceed 16 bits, so the low bits in the immediate value wrap around.
 TEST(ChannelFaults, ALongStreamOutlivesTheImmediate) {
   SimNetwork network(5);
   Process a(network.create("a")), b(network.create("b"));

@@ -14,7 +14,7 @@ namespace {
 using testing::pattern;
 using testing::RecordingSink;
 
-// Two transports that know each other, and what each has heard.
+// Two connected transports with their sinks.
 struct Pair {
   explicit Pair(uint64_t seed, const Faults& faults = {}) : network(seed, faults) {
     ab = a->connect(b->address(), "b");
@@ -86,7 +86,7 @@ TEST(SimNetwork, PutsOvertakeEachOtherOnlyWhereAskedFor) {
   }
 }
 
-// The two ways in which the simulator is harsh: without them, credit and flush bugs would stay unseen.
+// The simulator must be harsh in these two ways, or bugs in credit and flush would not be seen.
 TEST(SimNetwork, ATargetIsSpoiledAtOnceAndASourceIsReadLate) {
   int spoiledSources = 0;
   for (uint64_t seed = 1; seed <= 20; ++seed) {
@@ -98,7 +98,7 @@ TEST(SimNetwork, ATargetIsSpoiledAtOnceAndASourceIsReadLate) {
     EXPECT_EQ(std::count(p.memory.begin(), p.memory.begin() + spoiled, p.memory[0]), spoiled);
     EXPECT_TRUE(std::all_of(p.memory.begin() + spoiled, p.memory.end(),
                             [](std::byte b) { return b == std::byte{0x11}; }));
-    std::ranges::fill(payload, std::byte{0});  // before onPutDone: forbidden
+    std::ranges::fill(payload, std::byte{0});  // a mistake: this is before onPutDone
     p.runOut();
     spoiledSources += std::ranges::equal(std::span(p.memory).subspan(kHeaderBytes, 100), payload);
   }
@@ -240,7 +240,7 @@ class SimFixture final : public Fixture {
   std::span<std::byte> allocate(int index, size_t bytes) override {
     return memory_.at(static_cast<size_t>(index)).emplace_back(bytes);
   }
-  // The memory goes with the transport: a late write to it is an ASan error.
+  // Free the memory together with the transport, so that a late write is an ASan error.
   void destroy(int index) override {
     transports_.at(static_cast<size_t>(index)).reset();
     memory_.at(static_cast<size_t>(index)).clear();

@@ -1,4 +1,4 @@
-// Several cards as one transport: the suite that every transport passes, over simulated cards, and what is special.
+// Several cards as one transport: the suite of all transports, over simulated cards, and tests of its own.
 #include "transport/striped_transport.h"
 
 #include <gmock/gmock.h>
@@ -24,7 +24,7 @@ std::unique_ptr<Transport> striped(SimNetwork& network, int numCards) {
 
 class StripedFixture final : public Fixture {
  public:
-  // numCards[i]: of transport i.
+  // numCards[i] is the number of cards of transport i.
   StripedFixture(const sim::Faults& faults, const std::vector<int>& numCards, int count)
       : network_(42, faults), memory_(static_cast<size_t>(count)) {
     for (int i = 0; i < count; ++i) {
@@ -127,7 +127,7 @@ TEST_F(StripedTest, ReportsALostCardAlsoUnderEndlessTraffic) {
   EXPECT_EQ(atA_.failed.count(toB_), 1u);
 }
 
-// What comes from a peer is not trusted.
+// Bytes from a peer are checked.
 TEST_F(StripedTest, RefusesMalformedBytes) {
   std::vector<std::byte> address = a_->address();
   for (size_t length = 0; length < address.size(); ++length) {
