@@ -1,7 +1,8 @@
-"""Builds the wheel: setuptools drives CMake, which builds smddp._C for the torch it runs with.
+"""Builds the wheel: setuptools runs CMake, which builds smddp._C for the installed torch.
 
-Everything static stands in pyproject.toml. What depends on the torch that is found is here: the
-version tag, the torch requirement, the extension module itself, and the metadata of a second name.
+pyproject.toml has everything that is static. This file has what depends on the installed torch: the
+version tag, the torch requirement and the extension module. It also adds the metadata of a second
+distribution name.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CMakeBuild(build_ext):
         for tool in ("cmake", "ninja"):
             if shutil.which(tool) is None:
                 sys.exit(f"smddp: {tool} is missing; install it and build again.")
-        # A development install shares the build folder of `make`: nothing is compiled twice.
+        # A development install uses the build folder of `make`, so nothing is compiled twice.
         folder = ROOT / "build" if self.editable_mode else Path(self.build_temp).resolve()
         build = folder / f"torch-{installed_release()}"
         if not (build / "CMakeCache.txt").exists():
@@ -42,7 +43,7 @@ class CMakeBuild(build_ext):
         subprocess.run([*install, "--prefix", str(package.parent)], check=True)
 
     def configure(self, build: Path) -> None:
-        """Configures the build folder; what the user passes in SMDDP_CMAKE_ARGS wins."""
+        """Configures the build folder; arguments in SMDDP_CMAKE_ARGS override the defaults."""
         options = [
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DPYTHON_EXECUTABLE={sys.executable}",
@@ -64,7 +65,7 @@ class WithOldName(build_py):
         super().run()
         if self.editable_mode:
             return
-        # No second .dist-info: installers allow only one in a wheel.
+        # An .egg-info folder, because installers allow only one .dist-info in a wheel.
         folder = Path(self.build_lib) / "smdistributed.egg-info"
         folder.mkdir(parents=True, exist_ok=True)
         version = self.distribution.get_version()
@@ -79,7 +80,7 @@ def describe() -> tuple[str, list[str]]:
     cmake = (ROOT / "CMakeLists.txt").read_text()
     found = re.search(r"project\(smddp VERSION ([0-9.]+)", cmake)
     assert found is not None, "CMakeLists.txt names no version"
-    # A source distribution belongs to no torch; a wheel belongs to exactly one release of it.
+    # A source distribution fits any torch; a wheel fits exactly one release.
     if "sdist" in sys.argv:
         return found[1], ["torch"]
     try:

@@ -1,9 +1,9 @@
-"""What the entry points name: cheap, and never in the way of `import torch`.
+"""The functions of the entry points through which torch registers the backend by itself.
 
-`autoload` runs at the end of every `import torch` (group ``torch.backends``), so it only registers
-a creator; the compiled module is loaded when a group is created. It must not raise: that would
-break every `import torch` on the machine. Hence a module beside the package: to import the package
-raises where torch is another one than it was built for.
+`autoload` runs at the end of every `import torch` (entry points of the group ``torch.backends``).
+It must be quick: it registers a function that creates groups, and does not load the compiled
+module. It must not raise, because that would break every `import torch` on the machine. Therefore
+this module is not part of the package smddp, whose import raises if it was built for another torch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import warnings
 
 
 def autoload() -> None:
-    """Makes the backend name "smddp" known. Called by torch at the end of its import."""
+    """Registers backend "smddp"; warns if that fails. Called by torch at the end of its import."""
     try:
         register()
-    except Exception as error:  # whatever it is, torch itself must stay usable
+    except Exception as error:  # torch must stay usable after any error
         warnings.warn(f"smddp: the backend could not be registered: {error}", stacklevel=2)
 
 

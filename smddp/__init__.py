@@ -1,6 +1,7 @@
 """smddp: collective communication for PyTorch, as the c10d backend "smddp".
 
-Importing it registers the backend; where torch autoloads backends not even that is needed::
+Importing the package registers the backend. Where torch loads backends by itself (entry points of
+the group ``torch.backends``) the import is not needed::
 
     torch.distributed.init_process_group(backend="smddp")
 """
@@ -51,15 +52,17 @@ register_backend()
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns an uninitialised CPU tensor in communication memory.
 
-    The ranks of a node reduce such tensors where they lie; ordinary ones are staged through small
-    shared slots. Use it for tensors that are communicated again and again.
+    The ranks of a node reduce such tensors in place, without copies. Ordinary tensors are copied
+    through small staging slots in shared memory. Use this function for tensors that are
+    communicated many times.
 
     Args:
-        size: the shape, as for `torch.empty`.
-        dtype: torch's default dtype if None.
+        size: the shape, as for `torch.empty`: integers, or one sequence of integers.
+        dtype: the dtype; None means torch's default dtype.
 
     Returns:
-        A contiguous tensor; an ordinary one, with one warning, when there is no such memory.
+        A contiguous tensor. If there is no communication memory, it lies in ordinary memory; the
+        first such tensor of a process causes a warning.
     """
     shape: list[int] = []
     for extent in size:
@@ -77,32 +80,45 @@ def _backend_of(group: dist.ProcessGroup | None) -> ProcessGroup:
 
 
 def statistics(group: dist.ProcessGroup | None = None) -> dict[str, AlgorithmUse]:
-    """Returns what this rank has run on a group so far (None: the default group).
+    """Returns what this rank has run on a group so far.
 
-    One entry for each algorithm that ran, named after collective and algorithm: "allreduce/direct"
-    (`python -m smddp.plan list` prints all of them). All numbers count from the start of the group
-    and are this rank's only:
+    The result has one entry for each algorithm that ran. Its key is the collective and the
+    algorithm, such as "allreduce/direct" (`python -m smddp.plan list` prints all of them). All
+    numbers count from the creation of the group, and for this rank only:
 
-    * `calls`: operations that the algorithm served. A call of torch.distributed is one, fused or
-      not; with a list of tensors, or of blocks of different sizes, it may be one for each.
-    * `bytes`: the size of those operations' vectors. That is the tensor of allreduce, reduce and
-      broadcast; of collectives with a block for each rank it is one block.
-    * `memory_bytes`: bytes that the processor of this rank read in copies and reductions, staging
-      included. Divided by `bytes`: how often each byte was touched.
-    * `fabric_bytes`: bytes that this rank sent to other nodes, headers apart; 0 on one node.
-    * `zero_copy`: calls, of `calls`, in which the ranks of the node read and wrote one another's
-      tensors where they lie and staged nothing, as they can in memory of `smddp.empty` and of
-      DDP's buckets.
+    * `calls`: operations that the algorithm ran. A call of torch.distributed is one operation,
+      fused or not. A call with a list of tensors, or with blocks of different sizes, may be one
+      operation per tensor or block.
+    * `bytes`: the sum of the sizes of these operations. The size of allreduce, reduce and broadcast
+      is that of the tensor; the size of a collective with one block per rank is that of one block.
+    * `memory_bytes`: bytes that this rank's processor read in copies and reductions, staging
+      included. Divide it by `bytes` to see how often each byte was read.
+    * `fabric_bytes`: bytes that this rank sent to other nodes, without headers; 0 on one node.
+    * `zero_copy`: those of `calls` in which the ranks of the node read and wrote one another's
+      tensors directly and staged nothing. That needs tensors from `smddp.empty`, or DDP's buckets.
 
-    Send and receive are not in it, nor what goes by NCCL or through the memory of one GPU.
+    Send and receive are not counted, nor are calls that run in NCCL or in the memory of one GPU.
+
+    Args:
+        group: the group; None means the default group.
+
+    Raises:
+        ValueError: the group does not use smddp for CPU tensors.
     """
     return _backend_of(group).statistics()
 
 
 def describe(group: dist.ProcessGroup | None = None) -> str:
-    """Returns the layout of a group and what was chosen for it, in one line (None: the default).
+    """Returns the layout of a group and the choices made for it, in one line.
 
-    That is: its nodes, how many operations may run at a time, what decides on the algorithm of a
-    call (statistics() says which ones that were), and between nodes the network and why that one.
+    The line names the nodes, the number of operations that may run at the same time, what decides
+    which algorithm a call uses (statistics() tells which algorithms ran) and, with several nodes,
+    the network and the reason for choosing it.
+
+    Args:
+        group: the group; None means the default group.
+
+    Raises:
+        ValueError: the group does not use smddp for CPU tensors.
     """
     return _backend_of(group).describe()

@@ -1,4 +1,4 @@
-"""Variables that scripts written for the original library read, set where the launcher did not."""
+"""Sets the variables that torch and scripts read, such as RANK, if the launcher did not."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import socket
 import sys
 import zlib
 
-# mpirun and srun name the rest differently, in the order in which they are believed;
-# init_process_group() reads torchrun's names.
+# init_process_group() reads torchrun's names. mpirun and srun set the variables on the right; the
+# first one that is set counts.
 _FROM_LAUNCHERS = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
-# What all ranks of a job know of it, and other jobs on the same host do not share.
+# Each of these has the same value on all ranks of a job, and another value in other jobs of the
+# host.
 _JOB_NAMES = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "TRAINING_JOB_NAME")
-_PORTS = range(20000, 28192)  # below those that the kernel hands out
+_PORTS = range(20000, 28192)  # below the kernel's range of ephemeral ports
 
 
 def complete_from_launcher() -> None:
-    """Sets what is absent of RANK, WORLD_SIZE and their local counterparts."""
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are absent."""
     for name, sources in _FROM_LAUNCHERS.items():
         value = next((os.environ[s] for s in sources if os.environ.get(s)), None)
         if value is None and name == "LOCAL_WORLD_SIZE" and "SLURM_LOCALID" in os.environ:
@@ -35,7 +36,14 @@ def complete_from_launcher() -> None:
 
 
 def complete_environment(rank: int, size: int) -> None:
-    """The same once a group exists; a script started by hand has no local rank but its rank."""
+    """Does the same when a group is created.
+
+    A script that was started by hand has no local rank; its rank in the group is used instead.
+
+    Args:
+        rank: this rank in the group.
+        size: number of ranks of the group.
+    """
     complete_from_launcher()
     if size > 0:
         os.environ.setdefault("SMDATAPARALLEL_LOCAL_RANK", str(rank))
@@ -45,10 +53,11 @@ def complete_rendezvous(port: int | None = None) -> bool:
     """Sets MASTER_ADDR and MASTER_PORT where they are absent; mpirun and srun set neither.
 
     Args:
-        port: to use if there is none; by default one that follows from the job's name.
+        port: the port to use if MASTER_PORT is absent; None means a port computed from the job's
+            name.
 
     Returns:
-        False if it cannot be known where rank 0 is; then nothing is set.
+        False if nothing tells the host of rank 0; then nothing is set.
     """
     if "MASTER_ADDR" not in os.environ:
         host = _host_of_rank_0()
@@ -57,7 +66,7 @@ def complete_rendezvous(port: int | None = None) -> bool:
         os.environ["MASTER_ADDR"] = host
     if "MASTER_PORT" not in os.environ:
         if port is None:
-            # A job of one process may take any port; several must agree.
+            # A job of one process may take any port; several processes need the same one.
             port = _port_of_job() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
         os.environ["MASTER_PORT"] = str(port)
     return True
@@ -76,7 +85,7 @@ def _host_of_rank_0() -> str | None:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if "SLURM_PROCID" in os.environ and os.environ.get(name):
             return _first_node(os.environ[name])
-    # `python -m mpi4py script.py`, as some launchers start a script: MPI is there, so ask it.
+    # Some launchers run `python -m mpi4py script.py`. Then MPI is loaded and can tell.
     if "mpi4py.MPI" in sys.modules:
         world = sys.modules["mpi4py.MPI"].COMM_WORLD
         return str(world.bcast(socket.gethostname() if world.rank == 0 else None))
@@ -84,7 +93,7 @@ def _host_of_rank_0() -> str | None:
 
 
 def _first_node(nodes: str) -> str:
-    """Returns the first of "node[03-05,9],other", as Slurm abbreviates lists of hosts."""
+    """Returns the first host of a list in Slurm's notation, such as "node[03-05,9],other"."""
     found = re.match(r"([^,\[]+)(?:\[([^\]]*)\])?([^,]*)", nodes)
     if found is None:
         return nodes

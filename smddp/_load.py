@@ -1,4 +1,4 @@
-"""Loads the compiled module, after making sure that it fits the torch that runs."""
+"""Loads the compiled module, after a check that it was built for the installed torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ def _release(version: str) -> tuple[str, ...]:
 
 
 def check() -> None:
-    """Refuses a torch other than the one built for: the C++ classes of another have another layout.
+    """Checks that there is a compiled module, and that it was built for the installed torch.
 
-    And sources alone, which Python finds before an installed smddp when it runs beside them.
+    C++ classes of another torch release have another layout in memory. In the folder of a clone
+    Python finds the sources before an installed smddp; they may have no compiled module.
 
     Raises:
-        ImportError: with one sentence that says what to do.
+        ImportError: one of the two is not so; the text says what to do.
     """
     import torch
 
@@ -40,10 +41,14 @@ def check() -> None:
 
 
 def load() -> Any:
-    """Returns smddp._C, after check()."""
+    """Returns smddp._C, after check().
+
+    Raises:
+        ImportError: see check().
+    """
     check()
-    # Distributions link libfabric with the PSM libraries, which install handlers for fatal signals
-    # when they are loaded and leave backtrace files behind. They read these variables then.
+    # Distributions link libfabric with the PSM libraries. When these are loaded, they install
+    # handlers for fatal signals that write backtrace files, unless these variables are set.
     os.environ.setdefault("IPATH_NO_BACKTRACE", "1")
     os.environ.setdefault("HFI_NO_BACKTRACE", "1")
     from smddp import _C, errors
@@ -53,6 +58,6 @@ def load() -> Any:
 
 
 def cuda_part() -> str:
-    """Returns the file of the CUDA part, which lies beside the module; "" if it was not built."""
+    """Returns the path of the CUDA part, a library beside the module; "" if it was not built."""
     part = Path(load().__file__).resolve().parent / "libsmddp_cuda.so"
     return str(part) if part.exists() else ""

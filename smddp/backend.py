@@ -25,13 +25,19 @@ BACKEND_NAME = "smddp"
 
 @dataclasses.dataclass(frozen=True)
 class GroupOptions:
-    """What one group has instead of a setting: `new_group(pg_options=GroupOptions(...))`.
+    """Options of one group: `new_group(pg_options=GroupOptions(...))`.
 
-    All ranks of the group have to give the same options.
+    All ranks of the group have to pass the same options.
+
+    Raises:
+        TypeError: `algorithm` is not text.
     """
 
     algorithm: str = ""
-    """Instead of SMDDP_ALGORITHM, such as "allreduce=ring"; empty: what that says."""
+    """Replaces the setting SMDDP_ALGORITHM for this group, for example "allreduce=ring".
+
+    The empty text leaves the setting in force.
+    """
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, str):
@@ -42,14 +48,14 @@ class GroupOptions:
 
 
 def register_backend() -> None:
-    """Registers "smddp" for CPU and CUDA tensors. Idempotent; loads nothing compiled."""
+    """Registers "smddp" for CPU and CUDA tensors. Idempotent; does not load the compiled module."""
     if not dist.is_available() or BACKEND_NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(
         BACKEND_NAME, _create_process_group, extended_api=True, devices=["cpu", "cuda"]
     )
-    # DDP asks its process group for the memory of its gradient buckets, unless told not to. It
-    # reads the variable when a model is wrapped; a value that the user has set stays.
+    # DDP allocates its gradient buckets in the process group's memory if this variable is 0. It
+    # reads the variable when a model is wrapped. A value that the user has set stays.
     if os.environ.get("SMDDP_COMM_MEMORY", "1") not in ("0", "false", "off"):
         os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 
@@ -77,16 +83,17 @@ def _create_process_group(options: Any, group_options: Any) -> ProcessGroup:
 
 
 def _algorithm_of(group_options: Any) -> str:
-    """Returns what a group asks for in pg_options.
+    """Returns the algorithm that pg_options of a group name; "" if they name none.
 
     Raises:
-        TypeError: they are none that any backend has.
+        TypeError: pg_options are neither GroupOptions nor options of another backend.
     """
     if isinstance(group_options, GroupOptions):
         return group_options.algorithm
     from torch._C._distributed_c10d import Backend as C10dBackend
 
-    # A group may have another backend for other devices, and torch gives all of them the same.
+    # A group may have another backend for other devices. Torch passes the same options to all of
+    # them.
     if group_options is None or isinstance(group_options, C10dBackend.Options):
         return ""
     raise TypeError(
@@ -96,12 +103,11 @@ def _algorithm_of(group_options: Any) -> str:
 
 
 def _gpu_peer() -> tuple[str, Any, Any, str] | None:
-    """Returns how the module reaches GPUs and NCCL.
+    """Returns what the compiled module needs to use GPUs and NCCL; None on machines without a GPU.
 
-    That is device type, names of GPUs, maker of a peer, file of the CUDA part.
-
-    None on machines without a GPU. Asks the driver's management library, so that CUDA stays as it
-    is until the script uses it.
+    The tuple holds the device type, a function that names a GPU, a function that makes a group of
+    NCCL (None without NCCL) and the path of the CUDA part. This asks the driver's management
+    library, so it does not initialise CUDA.
     """
     from smddp import _load
 
@@ -113,11 +119,11 @@ def _gpu_peer() -> tuple[str, Any, Any, str] | None:
 
 @functools.cache
 def _pin_device() -> None:
-    """Lets "cuda" mean the GPU of this rank's number on its node, where the script chose none.
+    """Makes the GPU with this rank's local number the current device, unless the script chose one.
 
-    Scripts of the original library need no torch.cuda.set_device(), which comes after this and
-    wins. A script that has used CUDA before has a current device, which stays. Once per process,
-    and when CUDA is first used, as it may not be yet.
+    Scripts for SageMaker's library need not call torch.cuda.set_device(); if they do, that call
+    comes later and wins. If the script has used CUDA before, its current device stays. This runs
+    once per process, and takes effect when CUDA is first used.
     """
     local, count = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
     if not local.isdigit() or count < 2:
@@ -125,7 +131,7 @@ def _pin_device() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     index = int(local) % count
-    # As torch's own seeds wait for CUDA.
+    # torch.manual_seed() defers its CUDA part in the same way.
     torch.cuda._lazy_call(lambda: torch.cuda.set_device(index))  # type: ignore[no-untyped-call]
 
 
@@ -134,7 +140,7 @@ def _gpu_name(index: int) -> str:
 
 
 def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Makes one rank of an NCCL group; it connects at its first call."""
+    """Creates this rank's part of an NCCL group; NCCL connects in the first call."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -142,10 +148,13 @@ def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 @functools.cache
 def _warn_of_misspelt_settings(module: Any) -> None:
-    """One warning per node and variable: all ranks of a node usually have the same environment."""
+    """Warns of SMDDP_ variables that are not settings.
+
+    Only local rank 0 warns, because all ranks of a node usually have the same environment.
+    """
     names = [name for name in os.environ if name.startswith("SMDDP_")]
     if names and os.environ.get("LOCAL_RANK", "0") == "0":
-        # What suggests a name takes longer to import than all else here.
+        # Imported only here: difflib, which suggests a name, takes long to import.
         from smddp.env import misspelt
 
         for sentence in misspelt(os.environ, [row["name"] for row in module.settings()]):
@@ -156,7 +165,10 @@ _leaving = False
 
 
 def _leave_at_exit(module: Any) -> None:
-    """Leaves all groups when the interpreter ends, also without destroy_process_group()."""
+    """Registers a function that leaves all groups when the interpreter ends.
+
+    So other ranks see that this rank left, even if the script did not call destroy_process_group().
+    """
     global _leaving
     if _leaving:
         return
@@ -164,7 +176,7 @@ def _leave_at_exit(module: Any) -> None:
     owner = os.getpid()
 
     def leave() -> None:
-        # A forked child runs the handlers it inherited; the groups are its parent's.
+        # A forked child inherits this handler, but the groups belong to its parent.
         if os.getpid() == owner:
             module.shutdown()
 

@@ -26,7 +26,7 @@ def command() -> NoReturn:
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    # Imported when used: a benchmark brings all of torch.
+    # Imported when used, because the benchmark imports all of torch.
     if name == "bench":
         from smddp.bench.__main__ import main as bench
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_USAGE, end="")
         return 0
-    print(f"smddp: {name!r} is no command; see `smddp --help`", file=sys.stderr)
+    print(f"smddp: {name!r} is not a command; see `smddp --help`", file=sys.stderr)
     return 2
 
 

@@ -1,6 +1,6 @@
-"""What can be set through the environment: `python -m smddp.env`.
+"""Prints the settings that environment variables change: `python -m smddp.env`.
 
-The table is the compiled module's own (csrc/common/config.h), so it cannot be out of date.
+The table comes from the compiled module (csrc/common/config.h), so it is always up to date.
 """
 
 from __future__ import annotations
@@ -33,17 +33,22 @@ _BUILD_ONLY = ("SMDDP_CMAKE_ARGS",)
 
 
 def settings() -> list[Setting]:
-    """Returns every setting with its value in force.
+    """Returns every setting with its current value.
 
     Raises:
-        ValueError: a variable does not parse; the text names it.
+        ValueError: the text of a variable cannot be parsed; the error names the variable.
     """
     rows: list[Setting] = _load.load().settings()
     return rows
 
 
 def misspelt(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
-    """Returns one sentence for each variable that looks like a setting and is none."""
+    """Returns one sentence for each variable that begins with SMDDP_ but is not a setting.
+
+    Args:
+        environ: the variables and their values.
+        known: the names of all settings.
+    """
     names = [*known, *_BUILD_ONLY]
     sentences = []
     for name in sorted(environ):
@@ -51,12 +56,12 @@ def misspelt(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
             continue
         nearest = difflib.get_close_matches(name, names, n=1)
         advice = f"did you mean {nearest[0]}?" if nearest else "see `python -m smddp.env`."
-        sentences.append(f"{name} is no setting of smddp: {advice}")
+        sentences.append(f"{name} is not a setting of smddp: {advice}")
     return sentences
 
 
 def markdown(rows: Iterable[Setting]) -> str:
-    """Returns the settings and their defaults as Markdown: for users, then for experts."""
+    """Returns the settings and their defaults as two tables in Markdown: for users, for experts."""
     head = ["| variable | default | what it does |", "|---|---|---|"]
     users, experts = list(head), list(head)
     for row in rows:
@@ -67,7 +72,7 @@ def markdown(rows: Iterable[Setting]) -> str:
 
 
 def insert(text: str, table: str) -> str:
-    """Returns `text` with what stands between the markers replaced by `table`.
+    """Returns `text` with the lines between the markers BEGIN and END replaced by `table`.
 
     Raises:
         ValueError: the markers are missing.
@@ -87,14 +92,14 @@ def _plain(rows: Iterable[Setting]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the settings, or writes them into a document."""
+    """Prints the settings, or writes them into a document; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m smddp.env", description=main.__doc__)
     parser.add_argument(
         "--markdown",
         nargs="?",
         const="-",
         metavar="FILE",
-        help="as a Markdown table; into FILE, between its two markers, if one is named",
+        help="print a Markdown table; with FILE, write it between the two markers of that file",
     )
     options = parser.parse_args(arguments)
     try:

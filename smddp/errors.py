@@ -1,9 +1,9 @@
-"""What a collective raises when it fails. All are `torch.distributed.DistBackendError`.
+"""The errors of a collective that fails: subclasses of `torch.distributed.DistBackendError`.
 
-After any of them the process group is broken on every rank: destroy it, and make a new one without
-the rank at fault, or end the job. Wrong arguments are no such errors: they raise ValueError,
-TypeError or NotImplementedError before anything moves. DDP's C++ code hands errors on as the base
-class, with their text: who trains with it catches DistBackendError.
+After such an error the process group is broken on every rank. Destroy it and create a new one
+without the rank at fault, or end the job. Wrong arguments raise ValueError, TypeError or
+NotImplementedError instead, before any data moves. DDP's C++ code keeps the text of an error, but
+not its class: programs that train with DDP have to catch DistBackendError.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CollectiveMismatchError(DistBackendError):
 
 
 class CollectiveTimeoutError(DistBackendError):
-    """The time-out passed while ranks were missing. The text names them."""
+    """The timeout passed while this rank waited for others. The text names the missing ranks."""
 
 
 class AbortedError(DistBackendError):
@@ -42,13 +42,13 @@ class TransportError(DistBackendError):
 
 
 class ResourceError(DistBackendError):
-    """The machine refused memory, descriptors or threads. The text says how much was needed."""
+    """The system refused memory, file descriptors or threads. The text says how much was needed."""
 
 
 class InternalError(DistBackendError):
-    """smddp broke one of its own rules; please report it."""
+    """A bug in smddp. Please report it."""
 
 
 def by_name() -> dict[str, type[DistBackendError]]:
-    """Returns every class of this module by its name, as the compiled module wants it."""
+    """Returns the error classes of this module by name, for the compiled module."""
     return {name: globals()[name] for name in __all__}

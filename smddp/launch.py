@@ -1,10 +1,11 @@
-"""`smddprun`: stands before the script on the command line of mpirun, and names the ranks.
+"""`smddprun`: lets mpirun or srun start a script that calls `torch.distributed`.
 
     mpirun -n 8 smddprun python train.py
 
-It sets the variables that `torch.distributed` reads from those that mpirun or srun set, and becomes
-the rest of its command line. `smddpmprun` is the same; its options -i and --allow-bypass, which say
-on what instance it runs, are accepted.
+It sets the variables that `torch.distributed` reads from those that mpirun or srun set. Then it
+replaces itself by the command that follows on its command line. `smddpmprun` is the same program.
+Both accept and ignore -i and --allow-bypass, options of SageMaker's launcher about the instance
+type.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FLAGS = ("--allow-bypass",)
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
-    """Returns the command line without our own options, which come first."""
+    """Returns the command line without the launcher's own options, which come first."""
     rest = list(arguments)
     while rest and (rest[0] in _WITH_VALUE or rest[0] in _FLAGS):
         del rest[: 2 if rest[0] in _WITH_VALUE else 1]
@@ -31,7 +32,11 @@ def command_of(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Sets the environment and runs the command in this process."""
+    """Sets the environment, then replaces this process by the command.
+
+    Raises:
+        SystemExit: there is no command, or it cannot be run, or the ranks cannot be known.
+    """
     command = command_of(sys.argv[1:] if arguments is None else arguments)
     if not command:
         raise SystemExit("smddprun: name the command to run: mpirun -n 8 smddprun python train.py")

@@ -1,10 +1,10 @@
-"""Shows what a collective does, step by step: `python -m smddp.plan`.
+"""Shows the steps of a collective: `python -m smddp.plan`.
 
     python -m smddp.plan list
     python -m smddp.plan print allreduce 25MiB --nodes 2x2 --rank 1
     python -m smddp.plan check allreduce 1MiB --nodes 3+2+4 --algorithm ring
 
-A layout is written as nodes x ranks on each (8x8) or as the ranks of each node (3+2+4).
+Write a layout as nodes x ranks per node (8x8), or as the number of ranks of each node (3+2+4).
 `python -m smddp.plan print --help` says how to read a plan.
 """
 
@@ -25,31 +25,32 @@ __all__ = ["main", "parse_bytes", "parse_nodes"]
 
 _NOTATION = """\
 how to read a plan:
-  A plan is what one rank does. Mates are the ranks of its node, itself included: mate 0 is the one
-  with the local number 0 (the first line has this rank's). Positions and sizes are in bytes.
+  A plan holds the steps of one rank. Mates are the ranks of its node, this rank included: mate 0
+  has the local rank 0 (the first line shows this rank's). Positions and sizes are in bytes.
 
   pool P: 4 x 512 bytes      staging memory of each rank in the node's shared memory: 4 slots of 512
-  channel with rank 2        messages to and from a rank of another node; several channels between
-                             the same two ranks are told apart by a stream (0 where none is named)
-  preamble                   steps before all stages; they end with the arrival: each rank has told
-                             its mates what it was called for, and has read what they were
-  stage S                    steps that are done in order, while the other stages go on, too
-  25 x                       the steps below, 25 times; k is the number of the trip, from 0
-  in, out, mate 1's out      input and output of this rank (the same memory where a call is in
-                             place), and of a mate's tensors where they lie
-  mate 0's P slot k%4        that slot of the pool P of mate 0: four take turns
-  rank 2 message k+1         the bytes of that message, where they have arrived; numbers begin at 1
-  [a, +n)                    of all these, n bytes from a on
-  copy D, E <- A             D and E become A
-  reduce D <- A, B           D becomes the sum of A and B, in this order (or what the call asks for)
-  pre-scaled, final          where PREMUL_SUM multiplies what is read, and AVG divides the result
-  signal c1 = k+1            counter 1 of this rank, which its mates can read, becomes k+1
-  wait c1 of mate 0 >= k+1   until that counter of mate 0 has come so far; below 1 that is at once
-  ... of the team            of all mates, itself excepted
-  put to rank 2 <- A         sends A as a message
-  receive from rank 2        until that message is here
-  release to rank 2          the messages up to that one were read: their places may be used again
-  flush to rank 2            until the network no longer needs what was put, up to that message
+  channel with rank 2        messages to and from a rank of another node; a stream number tells
+                             several channels with the same rank apart (0 if none is printed)
+  preamble                   steps before all stages; they end with the arrival: each rank publishes
+                             the arguments of its call, and reads those of its mates
+  stage S                    steps that run in order; stages run concurrently
+  25 x                       repeat the steps below 25 times; k counts from 0
+  in, out, mate 1's out      input and output of this rank (one memory if the call is in place), and
+                             the tensor of a mate, read or written directly
+  mate 0's P slot k%4        a slot of mate 0's pool P; the four slots are used in turn
+  rank 2 message k+1         the bytes of a message that has arrived; numbers begin at 1
+  [a, +n)                    n bytes of it, from position a
+  copy D, E <- A             copy A to D and to E
+  reduce D <- A, B           D = A + B, in this order (or another reduce operation)
+  pre-scaled, final          here PREMUL_SUM multiplies the operands; here AVG divides the result
+  signal c1 = k+1            set this rank's counter 1, which its mates can read, to k+1
+  wait c1 of mate 0 >= k+1   wait until mate 0's counter 1 is at least k+1; below 1 do not wait
+  ... of the team            of all mates except this rank
+  put to rank 2 <- A         send A as a message
+  receive from rank 2        wait until the message has arrived
+  release to rank 2          return the credit of all messages up to this one: their slots are free
+  flush to rank 2            wait until the network no longer reads the source of any message up to
+                             this one
 """
 
 # A letter alone means what it does to nccl-tests and dd.
@@ -58,17 +59,17 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g"
 
 
 def parse_bytes(text: str) -> int:
-    """Returns the number of bytes that "25MiB", "4096", "1.5 KiB" or "25M" means.
+    """Returns the bytes that a text such as "25MiB", "4096", "1.5 KiB" or "25M" (25 MiB) means.
 
     Raises:
-        ValueError: the text means none, or no whole number.
+        ValueError: the text is not a size, or not a whole number of bytes.
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     if found is None or found[2] not in _UNITS:
-        raise ValueError(f"{text!r} is no number of bytes; write it like 25MiB or 4096")
+        raise ValueError(f"{text!r} is not a number of bytes; write it like 25MiB or 4096")
     size = float(found[1]) * _UNITS[found[2]]
     if size != int(size):
-        raise ValueError(f"{text!r} is no whole number of bytes")
+        raise ValueError(f"{text!r} is not a whole number of bytes")
     return int(size)
 
 
@@ -85,7 +86,7 @@ def parse_nodes(text: str) -> list[list[int]]:
     else:
         sizes = []
     if not sizes or 0 in sizes:
-        raise ValueError(f"{text!r} is no layout of ranks; write it like 2x4 or 3+2")
+        raise ValueError(f"{text!r} is not a layout of ranks; write it like 2x4 or 3+2")
     nodes: list[list[int]] = []
     for size in sizes:
         first = nodes[-1][-1] + 1 if nodes else 0
@@ -141,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="the algorithms, and when each is chosen")
     for name, text in (
         ("print", "the steps of one rank"),
-        ("check", "prove the plans of all ranks together"),
+        ("check", "verify the plans of all ranks together"),
     ):
         command = commands.add_parser(
             name,
@@ -155,22 +156,26 @@ def _parser() -> argparse.ArgumentParser:
             type=_argument(parse_bytes),
             nargs="?",
             default=0,
-            help="of one rank's vector (of one rank's part, where vectors have a part for each)",
+            help="size of the vector; for collectives with one block per rank: of one block",
         )
         command.add_argument(
             "--nodes",
             type=_argument(parse_nodes),
             default="1x2",
-            help="layout: nodes x ranks on each (8x8), or the ranks of each node (3+2+4); "
+            help="layout: nodes x ranks per node (8x8), or the ranks of each node (3+2+4); "
             "default 1x2",
         )
-        command.add_argument("--root", type=int, default=0, help="of collectives with one")
+        command.add_argument("--root", type=int, default=0, help="root rank; default 0")
         command.add_argument(
             "--shared", action="store_true", help="all buffers are in communication memory"
         )
-        command.add_argument("--algorithm", default="", help="instead of the one chosen")
+        command.add_argument(
+            "--algorithm", default="", help="use this one instead of the built-in choice"
+        )
         if name == "print":
-            command.add_argument("--rank", type=int, default=0, help="whose plan; default 0")
+            command.add_argument(
+                "--rank", type=int, default=0, help="the rank whose plan is printed; default 0"
+            )
     return parser
 
 

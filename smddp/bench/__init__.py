@@ -1,7 +1,8 @@
 """Measures collectives and training steps, several backends side by side: `python -m smddp.bench`.
 
-Machines differ from minute to minute, so backends are interleaved size by size within one run, and
-the ratios between them are what to look at. Every size is also checked for wrong elements.
+The speed of a machine changes from minute to minute. Therefore the backends take turns, size by
+size, and the ratios between them matter more than the times. Every size is also checked for wrong
+elements.
 """
 
 from smddp.bench.measure import Case, Measurement, Timing

@@ -1,6 +1,6 @@
 """The command line: `python -m smddp.bench`, or `smddp bench`.
 
-Starts its ranks on this machine, or is a rank itself under torchrun or mpirun.
+Starts its ranks on this machine. Under torchrun or mpirun this process is one of the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smddp.bench.torch_calls import TorchContender
 
 
 def _nodes_of_ranks() -> list[int]:
-    """Returns the node of each rank, as far as names tell."""
+    """Returns the node of each rank, by the host's name and SMDDP_NODE_ID."""
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, (socket.gethostname(), os.environ.get("SMDDP_NODE_ID")))
     order = list(dict.fromkeys(names))
@@ -35,7 +35,7 @@ def _nodes_of_ranks() -> list[int]:
 
 
 class _Rank:
-    """One rank of a run. Makes the contenders, and ends them with the with statement."""
+    """One rank of a run: a context manager that creates the contenders and closes them."""
 
     def __init__(self, run: options.Run) -> None:
         self._run = run
@@ -98,7 +98,7 @@ class _Rank:
             print(text, flush=True)
 
     def _progress(self, text: str) -> None:
-        """One line that is written over, for who watches."""
+        """Prints a line of progress on a terminal; the next one replaces it."""
         if self.speaks and sys.stderr.isatty():
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -143,7 +143,7 @@ class _Rank:
                 f"# limits: {self._limits['copy_gbps']:.1f} GB/s copied from memory to memory by "
                 f"each rank{between}"
             )
-        # Hosts number their NUMA nodes alike: only within one do the numbers mean a place.
+        # Several hosts use the same numbers for their NUMA nodes, so the line is for one host only.
         places = "" if max(self._nodes) > 0 else numa.describe(self._numa)
         for note in [*filter(None, [places]), *self._notes]:
             self._say(f"# {note}")
@@ -180,10 +180,10 @@ class _Rank:
 
 def _be_rank(run: options.Run) -> int:
     complete_rendezvous()
-    # Torch's recorder of recent calls takes 2 us of each call, but only of backends that it does
-    # not know: what is compared are backends.
+    # Torch's Flight Recorder adds 2 us to each call of a backend that torch does not ship, and
+    # nothing to gloo. It would distort the comparison.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-    # The bench's own messages go through gloo, whatever is measured.
+    # The benchmark's own messages always go through gloo.
     dist.init_process_group("gloo")
     with _Rank(run) as rank:
         tasks = rank.run()

@@ -1,4 +1,4 @@
-"""Where something was measured: what goes into every JSON file."""
+"""Records the machine, the versions and the arguments of a measurement, and writes JSON files."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from smddp import _load
 __all__ = ["Beginning", "about", "begin", "json_text", "say_written", "write_file", "write_json"]
 
 _PREFIXES = ("SMDDP_", "OMP_", "NCCL_", "GLOO_")
-# Files are passed on.
+# Not written into files, which people publish.
 _SECRETS = ("SMDDP_JOB_TOKEN",)
-# Cores: what a machine does by itself is less.
+# In cores. An idle system uses less.
 _BUSY = 0.3
 _LOOK = 0.25  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """When a run began, and what else its hosts were doing."""
+    """When a run began, and how busy its hosts were."""
 
-    time: str
-    busy_cores: list[float]  # of each host, by other programs, while the ranks slept
-    ranks: list[int]  # of each host
-    cores: int | None
+    time: str  # ISO 8601, UTC
+    busy_cores: list[float]  # cores that other programs used while the ranks slept, per host
+    ranks: list[int]  # number of ranks, per host
+    cores: int | None  # of this host
 
     def __str__(self) -> str:
         hosts = len(self.busy_cores)
@@ -46,7 +46,7 @@ class Beginning:
 
     @property
     def warning(self) -> str:
-        """What is to be said where other programs leave some rank no core of its own; or ""."""
+        """A warning if other programs leave some rank without a core of its own; else ""."""
         for busy, ranks in zip(self.busy_cores, self.ranks, strict=True):
             # More ranks than cores are the user's choice.
             if self.cores is not None and busy > _BUSY and busy + ranks > self.cores:
@@ -58,39 +58,39 @@ class Beginning:
         return ""
 
     def lines(self) -> list[str]:
-        """Returns what the head of a table says of it."""
+        """Returns the lines about it for the head of a table."""
         return [str(self), *filter(None, [self.warning])]
 
 
 def begin() -> Beginning:
-    """Asks all ranks; to be called on all of them, before anything is measured."""
+    """Measures how busy the hosts are; all ranks call it, before they measure anything else."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, None)  # nobody is still starting
+    dist.all_gather_object(of_ranks, None)  # wait until no rank is still starting
     used, looked = _cpu_seconds(), time.monotonic()
     time.sleep(_LOOK)
     busy = (_cpu_seconds() - used) / (time.monotonic() - looked)
     dist.all_gather_object(of_ranks, (socket.gethostname(), busy))
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     hosts = [host for host, _ in of_ranks]
-    # Of a host's ranks the one that has seen the fewest others wake up.
+    # Ranks that wake early are counted as busy by those that still sleep: take the smallest value.
     least = {host: min(busy for name, busy in of_ranks if name == host) for host in hosts}
     ranks = [hosts.count(host) for host in least]
     return Beginning(now, list(least.values()), ranks, os.cpu_count())
 
 
 def _cpu_seconds() -> float:
-    """Returns how long the host's cores have been at work, all together; proc_stat(5)."""
+    """Returns the busy time of all cores of the host together, in seconds; see proc_stat(5)."""
     with Path("/proc/stat").open() as file:
         user, nice, system, _idle, _iowait, *interrupts = map(int, file.readline().split()[1:8])
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def about(start: Beginning, **config: Any) -> dict[str, Any]:
-    """Returns the keys that come before the results.
+    """Returns the part of a JSON file that comes before the results.
 
     Args:
-        start: when the run began.
-        config: what else is worth knowing about it.
+        start: from begin().
+        config: further values for the key "config".
     """
     nccl = None
     if torch.cuda.is_available():

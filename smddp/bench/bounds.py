@@ -1,8 +1,8 @@
-"""What the hardware allows: rows of the table that no library can pass.
+"""The rows `bound` of the table: what the hardware allows, which no library can exceed.
 
-On one node an allreduce is bounded by the bare loop that sums the vectors of all ranks where they
-lie in shared memory, other collectives by copying what a rank receives. Between nodes it is the
-link: a node has to send and receive 2 (N - 1) / N of the vector.
+On one node the bound of allreduce is the bare loop that sums the vectors of all ranks in shared
+memory. The bound of other collectives is a copy of the bytes that a rank receives. Between N nodes
+the bound is the link: each node sends and receives 2 (N - 1) / N of the vector.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ from smddp.bench.operations import Task
 
 __all__ = ["BoundContender", "copy_rate", "link_rate"]
 
-_COPIED = 16 << 20  # beyond most caches, as gradients are
+_COPIED = 16 << 20  # larger than most caches, as gradients are
 _STREAMED = 64 << 20
 _PATIENCE = 60.0
 
 
 def _median_of_slowest(action: Callable[[], Any], times: int = 5) -> float:
-    """Returns the seconds an action takes on the slowest rank when all do it at once."""
+    """Returns the median of the seconds that an action takes on the slowest rank.
+
+    Args:
+        action: what all ranks do at the same time.
+        times: number of repetitions that count; one more warms up.
+    """
     seconds = []
     for _ in range(times + 1):
         dist.barrier()
@@ -43,7 +48,7 @@ def _median_of_slowest(action: Callable[[], Any], times: int = 5) -> float:
 
 
 def _copying(count: int) -> Callable[[], None]:
-    """Returns what copies so many bytes; costs less than a call of torch that does nothing."""
+    """Returns a function that copies `count` bytes, with less overhead than a call of torch."""
     source, target = memoryview(bytearray(count)), memoryview(bytearray(count))
 
     def copy() -> None:
@@ -53,25 +58,25 @@ def _copying(count: int) -> Callable[[], None]:
 
 
 def copy_rate() -> float:
-    """Returns the GB/s that every rank copies while all others do."""
+    """Returns the GB/s at which each rank copies 16 MiB while all ranks do so."""
     return _COPIED / _median_of_slowest(_copying(_COPIED)) / 1e9
 
 
 def link_rate(nodes: list[int]) -> float | None:
-    """Returns the GB/s of one TCP stream from the second node to the first.
+    """Returns the GB/s of one TCP stream from node 1 to node 0.
 
     Args:
         nodes: the node of each rank.
 
     Returns:
-        None on one node, and where no stream can be made.
+        None on one node, or if the connection fails.
     """
     if max(nodes) == 0:
         return None
     receiver, sender = nodes.index(0), nodes.index(1)
     rank = dist.get_rank()
     server = socket.create_server(("", 0)) if rank == receiver else None
-    # Every rank reached this host by that name when the job began.
+    # All ranks have connected to MASTER_ADDR when the job began, so this address works.
     port = server.getsockname()[1] if server is not None else 0
     address: list[Any] = [(os.environ["MASTER_ADDR"], port)]
     dist.broadcast_object_list(address, receiver)
@@ -92,7 +97,7 @@ def link_rate(nodes: list[int]) -> float | None:
 
 
 def _receive(stream: socket.socket) -> float:
-    """Returns the GB/s of the last three quarters of a stream."""
+    """Returns the GB/s of the last three quarters of the bytes."""
     with stream:
         stream.settimeout(_PATIENCE)
         block = bytearray(1 << 20)
@@ -102,14 +107,14 @@ def _receive(stream: socket.socket) -> float:
             if got == 0:
                 raise OSError("the stream ended early")
             received += got
-            # TCP begins slower than it goes on, a shaper faster.
+            # The first quarter does not count: TCP starts slowly, and a traffic shaper starts fast.
             if counted_from == 0 and received >= _STREAMED // 4:
                 counted_from, start = received, time.perf_counter()
         return (received - counted_from) / (time.perf_counter() - start) / 1e9
 
 
 class _SharedVectors:
-    """A vector of each rank of one node, mapped by all; gone with the last process."""
+    """One vector per rank of a node, mapped by all ranks; freed when the last process ends."""
 
     def __init__(self, count: int) -> None:
         descriptor = os.memfd_create("bench")
@@ -121,25 +126,25 @@ class _SharedVectors:
             theirs = os.open(path, os.O_RDWR)
             self._vectors.append(memoryview(mmap.mmap(theirs, max(count, 1) * 4)).cast("f"))
             os.close(theirs)
-        dist.barrier()  # nobody closes what another one has yet to open
+        dist.barrier()  # all ranks have opened the files before one is closed
         os.close(descriptor)
 
     def slices(self, count: int) -> list[memoryview[Any]]:
-        """Returns this rank's part of the first `count` elements of all vectors."""
+        """Returns this rank's slice of the first `count` elements of all vectors."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        # Whole cache lines: ranks should not write to the same one.
+        # Slices are whole cache lines, to avoid false sharing.
         share = -(-count // (16 * size)) * 16
         begin, end = min(rank * share, count), min((rank + 1) * share, count)
         return [vector[begin:end] for vector in self._vectors]
 
 
 class BoundContender:
-    """The rows of the bounds.
+    """The contender that makes the rows `bound`.
 
     Args:
         nodes: the node of each rank.
-        largest: bytes of the largest buffer that will be asked for.
-        link: GB/s between nodes, None on one node.
+        largest: bytes of the largest buffer that will be measured.
+        link: GB/s between nodes; None on one node.
     """
 
     def __init__(self, nodes: list[int], largest: int, link: float | None) -> None:

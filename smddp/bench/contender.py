@@ -1,4 +1,4 @@
-"""What takes part in a comparison, as the measuring loop sees it."""
+"""The interface between the measuring loop and what it compares."""
 
 from __future__ import annotations
 
@@ -8,26 +8,42 @@ from smddp.bench.operations import Task
 
 __all__ = ["PLACES", "Contender", "Unable"]
 
-# In the order of the table: the output is another buffer than the input, or the same.
+# In the order of the table's columns: the output is another buffer than the input, or the same.
 PLACES = ("out_of_place", "in_place")
 
 
-class Unable(Exception):  # noqa: N818  no error: the row is left out and the text printed
-    """This contender cannot do this task; the text says why."""
+class Unable(Exception):  # noqa: N818  not an error: the row is left out, and the text printed
+    """Raised if a contender cannot run a task; the text gives the reason."""
 
 
 class Contender(Protocol):
-    """All ranks call every method, in the same order."""
+    """One backend with one kind of memory. All ranks call every method, in the same order."""
 
     def prepare(self, task: Task) -> list[str]:
-        """Gets ready for a task, which replaces the one before; returns which PLACES it has.
+        """Allocates the buffers of a task and frees those of the task before.
+
+        Returns:
+            Those of PLACES in which the contender can run the task.
 
         Raises:
-            Unable: on all ranks or on none.
+            Unable: the contender cannot run the task; raised on all ranks or on none.
         """
 
     def time(self, place: str, calls: int) -> list[float]:
-        """Returns the microseconds of each call on its slowest rank; the same on all ranks."""
+        """Makes `calls` calls; returns the µs of each on its slowest rank, the same on all ranks.
+
+        Args:
+            place: one of those that prepare() returned.
+            calls: number of calls.
+        """
 
     def wrong(self, place: str, shift: int) -> int | None:
-        """Returns how many elements of all ranks are wrong; None: there is nothing to check."""
+        """Makes one call; returns the number of wrong elements on all ranks together.
+
+        Args:
+            place: one of those that prepare() returned.
+            shift: selects the input data, so that two checks use different data.
+
+        Returns:
+            None if there is no output to check.
+        """

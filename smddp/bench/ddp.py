@@ -1,7 +1,7 @@
 """Measures training steps with DDP or FSDP: `python -m smddp.bench ddp`.
 
-The same model is wrapped once for each backend, and once for steps that communicate nothing; they
-take turns, a few steps each. One step is zero_grad, forward, backward and SGD.
+The same model is wrapped once for each backend, and once for steps without communication. The
+wrapped models take turns, a few steps each. One step is zero_grad, forward, backward and SGD.
 """
 
 from __future__ import annotations
@@ -84,48 +84,56 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, help=f"on this machine (default {DEFAULT_RANKS})")
-    parser.add_argument("--nodes", help="instead: ranks that play several nodes, as 2x2 or 8x1")
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--ranks", type=int, help=f"number of ranks on this machine (default {DEFAULT_RANKS})"
+    )
+    parser.add_argument(
+        "--nodes", help="ranks on this machine that play several nodes, such as 2x2 or 8x1"
+    )
+    parser.add_argument(
+        "--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)} (default all)"
+    )
     parser.add_argument(
         "--backends",
         default=",".join(_BACKENDS),
-        help=f"beside no communication; of {', '.join(_BACKENDS)} (does nothing: what DDP or FSDP "
-        "itself takes); default all",
+        help=f"some of {', '.join(_BACKENDS)} (default all); {FAKE} does nothing and shows what "
+        f"DDP or FSDP itself costs; {NOTHING}, without communication, is always measured",
     )
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="default ddp")
     parser.add_argument(
         "--sleep",
         type=float,
         metavar="MS",
-        help="instead of the models one whose compute is so many milliseconds of sleep",
+        help="measure one model instead, whose steps sleep for MS milliseconds in place of compute",
     )
     parser.add_argument(
         "--sleep-parameters",
         type=int,
         default=4 << 20,
         metavar="COUNT",
-        help="of that model (default 4194304, which is 16 MiB of gradients)",
+        help="parameters of the model of --sleep (default 4194304, 16 MiB of gradients)",
     )
     parser.add_argument(
         "--bucket-mib",
         type=float,
-        help="size of DDP's buckets (default: torch's own, 25; with --sleep one layer of eight)",
+        help="size of DDP's buckets (default 25 as in torch; with --sleep one of eight layers)",
     )
-    parser.add_argument("--seconds", type=float, default=5, help="about, per row (default 5)")
-    parser.add_argument("--steps", type=int, help="per row, instead")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
     parser.add_argument(
-        "--limit", type=float, default=900, help="seconds after which the ranks are ended"
+        "--seconds", type=float, default=5, help="approximate seconds per row (default 5)"
+    )
+    parser.add_argument("--steps", type=int, help="number of steps per row, instead of --seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
+    parser.add_argument(
+        "--limit", type=float, default=900, help="seconds after which the ranks are killed"
     )
     return parser
 
 
 def _check(options: argparse.Namespace) -> list[int]:
-    """Splits lists; returns the ranks of each node.
+    """Checks the options, splits lists and fills in defaults; returns the ranks of each node.
 
     Raises:
-        ValueError: what was asked for cannot be.
+        ValueError: an option is invalid.
     """
     options.models, options.backends = options.models.split(","), options.backends.split(",")
     for asked, known, name in (
@@ -167,7 +175,7 @@ def _be_rank(options: argparse.Namespace) -> int:
     complete_rendezvous()
     dist.init_process_group("gloo")
     start = begin()
-    torch.set_num_threads(1)  # ranks share the machine
+    torch.set_num_threads(1)  # the ranks share the cores
     speaks = dist.get_rank() == 0
     if speaks:
         for line in (f"{options.parallel} steps, median, each on its slowest rank", *start.lines()):
@@ -189,7 +197,7 @@ def _be_rank(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Runs the benchmark; returns 1 when it failed or gradients were wrong, 2 for bad arguments."""
     options = _parser().parse_args(arguments)
-    # The profiler otherwise tells everybody that it starts, and that there is no GPU.
+    # Otherwise the profiler prints that it starts, and that there is no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         layout = _check(options)

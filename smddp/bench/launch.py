@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, or lets those of mpirun find one another."""
+"""Starts the ranks of a run on this machine, or sets the rendezvous for ranks of mpirun."""
 
 from __future__ import annotations
 
@@ -31,28 +31,33 @@ _PATIENCE = 60.0
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yields a port on this host that the kernel gives to nobody until the with statement ends.
+    """Yields a port on this host that the kernel does not assign until the with statement ends.
 
-    A number that was merely free a moment ago may be the source of somebody's connection when the
-    server comes: then it cannot bind, or a client that tries again and again connects to itself.
+    A port that was only found free may become the source port of another connection before the
+    server binds it. Then the server cannot bind, or a client that retries connects to itself.
     """
     with socket.socket() as holder:
-        # Not listening: a server that reuses addresses too, as torch's does, may bind beside it.
+        # This socket does not listen. A server with SO_REUSEADDR, such as torch's, can bind the
+        # port.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield int(holder.getsockname()[1])
 
 
 def is_rank() -> bool:
-    """Returns whether a launcher has started this process as a rank (importing smddp tells)."""
+    """Returns whether a launcher started this process (import smddp sets RANK for mpirun, too)."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def layout_of(ranks: int | None, nodes: str | None) -> list[int]:
-    """Returns the ranks of each node that --ranks or --nodes asks for.
+    """Returns the number of ranks of each node.
+
+    Args:
+        ranks: of --ranks, None if it was not given.
+        nodes: of --nodes, None if it was not given.
 
     Raises:
-        ValueError: both do, or a launcher has started another number of ranks.
+        ValueError: both were given, one is invalid, or a launcher started another number of ranks.
     """
     if ranks is not None and nodes is not None:
         raise ValueError(
@@ -73,10 +78,14 @@ def layout_of(ranks: int | None, nodes: str | None) -> list[int]:
 
 
 def require_positive(options: argparse.Namespace, *names: str) -> None:
-    """Refuses numbers of seconds, or other amounts, that are none.
+    """Checks that options are positive numbers.
+
+    Args:
+        options: the parsed arguments.
+        names: attributes of `options`; None is allowed as a value.
 
     Raises:
-        ValueError: one of these options was given, and is not a positive number.
+        ValueError: one of the options is not a positive, finite number.
     """
     for name in names:
         value = getattr(options, name)
@@ -85,10 +94,10 @@ def require_positive(options: argparse.Namespace, *names: str) -> None:
 
 
 def complete_rendezvous() -> None:
-    """Sets MASTER_ADDR and MASTER_PORT, which mpirun leaves unset, for ranks of one host.
+    """Sets MASTER_ADDR and MASTER_PORT for ranks of one host, because mpirun does not.
 
     Raises:
-        OSError: the ranks are on several hosts, or rank 0 did not come.
+        OSError: the ranks are on several hosts, or rank 0 did not start in time.
     """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
@@ -96,7 +105,8 @@ def complete_rendezvous() -> None:
     if int(os.environ.get("LOCAL_WORLD_SIZE", size)) != size:
         raise OSError("set MASTER_ADDR and MASTER_PORT: the ranks are on several hosts")
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    # A name that only children of one mpirun have in common, and that goes with its last user.
+    # A socket in the abstract namespace. Only ranks of the same mpirun know its name, and it
+    # vanishes with its last user.
     name = f"\0smddp.bench.{os.getuid()}.{os.getppid()}"
     if rank == 0:
         with reserved_port() as port, socket.socket(socket.AF_UNIX) as server:
@@ -126,15 +136,15 @@ def _ask(name: str) -> str:
 
 
 def launch(layout: Sequence[int], arguments: Sequence[str], seconds: float) -> int:
-    """Runs this module once per rank.
+    """Runs `python -m smddp.bench` once per rank and waits for all.
 
     Args:
-        layout: the ranks of each node; several nodes are told apart by SMDDP_NODE_ID.
-        arguments: of the command line; every rank gets them.
-        seconds: after which all are ended.
+        layout: the number of ranks of each node; with several nodes SMDDP_NODE_ID is set.
+        arguments: the command line that every rank gets.
+        seconds: the limit after which all ranks are killed.
 
     Returns:
-        0, or the exit status of a rank that failed; then the others have been ended.
+        0, or the exit status of a rank that failed; then the other ranks were killed.
     """
     with reserved_port() as port:
         ranks = _start(layout, arguments, port)
@@ -186,7 +196,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float, seconds: fl
 
 
 def _let_others_speak(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """The rank that ended first often only noticed what another one did."""
+    """Waits up to 5 s: the rank that ended first often only reports the failure of another one."""
     deadline = time.monotonic() + 5
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -11,27 +11,27 @@ from smddp.bench.operations import Task
 
 __all__ = ["Bench", "Case", "Measurement", "Timing", "Workload"]
 
-# Calls that say how many there will be; the first ones of a size touch new memory.
+# Calls that are timed to choose the number of calls. The first calls of a size touch new memory.
 _TRIAL_CALLS = 3
 _MAX_CALLS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One of the things compared."""
+    """What one row of the table measures: a backend, a kind of memory and an algorithm."""
 
     backend: str
-    memory: str = "ordinary"  # or "communication": what smddp.empty() returns; or "gpu"
-    algorithm: str = ""  # as SMDDP_ALGORITHM; empty: what the backend chooses
+    memory: str = "ordinary"  # or "communication" (from smddp.empty()), or "gpu"
+    algorithm: str = ""  # of smddp; empty: the backend chooses
 
 
 @dataclasses.dataclass
 class Timing:
-    """One place of the buffers: in place or not."""
+    """The times of one row, in place or out of place."""
 
     microseconds: list[float]  # of each call, on its slowest rank
-    wrong: int | None  # elements, on all ranks together; None: there was nothing to check
-    rounds: list[float] = dataclasses.field(default_factory=list)  # the median of each
+    wrong: int | None  # wrong elements on all ranks together; None: there was nothing to check
+    rounds: list[float] = dataclasses.field(default_factory=list)  # the median of each round
 
     @property
     def time(self) -> float:
@@ -39,14 +39,18 @@ class Timing:
         return statistics.median(self.microseconds)
 
     def percentile(self, share: float) -> float:
-        """Returns the time that this share of the calls took at most."""
+        """Returns a percentile in microseconds.
+
+        Args:
+            share: between 0 and 1; 0.95 is the 95th percentile.
+        """
         ordered = sorted(self.microseconds)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @dataclasses.dataclass
 class Measurement:
-    """One task with one case."""
+    """The measurement of one task with one case."""
 
     case: Case
     task: Task
@@ -56,12 +60,12 @@ class Measurement:
     in_place: Timing | None = None
 
     def timing(self, place: str) -> Timing | None:
-        """Returns that of one of PLACES."""
+        """Returns the timing of one of PLACES; None if it was not measured."""
         return self.in_place if place == "in_place" else self.out_of_place
 
     @property
     def best(self) -> Timing:
-        """In place where there is such a call; what comparisons are made with."""
+        """The timing that ratios are computed from: in place, if it was measured in place."""
         timing = self.in_place or self.out_of_place
         assert timing is not None
         return timing
@@ -71,7 +75,7 @@ class Measurement:
         return self.size / timing.time / 1e3
 
     def busbw(self, timing: Timing) -> float:
-        """Returns the same, times what any algorithm has to move per byte and rank."""
+        """Returns algbw times the bytes that any algorithm has to move per byte and rank."""
         return self.algbw(timing) * self.task.operation.bus_factor(self.ranks)
 
     @property
@@ -83,15 +87,14 @@ class Measurement:
 
 @dataclasses.dataclass
 class Workload:
-    """What is measured."""
+    """What is measured, and for how long."""
 
-    tasks: Sequence[tuple[Task, int]]  # with bytes of the larger buffer
+    tasks: Sequence[tuple[Task, int]]  # each with the bytes of its larger buffer
     places: Sequence[str] = PLACES
     check: bool = True
-    seconds: float = 0.3  # per task, case and place, about
-    iterations: int | None = None  # instead of `seconds`
-    # Blocks of calls that take turns with those of the other cases: a slow second of the machine
-    # then hits all of them.
+    seconds: float = 0.3  # per task, case and place, approximately
+    iterations: int | None = None  # number of calls instead of `seconds`
+    # All cases take turns in each round, so that a slow second of the machine affects all of them.
     rounds: int = 5
 
 
@@ -106,7 +109,7 @@ class Bench:
         self.left_out: list[str] = []  # sentences about what a contender cannot do
 
     def run(self) -> Iterator[list[Measurement]]:
-        """Yields the measurements of one task after the other."""
+        """Yields the rows of each task."""
         for task, size in self._workload.tasks:
             yield self._measure(task, size)
 
@@ -123,8 +126,8 @@ class Bench:
             if (timing := row.timing(place)) is not None
         ]
         calls = [self._calls_per_round(row, place) for row, place, _ in turns]
-        # The first of all meets a machine that has done nothing, each other one that has done
-        # something else: what is not counted makes them warm, all of it and a tenth.
+        # Calls to warm up, which do not count: as many as a round for the first task, because the
+        # machine was idle; a tenth of a round for the others.
         share = 1 if self._cold else 10
         self._cold = False
         for (row, place, _), number in zip(turns, calls, strict=True):
@@ -139,7 +142,7 @@ class Bench:
         return rows
 
     def _prepare(self, row: Measurement) -> bool:
-        """Checks the first results; False when there are none."""
+        """Prepares one row and checks its first results; False if the contender is unable."""
         contender = self._contenders[row.case]
         try:
             places = contender.prepare(row.task)
@@ -149,7 +152,7 @@ class Bench:
             if sentence not in self.left_out:
                 self.left_out.append(sentence)
             return False
-        # What has no call in place is measured out of place whatever was asked for.
+        # A collective that cannot run in place is measured out of place even with --place in.
         wanted = [place for place in places if place in self._workload.places] or places
         for place in wanted:
             timing = Timing([], None)
@@ -167,7 +170,7 @@ class Bench:
     def _calls_per_round(self, row: Measurement, place: str) -> int:
         if self._workload.iterations is not None:
             return max(1, self._workload.iterations // self._workload.rounds)
-        # Every rank sees the same times, so every rank decides alike.
+        # time() returns the same on all ranks, so all ranks compute the same number.
         median = statistics.median(self._contenders[row.case].time(place, _TRIAL_CALLS))
         calls = int(self._workload.seconds * 1e6 / max(median, 1.0) / self._workload.rounds)
         return max(2, min(calls, _MAX_CALLS))

@@ -1,7 +1,6 @@
-"""What is trained to measure a step: three small networks, and one that only waits.
+"""The models that the step benchmark trains: three small networks, and one that only sleeps.
 
-Sizes are such that a step takes about a tenth of a second on one core, and gradients fill several
-of DDP's buckets.
+A step of the networks takes about 0.1 s on one core, and their gradients fill several DDP buckets.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ __all__ = ["MODELS", "Trainee", "sleeper"]
 
 @dataclasses.dataclass
 class Trainee:
-    """A model and the batch that is used in every step."""
+    """A model, and the batch that every step uses."""
 
     model: nn.Module
     batch: torch.Tensor
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a loss that depends on all of the output; what is learned does not matter."""
+        """Returns a loss that depends on every element of the output."""
         return output.square().mean()
 
 
@@ -68,7 +67,7 @@ def _conv() -> Trainee:
 
 
 class _Sleep(torch.autograd.Function):
-    """Computes nothing, but takes its time, without a core: a third forward, the rest backward."""
+    """Sleeps instead of computing: a third of the time in forward, two thirds in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -97,7 +96,14 @@ class _Sleeper(nn.Module):
 
 
 def sleeper(seconds: float, parameters: int) -> Callable[[], Trainee]:
-    """Returns what makes a model whose compute is sleep: many nodes then fit on a few cores."""
+    """Returns a function that makes a model which sleeps instead of computing.
+
+    Many nodes with such a model fit on a few cores.
+
+    Args:
+        seconds: of one step.
+        parameters: number of float32 parameters.
+    """
 
     def make() -> Trainee:
         return Trainee(_Sleeper(seconds, parameters), torch.randn(16, requires_grad=True))

@@ -1,8 +1,8 @@
-"""Open MPI and MPICH beside torch: ranks of their own, as many as the benchmark has.
+"""The contenders Open MPI and MPICH, which run in processes of their own.
 
-Two implementations of MPI cannot live in one process, and neither should busy-wait while others
-are measured. So each has processes that sleep on a socket until rank 0 of the benchmark tells them
-what to do (mpi_rank.py).
+One process cannot load two implementations of MPI, and MPI must not spin while another contender is
+measured. Therefore each MPI has as many processes as the benchmark has ranks (mpi_rank.py). They
+sleep on a socket until rank 0 of the benchmark sends a command.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smddp.bench.operations import Task
 
 __all__ = ["MPIS", "MpiContender", "missing"]
 
-# What one call may take, start of the ranks included, before MPI is taken for dead.
+# Seconds that one command may take, including the start of the ranks, before it counts as failed.
 _PATIENCE = 120.0
 _WITHOUT_MPI_TYPE = ("half", "bfloat16", "bool")
 
@@ -44,7 +44,7 @@ MPIS = {
     "openmpi": _Mpi(
         "Open MPI",
         ("prterun", "mpirun.openmpi"),
-        # More ranks than cores are wanted, and the scheduler places them as it does everybody's.
+        # Allow more ranks than cores, and do not bind ranks, as for the other contenders.
         ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
         "libmpi.so.40",
     ),
@@ -66,7 +66,7 @@ def _python(prefix: Path) -> str:
 
 
 def _environment(mpi: _Mpi, prefix: Path) -> dict[str, str]:
-    # The variables of an mpirun that started this process would mislead another one.
+    # An mpirun that started this process has set variables that would confuse another MPI.
     foreign = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_LOCAL", "MPIR_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"):  # as every other contender
@@ -79,11 +79,11 @@ def _environment(mpi: _Mpi, prefix: Path) -> dict[str, str]:
 
 @functools.cache
 def missing(name: str, prefix: Path) -> str | None:
-    """Returns why an MPI cannot be measured; None if it can.
+    """Returns the reason why an MPI cannot be measured; None if it can.
 
     Args:
         name: a key of MPIS.
-        prefix: of the Python environment that has mpi4py, numpy and perhaps the MPI itself.
+        prefix: folder of a Python environment with mpi4py, numpy and perhaps the MPI itself.
     """
     mpi = MPIS[name]
     if _launcher(mpi, prefix) is None:
@@ -101,11 +101,14 @@ def missing(name: str, prefix: Path) -> str | None:
 
 
 class MpiContender:
-    """The ranks of one MPI. Started by rank 0, which alone talks to them; ended by close().
+    """The processes of one MPI. Rank 0 of the benchmark starts them and sends them commands.
 
     Args:
         name: a key of MPIS.
         prefix: as for missing().
+
+    Raises:
+        RuntimeError: the processes could not start or failed; raised on all ranks.
     """
 
     def __init__(self, name: str, prefix: Path) -> None:
@@ -116,7 +119,7 @@ class MpiContender:
         self.library = str(self._everywhere(lambda: self._start(name, prefix)))
 
     def _everywhere(self, action: Any) -> Any:
-        """Returns on all ranks what rank 0's action returned; raises what that raised."""
+        """Runs an action on rank 0; returns its result, or raises its error, on all ranks."""
         outcome: list[Any] = [None, None]
         if dist.get_rank() == 0:
             try:
@@ -204,9 +207,9 @@ class MpiContender:
         return int(self._command(do="wrong", place=place, shift=shift))
 
     def close(self) -> None:
-        """Ends the ranks."""
+        """Ends the processes; kills them after 10 s."""
         for connection in self._ranks.values():
-            # The file of the answers shares the descriptor.
+            # close() alone would not end the connection: the file of the answers keeps it open.
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()

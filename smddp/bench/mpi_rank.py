@@ -1,7 +1,7 @@
-"""A rank of an MPI, which measures what it is told: run by mpi.py, as a script and without torch.
+"""One process of an MPI, started by mpi.py as a script, without torch.
 
-It connects to the benchmark and obeys one line of JSON after the other, so that it sleeps in the
-kernel, not in MPI, while others are measured. Rank 0 answers.
+It connects to rank 0 of the benchmark and executes commands, one line of JSON each. Between
+commands it sleeps in the kernel and does not spin in MPI. Rank 0 of the MPI sends the answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 if __name__ == "__main__":
-    # As a part of the package it would bring torch with it.
+    # An import from the package smddp would import torch.
     sys.path.insert(0, str(Path(__file__).parent))
     from operations import Task, contribution, result  # type: ignore[import-not-found]
 else:
@@ -47,11 +47,11 @@ OPS = {
     "bor": MPI.BOR,
     "bxor": MPI.BXOR,
 }
-Buffer = Any  # what mpi4py calls one: [array, datatype]
+Buffer = Any  # a buffer specification of mpi4py: [array, datatype]
 
 
 class Rank:
-    """One rank with the buffers of the current task."""
+    """One rank of the MPI, with the buffers of the current task."""
 
     def __init__(self) -> None:
         self.world = MPI.COMM_WORLD
@@ -60,7 +60,7 @@ class Rank:
         self.arrays: dict[str, tuple[Any, Any]] = {}
 
     def prepare(self, task: Task, place: str) -> None:
-        """Makes the buffers and the call of one place."""
+        """Allocates the buffers and creates the call of one place; see Contender.prepare()."""
         self.task = task
         dtype, kind = TYPES[task.dtype]
         operation, count = task.operation, task.count
@@ -78,7 +78,7 @@ class Rank:
             if inputs < outputs:
                 given = out[mine]
             elif task.collective == "reduce_scatter":
-                out = given[:count]  # MPI leaves the result there
+                out = given[:count]  # MPI writes the result there
             elif outputs < inputs:
                 out = given[mine]
         self.arrays[place] = (given, out)
@@ -130,12 +130,12 @@ class Rank:
         return calls[self.task.collective]
 
     def time(self, place: str, calls: int) -> list[float]:
-        """Returns the microseconds of each call on its slowest rank."""
+        """See Contender.time()."""
         for array in self.arrays[place]:
             array[:] = 0
         call = self.calls[place]
         self.world.Barrier()
-        call()  # nobody is late for the first one that counts
+        call()  # after it no rank is late for the first call that counts
         times = np.empty(calls)
         for i in range(calls):
             start = time.perf_counter_ns()
@@ -145,7 +145,7 @@ class Rank:
         return [float(value) for value in times]
 
     def wrong(self, place: str, shift: int) -> int:
-        """Returns how many elements of all ranks are wrong."""
+        """See Contender.wrong()."""
         task, (given, out) = self.task, self.arrays[place]
         out[:] = 0
         blocks = self.size if task.operation.blocks_in else 1
@@ -163,7 +163,7 @@ def _tiled(blocks: list[list[Any]], count: int) -> Any:
 
 
 def obey(rank: Rank, command: dict[str, Any]) -> Any:
-    """Carries out one command; returns the answer."""
+    """Executes one command; returns the answer."""
     if command["do"] == "prepare":
         rank.calls.clear()
         rank.arrays.clear()
@@ -176,7 +176,7 @@ def obey(rank: Rank, command: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Obeys until the benchmark closes the connection."""
+    """Executes commands until the benchmark closes the connection."""
     rank = Rank()
     with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=60) as connection:
         connection.settimeout(None)

@@ -1,4 +1,4 @@
-"""Where ranks run on a machine with several NUMA nodes, and so where their shared memory lies."""
+"""Finds the NUMA nodes on which ranks may run, which is where their shared memory lies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def _parse_list(text: str) -> set[int]:
-    """Returns the numbers of a list such as "0-3,8", as the kernel writes them."""
+    """Returns the numbers of a list in the kernel's notation, such as "0-3,8"."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -21,14 +21,14 @@ def _parse_list(text: str) -> set[int]:
 
 
 def nodes_of(cores: Collection[int] | None = None, folder: Path = _NODES) -> list[int]:
-    """Returns the NUMA nodes that some cores belong to.
+    """Returns the NUMA nodes of some cores.
 
     Args:
-        cores: by default those that this process may run on.
-        folder: where the kernel describes the nodes.
+        cores: numbers of cores; None means those that this process may run on.
+        folder: the kernel's folder about NUMA nodes.
 
     Returns:
-        Ascending; empty where the kernel does not say.
+        Numbers of nodes in ascending order; empty if the kernel does not tell.
     """
     cores = os.sched_getaffinity(0) if cores is None else cores
     found = []
@@ -37,12 +37,16 @@ def nodes_of(cores: Collection[int] | None = None, folder: Path = _NODES) -> lis
             if _parse_list((node / "cpulist").read_text()) & set(cores):
                 found.append(int(node.name.removeprefix("node")))
         except OSError:
-            continue  # gone, or hidden by a sandbox
+            continue  # the node was removed, or a sandbox hides the file
     return sorted(found)
 
 
 def describe(nodes_of_ranks: Sequence[Sequence[int]]) -> str:
-    """Returns a sentence about ranks on more than one NUMA node; empty where all are on one."""
+    """Returns a sentence that names the NUMA nodes of the ranks; empty if all are on one node.
+
+    Args:
+        nodes_of_ranks: for each rank what nodes_of() returned there.
+    """
     if len({node for nodes in nodes_of_ranks for node in nodes}) < 2:
         return ""
     ranks: dict[str, list[int]] = {}

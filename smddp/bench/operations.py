@@ -1,6 +1,6 @@
-"""What is measured: the collectives, their sizes as nccl-tests counts them, and right results.
+"""The collectives that are measured, their sizes as in nccl-tests, and their expected results.
 
-Free of torch: the ranks of an MPI, which run no torch, import it too.
+This module does not import torch, because the processes of MPI import it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ __all__ = ["BITWISE", "OPERATIONS", "PERIOD", "Operation", "Task", "contribution
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """A collective. A buffer has one block, or one for each rank."""
+    """A collective. Its input and its output have one block each, or one block per rank."""
 
     name: str
-    blocks_in: bool = False  # several
-    blocks_out: bool = False
+    blocks_in: bool = False  # the input has one block per rank
+    blocks_out: bool = False  # the output has one block per rank
     reduces: bool = False
     rooted: bool = False
-    in_place: bool = True  # torch and MPI can do it
-    # Of the bytes of the larger buffer, those that a rank has to move, times ranks.
+    in_place: bool = True  # whether torch and MPI can run it in place
+    # Number of ranks -> share of the larger buffer that a rank has to move, times the number of
+    # ranks. Allreduce of 4 ranks: 2 x 3 = 6, that is 6/4 of the buffer.
     traffic: Callable[[int], int] = lambda ranks: ranks - 1
 
     def blocks(self, ranks: int) -> int:
-        """Returns the blocks of the larger buffer; 0: there is none."""
+        """Returns the number of blocks of the larger buffer; 0 if there is no buffer."""
         if self.name == "barrier":
             return 0
         return ranks if self.blocks_in or self.blocks_out else 1
 
     def bus_factor(self, ranks: int) -> float:
-        """Returns what turns algbw into busbw."""
+        """Returns busbw divided by algbw."""
         return self.traffic(ranks) / ranks
 
 
@@ -56,7 +57,7 @@ BITWISE = {"band": operator.and_, "bor": operator.or_, "bxor": operator.xor}
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One line of the table. Becomes JSON on its way to the ranks of an MPI."""
+    """A collective with its arguments. It is sent to the processes of MPI as JSON."""
 
     collective: str
     count: int  # elements of a block
@@ -67,28 +68,29 @@ class Task:
 
     @property
     def operation(self) -> Operation:
-        """The collective."""
+        """The properties of the collective."""
         return OPERATIONS[self.collective]
 
 
-# Data repeats after so many elements. A prime: blocks and chunks do not begin alike.
+# The data repeats after this many elements. It is a prime, so blocks and chunks begin with
+# different values.
 PERIOD = 251
 
 
 def contribution(task: Task, rank: int, block: int, shift: int) -> list[int]:
-    """Returns one period of what a rank puts into a block of its input.
+    """Returns one period of the values of an input block.
 
     Args:
         task: what is measured.
-        rank: whose data.
-        block: of the input.
-        shift: other data for another check.
+        rank: the rank whose input it is.
+        block: number of the block.
+        shift: selects the data, so that two checks use different data.
     """
     if task.operation.reduces:
-        # Ones and twos: sums and products of a few of them are exact in every dtype.
+        # Ones and twos, whose sums and products over a few ranks are exact in every dtype.
         values = [1 + ((i * 7 + rank * 3 + block + shift) % 5 > 2) for i in range(PERIOD)]
     else:
-        # What int8 can hold, and half exactly.
+        # Values below 113, which int8 and half represent exactly.
         values = [(i + rank * 31 + block * 57 + shift * 11) % 113 for i in range(PERIOD)]
     return [value & 1 for value in values] if task.dtype == "bool" else values
 
@@ -112,7 +114,14 @@ def _reduced(task: Task, ranks: int, block: int, shift: int) -> list[float]:
 
 
 def result(task: Task, ranks: int, rank: int, shift: int) -> list[list[float]] | None:
-    """Returns one period of each block that a rank's output must have; None: it has no output."""
+    """Returns one period of each block of the expected output; None if the rank has no output.
+
+    Args:
+        task: what is measured.
+        ranks: number of ranks.
+        rank: the rank whose output it is.
+        shift: as for contribution().
+    """
     name, root = task.collective, task.root
     everybody = range(ranks)
 
@@ -133,4 +142,4 @@ def result(task: Task, ranks: int, rank: int, shift: int) -> list[list[float]] |
         return [sent(source, rank) for source in everybody]
     if name == "sendrecv":
         return [sent((rank - 1) % ranks, 0)]
-    return [sent(source, 0) for source in everybody]  # the gathering ones
+    return [sent(source, 0) for source in everybody]  # gather and all_gather

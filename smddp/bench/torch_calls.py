@@ -1,4 +1,4 @@
-"""Collectives through torch.distributed, whatever the backend."""
+"""The contender that calls torch.distributed, with any backend."""
 
 from __future__ import annotations
 
@@ -44,32 +44,36 @@ OPS = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
-# What backends say in different words when they cannot do a call; nothing has moved then.
+# Parts of the errors with which backends reject a call that they do not support.
 _REFUSALS = ("not support", "unsupported", "not implement", "invalid scalar", "unhandled")
 
 
 def preferring(algorithm: str) -> str:
-    """Returns SMDDP_ALGORITHM for one that is taken where it can serve ("allreduce/ring")."""
+    """Returns a value for SMDDP_ALGORITHM that uses an algorithm wherever it can serve a call.
+
+    Args:
+        algorithm: such as "allreduce/ring".
+    """
     collective, name = algorithm.split("/")
     known = [row[1] for row in _load.load().list_algorithms() if row[0] == collective]
-    # The others, last one first: those for few bytes, which copy before anybody knows where the
-    # buffers lie, come first in the library's table and would then serve every memory alike.
+    # The others follow in reverse order. The library's table begins with algorithms for few bytes.
+    # They copy the input whatever memory it is in, so they would serve every call.
     order = [name, *(other for other in reversed(known) if other != name)]
     return ",".join(f"{collective}={each}" for each in order)
 
 
 class TorchContender:
-    """A group of one backend, which it makes, and the tensors of the task.
+    """A group of one backend, and the tensors of the current task.
 
     Args:
         backend: as for new_group().
         memory: "ordinary", "communication" for tensors from smddp.empty(), or "gpu".
-        algorithm: of smddp, as statistics() names it ("allreduce/ring"); empty: what it chooses.
+        algorithm: of smddp, as in statistics() ("allreduce/ring"); empty: smddp chooses.
     """
 
     def __init__(self, backend: str, memory: str, algorithm: str = "") -> None:
         if backend == "fake":
-            # Registers it: a backend that does nothing, and so shows what torch itself takes.
+            # The import registers the backend.
             importlib.import_module("torch.testing._internal.distributed.fake_pg")
         options = smddp.GroupOptions(algorithm=preferring(algorithm)) if algorithm else None
         group = dist.new_group(backend=backend, pg_options=options)
@@ -87,7 +91,7 @@ class TorchContender:
     def prepare(self, task: Task) -> list[str]:
         """See Contender."""
         self._calls.clear()
-        self._buffers.clear()  # before others take their place
+        self._buffers.clear()  # free them before new ones are allocated
         self._task = task
         for place in PLACES:
             if place == "in_place" and not task.operation.in_place:
@@ -98,7 +102,7 @@ class TorchContender:
         return list(self._calls)
 
     def _attempt(self, place: str) -> str:
-        """Calls once; returns why this backend cannot."""
+        """Calls once; returns the reason if this backend cannot do the call, else ""."""
         self._clear(place)
         before = self._uses()
         try:
@@ -115,7 +119,7 @@ class TorchContender:
         return ""
 
     def _uses(self) -> int:
-        """Returns how often the algorithm ran so far."""
+        """Returns the number of calls that the algorithm has served so far."""
         use = smddp.statistics(self.group).get(self._algorithm) if self._algorithm else None
         return use["calls"] if use is not None else 0
 
@@ -149,12 +153,12 @@ class TorchContender:
         )
 
     def _call(self, given: torch.Tensor, out: torch.Tensor, copies: bool) -> Callable[[], None]:
-        """Returns the call, with all that can be prepared done."""
+        """Returns a function that makes the call; everything else is done here, before timing."""
         task, group, size = self._task, self.group, dist.get_world_size()
         op, root, at_root = OPS[task.op], task.root, task.root == dist.get_rank()
 
         def after_copy(call: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
-            # Torch has these in place only: whoever wants to keep the input copies it.
+            # Torch runs these in place only, so a program that keeps its input has to copy it.
             def run() -> Any:
                 out.copy_(given)
                 call(out)
@@ -193,14 +197,14 @@ class TorchContender:
 
     def _clear(self, place: str) -> None:
         for tensor in self._buffers[place]:
-            tensor.zero_()  # stays zero: repeated sums of anything else overflow
+            tensor.zero_()  # repeated sums of other values would overflow
 
     def time(self, place: str, calls: int) -> list[float]:
         """See Contender."""
         self._clear(place)
         call = self._calls[place]
         dist.barrier()
-        call()  # nobody is late for the first one that counts
+        call()  # after it no rank is late for the first call that counts
         times = []
         for _ in range(calls):
             start = time.perf_counter_ns()
@@ -252,7 +256,7 @@ def _tiled(blocks: list[Any], count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _differing(out: torch.Tensor, right: torch.Tensor) -> int:
     if out.dtype.is_floating_point or out.dtype.is_complex:
-        # Exact, but for averages of ranks that are no power of two.
+        # Results are exact, except averages if the number of ranks is not a power of two.
         wide = out.to(torch.complex128 if out.dtype.is_complex else torch.float64)
         same = torch.isclose(
             wide, right.to(wide.dtype), rtol=4 * torch.finfo(out.dtype).eps, atol=0

@@ -1,7 +1,7 @@
-"""Which algorithm is best for which size: measures all of them and writes a file for the library.
+"""Finds the best algorithm for each size from measurements, and writes a tuning file.
 
-The file is what SMDDP_TUNING_FILE names; csrc/collectives/tuning.h has its format. An algorithm
-gets a row only where it is clearly faster than what the library's own table chooses.
+SMDDP_TUNING_FILE names such a file; csrc/collectives/tuning.h describes its format. An algorithm
+gets a row only if it is clearly faster than the choice of the library's built-in table.
 """
 
 from __future__ import annotations
@@ -28,21 +28,26 @@ NAMES = {
     "scatter": "scatter",
     "all_to_all": "alltoall",
 }
-# What the library chooses without a file; csrc/collectives/tuning.h knows the name.
+# Stands for the choice of the built-in table, also in the file (csrc/collectives/tuning.h).
 _BUILT_IN = "built_in"
-# Turns that the algorithms take. A machine that is slow for a while is so in some of them.
+# In each round all algorithms take turns, so a slow phase of the machine affects all of them.
 ROUNDS = 15
-# An algorithm must be faster in so many rounds that one which is not would be so less often than
-# this, were each round the toss of a coin (a sign test): 14 of 15.
+# Level of significance of a sign test over the rounds: an algorithm has to win 14 of 15. An equally
+# fast one wins that many with a probability of 16 / 2**15 = 0.0005.
 _CHANCE = 0.001
-# And by so much, over all: less is not worth a row.
+# An algorithm also has to be faster by this share in the median of all calls.
 _MARGIN = 0.05
 
 
 def algorithms(collective: str, one_node: bool) -> list[str]:
-    """Returns the algorithms of a collective that are worth measuring."""
+    """Returns the algorithms of a collective that --tune measures.
+
+    Args:
+        collective: a key of NAMES; others have no algorithms.
+        one_node: whether all ranks are on one node.
+    """
     known = [row for row in _load.load().list_algorithms() if row[0] == NAMES.get(collective)]
-    # On one node those for several do what the others do.
+    # On one node, algorithms for several nodes do the same as those for one node.
     inside = [row[1] for row in known if row[2].startswith("one node")]
     return inside if one_node and inside else [row[1] for row in known]
 
@@ -56,13 +61,13 @@ def _clearly_faster(one: Timing, other: Timing) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is best for one size, in one kind of memory."""
+    """The best algorithm for one size, in one kind of memory."""
 
     collective: str
-    memory: str
+    memory: str  # "private", "shared" or "any"
     size: int  # bytes, as the library counts them
     algorithm: str
-    gain: float = 0.0  # share of the time that the built-in table's choice takes
+    gain: float = 0.0  # saved share of the time of the built-in table's choice
 
     def __str__(self) -> str:
         where = "" if self.memory == "any" else f" in {self.memory} memory"
@@ -72,21 +77,22 @@ class Finding:
         )
 
 
-# Of one size and kind of memory: by algorithm, in each memory that it was measured in.
+# The timings of one size and kind of memory, by algorithm. There are two per algorithm if both
+# ordinary and communication memory share a row.
 _Times = dict[str, list[Timing]]
 
 
 def _best(times: _Times, before: str) -> tuple[str, float]:
-    """Returns the algorithm to take, and its gain.
+    """Returns the best algorithm, and its gain.
 
     Args:
-        times: of all algorithms.
-        before: what is taken for the next smaller size, and kept while nothing is clearly better.
+        times: the timings of all algorithms.
+        before: the algorithm of the next smaller size. It is kept unless another is clearly better.
     """
     built_in = times[_BUILT_IN]
 
     def beats(name: str, others: Sequence[Timing]) -> bool:
-        # Where all memories share a row, in each of them.
+        # If both kinds of memory share a row, it has to be faster in both.
         return len(times[name]) == len(others) and all(map(_clearly_faster, times[name], others))
 
     able = [name for name in times if name != _BUILT_IN and beats(name, built_in)]
@@ -101,11 +107,11 @@ def _best(times: _Times, before: str) -> tuple[str, float]:
 
 
 def findings(tasks: Iterable[Sequence[Measurement]], nodes: Sequence[int]) -> list[Finding]:
-    """Returns what is best, from the smallest size of each collective and memory to the largest.
+    """Returns the best algorithms, for each collective and memory from the smallest size up.
 
     Args:
-        tasks: measurements; one without an algorithm in its case is of the built-in table's choice.
-        nodes: ranks of each node.
+        tasks: the rows of each task. A case without an algorithm measured the built-in choice.
+        nodes: number of ranks of each node.
     """
     measured: dict[tuple[str, str], dict[int, _Times]] = {}
     for row in itertools.chain.from_iterable(tasks):
@@ -125,7 +131,7 @@ def findings(tasks: Iterable[Sequence[Measurement]], nodes: Sequence[int]) -> li
 
 def _memory(case: Case, nodes: Sequence[int]) -> str:
     if len(nodes) > 1:
-        return "any"  # nodes have to choose alike, and may have different memory
+        return "any"  # all nodes have to make the same choice, but may have different memory
     return "shared" if case.memory == "communication" else "private"
 
 
@@ -136,7 +142,7 @@ def _layout(nodes: Sequence[int]) -> str:
 
 
 def _between(smaller: int, larger: int) -> int:
-    """Where nothing was measured, sizes count by their ratio."""
+    """Returns the geometric mean of two sizes: the limit between their rows."""
     return int((smaller * larger) ** 0.5)
 
 
@@ -145,10 +151,15 @@ def _same_rows(one: Finding, other: Finding) -> bool:
 
 
 def rows(found: Sequence[Finding], nodes: Sequence[int]) -> Iterator[str]:
-    """Yields the rows of the file: one for each run of sizes with the same algorithm."""
+    """Yields the rows of the file: one for each range of sizes with the same algorithm.
+
+    Args:
+        found: from findings().
+        nodes: number of ranks of each node.
+    """
     for one, following in itertools.zip_longest(found, found[1:]):
         goes_on = following is not None and _same_rows(following, one)
-        # Nobody knows what is best beyond the largest: the library's own table goes on there.
+        # Sizes above the largest one measured use the built-in table.
         limit = _between(one.size, following.size) if goes_on else one.size
         if goes_on and following.algorithm == one.algorithm:
             continue
@@ -157,7 +168,7 @@ def rows(found: Sequence[Finding], nodes: Sequence[int]) -> Iterator[str]:
 
 
 def verdicts(found: Sequence[Finding]) -> Iterator[str]:
-    """Yields sentences for who reads the benchmark's output, or the file."""
+    """Yields sentences about the findings, for the benchmark's output and the file."""
     better = [one for one in found if one.algorithm != _BUILT_IN]
     yield from map(str, better)
     if not better:
@@ -165,7 +176,12 @@ def verdicts(found: Sequence[Finding]) -> Iterator[str]:
 
 
 def write(lines: Iterable[str], about: Iterable[str]) -> str:
-    """Returns the text of the file."""
+    """Returns the text of the file.
+
+    Args:
+        lines: from rows().
+        about: comments for the head of the file.
+    """
     comments = "".join(f"# {line}\n" for line in about)
     columns = f"# {'collective':<13}{'ranks':<8}{'memory':<9}{'bytes':<12}algorithm\n"
     return "smddp-tuning 1\n" + comments + columns + "".join(f"{line}\n" for line in lines)

@@ -24,7 +24,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_a_misspelt_variable_gets_the_nearest_name() -> None:
     known = [row["name"] for row in env.settings()]
     said = env.misspelt({"SMDDP_PROVIDR": "tcp", "PATH": "/bin", known[0]: "x"}, known)
-    assert said == ["SMDDP_PROVIDR is no setting of smddp: did you mean SMDDP_PROVIDER?"]
+    assert said == ["SMDDP_PROVIDR is not a setting of smddp: did you mean SMDDP_PROVIDER?"]
 
 
 def test_a_variable_like_no_other_points_to_the_list() -> None:
