@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -47,3 +47,27 @@ def _nothing_left_behind() -> Iterator[None]:
     # Other programs of this machine use the folder too; ours would carry our name.
     ours = [name for name in _shared_memory() - before if "smddp" in name]
     assert not ours, f"left in /dev/shm: {ours}"
+
+
+@pytest.fixture(autouse=True)
+def _processor_time(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Machines are busy with other things, too: processor time compares where a duration cannot."""
+    before = ranks.processor_seconds()
+    yield
+    record_property("processor", ranks.processor_seconds() - before)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With --durations=N also prints the N tests that took the most processor time."""
+    count = terminalreporter.config.getoption("durations")
+    if count is None:
+        return
+    costs = [
+        (dict(report.user_properties)["processor"], report.duration, report.nodeid)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "teardown" and report.user_properties
+    ]
+    terminalreporter.section(f"processor time: {sum(cost for cost, *_ in costs):.0f} s")
+    for processor, _, name in sorted(costs, reverse=True)[: count or None]:
+        terminalreporter.write_line(f"{processor:7.2f} s  {name}")

@@ -12,10 +12,12 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import importlib
 import importlib.util
 import logging
 import os
 import pickle
+import resource
 import shutil
 import signal
 import struct
@@ -52,6 +54,7 @@ class Outcome:
     stdout: str = ""
     stderr: str = ""
     ended_at: float = 0.0  # time.monotonic()
+    processor: float = 0.0  # seconds of this rank and of its children that have ended
     pickled: bytes = b""  # returned, value, trace: the nursery does not know their types
 
     def __str__(self) -> str:
@@ -152,10 +155,21 @@ def run_ranks(
             namespaces or None,
         )
         outcomes = _nursery().run(run)
+    global _processor
     for outcome in outcomes:
+        _processor += outcome.processor
         if outcome.pickled:
             outcome.returned, outcome.value, outcome.trace = pickle.loads(outcome.pickled)
     return outcomes
+
+
+_processor = 0.0
+
+
+def processor_seconds() -> float:
+    """Returns the processor time that this process and all its children and ranks have used."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return _processor + sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def check_ranks(function: Callable[..., Any], layout: str, *arguments: Any, **options: Any) -> Any:
@@ -227,11 +241,15 @@ def _read(stream: BinaryIO) -> Any:
 # --- the side of the ranks ------------------------------------------------------------------------
 
 
+# What ranks need, and what torch imports at its first comparison, profile, functional collective or
+# optimizer: 900 modules, more than a second in every rank. Not smddp._C, which belongs to a rank.
+_IMPORTED_ONCE = ("pytest", "smddp", "torch._dynamo")
+
+
 def serve() -> None:
     """Forks ranks until the standard input ends."""
-    import pytest  # noqa: F401  test modules import it
-
-    import smddp  # noqa: F401
+    for module in _IMPORTED_ONCE:
+        importlib.import_module(module)
 
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     while True:
@@ -267,10 +285,15 @@ def _await(pids: dict[int, int], timeout: float, folder: Path) -> list[Outcome]:
         for pid, rank in pids.items():
             if rank in outcomes:
                 continue
-            ended, status = os.waitpid(pid, os.WNOHANG)
+            ended, status, used = os.wait4(pid, os.WNOHANG)
             if ended:
-                code = os.waitstatus_to_exitcode(status)
-                outcomes[rank] = Outcome(rank, pid, code, ended_at=time.monotonic())
+                outcomes[rank] = Outcome(
+                    rank,
+                    pid,
+                    os.waitstatus_to_exitcode(status),
+                    ended_at=time.monotonic(),
+                    processor=used.ru_utime + used.ru_stime,
+                )
             elif time.monotonic() > deadline:
                 # First the stacks, then the end.
                 os.kill(pid, signal.SIGKILL if late else signal.SIGUSR1)
