@@ -4,7 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "engine/request.h"
+#include "engine/pieces.h"
+#include "transport/transport.h"
 
 namespace smddp::engine {
 
@@ -16,6 +17,7 @@ class Buffer {
   explicit Buffer(const Pieces& pieces) {
     if (pieces.size() == 1) {
       flat_ = pieces.front().data();
+      onDevice_ = pieces.front().onDevice;
     } else {
       pieces_ = &pieces;
     }
@@ -27,13 +29,23 @@ class Buffer {
   // The longest contiguous run from `offset`, at most `length` bytes.
   Run at(int64_t offset, int64_t length) const {
     if (pieces_ == nullptr) return {flat_ + offset, length};
-    return find(offset, length);
+    const Piece run = find(offset, length);
+    return {run.data(), static_cast<int64_t>(run.size())};
+  }
+  // The same run as what a put carries.
+  transport::Payload payload(int64_t offset, int64_t length) const {
+    if (pieces_ != nullptr) {
+      const Piece run = find(offset, length);
+      return {run, run.onDevice};
+    }
+    return {transport::Bytes(flat_ + offset, static_cast<size_t>(length)), onDevice_};
   }
 
  private:
-  Run find(int64_t offset, int64_t length) const;
+  Piece find(int64_t offset, int64_t length) const;
 
   std::byte* flat_ = nullptr;
+  bool onDevice_ = false;  // what flat_ points to
   const Pieces* pieces_ = nullptr;
 };
 

@@ -245,7 +245,6 @@ void Executor::move(const Step& step, int64_t trip) {
   scale.post = step.postScale && binding_.op == ReduceOp::AVG;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
   constexpr int64_t kLongBytes = transport::shm::StoreChoice::kLongBytes;
-  const bool fromDevice = readsDevice(step);
   bool stages = false;
   if (step.length >= kLongBytes) {
     for (uint32_t i = 0; i < step.numDestinations; ++i) stages |= writesStaging(step, i);
@@ -263,14 +262,6 @@ void Executor::move(const Step& step, int64_t trip) {
       const auto at = resolve(step.firstRef + step.numDestinations + i, trip, moved, run);
       sources_.push_back(at.data);
       run = at.bytes;
-    }
-    if (fromDevice) {
-      // The host cannot read it, and need not where it is in place already.
-      const bool isThere = copies && std::all_of(destinations_.begin(), destinations_.end(),
-                                                 [&](void* to) { return to == sources_.front(); });
-      SMDDP_CHECK(isThere, "a step reads memory of a device: {}", plan_->plan.name);
-      moved += run;
-      continue;
     }
     const auto write = [&](bool streams) {
       if (streams) {
@@ -293,14 +284,6 @@ void Executor::move(const Step& step, int64_t trip) {
     }
     moved += run;
   }
-}
-
-bool Executor::readsDevice(const Step& step) const {
-  if (!binding_.inputOnDevice) return false;
-  for (int i = 0; i < step.numSources; ++i) {
-    if (plan_->plan.source(step, i).space == Space::Input) return true;
-  }
-  return false;
 }
 
 bool Executor::writesStaging(const Step& step, uint32_t destination) const {
@@ -338,6 +321,14 @@ void Executor::stream(const Step& step, int64_t bytes, bool copies, const reduct
   }
 }
 
+// What a put carries, as far as it lies in one run of bytes.
+transport::Payload Executor::payloadOf(const Step& step, int64_t trip) const {
+  const Ref& ref = plan_->plan.source(step, 0);
+  if (ref.space == Space::Input) return binding_.input.payload(ref.offset.at(trip), step.length);
+  const auto run = resolve(step.firstRef, trip, 0, step.length);
+  return transport::Bytes(run.data, static_cast<size_t>(run.bytes));
+}
+
 bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
   const Bound& channel = bound(stepIndex);
   const uint64_t number = channel.puts + static_cast<uint64_t>(step.value.at(trip));
@@ -345,11 +336,8 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
   if (channel.ends->send->sent() + 1 != number) return false;
   transport::Payload payload;
   if (step.length > 0) {
-    const bool onDevice = readsDevice(step);
-    const auto run = resolve(step.firstRef, trip, 0, step.length);
-    payload = {{run.data, static_cast<size_t>(run.bytes)}, onDevice};
-    if (run.bytes < step.length) {
-      SMDDP_CHECK(!onDevice, "a message of several pieces of a device's memory");
+    payload = payloadOf(step, trip);
+    if (payload.size() < static_cast<size_t>(step.length)) {
       if (!channel.ends->send->open()) return false;
       auto& whole = gathered_.emplace_back(static_cast<size_t>(step.length));
       for (int64_t moved = 0; moved < step.length;) {

@@ -42,7 +42,6 @@ struct Binding {
   DataType type = DataType::uint8;
   ReduceOp op = ReduceOp::SUM;
   reduction::Scale scale;  // factor and divisor
-  bool inputOnDevice = false;
   bool anyShared = false;  // a rank of the node, at least, has buffers that are shared
   transport::CallFingerprint call;
   uint64_t sequence = 0;
@@ -88,11 +87,11 @@ class Executor {
   bool advanceLane(size_t lane);
   bool execute(uint32_t stepIndex, int64_t trip);
   void move(const plan::Step& step, int64_t trip);
-  bool readsDevice(const plan::Step& step) const;
   bool writesStaging(const plan::Step& step, uint32_t destination) const;
   void stream(const plan::Step& step, int64_t bytes, bool copies, const reduction::Scale& scale);
   Buffer::Run resolve(uint32_t refIndex, int64_t trip, int64_t skip, int64_t length) const;
   bool counterReached(const plan::Step& step, int64_t value) const;
+  transport::Payload payloadOf(const plan::Step& step, int64_t trip) const;
   bool put(const plan::Step& step, uint32_t stepIndex, int64_t trip);
   bool received(const plan::Step& step, uint32_t stepIndex, int64_t trip);
   bool flushed() const;

@@ -466,7 +466,6 @@ Binding& Group::bind(Active& active, const Request& request, const transport::Ca
                      uint64_t sequence) const {
   Binding& binding = active.executor->binding();
   binding.anyShared = false;  // until all have arrived
-  binding.inputOnDevice = request.inputOnDevice;
   binding.type = request.type;
   binding.op = request.op;
   binding.scale.factor = request.factor;

@@ -249,12 +249,9 @@ bool Matcher::pumpSend(Rank peer, Queue& queue) {
     const Buffer buffer(exchange.message.buffer);
     while (exchange.moved < exchange.bytes) {
       const int64_t wanted = std::min(messageBytes_, exchange.bytes - exchange.moved);
-      const auto run = buffer.at(exchange.moved, wanted);
-      const transport::Bytes bytes(run.data, static_cast<size_t>(run.bytes));
-      if (!channel.put(channel.sent() + 1, {bytes, exchange.message.onDevice}, {}, exchange.id)) {
-        break;
-      }
-      exchange.moved += run.bytes;
+      const transport::Payload payload = buffer.payload(exchange.moved, wanted);
+      if (!channel.put(channel.sent() + 1, payload, {}, exchange.id)) break;
+      exchange.moved += static_cast<int64_t>(payload.size());
       exchange.lastPut = channel.sent();
       advanced = true;
     }

@@ -72,7 +72,6 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
       request.output = {call.staging.write(block)};
     } else if (sendsFromDevice(call.staging, input)) {
       request.output = call.staging.writeAround({own}, 0, input);
-      request.inputOnDevice = true;
     } else {
       request.output = {call.staging.readThrough(input, own)};
     }
@@ -119,7 +118,6 @@ Request ProcessGroup::gatherRequest(const char* name, const at::Tensor& output,
   if (sendsFromDevice(staging, input, output)) {
     request.input = {staging.readInPlace(input)};
     request.output = staging.writeAround(output, getRank() * input.numel(), input);
-    request.inputOnDevice = true;
   } else {
     request.input = {staging.read(input)};
     request.output = {staging.write(output)};
@@ -135,7 +133,6 @@ Request ProcessGroup::gatherRequest(const std::vector<at::Tensor>& outputs, cons
   if (sendsFromDevice(staging, input)) {
     request.input = {staging.readInPlace(input)};
     request.output = staging.writeAround(outputs, static_cast<size_t>(getRank()), input);
-    request.inputOnDevice = true;
   } else {
     request.input = {staging.read(input)};
     request.output = staging.write(outputs);

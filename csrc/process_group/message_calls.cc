@@ -18,13 +18,13 @@ void requireTag(OpName op, int tag) {
 }
 
 // Parts of a run of bytes, of so many elements each.
-engine::Pieces cut(std::span<std::byte> bytes, const std::vector<int64_t>& elements,
+engine::Pieces cut(const engine::Piece& bytes, const std::vector<int64_t>& elements,
                    size_t elementSize) {
   engine::Pieces pieces;
   size_t begin = 0;
   for (const int64_t count : elements) {
     const size_t length = static_cast<size_t>(count) * elementSize;
-    pieces.push_back(bytes.subspan(begin, length));
+    pieces.push_back(bytes.part(begin, length));
     begin += length;
   }
   return pieces;
@@ -60,7 +60,6 @@ intrusive_ptr<c10d::Work> ProcessGroup::send(std::vector<at::Tensor>& tensors, i
   auto message =
       newMessage(true, destination, tag,
                  {isDirect ? call.staging.readInPlace(tensor) : call.staging.read(tensor)});
-  message.onDevice = isDirect;
   return submit(std::move(call), {}, {std::move(message)});
 }
 
@@ -126,7 +125,6 @@ intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, const engine::Pieces
       const auto& piece = (send ? to : from)[static_cast<size_t>(peer)];
       if (peer == getRank() && isInPlace) continue;
       messages.push_back(newMessage(send, peer, tag, {piece}, options.timeout));
-      messages.back().onDevice = send && call.staging.readsInPlace();
     }
   }
   return submit(std::move(call), {std::move(agreement)}, std::move(messages));
@@ -152,7 +150,6 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(at::Tensor& output, at::Te
   if (isEven) {
     auto request = newRequest(collectives::Collective::AllToAll, options.timeout, options.asyncOp);
     request.bytes = numBytes(input) / getSize();
-    request.inputOnDevice = isDirect;
     if (isDirect) {
       request.input = {call.staging.readInPlace(input)};
       request.output = call.staging.writeAround(output, getRank() * from[me], parts(input, to)[me]);

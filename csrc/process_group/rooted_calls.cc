@@ -20,9 +20,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tenso
   request.root = static_cast<Rank>(options.rootRank);
   if (getRank() == options.rootRank) {
     requireDense(kName, tensor);
-    request.inputOnDevice = sendsFromDevice(call.staging, tensor);
-    request.output = {request.inputOnDevice ? call.staging.readInPlace(tensor)
-                                            : call.staging.read(tensor)};
+    request.output = {sendsFromDevice(call.staging, tensor) ? call.staging.readInPlace(tensor)
+                                                            : call.staging.read(tensor)};
   } else {
     requireWritable(kName, tensor);
     request.output = {call.staging.write(tensor)};
@@ -67,9 +66,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::gather(std::vector<std::vector<at::Tenso
   Request request = newRequest(Collective::Gather, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   request.bytes = numBytes(input);
-  request.inputOnDevice = !isRoot && sendsFromDevice(call.staging, input);
-  request.input = {request.inputOnDevice ? call.staging.readInPlace(input)
-                                         : call.staging.read(input)};
+  const bool isDirect = !isRoot && sendsFromDevice(call.staging, input);
+  request.input = {isDirect ? call.staging.readInPlace(input) : call.staging.read(input)};
   if (isRoot) {
     requireList(kName, output, static_cast<size_t>(getSize()), input, "output list");
     requireSameSizes(kName, output, input, "output list");
@@ -97,7 +95,6 @@ intrusive_ptr<c10d::Work> ProcessGroup::scatter(std::vector<at::Tensor>& outputs
     requireList(kName, input, static_cast<size_t>(getSize()), output, "input list");
     requireSameSizes(kName, input, output, "input list");
     if (sendsFromDevice(call.staging, input)) {
-      request.inputOnDevice = true;
       request.input = call.staging.readInPlace(input);
       request.output = call.staging.writeAround({output}, 0, input[static_cast<size_t>(getRank())]);
       return submit(std::move(call), std::move(request));

@@ -51,7 +51,7 @@ at::Tensor Staging::residentOf(const at::Tensor& tensor, bool reads) {
                     : at::empty(tensor.sizes(), tensor.options()));
 }
 
-std::span<std::byte> Staging::read(const at::Tensor& tensor) {
+engine::Piece Staging::read(const at::Tensor& tensor) {
   if (onDevice(tensor)) {
     if (staysOnDevice_) return bytesOf(residentOf(tensor, true));
     const at::Tensor copy = keep(DeviceCopies::pinnedLike(tensor));
@@ -63,7 +63,7 @@ std::span<std::byte> Staging::read(const at::Tensor& tensor) {
   return bytesOf(keep(tensor.resolve_conj().resolve_neg().contiguous()));
 }
 
-std::span<std::byte> Staging::write(const at::Tensor& tensor) {
+engine::Piece Staging::write(const at::Tensor& tensor) {
   if (onDevice(tensor)) {
     if (staysOnDevice_) {
       const at::Tensor place = residentOf(tensor, false);
@@ -81,7 +81,7 @@ std::span<std::byte> Staging::write(const at::Tensor& tensor) {
   return bytesOf(copy);
 }
 
-std::span<std::byte> Staging::update(const at::Tensor& tensor) {
+engine::Piece Staging::update(const at::Tensor& tensor) {
   if (onDevice(tensor) && staysOnDevice_) {
     const at::Tensor place = residentOf(tensor, true);
     if (!place.is_same(tensor)) back_.emplace_back(tensor, place);
@@ -93,8 +93,7 @@ std::span<std::byte> Staging::update(const at::Tensor& tensor) {
   return bytes;
 }
 
-std::span<std::byte> Staging::joined(const std::vector<at::Tensor>& tensors, bool reads,
-                                     bool writes) {
+engine::Piece Staging::joined(const std::vector<at::Tensor>& tensors, bool reads, bool writes) {
   int64_t count = 0;
   for (const at::Tensor& tensor : tensors) {
     onDevice(tensor);  // refuses tensors of several places
@@ -114,7 +113,7 @@ std::span<std::byte> Staging::joined(const std::vector<at::Tensor>& tensors, boo
   return bytesOf(all);
 }
 
-std::span<std::byte> Staging::readThrough(const at::Tensor& from, const at::Tensor& into) {
+engine::Piece Staging::readThrough(const at::Tensor& from, const at::Tensor& into) {
   const auto bytes = write(into);
   if (onDevice(from) && staysOnDevice_) {
     device_->use(from);
@@ -148,11 +147,10 @@ engine::Pieces Staging::update(const std::vector<at::Tensor>& tensors) {
   return each(tensors, [this](const at::Tensor& tensor) { return update(tensor); });
 }
 
-std::span<std::byte> Staging::readInPlace(const at::Tensor& tensor) {
+engine::Piece Staging::readInPlace(const at::Tensor& tensor) {
   onDevice(tensor);
-  readsInPlace_ = true;
   device_->awaitStream();
-  return bytesOf(keep(tensor));
+  return {bytesOf(keep(tensor)), /*isOnDevice=*/true};
 }
 
 engine::Pieces Staging::readInPlace(at::TensorList tensors) {

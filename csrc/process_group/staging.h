@@ -30,20 +30,19 @@ bool usableInPlace(const at::Tensor& tensor);
 class Staging {
  public:
   // The bytes of a tensor that is read, written, or both.
-  std::span<std::byte> read(const at::Tensor& tensor);
-  std::span<std::byte> write(const at::Tensor& tensor);
-  std::span<std::byte> update(const at::Tensor& tensor);
+  engine::Piece read(const at::Tensor& tensor);
+  engine::Piece write(const at::Tensor& tensor);
+  engine::Piece update(const at::Tensor& tensor);
   // Of several; one piece where the call stays on their device.
   engine::Pieces read(const std::vector<at::Tensor>& tensors);
   engine::Pieces write(const std::vector<at::Tensor>& tensors);
   engine::Pieces update(const std::vector<at::Tensor>& tensors);
   // For calls that work in place: the bytes of `into`, with the elements of `from` already there.
-  std::span<std::byte> readThrough(const at::Tensor& from, const at::Tensor& into);
+  engine::Piece readThrough(const at::Tensor& from, const at::Tensor& into);
 
   // The bytes of tensors where they lie on a device, in row-major order: only the network may read them, when the device has
   // come to the call.
-  std::span<std::byte> readInPlace(const at::Tensor& tensor);
-  bool readsInPlace() const { return readsInPlace_; }
+  engine::Piece readInPlace(const at::Tensor& tensor);
   engine::Pieces readInPlace(at::TensorList tensors);
   // As write() of several, but one of them gets its elements from `own`, which stays on the device, and so does its
   // piece: where a plan copies what this rank gives itself, source and destination are the same, and nobody touches them
@@ -75,10 +74,9 @@ class Staging {
   at::Tensor residentOf(const at::Tensor& tensor, bool reads);
   bool joins(const std::vector<at::Tensor>& tensors);
   // The elements of all tensors, one behind the other, on the device where they are.
-  std::span<std::byte> joined(const std::vector<at::Tensor>& tensors, bool reads, bool writes);
+  engine::Piece joined(const std::vector<at::Tensor>& tensors, bool reads, bool writes);
 
   bool staysOnDevice_ = false;
-  bool readsInPlace_ = false;
   std::shared_ptr<DeviceCopies> device_;
   std::optional<c10::Device> place_;
   std::vector<at::Tensor> kept_;
