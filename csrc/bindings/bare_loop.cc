@@ -11,19 +11,19 @@ namespace py = pybind11;
 namespace smddp::bindings {
 namespace {
 
-// The compiler makes one version for each instruction set, and the loader picks.
+// The compiler makes one version for each instruction set, and the loader selects one.
 #if defined(__x86_64__)
 #define SMDDP_EVERY_CPU __attribute__((target_clones("default", "avx2", "arch=skylake-avx512")))
 #else
 #define SMDDP_EVERY_CPU
 #endif
 
-// Two buffers are the common case, and the one that a compiler vectorises without help.
+// Two buffers: the common case. The compiler vectorises it without help.
 SMDDP_EVERY_CPU void sumTwo(float* __restrict a, float* __restrict b, size_t count) {
   for (size_t i = 0; i < count; ++i) a[i] = b[i] = a[i] + b[i];
 }
 
-// Blocks that stay in the first cache, so that each buffer is read and written once.
+// Sums in blocks that stay in the L1 cache, so that each buffer is read and written once.
 SMDDP_EVERY_CPU void sumMany(const std::vector<float*>& buffers, size_t count) {
   constexpr size_t kBlock = 1024;
   float sums[kBlock];

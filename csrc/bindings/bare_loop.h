@@ -1,4 +1,4 @@
-// What bounds a reduction in shared memory: the sum without anything around it.
+// A bare sum loop, without communication: the upper bound for reductions in shared memory.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -7,7 +7,7 @@ namespace py = pybind11;
 namespace smddp::bindings {
 namespace {
 
-// Leaked: errors may be translated while the interpreter ends.
+// Never destroyed, because errors may be translated while the interpreter ends.
 py::dict& errorTypes() {
   static auto* types = new py::dict;
   return *types;
@@ -33,7 +33,7 @@ void translate(std::exception_ptr thrown) {
 void bindErrorTypes(py::module& m) {
   m.def(
       "set_error_types", [](const py::dict& types) { errorTypes() = types; }, py::arg("types"));
-  // Global, not local to this module: Work.wait() is a function of torch's module.
+  // Register it globally, not for this module only: Work.wait() is a function of torch's module.
   py::register_exception_translator(&translate);
 }
 

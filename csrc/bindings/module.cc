@@ -1,4 +1,4 @@
-// The Python module smddp._C: names only, no logic.
+// The Python module smddp._C. It has bindings only, no logic.
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
@@ -38,7 +38,7 @@ void bindProcessGroup(py::module& m) {
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            py::arg("algorithm") = "", Release())
       .def("describe", &ProcessGroup::describe, Release())
-      // new_group() calls it, where a device is bound, on ranks that are not in the new group.
+      // If a device is bound, new_group() calls this on ranks that are not in the new group.
       .def("perform_nocolor_split", [](ProcessGroup&, const c10::Device&) {})
       .def("statistics", [](ProcessGroup& group) {
         std::map<std::string, smddp::engine::AlgorithmUse> uses;

@@ -1,11 +1,11 @@
-// What `python -m smddp.plan` needs: plans as text, and the checker.
+// Bindings for `python -m smddp.plan`: plans as text, and the checker.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace smddp::bindings {
 
-// list_algorithms(), print_plan(...), check_plan(...).
+// Defines list_algorithms(), print_plan(...) and check_plan(...).
 void bindPlanTool(pybind11::module& m);
 
 }  // namespace smddp::bindings

@@ -1,11 +1,11 @@
-// A number from torch's default generator, without the tensor that torch would make for it.
+// A random number from torch's default generator, without making a tensor.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace smddp::bindings {
 
-// random_number(below).
+// Defines random_number(below).
 void bindRandomNumber(pybind11::module_& m);
 
 }  // namespace smddp::bindings

@@ -1,9 +1,7 @@
-// Reading and writing the byte strings that bootstrap sends: little-endian numbers, length-prefixed
-// text.
+// Blobs: the byte strings that bootstrap sends. They consist of little-endian numbers and length-prefixed text.
 //
-// A reader trusts nothing: every field has a limit, every length is checked against what is left,
-// and the first field that does not fit throws BlobError with its name. Nothing is allocated before
-// that.
+// A reader does not trust its input. Every field has a limit, and every length is checked against the bytes that are
+// left, before anything is allocated. The first field that does not fit throws BlobError with its name.
 #pragma once
 
 #include <bit>
@@ -22,7 +20,7 @@ namespace smddp::bootstrap {
 
 static_assert(std::endian::native == std::endian::little, "blobs are copied byte by byte");
 
-// What is wrong with a blob; the reader of the blob knows whose it was and throws the Error for it.
+// Says what is wrong with a blob. The caller knows whose blob it was, and throws an Error instead.
 class BlobError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -34,8 +32,7 @@ class BlobWriter {
     append(&value, sizeof(value));
   }
   void raw(std::span<const std::byte> bytes) { append(bytes.data(), bytes.size()); }
-  // Length and content. A field over its limit is refused here, where its owner can still change
-  // it.
+  // Writes length and content. Throws for a field over its limit, because here its owner can still change it.
   void bytes(const char* field, std::span<const std::byte> value, size_t limit) {
     if (value.size() > limit) {
       raise(ErrorKind::Usage, "{} has {} bytes; at most {} can be published", field, value.size(),
@@ -60,7 +57,7 @@ class BlobWriter {
 
 class BlobReader {
  public:
-  // `blob` outlives the reader.
+  // `blob` must outlive the reader.
   explicit BlobReader(std::span<const std::byte> blob) : left_(blob) {}
 
   template <std::unsigned_integral T>
@@ -81,7 +78,7 @@ class BlobReader {
     const auto value = lengthPrefixed(field, limit);
     return {reinterpret_cast<const char*>(value.data()), value.size()};
   }
-  // The blob must be read to its last byte: more is as wrong as less.
+  // Checks that the blob was read to its last byte.
   void end() const {
     if (!left_.empty())
       throw BlobError(fmt::format("{} bytes follow the last field", left_.size()));

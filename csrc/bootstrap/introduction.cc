@@ -16,7 +16,7 @@
 namespace smddp::bootstrap {
 namespace {
 
-// What every version writes first and the same way: enough to say "you are another version".
+// Every version writes these first and in the same way, so that a rank with another version is recognised.
 constexpr uint32_t kMagic = 0x50444d53;  // "SMDP"
 constexpr uint32_t kProtocolVersion = 1;
 
@@ -26,8 +26,8 @@ constexpr size_t kMaxSettingsBytes = 4096;
 constexpr size_t kMaxOpaqueBytes = 1024;
 constexpr size_t kMaxTroubleBytes = 512;
 
-// Plans, slot sizes, the order of operations, and which way they go follow from these: with different values two ranks
-// would wait for messages that the other never sends.
+// These settings determine plans, slot sizes, the order of operations and the path of calls. With different values two
+// ranks would wait for messages that the other never sends.
 constexpr std::array<std::string_view, 10> kMustAgree = {
     "algorithm", "oneShotBytes", "chunkBytes",  "fabricChunkBytes", "fabricWindow",
     "poolBytes", "inFlight",     "fusionBytes", "gpuPath",          "gpuSum"};
@@ -36,7 +36,7 @@ bool mustAgree(std::string_view field) {
   return std::find(kMustAgree.begin(), kMustAgree.end(), field) != kMustAgree.end();
 }
 
-// Defaults stay out: they are the same in the same version, and a blob is read by every rank.
+// Leaves out defaults, to keep the blob short: they are equal in the same version.
 std::string settingsToAgreeOn(const Settings& settings) {
   const Settings defaults;
   std::string text;
@@ -60,7 +60,7 @@ std::map<std::string, std::string> parseSettings(std::string_view text) {
   return values;
 }
 
-// What a rank has that did not tell a value.
+// The value of a rank that did not publish one: the default.
 std::string printDefault(std::string_view name) {
   const Settings defaults;
   std::string text = "unset";
@@ -71,7 +71,7 @@ std::string printDefault(std::string_view name) {
   return text.empty() ? "unset" : text;
 }
 
-// "SMDDP_CHUNK_BYTES is 262144 on ranks 0-2 and 65536 on rank 3; …"
+// Describes the differences: "SMDDP_CHUNK_BYTES is 262144 on ranks 0-2 and 65536 on rank 3; …"
 std::string differences(const std::vector<Introduction>& introductions) {
   std::vector<std::map<std::string, std::string>> told;
   std::set<std::string> names;
@@ -82,7 +82,7 @@ std::string differences(const std::vector<Introduction>& introductions) {
   std::string text;
   for (const std::string& name : names) {
     const std::string byDefault = printDefault(name);
-    // In the order of the first rank that has it.
+    // The values in the order of the first rank that has each.
     std::vector<std::pair<std::string, std::vector<Rank>>> values;
     for (Rank rank = 0; rank < static_cast<Rank>(told.size()); ++rank) {
       const auto found = told[rank].find(name);
@@ -214,7 +214,7 @@ void checkTrouble(const std::vector<Introduction>& introductions, Rank me) {
 }
 
 void checkAgreement(const std::vector<Introduction>& introductions) {
-  // Against rank 0 in rank order: every rank finds the same pair.
+  // Compare with rank 0 in the order of ranks, so that every rank finds the same pair.
   for (size_t rank = 1; rank < introductions.size(); ++rank) {
     const Introduction& first = introductions.front();
     const Introduction& other = introductions[rank];

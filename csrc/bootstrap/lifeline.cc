@@ -24,16 +24,16 @@ constexpr Nanoseconds kProbePeriod = kSecond / 10;
 
 std::string textOf(int error) { return std::generic_category().message(error); }
 
-// All of it or an error; a fresh socket has room for a hello, so less is a failure too.
+// Sends all bytes; false otherwise. A fresh socket has room for a hello, so a partial send is a failure, too.
 bool sendAll(const FileDescriptor& socket, std::span<const std::byte> bytes) {
   const auto sent = ::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   return sent == static_cast<ssize_t>(bytes.size());
 }
 
-// A host that vanished answers no probe. The first comes after 2 s of silence, then one every 2 s; what is
-// unanswered for 10 s ends the connection. Less than that and a kernel that is short of time or of
-// socket memory, and drops a probe or two, would be taken for a dead host.
-void watchForSilence(const FileDescriptor& socket) {
+// Lets the kernel detect a vanished host. It sends a keep-alive probe after 2 s of silence and then every 2 s, and ends
+// the connection after 10 s without an answer. A shorter limit could end the connection to a kernel that is short of
+// time or socket memory and drops a probe or two.
+void enableKeepAlive(const FileDescriptor& socket) {
   const auto option = [&](int level, int name, int value) {
     if (::setsockopt(socket.get(), level, name, &value, sizeof(value)) != 0) {
       SMDDP_LOG(Debug, "bootstrap", "socket option {}/{}: {}", level, name, textOf(errno));
@@ -56,7 +56,7 @@ Lifeline::Lifeline(const ProcessId& self, const std::string& localAddress, const
   if (!epoll_ || !timer_) {
     raiseErrno(ErrorKind::Resource, "no descriptors left for lifelines; raise ulimit -n");
   }
-  watch(kTimerId, timer_.get(), EPOLL_CTL_ADD, EPOLLIN);
+  setEpoll(kTimerId, timer_.get(), EPOLL_CTL_ADD, EPOLLIN);
   listen(localAddress);
 }
 
@@ -76,7 +76,7 @@ void Lifeline::listen(const std::string& localAddress) {
       ::getsockname(listener_.get(), endpoint_.address(), &size) != 0) {
     raiseErrno(ErrorKind::Transport, "cannot listen on {}", localAddress);
   }
-  watch(kListenerId, listener_.get(), EPOLL_CTL_ADD, EPOLLIN);
+  setEpoll(kListenerId, listener_.get(), EPOLL_CTL_ADD, EPOLLIN);
 }
 
 std::vector<std::byte> Lifeline::address() const { return serialise({endpoint_, self_}); }
@@ -92,7 +92,7 @@ void Lifeline::connect(std::span<const std::byte> address, const std::string& de
   if (self_ < peer.process) {
     dial(peer.process, peer.endpoint);
   } else if (const auto early = find(peer.process); early != connections_.end()) {
-    watch(early->first, early->second.socket.get(), EPOLL_CTL_ADD, EPOLLIN);
+    setEpoll(early->first, early->second.socket.get(), EPOLL_CTL_ADD, EPOLLIN);
     admit(early);
   }
   rearm();
@@ -109,10 +109,10 @@ void Lifeline::dial(const ProcessId& process, const Endpoint& endpoint) {
     return;
   }
   const ConnectionId id = nextId_++;
-  watch(id, socket.get(), EPOLL_CTL_ADD, EPOLLOUT);
-  // Its time limit is the peer's.
+  setEpoll(id, socket.get(), EPOLL_CTL_ADD, EPOLLOUT);
+  // The connection has no deadline of its own; the peer's applies.
   Connection connection{std::move(socket), State::Connecting, false, process};
-  connection.givenUp = Deadline::after(clock_, options_.handshakeTimeout / 2);
+  connection.mayBeDropped = Deadline::after(clock_, options_.handshakeTimeout / 2);
   connections_.emplace(id, std::move(connection));
 }
 
@@ -122,7 +122,7 @@ size_t Lifeline::poll(const std::function<void(const Departure&)>& onDeparture) 
   if (count <= 0 && departures_.empty()) return 0;
   for (int i = 0; i < count; ++i) {
     const uint64_t id = events[i].data.u64;
-    // An event of this batch may have ended the connection of another.
+    // An earlier event of this batch may have ended this connection.
     const auto it = connections_.find(id);
     if (id == kListenerId) {
       accept();
@@ -134,32 +134,32 @@ size_t Lifeline::poll(const std::function<void(const Departure&)>& onDeparture) 
   pauseListening(numHalfOpen() >= options_.maxHalfOpen || !resumeListening_.passed(clock_));
   const std::vector<Departure> found = std::exchange(departures_, {});
   rearm();
-  // Said last, when everything is in order again: the callback may introduce peers or leave.
+  // Report last, when the state is consistent: the callback may introduce peers or leave.
   for (const auto& departure : found) onDeparture(departure);
   return found.size();
 }
 
 void Lifeline::accept() {
-  // A bounded number at a time, so that a flood of visitors cannot keep us here.
+  // Accept a bounded number at a time, so that many connections cannot keep us here.
   for (size_t i = 0; i < options_.maxHalfOpen && numHalfOpen() < options_.maxHalfOpen; ++i) {
     FileDescriptor socket(
         ::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-        // Asking again at once would fail again; the visitor waits in the kernel's queue.
+        // Do not try again at once, which would fail again. The connection waits in the kernel's queue.
         SMDDP_LOG(Warn, "bootstrap", "cannot accept a connection: {}; raise ulimit -n",
                   textOf(errno));
         resumeListening_ = Deadline::after(clock_, kSecond);
       }
-      // Nobody is waiting, or the visitor is gone: if more are there, the next poll() finds them.
+      // The queue is empty, or the connection is gone. If there are more, the next poll() finds them.
       return;
     }
     const ConnectionId id = nextId_++;
-    watch(id, socket.get(), EPOLL_CTL_ADD, EPOLLIN);
+    setEpoll(id, socket.get(), EPOLL_CTL_ADD, EPOLLIN);
     const auto deadline = Deadline::after(clock_, options_.handshakeTimeout);
     const auto [it, isNew] = connections_.emplace(
         id, Connection{std::move(socket), State::AwaitingHello, true, {}, deadline});
-    // Its hello is usually there already, and then it never counts as half open.
+    // Usually the hello has arrived already; then the connection is never half open.
     serve(it);
   }
 }
@@ -184,12 +184,12 @@ void Lifeline::onWritable(Connections::iterator it) {
     return failHandshake(it, "cannot send the hello: " + textOf(errno));
   }
   connection.state = State::AwaitingHello;
-  watch(it->first, connection.socket.get(), EPOLL_CTL_MOD, EPOLLIN);
+  setEpoll(it->first, connection.socket.get(), EPOLL_CTL_MOD, EPOLLIN);
 }
 
 void Lifeline::onHello(Connections::iterator it) {
   Connection& connection = it->second;
-  // Not a byte more: what follows the hello is read by onLaterBytes().
+  // Read no byte after the hello: onLaterBytes() reads those.
   std::array<std::byte, kHelloBytes> buffer;
   const size_t missing = kHelloBytes - connection.received.size();
   const auto got = ::recv(connection.socket.get(), buffer.data(), missing, MSG_DONTWAIT);
@@ -207,14 +207,14 @@ void Lifeline::onHello(Connections::iterator it) {
     if (hello->from != connection.peer) return fail(it, "its port belongs to another process");
     return confirm(it);
   }
-  // One connection per pair, from the smaller id: anything else is no peer of ours.
+  // There is one connection per pair, made by the smaller id. Drop any other.
   if (!(hello->from < self_) || find(hello->from) != connections_.end()) return drop(it);
   connection.peer = hello->from;
   connection.deadline = Deadline::never();
   if (peers_.contains(connection.peer)) return admit(it);
-  // It heard of us before we heard of it. We will look at it again when connect() names it.
+  // The peer was introduced to us later than we to it. Keep the connection until connect() names the peer.
   connection.state = State::AwaitingIntroduction;
-  watch(it->first, connection.socket.get(), EPOLL_CTL_DEL, 0);
+  setEpoll(it->first, connection.socket.get(), EPOLL_CTL_DEL, 0);
 }
 
 void Lifeline::admit(Connections::iterator it) {
@@ -229,7 +229,7 @@ void Lifeline::confirm(Connections::iterator it) {
   Peer& peer = peers_.at(it->second.peer);
   it->second.state = State::Connected;
   peer.state = Peer::Connected;
-  watchForSilence(it->second.socket);
+  enableKeepAlive(it->second.socket);
   SMDDP_LOG(Debug, "bootstrap", "lifeline to {}", peer.description);
 }
 
@@ -254,7 +254,7 @@ void Lifeline::probe(const ProcessId& process) {
   if (!connection.nextProbe.passed(clock_)) return;
   connection.nextProbe = Deadline::after(clock_, kProbePeriod);
   const bool silent = isSilent(connection);
-  // A stopped process reads nothing: once its buffer is full, what is in there does as well.
+  // A stopped process reads nothing, so its buffer may be full. Then the bytes in the queue serve as the probe.
   (void)::send(connection.socket.get(), &kProbe, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (silent) {
     fail(it, fmt::format("its host has not answered for {:.1f} s: it is down or cut off",
@@ -263,30 +263,29 @@ void Lifeline::probe(const ProcessId& process) {
   }
 }
 
-// Looks at the probes sent so far. So many in a row have to be unanswered as there are in the time: one that was not
-// asked need not have said anything, however long ago its last answer is, and while this process, or the whole machine,
-// was not running, nobody took answers in.
+// True if all probes within hostTimeout are unanswered. The time since the last acknowledgement alone is not enough: a
+// peer that was not probed sends none, and while this process, or the machine, was stopped, none were received.
 bool Lifeline::isSilent(Connection& connection) const {
   tcp_info info{};
   socklen_t size = sizeof info;
   if (::getsockopt(connection.socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
-  connection.silentLooks = info.tcpi_unacked > 0 ? connection.silentLooks + 1 : 0;
-  return connection.silentLooks * kProbePeriod >= options_.hostTimeout &&
+  connection.unansweredProbes = info.tcpi_unacked > 0 ? connection.unansweredProbes + 1 : 0;
+  return connection.unansweredProbes * kProbePeriod >= options_.hostTimeout &&
          int64_t{info.tcpi_last_ack_recv} * 1'000'000 > options_.hostTimeout;
 }
 
 void Lifeline::fail(Connections::iterator it, const std::string& cause) {
   const ProcessId process = it->second.peer;
   drop(it);
-  // A stranger, whose peer is all zeros, has nobody who waits for it.
+  // Without a hello the peer is all zeros, and belongs to no entry.
   if (peers_.contains(process)) depart(process, false, cause);
 }
 
-// Before the peer's hello. Whoever is late with his own is hung up on: if that was us, because nothing ran
-// here for a while, we call again, until the peer's time is over.
+// Handles a connection that failed before the peer's hello. If our hello may have been late, because this process did
+// not run for a while, the peer has dropped us: connect again, until the peer's deadline.
 void Lifeline::failHandshake(Connections::iterator it, const std::string& cause) {
   const Connection& connection = it->second;
-  if (connection.accepted || !connection.givenUp.passed(clock_)) return fail(it, cause);
+  if (connection.accepted || !connection.mayBeDropped.passed(clock_)) return fail(it, cause);
   const ProcessId process = connection.peer;
   drop(it);
   dial(process, peers_.at(process).endpoint);
@@ -301,9 +300,10 @@ void Lifeline::depart(const ProcessId& process, bool orderly, const std::string&
 }
 
 void Lifeline::drop(Connections::iterator it) {
-  // By hand, and with shutdown: a forked child may hold a copy, which close() would leave alive.
+  // close() alone is not enough, because a forked child may have a copy of the socket. So remove it from the epoll set
+  // and shut it down.
   if (it->second.state != State::AwaitingIntroduction) {
-    watch(it->first, it->second.socket.get(), EPOLL_CTL_DEL, 0);
+    setEpoll(it->first, it->second.socket.get(), EPOLL_CTL_DEL, 0);
   }
   ::shutdown(it->second.socket.get(), SHUT_RDWR);
   connections_.erase(it);
@@ -350,12 +350,12 @@ void Lifeline::expire() {
 void Lifeline::leave() {
   for (auto& [id, connection] : connections_) {
     if (connection.state == State::Connecting || connection.peer == ProcessId{}) continue;
-    // The peer expects a hello before anything else.
+    // The peer expects a hello first.
     if (connection.state == State::AwaitingIntroduction) {
       sendAll(connection.socket, serialise(signedHello(self_, connection.peer, options_.seal)));
     }
     sendAll(connection.socket, std::span(&kGoodbye, 1));
-    // Unread bytes would turn the close into a reset, which may overtake the goodbye.
+    // With unread bytes the close would send a reset, which may overtake the goodbye.
     std::array<std::byte, kHelloBytes + 1> unread;
     (void)::recv(connection.socket.get(), unread.data(), unread.size(), MSG_DONTWAIT);
   }
@@ -371,7 +371,7 @@ void Lifeline::closeInChild() noexcept {
   for (FileDescriptor* fd : {&listener_, &timer_, &epoll_}) *fd = FileDescriptor();
 }
 
-void Lifeline::watch(ConnectionId id, int fd, int operation, uint32_t events) {
+void Lifeline::setEpoll(ConnectionId id, int fd, int operation, uint32_t events) {
   epoll_event event{};
   event.events = events;
   event.data.u64 = id;
@@ -382,7 +382,7 @@ void Lifeline::watch(ConnectionId id, int fd, int operation, uint32_t events) {
 
 void Lifeline::pauseListening(bool pause) {
   if (pause == paused_ || !listener_) return;
-  watch(kListenerId, listener_.get(), EPOLL_CTL_MOD, pause ? 0U : EPOLLIN);
+  setEpoll(kListenerId, listener_.get(), EPOLL_CTL_MOD, pause ? 0U : EPOLLIN);
   paused_ = pause;
 }
 
@@ -400,7 +400,7 @@ void Lifeline::rearm() {
     when.it_value.tv_sec = earliest / kSecond;
     when.it_value.tv_nsec = earliest % kSecond;
   }
-  // Setting it, to whatever, also makes it unreadable until it fires.
+  // A new setting also makes the timer unreadable until it fires.
   if (::timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr) != 0) {
     raiseErrno(ErrorKind::Resource, "cannot set the lifelines' timer");
   }

@@ -1,20 +1,19 @@
-// TCP connections between processes on different nodes that carry nothing and whose end says that
-// the other died.
+// Lifelines: idle TCP connections between processes on different nodes. If a connection ends, the other process is
+// dead.
 //
-// A process that dies closes its sockets, whatever killed it: the peer's poll() sees it at once. A
-// host that vanishes is noticed by keep-alive probes in about ten seconds, and in less than two by
-// who waits for it (probe()). A process that leaves in order says goodbye first.
+// When a process dies, the kernel closes its sockets, and the peer's poll() sees that at once. If a host vanishes,
+// keep-alive probes find it in about ten seconds, and a process that waits for it and calls probe() in less than two.
+// A process that leaves in order sends a goodbye first.
 //
-// One connection per pair: the process with the smaller id connects. Both sides say hello with both
-// ids, so that only somebody who has read our address in the store gets past the door (and has the
-// job token, if there is one), and a stale port that now belongs to another program is found out.
-// Strangers are dropped without an answer, after 3 s at the latest; at most 64 of them are let in at
-// a time, the others wait in the kernel's queue. A peer that was dropped because nobody let it run in
-// these 3 s connects again.
+// There is one connection per pair: the process with the smaller id connects. Both sides send a hello with both ids.
+// So a process is accepted only if it has read our address in the store (and has the job token, if there is one), and
+// a stale port that now belongs to another program is recognised. A connection without a hello is half open. It is
+// dropped without an answer after 3 s. At most 64 are half open at a time; others wait in the kernel's queue. A peer
+// that was dropped because it did not get to run within these 3 s connects again.
 //
-// Threads: none of its own; all calls from one thread (closeInChild excepted). Nothing blocks. Owns
-// its sockets. Destroying it without leave() looks to the peers like a death. Errors: the
-// constructor and connect() throw; afterwards trouble is a Departure, never an exception.
+// Threads: none of its own; all calls come from one thread (except closeInChild). Nothing blocks. Owns its sockets.
+// If it is destroyed without leave(), the peers take that for a death. Errors: the constructor and connect() throw;
+// later failures are Departures, not exceptions.
 #pragma once
 
 #include <cstddef>
@@ -35,19 +34,19 @@ namespace smddp::bootstrap {
 class Lifeline {
  public:
   struct Options {
-    // Until a stranger has said hello.
+    // The time limit for the hello of an accepted connection.
     Nanoseconds handshakeTimeout = 3'000'000'000;
-    // Until an introduced peer is connected.
+    // The time limit for the connection to an introduced peer.
     Nanoseconds connectTimeout = 30'000'000'000;
     size_t maxHalfOpen = 64;
-    // What was sent and is not acknowledged for so long says that the host is gone or cut off.
+    // If sent bytes are not acknowledged for this long, the host is down or cut off.
     Nanoseconds hostTimeout = 1'500'000'000;
     Seal seal{};
   };
-  // Said once per peer.
+  // The end of a peer; reported once per peer.
   struct Departure {
     ProcessId process;
-    bool orderly;  // it said goodbye
+    bool orderly;  // it sent a goodbye
     std::string cause;
   };
 
@@ -59,56 +58,54 @@ class Lifeline {
   Lifeline(const Lifeline&) = delete;
   Lifeline& operator=(const Lifeline&) = delete;
 
-  // For Introduction::lifeline.
+  // Our address, for Introduction::lifeline.
   std::vector<std::byte> address() const;
 
-  // Introduces a peer. Returns at once; a peer that cannot be reached departs. Known peers are left
-  // alone. Throws Transport when the address is malformed, naming `description`.
+  // Introduces a peer. Returns at once; if the peer cannot be reached, poll() reports a Departure. Does nothing for a
+  // known peer. Throws Transport, naming `description`, if the address is malformed.
   void connect(std::span<const std::byte> address, const std::string& description);
 
-  // Peers that are connected and whose hello has been heard.
+  // The number of peers that are connected and whose hello has arrived.
   size_t numConnected() const;
-  // Peers that are still to come: introduced, neither connected nor departed.
+  // The number of introduced peers that are neither connected nor departed.
   size_t numExpected() const;
 
-  // Sends a byte that the peer's kernel acknowledges, whether or not its process runs, unless one
-  // was sent a moment ago. poll() takes a peer for departed when acknowledgements fail to come.
-  // Call it again and again while the peer is waited for.
+  // Sends a byte, unless one was sent a moment ago. The peer's kernel acknowledges it, also if the process is stopped.
+  // If acknowledgements fail to come, the peer departs. Call it repeatedly while waiting for the peer.
   void probe(const ProcessId& process);
 
-  // Looks at all connections and says who departed. The callback may call us back, poll() excepted.
-  // Returns the number of departures.
+  // Serves all connections and reports departures. The callback may call any method except poll(). Returns the number
+  // of departures.
   size_t poll(const std::function<void(const Departure&)>& onDeparture);
 
   // An epoll descriptor that is readable when poll() has something to do, deadlines included.
   int descriptor() const { return epoll_.get(); }
 
-  // Says goodbye to every peer and closes all sockets; poll() finds nothing any more.
+  // Sends a goodbye to every peer and closes all sockets. Afterwards poll() does nothing.
   void leave();
 
-  // In a forked child: closes the child's copies, which would otherwise keep the connections alive
-  // after the parent's death. Only calls close(2). The caller makes sure that nobody was inside
-  // another call while forking.
+  // Called in a forked child: closes the child's copies of the sockets, which would keep the connections alive after
+  // the parent's death. Calls close(2) only. During the fork no thread may be inside another call.
   void closeInChild() noexcept;
 
  private:
   enum class State {
-    Connecting,            // ours, under way
-    AwaitingHello,         // ours: the peer has not introduced us to itself yet; theirs: a stranger
-    AwaitingIntroduction,  // theirs, hello heard; our connect() has not been called yet. Not watched
+    Connecting,     // we connect
+    AwaitingHello,  // connected, but the peer's hello has not arrived
+    AwaitingIntroduction,  // accepted, with a hello, but our connect() was not called yet; not in the epoll set
     Connected,
   };
   struct Connection {
     FileDescriptor socket;
     State state;
-    bool accepted;     // they connected to us
-    ProcessId peer{};  // of an accepted one: once its hello is heard
+    bool accepted;     // the peer connected to us
+    ProcessId peer{};  // if accepted: set when its hello has arrived
     Deadline deadline{};
-    std::vector<std::byte> received{};  // of its hello
-    // Ours: when the peer may have given us up for a stranger that says nothing.
-    Deadline givenUp{};
+    std::vector<std::byte> received{};  // the bytes of its hello so far
+    // If we connected: from then on the peer may have dropped the connection because our hello was late.
+    Deadline mayBeDropped{};
     Deadline nextProbe{0};
-    int silentLooks = 0;
+    int unansweredProbes = 0;
   };
   struct Peer {
     std::string description;
@@ -136,7 +133,7 @@ class Lifeline {
   Connections::iterator find(const ProcessId& process);
   size_t numHalfOpen() const;
   void expire();
-  void watch(ConnectionId id, int fd, int operation, uint32_t events);
+  void setEpoll(ConnectionId id, int fd, int operation, uint32_t events);
   void pauseListening(bool pause);
   void rearm();
 
@@ -147,12 +144,12 @@ class Lifeline {
   FileDescriptor timer_;  // makes epoll_ readable when a deadline passes
   FileDescriptor listener_;
   Endpoint endpoint_;
-  bool paused_ = false;          // the listener is not being watched
-  Deadline resumeListening_{0};  // not before this, after the machine ran out of descriptors
+  bool paused_ = false;          // the listener has no events in the epoll set
+  Deadline resumeListening_{0};  // when to accept again after the machine ran out of descriptors
   ConnectionId nextId_ = 2;      // 0 and 1 are the listener and the timer
   Connections connections_;
   std::map<ProcessId, Peer> peers_;
-  std::vector<Departure> departures_;  // found, not yet said
+  std::vector<Departure> departures_;  // not yet reported
 };
 
 }  // namespace smddp::bootstrap

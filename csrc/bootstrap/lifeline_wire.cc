@@ -14,7 +14,7 @@ constexpr uint8_t kAddressVersion = 1;
 constexpr uint32_t kHelloMagic = 0x4c444d53;  // "SMDL"
 constexpr uint32_t kHelloVersion = 2;
 
-// The parts of an endpoint that travel: 4 or 16 address bytes and the port, both in network order.
+// The parts of an endpoint that are sent: 4 or 16 address bytes and the port, both in network order.
 struct Parts {
   std::span<std::byte> bytes;
   uint16_t* port;
@@ -69,7 +69,7 @@ LifelineAddress parseLifelineAddress(std::span<const std::byte> blob,
     std::memcpy(parts.bytes.data(), bytes.data(), bytes.size());
     *parts.port = reader.number<uint16_t>("port");
     reader.raw("processId", result.process);
-    // What a connection has that belongs to nobody yet.
+    // A connection without a hello has the id 0.
     if (result.process == ProcessId{}) throw BlobError("no process has the id 0");
     reader.end();
     return result;

@@ -1,4 +1,4 @@
-// What a lifeline publishes and what it says: addresses, the hello, the goodbye.
+// The bytes of lifelines: the published address, the hello, the goodbye and the probe.
 #pragma once
 
 #include <netinet/in.h>
@@ -15,7 +15,7 @@
 
 namespace smddp::bootstrap {
 
-// An IPv4 or IPv6 address and a port, as the socket calls want them.
+// An IPv4 or IPv6 address and a port, for socket calls.
 struct Endpoint {
   sockaddr_storage storage{};
   sockaddr* address() { return reinterpret_cast<sockaddr*>(&storage); }
@@ -25,7 +25,7 @@ struct Endpoint {
   }
 };
 
-// Port 0 of a numeric address. Throws Usage for anything else and for the wildcard.
+// Parses a numeric address; the port is 0. Throws Usage for any other text, and for the wildcard address.
 Endpoint parseNumericAddress(const std::string& text);
 
 struct LifelineAddress {
@@ -37,8 +37,8 @@ std::vector<std::byte> serialise(const LifelineAddress& address);
 LifelineAddress parseLifelineAddress(std::span<const std::byte> blob,
                                      const std::string& description);
 
-// The first bytes in both directions. Knowing `to` is the proof of having read the store, `signature` that of
-// having the job token. Processes draw their ids, so a hello is worth nothing to any other pair.
+// The first bytes in both directions. `to` proves that the sender has read the store; `signature` proves that it has
+// the job token. Ids are random, so a hello is useless for any other pair.
 struct Hello {
   ProcessId from{}, to{};
   Digest signature{};
@@ -47,10 +47,10 @@ Hello signedHello(const ProcessId& from, const ProcessId& to, const Seal& seal);
 bool isGenuine(const Hello& hello, const Seal& seal);
 inline constexpr size_t kHelloBytes = 72;
 std::vector<std::byte> serialise(const Hello& hello);
-// Nothing when it is not a hello of our version. `bytes` has kHelloBytes.
+// nullopt if it is not a hello of our version. `bytes` has kHelloBytes.
 std::optional<Hello> parseHello(std::span<const std::byte> bytes);
 
-// The only bytes that may follow the hello. A probe asks for nothing but the kernel's acknowledgement.
+// The only bytes that may follow the hello. A probe needs no answer but the kernel's acknowledgement.
 inline constexpr std::byte kGoodbye{0x67};
 inline constexpr std::byte kProbe{0x70};
 

@@ -42,7 +42,7 @@ std::string print(const sockaddr* address) {
   return failed != 0 ? "" : text.data();
 }
 
-// Link-local IPv6 addresses mean something on one link only; a peer would not know on which.
+// Link-local IPv6 addresses are valid on one link only, and a peer does not know which.
 bool isUsable(const sockaddr* address) {
   if (address == nullptr) return false;
   if (address->sa_family == AF_INET) return true;
@@ -66,7 +66,7 @@ std::string addressOfInterface(const std::string& name) {
   for (const ifaddrs* entry = raw; entry != nullptr; entry = entry->ifa_next) {
     if (!isUsable(entry->ifa_addr)) continue;
     names.insert(entry->ifa_name);
-    // IPv4 first: it is what the peers' interface most likely has too.
+    // Prefer IPv4: the peers' interfaces most likely have it, too.
     if (name == entry->ifa_name && (found.empty() || entry->ifa_addr->sa_family == AF_INET)) {
       found = print(entry->ifa_addr);
       if (entry->ifa_addr->sa_family == AF_INET) break;
@@ -79,8 +79,7 @@ std::string addressOfInterface(const std::string& name) {
         "SMDDP_INTERFACE={}: there is no such interface with an address; there is{}", name, others);
 }
 
-// The source address the kernel would choose towards `to`. Connecting a datagram socket sends
-// nothing.
+// The source address that the kernel would choose for `to`. To connect a datagram socket sends nothing.
 std::string sourceTowards(const sockaddr* to) {
   const FileDescriptor probe(::socket(to->sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   sockaddr_storage source{};
@@ -94,8 +93,7 @@ std::string sourceTowards(const sockaddr* to) {
 }
 
 std::string addressOfDefaultRoute() {
-  // Addresses reserved for documentation: no network has them, so only the default route leads
-  // there.
+  // These addresses are reserved for documentation. No network has them, so the default route applies.
   for (const char* nowhere : {"192.0.2.1", "2001:db8::1"}) {
     const auto list = resolve(nowhere, AI_NUMERICHOST);
     if (list == nullptr) continue;

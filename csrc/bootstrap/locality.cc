@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kMaxWhyBytes = 256;
 
-// Ranks with the same node name, ascending.
+// The ranks with the same node name, in ascending order.
 using Candidates = std::vector<Rank>;
 
 std::map<std::string, Candidates> candidatesByName(const std::vector<Introduction>& introductions) {
@@ -22,7 +22,7 @@ std::map<std::string, Candidates> candidatesByName(const std::vector<Introductio
   return result;
 }
 
-// Whether they have all reached one another before, or have nobody to reach.
+// True if they have all reached each other before, or if there is only one.
 bool areAcquainted(const Candidates& candidates, const std::vector<Introduction>& introductions) {
   if (candidates.size() == 1) return true;
   const uint64_t agreement = introductions[candidates.front()].nodeAgreement;
@@ -43,14 +43,14 @@ uint64_t agreementOf(const Candidates& candidates, const std::vector<Introductio
   return hash | 1;
 }
 
-// The first pair of candidates that cannot share memory, as a sentence; empty when all can. Throws
-// when that is for want of resources: going through the network would need more of them.
+// The first pair of candidates that cannot share memory, as a sentence; empty if all can. Throws if a rank lacks
+// resources, because the network would need even more of them.
 std::string firstFailure(const Candidates& candidates,
                          const std::vector<Introduction>& introductions,
                          const std::vector<ProbeReport>& reports) {
   for (const Rank rank : candidates) {
     if (reports[rank].failures.empty()) continue;
-    // A rank tries its candidates only, so whom it names is one of them.
+    // A rank probes its candidates only, so the named rank is one of them.
     const auto& failure = reports[rank].failures.front();
     const std::string text =
         fmt::format("{} cannot attach the memory of {}: {}", describe(rank, introductions[rank]),

@@ -1,6 +1,5 @@
-// From "which pairs reached each other's memory" to "who forms a node". Arithmetic only;
-// rendezvous.h asks the processes. Every rank computes it from the same reports and so comes to the
-// same result.
+// Decides which ranks form a node, from the reports which pairs of ranks reached each other's memory. It is arithmetic
+// only; rendezvous.h collects the reports. All ranks have the same reports, and so get the same result.
 #pragma once
 
 #include <cstddef>
@@ -17,10 +16,10 @@ namespace smddp::bootstrap {
 struct Locality {
   // One name per rank; equal names share memory.
   std::vector<std::string> nodeOfRank;
-  // What I put into my next Introduction::nodeAgreement: among processes with equal agreements
-  // nothing needs to be tried again, so a sub-group of a known group begins without a second round.
+  // The value for this rank's next Introduction::nodeAgreement. Processes with equal agreements need not probe each
+  // other again, so a sub-group of a known group needs no second round.
   uint64_t agreement = 0;
-  // Why candidates do not share memory, for the log; empty when all went well.
+  // The reasons why candidates do not share memory, for the log; empty if all do.
   std::vector<std::string> warnings;
 };
 
@@ -29,22 +28,22 @@ struct ProbeReport {
   struct Failure {
     Rank rank;
     std::string why;
-    // Neither the pair nor the machine is to blame: the reporting process is out of descriptors or address space.
+    // The reporting process is out of descriptors or address space; the failure says nothing about the pair.
     bool exhausted = false;
   };
   std::vector<Failure> failures;
 };
 
 std::vector<std::byte> serialise(const ProbeReport& report);
-// Throws Transport naming `from` when malformed or when it names a rank outside the group.
+// Throws Transport, naming `from`, if the report is malformed or names a rank outside the group.
 ProbeReport parseProbeReport(std::span<const std::byte> blob, Rank from, int size);
 
-// Whether some candidates are not yet known to share memory. Equal on all ranks.
+// True if some candidates are not yet known to share memory. Equal on all ranks.
 bool needsProbing(const std::vector<Introduction>& introductions);
 
-// `reports` has one entry per rank, or none at all when no probing was needed. Candidates form a
-// node if each reached all the others. If not: single-rank nodes and a warning when the names were
-// probed, a Usage error when the user had chosen them, a Resource error when a rank is exhausted.
+// `reports` has one entry per rank, or none if no probing was needed. Candidates form a node if each has reached all
+// the others. Otherwise, if the names come from the system, each rank becomes a node of its own, with a warning; if the
+// user chose the names, it throws Usage; if a rank is exhausted, it throws Resource.
 Locality decideLocality(const std::vector<Introduction>& introductions,
                         const std::vector<ProbeReport>& reports, Rank me);
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kChosen = "id:";
 
-// The number that identifies a namespace of this process; 0 when it cannot be read.
+// The number that identifies a namespace of this process; 0 if it cannot be read.
 uint64_t namespaceInode(const char* path) {
   struct stat info {};
   return ::stat(path, &info) == 0 ? info.st_ino : 0;

@@ -1,4 +1,4 @@
-// Which processes may try to share memory: those with equal node names.
+// Node names. Processes with equal names may try to share memory.
 #pragma once
 
 #include <string>
@@ -9,13 +9,13 @@ namespace smddp::bootstrap {
 
 inline constexpr size_t kMaxNodeNameBytes = 192;
 
-// SMDDP_NODE_ID if set ("id:…"), else what this kernel and its namespaces are ("boot:…"), so that a
-// chosen name never equals a probed one. Mates open each other's memory through /proc/<pid>/fd:
-// that needs the same PID namespace and a user namespace that grants it. A process that cannot read
-// its own namespaces gets a name of its own and shares with nobody.
+// Returns SMDDP_NODE_ID if set ("id:…"), else the identity of this kernel and its namespaces ("boot:…"). The prefixes
+// keep a chosen name from being equal to the other kind. Mates open each other's memory through /proc/<pid>/fd, which
+// needs the same PID namespace and a user namespace that allows it. A process that cannot read its own namespaces gets
+// a unique name, and shares memory with nobody.
 std::string nodeName(const Settings& settings);
 
-// Whether the user chose the name.
+// True if the user chose the name.
 bool isChosenNodeName(const std::string& name);
 
 }  // namespace smddp::bootstrap

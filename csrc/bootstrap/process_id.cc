@@ -11,8 +11,7 @@ namespace smddp::bootstrap {
 ProcessId randomProcessId() {
   ProcessId id{};
   ssize_t got = 0;
-  // Up to 256 bytes come whole or not at all; a signal may interrupt the wait for the first
-  // entropy.
+  // Up to 256 bytes are never returned in part, but a signal may interrupt the wait for the first entropy.
   do {
     got = ::getrandom(id.data(), id.size(), 0);
   } while (got < 0 && errno == EINTR);

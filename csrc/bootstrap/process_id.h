@@ -1,5 +1,4 @@
-// Who a process is: 16 random bytes, drawn once, equal to no other process's on any machine at any
-// time.
+// The id of a process: 16 random bytes. No two processes on any machines have the same.
 #pragma once
 
 #include <array>
@@ -10,7 +9,7 @@ namespace smddp::bootstrap {
 
 using ProcessId = std::array<std::byte, 16>;
 
-// Throws Resource when the kernel has no random bytes. A forked child must draw its own.
+// Throws Resource if the kernel has no random bytes. A forked child must draw its own id.
 ProcessId randomProcessId();
 // 32 hexadecimal digits.
 std::string toString(const ProcessId& id);

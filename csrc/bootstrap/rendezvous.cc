@@ -40,7 +40,7 @@ ProbeReport probeCandidates(const std::vector<Introduction>& introductions, Rank
     std::string why = "unknown cause";
     bool reached = false;
     bool exhausted = false;
-    // Whatever goes wrong here is a fact about this pair. The others wait for our report.
+    // Report every error as a failure of this pair, because the others wait for our report.
     try {
       reached = probe(introductions[rank], &why);
     } catch (const Error& error) {
@@ -86,11 +86,11 @@ std::vector<Introduction> Rendezvous::exchange(const Introduction& mine) {
     joinEpoch(blob, deadline);
     values = collect(kIn, deadline);
   }
-  // Only now, when the meeting is closed: no rank waits for one that has thrown.
+  // Check after the meeting is closed, so that no rank waits for one that has thrown.
   unseal(kIn, values);
   std::vector<Introduction> introductions;
   for (Rank rank = 0; rank < size_; ++rank) {
-    // What this rank has said it knows best itself: whole, whatever the store has made of it.
+    // For this rank take its own introduction, not the store's copy.
     introductions.push_back(rank == me_ ? mine : parseIntroduction(values[rank], rank));
   }
   checkTrouble(introductions, me_);
@@ -110,7 +110,7 @@ int64_t Rendezvous::countEpoch(int64_t amount) {
 
 int64_t Rendezvous::openEpoch() {
   const int64_t epoch = countEpoch(1);
-  // An epoch that nobody closed was cut short; ranks of this meeting may already wait in it.
+  // If the previous epoch is not closed, its meeting was interrupted. Ranks of this meeting may already wait in it.
   if (!store_.contains(key(kClosed, epoch - 1))) {
     store_.set(key(kClosed, epoch - 1), toValue(kSuperseded));
   }
@@ -121,8 +121,7 @@ int64_t Rendezvous::openEpoch() {
 void Rendezvous::joinEpoch(std::span<const std::byte> mine, const Deadline& deadline) {
   epoch_ = countEpoch(0);
   for (;;) {
-    // Epoch 0 is the time before the first meeting. In a closed epoch slow ranks may still be
-    // reading.
+    // Epoch 0 is the time before the first meeting. Do not publish in a closed epoch: slow ranks may still read there.
     if (epoch_ > 0 && !store_.contains(key(kClosed, epoch_))) {
       publish(kIn, mine);
       if (toText(await(key(kClosed, epoch_), deadline)) == kComplete) return;
@@ -205,13 +204,13 @@ Store::Value Rendezvous::await(const std::string& awaited, const Deadline& deadl
 void Rendezvous::raiseMissing(const char* what) {
   std::string missing;
   int count = 0;
-  // Before rank 0 has opened the meeting nobody can tell who else is late.
+  // Before rank 0 has opened the meeting, it is unknown which other ranks are late.
   const bool opened = epoch_ > 0 && !store_.contains(key(kClosed, epoch_));
   for (Rank rank = 0; rank < size_; ++rank) {
     if (opened || what == kNodes ? store_.contains(key(what, epoch_, rank)) : rank != 0) continue;
     missing += fmt::format("{}{}", count++ == 0 ? "" : ", ", rank);
   }
-  // All are there, yet nobody said so: that is rank 0's part.
+  // All have published, but the epoch is not closed: rank 0 did not close it.
   if (count == 0) missing = "0";
   raise(
       ErrorKind::Timeout,

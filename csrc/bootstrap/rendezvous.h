@@ -1,28 +1,27 @@
-// How the ranks of a group meet in a store that may be full of old keys.
+// The rendezvous: the ranks of a group meet in a store that may hold keys of earlier meetings.
 //
-// The same store under the same prefix serves destroy + init, and torchrun's restarts, in which
-// ranks move between processes and the world may grow or shrink. No rank can tell by itself how
-// often the others have been here, so rank 0 numbers the meetings (epochs) and nothing else counts:
+// The same store with the same prefix is used again after destroy + init, and by torchrun's restarts, in which ranks
+// move between processes and the world may grow or shrink. A rank does not know how many meetings the others have had.
+// So rank 0 numbers the meetings (epochs), and only its numbers count:
 //
-//   rank 0   epoch = add("epoch", 1)             a number nobody has used
-//            close epoch - 1 and say what comes next
+//   rank 0   epoch = add("epoch", 1)             a new number
+//            close epoch - 1 and publish the number of its successor
 //            publish in/<epoch>/0, collect all in/<epoch>/*, set closed/<epoch> = complete
-//   rank r   epoch = add("epoch", 0)             perhaps an old meeting's
+//   rank r   epoch = add("epoch", 0)             maybe the number of an old meeting
 //            already closed?  wait for its successor, start over
 //            publish in/<epoch>/r, wait for closed/<epoch>
 //            complete?        collect all in/<epoch>/*, done
 //            superseded?      wait for its successor, start over
 //
-// A meeting closes only after every rank published in it, and nobody publishes in a closed one, so
-// what a slow rank reads there never changes. No polling; a constant number of keys and calls per
-// rank.
+// A meeting is complete only after every rank has published in it, and no rank publishes in a closed one. So the values
+// that a slow rank reads there never change. Nothing polls; each rank uses a constant number of keys and calls.
 //
-// With a job token (seal.h) what ranks say about themselves is sealed under the key it is stored at: somebody
-// else who reaches the store can hold a meeting up, but neither join it nor change what is said. Epochs and
-// their ends are not sealed; they decide nothing but when to look.
+// With a job token (seal.h) introductions and reports are sealed under their keys. Somebody without the token who
+// reaches the store can delay a meeting, but can neither join it nor change its values. The numbers of epochs and their
+// ends are not sealed; they only determine when a rank looks at which key.
 //
-// Threads: one. Errors: Timeout names the missing ranks, Mismatch the ranks that disagree. The
-// object is then spent; a new one on the same store starts a new meeting.
+// Threads: one. Errors: Timeout names the missing ranks, Mismatch the ranks that disagree. After an error the object
+// cannot be used again; a new one on the same store starts a new meeting.
 #pragma once
 
 #include <functional>
@@ -40,20 +39,19 @@ namespace smddp::bootstrap {
 
 class Rendezvous {
  public:
-  // Tries to attach the memory of a candidate. On false, `why` says what failed. An exception
-  // counts as false.
+  // Tries to attach the memory of a candidate. If false, `why` says what failed. An exception counts as false.
   using Probe = std::function<bool(const Introduction& candidate, std::string* why)>;
 
   // The store is used during the calls below only. `timeout` bounds each of them.
   Rendezvous(Store& store, std::string group, Rank me, int size, Nanoseconds timeout,
              Seal seal = Seal());
 
-  // Everybody's introduction, by rank, parsed and in agreement. Raises the trouble that one of them tells.
+  // Returns the introductions of all ranks, by rank, after checkTrouble() and checkAgreement().
   std::vector<Introduction> exchange(const Introduction& mine);
 
-  // After exchange(): which ranks share a node. A second round through the store, left out when no
-  // candidates are new to each other. Identical names on all ranks; what was not to be is a warning
-  // in the log, once a process.
+  // Call it after exchange(). Returns which ranks share a node; the names are identical on all ranks. It takes a second
+  // round through the store, unless all candidates know each other. If candidates cannot share memory, it logs a
+  // warning, once per process.
   Locality agreeOnNodes(const std::vector<Introduction>& introductions, const Probe& probe);
 
  private:

@@ -5,7 +5,7 @@
 namespace smddp::bootstrap {
 namespace {
 
-// The last byte; the signature, if there is one, stands before it.
+// The last byte of a seal. The signature, if there is one, is in front of it.
 constexpr std::byte kPlain{0};
 constexpr std::byte kSigned{1};
 
@@ -15,7 +15,7 @@ std::span<const std::byte> bytesOf(std::string_view text) { return std::as_bytes
 
 Digest Seal::sign(std::string_view purpose, std::span<const std::byte> bytes) const {
   if (token_.empty()) return {};
-  // The length first: no two pairs of purpose and bytes make the same message.
+  // The length comes first, so that no two pairs of purpose and bytes give the same message.
   const uint64_t length = purpose.size();
   const auto head = std::as_bytes(std::span(&length, 1));
   std::vector<std::byte> message(head.begin(), head.end());

@@ -1,8 +1,8 @@
-// What SMDDP_JOB_TOKEN is for: bytes that others could have written prove that they come from the job.
+// Seals: with SMDDP_JOB_TOKEN, bytes in the store and on lifelines carry a proof that they come from the job.
 //
-// A seal is a MAC under the token, bound to a purpose (where the bytes lie, who speaks to whom), so that it is
-// worth nothing anywhere else. It hides nothing. Without a token a seal is empty, and anybody's bytes pass.
-// Immutable; any thread.
+// A seal is a MAC under the token. It is bound to a purpose (the key of the bytes, or sender and receiver), so that it
+// is not valid anywhere else. It encrypts nothing. Without a token a seal is empty, and all bytes are accepted.
+// Immutable; any thread may use it.
 #pragma once
 
 #include <cstddef>
@@ -22,19 +22,19 @@ class Seal {
 
   bool isEmpty() const { return token_.empty(); }
 
-  // Under the token; all zeros without one.
+  // The MAC under the token; all zeros without a token.
   Digest sign(std::string_view purpose, std::span<const std::byte> bytes) const;
 
-  // `bytes` with the seal behind them.
+  // Returns `bytes` followed by the seal.
   std::vector<std::byte> close(std::string_view purpose, std::span<const std::byte> bytes) const;
 
   enum class Verdict {
     Good,
-    NoToken,     // the writer has none, we do
-    Unexpected,  // the writer has one, we do not
-    OtherToken,  // or other bytes, or for another purpose
+    NoToken,     // we have a token, the writer has none
+    Unexpected,  // the writer has a token, we have none
+    OtherToken,  // another token, or changed bytes, or another purpose
   };
-  // Takes the seal off what close() returned.
+  // Checks the seal of the bytes that close() returned, and removes it.
   Verdict open(std::string_view purpose, std::vector<std::byte>& sealed) const;
 
  private:

@@ -47,7 +47,7 @@ Sha256& Sha256::add(std::span<const std::byte> bytes) {
 
 Digest Sha256::finish() {
   const uint64_t bits = length_ * 8;
-  // A one bit, zeros up to eight bytes before the end of a block, the length in bits.
+  // The padding: a one bit, zeros up to eight bytes before the end of a block, and the length in bits.
   std::array<std::byte, kBlockBytes + 8> padding{std::byte{0x80}};
   const size_t filled = length_ % kBlockBytes;
   const size_t zeros = (filled < 56 ? 56 : 120) - filled;

@@ -1,11 +1,10 @@
-// The key-value store that ranks meet in before they can talk: c10d's, behind the five calls we
-// need of it.
+// The key-value store in which ranks meet before they can communicate. It is c10d's store; this interface has the five
+// calls that we need.
 //
-// One store is shared by all groups and outlives them, also across restarts of the processes, so
-// keys that somebody left behind are an ordinary sight (rendezvous.h copes with them). Nothing here
-// deletes a key.
+// All groups share one store. It outlives them, also across restarts of processes, so it may contain old keys
+// (rendezvous.h handles that). Nothing here deletes a key.
 //
-// Threads: one caller at a time per object. Values are never empty: some stores cannot keep those.
+// Threads: one caller at a time per object. Values are never empty, because some stores cannot keep empty ones.
 #pragma once
 
 #include <cstddef>
@@ -24,16 +23,14 @@ class Store {
   virtual ~Store() = default;
 
   virtual void set(const std::string& key, const Value& value) = 0;
-  // Waits until somebody has set the key; throws ErrorKind::Timeout when nobody did in time.
+  // Waits until the key is set; throws ErrorKind::Timeout if that takes too long.
   virtual Value get(const std::string& key, Nanoseconds timeout) = 0;
-  // Adds to a counter that starts at 0 and returns the sum. Atomic. Counters and values share no
-  // keys.
+  // Adds to a counter that starts at 0, and returns the sum. Atomic. No key is used for a counter and a value.
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
-  // Whether get() would return at once.
+  // True if get() would return at once.
   virtual bool contains(const std::string& key) = 0;
 
-  // get() of each key, in their order, within one timeout. Stores that can do it in one round trip
-  // override it.
+  // Does get() for each key, in order, within one timeout. Stores that can do it in one round trip override it.
   virtual std::vector<Value> multiGet(const std::vector<std::string>& keys, Nanoseconds timeout) {
     const MonotonicClock clock;
     const Deadline deadline = Deadline::after(clock, timeout);

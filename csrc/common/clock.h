@@ -1,4 +1,4 @@
-// Time, behind an interface: the engine runs on the machine's monotonic clock or on a simulator's.
+// Clocks: the engine runs on the machine's monotonic clock, or on a simulator's.
 #pragma once
 
 #include <ctime>
@@ -8,7 +8,7 @@
 
 namespace smddp {
 
-// Nanoseconds on a clock that never goes back. The origin has no meaning.
+// Nanoseconds on a clock that never goes back. The origin is arbitrary.
 using Nanoseconds = int64_t;
 
 class Clock {
@@ -26,7 +26,7 @@ class MonotonicClock final : public Clock {
   }
 };
 
-// A point in time that every wait receives.
+// A point in time at which a wait ends. Every wait has one.
 struct Deadline {
   Nanoseconds at = std::numeric_limits<Nanoseconds>::max();
   static Deadline never() { return {}; }

@@ -10,7 +10,7 @@
 namespace smddp {
 namespace {
 
-// What does not parse is told with what is allowed, and the default as an example: `value` still has it.
+// The errors say what is allowed, and give the default as an example: `value` still has it.
 void parse(const char*, const std::string& text, Secret& value, const Allowed&) {
   value.text = text;
 }
@@ -56,7 +56,7 @@ void parse(const char* name, const std::string& text, int64_t& value, const Allo
   value = number;
 }
 
-// What readers of the table need to know before they meet the error; that a size has an end they do not.
+// The allowed range as a sentence for the documentation. It leaves out the upper limit of sizes.
 std::string sentenceOn(const Allowed& allowed) {
   if (allowed.most == 0) return "";  // no number
   if (allowed.most < kMostBytes) {

@@ -1,9 +1,9 @@
-// Every setting of the library, in two tables: for users, and for experts. Nothing else reads the environment.
+// All settings of the library, in two tables: for users, and for experts. Nothing else reads the environment.
 //
-// A line is  X(type, field, "ENVIRONMENT", default, "what it does; when one would change it"), with what it may be at the
-// end: a number's least, most, "unit", or .words = "…". The table is read once, at first use, and never changes, so
-// no setting is ever seen with two values. docs and `python -m smddp.env` are generated from it. Text that does not
-// parse is a Usage error naming the variable and the text.
+// A line is  X(type, field, "ENVIRONMENT", default, "what it does; when to change it"). The allowed values may follow:
+// for a number least, most, "unit"; for a text .words = "…". The environment is read once, on the first use, so no
+// setting ever has two values. docs and `python -m smddp.env` are generated from the tables. A text that does not
+// parse is a Usage error that names the variable and the text.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +19,16 @@ struct Secret {
   friend bool operator==(const Secret&, const Secret&) = default;
 };
 
-// What a number may be. At the least plans find room, and messages a place at their receiver. And what a text may be, as
-// the end of a sentence: "this, that or something else"; empty: anything.
+// The allowed values of a setting: the range of a number, whose lower end leaves room for any plan and message, or the
+// words of a text, as the end of a sentence: "this, that or something else". Empty: any text.
 struct Allowed {
   int64_t least = 0, most = 0;
   const char* unit = "";
   std::string_view words = "";
 };
-// Beyond all memory there is, and sums of several such sizes fit into their type.
+// More than the memory of any machine; sums of several such sizes still fit into their type.
 inline constexpr int64_t kMostBytes = int64_t{1} << 40;
-// Operations and messages are told apart by numbers of 8 and of 15 bits (asserted in engine/group.cc).
+// Operations and messages are identified by numbers of 8 and of 15 bits (asserted in engine/group.cc).
 inline constexpr int64_t kMostInFlight = 254;
 inline constexpr int64_t kMostWindow = 1 << 13;
 
@@ -78,7 +78,7 @@ inline constexpr int64_t kMostWindow = 1 << 13;
     "Shared staging memory of one rank for one operation of one group. Pages are touched only when used.",     \
     16384, kMostBytes, "bytes")
 
-// Nobody needs these to use the library: their defaults were measured, and are good elsewhere.
+// A user does not need these: their defaults were measured, and are good on other machines, too.
 #define SMDDP_EXPERT_SETTINGS(X)                                                                               \
   X(bool, fabricRma, "SMDDP_FABRIC_RMA", true,                                                                 \
     "Use remote writes where the provider has them; 0 sends into posted receives instead.")                    \
@@ -120,7 +120,7 @@ struct Settings {
 #undef SMDDP_FIELD
 };
 
-// Parsed on the first call (thread-safe); throws Usage while a variable does not parse.
+// Parsed on the first call (thread-safe). Throws Usage on every call if a variable does not parse.
 const Settings& settings();
 
 struct SettingRow {
@@ -128,16 +128,16 @@ struct SettingRow {
   bool fromEnvironment;
   bool isExpert;
 };
-// One row per line of the table, with the value in force and where it came from.
+// One row per line of the tables, with the present value and whether it comes from the environment.
 std::vector<SettingRow> describeSettings();
 
-// How a value is written into the environment and printed; secrets are not.
+// The text of a value, as in the environment. Secrets are not printed.
 std::string print(const std::string& value);
 std::string print(const Secret& value);
 std::string print(bool value);
 std::string print(int64_t value);
 
-// A variable of the launcher (RANK, SMDDP_*, MASTER_ADDR, …); empty when unset.
+// A variable of the launcher (RANK, SMDDP_*, MASTER_ADDR, …); empty if unset.
 std::string environment(const char* name);
 
 }  // namespace smddp

@@ -1,15 +1,15 @@
-// Errors that leave a function as exceptions, and the advice that goes with each family.
+// The errors that functions throw, and the advice for each kind.
 //
-//   Usage      the caller asked for something that has no meaning; nothing was started. Fix the call.
+//   Usage      the caller asked for something impossible; nothing was started. Fix the call.
 //   Mismatch   ranks disagree about which collective this is. The group is broken; fix the script.
 //   PeerLost   a rank died, left or became unreachable. The group is broken; rebuild it without that rank.
-//   Timeout    the deadline passed while somebody was still missing; the text says who.
+//   Timeout    the deadline passed while some rank was still missing; the text says which one.
 //   Aborted    abort() or shutdown() was called while the operation was in flight.
 //   Transport  the network or shared memory failed below us.
 //   Resource   the machine refused memory, descriptors or threads.
 //   Internal   our own invariant is broken; a bug report is welcome.
 //
-// "Not yet" (queue full, nothing arrived) is never an exception, it is a return value.
+// "Not yet" (queue full, nothing arrived) is a return value, never an exception.
 #pragma once
 
 #include <cerrno>
@@ -50,11 +50,11 @@ constexpr const char* toString(ErrorKind kind) {
   return "?";
 }
 
-// The one exception type of the library below process_group. Copyable, so that a Completion can keep the
-// first one and rethrow it in every thread that waits.
+// The only exception type of the library below process_group. Copyable, so that a Completion can keep the
+// first error and rethrow it in every thread that waits.
 class Error : public std::runtime_error {
  public:
-  // Texts quote peers and the store, hence printable().
+  // printable(), because texts quote peers and the store.
   Error(ErrorKind kind, const std::string& text)
       : std::runtime_error(printable(text)), kind_(kind) {}
   ErrorKind kind() const noexcept { return kind_; }
@@ -68,7 +68,7 @@ template <typename... Args>
   throw Error(kind, fmt::format(format, std::forward<Args>(args)...));
 }
 
-// For the answers of system calls: appends strerror(errno).
+// For failed system calls: appends strerror(errno).
 template <typename... Args>
 [[noreturn]] void raiseErrno(ErrorKind kind, fmt::format_string<Args...> format, Args&&... args) {
   const int saved = errno;
@@ -76,7 +76,7 @@ template <typename... Args>
                                 std::generic_category().message(saved)));
 }
 
-// SMDDP_CHECK guards our own invariants; it stays on in release builds and throws Internal.
+// SMDDP_CHECK checks our own invariants. It is also on in release builds, and throws Internal.
 #define SMDDP_CHECK(condition, ...)                                                          \
   do {                                                                                       \
     if (__builtin_expect(!(condition), 0))                                                   \

@@ -35,7 +35,7 @@ void writeLog(LogLevel level, const char* tag, const std::string& text) {
   const std::string who = rank < 0 ? "" : fmt::format("[rank {}]", rank);
   const std::string line =
       fmt::format("smddp{}[{}] {}: {}\n", who, tag, kNames[static_cast<size_t>(level)], text);
-  // A log line that cannot be written has nowhere else to go.
+  // If a log line cannot be written, there is no other place for it.
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
 }
 

@@ -1,8 +1,8 @@
-// Levelled logging: one write(2) per line, "smddp[rank 3][transport/fabric] text".
+// The log: one write(2) per line, "smddp[rank 3][transport/fabric] text".
 //
-//   error   something failed and the user cannot learn it otherwise
+//   error   something failed, and no exception tells the user
 //   warn    the user should change something; also every fallback, once
-//   info    what was chosen and why, once per process group
+//   info    the choices made and their reasons, once per process group
 //   debug   one line per connection, group and plan built
 //   trace   one line per operation
 #pragma once

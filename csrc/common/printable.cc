@@ -7,7 +7,7 @@ namespace {
 
 uint8_t at(std::string_view text, size_t i) { return static_cast<uint8_t>(text[i]); }
 
-// Bytes of the character that begins the text, 0 when it is none (RFC 3629: no overlong forms, no surrogates).
+// The bytes of the first character; 0 if it is invalid (RFC 3629: no overlong forms, no surrogates).
 size_t lengthOfCharacter(std::string_view text) {
   const uint8_t first = at(text, 0);
   if (first < 0x80) return first >= 0x20 && first != 0x7f ? 1 : 0;
@@ -19,7 +19,7 @@ size_t lengthOfCharacter(std::string_view text) {
   for (size_t i = 2; i < length; ++i) {
     if (at(text, i) < 0x80 || at(text, i) > 0xbf) return 0;
   }
-  // U+0080 to U+009F are control characters too.
+  // U+0080 to U+009F are control characters, too.
   return first == 0xc2 && at(text, 1) < 0xa0 ? 0 : length;
 }
 

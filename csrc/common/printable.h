@@ -1,4 +1,4 @@
-// Text that others may have written, made fit for terminals, logs and Python.
+// Makes text from untrusted sources safe for terminals, logs and Python.
 #pragma once
 
 #include <string>
@@ -6,8 +6,8 @@
 
 namespace smddp {
 
-// Valid UTF-8 without control characters but for line ends and tabs: a question mark stands for each byte
-// that is something else, such as half a character where a text was cut.
+// Returns valid UTF-8 without control characters, except line ends and tabs. Replaces every other byte by a question
+// mark, such as half a character at the end of a text that was cut.
 std::string printable(std::string_view text);
 
 }  // namespace smddp

@@ -1,11 +1,11 @@
-// Numbers that tell things apart which nobody has numbered.
+// Random numbers, for ids.
 #pragma once
 
 #include <cstdint>
 
 namespace smddp {
 
-// From the system's source of randomness.
+// A number from the system's source of randomness.
 uint64_t randomNumber();
 
 }  // namespace smddp

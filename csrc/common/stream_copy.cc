@@ -16,7 +16,7 @@ void streamCopy(void* destination, const void* source, size_t bytes) {
   constexpr size_t kLine = 64;
   auto* to = static_cast<char*>(destination);
   const auto* from = static_cast<const char*>(source);
-  // Only whole lines are combined into one write to memory.
+  // The processor combines stores into one write to memory for whole lines only.
   const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(to) % kLine);
   std::memcpy(to, from, head);
   to += head, from += head, bytes -= head;
@@ -27,13 +27,13 @@ void streamCopy(void* destination, const void* source, size_t bytes) {
     for (int i = 0; i < 4; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, part[i]);
   }
   std::memcpy(to, from, bytes);
-  // Streaming stores are not ordered with those that follow.
+  // Streaming stores are not ordered with later stores, so a fence is needed.
   _mm_sfence();
 }
 
 #else
 
-// Other processors decide for themselves what a long copy leaves in their caches.
+// Other processors manage their caches during a long copy themselves.
 void streamCopy(void* destination, const void* source, size_t bytes) {
   std::memcpy(destination, source, bytes);
 }

@@ -1,16 +1,16 @@
-// memcpy whose result is not kept in this core's caches.
+// A memcpy with streaming stores, which do not leave the result in this core's caches.
 //
-// For memory that another core reads next, and that this core does not: where the two cores have no cache in common, a
-// line that one has written reaches the other through the fabric between their caches, one miss at a time; what was
-// streamed is read from memory, as fast as any other (docs/performance.md has both).
+// For memory that another core reads next. If the two cores have no common cache, ordinary stores leave the lines in
+// the writer's cache, and the reader fetches them from there one miss at a time. After streaming stores it reads them
+// from memory, at full bandwidth (docs/performance.md has both figures).
 #pragma once
 
 #include <cstddef>
 
 namespace smddp {
 
-// As memcpy. Complete when it returns: a release store that follows publishes the bytes. Any alignment; worth it from
-// some KiB on.
+// As memcpy, with any alignment. It is complete when it returns: a following release store publishes the bytes. It is
+// worth its cost from some KiB on.
 void streamCopy(void* destination, const void* source, size_t bytes);
 
 }  // namespace smddp

@@ -1,4 +1,4 @@
-// The few words every layer speaks: element types, reduce operations, ranks.
+// The types of every layer: element types, reduce operations, ranks.
 #pragma once
 
 #include <cstddef>
@@ -7,11 +7,11 @@
 
 namespace smddp {
 
-// A rank inside one group. Never a global rank unless the name says so.
+// A rank within one group. It is a global rank only where the name says so.
 using Rank = int32_t;
 
-// Enumerators are spelled as torch spells them, so that logs match what the user typed (`bool` is a
-// word of this language). They travel in fingerprints, a byte each.
+// Spelled as in torch, so that logs match what the user typed (but `bool` is a keyword of C++). Fingerprints contain
+// them, as one byte each.
 enum class DataType : uint8_t {
   float32,
   float64,

@@ -1,4 +1,4 @@
-// The floating-point mode of a thread is an input to every sum.
+// The floating-point mode of a thread affects every sum.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace smddp::reduction {
 
-// Gives the calling thread the default mode (nearest even, denormals kept, no traps) for its own
-// lifetime. torch.set_flush_denormal and the like change one thread only; since any thread may run
-// a reduction, the numbers would otherwise depend on which one did.
+// Sets the default mode (nearest even, denormals kept, no traps) on the calling thread while the object lives.
+// torch.set_flush_denormal and the like change one thread only. Any thread may run a reduction, so without this the
+// results would depend on the thread.
 class DefaultFloatMode {
  public:
   DefaultFloatMode() : saved_(read()) {
@@ -27,7 +27,8 @@ class DefaultFloatMode {
 #if defined(__x86_64__)
   using Mode = uint32_t;
   static constexpr Mode kDefault = 0x1f80;  // all exceptions masked, nothing else
-  static constexpr Mode kStatus = 0x3f;  // sticky flags, part of the register but not of the mode
+  static constexpr Mode kStatus =
+      0x3f;  // sticky flags in the register, which are not part of the mode
   static Mode read() { return _mm_getcsr(); }
   static void write(Mode mode) { _mm_setcsr(mode); }
 #elif defined(__aarch64__)
@@ -43,7 +44,7 @@ class DefaultFloatMode {
 #else
 #error "csrc/reduction/float_mode.h: add the floating-point control register of this architecture"
 #endif
-  // Writing the register drains the pipeline, and nearly always there is nothing to change.
+  // A write to the register drains the pipeline, and it is nearly never needed.
   bool differs() const { return (saved_ & ~kStatus) != kDefault; }
 
   const Mode saved_;

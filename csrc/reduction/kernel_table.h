@@ -1,4 +1,4 @@
-// [DataType][ReduceOp] -> kernel, one table for every instruction set the library was compiled for.
+// The tables [DataType][ReduceOp] -> kernel, one for every instruction set for which the library was compiled.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace smddp::reduction {
 
-// One reduction as the kernels see it. Plain pointers: an inline function of the standard library
-// that a kernel file instantiates under its own -m flags could be the copy that the linker keeps.
+// The arguments of a kernel. It has plain pointers, because kernel files must not instantiate inline functions of the
+// standard library: the linker could keep the copy that was compiled with their -m flags.
 struct Job {
   void* const* dsts;
   size_t numDsts;
@@ -24,7 +24,7 @@ struct Job {
 
 using Kernel = void (*)(const Job& job);
 
-// A null cell is a combination without meaning.
+// A null entry is an unsupported combination.
 struct KernelTable {
   struct Row {
     Kernel ops[kNumReduceOps];
@@ -38,10 +38,10 @@ extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
 #endif
 
-// Null where this build or this processor lacks the level.
+// Null if this build or this processor lacks the level.
 const KernelTable* kernelsOf(SimdLevel level);
 
-// The level that a value of SMDDP_SIMD stands for; throws Usage as simdLevel() does.
+// The level for a value of SMDDP_SIMD; throws Usage as simdLevel() does.
 SimdLevel parseSimdLevel(std::string_view wanted);
 
 // reduce() with a given table, so that one process can compare the levels.

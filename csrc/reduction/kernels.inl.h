@@ -1,9 +1,8 @@
-// The loops, written once. Each kernels_<level>.cc compiles this file with its own -m flags, and
-// the widest register those allow decides the number of lanes.
+// The loops of all kernels. Each kernels_<level>.cc compiles this file with its own -m flags; the widest register
+// that they allow determines the number of lanes.
 //
-// Everything here is in an unnamed namespace and calls nothing but compiler builtins: a function
-// that two levels shared would be merged by the linker, and the baseline could end up with AVX-512
-// code.
+// Everything here is in an unnamed namespace and calls compiler builtins only. The linker would merge a function that
+// two levels share, and the baseline could get AVX-512 code.
 #pragma once
 
 #include <utility>
@@ -14,8 +13,7 @@
 namespace smddp::reduction {
 namespace {
 
-// Overflow of signed integers is undefined, so they are added and multiplied as unsigned ones: the
-// bits are the same.
+// Overflow of signed integers is undefined. So they are added and multiplied as unsigned ones, with the same bits.
 template <typename T, int kBytes = kIsFloat<T> ? 0 : sizeof(T)>
 struct WrappingOf {
   using Type = T;
@@ -45,7 +43,7 @@ SMDDP_INLINE Vector<T, kLanes> combine(Vector<T, kLanes> a, Vector<T, kLanes> b)
   using Wrapped = Vector<Wrapping<T>, kLanes>;
   if constexpr (kOp == ReduceOp::MIN || kOp == ReduceOp::MAX) {
     const auto better = kOp == ReduceOp::MIN ? b < a : b > a;
-    // A comparison with NaN is false: a NaN in `a` stays by itself, one in `b` must be taken.
+    // A comparison with NaN is false. So a NaN in `a` stays, but one in `b` must be taken explicitly.
     if constexpr (kIsFloat<T>) return (better | (b != b)) ? b : a;
     return better ? b : a;
   } else if constexpr (kOp == ReduceOp::PRODUCT) {
@@ -70,16 +68,15 @@ struct WideOf<false> {
   using Type = uint64_t;
 };
 
-// What is left to do once all sources are in.
+// Finishes a value after all sources are combined.
 template <ReduceOp kOp, typename T, int kLanes>
 SMDDP_INLINE Vector<T, kLanes> finish(Vector<T, kLanes> value, int64_t divisor) {
   if constexpr (kIsFloat<T>) {
     if constexpr (kOp == ReduceOp::AVG) value = value / (T)divisor;
-    // Whose payload the sum of two NaNs keeps depends on how the compiler ordered them: keep
-    // neither.
+    // The payload of the sum of two NaNs depends on the order that the compiler chose. So replace it.
     return value == value ? value : Vector<T, kLanes>{} + (T)__builtin_nan("");
   } else if constexpr (kOp == ReduceOp::AVG) {
-    // In 64 bits, since the divisor need not fit the type: 300 ranks may average bytes.
+    // Divide in 64 bits, because the divisor may not fit into the type: 300 ranks may average bytes.
     using Wide = typename WideOf<((T)-1 < 0)>::Type;
     for (int lane = 0; lane < kLanes; ++lane) value[lane] = (T)((Wide)value[lane] / (Wide)divisor);
     return value;
@@ -96,8 +93,8 @@ SMDDP_INLINE void input(const void* src, size_t i, double factor, V (&values)[kV
     for (int v = 0; v < kVectors; ++v) values[v] = values[v] * (T)factor;
 }
 
-// kVectors * kLanes elements from position i on. All sources are read before anything is written,
-// so a destination may be a source. kSources = 0 takes the number from the job.
+// Reduces kVectors * kLanes elements from position i on. Reads all sources before it writes, so a destination may be a
+// source. If kSources is 0, the job has the number of sources.
 template <typename Format, ReduceOp kOp, int kSources, int kVectors, int kLanes>
 SMDDP_INLINE void step(const Job& job, const void* const* srcs, size_t i) {
   using T = typename Format::Arithmetic;
@@ -111,13 +108,12 @@ SMDDP_INLINE void step(const Job& job, const void* const* srcs, size_t i) {
     for (int v = 0; v < kVectors; ++v) sums[v] = combine<kOp, T, kLanes>(sums[v], next[v]);
   }
   for (int v = 0; v < kVectors; ++v) sums[v] = finish<kOp, T, kLanes>(sums[v], job.divisor);
-  // Registers go to all destinations at once: faster than filling one and copying it while in
-  // cache.
+  // Store the registers to all destinations. That is faster than to copy the first destination from the cache.
   for (size_t d = 0; d < job.numDsts; ++d)
     Format::template store<kVectors, kLanes>((Element*)job.dsts[d] + i, sums);
 }
 
-// Fewer elements than a register holds: half a register, a quarter, and so on down to one element.
+// Reduces the last elements, fewer than a register holds: half a register, a quarter, and so on down to one element.
 template <typename Format, ReduceOp kOp, int kLanes>
 SMDDP_INLINE void tail(const Job& job, size_t i) {
   if constexpr (kLanes > 0) {
@@ -133,7 +129,7 @@ template <typename Format, ReduceOp kOp, int kSources>
 void run(const Job& job) {
   constexpr int kLanes = kRegisterBytes / (int)sizeof(typename Format::Arithmetic);
   constexpr int kUnroll = 4;
-  // A copy that no store can alias, so that a known number of sources stays in registers.
+  // No store can alias this copy, so the pointers of a known number of sources stay in registers.
   const void* known[kSources > 0 ? kSources : 1];
   for (int s = 0; s < kSources; ++s) known[s] = job.srcs[s];
   const void* const* srcs = kSources > 0 ? known : job.srcs;
@@ -144,8 +140,8 @@ void run(const Job& job) {
   tail<Format, kOp, kLanes / 2>(job, i);
 }
 
-// Two to four sources are the ranks of a small node and every step of a ring: worth a loop of their
-// own for what training sums most.
+// Floating-point sums of two to four sources have loops of their own. They are the most frequent ones in training: a
+// small node has so many ranks, and every step of a ring has two.
 template <typename Format, ReduceOp kOp>
 void kernel(const Job& job) {
   if constexpr (kIsFloat<typename Format::Arithmetic> && kOp == ReduceOp::SUM) {
@@ -156,7 +152,7 @@ void kernel(const Job& job) {
   run<Format, kOp, 0>(job);
 }
 
-// Elements of which each is kParts that the format computes one by one.
+// For elements that consist of kParts parts, which are computed one by one.
 template <typename Format, ReduceOp kOp, int kParts>
 void kernelOfParts(const Job& job) {
   Job parts = job;
@@ -164,7 +160,7 @@ void kernelOfParts(const Job& job) {
   kernel<Format, kOp>(parts);
 }
 
-// What each data type is made of.
+// The format of each data type.
 template <DataType kType>
 struct FormatOf;
 template <typename T>
@@ -193,20 +189,20 @@ constexpr bool isBitwise(ReduceOp op) {
   return op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR;
 }
 
-// The operations that a complex sum is made of; peers define no product.
+// The operations of complex numbers. Other backends define no product either.
 constexpr bool isLinear(ReduceOp op) {
   return op == ReduceOp::SUM || op == ReduceOp::AVG || op == ReduceOp::PREMUL_SUM;
 }
 
-// Over false and true every operation is one of three.
+// Maps the operations of booleans to BOR, BAND and BXOR.
 constexpr ReduceOp logical(ReduceOp op) {
   if (op == ReduceOp::SUM || op == ReduceOp::MAX) return ReduceOp::BOR;
   if (op == ReduceOp::PRODUCT || op == ReduceOp::MIN) return ReduceOp::BAND;
   return op;
 }
 
-// The kernel of a combination; null where it has no meaning. Types share what does not tell them
-// apart: the bits of signed sums are those of unsigned ones, and bitwise operations work on bytes.
+// The kernel of a combination; null if it is unsupported. Types share kernels: signed and unsigned sums have the same
+// bits, and bitwise operations work on bytes.
 template <DataType kType, ReduceOp kOp>
 constexpr Kernel cell() {
   using Format = typename FormatOf<kType>::Type;
@@ -223,7 +219,7 @@ constexpr Kernel cell() {
   } else if constexpr (kOp == ReduceOp::SUM || kOp == ReduceOp::PRODUCT) {
     return kernel<Plain<Wrapping<T>>, kOp>;
   } else if constexpr (kOp != ReduceOp::PREMUL_SUM) {
-    // A factor is a fraction as a rule, and a fraction of an integer is no integer.
+    // PREMUL_SUM is unsupported: the factor usually is a fraction, and the product would not be an integer.
     return kernel<Format, kOp>;
   }
   return nullptr;

@@ -1,4 +1,4 @@
-// Compiled with -mavx2 -mf16c; nothing here may run before the processor was asked.
+// Compiled with -mavx2 -mf16c. Nothing here may run before the processor was checked (kernelsOf).
 #include "reduction/kernels.inl.h"
 
 const smddp::reduction::KernelTable smddp::reduction::kAvx2Kernels = kTable;

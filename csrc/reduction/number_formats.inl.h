@@ -1,8 +1,8 @@
-// How elements lie in memory and what they are computed in: loading and storing vectors of them.
+// Number formats: how vectors of elements are loaded, stored and computed.
 //
-// Vectors are the compiler's own (GCC and Clang alike), so the same text becomes SSE2, AVX2,
-// AVX-512 or NEON. Only float16 asks for instructions by name, where there are any. Part of
-// kernels.inl.h; the remark about unnamed namespaces there holds here.
+// Vectors are an extension of GCC and Clang, so the same source becomes SSE2, AVX2, AVX-512 or NEON. Only float16 uses
+// intrinsics, if there are any. This file is a part of kernels.inl.h; what is said there about unnamed namespaces
+// applies here.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +39,7 @@ constexpr bool kIsFloat<float> = true;
 template <>
 constexpr bool kIsFloat<double> = true;
 
-// Through memcpy: no alignment is needed, and no type is punned.
+// memcpy needs no alignment and avoids type punning.
 template <typename V>
 SMDDP_INLINE V loadBytes(const void* from) {
   V value;
@@ -52,7 +52,7 @@ SMDDP_INLINE void storeBytes(void* to, V value) {
   __builtin_memcpy(to, &value, sizeof value);
 }
 
-// Computed in the type they are stored in.
+// A format whose elements are computed in the type in which they are stored.
 template <typename T>
 struct Plain {
   using Element = T;
@@ -68,8 +68,8 @@ struct Plain {
   }
 };
 
-// A byte per truth value. Whatever is not zero is true, also in tensors that reinterpret other
-// bytes; what is stored is 0 or 1.
+// Booleans, one byte each. Any byte but zero is true, also in tensors that reinterpret other bytes. Results are stored
+// as 0 or 1.
 struct Truth {
   using Element = uint8_t;
   using Arithmetic = uint8_t;
@@ -86,11 +86,10 @@ struct Truth {
   }
 };
 
-// Two bytes in memory, float32 in registers. Bits says how a lane of 32 bits is converted.
+// A format with two bytes in memory and float32 in registers. Bits converts a lane of 32 bits.
 //
-// Widening a vector lane by lane costs shuffles. So vectors go in pairs: one takes the lower and
-// one the upper halves of the same 32-bit words. Lanes are out of order then, which no operation
-// notices.
+// To widen a vector lane by lane costs shuffles. So vectors are converted in pairs: one takes the lower halves of the
+// 32-bit words, the other the upper halves. Then lanes are out of order, which does not matter to any operation.
 template <typename Bits>
 struct Half {
   using Element = uint16_t;
@@ -131,7 +130,7 @@ struct Half {
   }
 };
 
-// The upper half of a float32.
+// bfloat16 is the upper half of a float32.
 struct Bfloat16Bits {
   template <int kLanes>
   static constexpr bool hasInstruction() {
@@ -142,8 +141,8 @@ struct Bfloat16Bits {
   SMDDP_INLINE static Vector<float, kLanes> toFloat(Vector<uint32_t, kLanes> bits) {
     return (Vector<float, kLanes>)(bits << 16);
   }
-  // Rounds to nearest even; a carry out of the largest number gives infinity, as it should. The
-  // only NaN that kernels produce has nothing in its lower half, so the addition does not harm it.
+  // Rounds to nearest even. A carry from the largest number gives infinity, which is right. The only NaN that kernels
+  // produce has zeros in its lower half, so the addition does not change it.
   template <int kLanes>
   SMDDP_INLINE static Vector<uint32_t, kLanes> fromFloat(Vector<float, kLanes> value) {
     const auto bits = (Vector<uint32_t, kLanes>)value;
@@ -153,7 +152,7 @@ struct Bfloat16Bits {
 
 // IEEE binary16: 5 bits of exponent with bias 15, 10 bits of fraction.
 struct Float16Bits {
-  // The largest magnitude that rounds to a number; half-way to the next power of two is infinity.
+  // The smallest magnitude that rounds to infinity: half-way from the largest number, 65504, to 65536.
   static constexpr int32_t kOverflow = 0x477ff000;        // 65520
   static constexpr int32_t kSmallestNormal = 0x38800000;  // 2^-14
   static constexpr uint32_t kBias = (127u - 15u) << 23;   // between the two exponents
@@ -162,11 +161,11 @@ struct Float16Bits {
   SMDDP_INLINE static Vector<float, kLanes> toFloat(Vector<uint32_t, kLanes> half) {
     using Floats = Vector<float, kLanes>;
     using Words = Vector<uint32_t, kLanes>;
-    // Comparisons are of signed numbers: SSE2 and AVX2 have no others.
+    // Compare signed numbers, because SSE2 and AVX2 have no other comparison.
     const auto magnitude = (Vector<int32_t, kLanes>)(half & 0x7fffu);
     const Words shifted = (half & 0x7fffu) << 13;
-    // A denormal is a multiple of 2^-24: put the fraction behind a leading one, so that its last
-    // bit is worth that much, then take the one away again.
+    // A denormal is a multiple of 2^-24. Put the fraction behind a leading one, so that its last
+    // bit has that value, and then subtract the one.
     const Words one = Words{} + (uint32_t)kSmallestNormal;
     const auto denormal = (Words)((Floats)(shifted | one) - (Floats)one);
     const Words bits = magnitude >= 0x7c00   ? shifted | 0x7f800000u
@@ -182,7 +181,7 @@ struct Float16Bits {
     const Words bits = (Words)value & 0x7fffffffu;
     const auto magnitude = (Vector<int32_t, kLanes>)bits;
     const Words normal = (bits + 0xfffu + ((bits >> 13) & 1u) - kBias) >> 13;
-    // The last bit of numbers around 0.5 is worth 2^-24, as that of denormals: the addition rounds.
+    // The last bit of numbers around 0.5 has the value 2^-24, as that of denormals. So the addition rounds.
     const Words denormal = (Words)((Vector<float, kLanes>)bits + 0.5f) - 0x3f000000u;
     const Words special = magnitude > 0x7f800000 ? Words{} + 0x7e00u : Words{} + 0x7c00u;
     const Words half = magnitude >= kOverflow         ? special
@@ -191,8 +190,8 @@ struct Float16Bits {
     return half | (((Words)value >> 16) & 0x8000u);
   }
 
-  // g++ 12 takes the undefined operand inside the unmasked 512-bit intrinsics for an uninitialised
-  // variable, hence the masked ones with every lane on.
+  // g++ 12 warns of an uninitialised variable in the unmasked 512-bit intrinsics. So this uses the masked ones, with
+  // all lanes on.
 #if defined(__AVX512F__)
   template <int kLanes>
   static constexpr bool hasInstruction() {

@@ -31,7 +31,7 @@ void copy(const KernelTable& kernels, std::span<void* const> dsts, const void* s
     if (dsts[0] != src) std::memcpy(dsts[0], src, bytes);
     return;
   }
-  // The sum of one source of bytes is that source: read once, written everywhere.
+  // The byte-wise sum of one source is that source. The kernel reads it once and writes all destinations.
   kernelAt(kernels, DataType::uint8,
            ReduceOp::SUM)({dsts.data(), dsts.size(), &src, 1, bytes, 1.0, 1});
 }
@@ -50,7 +50,7 @@ void reduceWith(const KernelTable& kernels, std::span<void* const> dsts,
                 const Scale& scale) {
   check(srcs, type, op, scale);
   if (count == 0 || dsts.empty()) return;
-  // A scale that is not due yet, or no longer, leaves a sum.
+  // If this call does not scale, AVG and PREMUL_SUM are plain sums.
   const bool scaled = scale.pre || scale.post;
   if (!scaled && (op == ReduceOp::AVG || op == ReduceOp::PREMUL_SUM)) op = ReduceOp::SUM;
   if (!scaled && srcs.size() == 1) return copy(kernels, dsts, srcs[0], count * sizeOf(type));
@@ -79,7 +79,7 @@ const char* toString(SimdLevel level) {
 const KernelTable* kernelsOf(SimdLevel level) {
   if (level == SimdLevel::Scalar) return &kScalarKernels;
 #if defined(__x86_64__)
-  // Exactly what CMakeLists.txt lets the compiler use in the respective file.
+  // These are exactly the extensions that CMakeLists.txt enables for the respective file.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
   if (level == SimdLevel::Avx2) return avx2 ? &kAvx2Kernels : nullptr;
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
