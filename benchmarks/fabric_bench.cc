@@ -1,11 +1,11 @@
-// A stream of puts beside what it is made of: the same stream by fi_writedata, with nothing around it.
+// A stream of puts through Transport, compared with the same stream of bare fi_writedata calls.
 //
 //   cmake --build <folder> --target fabric_bench && <folder>/benchmarks/fabric_bench
 //
-// Both open the same provider over loopback in the same way and have as many messages under way as a channel's
-// window has slots. They take turns in blocks of a few milliseconds, so that a machine whose speed drifts is
-// equally fast for both; the counters are medians over the blocks. Sender and receiver are threads with
-// endpoints and a core of their own, which never sleep. With fewer than two idle cores the figures mean nothing.
+// Both open the same provider over loopback, and have as many messages in flight as a channel's window has slots. They
+// take turns in blocks of a few milliseconds, so that changes of the machine's speed affect both alike. The counters
+// are medians over the blocks. Sender and receiver are threads that spin, each with its own endpoint and its own core.
+// With fewer than two idle cores the figures mean nothing.
 #include <pthread.h>
 
 #include <algorithm>
@@ -30,7 +30,8 @@ namespace {
 constexpr uint64_t kWindow = 4;
 constexpr auto kBlock = std::chrono::milliseconds(20);
 
-// The numbered core of those that this process may use. Undone by nobody: threads end with their benchmark.
+// Pins this thread to a core, numbered among those that this process may use. It stays pinned: the threads end with
+// the benchmark.
 void pinToCore(int number) {
   cpu_set_t allowed, one;
   CPU_ZERO(&one);
@@ -51,16 +52,16 @@ Options loopback() {
   return options;
 }
 
-// Messages from one endpoint to another. The first two are the sender's, the third is the receiver's.
+// Messages from one endpoint to another. The sender's thread calls the first two functions, the receiver's the third.
 class Stream {
  public:
   virtual ~Stream() = default;
   virtual void send(uint64_t number) = 0;
-  virtual uint64_t pollSender() = 0;    // messages whose bytes may be overwritten
-  virtual uint64_t pollReceiver() = 0;  // messages that have arrived
+  virtual uint64_t pollSender() = 0;    // returns the number of messages whose source may be reused
+  virtual uint64_t pollReceiver() = 0;  // returns the number of messages that have arrived
 };
 
-// Through Transport.
+// A stream through Transport.
 class PutStream final : public Stream {
  public:
   explicit PutStream(size_t bytes)
@@ -104,7 +105,7 @@ class PutStream final : public Stream {
   PeerId peer_ = 0;
 };
 
-// What anybody would open who has only this stream to send: a queue that cannot be slept on, no receives.
+// A minimal endpoint for one stream: its completion queue has no wait object, and it posts no receives.
 struct RawEndpoint {
   explicit RawEndpoint(const fi_info& raw) : info(library().dupInfo(&raw)) {
     fabric = createFabric(*info);
@@ -179,11 +180,11 @@ class RawStream final : public Stream {
   void* descriptor_ = nullptr;
 };
 
-// A stream whose receiver polls in a thread of its own while a block is under way.
+// A stream and its figures. Another thread calls receive() while block() runs.
 struct Contestant {
   explicit Contestant(std::unique_ptr<Stream> opened) : stream(std::move(opened)) {}
 
-  // Microseconds per message.
+  // Sends for kBlock. Returns microseconds per message.
   double block() {
     const auto begin = std::chrono::steady_clock::now();
     const uint64_t first = number;

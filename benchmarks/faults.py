@@ -1,10 +1,10 @@
-"""Measures how long the survivors of a fault wait for their error, and what it tells them.
+"""Measures how long the other ranks wait for their error when one rank fails, and what it says.
 
     sudo python benchmarks/faults.py --trials 20 --json FILE
 
-Four ranks on two hosts made of namespaces (tools/hosts.py, needs root) reduce tensors over and
-over; then one of them meets with a fault. The same script runs on every backend. A trial's figure
-is the time from the fault to the error of the *last* survivor.
+Four ranks run on two hosts, which are namespaces (tools/hosts.py, needs root). They reduce tensors
+until one of them fails. The same script runs with every backend. The figure of a trial is the time
+from the fault to the error of the last surviving rank.
 """
 
 from __future__ import annotations
@@ -45,47 +45,47 @@ ELEMENTS = 25_000
 
 
 class Told(NamedTuple):
-    """What one survivor experienced."""
+    """The error of one surviving rank."""
 
-    at: float | None  # time.monotonic() of the error; None: the call returned as if all were well
+    at: float | None  # time.monotonic() of the error; None: the call returned without one
     kind: str
     text: str
-    reported: float | None  # of the first log line about the culprit
+    reported: float | None  # time.monotonic() of the first log line about the rank at fault
 
 
 @dataclasses.dataclass
 class Scene:
-    """What a fault can act on; made anew in every rank."""
+    """One trial on one rank: everything that a fault needs."""
 
     network: hosts.Network
-    clock: Path  # holds the time of the fault
+    clock: Path  # file with the time of the fault
     tensor: torch.Tensor
     store_pid: int
 
     @property
     def is_culprit(self) -> bool:
-        """Whether this rank is the one that meets with the fault."""
+        """Whether this rank is the one that fails."""
         return dist.get_rank() == CULPRIT
 
     def start_clock(self) -> None:
-        """Notes that the fault happens now."""
+        """Records the time of the fault: now."""
         self.clock.write_text(repr(time.monotonic()))
 
     def reduce_forever(self) -> None:
-        """Ends with an error."""
+        """Calls all_reduce until it raises an error."""
         while True:
             dist.all_reduce(self.tensor)
 
-    def misfortune(self, strike: Callable[[], Any]) -> None:
-        """The culprit is struck while the others are in a reduction."""
+    def fail_while_reducing(self, fault: Callable[[], Any]) -> None:
+        """Lets the rank at fault fail while the others are in an all_reduce."""
         if self.is_culprit:
             time.sleep(0.2)
             self.start_clock()
-            strike()
+            fault()
         self.reduce_forever()
 
-    def disagreement(self, mine: Callable[[], Any], culprits: Callable[[], Any]) -> None:
-        """The culprit comes with another call than the others, and is the last to come."""
+    def mismatch(self, mine: Callable[[], Any], culprits: Callable[[], Any]) -> None:
+        """Lets the rank at fault make another call than the others, after them."""
         if self.is_culprit:
             time.sleep(0.1)
             self.start_clock()
@@ -111,21 +111,21 @@ def _heavy(scene: Scene) -> None:
     # The kernel frees the memory of a dead process before it closes its sockets.
     ballast = torch.ones(1 << 28) if scene.is_culprit else None
     dist.barrier()
-    scene.misfortune(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    scene.fail_while_reducing(lambda: os.kill(os.getpid(), signal.SIGKILL))
     del ballast
 
 
 def _swapped(scene: Scene) -> None:
     small, big = torch.ones(100), torch.ones(10_000)
     order = [small, big]
-    scene.disagreement(
+    scene.mismatch(
         lambda: [dist.all_reduce(tensor) for tensor in order],
         lambda: [dist.all_reduce(tensor) for tensor in reversed(order)],
     )
 
 
 def _cut(scene: Scene) -> None:
-    scene.misfortune(lambda: scene.network.unplug(1))
+    scene.fail_while_reducing(lambda: scene.network.unplug(1))
 
 
 def _without_descriptors(scene: Scene) -> None:
@@ -134,7 +134,7 @@ def _without_descriptors(scene: Scene) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
         dist.new_group(ranks=None)
 
-    scene.disagreement(lambda: dist.all_reduce(torch.ones(1), group=dist.new_group()), exhaust)
+    scene.mismatch(lambda: dist.all_reduce(torch.ones(1), group=dist.new_group()), exhaust)
 
 
 def _kill_store(scene: Scene) -> None:
@@ -150,8 +150,8 @@ class Fault(NamedTuple):
 
     what: str
     act: Callable[[Scene], Any]
-    reported: bool = False  # the log names the culprit before the time-out ends the call
-    culprit: str = rf"\brank {CULPRIT}\b(?!/)"  # not the "on rank 1/4" that says whose error it is
+    reported: bool = False  # the log names the rank at fault before the call times out
+    culprit: str = rf"\brank {CULPRIT}\b(?!/)"  # but not "on rank 1/4", the rank with the error
     all_survive: bool = False
 
 
@@ -166,23 +166,23 @@ def _reduce(**changes: Any) -> Callable[[], Any]:
 FAULTS = {
     "kill": Fault(
         "killed (SIGKILL)",
-        lambda scene: scene.misfortune(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        lambda scene: scene.fail_while_reducing(lambda: os.kill(os.getpid(), signal.SIGKILL)),
     ),
     "kill-1gib": Fault("killed, with 1 GiB of memory", _heavy),
-    "exit": Fault("exits", lambda scene: scene.misfortune(lambda: os._exit(3))),
-    "raise": Fault("raises an exception", lambda scene: scene.misfortune(_raise)),
+    "exit": Fault("exits", lambda scene: scene.fail_while_reducing(lambda: os._exit(3))),
+    "raise": Fault("raises an exception", lambda scene: scene.fail_while_reducing(_raise)),
     "stop": Fault(
         "stopped (SIGSTOP)",
-        lambda scene: scene.misfortune(lambda: _stop_for(TIMEOUT + 3)),
+        lambda scene: scene.fail_while_reducing(lambda: _stop_for(TIMEOUT + 3)),
         reported=True,
     ),
     "late": Fault(
         "does not make the call",
-        lambda scene: scene.misfortune(lambda: time.sleep(TIMEOUT + 3)),
+        lambda scene: scene.fail_while_reducing(lambda: time.sleep(TIMEOUT + 3)),
     ),
     "skip": Fault(
         "skips a call",
-        lambda scene: scene.disagreement(
+        lambda scene: scene.mismatch(
             lambda: (_reduce()(), dist.broadcast(torch.ones(10), 0)),
             lambda: dist.broadcast(torch.ones(10), 0),
         ),
@@ -190,28 +190,26 @@ FAULTS = {
     "order": Fault("swaps two calls", _swapped),
     "collective": Fault(
         "makes another call",
-        lambda scene: scene.disagreement(
-            _reduce(), lambda: dist.broadcast(torch.ones(ELEMENTS), 0)
-        ),
+        lambda scene: scene.mismatch(_reduce(), lambda: dist.broadcast(torch.ones(ELEMENTS), 0)),
     ),
     "op": Fault(
         "another operation",
-        lambda scene: scene.disagreement(_reduce(), _reduce(op=dist.ReduceOp.MAX)),
+        lambda scene: scene.mismatch(_reduce(), _reduce(op=dist.ReduceOp.MAX)),
     ),
     "root": Fault(
         "another root",
-        lambda scene: scene.disagreement(
+        lambda scene: scene.mismatch(
             lambda: dist.broadcast(torch.ones(ELEMENTS), 0),
             lambda: dist.broadcast(torch.ones(ELEMENTS), 1),
         ),
     ),
     "dtype": Fault(
         "another dtype",
-        lambda scene: scene.disagreement(_reduce(), _reduce(dtype=torch.int32)),
+        lambda scene: scene.mismatch(_reduce(), _reduce(dtype=torch.int32)),
     ),
     "size": Fault(
         "another size",
-        lambda scene: scene.disagreement(_reduce(), _reduce(count=ELEMENTS + 1)),
+        lambda scene: scene.mismatch(_reduce(), _reduce(count=ELEMENTS + 1)),
     ),
     "cable": Fault("its host is cut off", _cut, culprit=r"\brank [0-3] \(pid", all_survive=True),
     "descriptors": Fault("runs out of descriptors", _without_descriptors),
@@ -222,7 +220,7 @@ FAULTS = {
 
 
 def _watch_log(found: list[float]) -> None:
-    """Passes the standard error on, and notes when it first speaks of somebody stopped."""
+    """Forwards stderr, and records the time of the first line about a stopped process."""
     reader, writer = os.pipe()
     real = os.dup(2)
     os.dup2(writer, 2)
@@ -238,7 +236,11 @@ def _watch_log(found: list[float]) -> None:
 
 
 def _serve_store() -> tuple[dist.Store, int]:
-    """Rank 0 serves a store in a process of its own; returns a client of it and its process id."""
+    """Starts a process that serves the store, on rank 0.
+
+    Returns:
+        A client of the store, and the id of the process (0 on other ranks).
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     server = 0
     if os.environ["RANK"] == "0":
@@ -255,7 +257,7 @@ def _serve_store() -> tuple[dist.Store, int]:
 
 
 def meet(backend: str, name: str, network: hosts.Network, clock: Path) -> Told:
-    """What a rank does in a trial."""
+    """Runs one rank of a trial."""
     reported: list[float] = []
     if FAULTS[name].reported:
         _watch_log(reported)
@@ -279,17 +281,17 @@ def meet(backend: str, name: str, network: hosts.Network, clock: Path) -> Told:
 
 @dataclasses.dataclass
 class Trial:
-    """How a fault ended for the survivors of one run."""
+    """The result of one trial."""
 
-    seconds: float | None  # until the last one had its error; None: not all had one
-    outcome: str  # of the survivor whom it went worst for
-    named: bool
+    seconds: float | None  # until the last surviving rank had its error; None: not all had one
+    outcome: str  # class of the error, or what happened instead
+    named: bool  # whether all errors name the rank at fault
     text: str
-    reported: float | None
+    reported: float | None  # seconds until the last log named the rank at fault
 
 
 def run(backend: str, name: str, network: hosts.Network, folder: Path) -> Trial:
-    """Runs the four ranks once."""
+    """Runs one trial."""
     clock = folder / "clock"
     clock.unlink(missing_ok=True)
     outcomes = ranks.run_ranks(
@@ -371,7 +373,7 @@ def main() -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="faults.py", description=__doc__)
     parser.add_argument("--backends", default="smddp,gloo", help="default: smddp,gloo")
-    parser.add_argument("--faults", default=",".join(FAULTS), help=f"of {', '.join(FAULTS)}")
+    parser.add_argument("--faults", default=",".join(FAULTS), help=f"some of {', '.join(FAULTS)}")
     parser.add_argument("--trials", type=int, default=20, help="per fault and backend (default 20)")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
@@ -403,7 +405,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Ranks find what they run by the name of its module.
+    # The ranks import this file by its name, so functions must not belong to __main__.
     import faults
 
     sys.exit(faults.main())

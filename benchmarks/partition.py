@@ -1,8 +1,8 @@
-"""Measures how long the division of a model takes, phase by phase.
+"""Measures the time to partition a model, phase by phase.
 
     python benchmarks/partition.py [MODULES [PARTS]]
 
-The model is a stack of residual blocks, as deep as is needed to have that many modules.
+The model is a stack of residual blocks with about MODULES modules.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class _Host:
 
 
 def main() -> None:
-    """Prints one line per phase: the median of several runs."""
+    """Prints the median time of each phase."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
     parts = int(sys.argv[2]) if len(sys.argv) > 2 else 8
-    # Blocks of different cost, so that equal numbers would not be equal shares.
+    # The blocks have different costs, so equal numbers of blocks are not equal shares.
     blocks = [Block(64, 64 * (1 + number % 5)) for number in range((count + 5) // 7)]
     model = nn.Sequential(*blocks)
     host: Any = _Host()

@@ -1,20 +1,22 @@
-"""How near a pipeline comes to its bound: stages that sleep, so that any machine shows many ranks.
+"""Measures pipelines of stages that sleep, in % of their bound. Many ranks fit on few cores.
 
     python benchmarks/pipeline.py --partitions 2 4 8 --microbatches 4 8 16 32 --json FILE
     python benchmarks/pipeline.py --calls 4096
 
-A step of m microbatches on p equal stages takes at least (m + p - 1) * (forward + backward). The
-same stages run under `@smp.step`, and then under torch.distributed.pipelining (GPipe for the simple
-pipeline, 1F1B and Interleaved1F1B for the interleaved one). The last of these divides each stage
-into two halves, which it places p stages apart; it has a bound of its own, of 2 * m + p - 1 halves.
+A step of m microbatches on p equal stages takes at least (m + p - 1) * (forward + backward). With
+m = 8, p = 4 and 25 ms forward and backward each, that is 11 * 50 = 550 ms. The same stages run
+under `@smp.step` and under torch.distributed.pipelining: GPipe for the simple pipeline, 1F1B and
+Interleaved1F1B for the interleaved one. Interleaved1F1B splits each stage into two halves, so its
+bound is (2 * m + p - 1) halves.
 
-What a stage takes is measured: its sleeps in the step itself, as they take a little longer than
-asked; and what it takes besides them, that is its own few operations and autograd, when it runs in
-plain torch, without any pipeline, on all ranks at once. After a sleep that is no small thing: the
-caches hold something else. The share of a bound of sleeps alone is printed behind, in brackets.
+The time of a stage has two parts. The benchmark measures the sleeps in the step itself, because
+they take a little longer than requested. It measures the rest, the stage's own operations and
+autograd, in plain torch without a pipeline, on all ranks at the same time. The rest matters,
+because the caches are cold after a sleep. In brackets it prints the share of a bound that counts
+the sleeps only.
 
-With --calls it measures the round trip of one call of a module on another rank instead, with
-gradients, whose value is looked at before the next one: nothing hides what a call costs.
+With --calls it measures the round trip of a call of a module on another rank, with gradients. The
+next call starts when the value has arrived, so nothing hides the cost of a call.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ WIDTH = 8
 
 
 class Sleep(torch.autograd.Function):
-    """Computes nothing, and takes its time for that; adds up how long it really was."""
+    """Sleeps instead of computing, forward and backward; sums the real times of the sleeps."""
 
     slept = 0.0
     count = 0
@@ -62,7 +64,7 @@ class Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        """Sleeps, and copies."""
+        """Sleeps, and returns a copy."""
         ctx.seconds = seconds
         Sleep.pause(seconds)
         return x.clone()
@@ -75,7 +77,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """One stage."""
+    """A stage of the pipeline: a weight, and a sleep."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -89,7 +91,11 @@ class Stage(nn.Module):
 
 
 def besides_sleep(seconds: float) -> float:
-    """Returns what a stage takes forward and backward besides its sleeps, in plain torch."""
+    """Returns the seconds that a stage takes in plain torch, forward and backward, without sleeps.
+
+    Args:
+        seconds: of each sleep.
+    """
     stage, x = Stage(seconds), torch.ones(1, WIDTH, requires_grad=True)
     gradient = torch.ones(1, WIDTH)
     found = []
@@ -103,14 +109,14 @@ def besides_sleep(seconds: float) -> float:
 
 @smp.step
 def train_step(model: Any, x: torch.Tensor) -> Any:
-    """The step."""
+    """One training step."""
     loss = model(x).sum()
     model.backward(loss)
     return loss
 
 
 def ours(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
-    """Returns a function that makes one step under smp."""
+    """Returns a function that runs one step under smp."""
     smp.init(
         {
             "partitions": size,
@@ -133,7 +139,7 @@ def ours(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -
 
 
 def torchs(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
-    """Returns a function that makes one step under torch.distributed.pipelining."""
+    """Returns a function that runs one step under torch.distributed.pipelining."""
     stage = PipelineStage(Stage(options.seconds), rank, size, torch.device("cpu"))
     kind = {"simple": ScheduleGPipe, "interleaved": Schedule1F1B}[pipeline]
     schedule = kind(stage, microbatches, loss_fn=lambda y, _: y.sum())
@@ -150,12 +156,12 @@ def torchs(options: Any, rank: int, size: int, microbatches: int, pipeline: str)
     return step
 
 
-# Of Interleaved1F1B on each rank.
+# Number of stages that Interleaved1F1B has on each rank.
 HALVES = 2
 
 
 def halves(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
-    """Returns a function that makes one step under torch's Interleaved1F1B."""
+    """Returns a function that runs one step under torch's Interleaved1F1B."""
     count, device = HALVES * size, torch.device("cpu")
     stages = [
         PipelineStage(Stage(options.seconds / HALVES), rank + size * half, count, device)
@@ -168,7 +174,7 @@ def halves(options: Any, rank: int, size: int, microbatches: int, pipeline: str)
 
 
 class Caller(nn.Module):
-    """Calls a module that does next to nothing, again and again."""
+    """Calls a module that does almost nothing, many times."""
 
     CALLS = 200
 
@@ -180,7 +186,7 @@ class Caller(nn.Module):
         self.seconds: list[float] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Notes how long each call takes."""
+        """Makes CALLS calls and records the time of each."""
         x = x * self.here
         self.seconds = []
         for _ in range(self.CALLS):
@@ -204,7 +210,7 @@ class Scale(nn.Module):
 
 
 def calls_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: Any) -> None:
-    """One rank of the benchmark of calls; job is (None, 2 ranks, remote?)."""
+    """Runs one rank of the benchmark of calls; `job` is (None, 2 ranks, whether it is remote)."""
     begin(rank, 2, port, options.backend)
     smp.init({"partitions": 2, "microbatches": 1, "auto_partition": False, "default_partition": 0})
     caller = Caller(job[2])
@@ -225,14 +231,14 @@ def calls_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: 
 
 
 class Timing:
-    """Seconds of the last backward pass."""
+    """Holds the seconds of the last backward pass."""
 
     backward = 0.0
 
 
 @smp.step
 def timed_step(model: Any, x: torch.Tensor) -> Any:
-    """Forward and backward, the latter timed."""
+    """Runs forward and backward, and times backward."""
     loss = model(x).sum()
     begun = time.perf_counter()
     model.backward(loss)
@@ -241,7 +247,7 @@ def timed_step(model: Any, x: torch.Tensor) -> Any:
 
 
 def messages_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: Any) -> None:
-    """The same bytes there and back by send and recv: what a call cannot go below."""
+    """Sends the same bytes there and back by send and recv, the lower limit of a call."""
     begin(rank, 2, port, options.backend)
     x, y = torch.ones(options.calls // 4), torch.ones(options.calls // 4)
     seconds = []
@@ -261,7 +267,7 @@ def messages_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queu
 
 
 def begin(rank: int, size: int, port: int, backend: str) -> None:
-    """Brings up a rank."""
+    """Initialises a rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
@@ -272,14 +278,17 @@ def begin(rank: int, size: int, port: int, backend: str) -> None:
 def measure(
     step: Callable[[], Any], size: int, tasks: int, steps: int, besides: float
 ) -> tuple[float, float]:
-    """Returns the best step's share of its bound, and of that of its sleeps.
+    """Returns the share of the bound that the best step reaches, with and without overhead.
 
     Args:
-        step: makes one.
-        size: how many ranks.
-        tasks: how often each rank runs a stage forward.
-        steps: how many to measure.
-        besides: what a stage takes forward and backward besides its sleeps.
+        step: runs one step.
+        size: number of ranks.
+        tasks: forward passes of a stage per rank and step.
+        steps: number of steps to measure.
+        besides: seconds of a stage without its sleeps, from besides_sleep().
+
+    Returns:
+        The share of the bound of whole stages, and of the bound of sleeps only.
     """
     for _ in range(2):
         step()
@@ -301,7 +310,7 @@ def measure(
 
 
 def rank_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: Any) -> None:
-    """One rank of one job."""
+    """Runs one rank of one job; `job` is (system, number of ranks, microbatches, pipeline)."""
     who, size, microbatches, pipeline = job
     begin(rank, size, port, options.backend if who is ours else "gloo")
     step = who(options, rank, size, microbatches, pipeline)
@@ -316,7 +325,7 @@ def rank_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: A
 
 
 def run(options: Any, job: tuple[Any, ...], port: int, target: Any = rank_main) -> Any:
-    """Runs one job; returns what its rank 0 has found."""
+    """Runs one job; returns the result of its rank 0."""
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
     ranks = [
@@ -339,9 +348,9 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--pipelines", nargs="+", default=["simple", "interleaved"])
     parser.add_argument(
-        "--active", help="microbatches under way: an expression in p; the default is smp's, p + 2"
+        "--active", help="active microbatches: an expression in p (default p + 2, as in smp)"
     )
-    parser.add_argument("--seconds", type=float, default=0.025, help="of each sleep")
+    parser.add_argument("--seconds", type=float, default=0.025, help="seconds of each sleep")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--calls", type=int, help="measure calls, with so many bytes")
     parser.add_argument("--json", help="a file for all figures")

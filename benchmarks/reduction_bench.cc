@@ -1,4 +1,4 @@
-// Throughput of the reduction kernels beside memcpy, in bytes of one buffer per second.
+// Throughput of the reduction kernels, compared with memcpy, in bytes of one buffer per second.
 //
 //   cmake --build <folder> --target reduction_bench
 //   <folder>/benchmarks/reduction_bench --benchmark_filter=float32
@@ -16,7 +16,7 @@
 namespace smddp::reduction {
 namespace {
 
-// Zeros in every format, so that sums in place stay what they are.
+// Zeros in every format, so that repeated sums in place stay zero.
 using Buffer = std::vector<double>;
 
 void runReduce(benchmark::State& state, SimdLevel level, DataType type, size_t numSrcs,

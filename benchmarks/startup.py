@@ -1,15 +1,15 @@
-"""Measures what a job pays before its first collective has ended, beside gloo.
+"""Measures the time from `import torch` to the end of the first collective, with smddp and gloo.
 
     python benchmarks/startup.py --ranks 4 --trials 25 --json FILE
 
-Backends take turns. A trial starts all ranks as new processes, which import torch and wait for one
-another; from there on the clock runs. As under torchrun the store is served by the launcher: a rank
-that serves it makes those wait that come before it, for up to a second, whatever the backend. Each
-figure is that of the slowest rank, medians over the trials:
+The backends take turns. A trial starts all ranks as new processes. They import torch and wait until
+all are ready; then the clock starts. As with torchrun, the launcher serves the store. If a rank
+served it, ranks that start earlier would wait for up to a second, with any backend. Each figure is
+the time of the slowest rank, as a median over the trials:
 
     import   `import smddp`; gloo is part of torch
-    init     init_process_group(): the store, the rendezvous, and what the backend opens
-    first    one all_reduce of a number; a backend that connects late does it here
+    init     init_process_group(): the store, the rendezvous, and the backend's resources
+    first    one all_reduce of one element; a backend that connects lazily does so here
 
 `total` is the time until the last rank has its first result.
 """
@@ -32,7 +32,7 @@ PATIENCE = 120.0
 
 
 def rank_main(backend: str) -> None:
-    """Waits for a line on stdin, then starts up and prints when each phase was over."""
+    """Runs as a rank: waits for a line on stdin, starts up, prints the end time of each phase."""
     import torch
     import torch.distributed as dist
 
@@ -53,16 +53,16 @@ def rank_main(backend: str) -> None:
 
 
 def trial(backend: str, size: int) -> dict[str, float]:
-    """Starts `size` ranks once; returns milliseconds by phase, and in total."""
+    """Starts `size` ranks once; returns the milliseconds of each phase, and in total."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
-        # An installed package is compiled once. Empty is as good as unset.
+        # Lets Python cache bytecode, as for an installed package. Empty means unset.
         "PYTHONDONTWRITEBYTECODE": "",
-        # What torch imports by itself would be counted in neither; here it is counted.
+        # Otherwise `import torch` would import smddp, before the clock starts.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -91,7 +91,7 @@ def trial(backend: str, size: int) -> dict[str, float]:
             assert rank.stdin is not None
             rank.stdin.write("\n")
             rank.stdin.flush()
-        # communicate() would close stdin first, and ranks may have read all they want of it.
+        # Not before communicate(), which closes stdin first.
         times = [json.loads(rank.communicate(timeout=PATIENCE)[0]) for rank in ranks]
     finally:
         for rank in ranks:
@@ -109,9 +109,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=4, help="number of ranks (%(default)s)")
     parser.add_argument("--trials", type=int, default=25, help="of each backend (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write every trial's figures there")
+    parser.add_argument("--json", type=Path, help="write the figures of every trial to this file")
     parser.add_argument("--as-rank", choices=BACKENDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
@@ -121,7 +121,7 @@ def main() -> int:
     for number in range(-1, options.trials):
         for backend in BACKENDS if number % 2 else reversed(BACKENDS):
             figures = trial(backend, options.ranks)
-            if number >= 0:  # the first one fills the caches of the file system
+            if number >= 0:  # the first trial only fills the file system's cache
                 trials[backend].append(figures)
     medians = {
         backend: {key: statistics.median(each[key] for each in figures) for key in figures[0]}

@@ -2,8 +2,8 @@
 //
 //   cmake --build <folder> --target transport_bench && <folder>/benchmarks/transport_bench
 //
-// Two transports of one process, each polled by a thread of its own, which never sleeps: what is measured is
-// the path of the bytes, not a scheduler's. With fewer than two idle cores the figures mean nothing.
+// Two transports of one process, each polled by a thread that spins, so that the scheduler is not measured. With fewer
+// than two idle cores the figures mean nothing.
 #include <atomic>
 #include <memory>
 #include <string>
@@ -86,7 +86,7 @@ struct Pair {
   Side a, b;
 };
 
-// A message there, one back.
+// Sends a message and waits for one from the other side.
 void roundTrip(benchmark::State& state, const std::string& provider, bool control) {
   Pair pair(provider, static_cast<size_t>(state.range(0)));
   const auto send = [&](Side& side, uint64_t number) {
@@ -109,7 +109,7 @@ void roundTrip(benchmark::State& state, const std::string& provider, bool contro
   echo.join();
 }
 
-// Puts one behind the other, as many under way as a channel's window has slots.
+// Sends puts, with as many in flight as a channel's window has slots.
 void stream(benchmark::State& state, const std::string& provider) {
   const auto bytes = static_cast<size_t>(state.range(0));
   Pair pair(provider, bytes);

@@ -1,7 +1,7 @@
-"""Trains the same model with smddp and with gloo and compares what they learned.
+"""Trains the same model with smddp and with gloo, and compares the trained parameters.
 
-The four ranks of each run form two nodes, though all are on this machine: shared memory inside a
-node, libfabric between the nodes. Each node is started by a torchrun of its own, as on two hosts.
+Each run has four ranks, which play two nodes on this machine: they use shared memory inside a node
+and libfabric between the nodes. A torchrun per node starts the ranks, as on two hosts.
 """
 
 from __future__ import annotations
@@ -26,29 +26,31 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 NODES = 2
 RANKS_PER_NODE = 2
-# The backends sum in different orders, so the last bits differ and training amplifies that. In
-# double precision what is left of it is far below this; in single precision no two backends agree.
+# The backends sum in different orders, so the last bits differ, and training amplifies the
+# differences. In double precision they stay far below this tolerance. In single precision no two
+# backends agree.
 TOLERANCE = 1e-6
 
 
 class DemoError(Exception):
-    """What went wrong, in one sentence."""
+    """A run failed. The text says in one sentence how."""
 
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yields a TCP port that nobody but the job is given while it starts."""
+    """Yields a TCP port that the kernel does not assign until the with statement ends."""
     with socket.socket() as holder:
-        # Not listening: a server that reuses addresses too, as torch's does, may bind beside it.
+        # This socket does not listen. A server with SO_REUSEADDR, such as torch's, can bind the
+        # port.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield int(holder.getsockname()[1])
 
 
 def start_node(node: int, port: int, script: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts the ranks of one node; node 0 shows what it prints, the others write a log."""
+    """Starts the ranks of one node. Only node 0 prints to the terminal; errors go to the log."""
     environment = {**os.environ, "SMDDP_NODE_ID": f"node{node}", "OMP_NUM_THREADS": "1"}
-    # For a smddp that was built here but not installed.
+    # Lets the ranks import smddp if it was built here but not installed.
     paths = [str(HERE.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command = [sys.executable, "-m", "torch.distributed.run"]
@@ -62,7 +64,7 @@ def start_node(node: int, port: int, script: list[str], log: Path) -> subprocess
 
 
 def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Ends what still runs, with all its children."""
+    """Kills the processes that still run, with all their children."""
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -70,17 +72,23 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def last_words(log: Path) -> str:
-    """Returns the line of a log that most likely says what went wrong."""
+    """Returns the last error in a log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
     return errors[-1] if errors else f"see {log}"
 
 
 def run(backend: str, epochs: int, folder: Path, seconds: float) -> dict[str, Any]:
-    """Trains on two nodes and returns what rank 0 wrote.
+    """Trains on two nodes; returns the results that rank 0 wrote.
+
+    Args:
+        backend: "smddp" or "gloo".
+        epochs: number of epochs.
+        folder: for the results and the logs.
+        seconds: time limit of the run.
 
     Raises:
-        DemoError: a rank failed, or all together took too long.
+        DemoError: a rank failed, or the time limit passed.
     """
     out = folder / f"{backend}.pt"
     out.unlink(missing_ok=True)
@@ -113,7 +121,7 @@ def difference(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 
 def draw(results: dict[str, dict[str, Any]], file: Path) -> None:
-    """Draws both loss curves."""
+    """Draws the loss curves of all backends into a file."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -132,7 +140,7 @@ def mebibytes(count: int) -> str:
 
 
 def report(console: Console, results: dict[str, dict[str, Any]]) -> None:
-    """Prints what was learned and where bytes went."""
+    """Prints the results of the training, and the bytes that smddp moved."""
     learned = Table(title="What was learned (float64, the same seed)")
     for column in ("backend", "accuracy", "last loss", "training, s"):
         learned.add_column(column, justify="left" if column == "backend" else "right")
@@ -153,11 +161,11 @@ def report(console: Console, results: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Runs both trainings; returns 1 when they failed or did not learn the same."""
+    """Runs both trainings; returns 1 if one failed or the parameters differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--output", type=Path, default=HERE / "output", help="folder for results")
-    parser.add_argument("--limit", type=float, default=300, help="seconds that a run may take")
+    parser.add_argument("--limit", type=float, default=300, help="time limit of a run in seconds")
     arguments = parser.parse_args()
     folder = arguments.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +184,7 @@ def main() -> int:
     apart = difference(results["smddp"], results["gloo"])
     console.print(f"Loss curves: {picture}", highlight=False, soft_wrap=True)
     console.print(f"Largest difference between the final parameters: {apart:.1e}", highlight=False)
-    if not apart <= TOLERANCE:  # also when it is no number
+    if not apart <= TOLERANCE:  # also true for NaN
         print(f"demo: the backends differ by more than {TOLERANCE:g}", file=sys.stderr)
         return 1
     return 0

@@ -1,11 +1,11 @@
-"""Trains a network on handwritten digits, divided over ranks; the script of SageMaker's guide.
+"""Trains a network on handwritten digits, partitioned over ranks, as in SageMaker's guide.
 
     SM_HP_MP_PARAMETERS='{"partitions": 2, "microbatches": 4, "ddp": true}' \
         torchrun --nproc-per-node 4 examples/smp_digits.py
 
-What differs from the guide: the data set, and a device that need not be a GPU. With --manual the
-script says itself where each module lives; then the configuration needs "auto_partition": false and
-"default_partition": 0.
+Other than in the guide, the data set is small, and the device may be the CPU. With --manual the
+script chooses the partition of each module; then the configuration needs "auto_partition": false
+and "default_partition": 0.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def train_step(model: Any, data: torch.Tensor, target: torch.Tensor) -> Any:
 
 @smp.step
 def test_step(model: Any, data: torch.Tensor, target: torch.Tensor) -> Any:
-    """Returns how many of a microbatch were recognised."""
+    """Returns the number of digits of a microbatch that are recognised."""
     output = model(data)
     return int((output.argmax(1) == target).sum())
 
@@ -81,7 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--manual", action="store_true", help="place modules by smp.partition")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--mp_parameters", help="as launchers pass it; the environment has it, too")
+    parser.add_argument(
+        "--mp_parameters", help="launchers pass it; smp.init() reads the environment"
+    )
     options = parser.parse_args()
     # smdistributed: initialize the backend
     smp.init()

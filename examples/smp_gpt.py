@@ -1,9 +1,9 @@
-"""Trains a small GPT on real text (the documentation beside this folder), divided over ranks.
+"""Trains a small GPT on the text of smddp's documentation, partitioned over ranks.
 
     torchrun --nproc-per-node 2 examples/smp_gpt.py --partitions 2
 
-The model is written as one would write it for a single process: a list of blocks in a loop, the
-output layer tied to the embedding. --report writes pictures of the partition and of one step.
+The model is written as for a single process: a loop over a list of blocks, and an output layer that
+shares its weight with the embedding. --report draws the partition and the timeline of one step.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--report", type=Path, help="a folder for pictures")
+    parser.add_argument("--report", type=Path, help="folder for drawings")
     options = parser.parse_args()
     config = {"partitions": options.partitions, "microbatches": options.microbatches, "ddp": True}
     smp.init({**config, "optimize": "speed"})

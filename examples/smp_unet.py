@@ -1,4 +1,4 @@
-"""Removes noise from pictures of digits with a U-Net, divided over ranks, with skips across them.
+"""Trains a U-Net to remove noise from images of digits; its skip connections cross partitions.
 
 torchrun --nproc-per-node 2 examples/smp_unet.py --partitions 2
 """
@@ -27,7 +27,7 @@ def _convolutions(before: int, after: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """What each level of the way down has seen is used again on the way up."""
+    """A U-Net of two levels, with a skip connection at each level."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, 1, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns pictures of the same size."""
+        """Returns images of the same shape."""
         level1 = self.down1(x)
         level2 = self.down2(F.max_pool2d(level1, 2))
         x = self.middle(F.max_pool2d(level2, 2))
@@ -55,7 +55,7 @@ def train_step(model: Any, noisy: torch.Tensor, clean: torch.Tensor) -> Any:
 
 
 def main() -> None:
-    """Trains, and says how much of the noise is left."""
+    """Trains, and prints the share of the noise that remains."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--partitions", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)

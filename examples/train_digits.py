@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/train_digits.py --backend smddp
 
-Nothing but the name of the backend differs from a script for another one; the statistics at the end
-are extra.
+Only the name of the backend differs from a script for another backend. The statistics at the end
+are not necessary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ HELD_OUT = 297  # of 1797 images
 
 
 def digits(dtype: torch.dtype = torch.float32) -> tuple[TensorDataset, TensorDataset]:
-    """Returns images of 8 x 8 pixels with their digits: to learn from, and held out."""
+    """Returns data sets of images and digits for training and for testing.
+
+    Images have the shape [n, 1, 8, 8] and values from 0 to 1; digits are int64.
+    """
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(images, dtype=dtype)[order].reshape(-1, 1, 8, 8) / 16
@@ -53,13 +56,13 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def batches(dataset: Dataset[Any], batch_size: int, shuffle: bool) -> DataLoader[Any]:
-    """Returns this rank's share of a data set."""
+    """Returns a loader of this rank's share of a data set."""
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=shuffle, seed=0)
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler)
 
 
 def train(model: nn.Module, data: DataLoader[Any], epochs: int, rate: float) -> list[float]:
-    """Trains in place; returns the loss of every step, averaged over the ranks."""
+    """Trains the model; returns the loss of every step, averaged over the ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     history: list[float] = []
     progress = Progress(transient=True) if dist.get_rank() == 0 else nullcontext()
@@ -84,7 +87,7 @@ def train(model: nn.Module, data: DataLoader[Any], epochs: int, rate: float) -> 
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """Returns the share of digits that are recognised; every rank looks at a part of them."""
+    """Returns the share of digits that are recognised; every rank tests a part of them."""
     images, labels = data.tensors
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     with torch.no_grad():
@@ -94,7 +97,7 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
 
 
 def where_bytes_went() -> dict[str, Any]:
-    """Returns what smddp did, summed over the ranks."""
+    """Returns the statistics of smddp, summed over the ranks."""
     import smddp
 
     everywhere: list[Any] = [None] * dist.get_world_size()
@@ -139,8 +142,8 @@ def main() -> None:
             parameters = {name: value.detach() for name, value in model.module.named_parameters()}
             result = {"parameters": parameters, "losses": losses, "accuracy": share}
             torch.save({**result, "seconds": seconds, **extra}, arguments.out)
-    # DDP keeps its group. gloo's threads, which may still let go of the last tensor, end with the
-    # group; without this that would be while Python ends, and gloo then aborts now and then.
+    # Free DDP, which holds a reference to the group. Otherwise gloo's threads would end while
+    # Python shuts down, and gloo would sometimes abort.
     del model
     gc.collect()
     dist.destroy_process_group()

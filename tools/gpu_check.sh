@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Builds smddp for the python3 on PATH and runs everything that needs a GPU; no network, under nine minutes on 16 cores.
+# Builds smddp for the python3 on PATH, and runs all tests and benchmarks that need a GPU. It needs no network, and less
+# than nine minutes on 16 cores.
 #
-#   tools/gpu_check.sh                 build, test, measure; smddp/ then has that build's module
-#   tools/gpu_check.sh pack <folder>   on another machine, before: what one without packages lacks (libfabric)
+#   tools/gpu_check.sh                 build, test, measure; links the module that it built into smddp/
+#   tools/gpu_check.sh pack <folder>   copies libfabric to a folder, for a machine that has no packages
 #
-# The steps come in the order of their worth, each with a time limit of its own: one that fails or hangs costs the
-# others nothing. GPU_CHECK_OUT (default: gpu-check) gets how they ended, summary.txt, and what they printed,
-# logs.tar.gz: two files, for whoever can fetch only few.
+# The most important steps come first. Each has its own time limit, and runs even if another one failed. The folder
+# GPU_CHECK_OUT (default: gpu-check) gets two files: summary.txt with the result of each step, and logs.tar.gz with
+# their output.
 #
-#   GPU_CHECK_PACK=<folder>    that `pack` has filled; without libfabric the tests between nodes are left out
-#   GPU_CHECK_ONLY=<pattern>   only the steps whose names match, besides `build`, which is quick where it was made
-#   GPU_CHECK_SECONDS=<n>      for all of them together (default: 520)
-#   GPU_CHECK_CUDA=OFF         without the CUDA part; that is also tried where nvcc fails
+#   GPU_CHECK_PACK=<folder>    a folder that `pack` has filled; without libfabric, tests between nodes are left out
+#   GPU_CHECK_ONLY=<pattern>   run only the steps whose names match, and `build`, which is quick if nothing changed
+#   GPU_CHECK_SECONDS=<n>      time limit of all steps together (default: 520)
+#   GPU_CHECK_CUDA=OFF         build without the CUDA part; the script also tries this if nvcc fails
 #
 # Needs: a torch with CUDA, cmake, ninja, g++ >= 12, pytest with pytest-timeout, psutil; nvcc for the CUDA part.
 set -uo pipefail
@@ -22,7 +23,7 @@ pack() {
   mkdir -p "$folder/include" "$folder/lib"
   cp -r /usr/include/rdma "$folder/include/"
   library=$(ldconfig -p | awk '/libfabric.so.1 .*x86-64/ { print $NF; exit }')
-  # The C library is the other machine's own.
+  # Leave out the C library: the other machine must use its own.
   { echo "$library"; ldd "$library" | awk '$3 ~ /^\// { print $3 }' | grep -vE '/lib(c|m|dl|pthread|rt)\.so'; } |
     xargs -I{} cp -L {} "$folder/lib/"
   ln -sf libfabric.so.1 "$folder/lib/libfabric.so"
@@ -36,12 +37,12 @@ case "${1:-} $#" in
 esac
 
 python=$(command -v python3) || { echo "no python3 on PATH"; exit 1; }
-# Before anything is built, or linked into this folder.
+# Check this before anything is built, or linked into this folder.
 if ! "$python" -c 'import sys, torch; sys.exit(torch.cuda.device_count() == 0)'; then
   echo "torch of $python sees no GPU here (torch.cuda.device_count() is 0): nothing to check"
   exit 1
 fi
-# cmake and ninja may be packages of that Python; CUDA's tools are last, where nothing else has the name.
+# cmake and ninja may be packages of that Python. CUDA's folder comes last, so it hides no other program.
 PATH=$(dirname "$python"):$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 build=build/gpu
 out=$(realpath -m "${GPU_CHECK_OUT:-gpu-check}")
@@ -56,7 +57,7 @@ SECONDS=0
 
 say() { echo "$*" | tee -a "$out/summary.txt"; }
 
-# step <name> <seconds> <command...>: runs it unless the time is up; its output goes to a file of its own.
+# step <name> <seconds> <command...>: runs the command unless the time is up, with its output in its own file.
 step() {
   local name=$1 most=$2 left=$((limit - SECONDS)) began=$SECONDS status=0
   shift 2
@@ -68,7 +69,7 @@ step() {
   fi
   [ "$most" -le $left ] || most=$left
   timeout --kill-after=10 "$most" "$@" >"$logs/$name.log" 2>&1 || status=$?
-  # What pytest counts: a step of tests that were all skipped has shown nothing.
+  # The counts of pytest, because a step whose tests were all skipped has shown nothing.
   local counted
   counted=$(grep -oE '[0-9]+ (passed|failed|skipped|error)[^=]*' "$logs/$name.log" | tail -n 1)
   case $status in
@@ -93,7 +94,7 @@ facts() {
 compile() {
   local options=(-DCMAKE_BUILD_TYPE=Release -DPYTHON_EXECUTABLE="$python" -DSMDDP_BUILD_TESTS=OFF
     -DSMDDP_WARNINGS_AS_ERRORS=OFF -DSMDDP_CUDA="${1:-ON}")
-  # torch brings the headers of fmt along.
+  # torch ships the headers of fmt.
   options+=(-DFMT_INCLUDE_DIR="$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')")
   [ -z "${GPU_CHECK_PACK:-}" ] || options+=(-DLIBFABRIC_HOME="$(realpath "$GPU_CHECK_PACK")")
   cmake -S . -B $build -G Ninja "${options[@]}" && cmake --build $build --target _C -j "$(nproc)" || return
@@ -101,7 +102,8 @@ compile() {
   ln -sfn ../$build/csrc/bindings/_build.py smddp/_build.py
 }
 
-# What a copy within the GPU's memory reaches: twice a rank's bytes per rank is the least that an all_reduce moves.
+# The bandwidth of a copy within the GPU's memory: the limit for an all_reduce there, which reads and writes at least
+# once per rank and byte.
 copy_rate() {
   "$python" - <<'PYTHON'
 import torch
@@ -124,7 +126,7 @@ PYTHON
 tests() {
   local parallel=()
   "$python" -c 'import xdist' 2>/dev/null && parallel=(-n 4)
-  # The result of each test is printed as it ends: what a time limit cuts off is not lost.
+  # -v prints the result of each test when it ends, so a time limit loses no results.
   step "$1" "$2" "$python" -m pytest -v -m gpu "${parallel[@]}" tests/python/test_cuda.py -k "$3"
 }
 
@@ -136,8 +138,7 @@ measure() {
     --place in --ranks "$ranks" --json "$logs/$name.json" "$@"
 }
 
-# compute-sanitizer follows the ranks, which are children. It knows nothing of one GPU model or another: where it
-# refuses the device, its log says so.
+# compute-sanitizer also checks the ranks, which are child processes. If it does not support the GPU, its log says so.
 sanitize() {
   command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not on PATH"; return 1; }
   SMDDP_GPU_PATH=ipc timeout 100 compute-sanitizer --target-processes all --error-exitcode 9 \
@@ -146,7 +147,7 @@ sanitize() {
 }
 
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
-# One machine, whose name nobody may know, and perhaps no network: gloo and NCCL meet on the loopback.
+# gloo and NCCL use the loopback interface, because the machine may have no network and its name may not resolve.
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
 export -f facts compile copy_rate sanitize
 export python build
@@ -156,12 +157,12 @@ if [ -n "${GPU_CHECK_PACK:-}" ]; then
 fi
 
 short=(--min-bytes 1KiB --max-bytes 64MiB --factor 16 --seconds 0.3)
-# Apart, as they take long.
+# A step of their own, because they take long.
 long=(--min-bytes 256MiB --max-bytes 1GiB --factor 4 --iterations 5)
 
 step facts 30 bash -c facts
 if ! step build 240 bash -c "compile ${GPU_CHECK_CUDA:-ON}"; then
-  # What goes through the host and by NCCL needs no nvcc.
+  # The paths through the host and through NCCL need no nvcc.
   step build-without-nvcc 120 bash -c "compile OFF" || exit 1
 fi
 tests test-memory-first 60 "in_memory and reduces and 2"

@@ -1,10 +1,10 @@
-"""Makes "hosts" out of namespaces of this machine, joined by a switch, and runs programs on them.
+"""Runs programs on several "hosts" of one machine: namespaces that are joined by a network switch.
 
     sudo python tools/hosts.py --hosts 2 --ranks 2 --rate 1gbit -- -m smddp.bench
 
-A host has network interfaces and a /dev/shm of its own, and is told apart by SMDDP_NODE_ID, because
-the processes of all could share memory. It lives as long as the process that made it: namespaces,
-interfaces and files are gone with their last process, however it ends.
+Each host has its own network interfaces and its own /dev/shm. Processes of different hosts could
+still share memory, so each host has its own SMDDP_NODE_ID. Namespaces, interfaces and files vanish
+with their last process, so nothing is left when this process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NETWORK = "10.77.0"
 
 
 def unavailable() -> str | None:
-    """Returns why there can be no hosts here; None if they can be made."""
+    """Returns the reason why hosts cannot be created here; None if they can."""
     if os.geteuid() != 0:
         return "namespaces need root"
     for program in ("ip", "tc", "unshare", "nsenter"):
@@ -36,15 +36,15 @@ def unavailable() -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Namespaces:
-    """The network, IPC and mount namespaces of a process that keeps them alive. Pickles."""
+    """The network, IPC and mount namespaces of the process `keeper`. Can be pickled."""
 
     keeper: int
 
     def enter(self) -> None:
-        """Moves this process, which must have one thread, into the namespaces.
+        """Moves this process into the namespaces.
 
         Raises:
-            OSError: no root, or several threads.
+            OSError: this process is not root, or has several threads.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         for kind in ("net", "ipc", "mnt"):
@@ -56,42 +56,50 @@ class Namespaces:
                 os.close(descriptor)
 
     def command(self, *arguments: str) -> list[str]:
-        """Returns what runs a command line inside."""
+        """Returns a command line that runs another one inside the namespaces."""
         return ["nsenter", "-t", str(self.keeper), "-n", "-i", "-m", "--", *arguments]
 
     def run(self, line: str) -> None:
-        """Runs a program, given as words with blanks between, to its end."""
+        """Runs a command line inside the namespaces, and waits for its end.
+
+        Raises:
+            subprocess.SubprocessError: it failed, or took more than 30 s.
+        """
         subprocess.run(self.command(*line.split()), check=True, capture_output=True, timeout=30)
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Hosts on a switch, as processes that did not make them know them. Pickles."""
+    """The hosts and the switch. Can be pickled, for other processes."""
 
     hosts: tuple[Namespaces, ...]
     switch: Namespaces
 
     @staticmethod
     def address(host: int) -> str:
-        """Returns a host's address on the network; all can reach it."""
+        """Returns the IP address of a host, which all hosts can reach."""
         return f"{_NETWORK}.{host + 1}"
 
     def unplug(self, host: int) -> None:
-        """Cuts a host off: what is sent from or to it is lost without a word."""
+        """Disconnects a host: packets from it and to it are dropped silently."""
         self.switch.run(f"ip link set port{host} down")
 
     def plug(self, host: int) -> None:
-        """Ends what unplug() did."""
+        """Connects a host again after unplug()."""
         self.switch.run(f"ip link set port{host} up")
 
 
 class Hosts:
-    """Makes a network for the length of a with statement.
+    """A context manager that creates hosts and a network between them.
 
     Args:
         count: number of hosts.
-        rate: what each link carries in each direction, as tc writes it ("1gbit"); None: no limit.
-        shm: size of each host's /dev/shm, as mount writes it.
+        rate: bandwidth of each link in each direction, in the notation of tc ("1gbit"); None: no
+            limit.
+        shm: size of each host's /dev/shm, in the notation of mount ("4g").
+
+    Raises:
+        OSError: the kernel refuses namespaces or mounts.
     """
 
     def __init__(self, count: int, rate: str | None = None, shm: str = "4g") -> None:
@@ -133,7 +141,7 @@ class Hosts:
         script = (
             f"mount -t tmpfs -o size={self._shm} tmpfs /dev/shm && ip link set lo up && echo && cat"
         )
-        # `cat` ends with this process, however that ends.
+        # When this process ends, even if it is killed, `cat` reads the end of its input and exits.
         keeper = subprocess.Popen(
             ["unshare", "--net", "--ipc", "--mount", "sh", "-c", f"{script} >/dev/null"],
             stdin=subprocess.PIPE,
@@ -160,7 +168,16 @@ class Hosts:
 
 
 def launch(network: Network, ranks: int, arguments: list[str]) -> int:
-    """Runs a Python program under torchrun on every host; returns a bad exit status, or 0."""
+    """Runs a Python program under torchrun on every host.
+
+    Args:
+        network: the hosts.
+        ranks: number of ranks per host.
+        arguments: the command line after `python`.
+
+    Returns:
+        0, or the exit status of a torchrun that failed.
+    """
     environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **os.environ}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python"]
     torchrun += ["--nnodes", str(len(network.hosts)), "--nproc-per-node", str(ranks)]
@@ -189,8 +206,8 @@ def main() -> int:
     )
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (default 2)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks per host (default 1)")
-    parser.add_argument("--rate", help="what each link carries, e.g. 1gbit (default: no limit)")
-    parser.add_argument("arguments", nargs="+", help="-- and what follows `python`")
+    parser.add_argument("--rate", help="bandwidth of each link, such as 1gbit (default: no limit)")
+    parser.add_argument("arguments", nargs="+", help="-- and the command line after `python`")
     options = parser.parse_args()
     reason = unavailable()
     if reason is not None:

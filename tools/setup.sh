@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Makes a bare machine ready, and does nothing slow the second time. Every make target starts here.
+# Prepares a machine. Quick if nothing is missing. Every make target calls it.
 #
 #   tools/setup.sh packages      system packages (Debian, Ubuntu)
 #   tools/setup.sh environment   + the virtual environment .venv with torch
 #   tools/setup.sh build         + the C++ core, its tests and the module, in build/torch-<release>
 #   tools/setup.sh               + `import smddp` works in .venv
-#   tools/setup.sh core <folder> <target> [cmake option...]   a target of the core alone, without torch
+#   tools/setup.sh core <folder> <target> [cmake option...]   one target of the core, without torch
 #   tools/setup.sh fuzzers <folder>   the fuzzers, compiled by clang
-#   tools/setup.sh lint          what `make lint` needs
+#   tools/setup.sh lint          + the programs for `make lint`
 #
-# TORCH=2.11 picks another torch release; it gets an environment and a build folder of its own.
-# PYTHON picks the interpreter that the environment is made from.
+# TORCH=2.11 selects another torch release, with its own environment and build folder.
+# PYTHON selects the interpreter for the environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,7 +25,7 @@ say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 install_packages() {
-  # Other distributions name their packages differently; there CMake says what is missing.
+  # Other distributions have other package names. There CMake reports what is missing.
   command -v dpkg-query >/dev/null || return 0
   local missing=() package
   for package in "$@"; do
@@ -48,7 +48,7 @@ packages() {
 
 environment() {
   packages
-  # Keyed by everything that decides what is inside.
+  # The key changes with everything that determines the content of the environment.
   local key stamp=$venv/.requirements
   key=$({ echo "torch $torch"; cat tools/requirements.txt; } | sha256sum)
   [ "$(cat $stamp 2>/dev/null)" != "$key" ] || return 0
@@ -58,12 +58,11 @@ environment() {
   echo "$key" >$stamp
 }
 
-# What compile() builds.
+# The target that compile() builds.
 target=all
 
-# Object files depend neither on where the clone lies nor on the folder they are compiled in, so a
-# second clone finds them in the cache. SLOPPINESS: what ccache asks for before it keeps what was compiled
-# with a precompiled header.
+# BASEDIR and NOHASHDIR: the cache does not depend on the folder of the clone, so another clone can use it.
+# SLOPPINESS: ccache requires it for files that are compiled with a precompiled header.
 compile() {
   local folder=$1
   shift
@@ -107,8 +106,8 @@ develop() {
       $venv/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
     echo "$key" >$stamp
   fi
-  # A link instead of the copy that pip made: the next build is in force at once, and switching
-  # between two torch releases costs nothing.
+  # A link replaces the copy that pip made. So Python sees the next build at once, and switching between
+  # torch releases takes no time.
   module=$(cd $build/csrc/bindings && ls _C.*.so)
   ln -sfn "../$build/csrc/bindings/$module" "smddp/$module"
   ln -sfn "../$build/csrc/bindings/_build.py" smddp/_build.py
