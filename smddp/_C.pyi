@@ -78,6 +78,19 @@ class Mailbox:
     ) -> None: ...
     def flush(self) -> None: ...
 
+# The bytes of a message; docs in csrc/process_group/message_codec.h. Returns the front, a uint8
+# tensor of at least `least` bytes, and the bytes of each large tensor, which share its memory.
+def encode_message(
+    head: bytes, tensors: Sequence[torch.Tensor | None], last: bool, least: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]: ...
+
+# How many bytes a front has; it begins with these.
+def front_length(begin: torch.Tensor) -> int: ...
+
+# Head, tensors, and where the bytes of the large ones have to be received, in order.
+def decode_front(
+    front: torch.Tensor,
+) -> tuple[bytes, list[torch.Tensor | None], list[torch.Tensor]]: ...
 def empty(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
 # A number in [0, below) from torch's default CPU generator.

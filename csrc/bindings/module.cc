@@ -14,6 +14,7 @@
 #include "process_group/errors.h"
 #include "process_group/gpu_process_group.h"
 #include "process_group/mailbox.h"
+#include "process_group/message_codec.h"
 #include "process_group/process_group.h"
 
 namespace py = pybind11;
@@ -108,6 +109,39 @@ void bindMailbox(py::module& m) {
       .def("flush", &Mailbox::flush, Release());
 }
 
+// The codec of the mailbox, for messages over other backends.
+void bindMessageCodec(py::module& m) {
+  const auto bytesIn = [](const at::Tensor& tensor) -> std::span<const std::byte> {
+    return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
+  };
+  m.def(
+      "encode_message",
+      [](const std::string& head, const std::vector<std::optional<at::Tensor>>& tensors, bool last,
+         size_t least) {
+        smddp::process_group::EncodedMessage message;
+        {
+          const py::gil_scoped_release release;
+          message = smddp::process_group::encodeMessage(head, tensors, last, least);
+        }
+        return py::make_tuple(std::move(message.front), std::move(message.alone));
+      },
+      py::arg("head"), py::arg("tensors"), py::arg("last"), py::arg("least"));
+  m.def(
+      "front_length",
+      [bytesIn](const at::Tensor& begin) {
+        return smddp::process_group::frontLength(bytesIn(begin));
+      },
+      py::arg("begin"));
+  m.def(
+      "decode_front",
+      [bytesIn](const at::Tensor& front) {
+        auto message = smddp::process_group::decodeFront(bytesIn(front));
+        return py::make_tuple(py::bytes(message.head), std::move(message.tensors),
+                              std::move(message.alone));
+      },
+      py::arg("front"));
+}
+
 void bindSettings(py::module& m) {
   m.def("settings", [] {
     py::list rows;
@@ -136,5 +170,6 @@ PYBIND11_MODULE(_C, m) {
   smddp::bindings::bindRandomNumber(m);
   bindProcessGroup(m);
   bindMailbox(m);
+  bindMessageCodec(m);
   bindSettings(m);
 }

@@ -43,8 +43,8 @@ class Mailbox {
   // Ends the take() that waits, or else the next one.
   void interrupt();
   // Returns at once. Without a tensor a place stays empty.
-  void send(int peer, const std::string& head, std::vector<std::optional<at::Tensor>> tensors,
-            bool last);
+  void send(int peer, const std::string& head,
+            const std::vector<std::optional<at::Tensor>>& tensors, bool last);
   // Waits until everything sent is gone, or cannot go any more.
   void flush();
 

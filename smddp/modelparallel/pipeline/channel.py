@@ -1,14 +1,14 @@
 """Streams of messages between the ranks of a pipeline.
 
 There is one stream per ordered pair of ranks. Messages of one stream arrive in order; between
-streams there is no order. A step begins and ends on every stream: END is the last message of a rank
-to each other rank in a step, whether the step went well or not. So between steps nobody has a
-receive posted, and a failed step leaves no message behind.
+streams there is no order. END is the last message of a rank to each other rank in a step, whether
+the step failed or not. So between steps no receive is posted, and a failed step leaves no message
+behind.
 
-A receive is posted on every stream all the time, and sends are not waited for: so no sender is held
-up by what the receiver computes. What has come is taken by `Channel.take`. Over smddp, the thread
-that calls it waits for all streams at once. torch.distributed knows no such wait, so over other
-backends each stream has a thread, which fills a queue.
+Sending does not wait for the receiver. `Channel.take` returns the messages that have come. Over
+smddp, the thread that calls it waits for all streams at once. torch.distributed has no such wait,
+so over other backends each stream has a thread, which fills a queue. In both cases the bytes are
+those of csrc/process_group/message_codec.h.
 """
 
 from __future__ import annotations
@@ -25,26 +25,40 @@ import torch
 import torch.distributed as dist
 
 from smddp import _C
-from smddp.modelparallel.pipeline.protocol import Kind
-from smddp.modelparallel.pipeline.wire import ENVELOPE, Message, decode, encode
+from smddp.modelparallel.pipeline.protocol import Kind, Message
 
 __all__ = ["Arrival", "Channel", "Ended"]
 
 
 class Ended(NamedTuple):
-    """A stream has ended in this step."""
+    """The end of a stream in this step.
+
+    Attributes:
+        error: why the stream is broken; None if END has come.
+    """
 
     error: Exception | None
 
 
 Arrival = tuple[int, Message | Ended]
 
+# How many bytes of a message `_Threads` receives before it knows the length.
+_ENVELOPE = 8192
+
 
 class Channel:
     """This rank's ends of all streams of its pipeline.
 
-    One thread takes; any thread sends and interrupts. Once a stream has ended with an error the
-    channel is broken for good: a step that needs it raises.
+    One thread at a time takes; any thread may send and interrupt. Once a stream has ended with an
+    error it stays broken, and later steps raise.
+
+    Attributes:
+        peers: the other ranks of the pipeline.
+        broken: the error of each stream that is broken, by peer.
+        take: returns what has come; with True it waits until something has come, or somebody
+            interrupts. The caller passes each `Ended` to `end`, after the messages before it.
+        interrupt: ends the `take` that waits, or else the next one.
+        send: sends a message and returns at once. Its tensors must not change any more.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -58,12 +72,8 @@ class Channel:
             self._streams = _Together(backend)
         else:
             self._streams = _Threads(group, self.peers)
-        # Returns what has come; with True, it waits until something has, or somebody interrupts.
-        # `end` has to be called for an `Ended`, after all before it.
         self.take = self._streams.take
-        # Ends the `take` that waits, or else the next one.
         self.interrupt = self._streams.interrupt
-        # Sends a message; returns at once. Its tensors must not change any more.
         self.send = self._streams.send
 
     def open(self) -> None:
@@ -74,7 +84,7 @@ class Channel:
 
     @property
     def expects(self) -> bool:
-        """May messages still come in this step?"""
+        """Says whether messages may still come in this step."""
         return len(self._ended_peers) < len(self.peers)
 
     def end(self, peer: int, ended: Ended) -> None:
@@ -86,9 +96,12 @@ class Channel:
             self._all_ended.set()
 
     def drain(self, patience: float) -> list[int]:
-        """Waits until every peer has sent END and every send of ours is complete.
+        """Waits until every peer has sent END and every send of this rank is complete.
 
-        Somebody has to `take` meanwhile.
+        Another thread has to call `take` meanwhile.
+
+        Args:
+            patience: seconds to wait for END.
 
         Returns:
             The peers whose END has not come within `patience` seconds.
@@ -100,7 +113,7 @@ class Channel:
 
 
 class _Streams(Protocol):
-    """How messages go and come; see Channel."""
+    """How messages are sent and received; see Channel."""
 
     def open(self) -> None: ...
 
@@ -113,6 +126,10 @@ class _Streams(Protocol):
     def flush(self) -> None: ...
 
 
+def _head(kind: int, header: Any) -> bytes:
+    return pickle.dumps((int(kind), header), pickle.HIGHEST_PROTOCOL)
+
+
 class _Together:
     """Over smddp: the thread that takes waits for all streams at once."""
 
@@ -123,8 +140,7 @@ class _Together:
         self.flush = self._mailbox.flush
 
     def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None:
-        head = pickle.dumps((int(kind), header), pickle.HIGHEST_PROTOCOL)
-        self._mailbox.send(peer, head, tensors, kind == Kind.END)
+        self._mailbox.send(peer, _head(kind, header), tensors, kind == Kind.END)
 
     def take(self, block: bool) -> list[Arrival]:
         arrived: list[Arrival] = []
@@ -140,20 +156,20 @@ class _Together:
 
 
 class _Threads:
-    """Over any backend: a thread per stream.
+    """Over any backend: a thread per stream receives.
 
-    The threads end with the process. Each waits at its gate between steps.
+    The threads end with the process. Between steps each waits at its gate.
     """
 
-    # A backend may not say that a send is complete unless it is waited for. As somebody receives
-    # all the time, that takes no longer than the network.
+    # So many sends may be pending. Some backends report that a send is complete only to a thread
+    # that waits for it. As the peers receive all the time, that takes no longer than the network.
     _PENDING = 8
 
     def __init__(self, group: dist.ProcessGroup, peers: list[int]) -> None:
         self._group = group
-        # None wakes who takes.
+        # None stands for an interrupt.
         self._arrived: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
-        # Sends under way, with the memory they read.
+        # Sends that are pending, with the memory that they read.
         self._sending: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
         self._lock = threading.Lock()
         self._gates = {peer: threading.Semaphore(0) for peer in peers}
@@ -176,18 +192,29 @@ class _Threads:
             self._arrived.put((peer, Ended(None)))
 
     def _receive_step(self, peer: int) -> None:
-        def receive(size: int) -> torch.Tensor:
-            data = torch.empty(size, dtype=torch.uint8)
-            self._group.recv([data], peer, 0).wait()
-            return data
-
         while True:
-            message = decode(receive(ENVELOPE), receive)
+            message = self._receive(peer)
             self._arrived.put((peer, message))
             if message.kind == Kind.END:
                 return
-            # Not held until the next one comes.
+            # The message must not live on until the next one comes.
             del message
+
+    def _receive(self, peer: int) -> Message:
+        front = torch.empty(_ENVELOPE, dtype=torch.uint8)
+        self._receive_into(peer, front)
+        length = _C.front_length(front)
+        if length > _ENVELOPE:
+            front = torch.cat([front, torch.empty(length - _ENVELOPE, dtype=torch.uint8)])
+            self._receive_into(peer, front[_ENVELOPE:])
+        head, tensors, alone = _C.decode_front(front)
+        for part in alone:
+            self._receive_into(peer, part)
+        kind, header = pickle.loads(head)
+        return Message(kind, header, tensors)
+
+    def _receive_into(self, peer: int, data: torch.Tensor) -> None:
+        self._group.recv([data], peer, 0).wait()
 
     def take(self, block: bool) -> list[Arrival]:
         arrived: list[Arrival | None] = []
@@ -202,7 +229,11 @@ class _Threads:
         self._arrived.put(None)
 
     def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None:
-        parts = encode(Message(kind, header, list(tensors)))
+        front, alone = _C.encode_message(_head(kind, header), tensors, kind == Kind.END, _ENVELOPE)
+        parts = [front[:_ENVELOPE]]
+        if front.numel() > _ENVELOPE:
+            parts.append(front[_ENVELOPE:])
+        parts += alone
         with self._lock:
             while len(self._sending) > self._PENDING:
                 self._finish_one()
@@ -217,6 +248,6 @@ class _Threads:
     def _finish_one(self) -> None:
         works, _ = self._sending.popleft()
         for work in works:
-            # A send to a peer that is gone; the peer's loss is reported by its stream.
+            # A send fails if the peer is gone. The stream from that peer reports the loss.
             with contextlib.suppress(RuntimeError):
                 work.wait()

@@ -20,7 +20,7 @@ from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
 from smddp.modelparallel.pipeline.failure import Failure, Redo, choose, describe, raise_as_error
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.modules import Modules
-from smddp.modelparallel.pipeline.protocol import Kind
+from smddp.modelparallel.pipeline.protocol import Kind, Message
 from smddp.modelparallel.pipeline.randomness import RandomState
 from smddp.modelparallel.pipeline.server import Server
 from smddp.modelparallel.pipeline.stall import StallWatch
@@ -32,11 +32,10 @@ from smddp.modelparallel.pipeline.step import (
     StepResult,
 )
 from smddp.modelparallel.pipeline.timeline import Timeline
-from smddp.modelparallel.pipeline.wire import Message
 
 __all__ = ["Executor"]
 
-# How long a rank waits for the others' END once the step is over for itself. They send it at once,
+# Seconds that a rank waits for the others' END once it has sent its own. They answer at once,
 # unless they hang.
 _PATIENCE = 120.0
 
@@ -44,9 +43,9 @@ _PATIENCE = 120.0
 class Executor:
     """Runs the steps of a pipeline on one rank.
 
-    The caller's thread blocks in `run`; the work is done by the baton's threads, and messages are
-    taken in by the one that has nothing to do. A failed step leaves the executor ready for the next
-    one, unless a peer was lost. One executor lives as long as the process; what belongs to one
+    The thread that calls `run` waits there; the baton's threads do the work. The thread that holds
+    the baton and has no task takes the messages. A failed step leaves the executor ready for the
+    next one, unless a peer was lost. One executor lives as long as the process; what belongs to one
     model or one step is given to `adopt` and `run`.
 
     Attributes:
@@ -65,7 +64,7 @@ class Executor:
         # In a step: what it trains; on rank 0, what runs the body.
         self._model: StepModel | None = None
         self._driver: StepDriver | None = None
-        # What to do with messages that make or end work.
+        # What to do with messages that begin or end work.
         self._work: dict[int, Callable[[Message], None]] = {
             Kind.GRAPH: lambda message: self.server.take_graph(*message.header),
             Kind.FORWARD: self.server.take_forward,
@@ -79,8 +78,8 @@ class Executor:
         self._send_lock = threading.Lock()
         self._held: list[tuple[int, Message]] = []
         self._begun = False  # may messages of this step be acted upon?
-        self._decision: Any = None  # that has come, and is not true here yet
-        self._steps = 0  # that this rank has begun, failed ones too
+        self._decision: Any = None  # has come, and is not applied here yet
+        self._steps = 0  # that this rank has begun, including failed ones
         self._reset()
         self.channel = Channel(group, rank, size) if group is not None and size > 1 else None
 
@@ -91,17 +90,17 @@ class Executor:
 
     @property
     def modules(self) -> Modules:
-        """The modules that are served."""
+        """The modules of the model."""
         return self.server.modules
 
     def adopt(self, modules: Modules) -> None:
-        """Takes a model; all ranks do so at the same point of the script."""
+        """Serves a model from now on; all ranks do so at the same point of the script."""
         self.partitioned = self.size == 1
         self.caller.forget()
         self.server.adopt(modules)
 
     def finish(self) -> None:
-        """Lets the thread in `run` go on; for the last task of rank 0."""
+        """Lets the thread in `run` go on; the last task of rank 0 calls this."""
         self._over.set()
 
     def wait_for_finish(self) -> None:
@@ -151,7 +150,7 @@ class Executor:
         self.server.limit = schedule.limit
         self._steps += 1
         self.timeline.begin()
-        # Not at the end of the last step: others' failures may have come after our own end.
+        # Not at the end of the last step: failures of other ranks may still have come then.
         self.baton.begin()
         if self.channel is not None:
             self.channel.open()
@@ -167,7 +166,7 @@ class Executor:
                 self.baton.look()
                 self._watch.wait(self._over, self.modules, self._name, self._steps)
         except Aborted:
-            pass  # the failure is raised below, as the next one
+            pass  # `_raise_failure` raises the failure below
         except Exception as error:
             self.fail(-1, error)
         except BaseException as error:  # an interrupt
@@ -177,7 +176,7 @@ class Executor:
             self.baton.look()
             self.baton.settle()
             silent = self.channel.drain(_PATIENCE) if self.channel is not None else []
-            # A peer may have given up a graph after our own end.
+            # A peer may have given up a graph after this rank has sent END.
             self.baton.settle()
             self._keep_partition()
             self._end_step()
@@ -190,7 +189,7 @@ class Executor:
         return result
 
     def _keep_partition(self) -> None:
-        """Makes a decision true that a failure has overtaken: rank 0 has done so."""
+        """Applies a decision that came before a failure: rank 0 has applied it already."""
         try:
             self._take_partition()
         except Exception as error:
@@ -210,7 +209,16 @@ class Executor:
             self.modules.end_step()
 
     def wait(self, ticket: Ticket, frame: Frame, forward: bool) -> None:
-        """Lets other tasks run until a ticket is done."""
+        """Lets other tasks run until a ticket is done.
+
+        Args:
+            ticket: to wait for.
+            frame: of the task that waits.
+            forward: does the task go on with forward work?
+
+        Raises:
+            Aborted: the step has failed meanwhile.
+        """
         if ticket.done:
             return
         self.timeline.leave()
@@ -223,7 +231,12 @@ class Executor:
         self._driver.reach_backward(frame)
 
     def microbatch_done(self, microbatch: int, announce: bool) -> None:
-        """Ends a microbatch, on rank 0; the others are told if they have to know."""
+        """Ends a microbatch, on rank 0.
+
+        Args:
+            microbatch: its number.
+            announce: tell the other ranks, which do not learn of it otherwise.
+        """
         assert self._model is not None
         self._model.end_microbatch(microbatch)
         if announce:
@@ -233,7 +246,16 @@ class Executor:
     # --- messages ---------------------------------------------------------------------------------
 
     def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> None:
-        """Sends a message to a rank of the pipeline, or to this one."""
+        """Sends a message to a rank of the pipeline, which may be this one.
+
+        It does nothing once this rank has sent END.
+
+        Args:
+            peer: rank of the pipeline.
+            kind: of the message.
+            header: anything that pickles and holds no tensors.
+            tensors: see `Message`.
+        """
         if peer == self.rank:
             if not self._end_sent:
                 detached = [t if t is None else _leaf(t) for t in tensors]
@@ -245,16 +267,16 @@ class Executor:
 
     @property
     def expects(self) -> bool:
-        """May messages still come in this step?"""
+        """Says whether messages may still come in this step."""
         return self.channel is not None and self.channel.expects
 
     def take(self, block: bool) -> list[Arrival]:
-        """Returns what has come; may wait for that."""
+        """Returns what has come; with `block`, waits until something has."""
         assert self.channel is not None
         return self.channel.take(block)
 
     def deliver(self, arrived: list[Arrival]) -> None:
-        """Takes in what has come; on the thread that has the baton."""
+        """Acts upon what has come; the thread that has the baton calls this."""
         assert self.channel is not None
         for peer, item in arrived:
             if type(item) is Message:
@@ -271,7 +293,7 @@ class Executor:
         self.channel.interrupt()
 
     def _deliver(self, peer: int, message: Message) -> None:
-        """Takes in a message."""
+        """Acts upon a message; an error in that ends the step."""
         try:
             self._take_in(peer, message)
         except Exception as error:
@@ -288,10 +310,10 @@ class Executor:
                 self._take_begin(message.header)
             elif message.kind == Kind.PARTITION:
                 self._decision = message.header
-                # In a task: hooks of the user run in it, and collectives.
+                # In a task, because hooks of the user and collectives run in it.
                 self.baton.submit(Task(Priority(False, -1), self._take_partition))
             else:
-                # Streams are not ordered among each other: this one was faster than rank 0's.
+                # There is no order between streams: this message has come before rank 0's.
                 self._held.append((peer, message))
 
     def _take_done(self, message: Message) -> None:
@@ -321,7 +343,7 @@ class Executor:
             self._model.apply(decision)
 
     def set_partitioned(self) -> None:
-        """From now on calls can be served."""
+        """Says that this rank has applied the partition; calls are served from now on."""
         with self._mutex:
             self.partitioned = True
             self._release_held()
@@ -346,9 +368,10 @@ class Executor:
         self.fail(frame.microbatch if frame is not None else -1, error)
 
     def _confirm(self, frame: Frame) -> None:
-        """Asks for what a task has taken for granted before it failed: that may be the cause.
+        """Fetches the values of a failed task's lazy tensors.
 
-        If it is, the owner's failure ends the step, and is known here before the task's own.
+        The task has relied on their structure, and that may be the cause of its failure. If the
+        structure is wrong, the owner fails, and its failure comes here before the task's own.
         """
         if frame.open is not None:
             with contextlib.suppress(Exception, Aborted):
@@ -371,7 +394,7 @@ class Executor:
             self._stop()
         elif peer == 0:
             self._result = StepResult(message.header, message.tensors)  # type: ignore[arg-type]
-            # At once, not when the thread in `run` has woken: all ranks wait for all ENDs.
+            # Sent here, not by the thread in `run`, which has to wake first: all ranks wait for it.
             self._send_end(None, [])
             self._over.set()
 
@@ -402,7 +425,7 @@ class Executor:
         if any(failure.redo for failure in self._failures):
             self._cause = None
             raise Redo
-        # Not kept: its traceback holds the model, and everything of the step.
+        # Not kept: its traceback refers to the model and to everything of the step.
         cause, self._cause = self._cause, None
         raise_as_error(first, cause if first.rank == self.rank else None)
 

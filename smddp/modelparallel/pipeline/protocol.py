@@ -1,10 +1,10 @@
-"""What the ranks of a pipeline say to each other in a step, and the frame of a call.
+"""What the ranks of a pipeline say to each other in a step: kinds of messages, and call graphs.
 
 A *call graph* is a group of calls of modules on other ranks that a frame has made and whose values
-it has not yet looked at. Consecutive calls of one owner form a *segment*. Values flow along the
-edges of the graph: from the caller (`SOURCE`) to segments, between segments directly, and from
-segments back to the caller (`SINK`). Gradients flow along the same edges backwards. So there are
-only two kinds of messages for the work itself: FORWARD and BACKWARD values of one edge.
+it has not needed yet. Consecutive calls of one owner form a *segment*. Values flow along the edges
+of the graph: from the caller (`SOURCE`) to segments, between segments directly, and from segments
+back to the caller (`SINK`). Gradients flow along the same edges backwards. So the work itself needs
+only two kinds of messages: FORWARD and BACKWARD values of one edge.
 """
 
 from __future__ import annotations
@@ -20,34 +20,71 @@ import torch
 
 from smddp.modelparallel.common.structure import builder
 
-__all__ = ["SINK", "SOURCE", "Ambient", "Call", "Edge", "Graph", "Kind", "Segment", "ambient"]
+__all__ = [
+    "SINK",
+    "SOURCE",
+    "Ambient",
+    "Call",
+    "Edge",
+    "Graph",
+    "Kind",
+    "Message",
+    "Segment",
+    "ambient",
+]
 
 SOURCE, SINK = -1, -2
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages."""
+    """Kinds of messages, with their headers. The numbers of ranks are those in the pipeline.
 
-    BEGIN = 1  # rank 0 to all: a step begins
-    PARTITION = 2  # rank 0 to all: where every module lives
-    GRAPH = 3  # caller to a member: a call graph that it does not know yet
-    FORWARD = 4  # the values of one edge
-    BACKWARD = 5  # the gradients of one edge
-    DONE = 6  # rank 0 to all: a microbatch has ended; its graphs may be dropped
-    DROP = 7  # caller to a member: no gradients will come for a call graph
-    END = 8  # the last message of a step on each stream
+    `head` is what every FORWARD message of a graph says of its caller: (caller, number of the graph
+    in this step, number by which its members know it, microbatch, depth, path).
+    """
+
+    BEGIN = 1  # rank 0 to all: a step begins. StepBegin
+    PARTITION = 2  # rank 0 to all: where every module lives. Decision
+    GRAPH = 3  # caller to a member: a graph it does not know. (caller, number for members, Graph)
+    FORWARD = 4  # the values of one edge. (head, seeds, source, target, objects or new structures)
+    BACKWARD = 5  # the gradients of one edge. (caller, number of the graph, source, target)
+    DONE = 6  # rank 0 to all: a microbatch has ended, its graphs may be dropped. The microbatch
+    DROP = 7  # caller to a member: a graph gets no gradients. head without depth and path
+    END = 8  # the last message of a step on each stream. A Failure, the result's header, or None
+
+
+class Message(NamedTuple):
+    """What one rank tells another.
+
+    Attributes:
+        kind: see `Kind`.
+        header: anything that pickles and holds no tensors.
+        tensors: of any shape and dense dtype; None stands for "no gradient". Whether a tensor
+            requires a gradient is preserved, its autograd graph is not.
+    """
+
+    kind: int
+    header: Any
+    tensors: list[torch.Tensor | None]
 
 
 class Ambient(NamedTuple):
-    """What surrounds a call and must hold on the rank that runs it."""
+    """The state of a thread in torch that a call depends on; its owner has to set the same.
+
+    Attributes:
+        grad: are gradients on?
+        inference: is inference mode on?
+        autocast: (device type, dtype) for each device type for which autocast is on.
+        autocast_cache: does autocast cache the weights that it casts?
+    """
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]  # device types for which it is on
+    autocast: tuple[tuple[str, torch.dtype], ...]
     autocast_cache: bool
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Makes this thread's state equal to it."""
+        """Returns a context in which this thread has this state."""
         return contextlib.nullcontext() if ambient() == self else self._enter()
 
     @contextlib.contextmanager
@@ -68,7 +105,7 @@ def _devices() -> tuple[str, ...]:
 
 
 def ambient() -> Ambient:
-    """Returns the state of this thread."""
+    """Returns the state of the calling thread."""
     autocast = ()
     for device in _devices():
         if torch.is_autocast_enabled(device):
@@ -82,9 +119,13 @@ def ambient() -> Ambient:
 
 
 class Edge(NamedTuple):
-    """Values that go from one end to another: outputs, as (call, tensor), in order.
+    """Values that go from one end to another in one message.
 
-    From SOURCE the pairs are (-1, number of the tensor among the caller's).
+    Attributes:
+        source: number of a segment, or SOURCE.
+        target: number of a segment, or SINK.
+        values: (call, tensor) of each output, in the order of the message; from SOURCE,
+            (-1, number of the tensor among the caller's inputs).
     """
 
     source: int
@@ -114,7 +155,12 @@ class Call(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Consecutive calls of one owner."""
+    """Consecutive calls of one owner.
+
+    Attributes:
+        owner: rank of the pipeline.
+        calls: their numbers in the graph.
+    """
 
     owner: int
     calls: tuple[int, ...]
@@ -122,9 +168,9 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """The shape of a call graph, and what surrounds it; the same for many microbatches and steps.
+    """The calls, segments and edges of a call graph; the same for many microbatches and steps.
 
-    Members know it by number, so that messages hold little but numbers.
+    It is sent to its members once. Then messages name it by a number.
     """
 
     ambient: Ambient
@@ -149,21 +195,21 @@ class Graph:
 
     @functools.cached_property
     def results(self) -> tuple[tuple[int, int], ...]:
-        """What comes back to the caller of calls whose shape is known, in order."""
+        """Places (call, tensor) of what comes back to the caller from calls of known shape."""
         return tuple(sorted(place for edge in self.into[SINK] for place in edge.values))
 
     @functools.cached_property
     def builders(self) -> list[Callable[..., Any]]:
-        """What makes (args, kwargs) of each call, from tensors and objects."""
+        """For each call, a function that makes (args, kwargs) from tensors and objects."""
         return [builder(call.shape) for call in self.calls]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Sends what it is made of only."""
+        """Returns the fields only; the cached properties are not sent."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property
     def depths(self) -> list[int]:
-        """How many segments come before each at most, and itself."""
+        """For each segment, the length of the longest chain of segments that ends with it."""
         depths: list[int] = []
         for number in range(len(self.segments)):
             before = [depths[e.source] for e in self.into[number] if e.source != SOURCE]

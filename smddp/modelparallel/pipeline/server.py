@@ -1,8 +1,8 @@
 """The owner's side of calls between ranks: runs segments of call graphs, forward and backward.
 
-A segment runs when the values of all edges into it have arrived; its backward, when the gradients
-of all edges out of it have. It is an autograd graph of its own: inputs are leaves, and gradients of
-the outputs come from outside.
+A segment runs when the values of all edges into it have arrived. Its backward pass runs when the
+gradients of all edges out of it have arrived. A segment is an autograd graph of its own: its inputs
+are leaves, and the gradients of its outputs come in messages.
 """
 
 from __future__ import annotations
@@ -27,26 +27,30 @@ from smddp.modelparallel.pipeline.protocol import (
     Edge,
     Graph,
     Kind,
+    Message,
     ambient,
 )
-from smddp.modelparallel.pipeline.wire import Message
 
 __all__ = ["Server"]
 
 Place = tuple[int, int]
-# Of a part: the caller, the graph's number, the segment's number.
+# Of a part: the caller's rank, the number of the graph in this step, and that of the segment.
 _Key = tuple[int, int, int]
 
 
 class _Part:
-    """One segment of a call graph of somebody, as its owner knows it.
+    """One segment of a call graph that some rank has sent, as the segment's owner knows it.
 
     Attributes:
-        head: of the messages of its caller; see `Caller.send`.
-        edges: the edges into it and out of it.
-        arrived, gradients: values and gradients, by the edge's other end.
-        saved: leaves and outputs by place, while a backward pass may come.
-        returned: shape, objects and number of tensors of calls whose shape was not known.
+        key, number: see `_Key`; the number of the segment.
+        head: what the messages say of the caller; see `Kind`.
+        seeds: of the graph's calls; None for those that draw no random numbers.
+        graph: to which it belongs.
+        into, out_of: the edges into it and out of it.
+        objects: the caller's values that are no tensors, by number.
+        arrived, gradients: values and gradients that have arrived, by the edge's other end.
+        saved: (leaves, outputs) by place, while a backward pass may come.
+        returned: shape, objects and number of tensors of the results whose shape was not known.
         sent: the numbers of the call graphs that it has sent itself.
     """
 
@@ -83,13 +87,13 @@ class _Part:
 
     @property
     def caller(self) -> int:
-        """The rank of the caller."""
+        """The caller's rank in the pipeline."""
         rank: int = self.head[0]
         return rank
 
     @property
     def microbatch(self) -> int:
-        """For which microbatch."""
+        """The number of the microbatch."""
         number: int = self.head[3]
         return number
 
@@ -98,7 +102,7 @@ class _Part:
         return self.caller if end < 0 else self.graph.segments[end].owner
 
     def places(self, edge: Edge) -> Sequence[Place]:
-        """Returns the places of an edge out of it, with those of unknown calls."""
+        """Returns the places of an edge out of it, with those of results of unknown shape."""
         if edge.target != SINK or not self.returned:
             return edge.values
         more = [(call, i) for call, (*_, count) in self.returned.items() for i in range(count)]
@@ -106,21 +110,25 @@ class _Part:
 
 
 class Server:
-    """The call graphs in which this rank takes part."""
+    """The segments that this rank owns, in the call graphs of any rank.
+
+    Attributes:
+        limit: how many microbatches may wait here for their backward pass, plus their depth.
+    """
 
     def __init__(self, host: Host, caller: Caller) -> None:
         self._host, self._caller = host, caller
         self._modules: Modules | None = None
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._parts: dict[_Key, _Part] = {}
-        # Values that were faster than the graph they belong to.
+        # Values that have come before their graph.
         self._early: dict[tuple[int, int], list[Message]] = {}
-        # Microbatches with saved segments here, and how many; at most `limit` minus their depth.
+        # By microbatch: how many of its segments wait here for their backward pass.
         self._flying: dict[int, int] = {}
         self.limit = 1 << 30
 
     def clear(self) -> None:
-        """Forgets the step; graphs stay known."""
+        """Forgets what belongs to the step; the graphs stay known."""
         self._flying.clear()
         self._parts.clear()
         self._early.clear()
@@ -133,7 +141,7 @@ class Server:
 
     @property
     def modules(self) -> Modules:
-        """What is served."""
+        """The modules of the model."""
         assert self._modules is not None
         return self._modules
 
@@ -144,16 +152,22 @@ class Server:
         self._flying.pop(microbatch, None)
         self._host.baton.look()
 
-    # --- what arrives; with the baton -------------------------------------------------------------
+    # --- messages that arrive; on the thread that has the baton -----------------------------------
 
     def take_graph(self, caller: int, identity: int, graph: Graph) -> None:
-        """Learns a call graph."""
+        """Stores a call graph, and takes the values that have come before it.
+
+        Args:
+            caller: rank of the pipeline.
+            identity: the number by which the caller's messages name it.
+            graph: the graph.
+        """
         self._graphs[caller, identity] = graph
         for message in self._early.pop((caller, identity), []):
             self.take_forward(message)
 
     def take_forward(self, message: Message) -> None:
-        """Takes the values of an edge; begins the segment if they were the last."""
+        """Takes the values of an edge; begins the segment if no others are missing."""
         head, seeds, source, target, extra = message.header
         if target == SINK:
             self._caller.take_values(head[1], source, message.tensors, extra)
@@ -175,7 +189,7 @@ class Server:
             self._begin(frame, part, self._forward, self._admits if grad else None)
 
     def take_backward(self, message: Message) -> None:
-        """Takes the gradients of an edge; begins the segment's backward if they were the last."""
+        """Takes the gradients of an edge; begins the backward pass if no others are missing."""
         caller, number, source, target = message.header
         if target == SOURCE:
             self._caller.take_gradients(number, source, message.tensors)
@@ -189,7 +203,14 @@ class Server:
             self._begin(frame, part, self._backward, None)
 
     def take_drop(self, caller: int, number: int, identity: int, microbatch: int) -> None:
-        """Forgets a call graph for which no gradients will come."""
+        """Forgets a call graph that gets no gradients.
+
+        Args:
+            caller: rank of the pipeline.
+            number: of the graph in this step.
+            identity: the number by which this rank knows the graph.
+            microbatch: for which it was sent.
+        """
         graph = self._graphs[caller, identity]
         frame = Frame(microbatch, False, (), "", 0, True)
 
@@ -200,18 +221,18 @@ class Server:
                     self._land(part)
                     self._caller.abandon(part.sent)
 
-        # A task, as only the holder of the baton counts what is under way.
+        # In a task, because only the holder of the baton may change what is under way.
         task = Task(Priority(False, microbatch), drop)
         task.local = frame
         self._host.baton.submit(task)
 
     def _admits(self, frame: Frame) -> bool:
-        """May forward work of a microbatch begin here?
+        """Says whether forward work of a microbatch may begin here.
 
-        The further back a segment is in the pipeline, the fewer microbatches wait for their
-        backward there: more would not fill a gap, but come in bursts, and make gaps elsewhere.
-        One that is under way here, or older than all that are, always may: so the oldest
-        microbatch of all is never held up, whatever the way of the others.
+        The later a segment comes in the pipeline, the fewer microbatches may wait there for their
+        backward pass. With more of them, work would come in bursts and leave gaps on other ranks.
+        A microbatch that is under way here, or that is older than all of those, may always begin;
+        so the oldest microbatch of all is never held back.
         """
         flying = self._flying
         if not flying or frame.microbatch in flying or frame.microbatch < min(flying):
@@ -219,7 +240,7 @@ class Server:
         return len(flying) < max(1, self.limit - frame.depth)
 
     def _land(self, part: _Part) -> None:
-        """Notes that a segment does not wait for its backward any more."""
+        """Notes that a segment waits for its backward pass no longer."""
         if part.saved is None:
             return
         part.saved = None
@@ -244,11 +265,11 @@ class Server:
         finally:
             timeline.leave()
 
-    # --- the work; with the baton -----------------------------------------------------------------
+    # --- the work of tasks ------------------------------------------------------------------------
 
     def _forward(self, frame: Frame, part: _Part) -> None:
         graph = part.graph
-        # Before it may wait: whoever asks meanwhile has to know.
+        # Counted before the calls, which may wait: `_admits` is asked meanwhile.
         self._flying[frame.microbatch] = self._flying.get(frame.microbatch, 0) + 1
         leaves: dict[Place, torch.Tensor] = {}
         for edge in part.into:
@@ -278,7 +299,7 @@ class Server:
     def _calls(
         self, frame: Frame, part: _Part, leaves: dict[Place, torch.Tensor]
     ) -> dict[Place, torch.Tensor]:
-        """Runs the calls of a segment; returns their tensors."""
+        """Runs the calls of a segment; returns the tensors of their results, by place."""
         modules, graph = self.modules, part.graph
         values = {place: _entrance(tensor) for place, tensor in leaves.items()}
         outputs: dict[Place, torch.Tensor] = {}
@@ -313,7 +334,7 @@ class Server:
         part.gradients = {}
         frame.name = self.modules.names[graph.calls[graph.segments[part.number].calls[-1]].module]
         run_backward([outputs[place] for place in sums], list(sums.values()))
-        # What it has called, but not for this gradient; or called again, for a checkpoint.
+        # Graphs that it has sent and that got no gradient; and those that a checkpoint sent again.
         if part.sent or frame.sent:
             self._caller.abandon([*part.sent, *frame.sent])
         for edge in part.into:
@@ -323,7 +344,7 @@ class Server:
 
 
 class _Entrance(torch.autograd.Function):
-    """Makes a leaf an ordinary tensor, which code may change in place."""
+    """Makes an ordinary tensor of a leaf: code may change the result in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -334,7 +355,7 @@ class _Entrance(torch.autograd.Function):
         return gradient
 
 
-# Without the look for stand-ins and functorch of `Function.apply`: there are none.
+# `Function.apply` would search the arguments for lazy tensors and functorch; there are none.
 _apply_entrance: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Entrance)
 
 

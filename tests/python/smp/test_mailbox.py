@@ -1,4 +1,4 @@
-"""Messages of the core's mailbox: every kind of tensor, every length, order, interrupts, ends."""
+"""Messages between ranks: every kind of tensor, every length, order, interrupts, ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from ranks import check_ranks
 
 from smddp import _C
+from smddp.modelparallel.pipeline.channel import Channel, Ended
+from smddp.modelparallel.pipeline.protocol import Kind, Message
 
 pytestmark = pytest.mark.multiprocess
 
@@ -35,6 +37,33 @@ def messages(rank: int) -> list[tuple[bytes, list[torch.Tensor | None]]]:
     ]
     many: list[torch.Tensor | None] = [torch.tensor(number) for number in range(2000)]
     return [(b"all", tensors), *short, (b"x" * 20_000, []), (b"many", many), (b"", [])]
+
+
+def same(found: torch.Tensor | None, value: torch.Tensor | None) -> bool:
+    """Says whether a tensor has come as it was sent."""
+    if found is None or value is None:
+        return found is value
+    return (
+        found.requires_grad == value.requires_grad
+        and found.dtype == value.dtype
+        and torch.equal(found, value)
+    )
+
+
+@pytest.mark.parametrize("least", [0, 960, 8192])
+def test_what_is_encoded_is_decoded(least: int) -> None:
+    for head, tensors in messages(0):
+        front, alone = _C.encode_message(head, tensors, False, least)
+        length = _C.front_length(front[:16])
+        assert front.numel() == max(length, least)
+        found_head, found, places = _C.decode_front(front)
+        for place, part in zip(places, alone, strict=True):
+            place.copy_(part)
+        assert found_head == head
+        assert len(found) == len(tensors)
+        assert all(map(same, found, tensors))
+        with pytest.raises(RuntimeError, match="damaged"):
+            _C.decode_front(front[: length - 1])
 
 
 def new_mailbox() -> _C.Mailbox:
@@ -63,13 +92,8 @@ def exchange() -> int:
                 assert error == ""
                 wanted, values = expected[peer].pop(0)
                 assert head == wanted
-                for tensor, value in zip(tensors, values, strict=True):
-                    if value is None or tensor is None:
-                        assert tensor is value
-                        continue
-                    assert tensor.requires_grad == value.requires_grad
-                    assert tensor.dtype == value.dtype
-                    assert torch.equal(tensor, value)
+                assert len(tensors) == len(values)
+                assert all(map(same, tensors, values))
                 count += 1
         assert mailbox.take(False) == []
         mailbox.flush()
@@ -81,6 +105,45 @@ def exchange() -> int:
 def test_all_that_is_sent_arrives_in_order(layout: str) -> None:
     counts = check_ranks(exchange, layout)
     assert counts == [2 * len(messages(0)) * (len(counts) - 1)] * len(counts)
+
+
+def exchange_over_channel(backend: str) -> int:
+    """Does the same with a channel, which takes its own way over each backend."""
+    dist.init_process_group(backend)
+    group = dist.group.WORLD
+    assert group is not None
+    me = dist.get_rank()
+    channel = Channel(group, me, dist.get_world_size())
+    count = 0
+    for _ in range(2):
+        channel.open()
+        for peer in channel.peers:
+            for head, tensors in messages(me):
+                channel.send(peer, Kind.FORWARD, (head, me), tensors)
+            channel.send(peer, Kind.END, None, [])
+        expected = {peer: messages(peer) for peer in channel.peers}
+        while channel.expects:
+            for peer, item in channel.take(True):
+                if isinstance(item, Ended):
+                    assert item.error is None
+                    assert not expected[peer]
+                    channel.end(peer, item)
+                elif item.kind != Kind.END:
+                    head, values = expected[peer].pop(0)
+                    assert isinstance(item, Message)
+                    assert item.header == (head, peer)
+                    assert len(item.tensors) == len(values)
+                    assert all(map(same, item.tensors, values))
+                    count += 1
+        assert channel.drain(10) == []
+        dist.barrier()
+    return count
+
+
+@pytest.mark.parametrize("backend", ["smddp", "gloo"])
+def test_a_channel_brings_the_same_over_any_backend(backend: str) -> None:
+    counts = check_ranks(exchange_over_channel, "2", backend)
+    assert counts == [2 * len(messages(0))] * 2
 
 
 def interrupted() -> None:

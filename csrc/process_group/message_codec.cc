@@ -1,0 +1,170 @@
+#include "process_group/message_codec.h"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace smddp::process_group {
+
+namespace {
+
+// A tensor up to this is copied into the front, as long as all of those together stay below it; a larger one travels
+// alone.
+constexpr size_t kInside = 4096;
+
+struct Front {
+  uint32_t head = 0;     // bytes
+  uint32_t tensors = 0;  // how many
+  uint32_t total = 0;    // bytes of all of the front
+  uint32_t last = 0;
+};
+static_assert(sizeof(Front) == kFrontPrefix);
+
+struct Description {
+  enum Kind : uint8_t { None, Inside, Alone };
+  Kind kind = None;
+  int8_t type = 0;  // c10::ScalarType
+  uint8_t requiresGrad = 0;
+  uint8_t dimensions = 0;
+};
+
+at::Tensor newTensor(at::IntArrayRef sizes, at::ScalarType type) {
+  return at::detail::empty_cpu(sizes, type);
+}
+
+// A tensor as dense host memory; usually itself.
+at::Tensor sendable(const at::Tensor& tensor) {
+  TORCH_CHECK(!tensor.is_meta(),
+              "a parameter that lives on another rank cannot be sent from this one");
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.is_quantized(),
+                   "smp cannot send tensors of ", tensor.dtype(), ", ", tensor.layout(),
+                   " between ranks");
+  const bool plain = tensor.is_cpu() && !tensor.is_conj() && !tensor.is_neg();
+  if (plain && tensor.is_contiguous()) return tensor;
+  const at::NoGradGuard guard;
+  return tensor.cpu().resolve_conj().resolve_neg().contiguous();
+}
+
+class Writer {
+ public:
+  void raw(const void* data, size_t size) {
+    const auto* begin = static_cast<const std::byte*>(data);
+    bytes_.insert(bytes_.end(), begin, begin + size);
+  }
+  template <typename Value>
+  void value(const Value& value) {
+    raw(&value, sizeof(value));
+  }
+  std::vector<std::byte>& bytes() { return bytes_; }
+
+ private:
+  std::vector<std::byte> bytes_;
+};
+
+class Reader {
+ public:
+  explicit Reader(std::span<const std::byte> bytes) : left_(bytes) {}
+  std::span<const std::byte> raw(size_t size) {
+    TORCH_CHECK(size <= left_.size(), "smp: a message between ranks is damaged");
+    const auto begin = left_.first(size);
+    left_ = left_.subspan(size);
+    return begin;
+  }
+  template <typename Value>
+  Value value() {
+    Value value;
+    std::memcpy(&value, raw(sizeof(value)).data(), sizeof(value));
+    return value;
+  }
+
+ private:
+  std::span<const std::byte> left_;
+};
+
+}  // namespace
+
+at::Tensor newBytes(size_t size) { return newTensor({static_cast<int64_t>(size)}, at::kByte); }
+
+at::Tensor bytesOf(const at::Tensor& tensor, int64_t begin, int64_t length) {
+  auto bytes = newTensor({0}, at::kByte);
+  at::TensorImpl* part = bytes.unsafeGetTensorImpl();
+  const auto size = static_cast<int64_t>(tensor.element_size());
+  part->set_storage_keep_dtype(tensor.storage());
+  part->set_storage_offset(tensor.storage_offset() * size + begin);
+  part->set_sizes_contiguous({length});
+  return bytes;
+}
+
+EncodedMessage encodeMessage(const std::string& head,
+                             const std::vector<std::optional<at::Tensor>>& tensors, bool last,
+                             size_t least) {
+  const c10::InferenceMode guard(false);
+  Writer writer;
+  writer.bytes().reserve(kInside + least);
+  Front front{static_cast<uint32_t>(head.size()), static_cast<uint32_t>(tensors.size()), 0, last};
+  writer.value(front);
+  writer.raw(head.data(), head.size());
+  EncodedMessage message;
+  size_t inside = 0;
+  for (const auto& tensor : tensors) {
+    Description about;
+    if (!tensor) {
+      writer.value(about);
+      continue;
+    }
+    const at::Tensor data = sendable(*tensor);
+    const bool isInside = inside + data.nbytes() <= kInside;
+    about = {isInside ? Description::Inside : Description::Alone,
+             static_cast<int8_t>(data.scalar_type()), tensor->requires_grad(),
+             static_cast<uint8_t>(data.dim())};
+    writer.value(about);
+    for (const int64_t size : data.sizes()) writer.value(size);
+    if (isInside) {
+      inside += data.nbytes();
+      writer.raw(data.const_data_ptr(), data.nbytes());
+    } else {
+      message.alone.push_back(bytesOf(data, 0, static_cast<int64_t>(data.nbytes())));
+    }
+  }
+  auto& bytes = writer.bytes();
+  message.length = bytes.size();
+  front.total = static_cast<uint32_t>(bytes.size());
+  std::memcpy(bytes.data(), &front, sizeof(front));
+  message.front = newBytes(std::max(bytes.size(), least));
+  std::memcpy(message.front.mutable_data_ptr(), bytes.data(), bytes.size());
+  return message;
+}
+
+size_t frontLength(std::span<const std::byte> begin) { return Reader(begin).value<Front>().total; }
+
+DecodedMessage decodeFront(std::span<const std::byte> bytes) {
+  const c10::InferenceMode guard(false);
+  Reader reader(bytes);
+  const auto front = reader.value<Front>();
+  const auto head = reader.raw(front.head);
+  DecodedMessage message;
+  message.head.assign(reinterpret_cast<const char*>(head.data()), head.size());
+  message.last = front.last != 0;
+  for (uint32_t i = 0; i < front.tensors; ++i) {
+    const auto about = reader.value<Description>();
+    auto& place = message.tensors.emplace_back();
+    if (about.kind == Description::None) continue;
+    std::vector<int64_t> sizes;
+    for (int d = 0; d < about.dimensions; ++d) sizes.push_back(reader.value<int64_t>());
+    place = newTensor(sizes, static_cast<at::ScalarType>(about.type));
+    if (about.kind == Description::Inside) {
+      const auto elements = reader.raw(place->nbytes());
+      if (!elements.empty()) {
+        std::memcpy(place->mutable_data_ptr(), elements.data(), elements.size());
+      }
+    } else {
+      message.alone.push_back(bytesOf(*place, 0, static_cast<int64_t>(place->nbytes())));
+    }
+    place->set_requires_grad(about.requiresGrad != 0);
+  }
+  return message;
+}
+
+}  // namespace smddp::process_group
