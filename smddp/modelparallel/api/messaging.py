@@ -26,22 +26,47 @@ __all__ = [
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
-    """Sends any object that pickles to a rank; returns when it has been received."""
+    """Sends an object to a rank; returns when it has been received.
+
+    Args:
+        obj: anything that pickles. Tensors of a device arrive as tensors of the host.
+        dest_rank: who calls `recv_from`.
+        rank_type: how `dest_rank` counts; smp.WORLD_RANK for ranks of the job.
+
+    Raises:
+        SMPUsageError: it is this rank itself, or that rank sends to this one instead of receiving.
+    """
     Messenger(state).send(obj, dest_rank, rank_type)
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
-    """Returns the next object that a rank sends or broadcasts to this one."""
+    """Returns the next object that a rank sends or broadcasts to this one.
+
+    Args:
+        src_rank: the sender.
+        rank_type: how `src_rank` counts.
+
+    Raises:
+        SMPUsageError: it is this rank itself.
+    """
     return Messenger(state).recv_from(src_rank, rank_type)
 
 
 def broadcast(obj: Any, group: CommGroup) -> None:
-    """Sends an object to the other ranks of a group, who call `recv_from`."""
+    """Sends an object to the other ranks of a group; each of those calls `recv_from`.
+
+    Args:
+        obj: anything that pickles.
+        group: such as smp.DP_GROUP; only the sender calls `broadcast`.
+
+    Raises:
+        SMPUsageError: another rank of the group sends to this one instead of receiving.
+    """
     Messenger(state).broadcast(obj, group)
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
-    """Returns the objects of all ranks of a group, by rank."""
+    """Returns the objects of all ranks of a group, in the order of their ranks; all call it."""
     return Messenger(state).allgather(obj, group)
 
 

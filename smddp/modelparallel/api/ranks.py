@@ -1,4 +1,8 @@
-"""Where this process stands: the rank functions and groups that scripts call."""
+"""The place of this process in the job: the rank functions and groups that scripts call.
+
+All of them raise SMPInitializationError before `smp.init`. "Group" functions return lists of ranks
+in the job, "process group" functions those of torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ __all__ = [
 
 
 def rank() -> int:
-    """Returns the number of this process in the job."""
+    """Returns the rank of this process in the job."""
     return state.topology.rank
 
 
@@ -49,7 +53,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Returns the number of this process on its host."""
+    """Returns the rank of this process among those on its host."""
     return state.topology.local_rank
 
 
@@ -59,12 +63,12 @@ def local_size() -> int:
 
 
 def instance_id() -> int:
-    """Returns the number of this host."""
+    """Returns the number of this host in the job, from 0."""
     return state.topology.rank // state.topology.local_size
 
 
 def pp_rank() -> int:
-    """Returns the partition of this rank."""
+    """Returns the partition that lives on this rank, from 0: its rank in the pipeline."""
     return state.topology.rank_in("pp")
 
 
@@ -74,27 +78,27 @@ def pp_size() -> int:
 
 
 def tp_rank() -> int:
-    """Returns the rank in tensor parallelism."""
+    """Returns the rank of this process in its tensor-parallel group."""
     return state.topology.rank_in("tp")
 
 
 def tp_size() -> int:
-    """Returns the degree of tensor parallelism."""
+    """Returns the number of ranks in a tensor-parallel group."""
     return state.topology.size_of("tp")
 
 
 def rdp_rank() -> int:
-    """Returns the rank among those that hold the same parameters."""
+    """Returns the rank of this process among those that hold the same parameters."""
     return state.topology.rank_in("rdp")
 
 
 def rdp_size() -> int:
-    """Returns how many ranks hold the same parameters."""
+    """Returns the number of ranks that hold the same parameters."""
     return state.topology.size_of("rdp")
 
 
 def mp_rank() -> int:
-    """Returns the rank within this replica of the model."""
+    """Returns the rank of this process within its replica of the model."""
     return state.topology.rank_in("mp")
 
 
@@ -104,12 +108,12 @@ def mp_size() -> int:
 
 
 def dp_rank() -> int:
-    """Returns the rank among those with other data."""
+    """Returns the rank of this process among those that train on different data."""
     return state.topology.rank_in("dp")
 
 
 def dp_size() -> int:
-    """Returns the number of ranks with different data."""
+    """Returns the number of ranks that train on different data."""
     return state.topology.size_of("dp")
 
 
@@ -124,7 +128,7 @@ def get_mp_group() -> list[int]:
 
 
 def get_dp_group() -> list[int]:
-    """Returns the ranks with other data and the same partition."""
+    """Returns the ranks that train on different data and hold the same partition."""
     return list(state.topology.members("dp"))
 
 

@@ -1,4 +1,4 @@
-"""What users see: where each module lives, and what each rank did when in the last step."""
+"""`smp.explain` and `smp.timeline`: where modules live, and what each rank did in the last step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ def explain(file: str | None = None) -> str:
     """Returns a table of the partition, and draws it.
 
     Args:
-        file: an SVG to write: one column per partition, one box per module, as high as its cost.
+        file: an SVG file to write: one column per partition, one box per module, as high as its
+            cost. None writes nothing.
 
     Returns:
         The table, as text.
+
+    Raises:
+        SMPUsageError: the first step has not begun.
     """
     model = state.current_model()
     if model is None or model.runtime.placement.decision is None:
@@ -76,7 +80,7 @@ def _partition_svg(decision: Decision, parts: int) -> str:
     for part in range(parts):
         share = 100 * decision.share(part)
         shapes.append(_text(x, 24, f"partition {part}: {share:.0f} % of the cost", line))
-        # Labels that do not fit into their bar stand beside it, each below the one before.
+        # A label that does not fit into its box stands beside it, below the one before.
         y, beside, room = 40.0, 0.0, 0.0
         for name, costs in decision.rows(part):
             cost = costs["cost"]
@@ -108,10 +112,10 @@ class StepReport:
     """The last step of a pipeline.
 
     Attributes:
-        spans: per rank of the pipeline.
-        seconds: from the first span's beginning to the last one's end.
-        busy: share of all ranks' time in which they worked.
-        ideal: the same for a pipeline without any delay, whose slowest rank sets the pace.
+        spans: of each rank of the pipeline.
+        seconds: from the beginning of the first span to the end of the last one.
+        busy: the share of all ranks' time in which they worked, from 0 to 1.
+        ideal: the same for a pipeline without delays, which is as fast as its slowest rank.
     """
 
     spans: list[list[Span]]
@@ -130,9 +134,12 @@ def timeline(file: str | None = None) -> StepReport:
     """Collects what the ranks of this pipeline did in the last step; all of them have to call it.
 
     Args:
-        file: written by rank 0 of the pipeline: a picture if it ends in .svg, else a trace in
-            Chrome's JSON format. Replicas but the first write one beside it, with their number:
-            `step.svg`, `step-1.svg`, and so on.
+        file: rank 0 of the pipeline writes it: a picture if the name ends in .svg, else a trace in
+            Chrome's JSON format. Replica n > 0 appends its number to the name: `step.svg`,
+            `step-1.svg`, and so on. None writes nothing.
+
+    Raises:
+        SMPUsageError: there was no step yet.
     """
     executor = state.kept(Executor)
     if executor is None:
@@ -156,7 +163,8 @@ def _report(spans: list[list[Span]]) -> StepReport:
     seconds = max(span.end for span in everything) - min(span.start for span in everything)
     work = [sum(span.end - span.start for span in rank) for rank in spans]
     count = len({span.microbatch for span in everything})
-    # Each rank's work per microbatch; the slowest has to do all, the others are its ramp.
+    # The work of each rank per microbatch. Without delays a step takes as long as the slowest rank
+    # needs for all microbatches, and the others for one: while the pipeline fills and empties.
     each = [rank / count for rank in work]
     bound = count * max(each) + sum(each) - max(each)
     ranks = len(spans)

@@ -1,4 +1,4 @@
-"""`@smp.step`: one training or evaluation step, divided into microbatches."""
+"""`@smp.step`: a training or evaluation step that is divided into microbatches."""
 
 from __future__ import annotations
 
@@ -39,15 +39,23 @@ def step(
 ) -> Any:
     """Decorates the function that does the forward and backward pass of a batch.
 
-    Its body runs once per microbatch, on rank 0 of the pipeline, with tensors among the arguments
-    divided; the other ranks run the modules that live there. Every rank of the pipeline has to call
-    it, and gets the result.
+    The function runs once per microbatch, on rank 0 of the pipeline. Each tensor among its
+    arguments is divided into equal parts, one for each microbatch; any other argument is passed to
+    all of them. The other ranks run the modules that live there. Every rank of the pipeline has to
+    call the decorated function, and gets its result.
 
     Args:
         function: for use without parentheses.
         non_split_inputs: names of arguments that are not divided.
-        input_split_axes: along which dimension to divide, by name of the argument; 0 else.
-        detach_outputs: returned tensors have no autograd graph.
+        input_split_axes: along which dimension to divide, by name of the argument; 0 for those that
+            are not named.
+        detach_outputs: drop the autograd graph of the tensors that the function returns.
+
+    Returns:
+        A `StepFunction`; with arguments in parentheses, a decorator that makes one.
+
+    Raises:
+        SMPUsageError: non_split_inputs is a string.
     """
     if function is None:
         return lambda f: StepFunction(f, non_split_inputs, input_split_axes, detach_outputs)
@@ -55,7 +63,7 @@ def step(
 
 
 class StepFunction:
-    """A function decorated with `smp.step`."""
+    """A function decorated with `smp.step`. See `step` for its arguments."""
 
     def __init__(
         self,
@@ -79,9 +87,16 @@ class StepFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
 
+        Returns:
+            The structure that the function returns: each tensor becomes a `StepOutput`, any other
+            value a list with one entry per microbatch.
+
         Raises:
+            SMPInitializationError: `smp.init` has not been called.
             SMPMicrobatchError: the code of a microbatch failed, on any rank.
-            SMPUsageError: the arguments cannot be divided, or the ranks are in different steps.
+            SMPPeerError: a rank is gone, or the step failed on another replica.
+            SMPUsageError: the arguments cannot be divided, the ranks are in different steps, there
+                is no model, or the call is inside another step.
         """
         if not state.initialized:
             raise SMPInitializationError(
@@ -106,7 +121,7 @@ class StepFunction:
         try:
             return self._attempt(runtime, args, kwargs, again=False)
         except Redo:
-            # Once at most: the second time nobody takes the result of a call for granted.
+            # At most once: the second time, every call waits for its result.
             before.restore()
             return self._attempt(runtime, args, kwargs, again=True)
 
@@ -119,7 +134,7 @@ class StepFunction:
         driver = None
         if executor.rank == 0:
             driver = Driver(executor, body, schedule, args, kwargs)
-        # What is served on other ranks begins streams of its own.
+        # Segments seed the generators of the ranks that serve; those are restored afterwards.
         random_state: RandomState | None = RandomState() if driver is None else None
         failure, redo = "", False
         try:

@@ -1,10 +1,10 @@
 """Adds up the gradients of the microbatches, in the order of the microbatches.
 
-Which microbatch finishes its backward pass first depends on timing, and a sum of floating-point
-numbers depends on its order. So contributions are taken from `Parameter.grad` as autograd leaves
-them there, and added when all earlier microbatches have had their turn. Those of one microbatch to
-one parameter, if it is used in several segments, are added in the order of the calls in the
-program. Results are then the same for any timing, schedule and partition.
+A sum of floating-point numbers depends on its order, and which microbatch finishes its backward
+pass first depends on timing. So a hook takes each contribution from `Parameter.grad` as autograd
+leaves it there, and it is added after those of all earlier microbatches. If several segments use
+one parameter, their contributions are added in the order of the calls in the program. So the sum is
+the same for any timing, schedule and partition.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ __all__ = ["GradientSum"]
 
 
 class _Account:
-    """What one parameter has got in this step.
+    """The gradients of one parameter in this step.
 
     Attributes:
-        parameter: whose.
-        expected: contributions per microbatch, as in the last step; 0 if nothing can be expected.
+        parameter: whose they are.
+        expected: contributions per microbatch, as in the last step; 0 if that is not known.
         counts: contributions so far, by microbatch.
-        waiting: those that are not added yet, by microbatch.
+        waiting: contributions that have not been added yet, by microbatch.
         turn: the microbatch that is added next.
-        total: the sum so far.
-        late: what came after its microbatch had been added: more than expected.
+        total: the sum so far; None if there is nothing.
+        late: the sum of contributions that came after those of their microbatch had been added,
+            because there were more than expected; None if there are none.
     """
 
     __slots__ = ("counts", "expected", "late", "parameter", "total", "turn", "waiting")
@@ -50,30 +51,30 @@ class _Account:
 class GradientSum:
     """The sums of one step on one rank.
 
-    How often a parameter contributes per microbatch is learned from the previous step. As long as
-    it is unknown, a contribution waits for the end of its microbatch; known, it is added at once in
-    the usual case that microbatches come in order, and costs no memory. Only three and more
-    contributions have to wait for each other: the order of two is of no consequence.
+    The previous step tells how often a parameter contributes per microbatch. As long as that is
+    unknown, a contribution waits until its microbatch ends. Once it is known, and if microbatches
+    come in order, which is usual, a contribution is added at once and needs no memory. Three or
+    more contributions of one microbatch wait for each other; two do not, as a + b = b + a.
     """
 
     def __init__(self, final: Callable[[nn.Parameter], None] | None = None) -> None:
         self._final = final
-        # By id: to hash a tensor is a call of Python code.
+        # By id, because hashing a tensor runs Python code.
         self._accounts: dict[int, _Account] = {}
         self._microbatches = 0
         self._ended: set[int] = set()
 
     def total(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns the sum of a parameter, if it had contributions."""
+        """Returns the sum of a parameter; None if it had no contributions."""
         return self._account(parameter).total
 
     def late(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns what came after the sum of a parameter had been called final."""
+        """Returns what came after the sum of a parameter was final; None if nothing did."""
         return self._account(parameter).late
 
     @property
     def any_late(self) -> bool:
-        """Did anything come too late?"""
+        """Says whether anything came after its sum was final."""
         return any(account.late is not None for account in self._accounts.values())
 
     def begin(self, microbatches: int) -> None:
@@ -93,10 +94,11 @@ class GradientSum:
         """Takes one contribution.
 
         Args:
-            parameter: whose.
-            microbatch: from which.
-            gradient: it.
-            path: where in the program it comes from; those of a microbatch are added in this order.
+            parameter: whose gradient it is.
+            microbatch: from which it comes.
+            gradient: of the shape of the parameter. It may be changed in place.
+            path: of the frame from which it comes; contributions of a microbatch are added in this
+                order.
         """
         account = self._account(parameter)
         count = account.counts[microbatch] = account.counts.get(microbatch, 0) + 1
@@ -114,7 +116,7 @@ class GradientSum:
             self._advance(account)
 
     def end_microbatch(self, microbatch: int) -> None:
-        """Says that a microbatch contributes no more."""
+        """Is told that a microbatch contributes no more."""
         self._ended.add(microbatch)
         for account in self._accounts.values():
             if microbatch in account.waiting:
@@ -126,8 +128,8 @@ class GradientSum:
         for account in self._accounts.values():
             self._advance(account)
             counts = {account.counts.get(number, 0) for number in range(self._microbatches)}
-            # Without any contribution (an evaluation, say) nothing is learned. Differing counts:
-            # control flow depends on data, nothing can be expected.
+            # A step without contributions, such as an evaluation, teaches nothing. If counts
+            # differ, control flow depends on data, and the next counts are unknown.
             if counts != {0}:
                 account.expected = counts.pop() if len(counts) == 1 else 0
 
@@ -138,7 +140,7 @@ class GradientSum:
         return found
 
     def _advance(self, account: _Account) -> None:
-        """Adds what is complete and whose turn it is."""
+        """Adds the contributions of the next microbatches, as far as these are complete."""
         begun = turn = account.turn
         while turn < self._microbatches:
             complete = account.expected and account.counts.get(turn, 0) >= account.expected
@@ -159,7 +161,7 @@ _Contribution = tuple[tuple[int, ...], torch.Tensor]
 
 
 def _added(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the sum, in the place of the first if that is possible."""
+    """Returns the sum; puts it into the first tensor if both are dense."""
     if total is None:
         return gradient
     if total.is_sparse or gradient.is_sparse:

@@ -1,4 +1,4 @@
-"""Replicas with different numbers of batches: those that have no more shadow the others' steps."""
+"""Replicas with different numbers of batches: those that have no more take part with zeros."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ __all__ = ["Join"]
 
 
 class Replicas(Protocol):
-    """What the count needs of data parallelism."""
+    """What `Join` needs of data parallelism; see `DataParallel`."""
 
     group: dist.ProcessGroup
     size: int
     parameters: list[nn.Parameter]
 
     def shadow_step(self, source: int) -> None:
-        """Takes part in a step of the others, with zeros and the buffers of one of them."""
+        """Takes part in a step of the others with zeros, and with the buffers of `source`."""
 
     def synchronise(self, source: int) -> None:
-        """Takes parameters and buffers from a replica."""
+        """Takes over the parameters and buffers of a replica."""
 
 
 class Join:
-    """Who is active, on one rank.
+    """Knows which replicas are active, that is, still have batches.
 
-    Inside the context every step begins with the question which is the first active replica. Who
-    leaves the body goes on answering as inactive and takes part in the reductions with zeros, until
-    nobody is active; gradients are divided by the number of replicas all the same, as in
-    DistributedDataParallel. Then parameters and buffers are taken from a replica that has made the
-    most steps.
+    Inside the context every step begins with a reduction that finds the first active replica. A
+    replica that leaves the context is inactive: it goes on with these reductions, and takes part in
+    those of the gradients with zeros, until no replica is active. Gradients are divided by the
+    number of all replicas, as in DistributedDataParallel. In the end all replicas take over the
+    parameters and buffers of one that has made the most steps.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -45,10 +45,10 @@ class Join:
         self._steps = 0
 
     def begin_step(self) -> int:
-        """Says that this replica is active; for every step with gradients.
+        """Says that this replica is active; called in every step with gradients.
 
         Returns:
-            The first active replica: its buffers are those of all in this step.
+            The first active replica, whose buffers all others take over in this step.
         """
         if not self._inside:
             return 0
@@ -57,10 +57,10 @@ class Join:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """See the class.
+        """Returns the context of the class.
 
         Raises:
-            SMPUsageError: this replica has made no step, and so has no partition.
+            SMPUsageError: this replica has made no step, so that it has no partition.
         """
         self._inside, self._steps = True, 0
         try:
@@ -76,7 +76,7 @@ class Join:
         self._replicas.synchronise(self._most_advanced())
 
     def _first(self, active: bool) -> int:
-        """Returns the first active replica; the number of replicas if there is none."""
+        """Returns the first active replica; if none is active, the number of replicas."""
         group, size = self._replicas.group, self._replicas.size
         first = torch.tensor([dist.get_rank(group) if active else size])
         if size > 1:

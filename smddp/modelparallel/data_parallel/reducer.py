@@ -27,9 +27,14 @@ _BROADCAST = 250 * 2**20  # bytes of a message
 
 
 class Bucket:
-    """Gradients that are reduced together; what communication hooks get.
+    """Gradients that are reduced together; communication hooks get one at a time.
 
     It has the methods of `torch.distributed.GradBucket`.
+
+    Attributes:
+        missing: parameters whose sums are not final yet.
+        launched: has its reduction begun?
+        work: what to wait for; a `Work`, or the future of a hook.
     """
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], last: bool) -> None:
@@ -47,11 +52,11 @@ class Bucket:
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """Returns the gradients, flat."""
+        """Returns the gradients of all parameters, as one tensor of one dimension."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the gradients."""
+        """Replaces the gradients by a tensor of the same shape and dtype."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -67,17 +72,19 @@ class Bucket:
         return self._parameters
 
     def is_last(self) -> bool:
-        """Is it the last bucket of the step?"""
+        """Says whether it is the last bucket of the step."""
         return self._last
 
 
 class DataParallel:
-    """Turns the sums of a step into gradients, equal on all replicas.
+    """Turns the sums of a step into gradients that are equal on all replicas.
 
     Attributes:
+        group, size: the replicas.
         overlap: begin to reduce before the step ends.
         hook: reduces a bucket in place of the all-reduce, and returns a future.
-        parameters: of this rank that get gradients.
+        parameters: the parameters of this rank that get gradients.
+        join: replicas with different numbers of batches.
     """
 
     def __init__(
@@ -90,6 +97,17 @@ class DataParallel:
         broadcast_buffers: bool,
         views: bool,
     ) -> None:
+        """Begins without parameters.
+
+        Args:
+            group: of the replicas.
+            size: of the group.
+            bucket_cap_mb: size of a bucket in MiB.
+            passes: steps whose gradients are added before they are reduced.
+            overlap: see the class.
+            broadcast_buffers: make buffers equal on all replicas at every step.
+            views: let gradients be views of the buckets.
+        """
         self.group, self.size = group, size
         self.overlap = overlap
         self.hook: Callable[[Any], Any] | None = None
@@ -111,18 +129,18 @@ class DataParallel:
         self._outside = False
 
     def adopt(self, parameters: Sequence[nn.Parameter], buffers: Buffers) -> None:
-        """Takes the parameters and buffers of this rank, and makes them equal on all replicas."""
+        """Takes over the parameters and buffers of this rank; makes them equal on all replicas."""
         self._buffers = buffers
         self._everything = list(parameters)
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         if self.size > 1:
             self._make_buckets()
             self.synchronise(0)
-        # With several partitions, this happens in the middle of the first step.
+        # With several partitions this happens inside the first step, after `begin_step`.
         self._put_aside()
 
     def _make_buckets(self) -> None:
-        # Gradients of the last layers come first.
+        # Backward passes reach the last layers first.
         groups: list[list[nn.Parameter]] = []
         room: dict[Any, float] = {}
         open_group: dict[Any, list[nn.Parameter]] = {}
@@ -143,15 +161,15 @@ class DataParallel:
     # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, sums: GradientSum, divisor: int, again: bool = False) -> None:
-        """Puts the gradients there are aside, and makes buffers equal.
+        """Puts the present gradients aside, and makes buffers equal on all replicas.
 
         Args:
-            sums: where the step's gradients come from.
-            divisor: what they are divided by.
-            again: the step was begun before; see `end_step`.
+            sums: gets the gradients of the step.
+            divisor: by which they are divided.
+            again: the step is made for the second time; see `end_step`.
         """
         self._with_gradients = torch.is_grad_enabled()
-        # The other replicas make it again only if they have heard of it.
+        # The other replicas make the step again only if this one reduces with them.
         together = not again or self._reduces()
         source = self.join.begin_step() if self._with_gradients and together else None
         self._begin(sums, divisor, source)
@@ -176,7 +194,7 @@ class DataParallel:
             bucket.launched = False
 
     def final(self, parameter: nn.Parameter) -> None:
-        """Hears that a sum will not change any more; may begin to reduce."""
+        """Is told that a parameter's sum is final; begins to reduce buckets that are complete."""
         if not (self.overlap and self._reduces() and parameter in self._bucket_of):
             return
         self._bucket_of[parameter].missing -= 1
@@ -189,10 +207,10 @@ class DataParallel:
 
         Args:
             failure: why the step failed on this replica, for the others; empty if it has not.
-            redo: has it to be made again there?
+            redo: does this replica have to make the step again?
 
         Raises:
-            Redo: it has to be made again, on this replica or on another: on all of them, therefore.
+            Redo: this replica or another has to make the step again; so all of them do.
             SMPPeerError: the step failed on another replica; gradients are as before it.
         """
         succeeded = not (failure or redo)
@@ -214,7 +232,7 @@ class DataParallel:
         return self.size > 1 and self._with_gradients and (self._steps + 1) % self._passes == 0
 
     def _total(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns the gradient of this replica, with what was there before the step."""
+        """Returns this replica's gradient, added to what was there before the step."""
         gradient = self._sums.total(parameter)
         old = self._old[parameter]
         if gradient is None:
@@ -223,7 +241,7 @@ class DataParallel:
         return gradient if old is None else old + gradient
 
     def _own(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns the same with what came late: nobody else has to know of that."""
+        """Returns the same with late additions, in a step that does not reduce."""
         total, late = self._total(parameter), self._late(parameter)
         if late is None:
             return total
@@ -231,19 +249,20 @@ class DataParallel:
         return total + late
 
     def _averaged(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the mean over microbatches, unless a hook will make it."""
+        """Returns the mean over the microbatches; the sum, if a hook will divide it."""
         hooked = self.hook is not None and self.size > 1
         return gradient if hooked or self._divisor == 1 else gradient / self._divisor
 
     def _reduce(
         self, failure: str, redo: bool
     ) -> tuple[dict[nn.Parameter, torch.Tensor | None], bool]:
-        """Returns the gradients, and whether the step has to be made again."""
+        """Reduces all sums; returns the gradients, and whether to make the step again."""
         source = (lambda _: None) if failure or redo else self._total
         for bucket in self._buckets[self._next :]:
             self._launch(bucket, source)
         reduced = self._collected()
-        # Failed here? For good? Late contributions? Which parameters were used at all?
+        # The flags: has it failed here, has it to be made again, are there late additions, and
+        # which parameters were used.
         used = [self._total(p) is not None for p in self.parameters]
         flags = torch.tensor([bool(failure), redo, self._sums.any_late, *used], dtype=torch.int32)
         flags = flags.to(self.parameters[0].device) if self.parameters else flags
@@ -288,7 +307,7 @@ class DataParallel:
             bucket.work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
 
     def _collected(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Waits for all buckets and returns their gradients."""
+        """Waits for all buckets; returns the mean over replicas for each parameter."""
         found: dict[nn.Parameter, torch.Tensor] = {}
         for bucket in self._buckets:
             result = bucket.work.wait()
@@ -307,7 +326,7 @@ class DataParallel:
     # --- without a step: one partition, loss.backward() -------------------------------------------
 
     def outside_step(self, parameter: nn.Parameter) -> None:
-        """Hears of a gradient outside any step; the end of that backward pass reduces all."""
+        """Is told of a gradient outside any step; all are reduced when that backward pass ends."""
         if self.size == 1 or self._outside:
             return
         self._outside = True
@@ -326,16 +345,16 @@ class DataParallel:
     # --- replicas with fewer batches; see join.py -------------------------------------------------
 
     def shadow_step(self, source: int) -> None:
-        """Does what the others do in a step, without a batch and with the buffers of `source`."""
+        """Takes part in a step of the others without a batch, with the buffers of `source`."""
         sums = GradientSum()
         sums.begin(1)
         self._with_gradients = True
         self._begin(sums, 1, source)
-        with contextlib.suppress(Redo):  # then they count once more, and the next one is the same
+        with contextlib.suppress(Redo):  # the others make the step again: one more to take part in
             self.end_step()
 
     def synchronise(self, source: int) -> None:
-        """Takes parameters and buffers from a replica."""
+        """Takes over the parameters and buffers of a replica."""
         self._broadcast([*self._everything, *self._tensors()], source)
 
     def _tensors(self) -> list[torch.Tensor]:

@@ -18,14 +18,14 @@ from smddp.modelparallel.job.topology import CommGroup, RankType
 
 __all__ = ["Messenger"]
 
-# What is said before the data goes by a tag of its own: the sender announces a number of bytes, and
-# the receiver, once it wants them, answers that it is ready.
+# The tags of two kinds of messages. The sender announces a number of bytes as a word; the receiver,
+# when it calls recv_from, answers with the word _READY; then the sender sends the data.
 _DATA, _WORD = 1, 2
 _READY = -1
 
 
 class Messenger:
-    """The object primitives of one rank, over a process group of its own."""
+    """Sends and receives objects for one rank, over a process group that nothing else uses."""
 
     def __init__(self, state: State) -> None:
         self._topology = state.topology
@@ -37,7 +37,7 @@ class Messenger:
         self._send("send", [self._topology.world_rank(dest_rank, rank_type.value)], obj)
 
     def broadcast(self, obj: Any, group: CommGroup) -> None:
-        """Sends an object to all others of a group, who call `recv_from`; only the sender calls."""
+        """Sends an object to all others of a group; each of those calls `recv_from`."""
         others = [rank for rank in self._topology.members(group.value) if rank != self._me]
         self._send("broadcast", others, obj)
 
@@ -81,7 +81,7 @@ class Messenger:
         data = _pack(obj)
         works = [self._say(rank, data.numel()) for rank in ranks]
         for rank in ranks:
-            # An announcement in place of the answer: that rank waits as this one does, for ever.
+            # An announcement came in place of the answer: both ranks send, and would wait for ever.
             if self._hear(rank) != _READY:
                 raise SMPUsageError(
                     f"smp.{call}: rank {self._me} sends to rank {rank}, which sends to rank "
@@ -102,7 +102,7 @@ class Messenger:
 
 
 class _OnHost(pickle.Pickler):
-    """Pickles tensors of a device as host tensors: the receiver has devices of its own."""
+    """Pickles tensors of a device as host tensors: the receiver may not have that device."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):

@@ -1,9 +1,9 @@
 """Runs the tasks of a rank, one at a time, each on a thread of its own.
 
-A task is Python code of the user that may have to wait in the middle, for another rank. So each
-has a thread; but only the one that holds the *baton* runs. Whoever waits or ends picks the next
-runnable task and hands the baton over, without a scheduling thread in between. The choice is by
-rule (see `_next`), so the order of work is decided by us and not by the operating system.
+A task runs code of the user, which may have to wait in the middle for another rank. So each task
+has a thread; but only the thread that holds the *baton* runs. A task that waits or ends picks the
+next runnable task and passes the baton to it; there is no scheduling thread. `_next` makes the
+choice by a fixed rule, so the order of work does not depend on the operating system.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ class Aborted(BaseException):
 
 
 class Priority(NamedTuple):
-    """Within a kind of work, smaller runs first: older microbatches, then call order."""
+    """Says which task runs first among those of one kind: the smaller tuple.
+
+    Attributes:
+        forward: forward or backward work; the two are kept apart, so it is not compared.
+        microbatch: older microbatches have smaller numbers.
+        order: where the work stands within its microbatch; see `Frame.order`.
+    """
 
     forward: bool
     microbatch: int
@@ -33,7 +39,12 @@ class Priority(NamedTuple):
 
 
 class Ticket:
-    """Something a task can wait for, once."""
+    """Something that one task can wait for, and that happens once.
+
+    Attributes:
+        done: has it happened?
+        waiter: the task that waits for it, if there is one.
+    """
 
     __slots__ = ("done", "waiter")
 
@@ -43,7 +54,16 @@ class Ticket:
 
 
 class Task:
-    """A function to run; afterwards, or while it waits, what is needed to resume it."""
+    """A function to run, and while it waits, the thread on which to resume it.
+
+    Attributes:
+        priority: of the work that comes next.
+        function: the work.
+        admitted: says whether the task may begin now; None if it always may. It is not asked again
+            once the task has begun.
+        worker: the thread, once the task has begun.
+        local: the `Frame` that runs here; for the executor.
+    """
 
     __slots__ = ("admitted", "function", "local", "priority", "worker")
 
@@ -55,25 +75,23 @@ class Task:
     ) -> None:
         self.priority = priority
         self.function = function
-        # May it begin now? Asked only before it has begun.
         self.admitted = admitted
         self.worker: _Worker | None = None
-        # For the executor: the frame that runs here.
         self.local: Any = None
 
 
 class Inbox(Protocol):
-    """Where messages come from: they are taken by the thread that would have nothing to do."""
+    """Where messages come from; the thread that holds the baton and has no task takes them."""
 
     @property
     def expects(self) -> bool:
-        """May anything come?"""
+        """Says whether messages may still come."""
 
     def take(self, block: bool) -> Any:
-        """Returns what has come; may wait for that."""
+        """Returns the messages that have come; with `block`, waits until there is one."""
 
     def deliver(self, arrived: Any) -> None:
-        """Does what has to be done about it; it submits tasks and completes tickets."""
+        """Acts upon what `take` has returned: submits tasks and completes tickets."""
 
     def interrupt(self) -> None:
         """Ends the `take` that waits, or else the next one."""
@@ -82,11 +100,11 @@ class Inbox(Protocol):
 class Baton:
     """Owns the worker threads, which are daemons and are used again and again.
 
-    At most one holds the baton. It runs a task, or looks for one; if there is none, it waits
-    for messages. So what comes for the task that waits on this very thread, or makes a new one, is
-    gone on with without waking another thread.
+    At most one thread holds the baton. It runs a task, or looks for one; if there is none, it waits
+    for messages. When a message lets the task of this thread go on, or makes a new task, the same
+    thread runs it, and no other thread has to be woken.
 
-    All methods may be called from any thread; `wait` only from a task.
+    Any thread may call any method, but only a task may call `wait`.
     """
 
     def __init__(
@@ -98,15 +116,17 @@ class Baton:
         """Begins without threads.
 
         Args:
-            failed: is told what a task raises.
+            failed: called with a task and what it has raised.
             inbox: where messages come from.
-            keep: takes what other tasks may change while one waits; what it returns puts that back.
+            keep: saves what other tasks may change while a task waits, such as the state of random
+                generators; returns a function that restores it.
         """
         self._failed = failed
         self._inbox = inbox
         self._keep = keep
         self._lock = threading.Lock()
-        # Heaps: forward work that goes on, forward work to begin, backward work.
+        # Heaps: forward tasks that go on after a wait, forward tasks that have not begun, and
+        # backward tasks.
         self._resumed: list[_Entry] = []
         self._forward: list[_Entry] = []
         self._backward: list[_Entry] = []
@@ -115,7 +135,7 @@ class Baton:
         self._idle: list[_Worker] = []
         self._waiting: set[Task] = set()
         self._running: Task | None = None
-        # Does anybody hold the baton? Is it in `take`, so that it has to be interrupted?
+        # Does a thread hold the baton? Is that thread waiting in `take`?
         self._held = self._blocked = False
         self._aborted = self._settling = False
         self._quiet = threading.Condition(self._lock)
@@ -123,16 +143,16 @@ class Baton:
 
     @property
     def task(self) -> Task | None:
-        """The task that runs on the calling thread, if it is one of ours."""
+        """The task that runs on the calling thread; None on other threads."""
         return getattr(self._current, "task", None)
 
     def begin(self) -> None:
-        """Takes tasks again, after an abort; nothing may be going on."""
+        """Accepts tasks again after an abort; no task may be left."""
         with self._lock:
             self._aborted = self._last_forward = False
 
     def look(self) -> None:
-        """Sees to it that somebody takes messages, and looks for work."""
+        """Makes sure that a thread takes messages and looks for work."""
         with self._lock:
             self._rouse()
 
@@ -143,7 +163,11 @@ class Baton:
                 self._make_ready(task)
 
     def wait(self, ticket: Ticket, priority: Priority) -> None:
-        """Gives the baton away until the ticket is done.
+        """Passes the baton on until a ticket is done.
+
+        Args:
+            ticket: to wait for.
+            priority: with which the task goes on afterwards.
 
         Raises:
             Aborted: the step failed meanwhile.
@@ -165,7 +189,7 @@ class Baton:
             raise Aborted
 
     def complete(self, ticket: Ticket) -> None:
-        """Marks a ticket as done; its waiter becomes runnable."""
+        """Marks a ticket as done, so that its waiter can run."""
         with self._lock:
             if ticket.done:
                 return
@@ -176,7 +200,7 @@ class Baton:
                 self._make_ready(task)
 
     def abort(self) -> None:
-        """Drops what has not begun, and unwinds what waits."""
+        """Drops the tasks that have not begun, and raises Aborted in those that wait."""
         with self._lock:
             self._aborted = True
             begun = [
@@ -193,7 +217,7 @@ class Baton:
             self._rouse()
 
     def settle(self) -> None:
-        """Waits until no task runs, waits or is ready."""
+        """Waits until no task runs, waits or is runnable."""
         with self._quiet:
             self._settling = True
             while self._running is not None or self._waiting or self._has_ready():
@@ -212,7 +236,7 @@ class Baton:
         self._rouse()
 
     def _rouse(self) -> None:
-        """Makes somebody look for work, unless somebody will. The lock is held."""
+        """Makes a thread look for work, unless one will anyway. The caller holds the lock."""
         if not self._held:
             self._held = True
             self._free_worker().wake.release()
@@ -224,21 +248,24 @@ class Baton:
         return self._idle.pop() if self._idle else _Worker(self)
 
     def _find_work(self, worker: _Worker, own: Task | None) -> Task:
-        """Passes the time of a worker that holds the baton until there is something for it to do.
+        """Finds the next task for a worker that holds the baton.
+
+        It passes the baton to other workers while the next task is theirs, and takes messages while
+        there is no task at all.
 
         Args:
-            worker: who calls.
-            own: the task that waits on this thread; None if the thread can take any new one.
+            worker: of the calling thread.
+            own: the task that waits on this thread; None if the thread can begin any new task.
 
         Returns:
-            The task to go on with, or to begin.
+            The task to go on with: `own`, or a new one.
         """
         inbox = self._inbox
         put_back: Callable[[], None] | None = None
         looked = False
         while True:
             if not looked and self._has_ready() and inbox.expects:
-                # What has come meanwhile may be better than what is there.
+                # A message may make a task that should run before those there are.
                 inbox.deliver(inbox.take(False))
             looked = False
             with self._lock:
@@ -275,17 +302,18 @@ class Baton:
         return task
 
     def _pass_on(self, task: Task) -> None:
-        """Gives the baton to the worker of a task. The lock is held."""
+        """Passes the baton to the worker of a task. The caller holds the lock."""
         self._running = task
         worker = task.worker or self._free_worker()
         worker.task = task
         worker.wake.release()
 
     def _next(self) -> Task | None:
-        """Takes the best runnable task.
+        """Takes the next task off its heap; returns None if no task can run.
 
-        What goes on comes first: it is often the loss, which all other ranks wait for. Then
-        forward and backward work take turns, as in a 1F1B schedule, as far as both are there.
+        Forward work that goes on after a wait comes first: it is often the loss, for which all
+        other ranks wait. Then forward and backward work take turns, as in a 1F1B schedule; if only
+        one kind is there, that runs.
         """
         if self._resumed:
             return heapq.heappop(self._resumed)[2]
@@ -316,8 +344,8 @@ class Baton:
 
     def _run(self, worker: _Worker) -> None:
         """The life of a worker thread."""
-        # Autograd's device threads are shared by all microbatches: one that waits in such a thread
-        # would hold up the very work it waits for.
+        # Without this, autograd would run on one thread per device, shared by all microbatches: a
+        # microbatch that waits there would block the work that it waits for.
         torch.autograd.set_multithreading_enabled(False)
         worker.wake.acquire()
         task, worker.task = worker.task, None
@@ -332,7 +360,7 @@ class Baton:
                 pass
             except BaseException as error:
                 self._failed(task, error)
-            # Nothing of the task may live on while this thread sleeps.
+            # While this thread sleeps, it must not keep the task's objects alive.
             self._current.task = task = None
             with self._lock:
                 self._running = None
@@ -343,9 +371,9 @@ _Entry = tuple[Priority, int, Task]
 
 class _Worker:
     def __init__(self, baton: Baton) -> None:
-        # A raw lock: unlike threading.Semaphore it is woken without Python code.
+        # A raw lock, because releasing it runs no Python code; threading.Semaphore would.
         self.wake = _thread.allocate_lock()
         self.wake.acquire()
-        # What to go on with when woken; None to look for work.
+        # The task to run after waking; None to look for one.
         self.task: Task | None = None
         threading.Thread(target=baton._run, args=(self,), name="smp-task", daemon=True).start()

@@ -1,10 +1,10 @@
 """The caller's side of calls between ranks, and the bridge into autograd.
 
-A frame runs on a task. Calls of remote modules are collected; when a value is needed the graph is
-sent, and the frame waits. The results enter the frame's autograd graph as the outputs of one node,
-whose backward sends the gradients along the same edges and waits for those of the inputs. Waiting
-inside a backward node is safe because every microbatch has a thread of its own and autograd runs
-in the calling thread (see `Baton._run`).
+A frame collects calls of remote modules in a call graph. When the code needs a value, the frame
+sends the graph and waits. The results enter the frame's autograd graph as the outputs of one node.
+In the backward pass this node sends the gradients along the same edges, and waits for those of its
+inputs. It may wait inside a backward function, because every microbatch has a thread of its own and
+autograd runs in the calling thread (see `Baton._run`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,18 @@ class Outgoing:
     """A call graph that has been sent.
 
     Attributes:
-        number: of this caller in this step.
-        graph, identity: what it is, and the number by which its members know it.
-        inputs, microbatch: what entered it, and for whom.
-        values: results by place (call, tensor), as they arrive.
-        returned: shape, objects and number of tensors of calls whose shape was not known.
-        places: of the outputs, in the order of the autograd node.
-        abandoned: no gradients will come; the owners are told when its values are there.
+        number: of the graph among those that this rank has sent in this step.
+        graph, identity: the calls and edges, and the number by which its members know them.
+        inputs: the caller's tensors that enter the graph, in the order of their numbers.
+        microbatch: for which it was sent.
+        values: results by place, that is (call, tensor), as they arrive.
+        returned: shape, objects and number of tensors of the results whose shape was not known.
+        places: of the outputs of the autograd node, in their order.
+        ticket, missing: done when all values have arrived; edges whose values have not.
+        gradients: of the inputs, by index * segments + segment.
+        backward_ticket, backward_missing: the same as `ticket` and `missing`, for gradients.
+        sunk: places of the edges to SINK that have results of unknown shape, by segment.
+        abandoned: no gradients will come. The owners are told so when all values have arrived.
     """
 
     def __init__(
@@ -64,7 +69,6 @@ class Outgoing:
         self.gradients: dict[int, torch.Tensor] = {}
         self.backward_ticket = Ticket()
         self.backward_missing = len(graph.out_of[SOURCE])
-        # The places of edges to SINK with those of unknown calls.
         self.sunk: dict[int, list[tuple[int, int]]] = {}
         self.abandoned = False
 
@@ -76,24 +80,25 @@ class Caller:
         self._host = host
         self._outgoing: dict[int, Outgoing] = {}
         self._numbers = itertools.count()
-        # By signature: the graph, and its number.
+        # By the signature of a graph: the graph, and the number by which its members know it.
         self._known: dict[Hashable, tuple[Graph, int]] = {}
         self._lock = threading.Lock()
-        # Makes the node's outputs require a gradient even if no input does: parameters there do.
+        # An extra input of each node. Its outputs then require gradients even if no real input
+        # does; parameters on other ranks need them.
         self._anchor = torch.zeros((), requires_grad=True)
 
     def clear(self) -> None:
-        """Forgets the step."""
+        """Forgets the graphs that were sent in this step."""
         self._outgoing.clear()
         self._numbers = itertools.count()
 
     def forget(self) -> None:
-        """Forgets the graphs, too: there is another model."""
+        """Forgets which graphs the members know, too: there is another model."""
         self.clear()
         self._known.clear()
 
     def collector(self, frame: Frame) -> Collector:
-        """Returns the frame's open graph, a new one if what surrounds the call has changed."""
+        """Returns the frame's open graph; begins a new one if the ambient state has changed."""
         now = ambient()
         opened = frame.open
         if opened is not None and opened.ambient != now:
@@ -129,7 +134,7 @@ class Caller:
         return out
 
     def _graph(self, opened: Collector, alive: list[Lazy]) -> tuple[Graph, int]:
-        """Returns a graph that all members know, with its number; it is sent once in a job."""
+        """Returns the graph and its number; sends it to its members if they do not know it yet."""
         signature = opened.signature(alive)
         known = self._known.get(signature)
         if known is None:
@@ -145,8 +150,8 @@ class Caller:
         """Waits for the values of a graph and makes them outputs of one autograd node.
 
         Returns:
-            The values by place. `out` does not keep them: the node, of which they are outputs, has
-            it, and such a circle nobody would ever collect.
+            The values by place. `out` does not keep them: they refer to the autograd node, and the
+            node refers to `out`. Python cannot free such a circle.
         """
         self._host.wait(out.ticket, frame, frame.forward)
         if out.returned:
@@ -164,10 +169,18 @@ class Caller:
         out.inputs = []
         return dict(zip(out.places, values, strict=True))
 
-    # --- what arrives; with the baton -------------------------------------------------------------
+    # --- messages that arrive; on the thread that has the baton -----------------------------------
 
     def take_values(self, number: int, segment: int, tensors: list[Any], extra: Any) -> None:
-        """Takes the values of an edge to SINK."""
+        """Takes the values of an edge to SINK.
+
+        Args:
+            number: of the graph.
+            segment: from which the edge comes.
+            tensors: the values.
+            extra: for each call whose result had no known shape, (shape, objects, number of
+                tensors); None if there is none. The tensors of those calls come last.
+        """
         out = self._outgoing.get(number)
         if out is None:
             return
@@ -188,10 +201,13 @@ class Caller:
             self._drop(out)
 
     def abandon(self, numbers: Sequence[int]) -> None:
-        """Says that no gradients will come for those of some graphs that have had none.
+        """Gives up those of some graphs that have had no gradients: none will come.
 
-        A part of the model may not reach the loss, or be computed again by a checkpoint. Its owners
-        would keep it until the end of the step, and count the microbatch as under way.
+        A part of the model may not reach the loss, or a checkpoint may have computed it again. Its
+        owners would keep it until the end of the step, and count the microbatch as under way.
+
+        Args:
+            numbers: of the graphs.
         """
         for number in numbers:
             out = self._outgoing.get(number)
@@ -210,7 +226,7 @@ class Caller:
             self._host.send(owner, Kind.DROP, header)
 
     def take_gradients(self, number: int, segment: int, tensors: list[Any]) -> None:
-        """Takes the gradients of an edge from SOURCE."""
+        """Takes the gradients of an edge from SOURCE; None stands for "no gradient"."""
         out = self._outgoing.get(number)
         if out is None:
             return
@@ -218,14 +234,27 @@ class Caller:
         values = graph.between[SOURCE, segment].values
         for (_, index), gradient in zip(values, tensors, strict=True):
             if gradient is not None:
-                # By segment: the sum must not depend on who answers first.
+                # Kept apart by segment, because the sum must not depend on who answers first.
                 out.gradients[index * len(graph.segments) + segment] = gradient
         out.backward_missing -= 1
         if out.backward_missing == 0:
             self._host.baton.complete(out.backward_ticket)
 
     def backward(self, frame: Frame, out: Outgoing, gradients: Sequence[Any]) -> list[Any]:
-        """Sends the gradients of a graph's outputs; returns those of its inputs."""
+        """Sends the gradients of a graph's outputs, and waits for those of its inputs.
+
+        Args:
+            frame: that runs the backward pass.
+            out: the graph.
+            gradients: of the node's outputs, in the order of `out.places`.
+
+        Returns:
+            The gradients of the inputs, in their order; None where there is none. Inputs at the end
+            that have none are left out.
+
+        Raises:
+            SMPUsageError: it is the second backward pass through this graph.
+        """
         host, graph = self._host, out.graph
         if out.backward_ticket.done:
             raise SMPUsageError(
@@ -250,7 +279,7 @@ class Caller:
 
 
 class _OpenGraph(Collector):
-    """A collector that knows how to get its values."""
+    """A collector that can send its graph and fetch the values."""
 
     def __init__(self, caller: Caller, frame: Frame, surroundings: Ambient) -> None:
         super().__init__(surroundings)
@@ -260,7 +289,7 @@ class _OpenGraph(Collector):
         self.alive: list[Lazy] = []
 
     def fetch(self) -> dict[tuple[int, int], torch.Tensor]:
-        """Sends the graph unless that is done, and gives all stand-ins their values."""
+        """Sends the graph if that has not been done, and fills in all lazy tensors."""
         if self.sent is None:
             self._caller.send(self._frame)
         assert self.sent is not None
@@ -272,7 +301,7 @@ class _OpenGraph(Collector):
         return values
 
     def result_of_last(self) -> tuple[Any, Any]:
-        """Returns (shape, value) of the last call, whose shape was not known."""
+        """Returns (shape, value) of the last call; the shape was not known before."""
         call = len(self.seeds) - 1
         values = self.fetch()
         assert self.sent is not None
@@ -282,7 +311,7 @@ class _OpenGraph(Collector):
 
 
 class _Remote(torch.autograd.Function):
-    """Stands for a call graph in the caller's autograd graph."""
+    """The node that a call graph is in the caller's autograd graph."""
 
     @staticmethod
     def forward(
@@ -296,7 +325,7 @@ class _Remote(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True: whoever uses that graph has to fail
+        if torch.is_grad_enabled():  # with create_graph=True: using that graph has to fail
             return _Remote._once_only(ctx, *gradients)
         return _Remote._backward(ctx, *gradients)
 
@@ -308,15 +337,19 @@ class _Remote(torch.autograd.Function):
     _once_only = staticmethod(torch.autograd.function.once_differentiable(_backward))
 
 
-# Without the look for stand-ins and functorch of `Function.apply`: there are none.
+# `Function.apply` would search the arguments for lazy tensors and functorch; there are none.
 _apply_remote: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Remote)
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
 def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
-    """Does what `torch.autograd.backward` does with gradients that are known to fit.
+    """Does what `torch.autograd.backward` does, without its checks, in the calling thread.
 
-    In this thread, for CUDA too: see `Baton._run`.
+    The thread matters: see `Baton._run`.
+
+    Args:
+        tensors: the roots.
+        gradients: of the roots, of the same shapes and dtypes.
     """
     if tensors:
         _engine.run_backward(tuple(tensors), tuple(gradients), False, False, (), True, True)

@@ -1,4 +1,4 @@
-"""Collects the calls of one frame whose values nobody has looked at, and makes a graph of them."""
+"""Collects calls of a frame whose values no code has needed yet, and makes a graph of them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["Collector", "Site"]
 
 
 class Site:
-    """A call as it is made again and again: all but its tensors, its objects and its seed.
+    """What is the same each time a call is made: all but its tensors, its objects and its seed.
 
-    Compared by identity: so a call graph is found again without looking at shapes.
+    Sites are compared by identity, so a known call graph is found without comparing shapes.
 
     Attributes:
         module, method, shape, returns: see `Call`.
-        count: of tensors in the result.
-        build: makes the result of them.
+        count: how many tensors the result has; 0 if its shape is not known.
+        build: makes the result from its tensors; None if its shape is not known.
     """
 
     __slots__ = ("build", "count", "method", "module", "returns", "shape")
@@ -53,7 +53,7 @@ class Collector:
         inputs: the caller's tensors that enter the graph.
         objects: the caller's other values that enter it.
         seeds: one per call, None for calls that draw no random numbers.
-        lazies: the stand-ins handed out, which may have been dropped since.
+        lazies: weak references to the lazy tensors that were returned to the user's code.
     """
 
     def __init__(self, ambient: Ambient) -> None:
@@ -68,11 +68,11 @@ class Collector:
         self._owners: list[int] = []
 
     def fetch(self) -> object:
-        """Gives the stand-ins their values."""
+        """Fills in the lazy tensors."""
         raise NotImplementedError
 
     def owner_of(self, lazy: Lazy) -> int | None:
-        """Returns who computes a lazy tensor, if it is one of this graph's."""
+        """Returns the rank that computes a lazy tensor; None if it is not of this graph."""
         if lazy.fetch is None or lazy.graph is not self:
             return None
         owner: int = self._owners[lazy.place[0]]
@@ -88,8 +88,15 @@ class Collector:
     ) -> Any:
         """Adds a call.
 
+        Args:
+            owner: rank of the pipeline that runs it.
+            site: the call.
+            tensors: among its arguments, lazy or not, in the order of the shape.
+            objects: other values among its arguments, in the order of the shape.
+            seed: for the random numbers of the call; None if it draws none.
+
         Returns:
-            What the caller's code gets: lazy tensors in the shape that it expects, or None if that
+            What the user's code gets: lazy tensors in the structure that it expects; None if that
             is not known.
         """
         number = len(self._calls)
@@ -113,21 +120,21 @@ class Collector:
             return tensor.place
         number = self._numbers.setdefault(id(tensor), len(self.inputs))
         if number == len(self.inputs):
-            # Held until the end: so its id stays its own.
+            # Held as long as the graph is open, so that no other tensor can get its id.
             self.inputs.append(tensor)
         return (-1, number)
 
     def close(self) -> list[Lazy]:
-        """Returns the stand-ins still in use: values that nobody holds need not come back."""
+        """Returns the lazy tensors that are still in use; only their values have to come back."""
         return [lazy for ref in self.lazies if (lazy := ref()) is not None]
 
     def signature(self, alive: list[Lazy]) -> Hashable:
-        """Returns what the graph depends on: equal signatures, equal graphs."""
+        """Returns a key: graphs with equal signatures are equal."""
         places = tuple([lazy.place for lazy in alive])
         return self.ambient, tuple(self._owners), tuple(self._calls), places
 
     def graph(self, alive: list[Lazy]) -> Graph:
-        """Returns the graph, if those values have to come back."""
+        """Returns the graph in which the values of some lazy tensors come back to the caller."""
         calls = [
             Call(site.module, site.method, site.shape, places, numbers, site.returns)
             for site, places, numbers in self._calls
@@ -166,7 +173,7 @@ def _connect(
     segment: Segment,
     calls: list[Call],
 ) -> None:
-    """Adds the edges without which a segment would never begin, or its end not be known."""
+    """Adds the edges without which a segment would never begin, or its end would not be known."""
     needs_objects = any(calls[call].objects for call in segment.calls)
     if needs_objects or not any(target == number for _, target in wanted):
         wanted.setdefault((SOURCE, number), [])
@@ -185,5 +192,8 @@ def count_tensors(shape: Shape) -> int:
 
 
 def predictable(shape: Shape) -> bool:
-    """Can a caller rely on the next result of the same call having this shape?"""
+    """Says whether a caller may expect this shape of the next result of the same call.
+
+    It may if the shape holds tensors and None only: other values may differ each time.
+    """
     return count_tensors(shape) > 0 and all(value is None for value in constants(shape))

@@ -1,4 +1,4 @@
-"""Why a step failed, in a form that can be sent: all ranks raise the same."""
+"""Why a step failed, in a form that can be sent, so that all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ __all__ = [
 
 
 class StructureChangedError(Exception):
-    """A module has not returned what its caller had taken for granted."""
+    """A module has returned another structure than its caller had relied on."""
 
 
-class Redo(Exception):  # noqa: N818 - no error: the step is made again
-    """The step has to be made again, without taking anything for granted."""
+class Redo(Exception):  # noqa: N818  it is no error
+    """The step has to be made again, and every call has to wait for its result."""
 
 
 class Failure(NamedTuple):
-    """Why a step failed: the same on all ranks.
+    """Why a step failed, as it is sent to all ranks.
 
     Attributes:
-        microbatch, rank: where; -1 if it was in none.
-        text, trace, pickled: the exception.
-        redo: nothing is wrong with the program: the step can be made again.
+        microbatch: in which it failed; -1 if in none.
+        rank: of the pipeline, on which it failed.
+        text: class and message of the exception.
+        trace: its traceback.
+        pickled: the exception itself; None if it does not pickle.
+        redo: the program is right, and the step can be made again.
     """
 
     microbatch: int
@@ -46,21 +49,28 @@ class Failure(NamedTuple):
 
 
 def summary(error: BaseException) -> str:
-    """Returns an exception in one line, for those who have no use for its traceback."""
+    """Returns class and message of an exception in one line."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def choose(failures: Sequence[Failure]) -> Failure:
-    """Returns the one that all ranks name; they know the same ones at the end of a step."""
+    """Returns the failure that all ranks raise; at the end of a step all know the same ones."""
     return min(failures, key=lambda f: (f.microbatch < 0, f.microbatch, f.rank))
 
 
 def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:
     """Raises the same class with the same text on all ranks, from the original where possible.
 
-    That is SMPMicrobatchError, unless smp itself has refused the step before or after its
-    microbatches, or it has failed elsewhere: then what says that. Who has no traceback gets that of
-    the other rank behind the text.
+    On a rank without the original exception, its traceback is appended to the text.
+
+    Args:
+        failure: to raise.
+        cause: the original exception, if it was raised on this rank.
+
+    Raises:
+        SMPMicrobatchError: in most cases.
+        SMPError: of the original's class, if smp itself has raised it before or after the
+            microbatches, or if another replica has failed.
     """
     where = f"rank {failure.rank} of the pipeline"
     origin = cause or _unpickled(failure)
@@ -73,7 +83,13 @@ def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:
 
 
 def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
-    """Returns an exception of this rank as a failure."""
+    """Returns an exception of this rank as a failure.
+
+    Args:
+        microbatch: in which it was raised; -1 if in none.
+        rank: of the pipeline, this one.
+        error: the exception.
+    """
     notes: list[str] = getattr(error, "__notes__", [])
     text = "\n".join([f"{type(error).__name__}: {error}", *notes])
     trace = "".join(traceback.format_exception(error))

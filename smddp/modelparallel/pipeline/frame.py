@@ -12,14 +12,14 @@ class Frame:
 
     Attributes:
         microbatch: its number.
-        forward: does it do forward or backward work at the moment?
-        path: where its call stands in the program: per caller on the way from the body, the
-            number of the call graph and of the segment. It does not depend on timing.
-        order: breaks ties between tasks of one microbatch.
-        name: for timelines.
+        forward: true while it does forward work, false while it does backward work.
+        path: where its call stands in the program: for each caller on the way from the body, the
+            numbers of the call graph and of the segment. It does not depend on timing.
+        order: among tasks of one microbatch, the one with the smaller tuple runs first.
+        name: of the module that runs, for timelines; empty for the body.
         depth: how many segments come before it in the pipeline.
-        grad: did it begin with gradients enabled?
-        open: the calls whose values nobody has looked at yet.
+        grad: were gradients enabled when it began?
+        open: the call graph whose values the code has not needed yet; None if there is none.
         sent: numbers of the call graphs that it has sent.
     """
 
@@ -37,7 +37,7 @@ class Frame:
         self.microbatch = microbatch
         self.forward = forward
         self.path = path
-        # Backwards the other way round: later segments first.
+        # In the backward pass, later segments come first.
         self.order = path if forward else tuple([-number for number in path])
         self.name = name
         self.depth = depth

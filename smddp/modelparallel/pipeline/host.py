@@ -14,7 +14,7 @@ __all__ = ["Host"]
 
 
 class Host(Protocol):
-    """The rank, as those see it who make and serve calls on it; the executor is one.
+    """The rank on which calls are made and served; the executor implements it.
 
     Attributes:
         rank: in the pipeline.

@@ -1,9 +1,9 @@
 """Values that another rank has not computed yet.
 
-A call of a module on another rank returns at once, with `Lazy` tensors. If all that is done with
-them is to pass them to further remote modules, they never come here: the values travel straight
-from owner to owner. As soon as anything looks at one (any function, method or attribute of a tensor
-does) the value is fetched, and the code goes on with it.
+A call of a module on another rank returns at once, with `Lazy` tensors. If the code only passes
+them to further remote modules, the values never come here: they go from owner to owner. As soon as
+the code uses a lazy tensor in any other way (any function, method or attribute of a tensor), smp
+fetches the value, and the code goes on with that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 __all__ = ["Lazy", "force", "install"]
 
-# Whatever else may hide tensors from torch's functions holds none of ours.
+# Where a lazy tensor may be inside the arguments of a function of torch.
 _CONTAINERS = (list, tuple, dict)
 _WITHOUT = torch._C.DisableTorchFunctionSubclass
 
@@ -31,7 +31,7 @@ def _misused(_: torch.Tensor) -> None:
     )
 
 
-# What `register_hook` would make for each stand-in.
+# The value that `register_hook` would give to each lazy tensor.
 _HOOKS: Any = collections.OrderedDict({0: _misused})
 
 
@@ -39,8 +39,9 @@ class Lazy(torch.Tensor):
     """Stands for tensor number `place[1]` of call number `place[0]` of an open call graph.
 
     Attributes:
-        fetch: makes the value be there; None once it is.
-        value: the tensor, afterwards.
+        graph: the open call graph.
+        fetch: gets the value, and sets `value`; None once that is done.
+        value: the tensor, once it is fetched.
     """
 
     fetch: Callable[[], object] | None
@@ -50,10 +51,11 @@ class Lazy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, graph: Any, place: tuple[int, int], fetch: Callable[[], object]) -> Lazy:
-        """Returns a stand-in without memory."""
+        """Returns a tensor without memory that stands for a value."""
         with _WITHOUT():
             self = torch.Tensor._make_wrapper_subclass(cls, (0,), requires_grad=True)
-            # A graph that reaches the stand-in has bypassed us: better an error than no gradient.
+            # If autograd ever reaches it, smp has not seen its use. The hook raises then, because
+            # the gradient would be lost.
             self._backward_hooks = _HOOKS
             self.graph, self.place, self.fetch = graph, place, fetch
         return self
@@ -66,19 +68,19 @@ class Lazy(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Fetches what is needed and goes on with the values."""
+        """Calls a function of torch with the values in place of lazy tensors."""
         if kwargs or any(isinstance(value, _CONTAINERS) for value in args):
             return func(*tree_map(force, args), **tree_map(force, kwargs or {}))
         return func(*[force(value) for value in args])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Is reached only past __torch_function__."""
+        """Refuses: only code that bypasses __torch_function__ comes here."""
         _misused(args[0])
 
 
 def force(value: Any) -> Any:
-    """Returns the value behind a lazy tensor, and anything else as it is."""
+    """Returns the value of a lazy tensor, fetching it if needed; anything else as it is."""
     if type(value) is not Lazy:
         return value
     if value.fetch is not None:
@@ -104,5 +106,5 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    """Makes autograd functions, too, see values in place of stand-ins."""
+    """Makes `torch.autograd.Function.apply` fetch lazy tensors, too."""
     torch.autograd.Function.apply = classmethod(_apply)

@@ -15,23 +15,25 @@ __all__ = ["StepOutput", "collect", "split_arguments", "unequal_lengths"]
 
 
 class StepOutput:
-    """A tensor that a step returned: one value per microbatch.
+    """A tensor that the body of a step has returned: one value per microbatch.
 
     Attributes:
         outputs: the values, by microbatch.
+
+    Source: the SageMaker Python SDK's page on `smdistributed.modelparallel.torch.step`.
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self.outputs = list(outputs)
 
     def reduce_mean(self) -> torch.Tensor:
-        """Returns the mean over the microbatches."""
+        """Returns the mean over the microbatches, of the shape of one value."""
         return self.reduce_sum() / len(self.outputs)
 
     average = reduce_mean
 
     def reduce_sum(self) -> torch.Tensor:
-        """Returns the sum over the microbatches."""
+        """Returns the sum over the microbatches, of the shape of one value."""
         total = self.outputs[0]
         for output in self.outputs[1:]:
             total = total + output
@@ -48,7 +50,7 @@ class StepOutput:
     def __repr__(self) -> str:
         return f"StepOutput({self.outputs})"
 
-    # As it has no __getitem__ either, `for` over one is a TypeError that says so.
+    # It has no __getitem__ either, so `for x in output` raises a TypeError.
     __iter__ = None
 
 
@@ -70,8 +72,11 @@ def split_arguments(
         whole: names of arguments that are not divided.
         axes: along which dimension to divide; 0 for those that are not named.
 
+    Returns:
+        (positional, named) arguments for each microbatch. Tensors are views.
+
     Raises:
-        SMPUsageError: an unknown name, arguments that the function does not take, or a tensor that
+        SMPUsageError: a name is unknown, the function does not take the arguments, or a tensor
             cannot be divided evenly.
     """
     signature = inspect.signature(function)
@@ -98,9 +103,10 @@ def unequal_lengths(
     whole: Sequence[str],
     axes: Mapping[str, int],
 ) -> str:
-    """Says which argument of a step has which length, if they differ; else returns nothing.
+    """Returns a text with the length of each argument of a step if they differ; else "".
 
-    That is no mistake in itself: there may be several rows of one for each row of another.
+    Different lengths are not an error: one argument may have several rows for each row of another.
+    The arguments are those of `split_arguments`.
     """
     found: dict[str, int] = {}
     for name, item, _ in _entries(inspect.signature(function).bind(*args, **kwargs)):
@@ -117,7 +123,7 @@ def unequal_lengths(
 
 
 def _entries(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any, bool]]:
-    """Yields name, value, and is it positional, of every argument."""
+    """Yields (name, value, is it positional?) of every argument."""
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -196,6 +202,13 @@ def collect(results: Sequence[Any], detach: bool) -> Any:
 
     The structure is that of the results; each tensor becomes a StepOutput, each other value a
     list with an entry per microbatch.
+
+    Args:
+        results: by microbatch.
+        detach: return the tensors without their autograd graphs.
+
+    Raises:
+        SMPUsageError: the results differ in structure.
     """
     parts = []
     for result in results:
@@ -225,7 +238,7 @@ def _outline(shape: Any) -> Any:
 
 
 def _combine(parts: list[tuple[Any, list[torch.Tensor], list[Any]]], detach: bool) -> Any:
-    """Builds the combined value along the first shape."""
+    """Builds the combined value in the structure of the first part."""
     first = parts[0][0]
     letter = first[0]
     if letter == "t":

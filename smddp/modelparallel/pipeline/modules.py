@@ -1,9 +1,8 @@
 """Sends every call of a module to where the module lives.
 
-`nn.Module._call_impl` is replaced once, for all modules of the process: a call of a module that
-belongs to the partitioned model, made by a task of a step, is looked at here; any other call goes
-its usual way. Nothing is stored in the modules, so copies of them (for averaging weights, say) are
-ordinary modules.
+`nn.Module._call_impl` is replaced once, for all modules of the process. If a task of a step calls a
+module of the partitioned model, the call is handled here; all other calls go on as usual. Nothing
+is stored in the modules, so copies of them (for averaging weights, say) are ordinary modules.
 """
 
 from __future__ import annotations
@@ -28,18 +27,23 @@ from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_al
 __all__ = ["Modules"]
 
 _original_call = nn.Module._call_impl
-# A call whose result has changed so often is not relied upon again: each time costs a step.
+# If the structure of a call's result has changed so often, callers always wait for it from then on:
+# each change means that a step is made twice.
 _MAX_CHANGES = 2
 
 
 class Modules:
     """The modules of the model, by number, and who owns them.
 
+    A module's number is its place in `root.modules()`, the same on all ranks.
+
     Attributes:
+        list: the modules.
         names: by number; the root's is "model".
-        owners: by number; None for modules without state, which run where their input is.
+        owners: ranks of the pipeline, by number; None for modules without parameters and buffers,
+            which run where their input is.
         forwarding: may values go directly from owner to owner?
-        relying: may callers go on with results that they only expect?
+        relying: may callers go on before a result is there, if they know its structure?
     """
 
     def __init__(
@@ -55,18 +59,18 @@ class Modules:
         self._numbers = {id(module): number for number, module in enumerate(self.list)}
         self._draws = [may_draw(module) for module in self.list]
         self.owners: list[int | None] = [0] * len(self.list)
-        # By (module, arguments, mode): the call with what it returned the last time, if that is
-        # something to rely on.
+        # By (module, method, shape of the arguments, train or eval, gradients on?): the call with
+        # the structure of its last result, if callers may rely on that; and those without.
         self._sites: dict[Any, Site] = {}
         self._unknown: dict[Any, Site] = {}
-        # What this step has learned. It is used from the next step on: then all microbatches of a
-        # step make the same calls, and so pass every module in the same order.
+        # Structures found in this step. They are used from the next step on, so that all
+        # microbatches of a step make the same calls, and pass every module in the same order.
         self._learned: dict[Any, Any] = {}
-        # How often a call has returned something else than before.
+        # How often the structure of a call's result has changed.
         self._changes: collections.Counter[Any] = collections.Counter()
 
     def place(self, owners: Sequence[int | None]) -> None:
-        """Sets the owners, and makes `module.forward(...)` of remote modules a call, too."""
+        """Sets the owners; from now on `module.forward(...)` of a remote module is a call, too."""
         self.owners = list(owners)
         for number, owner in enumerate(self.owners):
             if owner is not None and owner != self._rank:
@@ -74,7 +78,7 @@ class Modules:
                 object.__setattr__(module, "forward", _RemoteForward(self, number))
 
     def end_step(self) -> None:
-        """Makes what has been learned known."""
+        """Puts the structures that this step has found in force."""
         for key, returns in self._learned.items():
             before = self._sites.pop(key, None)
             if before is not None and before.returns != returns:
@@ -84,17 +88,30 @@ class Modules:
         self._learned.clear()
 
     def install(self) -> None:
-        """Begins to look at calls."""
+        """Begins to handle the calls of these modules."""
         _installed.append(weakref.ref(self))
         nn.Module._call_impl = _call  # type: ignore[method-assign,assignment]
         install()
 
     def number_of(self, module: nn.Module) -> int | None:
-        """Returns the number of a module of the model."""
+        """Returns the number of a module; None if it is not of the model."""
         return self._numbers.get(id(module))
 
     def enter(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
-        """Calls a module where it lives."""
+        """Calls a module on the rank where it lives.
+
+        Args:
+            number: of the module.
+            method: "forward" if that was called by name; "" if the module itself was.
+            args: positional arguments.
+            kwargs: named arguments.
+
+        Returns:
+            What the module returns; with lazy tensors if it runs elsewhere.
+
+        Raises:
+            SMPUsageError: it lives elsewhere, and the call is not in a step.
+        """
         task = self._baton.task
         frame = task.local if task is not None else None
         owner = self.owners[number]
@@ -116,14 +133,15 @@ class Modules:
         return self._remote(frame, owner, number, method, args, kwargs)
 
     def run(self, number: int, method: str, seed: int | None, args: Any, kwargs: Any) -> Any:
-        """Runs a call that another rank has asked for."""
-        # No stream around it: the task has nothing before it, and whoever waits keeps his own.
+        """Runs a call that another rank has sent; `seed` is None if it draws none."""
+        # The random state is not restored afterwards: the task has none of its own, and
+        # `Baton.wait` saves that of a task that waits.
         if seed is not None:
             seed_all(seed)
         return self._original(number, method, args, kwargs)
 
     def _follow(self, frame: Any, args: Any, kwargs: Any) -> int:
-        """Returns who should run a module without state: the owner of its input."""
+        """Returns the rank that runs a module without an owner: the one that has its input."""
         if frame.open is not None:
             for value in (*args, *kwargs.values()):
                 if type(value) is Lazy:
@@ -146,8 +164,9 @@ class Modules:
         grad = collector.ambient.grad
         key = (number, method, shape, self.list[number].training, grad)
         site = self._sites.get(key) if self.relying else None
-        # Perhaps within an autograd function (such as a checkpoint): autograd would take a
-        # stand-in for its output, and gradients would go no further.
+        # Gradients are off now but were on when the frame began: this may be inside an autograd
+        # function (such as a checkpoint). Autograd would take a lazy tensor for the function's
+        # output, and gradients would be lost; so the call waits for its values.
         if site is not None and (grad or not frame.grad):
             return collector.add(owner, site, tensors, objects, seed)
         site = self._unknown.setdefault(key, Site(number, method, shape, None))
@@ -164,7 +183,7 @@ class Modules:
         return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-# Usually one; the last is asked first.
+# Usually one. The last one is asked first.
 _installed: list[weakref.ref[Modules]] = []
 
 
@@ -182,7 +201,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _RemoteForward:
-    """Takes the place of `forward` on modules that live elsewhere; shared by copies."""
+    """The `forward` of a module that lives elsewhere; copies of the module share it."""
 
     def __init__(self, modules: Modules, number: int) -> None:
         self._modules = weakref.ref(modules)
@@ -201,7 +220,7 @@ class _RemoteForward:
         raise SMPUsageError("a module that lives on another rank cannot be pickled on this one")
 
 
-# Of so many tensors and nothing else: most calls.
+# The shapes of calls with 0 to 8 positional tensors and nothing else; most calls are such.
 _TENSORS_ONLY = [flatten((tuple([torch.empty(0)] * count), {}), [], []) for count in range(9)]
 
 
@@ -217,7 +236,7 @@ def _flatten_arguments(args: Any, kwargs: Any, tensors: list[Any], objects: list
 
 
 def _forced(value: Any) -> Any:
-    """Returns arguments with every lazy tensor fetched."""
+    """Returns arguments (a tuple or dict) with the values of all lazy tensors in their place."""
     items: Callable[[], Any] = value.values if isinstance(value, dict) else value.__iter__
     if any(not isinstance(item, torch.nn.Parameter) and _may_hide_lazy(item) for item in items()):
         return map_tensors(force, value)

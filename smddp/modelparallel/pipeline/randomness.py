@@ -1,9 +1,9 @@
 """Random numbers that do not depend on how the model is divided.
 
-Every microbatch begins with a seed of its own. A module that may draw random numbers (or has such a
-module inside) draws one number from the stream of its caller and uses it as the seed of a stream of
-its own. That is done for every call, wherever the module lives, so dropout is the same for any
-number of partitions; and what a call on another rank needs to know is one number.
+Every microbatch begins with a seed of its own. When a module is called that may draw random numbers
+(or that has such a module inside), one number is drawn from the caller's generator, and the module
+runs with its own generator seeded by it. This is done for every call, wherever the module lives, so
+dropout is the same for any number of partitions. A call to another rank carries that number.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _MASK = (1 << 62) - 1
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Says whether a module's forward may use random numbers, as far as its class tells.
+    """Says whether a module's forward may use random numbers, judged by the classes inside it.
 
-    Classes of torch.nn are known; of any other class nobody knows.
+    The classes of torch.nn are known. Any other class may.
     """
     return any(
         isinstance(part, _RANDOM_CLASSES) or not type(part).__module__.startswith("torch.nn.")
@@ -49,26 +49,26 @@ def mix(seed: int, number: int) -> int:
 
 
 def draw_seed() -> int:
-    """Takes one number from the current stream."""
+    """Draws a number from 0 to 2**62 - 1 from torch's default generator of the CPU."""
     return _C.random_number(_MASK)
 
 
 class RandomState:
-    """The state of the generators of this process, to be put back later."""
+    """The state of torch's default generators, of the CPU and the current GPU, when it was made."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state() if _uses_cuda() else None
 
     def restore(self) -> None:
-        """Puts the generators back."""
+        """Gives the generators that state again."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
 
 
 def seed_all(seed: int) -> None:
-    """Begins a stream on this rank's devices."""
+    """Seeds the default generators of the CPU and the current GPU."""
     torch.default_generator.manual_seed(seed)
     if _uses_cuda():
         torch.cuda.manual_seed(seed)
@@ -76,7 +76,11 @@ def seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def stream(seed: int | None) -> Iterator[None]:
-    """Runs a call in a stream of its own; with None, in the current one."""
+    """Seeds the generators for the code inside, and restores them afterwards.
+
+    Args:
+        seed: with None, nothing happens.
+    """
     if seed is None:
         yield
         return
@@ -89,5 +93,5 @@ def stream(seed: int | None) -> Iterator[None]:
 
 
 def _uses_cuda() -> bool:
-    # False where there is none; asking for that takes much longer.
+    # False without a GPU, too; `is_available` takes much longer.
     return torch.cuda.is_initialized()  # type: ignore[no-untyped-call,no-any-return]

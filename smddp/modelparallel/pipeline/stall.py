@@ -1,4 +1,4 @@
-"""Says where a rank is stuck, or whom it waits for: the others cannot know."""
+"""Warns when a step does not end: says where this rank is stuck, or which ranks are missing."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ __all__ = ["StallWatch"]
 
 log = logging.getLogger("smddp.modelparallel")
 
-# So many lines of the stack: what waits may be some calls below the code of the user.
+# So many lines of the stack are shown: the line that waits may be some calls below the user's code.
 _LINES = 6
 
 
 class StallWatch:
-    """Waits for the end of a step; warns if it does not come, for either of two reasons.
+    """Waits for the end of a step, and warns in two cases.
 
-    A piece of work on this rank does not end: that is said once. Or other ranks have not called the
-    step: who is in one for a tenth of the patience notes it in the store of the group, so that the
-    others, once their patience is over, find out who is missing. Short steps pay nothing for that.
+    First, a piece of work on this rank does not end. That is said once. Second, other ranks have
+    not called the step. A rank that has been in a step for a tenth of `patience` writes that into
+    the store of the group; when `patience` is over, the ranks that wait look there, and say which
+    ranks are missing. Short steps write nothing.
 
-    The thread that has called the step function waits here: it has nothing else to do then. Nobody
-    can know that something will never end, so it goes on.
+    The thread that has called the step function waits here; it has nothing else to do. It goes on
+    waiting after a warning, because nobody can know that work will never end.
     """
 
     def __init__(
@@ -42,14 +43,14 @@ class StallWatch:
         """Begins.
 
         Args:
-            group: of the pipeline.
+            group: of the pipeline; None without other ranks.
             rank: in the pipeline.
-            timeline: knows what runs.
+            timeline: says what runs.
             patience: seconds after which it warns; 0 for never.
         """
         self._rank, self._timeline, self._patience = rank, timeline, patience
         self._attendance = _Attendance(group) if group is not None and patience > 0 else None
-        self._said = False  # where this rank is stuck
+        self._said = False  # has it been said where this rank is stuck?
 
     def wait(self, over: threading.Event, modules: Modules, name: str, step: int) -> None:
         """Returns when the event is set.
@@ -70,7 +71,7 @@ class StallWatch:
             if not noted and passed >= self._patience / 10:
                 noted = True
                 self._attendance.note(step)
-            # A tenth later, so that who has come within the patience has noted it.
+            # A tenth later: by then, every rank that has come within the patience has noted it.
             if not asked and passed >= self._patience * 1.1:
                 asked = True
                 self._ask(name, step)
@@ -80,7 +81,7 @@ class StallWatch:
                 self._warn(work, modules)
 
     def _left(self, begun: float, noted: bool, asked: bool) -> float | None:
-        """Returns after how many seconds there may be something to do; None for never."""
+        """Returns the seconds until there may be something to do; None for never."""
         passed = time.monotonic() - begun
         waits = [] if asked else [self._patience * (1.1 if noted else 0.1) - passed]
         if not self._said:
@@ -118,19 +119,19 @@ class StallWatch:
 
 
 class _Attendance:
-    """Who is in which step, as far as ranks have noted it. A store that is gone says nothing."""
+    """Which rank is in which step, as noted in the store. If that is gone, nothing is reported."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._store = distributed_c10d._get_process_group_store(group)
         self._rank, self._size = group.rank(), group.size()
 
     def note(self, step: int) -> None:
-        """Says that this rank is in a step."""
+        """Notes that this rank is in a step."""
         with contextlib.suppress(RuntimeError):
             self._store.set(self._key(self._rank), str(step))
 
     def missing(self, step: int) -> list[int]:
-        """Returns the ranks that have not said so."""
+        """Returns the ranks that have not noted this step, or a later one."""
         try:
             return [rank for rank in range(self._size) if self._last(rank) < step]
         except RuntimeError:
@@ -146,7 +147,12 @@ class _Attendance:
 
 
 def _module(frames: list[tuple[FrameType, int]], modules: Modules) -> str:
-    """Returns the innermost module of the model whose code is among frames; nothing if none is."""
+    """Returns the name of the innermost module of the model whose code is on a stack; "" if none.
+
+    Args:
+        frames: of the stack, innermost first.
+        modules: of the model.
+    """
     for frame, _ in frames:
         owner = frame.f_locals.get("self")
         number = modules.number_of(owner) if isinstance(owner, nn.Module) else None

@@ -1,4 +1,4 @@
-"""What this rank did when, in the last step: for the timeline that users can look at."""
+"""What this rank did in the last step, and when: for `smp.timeline`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Span(NamedTuple):
 
     Attributes:
         start, end: seconds on the machine's monotonic clock.
-        microbatch: whose work it was.
-        forward: forward or backward.
-        name: of the module that was called, the last one if there were several; empty for the code
-            of the step itself.
+        microbatch: its number.
+        forward: forward or backward work.
+        name: of the module that was called, the last one if there were several; empty for the body
+            of the step.
     """
 
     start: float
@@ -34,9 +34,9 @@ class Work(NamedTuple):
 
     Attributes:
         start: seconds on the machine's monotonic clock.
-        frame: whose work it is.
-        forward: forward or backward.
-        thread: which runs it.
+        frame: of the task that runs.
+        forward: forward or backward work.
+        thread: identifier of the thread that runs it.
     """
 
     start: float
@@ -46,10 +46,11 @@ class Work(NamedTuple):
 
 
 class Timeline:
-    """Records the spans of one step; whoever holds the baton writes.
+    """Records the spans of one step. Only the holder of the baton writes.
 
     Attributes:
-        work: what runs at the moment; any thread may look.
+        spans: of the step, in the order in which they ended.
+        work: what runs at the moment, None if nothing does; any thread may read it.
     """
 
     def __init__(self) -> None:
@@ -61,11 +62,11 @@ class Timeline:
         self.spans = []
 
     def enter(self, frame: Frame, forward: bool) -> None:
-        """Work goes on."""
+        """Notes that a task begins to work, or goes on."""
         self.work = Work(time.monotonic(), frame, forward, threading.get_ident())
 
     def leave(self) -> None:
-        """Work stops, to wait or for good."""
+        """Notes that the task waits or has ended."""
         if self.work is not None:
             start, frame, forward, _ = self.work
             self.work = None
