@@ -1,4 +1,4 @@
-"""The error texts in docs/troubleshooting.md are those that the sources write."""
+"""The error texts in docs/troubleshooting.md occur in the sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOREIGN = ("Timed out after … seconds waiting for clients", "Unknown backend t
 
 
 def _literals() -> str:
-    """Returns all sources with the pieces of each divided string literal joined."""
+    """Returns the text of all sources, with adjacent string literals joined."""
     paths = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cc"), *ROOT.glob("smddp/**/*.py")]
     text = "\n".join(path.read_text() for path in sorted(paths))
     return re.sub(r'["\']\s*\n\s*f?["\']', "", text).replace('\\"', '"')
@@ -30,8 +30,8 @@ SOURCES = _literals()
 
 @pytest.mark.parametrize("text", [t for t in _texts() if not t.startswith(FOREIGN)])
 def test_a_text_stands_in_the_sources(text: str) -> None:
-    # "…" stands for what differs from case to case, and so do single letters and names of settings
-    # and errors. Sources put sentences together at commas, colons and verbs.
+    # "…", single letters, and names of settings and errors stand for variable parts. The sources
+    # concatenate sentences at commas, colons and verbs.
     pieces = re.split(r"…|\bA\b|\bB\b|SMDDP_\w+|SMP\w+Error|\bhas\b|[,:] ", text)
     for piece in (p.strip(' :=."?,') for p in pieces):
         if len(piece) > 3:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import ranks
 import torch
 
-# As in the ranks: sums in one process are oracles, and depend on the number of threads.
+# As in the ranks. Sums that tests compare with depend on the number of threads.
 torch.set_num_threads(1)
 
 
@@ -26,7 +26,7 @@ def _shared_memory() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _environment_as_before() -> Iterator[None]:
-    """Programs that later tests start must not find what earlier ones have set."""
+    """Restores the environment variables after each test, for programs that later tests start."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -35,7 +35,7 @@ def _environment_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """After every test: no process of ours but the nursery, nothing of ours in /dev/shm."""
+    """Checks that each test left no process except the nursery, and no file in /dev/shm."""
     before = _shared_memory()
     yield
     left = [
@@ -44,7 +44,7 @@ def _nothing_left_behind() -> Iterator[None]:
         if child.pid not in ranks.nursery_pids()
     ]
     assert not left, f"processes left behind: {left}"
-    # Other programs of this machine use the folder too; ours would carry our name.
+    # Other programs use the folder, too. Files of smddp have its name in theirs.
     ours = [name for name in _shared_memory() - before if "smddp" in name]
     assert not ours, f"left in /dev/shm: {ours}"
 

@@ -1,8 +1,8 @@
-"""Runs a function as the ranks of a job: real processes, on one node or on several made-up ones.
+"""Runs a function as the ranks of a job: real processes, which play one node or several.
 
-Importing torch costs seconds, a fork costs milliseconds. So one child, the *nursery*, imports torch
-and smddp once, starts no thread, and forks the ranks of every run. A rank is a complete process: it
-has its own environment, runs its exit handlers, and may be killed.
+Importing torch takes seconds, a fork takes milliseconds. So one child process, the *nursery*,
+imports torch and smddp once, starts no thread, and forks the ranks of every run. A rank is a
+complete process: it has its own environment, runs its exit handlers, and may be killed.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Outcome:
     trace: str = ""
     stdout: str = ""
     stderr: str = ""
-    ended_at: float = 0.0  # time.monotonic()
+    ended_at: float = 0.0  # time.monotonic() at its end
     processor: float = 0.0  # seconds of this rank and of its children that have ended
-    pickled: bytes = b""  # returned, value, trace: the nursery does not know their types
+    pickled: bytes = b""  # (returned, value, trace); the nursery cannot unpickle their types
 
     def __str__(self) -> str:
         how = "returned" if self.returned else "did not return"
@@ -77,7 +77,8 @@ class _Run:
     namespaces: list[hosts.Namespaces] | None  # of each rank
 
 
-# --- the side of pytest ---------------------------------------------------------------------------
+# --- in the process of pytest
+# ---------------------------------------------------------------------------
 
 
 def nodes_of(layout: str) -> list[int]:
@@ -88,7 +89,7 @@ def nodes_of(layout: str) -> list[int]:
     return [int(ranks) for ranks in layout.split("+")]
 
 
-# In namespaces that were made for the run: below the ports that the kernel gives away.
+# For ranks in namespaces of their own. Below the kernel's range of ephemeral ports.
 _PORT_IN_A_NETWORK = 29500
 
 
@@ -102,22 +103,23 @@ def run_ranks(
     full_exit: bool = False,
     network: hosts.Network | None = None,
 ) -> list[Outcome]:
-    """Runs `function(*arguments)`, a module's function, on every rank of a layout.
+    """Runs `function(*arguments)` on every rank of a layout.
 
     Args:
-        function: found again by file and name in the ranks; what it returns must pickle.
-        layout: see nodes_of.
+        function: a function of a module. The ranks find it by file and name. Its result is pickled.
+        layout: see nodes_of().
         arguments: pickled.
-        timeout: ranks that are still there then print their stacks and are killed.
+        timeout: seconds after which ranks that still run print their stacks and are killed.
         env: variables for all ranks.
-        rank_0_serves: the store lives in rank 0, as in scripts started by hand, and ends with it;
-            otherwise here, as with torchrun.
-        full_exit: ranks tear the interpreter down, which takes a second with torch; otherwise they
-            only run the exit handlers.
-        network: has a host for every node of the layout, to run its ranks on; rank 0 serves.
+        rank_0_serves: whether rank 0 serves the store, as in scripts started by hand, so the store
+            ends with it; otherwise this process serves it, as with torchrun.
+        full_exit: whether ranks shut the interpreter down, which takes a second with torch;
+            otherwise they only run the exit handlers.
+        network: has a host for each node of the layout, where its ranks run; rank 0 serves the
+            store.
 
     Returns:
-        How each rank ended; nothing is raised for ranks that failed.
+        How each rank ended. A rank that failed raises nothing here.
     """
     sizes = nodes_of(layout)
     common = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(sum(sizes)), **(env or {})}
@@ -173,7 +175,7 @@ def processor_seconds() -> float:
 
 
 def check_ranks(function: Callable[..., Any], layout: str, *arguments: Any, **options: Any) -> Any:
-    """Like run_ranks, but returns the values, after asserting that every rank ended well."""
+    """Calls run_ranks(), asserts that no rank failed, and returns the ranks' results."""
     outcomes = run_ranks(function, layout, *arguments, **options)
     if any(not outcome.returned or outcome.status != 0 for outcome in outcomes):
         raise AssertionError("\n".join(str(outcome) for outcome in outcomes))
@@ -181,7 +183,7 @@ def check_ranks(function: Callable[..., Any], layout: str, *arguments: Any, **op
 
 
 class _Nursery:
-    """The child that forks the ranks. One run at a time; its death kills the ranks."""
+    """The process that forks the ranks, for one run at a time. If it dies, so do the ranks."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -221,7 +223,7 @@ def _nursery() -> _Nursery:
 
 
 def nursery_pids() -> set[int]:
-    """Returns the one child that outlives a test, once there is one."""
+    """Returns the processes that outlive a test: the nursery, if it has been started."""
     return {_nursery().process.pid} if _nursery.cache_info().currsize else set()
 
 
@@ -238,7 +240,8 @@ def _read(stream: BinaryIO) -> Any:
     return pickle.loads(stream.read(struct.unpack("<Q", head)[0]))
 
 
-# --- the side of the ranks ------------------------------------------------------------------------
+# --- in the processes of the ranks
+# ------------------------------------------------------------------------
 
 
 # What ranks need, and what torch imports at its first comparison, profile, functional collective or
@@ -247,7 +250,7 @@ _IMPORTED_ONCE = ("pytest", "smddp", "torch._dynamo")
 
 
 def serve() -> None:
-    """Forks ranks until the standard input ends."""
+    """Runs the nursery: forks ranks until the standard input ends."""
     for module in _IMPORTED_ONCE:
         importlib.import_module(module)
 
@@ -261,7 +264,7 @@ def serve() -> None:
 
 
 def _fork(run: _Run) -> list[Outcome]:
-    """Returns how the ranks ended, in the nursery; a rank does not return."""
+    """Forks the ranks of one run; returns how they ended. In the ranks it does not return."""
     # Imported once, here, for all ranks of all its tests.
     module = sys.modules.get(run.module) or _module(run.module, run.file)
     function = getattr(module, run.function)
@@ -295,7 +298,7 @@ def _await(pids: dict[int, int], timeout: float, folder: Path) -> list[Outcome]:
                     processor=used.ru_utime + used.ru_stime,
                 )
             elif time.monotonic() > deadline:
-                # First the stacks, then the end.
+                # Print the stacks first, then kill.
                 os.kill(pid, signal.SIGKILL if late else signal.SIGUSR1)
         if time.monotonic() > deadline:
             late = True
@@ -311,7 +314,7 @@ def _await(pids: dict[int, int], timeout: float, folder: Path) -> list[Outcome]:
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
-# Of a rank: what it and the others of its run share, whatever becomes of their groups.
+# In a rank: a folder that all ranks of its run share. It works even if their groups fail.
 _folder = Path()
 
 
@@ -353,7 +356,7 @@ def _be_rank(run: _Run, work: Callable[[], Any], rank: int, folder: Path) -> NoR
 
 
 def _module(name: str, file: str) -> ModuleType:
-    # Under the name that pytest gave it, so that what ranks return can be unpickled there.
+    # Under the name that pytest uses, so that pytest can unpickle what the ranks return.
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -363,12 +366,12 @@ def _module(name: str, file: str) -> ModuleType:
     return module
 
 
-# --- what the functions of tests use -------------------------------------------------------------
+# --- functions for tests -------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def job(timeout: float = 30, oracle: bool = False) -> Iterator[dist.ProcessGroup | None]:
-    """A default group with backend "smddp"; yields a gloo group of its ranks if asked for."""
+    """Creates the default group with backend "smddp"; yields a gloo group of its ranks, or None."""
     dist.init_process_group("smddp", timeout=timedelta(seconds=timeout))
     try:
         yield dist.new_group(backend="gloo", timeout=timedelta(seconds=60)) if oracle else None
@@ -377,33 +380,33 @@ def job(timeout: float = 30, oracle: bool = False) -> Iterator[dist.ProcessGroup
 
 
 def limit(seconds: float, device: torch.device | str = "cpu") -> None:
-    """From now on calls of the default group end after so long.
+    """Sets the timeout of later calls of the default group.
 
-    For calls that are to time out. The group is made with more patience: how long that takes
-    depends on what else the machine has to do.
+    For tests of timeouts. The group is created with a longer timeout, because that may take long on
+    a busy machine.
     """
     backend = dist.group.WORLD._get_backend(torch.device(device))
-    # Torch 2.15 has made the name a public one.
+    # The name is public from torch 2.15 on.
     set_timeout = getattr(backend, "set_timeout", None) or backend._set_default_timeout
     set_timeout(timedelta(seconds=seconds))
 
 
 def arrive(where: str) -> None:
-    """Tells await_ranks() that this rank has come to a place in its function."""
+    """Tells await_ranks() that this rank has reached a place in its function."""
     (_folder / f"{os.environ['RANK']}.at.{where}").touch()
 
 
 def await_ranks(where: str, count: int) -> None:
-    """Returns when so many ranks have arrived there; else the run's time-out ends this rank.
+    """Waits until `count` ranks have reached a place; the timeout of the run is the limit.
 
-    Files tell, not the group or its store, so that it works where those fail or are cut off.
+    It uses files instead of the group or its store, so it works if those fail or are disconnected.
     """
     while len(list(_folder.glob(f"*.at.{where}"))) < count:
         time.sleep(0.01)
 
 
 def listen(logger: str = "smddp.modelparallel") -> list[str]:
-    """Returns a list that gets the text of everything that is logged from now on."""
+    """Returns a list to which everything that is logged from now on is appended."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -412,6 +415,6 @@ def listen(logger: str = "smddp.modelparallel") -> list[str]:
 
 
 def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Small whole numbers: every sum and product of a few is exact in any order and dtype."""
+    """Returns small integers, whose sums and products are exact in any order and dtype."""
     generator = torch.Generator().manual_seed(seed * 1000 + dist.get_rank())
     return torch.randint(1, 4, shape, generator=generator).to(dtype)

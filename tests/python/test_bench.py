@@ -1,4 +1,4 @@
-"""The benchmark's output: what it prints can be read, and it notices wrong results."""
+"""The benchmark: its output, its arguments, and its checks of results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from smddp.bench.steps import hidden_share
 from smddp.bench.torch_calls import TorchContender
 
 ROOT = Path(__file__).resolve().parents[2]
-# Another environment, because programs that find mpi4py in theirs behave differently.
+# An environment of its own, because some programs behave differently if they find mpi4py.
 MPI_PREFIX = next((p for p in [ROOT / ".venv-mpi"] if p.exists()), Path(sys.prefix))
 
 
@@ -97,9 +97,9 @@ def test_table_and_json_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("others", "ranks", "cores", "busy"),
     [
-        ([0.2], [2], 2, False),  # the machine itself
+        ([0.2], [2], 2, False),  # only the system itself
         ([0.0], [4], 2, False),
-        ([1.3], [2], 4, False),  # there are cores to spare
+        ([1.3], [2], 4, False),  # enough free cores
         ([1.3], [2], 2, True),
         ([7.0], [2], 8, True),
         ([0.1, 3.0], [2, 2], 4, True),  # one host of two
@@ -124,7 +124,7 @@ def _check_place(measured: dict[str, Any], place: str, cells: list[str]) -> None
     assert float(cells[0]) == pytest.approx(timing["time"], abs=0.01)
     assert timing["calls"] == 10
     assert 0 < timing["p50"] <= timing["p95"] <= timing["p99"]
-    # Two ranks: the bus carries what the algorithm does.
+    # With two ranks algbw and busbw are equal.
     assert timing["bus_bw"] == pytest.approx(timing["alg_bw"])
     assert cells[3] == ("N/A" if measured["backend"] == "bound" else "0")
     calls = measured[f"{place}_per_iter"]
@@ -159,7 +159,7 @@ def test_every_collective_is_right(layout: str) -> None:
     for text in tables:
         name = text.split("\n")[0]
         measured = [row for row in rows_of(text)[1:] if row[13] in ("smddp", "gloo")]
-        # smddp with two kinds of memory.
+        # Two rows of smddp, one per kind of memory.
         assert len(measured) == (3 if name == "barrier" else 6), text
         for row in measured:
             assert row[4] == ("2" if OPERATIONS[name].rooted else "-1")
@@ -247,7 +247,7 @@ def test_bad_arguments_are_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    # NCCL is there on some machines.
+    # Some machines have NCCL.
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     monkeypatch.setitem(dist.Backend.backend_capability, "nccl", ["cuda"])
     assert main(arguments) == 2
@@ -274,7 +274,7 @@ def test_a_launcher_decides_how_many_ranks(
 
 
 class _CountingContender(Contender):
-    """Says when it was called, and how often in a block."""
+    """Records the order of its calls, and their number in each block."""
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
@@ -296,7 +296,7 @@ def test_every_size_begins_warm() -> None:
     tasks = [(Task("allreduce", count), 4 * count) for count in (2, 16)]
     bench = Bench(Workload(tasks, iterations=100), {Case("gloo"): contender}, 2)
     first, second = (rows[0].in_place for rows in bench.run())
-    # Nothing of the blocks that come first is counted: as many calls as a round, then a tenth.
+    # The first blocks only warm up: as many calls as a round for the first size, then a tenth.
     assert contender.blocks == [0, 20] + [20] * 5 + [0, 2] + [20] * 5
     assert first is not None
     assert min(first.microseconds) == 3
@@ -306,7 +306,7 @@ def test_every_size_begins_warm() -> None:
 
 
 def _machine(folder: Path, *cpulists: str) -> Path:
-    """Describes a machine as the kernel does."""
+    """Writes the files with which the kernel describes NUMA nodes."""
     folder.mkdir()
     for number, cpulist in enumerate(cpulists):
         (folder / f"node{number}").mkdir()
@@ -322,7 +322,7 @@ def _machine(folder: Path, *cpulists: str) -> Path:
         (["0-3,8-11", "4-7,12-15"], {5}, [1]),
         (["0-3,8-11", "4-7,12-15"], {8, 9}, [0]),
         (["0-3,8-11", "4-7,12-15"], {3, 4}, [0, 1]),
-        (["0", "1", "", "2"], {2}, [3]),  # one with memory only
+        (["0", "1", "", "2"], {2}, [3]),  # node 2 has memory but no cores
         (["0"], {1}, []),
         ([], {0}, []),
     ],
@@ -405,7 +405,8 @@ def test_right_results_by_hand() -> None:
         (block,) = result(task, 3, 0, shift=1) or []
         assert block == [combine(column) for column in zip(*values, strict=True)]
     assert result(Task("gather", 1, root=1), 2, 0, 0) is None
-    # No two ranks, blocks or shifts give the same data, or an exchange of them would not show.
+    # All ranks, blocks and shifts have different data; otherwise a swap of two would not be
+    # noticed.
     task = Task("all_to_all", 1)
     several = {
         tuple(contribution(task, r, b, s)) for r in range(4) for b in range(4) for s in (0, 1)
@@ -475,7 +476,7 @@ def test_under_torchrun() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_under_mpirun() -> None:
-    """What mpirun does: ranks with its variables, and no MASTER_ADDR."""
+    """Starts ranks as mpirun does: with its variables, and without MASTER_ADDR."""
     options = ["--max-bytes=8", "--iterations=5", "--backends=smddp", "--memory=ordinary"]
     environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -507,7 +508,7 @@ def test_on_hosts_with_a_link(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads(file.read_text())
     assert written["config"]["ranks_of_nodes"] == [2, 2]
-    # A gigabit less what headers take; more than that only if nothing shaped it.
+    # One gigabit less the headers. It would be more if the link were not limited.
     assert 0 < written["config"]["limits"]["link_gbps"] < 0.125
     assert [r["backend"] for r in written["results"]] == ["smddp", "smddp", "gloo", "bound"]
     assert written["out_of_bounds"]["okay"]

@@ -1,4 +1,4 @@
-"""Calls that are not in test_collectives.py, and tensors that are no plain vectors, beside gloo."""
+"""Calls that are not in test_collectives.py, and tensors with strides, compared with gloo."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _all_to_all() -> None:
             dist.all_to_all_single(got, given)
             dist.all_to_all_single(wanted, given, group=gloo)
             same(got, wanted, f"equal {count}")
-        # Rank s sends s + r rows to rank r: some nothing, and the ranks' numbers of rows differ.
+        # Rank s sends s + r rows to rank r. Some send nothing, and the totals of the ranks differ.
         to, come = [me + r for r in range(size)], [s + me for s in range(size)]
         given = ranks.whole_numbers((sum(to), 3), torch.float32, 9)
         got, wanted = torch.zeros(sum(come), 3), torch.zeros(sum(come), 3)
@@ -97,7 +97,7 @@ def _unequal_blocks() -> None:
 
 
 def _layouts_of_tensors() -> None:
-    """Gaps and other orders of dimensions: every rank may have another."""
+    """Tensors with gaps and with permuted dimensions; each rank may have different strides."""
     with ranks.job(oracle=True) as gloo:
         me, size = dist.get_rank(), dist.get_world_size()
         views: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -139,14 +139,14 @@ def _layouts_of_tensors() -> None:
             dist.send(plain, (me + 1) % size)
             work.wait()
             same(mine, wanted[before], f"message {what}")
-        # What lies between the elements stays.
+        # The memory between the elements is unchanged.
         whole = torch.full((10,), float(me))
         dist.all_reduce(whole[::2])
         same(whole[1::2], torch.full((5,), float(me)), "between")
 
 
 def _pending_conjugation() -> None:
-    """Torch's own layers refuse it, or resolve it too early; what comes through is right."""
+    """Torch's own layers reject conjugated views or resolve them; calls that arrive are right."""
     with ranks.job():
         backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
         values = torch.complex(torch.arange(4.0), torch.full((4,), dist.get_rank() + 1.0))
@@ -165,7 +165,7 @@ def _sparse() -> None:
         me = dist.get_rank()
         for case, non_zeros in enumerate([5, 0, 40]):
             generator = torch.Generator().manual_seed(case * 10 + me)
-            # Places occur twice; rank 0 may have none at all.
+            # Indices occur twice. Rank 0 may have no elements.
             count = non_zeros if me else 0
             indices = torch.randint(0, 6, (2, count), generator=generator)
             values = torch.randint(1, 9, (count, 3), generator=generator).float()
@@ -173,7 +173,7 @@ def _sparse() -> None:
             expected = mine.to_dense()
             work = dist.all_reduce(mine, async_op=True)
             dense = torch.ones(100)
-            dist.all_reduce(dense)  # overtakes the parts of the sparse one
+            dist.all_reduce(dense)  # runs before parts of the sparse one
             work.wait()
             dist.all_reduce(expected, group=gloo)
             same(mine.to_dense(), expected, f"sparse {non_zeros}")
@@ -225,7 +225,7 @@ def _late(missing: list[int], wait_all: bool) -> str:
     with ranks.job():
         dist.monitored_barrier(timeout=timedelta(seconds=20), wait_all_ranks=wait_all)
         if dist.get_rank() in missing:
-            # Not gone: that would be another error.
+            # The rank must stay alive, because a lost rank is another error.
             ranks.await_ranks("told", dist.get_world_size() - len(missing))
             return ""
         text = "passed"
@@ -267,7 +267,7 @@ def _functional() -> None:
         same([one + 0 for one in ones], [torch.full((n,), size + 0.0) for n in (3, 5)], "coalesced")
         given = torch.full((2, 3), me + 1.0, requires_grad=True)
         gathered = funcol.all_gather_tensor_autograd(given, 0, group)
-        # torch 2.11 wants a contiguous gradient, which that of sum() itself is not.
+        # torch 2.11 needs a contiguous gradient, and the gradient of sum() is not contiguous.
         (gathered * torch.ones_like(gathered)).sum().backward()
         same(given.grad, torch.full((2, 3), float(size)), "gradient")
 
@@ -313,7 +313,7 @@ def test_mesh_of_two_dimensions(layout: str) -> None:
 
 @pytest.mark.parametrize("cases", [_rooted, _all_to_all, _coalescing])
 def test_with_torchs_own_checks(cases: Callable[[], None]) -> None:
-    """Detail mode compares each call through a gloo group of its own, before ours."""
+    """Detail mode first compares the arguments of each call, in a gloo group of its own."""
     ranks.check_ranks(cases, "3", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
 
 

@@ -1,4 +1,4 @@
-"""Every collective against gloo, in the same processes, on one node and on two."""
+"""Every collective, compared with gloo in the same processes, on one node and on two."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ layouts = pytest.mark.parametrize("layout", ["2", "2x2"])
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int32, torch.int64]
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
-# None, one, fewer than ranks, not divisible by anything, staged in several chunks.
+# No element, one, fewer than ranks, a number without small divisors, and several chunks of staging.
 COUNTS = [0, 1, 3, 1021, 300_007]
 
 
@@ -40,7 +40,7 @@ def _all_reduce() -> None:
             itertools.product(FLOATS + INTEGERS, OPS, COUNTS)
         ):
             mine = ranks.whole_numbers((count,), dtype, case)
-            # gloo's own arithmetic on halves is not in question.
+            # gloo's arithmetic in half precision is not the reference.
             expected = mine.to(torch.float64, copy=True)
             dist.all_reduce(mine, op)
             dist.all_reduce(expected, op, group=gloo)
@@ -59,7 +59,7 @@ def _all_reduce() -> None:
 
 
 def _all_reduce_shapes() -> None:
-    """Tensors that are not plain vectors: other orders of dimensions, views, odd addresses."""
+    """Tensors with permuted dimensions, views, and misaligned addresses."""
     with ranks.job(oracle=True) as gloo:
         values = ranks.whole_numbers((4, 3, 5, 7), torch.float32, 7)
         views: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -131,7 +131,8 @@ def test_all_reduce_has_the_same_bits_on_all_ranks_and_in_every_run() -> None:
     assert len({*first, *second}) == 1
 
 
-# --- what moves blocks ----------------------------------------------------------------------------
+# --- collectives that move blocks
+# ----------------------------------------------------------------------------
 
 
 def _gather_and_scatter() -> None:
@@ -227,7 +228,8 @@ def _messages() -> None:
         after, before = (me + 1) % size, (me - 1) % size
         for count in (0, 1, 1021, 400_000):
             mine = torch.full((count,), float(me))
-            # The ring, receive first: neither may wait for the other to be posted.
+            # A ring in which every rank receives first: the calls must not block before both are
+            # posted.
             got = torch.zeros(count)
             works = dist.batch_isend_irecv(
                 [dist.P2POp(dist.irecv, got, before), dist.P2POp(dist.isend, mine, after)]
@@ -235,7 +237,7 @@ def _messages() -> None:
             for work in works:
                 work.wait()
             same(got, torch.full((count,), float(before)), f"batch {count}")
-            # In turns.
+            # Ranks send in turn.
             got = torch.zeros(count)
             if me % 2 == 0:
                 dist.send(mine, after)
@@ -244,7 +246,8 @@ def _messages() -> None:
                 assert dist.recv(got, before) == before
                 dist.send(mine, after)
             same(got, torch.full((count,), float(before)), f"send and recv {count}")
-        # Tags may be received in another order than sent; of one tag the order holds.
+        # Messages with different tags may be received in any order; those with one tag keep their
+        # order.
         if me == 0:
             works = [dist.isend(torch.full((5,), v), 1, tag=t) for v, t in ((1.0, 7), (2.0, 8))]
             works.append(dist.isend(torch.full((5,), 3.0), 1, tag=7))
@@ -255,7 +258,7 @@ def _messages() -> None:
                 got = torch.zeros(5)
                 dist.recv(got, 0, tag=tag)
                 same(got, torch.full((5,), value), f"tag {tag}")
-        # From whomever.
+        # From any source.
         if me == 0:
             senders = set()
             for _ in range(size - 1):
@@ -293,21 +296,21 @@ def _work() -> None:
         work.wait()
         assert work.is_completed()
         assert work.is_success()
-        # Before 2.15, torch's own binding cannot turn what this returns into a Python object.
+        # Before 2.15 torch's binding cannot convert the result to a Python object.
         if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
             assert work.exception() is None
-        work.wait()  # again
+        work.wait()  # a second time
         same(work.result(), [tensor], "result")
         same(tensor, torch.full((1000,), float(size)), "all_reduce")
 
-        # Completes without anybody waiting.
+        # It completes even if nobody waits.
         work = dist.all_reduce(torch.ones(100_000), async_op=True)
         deadline = time.monotonic() + 30
         while not work.is_completed():
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
-        # Many in flight, waited for in the opposite order.
+        # Many calls in flight; wait() in the opposite order.
         tensors = [torch.full((n * 997,), float(n)) for n in range(1, 30)]
         works = [dist.all_reduce(t, async_op=True) for t in tensors]
         for work in reversed(works):
@@ -328,7 +331,7 @@ def _future() -> None:
         same(work.get_future().wait(), wanted, "list")
         assert dist.barrier(async_op=True).get_future().wait() == []
 
-        # A continuation may communicate itself, and wait for that.
+        # A continuation may make calls and wait for them.
         def again(done: torch.futures.Future[Any]) -> torch.Tensor:
             tensor = done.value()[0].clone()
             dist.all_reduce(tensor)
@@ -365,7 +368,7 @@ def _sub_groups() -> None:
                 tensor = torch.full((100 * turn + 1,), float(me + turn))
                 works.append((dist.all_reduce(tensor, group=group, async_op=True), tensor))
                 expected.append(float(sum(r + turn for r in ids)))
-            # The order of waiting differs from rank to rank.
+            # Each rank waits in a different order.
             order = list(zip(works, expected, strict=True))
             for (work, tensor), value in order[:: 1 if me % 2 else -1]:
                 work.wait()
@@ -375,7 +378,7 @@ def _sub_groups() -> None:
 
 
 def _again() -> list[int]:
-    """Destroying and making groups again, on one store."""
+    """Destroys and creates groups repeatedly, with one store."""
     me, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -401,7 +404,7 @@ def test_groups(layout: str, cases: Callable[[], None]) -> None:
 @layouts
 def test_init_again_on_the_same_store(layout: str) -> None:
     for files in ranks.check_ranks(_again, layout):
-        # libfabric connects when it first needs to: a few more are no leak, one a turn is.
+        # libfabric connects lazily, so a few more descriptors are not a leak; one per round is.
         assert files[-1] - files[1] < 6, f"descriptors leak: {files}"
 
 
@@ -452,7 +455,7 @@ def _fork() -> str:
         os.close(writer)
         text = os.read(reader, 4096).decode()
         os.waitpid(child, 0)
-        dist.all_reduce(tensor)  # the parent is none the worse
+        dist.all_reduce(tensor)  # the parent still works
         return text
 
 
@@ -488,7 +491,7 @@ def _introspection() -> None:
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         assert backend.name() == "smddp"
         assert backend._get_sequence_number_for_group() == 2
-        # Algorithms of one name serve several collectives.
+        # Several collectives have algorithms with the same name.
         dist.broadcast(torch.ones(10), 0)
         dist.all_gather_into_tensor(torch.empty(10 * dist.get_world_size()), torch.ones(10))
         kinds = sorted(name.split("/")[0] for name in smddp.statistics())

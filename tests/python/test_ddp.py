@@ -1,4 +1,4 @@
-"""Training: DDP and FSDP2 learn the same as with gloo, and DDP's buckets are not staged."""
+"""DDP and FSDP2 train the same parameters as with gloo, and DDP's buckets are not staged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Parameters = list[torch.Tensor]
 
 
 class Model(nn.Module):
-    """Big enough for several buckets of 64 KiB; one layer can be left out of a step."""
+    """A model with several buckets of 64 KiB. A step can leave one layer out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_fsdp2_learns_the_same_as_with_gloo(layout: str) -> None:
 
 
 def _zero_copy_calls() -> tuple[int, int]:
-    """Calls that staged nothing, of how many all_reduces, after a DDP step with large buckets."""
+    """Runs a DDP step; returns the number of all_reduces without staging, and of all."""
     with ranks.job():
         _train(DistributedDataParallel)
         used = smddp.statistics()
@@ -139,7 +139,7 @@ def test_buckets_of_ddp_are_not_staged(env: dict[str, str], expected: bool) -> N
 
 
 def _mapped() -> int:
-    """Bytes of shared memory that this process has touched."""
+    """Returns the bytes of shared memory that this process uses."""
     with open("/proc/self/status") as status:
         (line,) = [line for line in status if line.startswith("RssShmem")]
     return int(line.split()[1]) * 1024
@@ -155,7 +155,7 @@ def _own_tensors() -> None:
     assert smddp.empty((2, 3)).shape == (2, 3)
     assert smddp.empty(0).numel() == 0
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the memory is not at fault
+        warnings.simplefilter("error")  # the failure must not look like a lack of memory
         with pytest.raises(RuntimeError, match="negative dimension -3"):
             smddp.empty(-3)
         with pytest.raises(RuntimeError, match="overflowed"):
@@ -166,7 +166,8 @@ def _own_tensors() -> None:
         assert part.min() == part.max() == size
     ordinary = torch.ones(elements)
     dist.all_reduce(ordinary)
-    # One rank's in such memory, the other's not: a common way must be found.
+    # One rank's tensor is in communication memory, the other's is not: both must use the same
+    # algorithm.
     mixed = smddp.empty(100_000) if dist.get_rank() == 0 else torch.empty(100_000)
     mixed.fill_(1)
     dist.all_reduce(mixed)
@@ -174,7 +175,7 @@ def _own_tensors() -> None:
     use = smddp.statistics()
     assert sum(one["zero_copy"] for one in use.values()) == 3, use
 
-    # Memory is used again, and outlives the group that communicated it.
+    # Freed memory is reused, and a tensor may outlive the group that communicated it.
     del part, mixed
     for _ in range(20):
         again = smddp.empty(elements)
@@ -198,7 +199,7 @@ def test_own_tensors_in_communication_memory(layout: str) -> None:
 
 def _too_much() -> None:
     with ranks.job():
-        # More than any machine has: ordinary memory cannot hold it either.
+        # More than any machine has, so ordinary memory is too small as well.
         with pytest.raises(RuntimeError, match="can't allocate memory"):
             smddp.empty(1 << 60, dtype=torch.uint8)
         dist.all_reduce(smddp.empty(1000))

@@ -1,4 +1,4 @@
-"""Settings: the page's table is the code's, and misspelt variables are noticed."""
+"""Settings: docs/settings.md matches the code, and misspelt variables cause a warning."""
 
 from __future__ import annotations
 

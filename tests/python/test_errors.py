@@ -1,4 +1,4 @@
-"""Calls that make no sense: refused with a sentence, before anything moves."""
+"""Invalid calls raise an error with a clear text, before any data moves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _without_storage() -> torch.Tensor:
     return tensor
 
 
-# In a job of two ranks. The names appear in pytest's output.
+# Calls in a job of two ranks. pytest prints the names.
 def _gather_options(root: int) -> c10d.GatherOptions:
     options = c10d.GatherOptions()
     options.rootRank = root
@@ -177,7 +177,7 @@ REFUSED: dict[str, Case] = {
 
 
 def _caught() -> dict[str, tuple[str, str, float]]:
-    """What each case raises, and what the next collective gives."""
+    """Returns the error of each case, and the result of the next collective."""
     found = {}
     with ranks.job():
         for name, case in REFUSED.items():
@@ -223,7 +223,7 @@ def _after_destroy() -> list[str]:
             texts.append("nothing was raised")
         except ValueError as error:
             texts.append(str(error))
-    held.abort()  # and shutting down again is no error
+    held.abort()  # and a second shutdown is not an error
     held.shutdown()
     return texts
 
@@ -269,7 +269,7 @@ def _bad_setting() -> str:
         ("SMDDP_POOL_BYTES", "16383", "is not a whole number of bytes from 16384 to"),
         ("SMDDP_POOL_BYTES", "1", "SMDDP_POOL_BYTES=8388608 (the default), or unset it"),
         ("SMDDP_CHUNK_BYTES", "9223372036854775807", "bytes from 64 to 1099511627776; write"),
-        # The numbers of operations in flight would repeat.
+        # Otherwise two operations in flight would have the same number.
         ("SMDDP_IN_FLIGHT", "255", "is not a whole number of operations from 0 to 254"),
         ("SMDDP_SIMD", "avx1024", "expects auto, scalar, avx2 or avx512; unset it for auto"),
         ("SMDDP_SIMD", "or", "expects auto, scalar, avx2 or avx512"),

@@ -1,4 +1,4 @@
-"""Every example runs as a user would run it, and learns something."""
+"""Every example runs as a user would run it, and reaches an accuracy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def accuracy_in(text: str) -> float:
     return float(found[1])
 
 
-# A network that has learned nothing recognises one digit in ten.
+# An untrained network recognises one digit in ten.
 LEARNED = 0.5
 
 

@@ -1,4 +1,4 @@
-"""What the survivors are told when a rank dies, leaves, stalls or makes another call."""
+"""The errors of the other ranks when one dies, leaves, stalls or makes another call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Failure(NamedTuple):
 
 
 def failure_of(action: Callable[[], Any]) -> Failure:
-    """Runs `action`, which must raise one of smddp's errors."""
+    """Runs `action`, which must raise an error of smddp; returns it."""
     try:
         action()
     except dist.DistBackendError as error:
@@ -47,7 +47,7 @@ def failure_of(action: Callable[[], Any]) -> Failure:
 def survivors_of(
     function: Callable[..., Any], layout: str, *arguments: Any, **options: Any
 ) -> tuple[list[Failure], ranks.Outcome]:
-    """Runs the ranks; returns what the others than CULPRIT caught, and how CULPRIT ended."""
+    """Runs the ranks; returns the errors of all except CULPRIT, and how CULPRIT ended."""
     outcomes = ranks.run_ranks(function, layout, *arguments, **options)
     survivors = [outcome for outcome in outcomes if outcome.rank != CULPRIT]
     for outcome in survivors:
@@ -60,17 +60,17 @@ def survivors_of(
 
 
 def _die(how: str, count: int, warm_up: int) -> Failure:
-    # Not destroyed: a group that is broken must not stand in the way of exit either.
+    # The group is not destroyed: a broken group must not block the exit of the process.
     dist.init_process_group("smddp", timeout=timedelta(seconds=30))
     tensor = torch.ones(count)
     for _ in range(warm_up):
         dist.all_reduce(tensor)
     if dist.get_rank() == CULPRIT:
-        time.sleep(0.3)  # the others are inside the call by now
+        time.sleep(0.3)  # by then the others are in the call
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "kill in mid-call":
-            # Only a chance: somewhere inside a call that takes a while.
+            # At a random point of a call that takes some time.
             threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
             while True:
                 dist.all_reduce(tensor)
@@ -95,7 +95,7 @@ def test_death_in_all_reduce(layout: str, how: str, count: int, warm_up: int) ->
     failures, culprit = survivors_of(_die, layout, how, count, warm_up)
     assert culprit.status == {"raise": 1, "_exit": 7}.get(how, -signal.SIGKILL), str(culprit)
     for failure in failures:
-        # Seen, not waited for: that would be a CollectiveTimeoutError.
+        # The error must not come from the timeout: that would be a CollectiveTimeoutError.
         assert failure.kind == "PeerLostError", failure
         named = f"rank {CULPRIT} (pid {culprit.pid} on {socket.gethostname()}) is gone: "
         assert named in failure.text
@@ -125,7 +125,7 @@ def test_death_of_the_rank_that_serves_the_store(layout: str) -> None:
 
 
 def _after_death() -> list[str]:
-    """One failure breaks the group for good, and other groups of the living are not touched."""
+    """One failure breaks the group forever. Other groups of the surviving ranks still work."""
     dist.init_process_group("smddp", timeout=timedelta(seconds=30))
     living = [rank for rank in range(dist.get_world_size()) if rank != CULPRIT]
     group = dist.new_group(living)
@@ -134,7 +134,7 @@ def _after_death() -> list[str]:
     if dist.get_rank() == CULPRIT:
         os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(10):
-        # Calls on a group that is broken already may be refused at once.
+        # A call on a broken group may raise at once.
         with contextlib.suppress(smddp.PeerLostError):
             works.append(dist.all_reduce(torch.ones(100_000), async_op=True))
     kinds = [failure_of(work.wait).kind for work in works]
@@ -179,7 +179,7 @@ def _messages_from_the_dead() -> Failure:
     if dist.get_rank() == CULPRIT:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
-    # Too long to be under way before the receive is posted.
+    # So long that it cannot be sent before the receive is posted.
     if dist.get_rank() == 0:
         return failure_of(lambda: dist.send(torch.ones(10_000_000), CULPRIT))
     return failure_of(lambda: dist.recv(torch.ones(1000), CULPRIT))
@@ -197,7 +197,7 @@ def test_death_of_the_other_end_of_a_message(layout: str) -> None:
 
 
 def _others_failed() -> None:
-    """Keeps CULPRIT alive until the others are through, however slow they are."""
+    """Keeps CULPRIT alive until the others have finished, however slow they are."""
     ranks.await_ranks("failed", dist.get_world_size() - 1)
 
 
@@ -242,7 +242,7 @@ def test_rank_that_stops_calling(layout: str, what: str) -> None:
 def _never_init() -> str:
     if int(os.environ["RANK"]) == CULPRIT:
         return ""
-    # Together: who begins two seconds later would be missing as well.
+    # All start together. A rank that starts two seconds later would also be reported as missing.
     ranks.arrive("begin")
     ranks.await_ranks("begin", 2)
     try:
@@ -276,7 +276,7 @@ def _lose_the_store() -> Failure:
     dist.barrier()
     if rank == 0:
         os.kill(server, signal.SIGKILL)
-    # What is up needs no store.
+    # A group that exists does not need the store.
     dist.barrier()
     return failure_of(dist.new_group)
 
@@ -345,7 +345,7 @@ def _all_to_all(given: int, expected: int) -> None:
         ("2x2", "big size"),
         ("2x2", "collective"),
         ("2x2", "factor"),
-        # One rank a node: nobody compares inside.
+        # With one rank per node there is no comparison inside a node.
         ("2x1", "op"),
         ("2x1", "size"),
         ("2x1", "big and small"),
@@ -366,7 +366,7 @@ def _all_to_all(given: int, expected: int) -> None:
     ],
 )
 def test_mismatch(layout: str, what: str) -> None:
-    # Every rank, the odd one included, is told.
+    # Every rank gets the error, also the one that differs.
     outcomes = ranks.run_ranks(_diverge, layout, what)
     for outcome in outcomes:
         assert outcome.returned, "\n".join(map(str, outcomes))
@@ -419,6 +419,6 @@ def _shutdown_in_flight() -> str:
 def test_destroy_ends_what_is_in_flight(layout: str) -> None:
     kinds, culprit = survivors_of(_shutdown_in_flight, layout)
     assert culprit.status == 0
-    # On two nodes the first to leave is noticed before the second leaves itself.
+    # With two nodes a rank may notice that another has left before it leaves itself.
     assert set(kinds) <= {"AbortedError", "PeerLostError"}
     assert "AbortedError" in kinds

@@ -1,4 +1,4 @@
-"""Many groups, groups used from several threads, groups made and left again and again."""
+"""Many groups, groups used from several threads, groups created and destroyed repeatedly."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_memory_and_descriptors_stay_flat(layout: str) -> None:
 
 
 def _restart(generation: int) -> float:
-    """What a worker of torchrun does after a restart: the store and the prefix are the same."""
+    """Runs a worker of torchrun, which after a restart has the same store and the same prefix."""
     me, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -155,13 +155,13 @@ def _restart(generation: int) -> float:
     tensor = torch.full((10,), float(me + generation))
     dist.all_reduce(tensor)
     if generation == 0:
-        os._exit(0)  # the worker group is torn down without a word
+        os._exit(0)  # the workers end without destroying the group
     dist.destroy_process_group()
     return float(tensor[0])
 
 
 def _generations() -> list[float]:
-    """Forks a worker for each generation, as the agent of torchrun starts them."""
+    """Forks one worker per restart, as the agent of torchrun does."""
     context: Any = torch.multiprocessing.get_context("fork")
     values = []
     for generation in range(3):

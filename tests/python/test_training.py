@@ -1,4 +1,4 @@
-"""Training as torch offers it: after a few steps the parameters equal those of gloo."""
+"""Training with torch's wrappers and hooks: after a few steps the parameters equal gloo's."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def _hook_bf16() -> State:
 
 
 def _hook_power_sgd() -> State:
-    """Communicates in continuations, and waits there.
+    """A hook that communicates and waits in continuations.
 
-    With several buckets ranks would call in different orders, with any backend of the CPU.
+    With several buckets the ranks would make their calls in different orders, with any CPU backend.
     """
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
@@ -90,7 +90,7 @@ def _join() -> State:
 
 
 class _Branches(nn.Module):
-    """Every rank leaves another branch unused."""
+    """A model in which each rank leaves another branch unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,8 +169,8 @@ KINDS = {
 }
 
 
-# A group of gloo waits for its threads at its end, and for itself where one of them runs the last
-# continuation that holds the group.
+# When a group of gloo ends, it joins its threads. It would wait forever if one of them ran the last
+# continuation that refers to the group.
 _kept: list[dist.ProcessGroup | None] = []
 
 
@@ -192,7 +192,8 @@ def test_equals_gloo(kind: str, layout: str) -> None:
     for rank, (ours, theirs) in enumerate(zip(mine, gloo, strict=True)):
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
-            # Sums of three are made in another order. What is compressed differs by a rounding.
+            # Sums of three numbers are made in another order. Compressed gradients differ by
+            # rounding.
             tolerance = 2e-3 if "hook" in kind else 1e-5
             torch.testing.assert_close(
                 value,

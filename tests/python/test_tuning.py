@@ -1,4 +1,4 @@
-"""Which algorithm serves a call: what was measured, what a group asks for, what all agree on."""
+"""The choice of algorithms: tuning files, options of a group, and agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Failure(NamedTuple):
 
 
 def failure_of(action: Callable[[], Any]) -> Failure:
-    """Returns how an action failed; errors of the caller are no DistBackendError."""
+    """Returns the error of an action. Errors of the caller are not a DistBackendError."""
     with pytest.raises((ValueError, dist.DistBackendError)) as caught:
         action()
     return Failure(type(caught.value).__name__, str(caught.value))
 
 
 def _row(size: int, algorithm: str, *rounds: float, memory: str = "ordinary") -> Measurement:
-    """What a benchmark of these rounds gives; no algorithm: the built-in table's choice."""
+    """Returns a measurement with these rounds. No algorithm means the built-in table's choice."""
     times = list(rounds) * (1 if len(rounds) > 1 else tune.ROUNDS)
     task = Task("allreduce", size // 4)
     return Measurement(
@@ -52,9 +52,9 @@ def _rows(tasks: list[list[Measurement]], nodes: list[int]) -> list[list[str]]:
 
 def test_rows_follow_what_is_clearly_faster() -> None:
     tasks = [
-        [_row(100, "", 10), _row(100, "a", 9.8), _row(100, "b", 12)],  # no use of a row
+        [_row(100, "", 10), _row(100, "a", 9.8), _row(100, "b", 12)],  # the gain is too small
         [_row(400, "", 10), _row(400, "a", 9), _row(400, "b", 8.8)],
-        [_row(1600, "", 20), _row(1600, "a", 9.8), _row(1600, "b", 10)],  # no use of another
+        [_row(1600, "", 20), _row(1600, "a", 9.8), _row(1600, "b", 10)],  # b is not better than a
         [_row(6400, "", 50), _row(6400, "a", 30)],  # "b" could not
         [_row(25600, "", 80), _row(25600, "a", 90)],
     ]
@@ -62,7 +62,7 @@ def test_rows_follow_what_is_clearly_faster() -> None:
         ["allreduce", "1x2", "private", "200", "built_in"],
         ["allreduce", "1x2", "private", "3200", "b"],
         ["allreduce", "1x2", "private", "12800", "a"],
-        ["allreduce", "1x2", "private", "25600", "built_in"],  # beyond that nobody knows
+        ["allreduce", "1x2", "private", "25600", "built_in"],  # larger sizes were not measured
     ]
     first, *rest = tune.verdicts(tune.findings(tasks, [2]))
     assert first == (
@@ -80,12 +80,12 @@ def test_rows_know_memory_on_one_node_only() -> None:
         _row(100, "b", 10), _row(100, "b", 12, memory=shared),
     ]]  # fmt: skip
     assert [row[2::2] for row in _rows(tasks, [2])] == [["private", "a"], ["shared", "b"]]
-    # Between nodes all choose alike: what is faster in both.
+    # Between nodes all ranks make the same choice: an algorithm that is faster in both memories.
     assert [row[1:] for row in _rows(tasks, [3, 1])] == [["3+1", "any", "100", "b"]]
 
 
 def test_most_rounds_have_to_be_faster() -> None:
-    """A machine that was slow while others had their turn makes no row, however slow it was."""
+    """A machine that was slow during the turns of other algorithms causes no row."""
     usual = [10.0] * tune.ROUNDS
     for lost in range(5):
         rounds = [11.0] * lost + [5.0] * (tune.ROUNDS - lost)
@@ -95,7 +95,7 @@ def test_most_rounds_have_to_be_faster() -> None:
 
 
 def test_noise_makes_no_rows() -> None:
-    """Algorithms that take the same time, on a machine whose speed varies by a third."""
+    """Equally fast algorithms cause no row, on a machine whose speed varies by a third."""
     random = Random(5)
 
     def noisy(size: int, algorithm: str) -> Measurement:
@@ -153,7 +153,7 @@ def _reduce_with(text: str, shared: bool) -> tuple[list[str], bool]:
 @pytest.mark.parametrize(
     "rows",
     [
-        # What is done before the arrival must not depend on what the arrival tells.
+        # Steps before the arrival must not depend on what the ranks tell each other in it.
         ["private max two_phase", "shared max one_shot"],
         ["private max two_phase"],
         ["shared max one_shot"],

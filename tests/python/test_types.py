@@ -1,4 +1,4 @@
-"""Every dtype: reduced where docs/operations.md says so, refused where it does not, and moved."""
+"""Every dtype can be copied, and reduced exactly if docs/operations.md says so."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _documented() -> dict[torch.dtype, set[str]]:
-    """Returns the operations that docs/operations.md has for each dtype."""
+    """Returns the reduce operations that docs/operations.md lists for each dtype."""
     lines = iter((ranks.ROOT / "docs/operations.md").read_text().splitlines())
     head = next(_cells(line) for line in lines if line.startswith("| dtype "))
     next(lines)
@@ -60,7 +60,7 @@ DOCUMENTED = _documented()
 
 
 def _values(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Numbers whose sums, products and averages over two or four ranks are exact."""
+    """Returns numbers whose sums, products and averages over two or four ranks are exact."""
     if dtype.is_complex:
         return torch.complex(
             _values(count, dtype.to_real(), seed), _values(count, dtype.to_real(), seed + 500)
@@ -72,7 +72,7 @@ def _values(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def _reduced(mine: torch.Tensor, op: str, gloo: dist.ProcessGroup) -> torch.Tensor:
-    """What the ranks' values give, computed by gloo in a type that holds them all."""
+    """Returns the expected result, computed by gloo in a dtype that represents all values."""
     dtype = mine.dtype
     wide = torch.int64
     if dtype.is_complex or dtype.is_floating_point:
@@ -118,7 +118,8 @@ def _reductions() -> None:
                 _same(rooted, expected if me == root else whole, f"reduce: {what}")
                 dist.all_reduce(whole, OPS[op])
                 _same(whole, expected, f"all_reduce: {what}")
-                # Past torch's own functions, which show complex numbers as pairs of real ones.
+                # Calls the group directly: torch's functions pass complex numbers as pairs of real
+                # ones.
                 options = dist.AllreduceOptions()
                 options.reduceOp = OPS[op]
                 _backend().allreduce([below], options).wait()
@@ -126,7 +127,7 @@ def _reductions() -> None:
 
 
 def _refusals() -> None:
-    """Rank 0 alone tries what is undefined: were anything moved, the next call would not match."""
+    """Only rank 0 makes the unsupported call. If it moved data, the next call would not match."""
     with ranks.job():
         for dtype in [*DOCUMENTED, *ONLY_MOVED]:
             for op in OPS.keys() - DOCUMENTED.get(dtype, set()):
@@ -148,7 +149,7 @@ def _moves() -> None:
         following, previous = (me + 1) % size, (me - 1) % size
         for seed, dtype in enumerate([*DOCUMENTED, *ONLY_MOVED]):
             generator = torch.Generator().manual_seed(seed)
-            # Any bytes at all, NaNs and truth values other than 0 and 1 among them.
+            # Random bytes, with NaNs, and with bool values other than 0 and 1.
             blocks = torch.randint(0, 256, (size, 480), dtype=torch.uint8, generator=generator)
             mine = blocks[me].clone().view(dtype)
 
@@ -171,7 +172,7 @@ def _moves() -> None:
             given = [block.clone().view(dtype) for block in blocks]
             dist.scatter(got, given if me == root else None, root)
             check(got, blocks[me], "scatter")
-            # Block r of rank s is number s + r.
+            # Block r of rank s is filled with s + r.
             turned = torch.cat([blocks[me:], blocks[:me]])
             dist.all_to_all_single(whole, turned.flatten().view(dtype))
             check(whole, turned.flatten(), "all_to_all_single")

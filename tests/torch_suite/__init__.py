@@ -1,5 +1,6 @@
-"""Torch's own tests of a distributed backend, run against "smddp".
+"""Runs torch's own tests of a distributed backend with "smddp".
 
-torch ships them (`torch/testing/_internal/distributed/distributed_test.py`); nothing of them is
-copied here. See docs/torch-suite.md, and `python -m torch_suite --help` with tests/ on PYTHONPATH.
+torch ships the tests (`torch/testing/_internal/distributed/distributed_test.py`); this package has
+no copy of them. See docs/torch-suite.md, and `python -m torch_suite --help` with tests/ on
+PYTHONPATH.
 """

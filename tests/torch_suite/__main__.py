@@ -1,4 +1,4 @@
-"""Runs torch's suite and compares with what is recorded."""
+"""Runs torch's tests and compares the results with the record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns 1 when a test ends worse than recorded."""
+    """Runs the command line; returns 1 if a test has a worse result than recorded."""
     options = _arguments()
     configuration = next(c for c in record.CONFIGURATIONS if c.name == options.configuration)
     suite = Suite(configuration.world_size, configuration.mapped, quiet=not options.v)

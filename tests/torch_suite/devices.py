@@ -1,4 +1,4 @@
-"""GPU tests on CPU tensors: what torch.cuda is asked for is answered with the CPU."""
+"""Runs GPU tests with CPU tensors: replaces functions of torch.cuda by ones for the CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# How many devices there seem to be; 0: nothing is mapped.
+# Number of devices that torch.cuda reports; 0: nothing is replaced.
 count = 0
 
 _STREAMS = [
@@ -22,16 +22,16 @@ _STREAMS = [
 
 
 def map_to_cpu() -> None:
-    """Replaces what tests use to choose a device. For the life of the process."""
+    """Replaces the functions by which tests choose a device, until the process ends."""
     torch.Tensor.cuda = _tensor_on_cpu
     torch.nn.Module.cuda = _module_on_cpu
     for name in ("set_device", "synchronize", "manual_seed", "empty_cache"):
-        # One function each: the compiler wants to tell them apart.
+        # A separate function for each, because torch.compile distinguishes them.
         setattr(torch.cuda, name, lambda *_args, **_options: None)
     torch.cuda.device_count = torch.accelerator.device_count = lambda: count
     torch.cuda.current_device = lambda: 0
     for module, name in _STREAMS:
-        # Again one class each.
+        # A separate class for each, too.
         setattr(module, name, type(name, (_Idle,), {}))
     _wrap_ddp()
     _wrap_new_group()
@@ -39,7 +39,7 @@ def map_to_cpu() -> None:
 
 
 def _tensor_on_cpu(tensor: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
-    # Tests count on a copy: they compare with the tensor that stayed behind.
+    # Return a copy, because tests compare it with the original tensor.
     return tensor.clone()
 
 
@@ -48,7 +48,7 @@ def _module_on_cpu(module: torch.nn.Module, *_args: Any) -> torch.nn.Module:
 
 
 class _Idle:
-    """A stream or an event of the CPU: there is never anything to wait for."""
+    """A stream or an event on the CPU, which has always finished."""
 
     def __init__(self, *_args: Any, **_options: Any) -> None:
         pass
@@ -72,7 +72,7 @@ def _is_device(value: Any) -> bool:
 
 
 class _Mapped(TorchFunctionMode):
-    """Every `device="cuda:1"` and `.to("cuda")` means the CPU."""
+    """Makes every `device="cuda:1"` and `.to("cuda")` mean the CPU."""
 
     def __torch_function__(
         self, function: Any, _types: Any, args: Any = (), options: Any = None
@@ -87,7 +87,7 @@ class _Mapped(TorchFunctionMode):
 
 
 def _wrap_ddp() -> None:
-    """A model on the CPU has no device ids."""
+    """Drops DDP's device ids, which a model on the CPU cannot have."""
     original = torch.nn.parallel.DistributedDataParallel.__init__
 
     def init(
@@ -99,7 +99,7 @@ def _wrap_ddp() -> None:
 
 
 def _wrap_new_group() -> None:
-    """Groups of NCCL, which tests make beside others, are ours."""
+    """Creates groups with smddp where tests ask for NCCL."""
     original = torch.distributed.new_group
 
     def new_group(*args: Any, backend: str | None = None, **options: Any) -> Any:

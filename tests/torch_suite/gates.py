@@ -1,7 +1,7 @@
-"""Which tests of torch's suite concern "smddp", although their decorators name other backends.
+"""Enables the tests of torch's suite that "smddp" can pass, although they name other backends.
 
-The suite decides by the backend's name what to skip, while it is imported. So everything here runs
-before that.
+The suite decides by the backend's name which tests to skip, while it is imported. So these
+functions run before the import.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch_suite import devices
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[F], F]
 
-# What the suite says when it skips a test for a backend that could not do it. Ours can, on CPU
+# Reasons for which the suite skips a test of other backends, and which do not hold for smddp on CPU
 # tensors.
 _SERVED_ON_CPU = [
     r"Test requires backend smddp to be one of \{'gloo'\}",
@@ -28,7 +28,7 @@ _SERVED_ON_CPU = [
     r"Only Gloo backend supports sparse all reduce",
     r"get_future is only supported on",
 ]
-# The same of tests that are written for GPUs.
+# The same for tests that are written for GPUs.
 _SERVED_ON_DEVICES = [
     *_SERVED_ON_CPU,
     r"Test requires backend smddp to be one of \{'nccl'\}",
@@ -40,11 +40,11 @@ _SERVED_ON_DEVICES = [
 
 
 def open_gates(world_size: int, mapped: bool) -> None:
-    """Makes the suite run what concerns "smddp" at this world size.
+    """Makes the suite run all tests that "smddp" can pass at this world size.
 
     Args:
-        world_size: of the tests; the suite itself wants 8 for groups that need 3 ranks.
-        mapped: also the tests that ask for GPUs, with their devices mapped to the CPU.
+        world_size: number of ranks. The suite requires 8 where 3 are enough.
+        mapped: whether to run tests for GPUs as well, with their devices mapped to the CPU.
     """
     cases = common_distributed.DistTestCases
     for feature in ("gpu", "cuda", "ddp", "subgroup", "plugin"):
@@ -61,7 +61,7 @@ def open_gates(world_size: int, mapped: bool) -> None:
 
 
 def open_lists(suite: Any) -> None:
-    """Enters "smddp" where the imported suite lists who can be profiled."""
+    """Adds "smddp" to the backends that the imported suite profiles."""
     suite.BACKEND = _Name("smddp")
     suite.PROFILING_SUPPORTED_BACKENDS.append("smddp")
     suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append("smddp")
@@ -70,7 +70,7 @@ def open_lists(suite: Any) -> None:
 
 
 class _Name(str):
-    """Bodies of tests ask for the name once more: what they do for gloo is what is meant for us."""
+    """Makes tests that check the name themselves take the branch of gloo."""
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, other) or other == "gloo"
@@ -86,7 +86,7 @@ def _always(function: F) -> F:
 
 
 def _keep(name: str) -> None:
-    """Replaces a decorator by one that skips nothing, with or without arguments."""
+    """Returns a decorator, with or without arguments, that skips nothing."""
     replacement: Any = _always if name == "skip_if_no_gpu" else lambda *_args, **_options: _always
     setattr(common_distributed, name, replacement)
 

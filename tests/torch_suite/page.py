@@ -1,4 +1,4 @@
-"""The tables of docs/torch-suite.md, from what is recorded."""
+"""Writes the tables of docs/torch-suite.md from the record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END = "<!-- end of what is written -->"
 
 
 def tables() -> str:
-    """Returns how many tests pass, and why those do not that never pass."""
+    """Returns the number of tests that pass, and the reasons of those that never pass."""
     lines = ["| configuration | pass | skip | fail |", "|---|---|---|---|"]
     for configuration in record.CONFIGURATIONS:
         counts = record.counts(record.read(configuration).values())
@@ -37,7 +37,7 @@ def tables() -> str:
 
 
 def updated(text: str) -> str:
-    """Returns the page with its tables as they should be."""
+    """Returns the page with up-to-date tables."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{tables()}\n{END}{after}"

@@ -1,7 +1,7 @@
-"""What is recorded of torch's suite: how each test ends, and why those do that do not pass.
+"""The record of torch's suite: the result of each test, and the reasons of tests that do not pass.
 
-One file per configuration, one line per test: its name, and after a tab `passes`, `skips: ` with
-the suite's own reason, or `fails: ` with the key of an explanation.
+There is one file per configuration, with one line per test: its name, a tab, and `passes`, `skips:
+` with the suite's reason, or `fails: ` with the key of an explanation.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Configuration:
         return FOLDER / f"{self.name}.txt"
 
 
-# In the order in which they are asked which tests they serve.
+# CI runs a test in the first of these in which it passes.
 CONFIGURATIONS = [
     *(Configuration(size) for size in (3, 4, 2)),
     *(Configuration(size, mapped=True) for size in (2, 3, 4)),
 ]
 
-# Why a test fails: key -> (what its output has, the reason in one sentence). The first that fits
-# counts.
+# Reasons of failures: key -> (a part of the test's output, the reason in one sentence). The first
+# entry that matches counts.
 EXPLANATIONS: dict[str, tuple[str, str]] = {
     "name": (
         r"'custom' != 'smddp'",
@@ -47,19 +47,19 @@ EXPLANATIONS: dict[str, tuple[str, str]] = {
     ),
     "nccl": (
         r"ProcessGroupNCCL is only supported with GPUs",
-        "makes an object of NCCL's own",
+        "creates an object of NCCL",
     ),
     "words": (
         r'"caught collective operation timeout" does not match',
-        "expects the words of NCCL's time-out",
+        "expects the text of NCCL's timeout",
     ),
     "sync batch norm": (
         r"SyncBatchNorm layers only work with GPU modules",
-        "torch's SyncBatchNorm refuses modules on the CPU",
+        "torch's SyncBatchNorm rejects modules on the CPU",
     ),
     "device ids": (
         r"String comparison failed: '' != '[01]'|None mismatch: None is not [01]",
-        "asks for the device ids of a model, which a model on the CPU has not",
+        "asks for the device ids of a model, which a model on the CPU does not have",
     ),
     "thirds": (
         r"Params not equal at iteration",
@@ -72,7 +72,7 @@ EXPLANATIONS: dict[str, tuple[str, str]] = {
 }
 
 
-# Why a test is always skipped: (what the suite says, the reason).
+# Reasons of tests that are always skipped: (the suite's text, the reason).
 SKIPS = [
     (
         r"https://github.com/pytorch/pytorch/|see https://",
@@ -83,7 +83,7 @@ SKIPS = [
 
 
 def explain(outcome: Outcome) -> str:
-    """Returns what is recorded of an outcome."""
+    """Returns the text of the record for an outcome."""
     if outcome.status == "passes":
         return "passes"
     if outcome.status == "skips":
@@ -95,20 +95,20 @@ def explain(outcome: Outcome) -> str:
 
 
 def read(configuration: Configuration) -> dict[str, str]:
-    """Returns what is recorded, by test."""
+    """Returns the record of a configuration, by test."""
     lines = configuration.path.read_text().splitlines()
     return dict(line.split("\t", 1) for line in lines)
 
 
 def write(configuration: Configuration, outcomes: Mapping[str, str]) -> None:
-    """Records how the tests end."""
+    """Writes the record of a configuration."""
     FOLDER.mkdir(exist_ok=True)
     lines = (f"{name}\t{how}\n" for name, how in sorted(outcomes.items()))
     configuration.path.write_text("".join(lines))
 
 
 def served_first_by(configuration: Configuration) -> list[str]:
-    """Returns the tests that pass here and in no configuration before: CI runs each once."""
+    """Returns the tests that pass here, but in no configuration before. CI runs them here."""
     earlier = CONFIGURATIONS[: CONFIGURATIONS.index(configuration)]
     done = {name for one in earlier for name, how in read(one).items() if how == "passes"}
     return [n for n, how in read(configuration).items() if how == "passes" and n not in done]
@@ -126,7 +126,7 @@ def never_passing() -> dict[str, str]:
         ends = [record[name] for record in records]
         if "passes" in ends:
             continue
-        # A failure says more than the gate that kept the test from running elsewhere.
+        # A failure tells more than the reason for which another configuration skips the test.
         end = next((how for how in ends if how.startswith("fails")), ends[0])
         reasons[name] = _reason(name, end)
     return reasons
@@ -145,7 +145,7 @@ def _reason(name: str, end: str) -> str:
 def differences(
     recorded: Mapping[str, str], found: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Returns what got worse, and what is merely new, one sentence each."""
+    """Returns sentences about tests with worse results, and about tests that are new."""
     worse: list[str] = []
     new: list[str] = []
     for name, how in sorted(found.items()):
@@ -158,7 +158,7 @@ def differences(
 
 
 def counts(outcomes: Iterable[str]) -> dict[str, int]:
-    """Returns how many tests pass, skip and fail."""
+    """Returns the numbers of tests that pass, skip and fail."""
     result = {"passes": 0, "skips": 0, "fails": 0}
     for how in outcomes:
         result[how.split(":")[0]] += 1

@@ -1,4 +1,4 @@
-"""Imports torch's suite for one world size and runs tests of it, each in freshly forked ranks."""
+"""Imports torch's suite for one world size, and runs each test in newly forked ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 @dataclasses.dataclass
 class Outcome:
-    """How one test ended."""
+    """The result of one test."""
 
     status: str  # "passes", "skips" or "fails"
     detail: str = ""
@@ -27,7 +27,7 @@ class Outcome:
 
 
 class Suite:
-    """One world size and set of gates; one per process, for the suite reads both when imported."""
+    """One world size and set of gates; one per process, because the import reads both."""
 
     def __init__(self, world_size: int, mapped: bool = False, quiet: bool = True) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="torch-suite-")
@@ -49,7 +49,7 @@ class Suite:
         gates.open_gates(world_size, mapped)
         from torch.testing._internal.distributed import distributed_test
 
-        # Here, not in each rank: they share it.
+        # Loaded here once, before the ranks are forked.
         from smddp import _load
 
         _load.load()
@@ -57,11 +57,11 @@ class Suite:
         self._case = _case(distributed_test, quiet)
 
     def names(self) -> list[str]:
-        """Returns all tests, those that will be skipped too."""
+        """Returns all tests, also those that will be skipped."""
         return list(unittest.TestLoader().getTestCaseNames(self._case))
 
     def run(self, names: Iterable[str]) -> Iterable[tuple[str, Outcome]]:
-        """Yields each test's name and how it ended."""
+        """Runs tests; yields the name and the result of each."""
         self._case.setUpClass()
         for name in names:
             yield name, self._run(name)
@@ -92,18 +92,19 @@ def _case(distributed_test: Any, quiet: bool) -> type[unittest.TestCase]:
         def setUp(self) -> None:
             super().setUp()
             type(self).meeting = fork.Barrier(int(self.world_size))
-            # Torch is imported and no thread runs: forking costs milliseconds, spawning seconds.
+            # Forks, which takes milliseconds. It is safe: torch is imported, but no thread runs.
             self._start_processes(fork.Process)
 
         @classmethod
         def _run(cls, *arguments: Any, **options: Any) -> None:
             if quiet:
-                # Ranks report what failed through a pipe; the rest is warnings. Tests read the log.
+                # Ranks report failures through a pipe, so their stderr has warnings only. Some
+                # tests read the log.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             super()._run(*arguments, **options)
 
         def _barrier(self, wait_for: int | None = None, timeout: float = 10) -> None:
-            # The suite's own looks into files every 0.1 s.
+            # The suite's own barrier polls files every 0.1 s.
             assert wait_for in (None, int(self.world_size))
             self.meeting.wait(timeout)
 
