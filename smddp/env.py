@@ -25,8 +25,8 @@ BEGIN = "<!-- settings: written by `python -m smddp.env --markdown docs/settings
 END = "<!-- end of settings -->"
 
 _FOR_EXPERTS = """\
-Nobody needs these to use smddp. Their defaults were measured; [performance.md](performance.md) says
-how to measure."""
+You do not need these to use smddp. Their defaults were measured.
+[performance.md](performance.md) says how to measure."""
 
 # Read by the build, not by the library.
 _BUILD_ONLY = ("SMDDP_CMAKE_ARGS",)

@@ -35,81 +35,87 @@ inline constexpr int64_t kMostWindow = 1 << 13;
 // clang-format off
 #define SMDDP_USER_SETTINGS(X)                                                                                 \
   X(std::string, nodeId, "SMDDP_NODE_ID", "",                                                                  \
-    "Name of the node this rank belongs to. Ranks with different names never share memory. Set it to let one " \
-    "machine play several nodes; by default the kernel's boot id decides, confirmed by a shared-memory echo.") \
+    "Name of the node that this rank runs on. Ranks with different names never share memory. Set it to let "   \
+    "one machine play several nodes. Default: the ranks compare the kernel's boot id and check that they can " \
+    "share memory.")                                                                                           \
   X(std::string, provider, "SMDDP_PROVIDER", "",                                                               \
-    "libfabric provider between nodes (efa, cxi, verbs;ofi_rxm, tcp, net, tcp;ofi_rxm, shm). A named provider " \
-    "that is missing is an error. Default: the first of that list that is there, shm excepted.")               \
+    "libfabric provider between nodes: efa, cxi, verbs;ofi_rxm, tcp, net, tcp;ofi_rxm or shm. If the named "   \
+    "provider is missing, that is an error. Default: the first of this list that is available, except shm.")   \
   X(std::string, interface, "SMDDP_INTERFACE", "",                                                             \
-    "Network interface between nodes, such as eth0. Default: the one that routes to MASTER_ADDR.")             \
+    "Network interface between nodes, such as eth0. Default: the interface that routes to MASTER_ADDR.")       \
   X(Secret, jobToken, "SMDDP_JOB_TOKEN", {},                                                                   \
-    "Secret of the job, the same on all ranks. With it, what ranks say about themselves in the store and on "  \
-    "their lifelines is signed: whoever reaches the store but has no token cannot join or pose as a rank. It " \
-    "encrypts nothing. Take 16 random bytes or more, for example `openssl rand -hex 16`.")                     \
+    "Secret of the job, the same on all ranks. With it the ranks sign what they write about themselves to "    \
+    "the store and to their lifelines, so a process without the token cannot join the job or impersonate a "   \
+    "rank. Nothing is encrypted. Use at least 16 random bytes, for example from `openssl rand -hex 16`.")      \
   X(std::string, log, "SMDDP_LOG", "warn",                                                                     \
-    "How much to print: error, warn, info (one line about the choices made), debug, trace.",                   \
+    "How much to print: error, warn, info (one line about the choices made), debug or trace.",                 \
     .words = "error, warn, info, debug or trace")                                                              \
   X(std::string, algorithm, "SMDDP_ALGORITHM", "",                                                             \
-    "Overrides the choice of algorithm, for all ranks alike, as collective=name[,...], for example "           \
-    "allreduce=ring. `python -m smddp.plan list` prints the names.")                                           \
+    "Overrides the choice of algorithms, as collective=name[,...], for example allreduce=ring. Give all "      \
+    "ranks the same value. `python -m smddp.plan list` prints the names.")                                     \
   X(std::string, tuningFile, "SMDDP_TUNING_FILE", "",                                                          \
-    "File with the algorithms that were measured to be best, as `python -m smddp.bench --tune` writes it; "    \
-    "the same rows on all ranks. SMDDP_ALGORITHM goes before it, the built-in table comes after it.")          \
+    "File with the fastest algorithms measured, as `python -m smddp.bench --tune` writes it; the same rows "   \
+    "on all ranks. SMDDP_ALGORITHM overrides the file, and the file overrides the built-in table.")            \
   X(bool, commMemory, "SMDDP_COMM_MEMORY", true,                                                               \
-    "Let DDP's gradient buckets live in node-shared memory, so that nothing is staged.")                       \
+    "Allocate DDP's gradient buckets in memory that the ranks of a node share, so that they need no staging.") \
   X(std::string, gpuPath, "SMDDP_GPU_PATH", "auto",                                                            \
-    "Which way calls on GPU tensors go, on all ranks alike: auto (NCCL where each rank has a GPU of its own, " \
-    "on one node; else through the host), host, nccl, ipc (as auto, but ranks that all share one GPU meet "    \
-    "in its memory), or rails (as auto, but on several nodes all_reduce, all_gather, reduce_scatter and broadcast go " \
-    "by NCCL inside them). None of them has been tried on a GPU yet.",                                         \
+    "How calls on GPU tensors run, the same on all ranks. auto: NCCL if each rank has a GPU of its own and "   \
+    "all are on one node, else through host memory. host: through host memory. nccl: NCCL. ipc: as auto, but " \
+    "ranks that all share one GPU exchange data in its memory. rails: as auto, but on several nodes "          \
+    "all_reduce, all_gather, reduce_scatter and broadcast use NCCL inside each node. None of these has run "   \
+    "on a GPU yet.",                                                                                           \
     .words = "auto, host, nccl, ipc or rails")                                                                 \
   X(std::string, gpuSum, "SMDDP_GPU_SUM", "auto",                                                              \
-    "Where rails (SMDDP_GPU_PATH) sum between nodes, on all ranks alike: cpu, gpu (a kernel of the CUDA part), or " \
-    "auto: each group measures both at its first call, and takes the GPU where that is clearly quicker. Not yet " \
-    "tried on a GPU.",                                                                                         \
+    "Where rails (SMDDP_GPU_PATH) sums what comes from other nodes, the same on all ranks: cpu, gpu (a "       \
+    "kernel of the CUDA part), or auto: each group measures both in its first call, and uses the GPU if it "   \
+    "is clearly faster. Has not run on a GPU yet.",                                                            \
     .words = "auto, cpu or gpu")                                                                               \
   X(bool, gpuCommMemory, "SMDDP_GPU_COMM_MEMORY", false,                                                       \
-    "Let DDP's gradient buckets on GPUs, and FSDP2's where it asks, live in memory that NCCL has registered, or " \
-    "that ranks which share a GPU can open. Not yet tried on a GPU.")                                          \
+    "Allocate DDP's gradient buckets on GPUs, and FSDP2's buffers if it asks for them, in memory that is "     \
+    "registered with NCCL, or that ranks which share a GPU can map. Has not run on a GPU yet.")                \
   X(bool, gpuDirect, "SMDDP_GPU_DIRECT", false,                                                                \
-    "Send to other nodes straight from GPU memory, where libfabric's provider can (FI_HMEM) and nothing is "   \
-    "reduced on the way; see docs/gpu.md. Not yet tried on a GPU.")                                            \
+    "Send to other nodes directly from GPU memory, if libfabric's provider can do so (FI_HMEM) and nothing "   \
+    "is reduced on the way; see docs/gpu.md. Has not run on a GPU yet.")                                       \
   X(int64_t, poolBytes, "SMDDP_POOL_BYTES", 8388608,                                                           \
-    "Shared staging memory of one rank for one operation of one group. Pages are touched only when used.",     \
+    "Shared staging memory of one rank for one operation of one group. The system allocates a page when it "   \
+    "is first used.",                                                                                          \
     16384, kMostBytes, "bytes")
 
 // A user does not need these: their defaults were measured, and are good on other machines, too.
 #define SMDDP_EXPERT_SETTINGS(X)                                                                               \
   X(bool, fabricRma, "SMDDP_FABRIC_RMA", true,                                                                 \
-    "Use remote writes where the provider has them; 0 sends into posted receives instead.")                    \
+    "Use remote writes if the provider has them; 0: send messages to posted receives instead.")                \
   X(std::string, simd, "SMDDP_SIMD", "auto",                                                                   \
-    "Instruction set of the reduction kernels: auto, scalar, avx2, avx512. Results do not depend on it.",      \
+    "Instruction set of the reduction kernels: auto, scalar, avx2 or avx512. Results do not depend on it.",    \
     .words = "auto, scalar, avx2 or avx512")                                                                   \
   X(int64_t, oneShotBytes, "SMDDP_ONE_SHOT_BYTES", 131072,                                                     \
-    "Inside a node, ranks sum everything themselves (one synchronisation) where each then reads up to this "   \
-    "many bytes of the others': allreduces of 128 KiB on 2 ranks, of 18 KiB on 8.", 0, kMostBytes, "bytes")    \
+    "Inside a node, each rank sums whole vectors itself, with one synchronisation, if the bytes that it then " \
+    "reads from others are at most this: allreduces of 128 KiB on 2 ranks, of 18 KiB on 8 ranks.",             \
+    0, kMostBytes, "bytes")                                                                                    \
   X(int64_t, chunkBytes, "SMDDP_CHUNK_BYTES", 262144,                                                          \
-    "Bytes of the vector that are staged at a time inside a node. Should stay in the L2 cache.",               \
+    "Bytes of the vector that are staged at a time inside a node. A chunk should fit into the L2 cache.",      \
     64, kMostBytes, "bytes")                                                                                   \
   X(std::string, stagingStores, "SMDDP_STAGING_STORES", "auto",                                                \
-    "How a rank writes staging memory that another rank of its node reads next: ordinary (through the caches), " \
-    "streaming (past them, straight to memory), or auto: whichever takes the writer less time, which is "      \
-    "measured all the time.",                                                                                  \
+    "How a rank writes staging memory that another rank of its node reads next: ordinary (through the "        \
+    "caches), streaming (past the caches, to memory), or auto: smddp measures all the time which of them "     \
+    "takes the writer less time.",                                                                             \
     .words = "auto, ordinary or streaming")                                                                    \
   X(int64_t, fabricChunkBytes, "SMDDP_FABRIC_CHUNK_BYTES", 1048576,                                            \
-    "Bytes of the vector that travel between nodes at a time; the stages of different chunks overlap.",        \
+    "Bytes of the vector that are sent to another node at a time. The stages of different chunks overlap.",    \
     64, kMostBytes, "bytes")                                                                                   \
   X(int64_t, fabricWindow, "SMDDP_FABRIC_WINDOW", 4,                                                           \
-    "Messages that may be under way to one peer on one channel before it has consumed any.",                   \
+    "Messages that a rank may send to another one on one channel before the receiver has consumed any "        \
+    "(credit).",                                                                                               \
     1, kMostWindow, "messages")                                                                                \
   X(int64_t, inFlight, "SMDDP_IN_FLIGHT", 0,                                                                   \
-    "Operations of one group that run at the same time. 0: one on a single node, four across nodes.",          \
+    "Operations of one group that may run at the same time. 0: one on a single node, four with several "       \
+    "nodes.",                                                                                                  \
     0, kMostInFlight, "operations")                                                                            \
   X(int64_t, fusionBytes, "SMDDP_FUSION_BYTES", 32768,                                                         \
-    "Waiting allreduces of one group are fused up to this many bytes. 0 turns fusion off.",                    \
+    "Allreduces of one group that wait to start are fused, up to this many bytes together. 0: no fusion.",     \
     0, kMostBytes, "bytes")                                                                                    \
   X(int64_t, commMemoryCacheBytes, "SMDDP_COMM_MEMORY_CACHE_BYTES", 268435456,                                 \
-    "Freed communication memory that is kept for reuse before it is returned to the system.",                  \
+    "Freed communication memory that is kept for reuse. What exceeds it is returned to the system.",           \
     0, kMostBytes, "bytes")
 // clang-format on
 #define SMDDP_SETTINGS(X) SMDDP_USER_SETTINGS(X) SMDDP_EXPERT_SETTINGS(X)
