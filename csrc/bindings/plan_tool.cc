@@ -24,7 +24,7 @@ Collective collectiveNamed(const std::string& name) {
     if (name == toString(collective)) return collective;
     names += (i == 0 ? "" : ", ") + std::string(toString(collective));
   }
-  raise(ErrorKind::Usage, "\"{}\" is no collective; use one of {}", name, names);
+  raise(ErrorKind::Usage, "\"{}\" is not a collective; use one of {}", name, names);
 }
 
 plan::Plan build(const std::string& collective, int64_t bytes, const Nodes& nodes, Rank rank,

@@ -376,7 +376,7 @@ void Lifeline::setEpoll(ConnectionId id, int fd, int operation, uint32_t events)
   event.events = events;
   event.data.u64 = id;
   if (::epoll_ctl(epoll_.get(), operation, fd, &event) != 0) {
-    raiseErrno(ErrorKind::Resource, "cannot watch a lifeline");
+    raiseErrno(ErrorKind::Resource, "cannot add a lifeline to epoll");
   }
 }
 

@@ -188,7 +188,7 @@ void Rendezvous::unseal(const char* what, std::vector<Store::Value>& values) con
   if (wrong.empty()) return;
   raise(ErrorKind::Mismatch,
         "SMDDP_JOB_TOKEN is {} on rank {} of group {}, but {}. Give all ranks of the job the same "
-        "one; where they have it, somebody else has written into the store",
+        "one; if they have it, somebody else has written into the store",
         seal_.isEmpty() ? "not set" : "set", me_, group_, wrong);
 }
 

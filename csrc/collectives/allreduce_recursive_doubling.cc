@@ -80,7 +80,7 @@ class RecursiveDoubling {
   Rank firstPartner() const {
     return leaderOf(cube_.isFolded() ? cube_.foldPartner() : cube_.partner(0));
   }
-  // Where the result goes: my output and, if mates or a folded node need it, my slot.
+  // The targets of the result: my output and, if mates or a folded node need it, my slot.
   std::vector<plan::Ref> results(const plan::Chunk& c) const {
     std::vector<plan::Ref> refs{b_.out(c.offset)};
     const bool isSent = !cube_.isFolded() && cube_.foldPartner() >= 0;

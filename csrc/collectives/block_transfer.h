@@ -43,7 +43,7 @@ class BlockTransfer : public BlockExchange {
     return blocks_.carrierOf(receiver_ < 0 ? receiverLocal : senderLocal);
   }
 
-  // Where blocks lie.
+  // The places of blocks in buffers and slots.
   int64_t inputPlace(Rank to, const plan::Chunk& c) const;
   int64_t outputPlace(Rank from, const plan::Chunk& c) const;
   plan::Ref block(int fromMate, Rank to, const plan::Chunk& c) const;

@@ -5,8 +5,8 @@
 //
 //   c + 1 - depth
 //
-// of whoever used the slot. With 4 slots, chunk 6 takes slot 2 after chunk 2, and waits for the value 6 + 1 - 4 = 3.
-// Chunk 3 waits for 0, that is, not at all: it is the first in its slot. Flushes count puts: if each chunk makes p
+// of the ranks that used the slot. With 4 slots, chunk 6 takes slot 2 after chunk 2, and waits for the value 6 + 1 - 4
+// = 3. Chunk 3 waits for 0, that is, not at all: it is the first in its slot. Flushes count puts: if each chunk makes p
 // puts to a peer, one flushes (c + 1 - depth) * p of them.
 #pragma once
 

@@ -33,7 +33,7 @@ void NodeStages::copyIn(const plan::Chunk& c) {
   b_.stage("copy in");
   waitRails(b_, kSummed, c.index + 1 - kContributionSlots);
   for (int rail = 0; rail < t_.numRails(); ++rail) {
-    if (rail == me) continue;  // I sum it myself, from where it is
+    if (rail == me) continue;  // sum() reads my own share from the input
     const plan::Range theirs = c.share(rail, t_.numRails());
     b_.copy({b_.slot(contributions_, me, c.index, theirs.offset - c.offset)}, b_.in(theirs.offset),
             theirs.length);

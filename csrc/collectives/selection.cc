@@ -143,8 +143,8 @@ const Row& rowCalled(Collective collective, std::string_view name, const std::st
   for (const Row& row : kTable) {
     if (row.collective == collective && name == row.choice.name) return row;
   }
-  raise(ErrorKind::Usage, "{}: {} knows no \"{}\", only {}", where, toString(collective), name,
-        namesOf(collective));
+  raise(ErrorKind::Usage, "{}: {} has no algorithm \"{}\", only {}", where, toString(collective),
+        name, namesOf(collective));
 }
 
 // The row of the table that the tuning file names for this request. Null if it names none that can serve it, or
@@ -212,8 +212,8 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
       able += (able.empty() ? "" : ", ") + std::string(row.choice.name);
     }
     raise(ErrorKind::Usage,
-          "{} names none for {} of {} bytes in {} buffers on {} node(s); add one of {}", where,
-          toString(shape.collective), shape.bytes, shape.shared ? "shared" : "private",
+          "{} names no algorithm for {} of {} bytes in {} buffers on {} node(s); add one of {}",
+          where, toString(shape.collective), shape.bytes, shape.shared ? "shared" : "private",
           t.numNodes(), able);
   }
   if (const Row* row = measuredBest(tuning, t, limits, shape)) return row->choice;

@@ -81,16 +81,16 @@ TuningRow parseRow(const std::vector<std::string_view>& fields, const std::strin
   }
   TuningRow row;
   const auto collective = collectiveCalled(fields[0]);
-  if (!collective) raise(ErrorKind::Usage, "{}: \"{}\" is no collective", where, fields[0]);
+  if (!collective) raise(ErrorKind::Usage, "{}: \"{}\" is not a collective", where, fields[0]);
   row.collective = *collective;
   row.ranksOfNodes = parseLayout(fields[1]);
   if (row.ranksOfNodes.empty()) {
-    raise(ErrorKind::Usage, "{}: \"{}\" is no layout of ranks; write it like 2x4 or 3+1", where,
+    raise(ErrorKind::Usage, "{}: \"{}\" is not a layout of ranks; write it like 2x4 or 3+1", where,
           fields[1]);
   }
   const std::string_view memory = fields[2];
   if (memory != "private" && memory != "shared" && memory != "any") {
-    raise(ErrorKind::Usage, "{}: \"{}\" is no kind of memory; use private, shared or any", where,
+    raise(ErrorKind::Usage, "{}: \"{}\" is not a kind of memory; use private, shared or any", where,
           memory);
   }
   if (memory != "any" && row.ranksOfNodes.size() > 1) {
@@ -102,7 +102,7 @@ TuningRow parseRow(const std::vector<std::string_view>& fields, const std::strin
   row.whenShared = memory != "private";
   const auto bytes = fields[3] == "max" ? std::numeric_limits<int64_t>::max() : number(fields[3]);
   if (!bytes) {
-    raise(ErrorKind::Usage, "{}: \"{}\" is no number of bytes; write digits only, or max", where,
+    raise(ErrorKind::Usage, "{}: \"{}\" is not a number of bytes; write digits only, or max", where,
           fields[3]);
   }
   row.maxBytes = *bytes;
@@ -113,7 +113,8 @@ TuningRow parseRow(const std::vector<std::string_view>& fields, const std::strin
     std::string names;
     for (const std::string& name : known) names += name + ", ";
     names += kBuiltIn;
-    raise(ErrorKind::Usage, "{}: {} knows no \"{}\", only {}", where, fields[0], fields[4], names);
+    raise(ErrorKind::Usage, "{}: {} has no algorithm \"{}\", only {}", where, fields[0], fields[4],
+          names);
   }
   return row;
 }
@@ -161,7 +162,7 @@ Tuning Tuning::read(const std::string& path) {
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<size_t>(file.gcount()));
   if (text.size() > kMaxFileBytes) {
-    raise(ErrorKind::Usage, "SMDDP_TUNING_FILE={}: more than {} bytes are no tuning file", path,
+    raise(ErrorKind::Usage, "SMDDP_TUNING_FILE={}: more than {} bytes are not a tuning file", path,
           kMaxFileBytes);
   }
   // A folder can be opened, but not read.

@@ -38,7 +38,7 @@ void parse(const char* name, const std::string& text, bool& value, const Allowed
     value = false;
   } else {
     raise(ErrorKind::Usage,
-          "{}={} is no switch; use 1, true or on, or 0, false or off, for example {}={:d}", name,
+          "{}={} is not a switch; use 1, true or on, or 0, false or off, for example {}={:d}", name,
           text, name, value);
   }
 }

@@ -18,7 +18,7 @@ LogLevel parseLevel(const std::string& text) {
   for (size_t i = 0; i < kNames.size(); ++i) {
     if (text == kNames[i]) return static_cast<LogLevel>(i);
   }
-  raise(ErrorKind::Internal, "{} is no log level", text);
+  raise(ErrorKind::Internal, "{} is not a log level", text);
 }
 
 }  // namespace

@@ -50,8 +50,8 @@ struct Chunk {
   int64_t offset = 0;  // in the vector
   int64_t length = 0;
   int64_t fullLength = 0;
-  // My part of the chunk; offsets are in the vector. The tail is cut where a full chunk would be, because
-  // what its shares overwrite was laid out by full chunks.
+  // Part i of the chunk, with offsets in the vector. A shorter last chunk is cut where a full chunk would be cut,
+  // because its shares go to slots that are laid out for full chunks.
   Range share(int i, int parts) const {
     return plan::share({offset, fullLength}, i, parts, length);
   }

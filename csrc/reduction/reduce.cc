@@ -18,7 +18,7 @@ Kernel kernelAt(const KernelTable& kernels, DataType type, ReduceOp op) {
 
 void check(std::span<const void* const> srcs, DataType type, ReduceOp op, const Scale& scale) {
   if (!supports(type, op))
-    raise(ErrorKind::Usage, "{} of {} has no meaning; use SUM, or another type", toString(op),
+    raise(ErrorKind::Usage, "{} of {} is not supported; use SUM, or another type", toString(op),
           toString(type));
   SMDDP_CHECK(!srcs.empty(), "{} of no sources", toString(op));
   SMDDP_CHECK(!scale.pre || op == ReduceOp::PREMUL_SUM, "a factor with {}", toString(op));
@@ -100,7 +100,7 @@ SimdLevel parseSimdLevel(std::string_view wanted) {
             wanted, wanted, toString(bestLevel()));
     return level;
   }
-  raise(ErrorKind::Internal, "{} is no level", wanted);
+  raise(ErrorKind::Internal, "{} is not a level", wanted);
 }
 
 SimdLevel simdLevel() {

@@ -88,7 +88,8 @@ const PutHeader& ReceiveChannel::header(uint64_t number) const {
   if (header.magic != kPutMagic || header.group != key_.group || header.number != number ||
       header.length > static_cast<uint64_t>(slotBytes_)) {
     raise(ErrorKind::Transport,
-          "{}: what arrived as message {} is not it (magic {:08x}, group {:x}, number {}, {} bytes "
+          "{}: the slot of message {} holds another one (magic {:08x}, group {:x}, number {}, {} "
+          "bytes "
           "for slots of {}). The network or a different smddp version on rank {} damaged it.",
           toString(key_), number, header.magic, header.group, header.number, header.length,
           slotBytes_, key_.source);

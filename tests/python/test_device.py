@@ -619,7 +619,7 @@ def test_what_is_sent_from_device_memory() -> None:
     ("env", "part", "why"),
     [
         ({"SMDDP_PROVIDER": "tcp"}, None, "does not reach memory of devices"),
-        ({"SMDDP_FABRIC_RMA": "0"}, None, "there are no remote writes by libfabric's provider shm"),
+        ({"SMDDP_FABRIC_RMA": "0"}, None, "there are no remote writes with libfabric's provider shm"),
         ({}, "/nowhere/libsmddp_cuda.so", "the CUDA part cannot be loaded"),
     ],
 )

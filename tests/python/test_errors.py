@@ -276,7 +276,7 @@ def _bad_setting() -> str:
         ("SMDDP_STAGING_STORES", "fast", "expects auto, ordinary or streaming"),
         ("SMDDP_GPU_PATH", "ncc", "expects auto, host, nccl, ipc or rails"),
         ("SMDDP_GPU_SUM", "auto,", "expects auto, cpu or gpu"),
-        ("SMDDP_ALGORITHM", "allreduce=rign", 'allreduce knows no "rign", only one_shot'),
+        ("SMDDP_ALGORITHM", "allreduce=rign", 'allreduce has no algorithm "rign", only one_shot'),
         ("SMDDP_ALGORITHM", "rign", '"rign" is not a collective; write collective=name'),
     ],
 )

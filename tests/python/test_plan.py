@@ -105,8 +105,8 @@ def test_check_proves(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("print reduction 8", '"reduction" is no collective'),
-        ("print allreduce 8 --algorithm tree", 'knows no "tree"'),
+        ("print reduction 8", '"reduction" is not a collective'),
+        ("print allreduce 8 --algorithm tree", 'has no algorithm "tree"'),
         ("print allreduce 8 --rank 2", "--rank 2 is not one of the ranks 0 to 1"),
         ("check broadcast 8 --root -1", "--root -1 is not one of the ranks 0 to 1"),
     ],

@@ -177,7 +177,7 @@ def test_bad_file_ends_init_with_its_line(tmp_path: Path) -> None:
     file.write_text("smddp-tuning 1\nallreduce 1x2 any 8 rign\n")
     for failure in ranks.check_ranks(_fail, "2", [str(file)] * 2):
         assert failure.kind == "ValueError"
-        assert f'{file}:2: allreduce knows no "rign", only one_shot' in failure.text
+        assert f'{file}:2: allreduce has no algorithm "rign", only one_shot' in failure.text
 
 
 def test_file_for_another_layout_is_said_once(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_group_options_have_to_agree() -> None:
     for _, failure in ranks.check_ranks(_group_of_its_own, "2", ["allreduce=nothing"] * 2):
         assert failure is not None
         assert failure.kind == "ValueError"
-        assert 'algorithm=allreduce=nothing: allreduce knows no "nothing"' in failure.text
+        assert 'algorithm=allreduce=nothing: allreduce has no algorithm "nothing"' in failure.text
 
 
 def _reduce_twice(async_op: bool) -> list[Failure]:

@@ -206,7 +206,7 @@ void Endpoint::readError(Completions& handler) {
   // A failed receive names no peer. Neither does a remote write that was cut off, or an internal operation of the
   // provider. A closed connection may cause some such failures. If they do not end, the endpoint is broken.
   SMDDP_LOG(Debug, kTag, "{} failed: {}",
-            operation != nullptr ? "a posted receive" : "what a peer wrote", cause);
+            operation != nullptr ? "a posted receive" : "an operation without a peer", cause);
   if (++failures_ > kMaxFailures) raise(ErrorKind::Transport, "receives keep failing: {}", cause);
   if (operation != nullptr) unposted_.push_back(operation);
 }

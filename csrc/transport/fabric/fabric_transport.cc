@@ -23,7 +23,7 @@ constexpr size_t kMaxHalves = 1 << 20;
 
 // Keeps an endpoint until the process ends, if its close would block until a peer has taken everything.
 void keepOpen(std::unique_ptr<Endpoint> endpoint) {
-  SMDDP_LOG(Debug, kTag, "an endpoint stays open: what was sent is not taken");
+  SMDDP_LOG(Debug, kTag, "an endpoint stays open: a peer does not take what was sent");
   static std::mutex mutex;
   static auto* const kept = new std::vector<std::unique_ptr<Endpoint>>;
   const std::lock_guard lock(mutex);
@@ -54,7 +54,8 @@ bool FabricTransport::addSource(std::span<std::byte> memory) {
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::Resource) throw;
     registersSources_ = false;
-    SMDDP_LOG(Warn, kTag, "what is sent is copied once more from now on: {}", error.what());
+    SMDDP_LOG(Warn, kTag, "from now on sends are copied to registered memory first: {}",
+              error.what());
     return false;
   }
 }
@@ -66,7 +67,8 @@ std::string FabricTransport::addDeviceSource(const DeviceMemory& memory) {
                        provider.provider);
   }
   if (endpoint_->protocol() != Protocol::Write) {
-    return fmt::format("there are no remote writes by libfabric's provider {}", provider.provider);
+    return fmt::format("there are no remote writes with libfabric's provider {}",
+                       provider.provider);
   }
   endpoint_->registry().addDevice(memory);
   return "";
@@ -221,7 +223,7 @@ void FabricTransport::onRemoteWrite(uint32_t immediate) {
   if ((immediate & kTwoWrites) != 0) {
     if (halfArrived_.insert(immediate).second) {
       if (halfArrived_.size() > kMaxHalves) {
-        raise(ErrorKind::Transport, "some peer writes halves of messages without end");
+        raise(ErrorKind::Transport, "some peer leaves too many messages half written");
       }
       return;
     }
@@ -292,7 +294,7 @@ size_t FabricTransport::poll(Sink& sink) {
   inbox_.deliverIntroduced(sink);
   size_t events = endpoint_->poll(*this);
   for (const PeerId peer : inbox_.takeOverflowed())
-    fail(peer, "it sent more control messages than anybody may have under way");
+    fail(peer, "it sent more control messages than a rank may have in flight");
   if (!queued_.empty()) pumpAll();
   events += reportFailures();
   sink_ = nullptr;
@@ -332,7 +334,7 @@ void FabricTransport::onReceived(Bytes message) {
     if (const auto fragment = readStruct<FragmentHeader>(message))
       return receiveFragment(*fragment, message.subspan(sizeof(*fragment)));
   }
-  SMDDP_LOG(Debug, kTag, "dropped {} bytes that are no message of ours", message.size());
+  SMDDP_LOG(Debug, kTag, "dropped {} bytes that are not a message of smddp", message.size());
 }
 
 void FabricTransport::receiveFragment(const FragmentHeader& fragment, Bytes bytes) {
@@ -365,7 +367,7 @@ std::string FabricTransport::describe() const {
   return fmt::format(
       "libfabric {}.{}, {}, {}", FI_MAJOR(version), FI_MINOR(version),
       fabric::describe(endpoint_->provider(), endpoint_->protocol(), why_),
-      endpoint_->waitDescriptor() >= 0 ? "waits on a descriptor" : "waits by looking");
+      endpoint_->waitDescriptor() >= 0 ? "waits on a descriptor" : "waits by polling");
 }
 
 }  // namespace smddp::transport::fabric

@@ -160,7 +160,7 @@ std::string explain(const ProviderInfo& info, const Options& options, int rank) 
   else if (!info.interface.empty() && rank <= 1)
     why += ", interface that routes to MASTER_ADDR";
   else if (!info.interface.empty())
-    why += ", first interface that is no bridge or loopback when there is another";
+    why += ", first interface, bridges and loopback last";
   for (int i = 0; i < info.relaxed; ++i) why += fmt::format(", without {}", kRelaxations[i]);
   return why;
 }

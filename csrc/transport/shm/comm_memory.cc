@@ -136,7 +136,8 @@ void CommMemory::free(void* block) {
   SMDDP_CHECK(found != chunks_.end(), "{} is not communication memory", block);
   Chunk& chunk = found->second;
   const auto entry = chunk.blocks.find(reinterpret_cast<uintptr_t>(block) - found->first);
-  SMDDP_CHECK(entry != chunk.blocks.end(), "{} is no block of communication memory in use", block);
+  SMDDP_CHECK(entry != chunk.blocks.end(), "{} is not a block of communication memory in use",
+              block);
   if (chunk.arena) chunk.arena->free(entry->first, entry->second);
   chunk.blocks.erase(entry);
   // An empty arena may stay, too, but is not in cached_: takeFromArena() finds it in chunks_.

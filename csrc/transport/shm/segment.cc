@@ -194,8 +194,9 @@ std::shared_ptr<Segment> Segment::attach(const SegmentAddress& address) {
   if (auto known = registry().find(address.nonce)) return known;
   // Check the size first: it comes from another process, and the sum below must not overflow.
   if (address.bytes == 0 || address.bytes >= uint64_t{1} << 46 || address.bytes % kPage != 0) {
-    raise(ErrorKind::Transport, "process {} published shared memory of {} bytes, which cannot be",
-          address.pid, address.bytes);
+    raise(ErrorKind::Transport,
+          "process {} published shared memory of {} bytes, which is impossible", address.pid,
+          address.bytes);
   }
   const size_t bytes = address.bytes + kHeaderPage;
   const FileDescriptor fd = openMemoryOf(address);

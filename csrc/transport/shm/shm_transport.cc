@@ -277,7 +277,7 @@ std::string ShmTransport::goneBecause(Peer& peer) const {
   const ProcessPage& page = peer.mate->page();
   if (running && page.ringsGeneration.load(std::memory_order_acquire) == peer.address.generation)
     return {};
-  return running ? "it has shut smddp down, as a process does that ends" : describeLife(*peer.mate);
+  return running ? "it has shut smddp down; its process may have ended" : describeLife(*peer.mate);
 }
 
 // Closes the ring on which we send. From here on it belongs to the receiver, which may give it to another sender.

@@ -11,7 +11,7 @@ StagingStores parseStagingStores(std::string_view text) {
   if (text == "auto") return StagingStores::Auto;
   if (text == "ordinary") return StagingStores::Ordinary;
   if (text == "streaming") return StagingStores::Streaming;
-  raise(ErrorKind::Internal, "{} is no kind of stores", text);
+  raise(ErrorKind::Internal, "{} is not a kind of stores", text);
 }
 
 StagingStores stagingStores() {

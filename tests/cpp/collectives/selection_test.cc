@@ -213,7 +213,7 @@ TEST(Selection, ChecksOverridesBeforeThereIsARequest) {
 TEST(Selection, RefusesAnOverrideThatCannotServe) {
   const std::string text =
       refusal(kTwoNodes, shapeOf(Collective::AllReduce, 8), "allreduce=two_phase");
-  EXPECT_THAT(text, HasSubstr("SMDDP_ALGORITHM=allreduce=two_phase names none"));
+  EXPECT_THAT(text, HasSubstr("SMDDP_ALGORITHM=allreduce=two_phase names no algorithm"));
   EXPECT_THAT(text, HasSubstr("2 node"));
   EXPECT_THAT(text, HasSubstr("add one of recursive_doubling, halving_doubling, direct, ring"));
   EXPECT_THAT(refusal(kOneNode, shapeOf(Collective::AllReduce, 8), "allreduce=zero_copy"),

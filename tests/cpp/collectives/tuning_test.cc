@@ -99,21 +99,22 @@ TEST(Tuning, SaysWhichLineIsWrong) {
   EXPECT_THAT(row("allreduce 1x2 any 8"), HasSubstr("t.txt:3: a row has 5 fields, not 4"));
   EXPECT_THAT(row("allreduce 1x2 any 8 ring ring"), HasSubstr("not 6"));
   EXPECT_THAT(row("allredcue 1x2 any 8 ring"),
-              HasSubstr("t.txt:3: \"allredcue\" is no collective"));
+              HasSubstr("t.txt:3: \"allredcue\" is not a collective"));
   for (const char* layout : {"2y2", "0x2", "2x0", "x", "2x", "1+", "+", "1+0", "-1x2", "2x2x2",
                              "99999999999999999999x1", "65537x1", "1x4097", "1e3"}) {
     EXPECT_THAT(row(fmt::format("allreduce {} any 8 ring", layout)),
-                HasSubstr("is no layout of ranks"))
+                HasSubstr("is not a layout of ranks"))
         << layout;
   }
-  EXPECT_THAT(row("allreduce 1x2 here 8 ring"), HasSubstr("is no kind of memory"));
+  EXPECT_THAT(row("allreduce 1x2 here 8 ring"), HasSubstr("is not a kind of memory"));
   EXPECT_THAT(row("allreduce 2x2 shared 8 ring"), HasSubstr("must not depend on memory"));
   for (const char* bytes : {"-1", "8k", "", "9223372036854775808", "0x8", "maximum"}) {
     EXPECT_THAT(row(fmt::format("allreduce 1x2 any \x22{}\x22 ring", bytes)),
-                HasSubstr("is no number of bytes"))
+                HasSubstr("is not a number of bytes"))
         << bytes;
   }
-  EXPECT_THAT(row("allreduce 1x2 any 8 rign"), HasSubstr("t.txt:3: allreduce knows no \"rign\""));
+  EXPECT_THAT(row("allreduce 1x2 any 8 rign"),
+              HasSubstr("t.txt:3: allreduce has no algorithm \"rign\""));
   EXPECT_THAT(row("broadcast 1x2 any 8 ring"), HasSubstr("only shared_memory, chain, built_in"));
 }
 
@@ -166,7 +167,7 @@ TEST(Tuning, ReadsFilesAndSaysWhatIsWrongWithThem) {
   EXPECT_THAT(failure((folder / "absent").string()), HasSubstr("cannot be opened"));
   EXPECT_THAT(failure(folder.string()), HasSubstr("cannot be read"));
   EXPECT_THAT(failure(write("large", std::string(2 << 20, '\n'))),
-              HasSubstr("bytes are no tuning"));
+              HasSubstr("bytes are not a tuning"));
   EXPECT_THAT(failure(write("bad", "smddp-tuning 1\nx")), HasSubstr("bad:2: "));
   std::filesystem::remove_all(folder);
 }

@@ -51,7 +51,7 @@ struct Player {
       if (first) turn(random, over ? kOver : round);
       if (over) break;
       // Spin for a while, as the engine does. So a side often falls asleep at the moment when the other one rings.
-      for (uint32_t looks = logUniform(random, 14); looks > 0; --looks) {
+      for (uint32_t spins = logUniform(random, 14); spins > 0; --spins) {
         if (theirs->load(std::memory_order_acquire) >= round) break;
       }
       // After a lost wake-up it sleeps for the whole time. The limit bounds the duration of a failing test.
@@ -161,10 +161,10 @@ TEST(Doorbell, SleeperSeesTheFlagOrIsRung) {
   alignas(64) std::atomic<uint32_t> started{0};
   alignas(64) std::atomic<uint32_t> finished{0};
   const auto await = [&](const std::atomic<uint32_t>& counter, uint32_t value) {
-    for (uint32_t looks = 0; counter.load(std::memory_order_acquire) < value; ++looks) {
+    for (uint32_t spins = 0; counter.load(std::memory_order_acquire) < value; ++spins) {
       // Take the cache line from the other core, so that its next store to the line is delayed.
       slab->page().sleep.load(std::memory_order_relaxed);
-      if (looks > 1000) std::this_thread::yield();  // more threads than cores
+      if (spins > 1000) std::this_thread::yield();  // more threads than cores
     }
   };
   std::thread waker([&] {
