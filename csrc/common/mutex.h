@@ -1,5 +1,5 @@
-// std::mutex and its companions as clang's thread-safety analysis knows them (thread_annotations.h): those of libstdc++
-// have no annotations.
+// std::mutex, its lock and its condition variable, with annotations for clang's thread-safety analysis
+// (thread_annotations.h). Those of libstdc++ have none.
 #pragma once
 
 #include <chrono>
@@ -20,7 +20,7 @@ class SMDDP_CAPABILITY("mutex") Mutex {
   std::mutex mutex_;
 };
 
-// Holds a mutex in its scope, but for what lies between unlock() and lock().
+// Holds a mutex in its scope, except between unlock() and lock().
 class SMDDP_SCOPED_CAPABILITY MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) SMDDP_ACQUIRE(mutex) : lock_(mutex.mutex_) {}
@@ -35,14 +35,14 @@ class SMDDP_SCOPED_CAPABILITY MutexLock {
   std::unique_lock<std::mutex> lock_;
 };
 
-// Without predicates, which as lambdas could not touch what the mutex guards:
+// Its waits take no predicate, because a lambda could not touch fields that the mutex guards. Write a loop:
 //   while (!ready_) changed_.wait(lock);
 class ConditionVariable {
  public:
   void notifyOne() { changed_.notify_one(); }
   void notifyAll() { changed_.notify_all(); }
   void wait(MutexLock& lock) { changed_.wait(lock.lock_); }
-  // At most so long, or until then.
+  // Wait at most for this duration, or until this time.
   void waitFor(MutexLock& lock, std::chrono::nanoseconds time) {
     changed_.wait_for(lock.lock_, time);
   }

@@ -1,7 +1,7 @@
-// Ownership of an object and of all below it, which one thread at a time holds: a lock that nobody waits for.
+// Ownership of an object and of all that belongs to it. One thread at a time holds it: a lock for which nobody waits.
 //
-// An engine has one. Whoever holds it runs the engine and may touch its groups, channels, transports and peers; these
-// have no locks. Who does not get it leaves his request to the owner instead (docs/threads.md).
+// Each engine has one. The thread that holds it runs the engine and may touch its groups, channels, transports and
+// peers, which have no locks. A thread that does not get it leaves its request to the owner (docs/threads.md).
 //
 // How to use it in a class that only the owner touches:
 //   * keep a reference to the Ownership, or to an object that has one (Process::ownership());
@@ -32,7 +32,7 @@ class SMDDP_CAPABILITY("ownership") Ownership {
   Ownership(const Ownership&) = delete;
   Ownership& operator=(const Ownership&) = delete;
 
-  // What the last owner did is visible to the next one. Looks first, because a failed exchange takes the cache line.
+  // The new owner sees all stores of the last one. Loads first, because a failed exchange takes the cache line.
   bool tryAcquire() SMDDP_TRY_ACQUIRE(true) {
     if (taken_.load(std::memory_order_relaxed) || taken_.exchange(true, std::memory_order_acquire))
       return false;
@@ -41,8 +41,8 @@ class SMDDP_CAPABILITY("ownership") Ownership {
 #endif
     return true;
   }
-  // Sequentially consistent: who lets go looks afterwards whether anybody waits or has left a request, and who waits or
-  // leaves one looks afterwards whether anybody is the owner. One of the two sees the other.
+  // Sequentially consistent: after the release the last owner checks for waiters and requests; a thread that waits or
+  // leaves a request then checks for an owner. One of the two sees the other.
   void release() SMDDP_RELEASE() {
 #if SMDDP_CHECK_OWNERSHIP
     assertOwned();
@@ -50,7 +50,7 @@ class SMDDP_CAPABILITY("ownership") Ownership {
 #endif
     taken_.store(false);
   }
-  // By any thread; true of the next moment only for the owner.
+  // Any thread may call it. Only for the owner does the answer stay valid.
   bool isTaken() const { return taken_.load(); }
 
 #if SMDDP_CHECK_OWNERSHIP
@@ -58,7 +58,7 @@ class SMDDP_CAPABILITY("ownership") Ownership {
                    const char* function = __builtin_FUNCTION()) const
       SMDDP_ASSERT_CAPABILITY(this) {
     if (owner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) return;
-    // Not an exception: those of operations are caught, and end only the operation.
+    // Not an exception: exceptions in operations are caught, and end the operation only.
     std::fprintf(stderr, "smddp: %s:%d: %s() runs on a thread that does not own the engine\n", file,
                  line, function);
     std::abort();

@@ -1,4 +1,4 @@
-// All that is read from the store: introductions, probe reports, addresses, seals, and the keys of a meeting.
+// Fuzzes everything that is read from the store: introductions, probe reports, addresses, seals, the keys of a meeting.
 #include <cstdlib>
 #include <string>
 #include <string_view>
@@ -15,7 +15,7 @@ using namespace smddp;
 using namespace smddp::bootstrap;
 using fuzz::Script;
 
-// Says what the input says, whatever it is asked.
+// Answers every call with bytes of the input.
 class HostileStore final : public Store {
  public:
   explicit HostileStore(Script& script) : script_(script) {}
@@ -32,7 +32,7 @@ class HostileStore final : public Store {
   Script& script_;
 };
 
-// What the parsers let through can be used and written again.
+// An accepted introduction must be usable, and must be serialised without an error.
 void introductions(Script& script) {
   const auto blob = script.rest();
   const Introduction parsed = parseIntroduction(blob, 1);
@@ -86,7 +86,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       default: meeting(script);
     }
   } catch (const Error& error) {
-    // A peer may say that something has gone wrong inside it; then it is named.
+    // A peer may report an internal error of its own; then the text names it.
     const bool ofPeer =
         std::string_view(error.what()).find(") cannot take part: ") != std::string_view::npos;
     if (error.kind() == ErrorKind::Internal && !ofPeer) std::abort();

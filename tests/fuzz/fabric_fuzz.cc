@@ -1,4 +1,4 @@
-// What comes from the fabric before it is a message of the channels: addresses, order, pieces of puts.
+// Fuzzes what comes from the fabric before the channels see it: addresses, the order of messages, fragments of puts.
 #include <cstdlib>
 #include <vector>
 
@@ -39,7 +39,7 @@ void order(Script& script) {
     const uint64_t sender = what / 8 % 4;
     switch (what % 4) {
       case 0:
-        // A sender is introduced once.
+        // Each sender is introduced once.
         if (peers <= 3) inbox.introduce(static_cast<uint64_t>(peers), peers), ++peers;
         break;
       case 1: inbox.deliverIntroduced(sink); break;
@@ -53,7 +53,7 @@ void order(Script& script) {
 void puts(Script& script) {
   fid_domain unused{};
   Registry registry{unused, nullptr, /*mrMode=*/0, /*remote=*/false};
-  // Guarded by the sanitizer on both sides.
+  // The sanitizer guards it on both sides.
   std::vector<std::byte> memory(1000);
   const RemoteKey key = registry.add(memory);
   Reassembly reassembly(registry);

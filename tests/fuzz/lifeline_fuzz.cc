@@ -1,4 +1,4 @@
-// Strangers at the door of the lifelines: what they send, in which pieces, and when they hang up.
+// Fuzzes connections to a lifeline: the bytes that they send, in which pieces, and when they close.
 #include <fcntl.h>
 #include <sys/socket.h>
 
@@ -22,7 +22,7 @@ ProcessId process(uint8_t number) {
 
 FileDescriptor visit(const Endpoint& endpoint) {
   FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  // Closed by a reset, so that thousands of connections a second leave no ports in use behind.
+  // Closes with a reset, so that thousands of connections a second leave no ports in use.
   const linger none{1, 0};
   ::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &none, sizeof none);
   if (::connect(socket.get(), endpoint.address(), endpoint.size()) != 0) return {};
@@ -51,7 +51,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         if (visitors.size() < 8) visitors.push_back(visit(endpoint));
         break;
       case 1:
-        // Those with smaller numbers are expected to call.
+        // Processes with smaller numbers must connect to us.
         line.connect(serialise(LifelineAddress{endpoint, process(1 + what / 8)}), "a peer");
         introduced = std::min<size_t>(introduced + 1, 32);
         break;

@@ -1,4 +1,4 @@
-// Messages between two ranks whose other end says anything at any time.
+// Fuzzes messages between two ranks: the other end may send anything at any time.
 #include <cstdlib>
 #include <memory>
 #include <vector>
@@ -19,7 +19,7 @@ using transport::Bytes;
 constexpr uint64_t kGroup = 1;
 constexpr int64_t kMessageBytes = 64, kWindow = 4;
 
-// Takes all that is sent, delivers nothing by itself.
+// Accepts everything that is sent, and delivers nothing by itself.
 class Wire final : public transport::Transport {
  public:
   std::vector<std::byte> address() const override { return {}; }
@@ -38,7 +38,7 @@ class Wire final : public transport::Transport {
     return done.size();
   }
   std::string describe() const override { return "fuzzer"; }
-  // What the next poll() delivers.
+  // Sets what the next poll() delivers.
   void deliver(std::function<void(transport::Sink&)> event) { next_ = std::move(event); }
 
  private:
@@ -61,7 +61,7 @@ class Peer final : public Matcher::Host, public transport::ControlSink {
   void onControl(transport::PeerId, Bytes message) override { (void)matcher.onControl(1, message); }
   void onPeerFailed(transport::PeerId, const std::string&) override {}
 
-  bool full = false;  // Has the transport no room?
+  bool full = false;  // the transport has no room
   Wire wire;
   transport::ChannelTable table{wire, *this};
   std::vector<std::byte> window =
@@ -71,7 +71,7 @@ class Peer final : public Matcher::Host, public transport::ControlSink {
 
 void play(Script& script, Peer& peer, std::vector<std::vector<std::byte>>& buffers) {
   const uint8_t what = script.byte();
-  // What a rank says it is in.
+  // The call that a rank claims to be in.
   if (what == 255) (void)describe(script.number<transport::CallFingerprint>());
   switch (what % 8) {
     case 0:
@@ -94,7 +94,7 @@ void play(Script& script, Peer& peer, std::vector<std::vector<std::byte>>& buffe
       peer.matcher.advance();
       break;
     case 3: {
-      // Straight into the memory that it was granted.
+      // Write directly to the memory that was granted.
       const auto bytes = script.piece();
       const size_t at = script.number<uint16_t>() % peer.window.size();
       std::copy_n(bytes.begin(), std::min(bytes.size(), peer.window.size() - at),
@@ -118,7 +118,7 @@ void play(Script& script, Peer& peer, std::vector<std::vector<std::byte>>& buffe
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Script script(data, size);
   std::vector<std::vector<std::byte>> buffers;
-  // Pieces of the buffers are kept by those who wait.
+  // Waiting messages refer to the buffers, so these must not move.
   buffers.reserve(size + 1);
   Peer peer;
   try {

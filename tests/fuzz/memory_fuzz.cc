@@ -1,4 +1,4 @@
-// A mate that writes anything into the memory that it shares with us: rings, its control page, where its tensors lie.
+// Fuzzes shared memory: a mate writes anything into rings, its control page, and the locations of its tensors.
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -28,13 +28,13 @@ struct Nobody final : Sink {
   }
 };
 
-// Two processes in one: we, and the mate whose part the input plays.
+// Two processes in one: ours, and the mate, whose writes the input determines.
 struct Node {
   std::shared_ptr<Slab> ours = Slab::create(Slab::kLeastReserve);
   std::shared_ptr<Slab> mates = Slab::create(Slab::kLeastReserve);
 };
 
-// One for all inputs: making it takes longer than playing.
+// One node for all inputs, because to make one takes longer than to run an input.
 Node& theNode() {
   static auto* const node = new Node;
   return *node;
@@ -54,8 +54,8 @@ void writeInto(Script& script, Ring& ring) {
   ring.copyIn(script.number<uint16_t>(), bytes);
 }
 
-// What the mate may reach in our memory and what we read in its. Where its process is, is not played with:
-// files of other processes would be opened.
+// Changes everything that the mate can write in our memory, and what we read in its memory. It leaves the mate's pid
+// and descriptors alone, because with other values files of other processes would be opened.
 void play(Script& script, Ring& incoming, Ring& outgoing, Node& node) {
   ProcessPage& page = node.mates->page();
   switch (script.byte() % 9) {
@@ -114,7 +114,7 @@ void run(Script& script) {
     (void)we.poll(sink);
     (void)describeLife(*Mate::attach(node->mates->address()));
   }
-  // As it was, for the next input.
+  // Restore the state for the next input.
   for (Slab* slab : {node->ours.get(), node->mates.get()}) {
     ProcessPage& page = slab->page();
     page.life.store(Life::Running);

@@ -1,4 +1,4 @@
-// A fuzzer's input, read as what an enemy does one after the other.
+// Reads a fuzzer's input as a sequence of actions.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ class Script {
 
   bool done() const { return left_.empty(); }
   uint8_t byte() { return number<uint8_t>(); }
-  // Zeros stand for what is not there any more.
+  // After the end of the input the value is zero.
   template <typename T>
   T number() {
     T value{};
@@ -23,13 +23,13 @@ class Script {
     if (!bytes.empty()) std::memcpy(&value, bytes.data(), bytes.size());
     return value;
   }
-  // Fewer at the end.
+  // Returns fewer bytes at the end of the input.
   std::span<const std::byte> take(size_t count) {
     const auto result = left_.first(std::min(count, left_.size()));
     left_ = left_.subspan(result.size());
     return result;
   }
-  // A byte says how many.
+  // The first byte is the length.
   std::span<const std::byte> piece() { return take(byte()); }
   std::span<const std::byte> rest() { return take(left_.size()); }
 

@@ -1,4 +1,4 @@
-// Writes what the fuzzers begin with, made by the code itself, so that it is never of an old version:
+// Writes the initial corpus of the fuzzers. The code itself makes it, so that it always has the present version:
 //   fuzz_seeds <folder>   makes <folder>/<fuzzer>/<name>
 #include <filesystem>
 #include <fstream>
@@ -59,7 +59,7 @@ void bootstrapSeeds() {
     meeting.insert(meeting.end(), value.begin(), value.end());
   }
   write("bootstrap_fuzz", "meeting", meeting);
-  // Introduce number 1; a visitor; the hello; a look; goodbye.
+  // Introduce number 1; a connection; the hello; a poll; the goodbye.
   Blob visit = behind({0, 1, 0, 3, 4, static_cast<int>(kHelloBytes)}, serialise(hello));
   for (const int byte : {3, 4, 1, 0x67, 3}) visit.push_back(static_cast<std::byte>(byte));
   write("lifeline_fuzz", "visit", visit);
@@ -85,7 +85,7 @@ void transportSeeds() {
   write("wire_fuzz", "close", message(close));
   const Blob abort = makeAbort(1, 1, "3a reason");
   write("wire_fuzz", "abort", behind({static_cast<int>(abort.size())}, abort));
-  // A send and a receive, then what the other end says; the matcher's messages have 40 bytes.
+  // A send and a receive, then messages of the other end; the matcher's messages have 40 bytes.
   struct {
     ControlHeader header;
     uint64_t group = 1, id = 1, tag = 0, bytes = 16;

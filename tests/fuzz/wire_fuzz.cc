@@ -1,4 +1,4 @@
-// libFuzzer entry for all that is parsed from a peer: the layouts, and a table that hears them as messages.
+// Fuzzes everything that is parsed from a peer: the layouts, and a channel table that receives them as messages.
 #include <cstdlib>
 #include <exception>
 
@@ -10,7 +10,7 @@ namespace {
 using namespace smddp;
 using namespace smddp::transport;
 
-// Delivers one buffer as control messages and immediate values; accepts everything that is sent.
+// Delivers one buffer as control messages and immediate values. Accepts everything that is sent.
 class Input final : public Transport {
  public:
   explicit Input(Bytes bytes) : bytes_(bytes) {}
@@ -19,7 +19,7 @@ class Input final : public Transport {
   RemoteKey registerMemory(std::span<std::byte>) override { return {}; }
   bool control(PeerId, Bytes) override { return true; }
   bool put(PeerId, const RemoteSlot&, uint32_t, Bytes, Payload, uint64_t) override { return true; }
-  // The first byte says what comes next: a control message of that length, a put or a completion.
+  // The first byte determines the next event: a control message of that length, a put, or a completion.
   size_t poll(Sink& sink) override {
     if (bytes_.empty()) return 0;
     const auto what = static_cast<uint8_t>(bytes_[0]);

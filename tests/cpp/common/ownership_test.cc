@@ -1,4 +1,4 @@
-// Who may hold an ownership, and what happens to those who act without.
+// Tests which thread holds an ownership, and that a call without it ends the process.
 #include "common/ownership.h"
 
 #include <gtest/gtest.h>
