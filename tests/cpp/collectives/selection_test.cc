@@ -205,8 +205,8 @@ TEST(Selection, ChecksOverridesBeforeThereIsARequest) {
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::Usage);
     EXPECT_THAT(error.what(),
-                StrEq("SMDDP_ALGORITHM=allreduce=ring,broadcast=ring: broadcast knows "
-                      "no \"ring\", only shared_memory, chain"));
+                StrEq("SMDDP_ALGORITHM=allreduce=ring,broadcast=ring: broadcast has no "
+                      "algorithm \"ring\", only shared_memory, chain"));
   }
 }
 
