@@ -1,8 +1,8 @@
-"""Activation checkpoints under the names of the original library: `checkpoint`, and of a sequence.
+"""Activation checkpoints, with the names and arguments of the original library.
 
-torch.utils.checkpoint works in a divided model, too. What it keeps differs: around a module that
-lives on another rank only a re-entrant checkpoint frees the activations there, because the first
-run is then one without gradients. These functions choose it where it is possible.
+torch.utils.checkpoint works in a divided model, too. But around a module on another rank, only a
+re-entrant checkpoint frees the activations there: its first run is one without gradients. The
+functions here choose the re-entrant variant where it is possible.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ __all__ = ["checkpoint", "checkpoint_sequential"]
 def checkpoint(
     module: Callable[..., Any], *args: Any, preserve_rng_state: bool = True, **kwargs: Any
 ) -> Any:
-    """Calls a module, and computes its activations again in the backward pass.
+    """Calls a module without keeping its activations; the backward pass computes them again.
 
     Args:
         module: to call.
-        args: its arguments.
+        args: positional arguments, nested values with tensors.
         preserve_rng_state: draw the same random numbers the second time.
-        kwargs: its named arguments.
+        kwargs: named arguments.
+
+    Returns:
+        What the module returns.
     """
     tensors: list[torch.Tensor] = []
     objects: list[Any] = []
@@ -46,7 +49,7 @@ def checkpoint(
     results = torch_checkpoint(
         run,
         *tensors,
-        # It cannot be where no input leads to the parameters.
+        # A re-entrant checkpoint gives parameters gradients only if an input requires one.
         use_reentrant=any(tensor.requires_grad for tensor in tensors),
         preserve_rng_state=preserve_rng_state,
     )
@@ -60,15 +63,21 @@ def checkpoint_sequential(
     preserve_rng_state: bool = True,
     pack_args_as_tuple: bool = False,
 ) -> Any:
-    """Runs the modules of a sequence, with checkpoints.
+    """Runs the modules of a sequence with checkpoints.
 
     Args:
         sequential_module: the sequence.
         input: of the first module.
-        strategy: what one checkpoint comprises: "each" module, "contiguous" for all, or "group_2",
-            "group_3", …
+        strategy: how many modules one checkpoint covers: "each" for one, "contiguous" for all, or
+            "group_2", "group_3", … for so many.
         preserve_rng_state: draw the same random numbers the second time.
-        pack_args_as_tuple: a tuple is one argument of a module, not several.
+        pack_args_as_tuple: pass a tuple to a module as one argument, not as several.
+
+    Returns:
+        What the last module returns.
+
+    Raises:
+        SMPUsageError: the strategy is none of those.
     """
     layers = list(sequential_module)
     for begin in range(0, len(layers), size := _group_size(strategy, len(layers))):
@@ -94,7 +103,7 @@ def _group_size(strategy: str, count: int) -> int:
 
 
 class _Run:
-    """Some modules of a sequence, one after the other. No module: it is no part of the model."""
+    """Runs some modules of a sequence. It is not an nn.Module, because the model has none such."""
 
     def __init__(self, layers: Sequence[nn.Module], packed: bool) -> None:
         self._layers, self._packed = layers, packed

@@ -1,9 +1,12 @@
-"""Checkpoints: `save` and `load` of anything per rank, and whole checkpoints of a training job.
+"""Checkpoints: `save` and `load` for any object of a rank, and checkpoints of a training job.
 
-A file is written under another name, synchronised and renamed, so that a job that dies while it
-saves leaves the previous checkpoint whole. A checkpoint in parts has a manifest with the hash of
-each file; it is written last, and what it does not describe is not loaded. Parts are merged when
-they are loaded, so the numbers of partitions and replicas may have changed.
+A file is written under another name, synchronised and renamed. So a job that dies while it saves
+leaves the previous checkpoint whole. A checkpoint in parts has a manifest with the hash of each
+file. The manifest is written last, and only files that it names are loaded. Parts are merged when
+they are loaded, so the numbers of partitions and replicas may have changed since.
+
+`save`, `load`, `save_checkpoint` and `resume_from_checkpoint` have the arguments and file names of
+the SageMaker Python SDK's documentation.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from smddp.modelparallel.partition.placement import MARKER, Decision
 __all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
 
 _MANIFEST = "manifest.json"
-# Files with the newest tag: of all, and of those with (True) or without (False) parts.
+# Files that hold the newest tag: of all checkpoints; of those in parts (True), in one file (False).
 _NEWEST = "newest"
 _NEWEST_OF_KIND = {True: "newest_in_parts", False: "newest_in_one_file"}
 
@@ -45,16 +48,19 @@ def save(
     v3: bool = False,
     **ignored: Any,
 ) -> None:
-    """Saves an object; with `partial`, each rank its own under a name with its number.
+    """Saves an object; with `partial`, each rank saves its own object under a name of its own.
 
     Args:
-        obj: what torch.save can save.
-        f: the file; a number is appended if partial.
-        partial: every rank saves; otherwise exactly `f` is written by whoever calls.
+        obj: anything that torch.save can save.
+        f: the file; if partial, numbers of the rank are appended to the name.
+        partial: every rank calls it; otherwise the calling rank writes exactly the file `f`.
         pickle_module: as for torch.save.
         pickle_protocol: as for torch.save.
         v3: the name also has the number of the replica.
         ignored: accepted for compatibility.
+
+    Raises:
+        SMPUsageError: f is not a string.
     """
     if not isinstance(f, str):
         raise SMPUsageError(f"smp.save: f must be a str, not {type(f).__name__}")
@@ -70,18 +76,20 @@ def load(
     back_compat: bool = False,
     **pickle_load_args: Any,
 ) -> Any:
-    """Loads what `save` has written; with `partial`, this rank's own.
+    """Loads what `save` has written; with `partial`, the object of this rank.
 
     Args:
         f: as for `save`.
         map_location: as for torch.load.
-        pickle_module: as for torch.load; used only for what is not plain tensors and containers.
+        pickle_module: as for torch.load; used only if a file holds more than tensors and plain
+            containers.
         partial: as for `save`.
-        back_compat: look for the names of versions before 1.10 first, which end in the rank within
-            the model; they are tried in any case.
+        back_compat: try the names of the original's versions before 1.10 first, which end in the
+            rank within the model. They are tried in any case.
         pickle_load_args: as for torch.load.
 
     Raises:
+        ValueError: the file is damaged.
         FileNotFoundError: there is no such file; the text lists the names that were tried.
     """
     names = [f]
@@ -115,15 +123,18 @@ def save_checkpoint(
     Args:
         path: a folder that all ranks see.
         tag: names the checkpoint.
-        partial: each partition saves its part, and the optimizer's, into `{tag}_partial`; otherwise
-            the whole model, and only that, is saved as the file `tag`: as torch.save would, or as
-            safetensors if the tag ends so.
+        partial: each partition saves its parts of model and optimizer into the folder
+            `{tag}_partial`. Otherwise the whole model, without the optimizer, is saved as the file
+            `tag`: as safetensors if the tag ends in that word, else as torch.save does it.
         model: a smp.DistributedModel.
         optimizer: a smp.DistributedOptimizer.
-        user_content: anything that pickles; rank 0's is saved.
+        user_content: anything that pickles; that of rank 0 is saved.
         translate_if_full: accepted; there is nothing to translate without tensor parallelism.
-        num_kept_partial_checkpoints: so many in parts are left, with this one; older ones are
-            deleted.
+        num_kept_partial_checkpoints: keep so many checkpoints in parts, this one included, and
+            delete older ones; None keeps all.
+
+    Raises:
+        SMPUsageError: num_kept_partial_checkpoints is less than 1.
     """
     if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
         raise SMPUsageError("save_checkpoint: num_kept_partial_checkpoints must be at least 1")
@@ -159,13 +170,14 @@ def resume_from_checkpoint(
 
     Args:
         path: the folder.
-        tag: which; the newest if None.
-        partial: saved in parts, by any number of partitions; or as one file, by anybody: of
-            torch.save, of safetensors, or the index (`.index.json`) of several such files.
+        tag: of the checkpoint; the newest one if None.
+        partial: it was saved in parts, by any number of partitions. Otherwise it is one file, of
+            torch.save or safetensors, or the index (`.index.json`) of several such files, no matter
+            which program has written it.
         strict: as for load_state_dict.
-        load_optimizer: the optimizer, too; never from one file.
+        load_optimizer: load the optimizer, too; only from a checkpoint in parts.
         load_sharded_optimizer_state: accepted.
-        translate_function: applied to the entries of one file first.
+        translate_function: applied to the entries of one file before they are loaded.
 
     Returns:
         The user_content; an empty dict if there is none.
@@ -173,6 +185,7 @@ def resume_from_checkpoint(
     Raises:
         FileNotFoundError: there is no such checkpoint, or a part of it is missing.
         ValueError: a file is damaged.
+        SMPUsageError: there is no smp.DistributedModel yet.
     """
     folder = Path(path)
     model, optimizer = state.current_model(), state.current_optimizer()
@@ -201,18 +214,27 @@ def resume_from_checkpoint(
 
 
 def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
-    """Returns the whole model of a checkpoint in parts; needs no job and no `smp.init`.
+    """Returns the state dict of the whole model of a checkpoint in parts.
+
+    It needs neither `smp.init` nor other ranks.
 
     Args:
         path: the folder.
-        tag: which; the newest if None.
+        tag: of the checkpoint; the newest one if None.
+
+    Returns:
+        Tensors of the host by the names of the original model; they are mapped from the files.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint, or a part of it is missing.
+        ValueError: a file is damaged.
     """
     parts = Path(path) / f"{tag or _newest(Path(path), True)}_partial"
     return _merged_model(parts, _manifest(parts))
 
 
 def _newest(folder: Path, partial: bool) -> str:
-    # Who wrote the folder may have known only the first of these files.
+    # Programs that do not know the files by kind have written only `newest`.
     for name in (_NEWEST_OF_KIND[partial], _NEWEST):
         if (folder / name).exists():
             return (folder / name).read_text().strip()
@@ -249,7 +271,7 @@ def _whole(file: Path) -> dict[str, Any]:
 
 
 def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> None:
-    """Writes this rank's part, and on rank 0 the manifest of all."""
+    """Writes the parts of this rank, and on rank 0 the manifest of all parts."""
     folder.mkdir(parents=True, exist_ok=True)
     topology = state.topology
     hashes: dict[str, str] = {}
@@ -275,7 +297,7 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
 
 
 def _pieces(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Returns what this rank saves, by the beginning of the file's name."""
+    """Returns what this rank saves, by the first part of the file's name."""
     pieces = {} if model is None else {"model": model.local_state_dict()}
     if optimizer is not None:
         pieces["optimizer"] = optimizer.local_state_dict()
@@ -330,16 +352,16 @@ def _part(folder: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
 def _delete_old(folder: Path, newest: Path, keep: int) -> None:
     """Deletes the oldest checkpoints in parts, so that `keep` are left with the newest one."""
     complete = [f.parent for f in folder.glob(f"*_partial/{_MANIFEST}")]
-    # Clocks may stand still between two checkpoints, and be set back: the newest one is known.
+    # Times of files may be equal, or a clock may have been set back: so the newest one is given.
     complete.sort(key=lambda old: (old == newest, (old / _MANIFEST).stat().st_mtime_ns))
     for old in complete[: max(0, len(complete) - keep)]:
-        # The manifest first: half a folder is then no checkpoint.
+        # The manifest first: without it, what is left of the folder does not count as a checkpoint.
         (old / _MANIFEST).unlink()
         shutil.rmtree(old)
 
 
 def _user_content(file: Path) -> Any:
-    # Some tools leave an empty file in its place.
+    # Some tools leave an empty file.
     if not file.exists() or file.stat().st_size == 0:
         return {}
     content = read(file, "cpu")

@@ -1,4 +1,7 @@
-"""The safetensors format: a JSON header, then the bytes of the tensors; no code is ever run."""
+"""The safetensors format: a JSON header, then the bytes of the tensors.
+
+Reading such a file never runs code. Source: github.com/huggingface/safetensors, "Format".
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,15 @@ _LENGTH = struct.Struct("<Q")
 
 
 def write(stream: IO[bytes], entries: Mapping[str, Any]) -> None:
-    """Writes tensors by name; model libraries read the file like their own."""
+    """Writes tensors by name.
+
+    Args:
+        stream: to write to.
+        entries: dense tensors of any shape and device, of the dtypes of `_DTYPES`.
+
+    Raises:
+        SMPUsageError: an entry is not a tensor, or has another dtype.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     tensors: list[torch.Tensor] = []
     end = 0
@@ -57,7 +68,10 @@ def write(stream: IO[bytes], entries: Mapping[str, Any]) -> None:
 
 
 def read(file: Path) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a file, which stays mapped into memory as long as they live.
+    """Returns the tensors of a file by name.
+
+    The file stays mapped into memory as long as one of them lives. Changing a tensor does not
+    change the file.
 
     Raises:
         ValueError: the file is damaged.
@@ -65,7 +79,7 @@ def read(file: Path) -> dict[str, torch.Tensor]:
     size = file.stat().st_size
     try:
         with open(file, "rb") as stream:
-            # Private: a tensor may be changed, the file is not.
+            # ACCESS_COPY: changes of a tensor stay in memory.
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         (length,) = _LENGTH.unpack_from(data)
         header = json.loads(data[_LENGTH.size : _LENGTH.size + length])
@@ -85,6 +99,6 @@ def _tensor(data: mmap.mmap, begin: int, size: int, entry: Mapping[str, Any]) ->
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     raw = torch.frombuffer(data, dtype=torch.uint8, count=last - first, offset=begin + first)
-    # Offsets need not be multiples of the item size.
+    # The offset need not be a multiple of the item size.
     aligned = (begin + first) % dtype.itemsize == 0
     return (raw if aligned else raw.clone()).view(dtype).reshape(shape)

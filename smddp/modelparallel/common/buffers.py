@@ -1,7 +1,7 @@
-"""The buffers of a model: what they hold now, and what they held before a run that does not count.
+"""Saves and restores the buffers of a model, around a run that does not count.
 
-Buffers are known by their places, not as tensors: a module may put another tensor into the place,
-as `self.average = 0.9 * self.average + x` does.
+A buffer is known by its place, a name in a module, not by its tensor: a module may put another
+tensor there, as `self.average = 0.9 * self.average + x` does.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _Place = tuple[dict[str, torch.Tensor | None], str]
 class Buffers:
     """The places of a module's buffers, and copies of what was there at the last `save`.
 
-    Copies keep their memory until the next `save`, which is cheaper than to ask for it every time.
+    The next `save` uses the memory of the copies again, because allocating it takes longer.
     """
 
     def __init__(self, module: nn.Module, chosen: Callable[[str], bool] = lambda _: True) -> None:
         """Finds the places.
 
         Args:
-            module: whose buffers.
-            chosen: which of them, by name; all by default.
+            module: whose buffers they are, with those of the modules inside.
+            chosen: says by name which buffers belong to this object; by default all do.
         """
         self._places: list[_Place] = [
             (part._buffers, name)
@@ -44,14 +44,14 @@ class Buffers:
         return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Puts what a function returns in the place of each tensor."""
+        """Replaces each tensor by what a function returns for it."""
         for holder, name in self._places:
             tensor = holder.get(name)
             if tensor is not None:
                 holder[name] = function(tensor)
 
     def save(self) -> None:
-        """Copies what is there now."""
+        """Copies the present tensors."""
         before = self._saved or [(None, None)] * len(self._places)
         self._saved = [
             (tensor, _copied(tensor, copy))
@@ -61,7 +61,7 @@ class Buffers:
         ]
 
     def restore(self) -> None:
-        """Puts the tensors of the last `save` back, with what they held then."""
+        """Puts the tensors of the last `save` back into their places, with their values of then."""
         with torch.no_grad():
             for (holder, name), (tensor, copy) in zip(self._places, self._saved, strict=True):
                 if tensor is not None and copy is not None:
@@ -70,7 +70,7 @@ class Buffers:
 
 
 def _copied(tensor: torch.Tensor | None, memory: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns a copy of a tensor, in the given memory if that fits."""
+    """Returns a copy of a tensor; in `memory` if shape, dtype, device and strides are the same."""
     if tensor is None:
         return None
     if (

@@ -1,4 +1,4 @@
-"""What smp raises. Launchers look these names up in the log: each is long and unlike any word."""
+"""The errors that smp raises. Launchers search logs for these names: each is long and unusual."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = [
 
 
 class SMPError(RuntimeError):
-    """Base of everything that smp raises on purpose."""
+    """Base class of the errors that smp itself raises."""
 
 
 class SMPConfigurationError(SMPError, ValueError):
-    """A configuration key has a value that cannot be used. The text names the key."""
+    """A configuration key has a wrong value. The text names the key."""
 
 
 class SMPInitializationError(SMPError):
@@ -26,7 +26,7 @@ class SMPInitializationError(SMPError):
 
 
 class SMPUsageError(SMPError):
-    """A call that is not allowed at this point, or with these arguments."""
+    """A call is not allowed at this point, or not with these arguments."""
 
 
 class SMPPartitionError(SMPError):

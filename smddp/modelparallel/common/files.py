@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and are read without running code if possible."""
+"""Writes files that exist whole or not at all, and reads them without running code if possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ log = logging.getLogger("smddp.modelparallel")
 
 
 def write(file: Path, fill: Callable[[Any], Any]) -> str:
-    """Writes a file so that it is there whole or not at all; returns its hash."""
+    """Writes a file so that it exists whole or not at all.
+
+    Args:
+        file: its path; the folder exists.
+        fill: writes to the stream that it gets.
+
+    Returns:
+        The SHA-256 of the file, in hexadecimal.
+    """
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         with open(unfinished, "wb") as stream:
@@ -38,7 +46,7 @@ def write(file: Path, fill: Callable[[Any], Any]) -> str:
 
 
 def hash_of(file: Path) -> str:
-    """Returns the SHA-256 of a file."""
+    """Returns the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(file, "rb") as stream:
         while block := stream.read(1 << 20):
@@ -47,7 +55,13 @@ def hash_of(file: Path) -> str:
 
 
 def read(file: Path, map_location: Any, pickle_module: Any = pickle, **options: Any) -> Any:
-    """Loads without unpickling code if that is enough, unless told otherwise.
+    """Loads a file of torch.save; unpickles arbitrary objects only if the file holds such.
+
+    Args:
+        file: its path.
+        map_location: as for torch.load.
+        pickle_module: as for torch.load; used for arbitrary objects only.
+        options: of torch.load; `weights_only` decides about arbitrary objects.
 
     Raises:
         ValueError: the file is damaged.
@@ -61,7 +75,7 @@ def read(file: Path, map_location: Any, pickle_module: Any = pickle, **options: 
 def _read(file: Path, map_location: Any, pickle_module: Any, **options: Any) -> Any:
     if options.get("mmap"):
         return torch.load(file, map_location, **options)
-    # A stream, because torch takes some endings of names for other formats.
+    # A stream, because torch takes files with some name endings for other formats.
     with open(file, "rb") as stream:
         if "weights_only" in options:
             return torch.load(stream, map_location, **options)

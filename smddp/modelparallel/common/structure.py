@@ -1,12 +1,12 @@
-"""Takes nested Python values apart into tensors and a shape, and puts them together again.
+"""Divides nested Python values into tensors, objects and a shape, and builds them again.
 
-Unlike torch's pytree it keeps the class of any dict subclass or dataclass (such as the outputs of
-model libraries) without registration, and the shape is hashable, so that it can be a key.
+Unlike torch's pytree, this keeps the class of any dict subclass or dataclass (such as the outputs
+of model libraries) without registration. A shape is hashable, so it can be a key.
 
 A shape is a tuple that begins with a letter:
     ("t", i)                tensor i
     ("c", value, type)      a plain constant
-    ("o", i)                object i: anything else, and numbers that may differ each time
+    ("o", i)                object i: anything else, such as a float or a large int
     ("l" | "u" | "s", children)             list, tuple, set
     ("n", class, children)                  named tuple
     ("d", class, keys, children)            dict, UserDict
@@ -27,7 +27,7 @@ __all__ = ["CONSTANTS", "Shape", "builder", "constants", "flatten", "rebuild", "
 
 Shape = tuple[Any, ...]
 
-# What is compared by value, so that it may stand in a key. Not floats: each would be a new key.
+# Values of these types are part of the shape. Floats are not, because each would make a new shape.
 CONSTANTS = (type(None), bool, str, torch.dtype, torch.device)
 _SMALL = 1024
 
@@ -38,13 +38,13 @@ def flatten(
     objects: list[Any],
     whole: Callable[[Any], bool] | None = None,
 ) -> Shape:
-    """Appends what is found in `value` to the two lists and returns its shape.
+    """Appends the tensors and objects of a value to two lists, and returns its shape.
 
     Args:
-        value: to take apart.
-        tensors: gets the tensors.
-        objects: gets what is neither a tensor nor taken apart.
-        whole: says what else is one object, whatever its class.
+        value: any nested value.
+        tensors: gets the tensors, in order.
+        objects: gets, in order, what is neither a tensor, a container nor a constant.
+        whole: returns True for a value that has to be one object, whatever its class.
     """
     if whole is not None and whole(value):
         objects.append(value)
@@ -54,7 +54,7 @@ def flatten(
         return ("t", len(tensors) - 1)
     kind = type(value)
     if kind in CONSTANTS or (kind is int and -_SMALL <= value <= _SMALL):
-        # With the type: True == 1, but they are different arguments.
+        # With the type, because True == 1, but they are different arguments.
         return ("c", value, kind)
     if kind is tuple:
         return ("u", tuple([flatten(item, tensors, objects, whole) for item in value]))
@@ -74,7 +74,7 @@ def flatten(
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return ("n", kind, tuple([flatten(item, tensors, objects, whole) for item in value]))
     if kind is set:
-        # Tensors are hashed by identity; the order within one set is its own.
+        # Tensors are hashed by identity, so the order may differ from set to set.
         return ("s", tuple([flatten(item, tensors, objects, whole) for item in value]))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
@@ -85,11 +85,14 @@ def flatten(
 
 
 class _Like:
-    """An example of a class whose instances cannot simply be constructed; equal to any other."""
+    """Makes empty instances of a class whose constructor is not known, by copying an example.
+
+    All examples of a class are equal.
+    """
 
     def __init__(self, example: Any) -> None:
         self._emptied = copy.copy(example)
-        # Some outputs of model libraries are both, and mirror items as attributes.
+        # Some outputs of model libraries are dicts and dataclasses, with items as attributes, too.
         if dataclasses.is_dataclass(self._emptied):
             for field in dataclasses.fields(self._emptied):
                 object.__setattr__(self._emptied, field.name, None)
@@ -99,7 +102,7 @@ class _Like:
             attributes = getattr(self._emptied, "__dict__", {})
             for key in self._emptied:
                 attributes.pop(key, None)
-            # Not the class's own: some forbid to remove items.
+            # Not the method of the class, because some classes forbid removing items.
             ordered = isinstance(self._emptied, collections.OrderedDict)
             (collections.OrderedDict if ordered else dict).clear(self._emptied)
 
@@ -114,7 +117,7 @@ class _Like:
 
 
 def rebuild(shape: Shape, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
-    """Returns the value of a shape over other tensors and objects."""
+    """Returns a value of a shape, made of other tensors and objects."""
     letter = shape[0]
     if letter == "t":
         return tensors[shape[1]]
@@ -138,7 +141,7 @@ def rebuild(shape: Shape, tensors: Sequence[Any], objects: Sequence[Any] = ()) -
             return items
         result = like.new()
         for key, item in items.items():
-            # Not dict.__setitem__: some classes mirror their items as attributes.
+            # Not dict.__setitem__, because some classes set attributes for their items.
             result[key] = item
         return result
     result = like.new()
@@ -148,7 +151,7 @@ def rebuild(shape: Shape, tensors: Sequence[Any], objects: Sequence[Any] = ()) -
 
 
 def builder(shape: Shape) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """Returns `rebuild` for one shape, without looking at it each time where it is simple."""
+    """Returns a function that does `rebuild` for one shape; it is faster for simple shapes."""
     letter = shape[0]
     if letter == "t":
         number = shape[1]
@@ -166,7 +169,7 @@ def builder(shape: Shape) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
 
 
 def constants(shape: Shape) -> list[Any]:
-    """Returns the constants of a shape, and an entry for each object."""
+    """Returns the constants of a shape, and ("o", i) for each object."""
     if shape[0] == "c":
         return [shape[1]]
     if shape[0] == "t":
@@ -177,14 +180,14 @@ def constants(shape: Shape) -> list[Any]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Returns all tensors in a nested value."""
+    """Returns all tensors in a nested value, in order."""
     found: list[torch.Tensor] = []
     flatten(value, found, [])
     return found
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Returns a nested value with `function` applied to each tensor."""
+    """Returns a nested value of the same structure, with `function` applied to each tensor."""
     tensors: list[torch.Tensor] = []
     objects: list[Any] = []
     shape = flatten(value, tensors, objects)

@@ -1,7 +1,7 @@
-"""Calls that belong to features which this version does not have.
+"""Functions of features that this version does not have.
 
-Scripts make them with the feature turned off, too: then they have no effect here, either. Turned on
-they are refused where results would differ, and only warned of where memory and speed would.
+Scripts call them with the feature turned off, too; then they have no effect. With the feature
+turned on they raise if results would differ without it, and warn if only memory and speed would.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def refuse_tensor_parallelism(call: str) -> NoReturn:
-    """Raises what says that a call would divide modules, and cannot."""
+    """Raises the error of a call that would have to divide modules.
+
+    Args:
+        call: as the script has written it, without "smp.".
+
+    Raises:
+        SMPUsageError: always.
+    """
     raise SMPUsageError(
         f"smp.{call}: no module is divided over tensor-parallel ranks in this version; leave it "
         "out, or turn it off"
@@ -44,11 +51,11 @@ def tensor_parallelism(
     """Returns a context without effect.
 
     Args:
-        enabled: must be off.
+        enabled: must be False.
         tensor_parallel_config: accepted.
 
     Raises:
-        SMPUsageError: modules made inside would have to be divided.
+        SMPUsageError: enabled is True; modules made inside would have to be divided.
     """
     if enabled:
         refuse_tensor_parallelism("tensor_parallelism()")
@@ -58,15 +65,15 @@ def tensor_parallelism(
 def set_tensor_parallelism(
     module: nn.Module, enabled: bool = True, **tensor_parallel_config: Any
 ) -> None:
-    """Leaves a module whole.
+    """Does nothing: the module stays as it is.
 
     Args:
         module: any.
-        enabled: must be off.
+        enabled: must be False.
         tensor_parallel_config: accepted.
 
     Raises:
-        SMPUsageError: it would have to be divided.
+        SMPUsageError: enabled is True; the module would have to be divided.
     """
     if enabled:
         refuse_tensor_parallelism(f"set_tensor_parallelism({type(module).__name__})")
@@ -78,7 +85,7 @@ def tp_register(
     forward_hook: Callable[..., Any] | None = None,
     return_hook: Callable[..., Any] | None = None,
 ) -> Callable[[_Class], _Class]:
-    """Returns a decorator without effect: what is registered takes no module's place."""
+    """Returns a decorator without effect: `dist_module` never replaces the decorated class."""
     return lambda module_cls: module_cls
 
 
@@ -89,16 +96,16 @@ def tp_register_with_module(
     forward_hook: Callable[..., Any] | None = None,
     return_hook: Callable[..., Any] | None = None,
 ) -> None:
-    """Does nothing: what is registered takes no module's place."""
+    """Does nothing: `dist_module` never replaces `module_cls`."""
 
 
 def delay_param_initialization(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Returns a context without effect; turned on, it warns that parameters are made at once."""
+    """Returns a context without effect; if enabled, warns that parameters are made at once."""
     if enabled and (not state.initialized or state.topology.rank == 0):
         (key,) = (key for key in KEYS if key.name == "delayed_parameter_initialization")
         warnings.warn(key.missing("delay_param_initialization()"), stacklevel=2)
     return contextlib.nullcontext()
 
 
-# Under this name it is in some of the original's documents.
+# Some documents of the original library use this name.
 delayed_parameter_initialization = delay_param_initialization

@@ -1,4 +1,4 @@
-"""Small helpers that scripts written for the original library import."""
+"""Small functions that scripts for the original library import."""
 
 from __future__ import annotations
 
@@ -14,37 +14,49 @@ __all__ = ["dump_model", "get_distribution_axis", "rmsg", "same_state_dict", "ve
 
 
 def rmsg(message: str) -> str:
-    """Returns a message with the number of this rank in front."""
+    """Returns a message with the rank of this process in front."""
     rank = state.topology.rank if state.initialized else "?"
     return f"[{rank}] {message}"
 
 
 def get_distribution_axis(parameter: nn.Parameter) -> int | None:
-    """Returns along which dimension tensor parallelism divides a parameter; None if it does not."""
+    """Returns the dimension along which a parameter is divided: None, as none is divided."""
     return None
 
 
 def same_state_dict(
     state_dict: Mapping[str, Any], max_seq_len: int | None = None
 ) -> Mapping[str, Any]:
-    """Translates a state dict from or to that of a tensor-parallel model, which has the same names.
+    """Returns a state dict unchanged, in place of a translation for a tensor-parallel model.
+
+    Without tensor parallelism both sides have the same names.
 
     Args:
         state_dict: of a model or a part of it.
-        max_seq_len: accepted; no buffer was left out that would have to be made again.
+        max_seq_len: accepted; translations need it to make buffers, and none is missing here.
     """
     return state_dict
 
 
 def dump_model(model: Any, file: str) -> None:
-    """Saves a divided model's parameters and buffers as one file; all ranks have to call it."""
+    """Saves parameters and buffers of a divided model as one file; all ranks have to call it."""
     entries = model.state_dict()
     if state.topology.rank == 0:
         torch.save(entries, file)
 
 
 def verify(model: Any, file: str, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Raises AssertionError if a model differs from one that `dump_model` has saved."""
+    """Compares a model with a file of `dump_model`; all ranks have to call it.
+
+    Args:
+        model: a smp.DistributedModel.
+        file: of `dump_model`.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+
+    Raises:
+        AssertionError: names or values differ.
+    """
     expected = torch.load(file, "cpu", weights_only=True)
     found = {name: value.cpu() for name, value in model.state_dict().items()}
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)

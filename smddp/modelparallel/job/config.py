@@ -1,7 +1,7 @@
 """Checks a configuration: types, values, and rules between keys; config_keys.py lists the keys.
 
-The configuration is a plain dict, as in the `parameters` of a SageMaker estimator. What stands in
-the environment variable SM_HP_MP_PARAMETERS wins over what the script passes.
+The configuration is a plain dict, as in the `parameters` of a SageMaker estimator. The values of
+the environment variable SM_HP_MP_PARAMETERS override those that the script passes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _is_number(value: Any) -> bool:
     return _is_int(value) or isinstance(value, float)
 
 
-# Kind -> (is the value right?, the text if not).
+# Kind of a key -> (is the value right?, the error text if not).
 _CHECKS: dict[str, tuple[Callable[[Key, Any], bool], str]] = {
     "positive": (
         lambda _, v: _is_int(v) and v >= 1,
@@ -81,7 +81,8 @@ def configure(
     Args:
         config: what the script passes.
         environ: the environment.
-        speak: warn of keys that are unknown or not acted upon; one rank of a job does.
+        speak: warn of unknown keys, and of features that this version lacks; one rank of a job
+            does.
 
     Raises:
         SMPConfigurationError: a value is wrong, or two keys contradict each other.
@@ -136,7 +137,11 @@ def _check_value(key: Key, value: Any, place: str) -> None:
 
 
 def _check_together(known: Mapping[str, Any]) -> None:
-    """The rules between keys; `known` has only what was given."""
+    """Checks the rules between keys.
+
+    Args:
+        known: the keys that were given, without defaults.
+    """
     partitions, degree = known.get("partitions"), known.get("pipeline_parallel_degree")
     if partitions is not None and degree is not None and partitions != degree:
         raise SMPConfigurationError(
@@ -180,7 +185,7 @@ def _check_together(known: Mapping[str, Any]) -> None:
 
 
 def _complete(values: dict[str, Any], known: Mapping[str, Any]) -> None:
-    """Decides the defaults that depend on other keys."""
+    """Sets the defaults that depend on other keys, in `values`."""
     count = values["pipeline_parallel_degree"] or values["partitions"] or 1
     values["pipeline_parallel_degree"] = values["partitions"] = count
     if values["active_microbatches"] is None:
@@ -194,7 +199,7 @@ def _complete(values: dict[str, Any], known: Mapping[str, Any]) -> None:
 
 
 def _say_what_is_missing(values: Mapping[str, Any]) -> None:
-    """Notes features that this version does not have, above all where results would differ."""
+    """Warns of each feature that is configured and that this version does not have."""
     for key in KEYS:
         if not key.later or values[key.name] == key.default:
             continue

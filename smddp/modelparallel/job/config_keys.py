@@ -33,14 +33,14 @@ class Key:
     """One configuration key.
 
     Attributes:
-        name: as in the dict.
-        kind: what values are allowed; see `_CHECKS`.
-        default: the value when the key is absent; None means "decided from other keys".
+        name: of the key in the dict.
+        kind: which values are allowed; see `_CHECKS` in config.py.
+        default: the value when the key is absent; None means that other keys decide.
         doc: one sentence.
-        values: for kind "one of".
-        later: the key belongs to a feature that this version does not have: what happens instead.
-            It is said once, when the key has another value than the default.
-        differs: results are then not those of the feature.
+        values: the allowed ones, for kind "one of".
+        later: for a key of a feature that this version does not have, what happens instead. A
+            warning says so once, if the key has another value than the default. Else empty.
+        differs: the results are then not those that the feature would give.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Key:
     differs: bool = False
 
     def missing(self, used: str) -> str:
-        """Returns the warning that the feature is not there.
+        """Returns the warning that this version does not have the feature.
 
         Args:
-            used: how the script has asked for it.
+            used: what the script has written to ask for it.
         """
         result = (
             "RESULTS WILL DIFFER from those with the feature"
@@ -71,13 +71,13 @@ class Key:
 # In the order in which a reader meets them.
 KEYS: tuple[Key, ...] = (
     Key("pipeline_parallel_degree", "positive", None, "Number of partitions of the model."),
-    Key("partitions", "positive", None, "The same under its older name."),
+    Key("partitions", "positive", None, "The older name of pipeline_parallel_degree."),
     Key("microbatches", "positive", 1, "Parts into which a step divides its batch."),
     Key(
         "active_microbatches",
         "positive",
         None,
-        "Most microbatches under way at once; partitions + 2 by default.",
+        "How many microbatches may be under way at a time; partitions + 2 by default.",
     ),
     Key(
         "pipeline",
@@ -112,8 +112,8 @@ KEYS: tuple[Key, ...] = (
     ),
     Key("contiguous", "bool", True, "Accepted for TensorFlow scripts; without effect."),
     Key("horovod", "bool", False, "For TensorFlow scripts; excludes ddp."),
-    Key("ddp", "bool", False, "Data parallelism besides the pipeline; process groups."),
-    Key("ddp_port", "port", None, "Port of the rendezvous if MASTER_PORT is not set."),
+    Key("ddp", "bool", False, "Data parallelism: several replicas of the pipeline."),
+    Key("ddp_port", "port", None, "Port of rank 0 for the rendezvous, if MASTER_PORT is not set."),
     Key(
         "ddp_dist_backend",
         "one of",
@@ -128,8 +128,8 @@ KEYS: tuple[Key, ...] = (
         "Serve requests in one order on all replicas. Results do not depend on it here: "
         "gradients and random numbers are ordered by microbatch in any case.",
     ),
-    Key("load_partition", "bool", False, "Take the decision from partition_file."),
-    Key("partition_file", "str", None, "Where the partition decision is saved or loaded."),
+    Key("load_partition", "bool", False, "Load the partition from partition_file."),
+    Key("partition_file", "str", None, "The file to save the partition to, or load it from."),
     Key(
         "overlapping_allreduce", "bool", True, "Default of the argument of `smp.DistributedModel`."
     ),
@@ -147,14 +147,14 @@ KEYS: tuple[Key, ...] = (
         ("exact", "tree"),
     ),
     Key("skip_tracing", "bool", False, "Partition by parameters alone, without a trace."),
-    Key("use_times", "bool", True, "Let the partitioner see computation as well as memory."),
+    Key("use_times", "bool", True, "Let the partitioner balance time as well as memory."),
     Key(
         "stall_warning_seconds",
         "number",
         30.0,
-        "When a rank has worked so long without a break on one microbatch, it says so in the log, "
-        "once, with the module and the line of code it is in; when it has been in a step so long "
-        "that others of the pipeline have not called, which these are; 0 for never.",
+        "A rank that has worked for so many seconds on one microbatch without a break logs that "
+        "once, with the module and the line of code. A rank that has been in a step for so long "
+        "logs which ranks of the pipeline have not called it. 0 for never.",
     ),
     Key("static_mode", "bool", False, "Accepted; call plans are always reused."),
     Key("fast_mode", "bool", False, "Accepted; nothing is negotiated after the first step."),
@@ -187,7 +187,7 @@ KEYS: tuple[Key, ...] = (
         _OWN_DTYPE,
         True,
     ),
-    Key("bf16", "bool", False, "The same in bfloat16, with sharded_data_parallel_degree."),
+    Key("bf16", "bool", False, "Like fp16 in bfloat16, with sharded_data_parallel_degree."),
     Key(
         "_fp32_grad_accumulation",
         "bool",
@@ -198,12 +198,12 @@ KEYS: tuple[Key, ...] = (
         "shard_optimizer_state",
         "bool",
         False,
-        "Divide the optimizer's state.",
+        "Divide the optimizer's state over replicas.",
         (),
         "every replica keeps all of it",
     ),
     Key("offload_activations", "bool", False, "Move activations to the host.", (), _STAY),
-    Key("activation_loading_horizon", "positive", 4, "How early they return.", (), _STAY),
+    Key("activation_loading_horizon", "positive", 4, "How early they come back.", (), _STAY),
     Key(
         "checkpoint_attentions",
         "bool",
@@ -224,19 +224,19 @@ KEYS: tuple[Key, ...] = (
         "sharded_data_parallel_degree",
         "positive",
         1,
-        "Divide parameters too.",
+        "Divide parameters, gradients and optimizer state over so many replicas.",
         (),
         "every replica keeps all of them; gradients are clipped as with the feature",
     ),
-    Key("sdp_reduce_bucket_size", "positive", int(5e8), "For the above: elements.", (), _WHOLE),
-    Key("sdp_param_persistence_threshold", "count", int(1e6), "For the above.", (), _WHOLE),
-    Key("sdp_max_live_parameters", "positive", int(1e9), "For the above.", (), _WHOLE),
-    Key("sdp_hierarchical_allgather", "bool", True, "For the above.", (), _WHOLE),
+    Key("sdp_reduce_bucket_size", "positive", int(5e8), "For sharding: elements.", (), _WHOLE),
+    Key("sdp_param_persistence_threshold", "count", int(1e6), "For sharding.", (), _WHOLE),
+    Key("sdp_max_live_parameters", "positive", int(1e9), "For sharding.", (), _WHOLE),
+    Key("sdp_hierarchical_allgather", "bool", True, "For sharding.", (), _WHOLE),
     Key(
         "sdp_gradient_clipping",
         "number",
         1.0,
-        "For the above: the norm to which `optimizer.step` clips gradients.",
+        "For sharding: the norm to which `optimizer.step` clips gradients.",
     ),
     Key(
         "_match_weights",
@@ -261,7 +261,7 @@ def markdown() -> str:
 
 
 def insert(text: str) -> str:
-    """Returns a document with the table between its markers."""
+    """Returns a document with the present table between its markers."""
     before, rest = text.split(BEGIN, 1)
     return f"{before}{BEGIN}\n{markdown()}{END}{rest.split(END, 1)[1]}"
 

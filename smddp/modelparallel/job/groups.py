@@ -1,4 +1,4 @@
-"""One process group per kind of set, made once by `smp.init`, on all ranks in the same order."""
+"""The process groups of a rank, one for each kind of set; `smp.init` makes them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ _KINDS = ("mp", "dp", "tp", "pp", "rdp")
 
 
 class Groups:
-    """Owns the process groups of a rank.
+    """The process groups of a rank.
 
-    Besides those that users see there are two private ones, so that no message of ours can be
-    taken for one of theirs: `messages` for the object primitives, `pipeline` for the executor. All
-    have the timeout of the default group.
+    Scripts can get all but two of them. These two keep smp's messages apart from the scripts' own.
+    All groups have the timeout of the default group.
+
+    Attributes:
+        messages: all ranks, for `smp.send` and the like.
+        pipeline: the ranks of the pipeline, for its messages.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -27,7 +30,7 @@ class Groups:
         assert world is not None
         timeout = _timeout_of(world)
         self._by_kind: dict[str, dist.ProcessGroup] = {"world": world}
-        # Kinds often have the same members, for instance mp and pp without tensor parallelism.
+        # Kinds often have the same members: mp and pp have, without tensor parallelism.
         made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {
             (tuple(range(topology.size)),): self._by_kind["world"]
         }
@@ -44,12 +47,12 @@ class Groups:
         return self._by_kind[kind]
 
     def close(self) -> None:
-        """Forgets the groups; the default group is destroyed by who made it."""
+        """Forgets the groups. Whoever has made the default group destroys it."""
         self._by_kind.clear()
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns what was given to init_process_group; new groups would get torch's default."""
+    """Returns the timeout of the default group; new groups would get torch's default otherwise."""
     for device in ("cpu", "cuda"):
         try:
             timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
@@ -62,7 +65,7 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def _new_group(
     sets: tuple[tuple[int, ...], ...], rank: int, timeout: timedelta | None
 ) -> dist.ProcessGroup:
-    """Makes all groups, as c10d wants it of every rank, and returns this rank's."""
+    """Makes all groups, because c10d demands that of every rank; returns this rank's."""
     mine: dist.ProcessGroup | None = None
     for members in sets:
         group = dist.new_group(list(members), timeout=timeout)

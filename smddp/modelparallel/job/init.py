@@ -24,21 +24,23 @@ log = logging.getLogger("smddp.modelparallel")
 
 
 def is_initialized() -> bool:
-    """Returns whether `smp.init` has been called; may be called at any time."""
+    """Returns whether `smp.init` has been called. It can be called at any time."""
     return state.initialized
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
-    """Reads the configuration, brings up torch.distributed, and makes the process groups.
+    """Reads the configuration, initialises torch.distributed, and makes the process groups.
 
-    Must be called first, on every rank. A second call does nothing.
+    Every rank has to call it before anything else of smp. A second call does nothing.
 
     Args:
-        config: see `smddp.modelparallel.job.config.KEYS`; SM_HP_MP_PARAMETERS wins over it.
+        config: the keys of `smddp.modelparallel.job.config_keys`; the environment variable
+            SM_HP_MP_PARAMETERS overrides them.
 
     Raises:
         SMPConfigurationError: the configuration is wrong.
-        SMPInitializationError: the number of ranks does not fit it.
+        SMPInitializationError: the number of ranks does not fit it, or ranks have different
+            configurations.
     """
     if state.initialized:
         log.debug("smp.init() was called again; the first call stays in force")
@@ -76,7 +78,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     state.fill(cfg, topology, Groups(topology), owns)
     atexit.register(shutdown)
     if rank == 0:
-        _be_heard()
+        _make_log_visible()
         log.info(
             "smp: %d ranks = %d replica(s) x %d partition(s); %d microbatches, %s pipeline",
             *(size, topology.size_of("dp"), topology.pp_size, cfg.microbatches, cfg.pipeline),
@@ -85,7 +87,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 
 def _compare(cfg: Configuration) -> None:
-    """Raises, on all ranks, if they have different configurations: groups would not match."""
+    """Raises on all ranks if they have different configurations; their groups would not match."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, cfg.as_dict())
     for rank, other in enumerate(everybody):
@@ -97,8 +99,8 @@ def _compare(cfg: Configuration) -> None:
                 )
 
 
-def _be_heard() -> None:
-    """Prints what smp says to stderr, in scripts that do nothing about logging themselves."""
+def _make_log_visible() -> None:
+    """Prints smp's log to stderr, unless the script has set up logging itself."""
     if log.level == logging.NOTSET and not log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -107,7 +109,11 @@ def _be_heard() -> None:
 
 
 def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
-    """Makes the default process group of torch.distributed."""
+    """Makes the default process group of torch.distributed.
+
+    Raises:
+        SMPInitializationError: nothing says where rank 0 is.
+    """
     environ = os.environ
     environ.setdefault("RANK", str(rank))
     environ.setdefault("WORLD_SIZE", str(size))
@@ -127,7 +133,7 @@ def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
 
 
 def shutdown() -> None:
-    """Releases the process groups; called by itself when the process ends."""
+    """Releases the process groups. It is called automatically when the process ends."""
     if not state.initialized:
         return
     owns = state.owns_default_group

@@ -1,7 +1,7 @@
-"""Where all ranks of a group have to come: says whom it waits for, while it waits.
+"""Calls that all ranks of a group have to make: warns which ranks are missing.
 
-A rank that calls something alone would only learn of it when the timeout of its process group is
-over, which may be half an hour. Nobody can know that the others will not come: they may be late.
+If a rank makes such a call alone, its process group reports that only after its timeout, which may
+be half an hour. Until then the others may just be late; so this module warns, and does not raise.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["together"]
 
 log = logging.getLogger("smddp.modelparallel")
 
-# After so long it says something; the call itself waits for as long as its group allows.
+# The warning comes after this time. The call itself waits as long as its group allows.
 _PATIENCE = timedelta(seconds=10)
-# Of the meetings of this process: the same on all ranks, as long as all come.
+# Numbers the calls of this process. They are the same on all ranks as long as all make all calls.
 _numbers = itertools.count()
 
 
@@ -32,11 +32,11 @@ def together(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Surrounds the collectives of a call that all ranks of a pipeline have to make.
 
     Args:
-        what: they have to call; for the texts.
-        group: who has to come.
+        what: the call; for the texts.
+        group: the ranks that have to make it.
 
     Raises:
-        SMPPeerError: one has not, within the timeout of the process group.
+        SMPPeerError: a rank has not made it within the timeout of the process group.
     """
     _meet(what, group)
     try:
@@ -49,7 +49,7 @@ def together(what: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _meet(what: str, group: dist.ProcessGroup) -> None:
-    """Waits a little for the other ranks, and warns if some have not come."""
+    """Waits for the other ranks for `_PATIENCE`, and warns if some have not come."""
     store = distributed_c10d._get_process_group_store(group)
     me, size = group.rank(), group.size()
     number = next(_numbers)

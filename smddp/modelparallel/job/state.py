@@ -22,9 +22,11 @@ _FIRST = "call smp.init() first"
 
 
 class _ModuleManager:
-    """What scripts ask the original's module manager for: translations of tensor parallel models.
+    """Stands for the module manager of the original library, which some scripts use.
 
-    There are none without tensor parallelism.
+    Attributes:
+        translate_functions: translations of the state dicts of tensor-parallel models. There are
+            none without tensor parallelism.
     """
 
     def __init__(self) -> None:
@@ -32,29 +34,36 @@ class _ModuleManager:
 
 
 class State:
-    """What exists between `smp.init` and `smp.shutdown`."""
+    """What exists between `smp.init` and `smp.shutdown`.
+
+    Attributes:
+        module_manager: see `_ModuleManager`.
+        model, optimizer: weak references to those of the script; their classes stand in higher
+            layers.
+        tracing: is the model being traced?
+        in_step: does a step run?
+        owns_default_group: has `smp.init` made the default process group?
+    """
 
     def __init__(self) -> None:
         self.module_manager = _ModuleManager()
         self.clear()
 
     def clear(self) -> None:
-        """Back to the state before `smp.init`."""
+        """Restores the state before `smp.init`."""
         self._cfg: Configuration | None = None
         self._topology: Topology | None = None
         self._groups: Groups | None = None
         self.owns_default_group = False
-        # The model and the optimizer of the script: their modules stand above this one.
         self.model: weakref.ref[Any] | None = None
         self.optimizer: weakref.ref[Any] | None = None
         self._kept: dict[type[Any], Any] = {}
         self.tracing = False
         self.in_step = False
-        self.resumed: dict[str, Any] = {}
 
     @property
     def initialized(self) -> bool:
-        """Has `smp.init` been called?"""
+        """Whether `smp.init` has been called."""
         return self._cfg is not None
 
     @property
@@ -66,7 +75,7 @@ class State:
 
     @property
     def topology(self) -> Topology:
-        """Where this rank stands."""
+        """The place of this rank in the job."""
         if self._topology is None:
             raise SMPInitializationError(_FIRST)
         return self._topology
@@ -79,7 +88,7 @@ class State:
         return self._groups
 
     def current_model(self) -> Any:
-        """Returns the script's smp.DistributedModel; None if there is none, or none any more."""
+        """Returns the script's smp.DistributedModel; None if there is none, or it is gone."""
         return self.model() if self.model is not None else None
 
     def current_optimizer(self) -> Any:
@@ -108,12 +117,12 @@ class State:
 
     @property
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
-        """The other way round."""
+        """Per tensor-parallel rank, the number of each parameter in the optimizer by its name."""
         groups = self.param_index_to_name_tp_group
         return [{name: number for number, name in names.items()} for names in groups]
 
     def fill(self, cfg: Configuration, topology: Topology, groups: Groups, owns: bool) -> None:
-        """Sets everything at once, at the end of `smp.init`."""
+        """Sets everything at the end of `smp.init`, so that a failed `smp.init` leaves nothing."""
         self._cfg, self._topology, self._groups = cfg, topology, groups
         self.owns_default_group = owns
 

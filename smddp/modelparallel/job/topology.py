@@ -1,6 +1,6 @@
-"""Where a rank stands: its place in the pipeline, in the tensor group and among replicas.
+"""The place of each rank: in its pipeline, its tensor-parallel group and among replicas.
 
-Arithmetic only: nothing here communicates.
+This is arithmetic only; nothing here communicates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["CommGroup", "RankType", "Topology"]
 
 
 class CommGroup(enum.Enum):
-    """The sets of ranks that a rank belongs to."""
+    """The kinds of sets of ranks; every rank belongs to one set of each kind."""
 
     WORLD = "world"
     MP_GROUP = "mp"
@@ -26,7 +26,7 @@ class CommGroup(enum.Enum):
 
 
 class RankType(enum.Enum):
-    """In which set a rank number counts."""
+    """The set of ranks in which a rank number counts."""
 
     WORLD_RANK = "world"
     MP_RANK = "mp"
@@ -52,13 +52,15 @@ class Topology:
     """The arrangement of all ranks, seen from one.
 
     Attributes:
-        rank: of this process, in the world.
-        size: of the world.
+        rank: of this process in the job.
+        size: number of processes in the job.
         local_rank: of this process on its host.
-        local_size: processes on this host.
-        pp_size: partitions of the model.
-        tp_size: tensor parallelism.
-        placement: a permutation of D, P and T; the rightmost letter varies fastest over ranks.
+        local_size: number of processes on this host.
+        pp_size: number of partitions of the model.
+        tp_size: number of ranks in a tensor-parallel group.
+        placement: a permutation of the letters D (data), P (pipeline) and T (tensor); the rightmost
+            letter varies fastest over ranks. With DPT, 2 partitions and 4 ranks, ranks 0 and 1 are
+            one pipeline.
     """
 
     rank: int
@@ -79,11 +81,11 @@ class Topology:
 
     @property
     def rdp_size(self) -> int:
-        """Replicas of every parameter."""
+        """How many ranks hold each parameter."""
         return self.size // (self.pp_size * self.tp_size)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns {"D": rdp rank, "P": pp rank, "T": tp rank} of a world rank."""
+        """Returns {"D": rdp rank, "P": pp rank, "T": tp rank} of a rank of the job."""
         extents = {"D": self.rdp_size, "P": self.pp_size, "T": self.tp_size}
         place = {}
         for letter in reversed(self.placement):
@@ -92,7 +94,12 @@ class Topology:
 
     @functools.cache  # noqa: B019  one instance lives as long as the process
     def members(self, kind: str, rank: int | None = None) -> tuple[int, ...]:
-        """Returns the world ranks, ascending, of the group of a kind that a rank belongs to."""
+        """Returns a rank's group of a kind, as ascending ranks of the job.
+
+        Args:
+            kind: a value of CommGroup, such as "pp".
+            rank: of the job; this one if None.
+        """
         shared = _SHARED[kind]
         mine = self.coordinates(self.rank if rank is None else rank)
         return tuple(
@@ -114,7 +121,11 @@ class Topology:
         return len(self.members(kind))
 
     def world_rank(self, rank: int, kind: str) -> int:
-        """Returns the world rank of a member of one of this rank's groups."""
+        """Returns the rank in the job of a member of one of this rank's groups.
+
+        Raises:
+            SMPInitializationError: the group has no such member.
+        """
         members = self.members(kind)
         if not 0 <= rank < len(members):
             raise SMPInitializationError(

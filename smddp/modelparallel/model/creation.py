@@ -18,16 +18,16 @@ __all__ = ["model_creation"]
 def model_creation(
     tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **_: Any
 ) -> Iterator[None]:
-    """Gives the parameters and buffers of modules created inside a dtype.
+    """Sets the dtype of parameters and buffers of the modules that are created inside.
 
-    Other arguments are about tensor parallelism, and without effect.
+    Other arguments concern tensor parallelism and have no effect.
 
     Args:
-        tensor_parallelism: must be off.
-        dtype: a floating-point type; torch's default if None.
+        tensor_parallelism: must be False.
+        dtype: a floating-point dtype; torch's default if None.
 
     Raises:
-        SMPUsageError: the dtype is none for parameters, or tensor parallelism is asked for.
+        SMPUsageError: the dtype is not a floating-point one, or tensor_parallelism is True.
     """
     if tensor_parallelism:
         refuse_tensor_parallelism("model_creation(tensor_parallelism=True)")

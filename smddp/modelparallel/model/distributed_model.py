@@ -24,10 +24,10 @@ __all__ = ["DistributedModel"]
 
 
 class Wrapped(nn.Module):
-    """What `DistributedModel.module` is; the model itself is its `module`.
+    """A level between `DistributedModel` and the model, which is its attribute `module`.
 
-    Scripts that do not know `get_module` reach the model by `model.module.module`: there, another
-    wrapper stood between. What this level does not have it asks the model for.
+    In the original library another wrapper was there, and scripts that do not know `get_module`
+    reach the model by `model.module.module`. Attributes that this class lacks are the model's.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -48,23 +48,29 @@ class Wrapped(nn.Module):
 
 
 class DistributedModel(ModelQueries):
-    """Wraps a model for training in a pipeline, in place: its parameters stay the same objects.
+    """Wraps a model for training in a pipeline; its parameters stay the same objects.
 
     With one partition it is ready at once. With several, the first call inside a step decides where
     each module lives; parameters that live on another rank then become empty (device "meta").
 
+    The arguments are those of the SageMaker Python SDK's documentation of the class.
+
     Args:
         module: the model; any nn.Module but one of torch.jit.
-        trace_device: where the model is traced, "gpu" or "cpu"; fake tensors are used for both.
+        trace_device: "gpu" or "cpu"; the model is traced on fake tensors in both cases.
         trace_execution_times: measure modules on real data instead of counting operations.
         trace_memory_usage: accepted; activations are always counted.
         overlapping_allreduce: reduce gradients over replicas while the pipeline still works.
         backward_passes_per_step: steps whose gradients are added before they are reduced.
         average_grads_across_microbatches: divide gradients by the number of microbatches.
-        bucket_cap_mb: size of the buckets in which gradients are reduced.
+        bucket_cap_mb: size in MiB of the buckets in which gradients are reduced.
         broadcast_buffers: make buffers equal on all replicas at every step.
         gradient_as_bucket_view: let gradients be views of the buckets.
         find_unused_parameters: accepted; unused parameters are always found.
+
+    Raises:
+        SMPInitializationError: `smp.init` has not been called.
+        SMPUsageError: the module or an argument is not allowed, or there is such a model already.
     """
 
     def __init__(
@@ -97,7 +103,7 @@ class DistributedModel(ModelQueries):
             broadcast_buffers,
             gradient_as_bucket_view,
         )
-        # Past nn.Module's own bookkeeping: it is no part of the model.
+        # Not by nn.Module.__setattr__: it is no part of the model.
         self.__dict__["runtime"] = ModelRuntime(
             state,
             self,
@@ -111,7 +117,14 @@ class DistributedModel(ModelQueries):
     # --- what scripts call ------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model; with several partitions, only inside a step."""
+        """Runs the model.
+
+        With fp16 or bf16 in the configuration, fp32 tensors among the arguments are converted to
+        that dtype, and half-precision results to fp32.
+
+        Raises:
+            SMPUsageError: there are several partitions, and the call is not inside a step.
+        """
         task = self.runtime.executor.baton.task
         if task is None and self.runtime.executor.size > 1:
             raise SMPUsageError(
@@ -133,7 +146,14 @@ class DistributedModel(ModelQueries):
     ) -> None:
         """Does what `torch.autograd.backward` does, through the pipeline.
 
-        With fp16 in the configuration it multiplies by the loss scale of the optimizer.
+        With fp16 in the configuration it multiplies the tensors by the optimizer's loss scale.
+
+        Args:
+            tensors: usually the loss, a tensor of one element.
+            grad_tensors: their gradients; as for `torch.autograd.backward`.
+
+        Raises:
+            SMPUsageError: there are several partitions, and the call is not inside a step.
         """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
@@ -165,35 +185,52 @@ class DistributedModel(ModelQueries):
         return roots if scale == 1 else [root.float() * scale for root in roots]
 
     def state_dict(self, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
-        """Returns all parameters and buffers, under their original names, gathered from all ranks.
+        """Returns all parameters and buffers by their original names, gathered from all ranks.
 
-        All ranks of a pipeline must call it.
+        All ranks of a pipeline have to call it.
 
         Args:
-            gather_to_rank0: only rank 0 of the world gets them; others get an empty dict.
+            gather_to_rank0: only rank 0 of the job gets them; the others get an empty dict.
             kwargs: those of nn.Module are accepted, and without effect.
+
+        Raises:
+            SMPPeerError: a rank has not called it within the timeout of the process group.
         """
         return self.runtime.model_state.full(gather_to_rank0)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Returns what lives on this rank, marked by `_smp_is_partial`."""
+        """Returns the parameters and buffers of this rank, with the key `_smp_is_partial`."""
         return self.runtime.model_state.local()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> Any:
-        """Loads a full or a partial state; before the partition, when that happens."""
+        """Loads a full state dict, or the partial ones of all ranks.
+
+        Args:
+            state_dict: as `state_dict` or `local_state_dict` has returned it.
+            strict: raise if names are missing or unexpected.
+            same_partition_load: a partial one was saved with the same partition, so this rank needs
+                nothing of the others.
+
+        Returns:
+            The missing and the unexpected names, as nn.Module does.
+
+        Raises:
+            RuntimeError: with `strict`, the names do not fit the model.
+            SMPPeerError: a partial one is loaded, and a rank of the pipeline has not called this.
+        """
         result = self.runtime.model_state.load(state_dict, strict, same_partition_load)
         if self.runtime.masters is not None:
             self.runtime.masters.refresh()
         return result
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Calls `hook(model, optimizer)` once, after the partition and before the first forward."""
+        """Registers `hook(model, optimizer)`, called once after the partition is applied."""
         return self.runtime.register("partition", hook)
 
     def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Calls `hook(model, optimizer)` once, at the end of the next step."""
+        """Registers `hook(model, optimizer)`, called once at the end of the next step."""
         return self.runtime.register("step", hook)
 
     def register_comm_hook(self, state: Any, callable: Callable[..., Any]) -> None:
@@ -201,6 +238,13 @@ class DistributedModel(ModelQueries):
 
         It has to average over the replicas and over the microbatches. With one replica it is not
         called, and the step averages.
+
+        Args:
+            state: passed to the hook.
+            callable: gets a `Bucket`; returns a future of the reduced flat tensor.
+
+        Raises:
+            SMPUsageError: `ddp` or `overlapping_allreduce` is off.
         """
         if not _with_ddp() or not self.runtime.data_parallel.overlap:
             raise SMPUsageError(
@@ -209,7 +253,11 @@ class DistributedModel(ModelQueries):
         self.runtime.data_parallel.hook = lambda bucket: callable(state, bucket)
 
     def join(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which replicas may have different numbers of batches."""
+        """Returns a context in which replicas may have different numbers of batches.
+
+        Raises:
+            SMPUsageError: `ddp` is off in the configuration.
+        """
         if not _with_ddp():
             raise SMPUsageError("join() needs ddp in the configuration")
         return self.runtime.data_parallel.join.context()
@@ -221,7 +269,7 @@ class DistributedModel(ModelQueries):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
-        """Moves what lives here; without effect before the partition, which places it anyway."""
+        """Moves what lives here; has no effect before the partition, which chooses the device."""
         return super().to(*args, **kwargs) if self.partitioned else self
 
     def cuda(self, device: Any = None) -> DistributedModel:
@@ -229,7 +277,7 @@ class DistributedModel(ModelQueries):
         return super().cuda(device) if self.partitioned else self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What `to`, `float` and the like are made of; leaves out what lives elsewhere."""
+        """Applies a function to what lives here; `to`, `float` and the like call this."""
         if not self.partitioned or self.runtime.executor.size == 1:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for parameter in self.runtime.placement.parameters():
@@ -246,7 +294,7 @@ def _with_ddp() -> bool:
 
 
 def _name_original_forwards(module: nn.Module) -> None:
-    """Lets child classes call `super()._orig_forward()`, as the original library asks them to."""
+    """Gives classes `_orig_forward`, which scripts for the original library call by super()."""
     for kind in {base for part in module.modules() for base in type(part).__mro__}:
         if "forward" in vars(kind) and kind is not nn.Module and "_orig_forward" not in vars(kind):
             kind._orig_forward = kind.forward  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What scripts ask a DistributedModel: what of it lives on this rank, and what is divided how."""
+"""What scripts ask a DistributedModel: what lives on this rank, and what is divided."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ModelQueries"]
 
 
 class ModelQueries(nn.Module):
-    """The questions; what lives on this rank is known when the first step has begun.
+    """The queries. Those for "local" things raise SMPUsageError before the first step has begun.
 
     Attributes:
         runtime: knows the answers.
@@ -26,7 +26,7 @@ class ModelQueries(nn.Module):
 
     @property
     def partitioned(self) -> bool:
-        """Has it been decided where each module lives?"""
+        """Whether it has been decided where each module lives."""
         return self.runtime.partitioned
 
     def get_module(self) -> nn.Module:
@@ -34,61 +34,61 @@ class ModelQueries(nn.Module):
         return self.module.get_submodule("module")
 
     def local_modules(self) -> Iterator[nn.Module]:
-        """Yields the modules that live on this rank; after the first step has begun."""
+        """Yields the modules that live on this rank."""
         for _, module in self.local_named_modules():
             yield module
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The same with names."""
+        """Yields name and module of those that live on this rank."""
         self._require_partition("local modules")
         for name, module in self.get_module().named_modules():
             if self.runtime.placement.is_local(module):
                 yield name, module
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters that live on this rank; after the first step has begun."""
+        """Yields the parameters that live on this rank."""
         for _, parameter in self.local_named_parameters():
             yield parameter
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with names."""
+        """Yields name and parameter of those that live on this rank."""
         self._require_partition("local parameters")
         for name, parameter in self.get_module().named_parameters():
             if self.runtime.placement.owns(parameter):
                 yield name, parameter
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
-        """Yields the buffers that live on this rank; after the first step has begun."""
+        """Yields the buffers that live on this rank."""
         for _, buffer in self.local_named_buffers():
             yield buffer
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same with names."""
+        """Yields name and buffer of those that live on this rank."""
         self._require_partition("local buffers")
         for name, buffer in self.get_module().named_buffers():
             if self.runtime.placement.owns_buffer(name):
                 yield name, buffer
 
-    # --- what tensor parallelism divides: nothing, in this version --------------------------------
+    # --- tensor parallelism: nothing is divided in this version -----------------------------------
 
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Yields the modules that are divided over tensor-parallel ranks."""
         return iter(())
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
-        """Is a parameter divided over tensor-parallel ranks?"""
+        """Says whether a parameter is divided over tensor-parallel ranks."""
         return False
 
     def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
-        """Is a buffer divided over tensor-parallel ranks?"""
+        """Says whether a buffer is divided over tensor-parallel ranks."""
         return False
 
     def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        """Does a parameter see the batches of all tensor-parallel ranks?"""
+        """Says whether a parameter sees the batches of all tensor-parallel ranks."""
         return False
 
     def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
-        """Does a buffer see the batches of all tensor-parallel ranks?"""
+        """Says whether a buffer sees the batches of all tensor-parallel ranks."""
         return False
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

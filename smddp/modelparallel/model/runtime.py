@@ -1,4 +1,4 @@
-"""What works behind a DistributedModel: its place on the ranks, and the life of its steps."""
+"""What works behind a DistributedModel: where its modules live, and its part in every step."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ class ModelRuntime:
     The executor, which belongs to the process, knows it only while a step runs.
 
     Attributes:
+        module: the model that was wrapped.
         executor: runs the steps.
         placement: which modules live here.
         data_parallel: makes gradients equal on all replicas.
-        model_state: gathers and loads.
+        model_state: makes and loads state dicts.
         steps: how many have begun.
-        device: of what lives here.
-        buffers: that live here.
-        half: the type in which the model computes, if it is not the one it was made in.
+        device: of the parameters and buffers that live here.
+        buffers: those that live here.
+        half: the dtype in which the model computes, if that is half precision.
     """
 
     def __init__(
@@ -72,16 +73,16 @@ class ModelRuntime:
         self.placement = Placement(modules, topology.rank_in("pp"), topology.pp_size)
         self.model_state = ModelState(module, self.placement)
         self._sum = GradientSum(data_parallel.final)
-        # Ordered dicts, because handles refer to them weakly.
+        # Not plain dicts: the handles keep weak references to them.
         self._hooks: dict[str, OrderedDict[int, Callable[..., Any]]] = {
             "partition": OrderedDict(),
             "step": OrderedDict(),
         }
         self._modes: bytes | None = None
         self.steps = 0
-        # Have the replicas still to hear in this step whether there will be a partition?
+        # Does this rank still have to call `agree` or `abstain` in this step?
         self._undecided = False
-        self.buffers = Buffers(module, lambda _: False)  # once there is a partition
+        self.buffers = Buffers(module, lambda _: False)  # none before the partition
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -91,13 +92,25 @@ class ModelRuntime:
 
     @property
     def partitioned(self) -> bool:
-        """Has it been decided where each module lives?"""
+        """Whether it has been decided where each module lives."""
         return self.executor.partitioned
 
     # --- the partition ----------------------------------------------------------------------------
 
     def partition(self, args: Any, kwargs: Any) -> None:
-        """Decides, on rank 0 of the pipeline in the first microbatch, and tells the others."""
+        """Decides where modules live, and tells the others.
+
+        Rank 0 of the pipeline calls it in the first microbatch.
+
+        Args:
+            args: of the model's first call.
+            kwargs: of the model's first call.
+
+        Raises:
+            SMPUsageError: the other replicas have given up this step already.
+            SMPPartitionError: the model cannot be divided as asked.
+            SMPPeerError: the step failed on another replica.
+        """
         executor = self.executor
 
         def make() -> Decision:
@@ -123,7 +136,7 @@ class ModelRuntime:
         self.apply(decision)
 
     def apply(self, decision: Decision) -> None:
-        """Makes a decision true on this rank."""
+        """Applies a decision on this rank."""
         self.placement.apply(decision, self.device)
         local = self.placement.parameters()
         for parameter in local:
@@ -135,13 +148,18 @@ class ModelRuntime:
         optimizer = self._state.current_optimizer()
         if optimizer is not None:
             optimizer._smp_state.adopt(self.placement)
-        # Hooks ask what lives here. What was held until now is not run before they have ended: this
-        # task has the baton.
+        # Hooks ask what lives here, so this comes before them. The messages that were kept until
+        # now make tasks, which run only when the hooks have ended: this task has the baton.
         self.executor.set_partitioned()
         self._run_hooks("partition")
 
     def pin(self, module: nn.Module, partition: int) -> None:
-        """Says where a module and what is inside it shall live; before the first step."""
+        """Says where a module and what is inside it shall live.
+
+        Raises:
+            SMPUsageError: the first step has begun.
+            SMPPartitionError: the module or the partition does not exist.
+        """
         if self.partitioned and self.executor.size > 1:
             raise SMPUsageError("set_partition has to be called before the first step")
         self.placement.pin(module, partition)
@@ -149,11 +167,11 @@ class ModelRuntime:
     # --- the life of a step; called by step.py ----------------------------------------------------
 
     def begin_step(self, microbatches: int, again: bool) -> None:
-        """Makes everything ready for the gradients of a step.
+        """Prepares for the gradients of a step.
 
         Args:
-            microbatches: how many.
-            again: it was begun before, and ended in Redo: now nobody takes a result for granted.
+            microbatches: how many the step has.
+            again: the step has ended in Redo before. This time every call waits for its result.
         """
         self.steps += 1
         leads = self.executor.rank == 0 and self.data_parallel.size > 1
@@ -162,20 +180,21 @@ class ModelRuntime:
         divisor = microbatches if self._average else 1
         self.data_parallel.begin_step(self._sum, divisor, again)
         self.executor.modules.relying = not again
-        # In the first step there are no results to rely upon, hence no Redo.
+        # With one partition there is no Redo, and a second pass never ends in one. Nor does the
+        # first step, when `buffers` is still empty.
         if self.executor.size > 1 and not again:
             self.buffers.save()
 
     def end_step(self, failure: str, redo: bool) -> None:
-        """Turns the sums into `Parameter.grad`; a failed step leaves gradients as they were.
+        """Sets `Parameter.grad` to the sums; a failed step leaves gradients as they were.
 
         Args:
-            failure: why it failed here; empty if it has not.
-            redo: has it to be made again?
+            failure: why the step failed here; empty if it has not.
+            redo: does the step have to be made again?
 
         Raises:
-            Redo: the step has to be made again, and all is as before it.
-            SMPPeerError: it failed on another replica.
+            Redo: the step has to be made again; gradients and buffers are as before it.
+            SMPPeerError: the step failed on another replica.
         """
         apart: SMPPeerError | None = None
         if self._undecided:
@@ -200,7 +219,7 @@ class ModelRuntime:
             self._run_hooks("step")
 
     def changed_modes(self) -> bytes | None:
-        """Returns train or eval of every module, if that has changed; others must follow."""
+        """Returns train (1) or eval (0) of every module; None if no mode has changed."""
         modes = bytes(module.training for module in self.executor.modules.list)
         if modes == self._modes:
             return None
@@ -227,7 +246,7 @@ class ModelRuntime:
         self._sum.end_microbatch(microbatch)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Takes what autograd has left in `Parameter.grad`."""
+        """Takes the gradient that autograd has left in `Parameter.grad`."""
         task = self.executor.baton.task
         if task is None:
             self.data_parallel.outside_step(parameter)
@@ -240,7 +259,7 @@ class ModelRuntime:
     # --- hooks ------------------------------------------------------------------------------------
 
     def register(self, kind: str, hook: Callable[..., Any]) -> RemovableHandle:
-        """Adds a hook that is called once: after the "partition", or the next "step"."""
+        """Registers a hook that is called once: after the "partition", or the next "step"."""
         handle = RemovableHandle(self._hooks[kind])
         self._hooks[kind][handle.id] = hook
         if kind == "partition" and self.partitioned:
@@ -255,13 +274,13 @@ class ModelRuntime:
 
     @property
     def masters(self) -> MasterWeights | None:
-        """What the optimizer works on, if the model is in half precision."""
+        """The master weights of the optimizer; None without half precision."""
         optimizer = self._state.current_optimizer()
         return None if optimizer is None else optimizer._smp_state.masters
 
 
 def _executor(state: State) -> Executor:
-    """Returns the process's executor; its threads outlive a model."""
+    """Returns the executor of the process, which lives longer than a model."""
     executor = state.kept(Executor)
     if executor is None:
         topology = state.topology
@@ -276,7 +295,7 @@ def _executor(state: State) -> Executor:
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls a method as long as its object exists."""
+    """Returns a function that calls a method, and does nothing once its object is gone."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""The state of a model whose parts live on different ranks: gathering, loading."""
+"""State dicts of a model whose parts live on different ranks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ __all__ = ["ModelState"]
 
 
 class ModelState:
-    """Reads and writes the parameters and buffers of a DistributedModel by their original names."""
+    """Makes and loads state dicts of a DistributedModel, with the model's original names."""
 
     def __init__(self, module: nn.Module, placement: Placement) -> None:
         self._module = module
         self._placement = placement
 
     def full(self, only_rank_0: bool) -> dict[str, Any]:
-        """Returns everything; each value comes from the rank that owns it.
+        """Returns all entries; each value comes from the rank that owns it.
 
         All ranks of the pipeline have to call it.
 
+        Args:
+            only_rank_0: of the job; the others get an empty dict.
+
         Raises:
-            SMPPeerError: one has not, within the timeout of the process group.
+            SMPPeerError: one has not called it within the timeout of the process group.
         """
         local = self._module.state_dict()
         if self._placement.size > 1 and self._placement.applied:
@@ -58,7 +61,7 @@ class ModelState:
         return value
 
     def local(self) -> dict[str, Any]:
-        """Returns what lives here, marked as partial."""
+        """Returns the entries that live here, with `MARKER`."""
         entries = {
             name: value
             for name, value in self._module.state_dict().items()
@@ -67,9 +70,9 @@ class ModelState:
         return {**entries, MARKER: True}
 
     def load(self, given: Mapping[str, Any], strict: bool, same_partition: bool) -> Any:
-        """Loads a full or partial state dict; parameters that live elsewhere are left alone."""
+        """Loads a full or partial state dict; see `DistributedModel.load_state_dict`."""
         entries = {name: value for name, value in given.items() if name != MARKER}
-        # Before there is a partition nobody knows which part belongs here: all of them are loaded.
+        # Before the partition it is not known what lives here, so all parts are loaded.
         alone = bool(given.get(MARKER)) and same_partition and self._placement.applied
         if given.get(MARKER) and not alone:
             merged: dict[str, Any] = {}
@@ -77,7 +80,7 @@ class ModelState:
                 merged.update(part)
             entries = merged
         names = list(self._module.state_dict())
-        # Files of model libraries hold a shared parameter under one of its names only.
+        # Some files hold a shared parameter under only one of its names.
         for same in self._shared():
             present = next((name for name in same if name in entries), None)
             if present is not None:
@@ -119,7 +122,7 @@ class ModelState:
         return parts
 
     def gather_in_place(self) -> None:
-        """Makes all parameters and buffers real again on every rank, on the host."""
+        """Gives every rank all parameters and buffers, in memory of the host."""
         full = self.full(False)
         for name, parameter in self._module.named_parameters():
             value = full[name].cpu()

@@ -13,14 +13,14 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Like `torch.amp.GradScaler`; all ranks of a pipeline skip a step together.
+    """Does what `torch.amp.GradScaler` does; all ranks of a pipeline skip a step together.
 
-    `scale` is called in the step, which runs on one rank; `step` and `update` on all.
+    Scripts call `scale` inside the step, on one rank, and `step` and `update` on all ranks.
 
     Args:
-        device: "cuda" or "cpu"; what the model is on if None.
-        args: as for torch's.
-        kwargs: as for torch's.
+        device: "cuda" or "cpu"; if None, "cuda" where there is one.
+        args: as for torch's GradScaler.
+        kwargs: as for torch's GradScaler.
     """
 
     def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -31,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(kind, *args, **kwargs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients by the scale, and learns whether any rank's are infinite."""
+        """Divides the gradients by the scale; all ranks learn whether any of them is infinite."""
         if not self.is_enabled():
             return
         self._begin()
@@ -47,13 +47,13 @@ class GradScaler(torch.amp.GradScaler):
         found[device] = total
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Steps the optimizer unless a gradient is infinite, on any rank."""
+        """Calls the optimizer's step unless a gradient is infinite on any rank."""
         if self.is_enabled():
             self._begin()
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: Any = None) -> None:
-        """Adapts the scale; equally on all ranks."""
+        """Adapts the scale, in the same way on all ranks."""
         if self.is_enabled():
             self._begin()
         super().update(new_scale)

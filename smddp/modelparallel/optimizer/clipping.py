@@ -1,4 +1,4 @@
-"""Norms of gradients over all partitions of the model, and clipping by them."""
+"""The norm of the gradients of all partitions, and clipping by it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ __all__ = ["clip_grad_norm", "global_norm"]
 
 
 def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Returns the norm over all ranks of the pipeline, each with its own gradients."""
+    """Returns the norm of the gradients of all ranks of the pipeline; all of them have to call it.
+
+    Args:
+        gradients: of this rank.
+        norm_type: the p of the p-norm; inf for the largest absolute value.
+
+    Returns:
+        A tensor without dimensions; in fp32 if there are several partitions.
+    """
     total = torch.nn.utils.get_total_norm(gradients, norm_type)
     model = state.current_model()
     if model is None or state.topology.pp_size == 1:
@@ -32,12 +40,20 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> to
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scales the gradients of the whole model so that their norm is at most `max_norm`.
 
-    Unlike `torch.nn.utils.clip_grad_norm_` it sees the parameters of all partitions. All ranks of
-    the pipeline have to call it, after the step. With fp16 or bf16 in the configuration it is about
+    Unlike `torch.nn.utils.clip_grad_norm_` it uses the parameters of all partitions. All ranks of
+    the pipeline have to call it, after the step. With fp16 or bf16 in the configuration it clips
     the gradients of the master weights.
 
+    Args:
+        max_norm: the largest norm that is allowed.
+        norm_type: as for `global_norm`.
+
     Returns:
-        The norm before; -1 if a gradient is infinite, and `optimizer.step()` will do nothing.
+        The norm before clipping; -1 if a gradient is infinite, so `optimizer.step()` will do
+        nothing. A tensor without dimensions.
+
+    Raises:
+        SMPUsageError: there is no model, or the call is inside a step.
     """
     model = state.current_model()
     if model is None:

@@ -1,4 +1,4 @@
-"""`smp.DistributedOptimizer`: an optimizer whose state lives where the parameters do."""
+"""`smp.DistributedOptimizer`: an optimizer for parameters that live on different ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smddp.modelparallel.partition.placement import MARKER, Placement
 
 __all__ = ["FP16_STATES", "DistributedOptimizer", "merged"]
 
-# In a state dict: the master weights by number, and the loss scale.
+# Key of a state dict: the master weights, by number of the parameter, and the loss scale.
 FP16_STATES = "fp16_states"
 
 
@@ -31,18 +31,23 @@ class _IsPatched(type):
 
 
 class DistributedOptimizer(metaclass=_IsPatched):
-    """Patches an optimizer, which stays the same object, and returns it.
+    """Adds methods to an optimizer and returns it; it stays the same object.
 
-    Parameters that live on other ranks have no gradient here, so the optimizer passes them over;
-    what is patched is its state: `state_dict` gathers it from all ranks of the pipeline, and
-    `load_state_dict` keeps what belongs here. It may be created from the parameters of the model
-    before or after that is wrapped.
+    Parameters that live on other ranks have no gradient here, so the optimizer passes over them.
+    What changes is its state dict: `state_dict` gathers it from all ranks of the pipeline, and
+    `load_state_dict` keeps what belongs to this rank. A script may create the optimizer before or
+    after it wraps the model.
 
     Args:
         optimizer: any object with `param_groups`, `state`, `state_dict` and `load_state_dict`.
-        static_loss_scale: with fp16 or bf16 in the configuration, by what losses are multiplied.
-        dynamic_loss_scale: with those, adapt that to overflows.
-        dynamic_loss_args: see DynamicLossScaler; by name, or in one dict of this name.
+        static_loss_scale: with fp16 or bf16 in the configuration, the factor for losses.
+        dynamic_loss_scale: with those, use a factor that adapts to overflows instead.
+        dynamic_loss_args: the arguments of DynamicLossScaler, by name, or all of them in one dict
+            with this name.
+
+    Raises:
+        SMPInitializationError: `smp.init` has not been called.
+        SMPUsageError: the optimizer is one already, or dynamic_loss_args are wrong.
     """
 
     def __new__(
@@ -85,15 +90,15 @@ class DistributedOptimizer(metaclass=_IsPatched):
 
 
 def _add_names_of_fp16(optimizer: Any, masters: MasterWeights) -> None:
-    """Adds what scripts for fp16 use, by its names in Apex."""
-    # There it is the optimizer inside; learning rate schedules get it.
+    """Adds the attributes that scripts for fp16 use; the names are those of NVIDIA Apex."""
+    # In Apex this is the wrapped optimizer; scripts pass it to learning rate schedules.
     optimizer.optimizer = optimizer
     optimizer.loss_scaler = masters.scaler
     optimizer.loss_scale, optimizer.overflow = masters.scaler.loss_scale, False
     optimizer.fp32_from_fp16_groups = []
     optimizer.clip_master_grads = clip_grad_norm
     optimizer.update_master_grads = masters.update
-    # Gradients are complete, and can be taken over, only when the step has ended.
+    # It ignores update_master_grads: gradients are complete only when the step has ended.
     optimizer.backward = lambda loss, update_master_grads=True: state.current_model().backward(loss)
     optimizer.zero_grad = masters.zero_grad
     if hasattr(optimizer, "add_param_group"):
@@ -101,7 +106,7 @@ def _add_names_of_fp16(optimizer: Any, masters: MasterWeights) -> None:
 
 
 class _patches:  # noqa: N801  a namespace of functions that become methods of the optimizer
-    """The methods. Their names and signatures are those of the original library."""
+    """The methods, with the names and signatures of the original library."""
 
     @staticmethod
     def step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -149,16 +154,17 @@ class _State:
     """Gathers and loads the state of one optimizer.
 
     Attributes:
-        masters: of a model in half precision.
+        masters: the master weights; None without half precision.
+        counted: the wrapper that a learning rate schedule has put around `step`; None without one.
     """
 
     def __init__(self, optimizer: Any, masters: MasterWeights | None) -> None:
         self.masters = masters
         self._optimizer = weakref.ref(optimizer)
-        # Bound to the class, so that this object does not keep the optimizer alive.
+        # The functions of the class: bound methods would keep the optimizer alive.
         kind = type(optimizer)
         self._step, self._state_dict, self._load = kind.step, kind.state_dict, kind.load_state_dict
-        # A learning rate schedule has wrapped it: it counts calls, and asks later for its mark.
+        # A learning rate schedule wraps `step` to count calls, and later looks for its wrapper.
         self.counted = counted = vars(optimizer).get("step")
         if counted is not None:
             self._step = lambda _, *args, **kwargs: counted(*args, **kwargs)
@@ -210,7 +216,7 @@ class _State:
         self._load_some(entries, self._local_indices())
 
     def adopt(self, placement: Placement) -> None:
-        """Hears where parameters live, and loads what was given before that was known."""
+        """Is told which parameters live here; loads what was given before that was known."""
         if self.masters is not None:
             self.masters.adopt(placement)
         if self._deferred is not None:
@@ -244,7 +250,7 @@ class _State:
 
         Args:
             part: of this rank.
-            what: all of them have called; for texts.
+            what: the call that all of them have to make; for error texts.
         """
         whole = {name: value for name, value in part.items() if name != MARKER}
         size = state.topology.pp_size
@@ -258,7 +264,7 @@ class _State:
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns one state dict from those of the ranks of a pipeline."""
+    """Returns one state dict made of those of the ranks of a pipeline."""
     whole = dict(parts[0])
     whole["state"] = _union([part["state"] for part in parts])
     if FP16_STATES in whole:

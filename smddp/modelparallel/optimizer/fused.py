@@ -1,6 +1,7 @@
-"""Optimizers that scripts import from `smp.optimizers`, over the whole of a divided model.
+"""The optimizers of `smp.optimizers`; norms are those of the whole model.
 
-Names and arguments are those of NVIDIA Apex; "fused" is only part of the name.
+Names and arguments are those of NVIDIA Apex. "Fused" is only part of the names: they are made of
+ordinary torch operations.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ class FusedAdam(torch.optim.Adam):
         bias_correction: must be True.
         betas: decay of the moments.
         eps: added to the denominator.
-        adam_w_mode: decay weights apart from the gradient.
-        weight_decay: how much.
-        amsgrad: as for torch's.
+        adam_w_mode: subtract the weight decay from the parameter, not add it to the gradient.
+        weight_decay: factor of the decay.
+        amsgrad: as for torch.optim.Adam.
         set_grad_none: accepted; zero_grad does that in any case.
+
+    Raises:
+        ValueError: bias_correction is False.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """What LAMB and NovoGrad share: groups count their steps, and closures are called."""
+    """The part of `step` that LAMB and NovoGrad share."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -68,14 +72,14 @@ class _Optimizer(torch.optim.Optimizer):
         return loss
 
     def _begin(self) -> None:
-        """Is called before the updates of a step."""
+        """Called before the updates of a step."""
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], own: Any) -> None:
         raise NotImplementedError
 
 
 def _unbiased(group: dict[str, Any]) -> tuple[float, float]:
-    """Returns by what the two moments are divided, because they began at zero."""
+    """Returns the divisors of the two moments, which correct for their beginning at zero."""
     if not group["bias_correction"]:
         return 1.0, 1.0
     beta1, beta2 = group["betas"]
@@ -83,24 +87,27 @@ def _unbiased(group: dict[str, Any]) -> tuple[float, float]:
 
 
 class FusedLAMB(_Optimizer):
-    """LAMB: Adam whose step is scaled, per parameter, to the norm of the parameter.
+    """LAMB: Adam, with the step of each parameter scaled to the norm of the parameter.
 
-    Gradients are first clipped by their norm over the whole model, on all ranks of the pipeline; so
-    all of them have to call `step`.
+    Gradients are first clipped by their norm over the whole model, so all ranks of the pipeline
+    have to call `step`. Source: You et al., "Large Batch Optimization for Deep Learning".
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        bias_correction: divide the moments by how far they have come from zero.
+        bias_correction: correct the moments for their beginning at zero.
         betas: decay of the moments.
         eps: added to the denominator.
-        weight_decay: how much.
+        weight_decay: factor of the decay.
         amsgrad: must be False.
-        adam_w_mode: decay weights apart from the gradient.
-        grad_averaging: weigh a new gradient by 1 - beta1.
+        adam_w_mode: subtract the weight decay from the parameter, not add it to the gradient.
+        grad_averaging: multiply a new gradient by 1 - beta1 before it is added to the first moment.
         set_grad_none: accepted.
-        max_grad_norm: to which gradients are clipped; 0 for not at all.
+        max_grad_norm: the norm to which gradients are clipped; 0 for no clipping.
         use_nvlamb: scale the step of parameters without weight decay, too.
+
+    Raises:
+        ValueError: amsgrad is True.
     """
 
     def __init__(
@@ -163,26 +170,31 @@ class FusedLAMB(_Optimizer):
         parameter.add_(update, alpha=-group["lr"])
 
 
-# The spelling of the documentation; scripts use the other one.
+# The documentation of the original library spells it like this; scripts use the other spelling.
 FusedLamb = FusedLAMB
 
 
 class FusedNovoGrad(_Optimizer):
-    """NovoGrad: gradients are normalised per parameter, by a moving average of their norm.
+    """NovoGrad: each parameter's gradient is divided by a moving average of its norm.
+
+    Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments".
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        bias_correction: divide the moments by how far they have come from zero.
+        bias_correction: correct the moments for their beginning at zero.
         betas: decay of the moments.
         eps: added to the denominator.
-        weight_decay: how much.
+        weight_decay: factor of the decay.
         amsgrad: must be False.
-        reg_inside_moment: let the first moment include the weight decay.
-        grad_averaging: weigh a new gradient by 1 - beta1.
+        reg_inside_moment: add the weight decay before the first moment is updated.
+        grad_averaging: multiply a new gradient by 1 - beta1 before it is added to the first moment.
         norm_type: 2, or 0 for the largest absolute value.
-        init_zero: let the average begin at zero, not at the first norm.
+        init_zero: begin the moving average at zero, not at the first norm.
         set_grad_none: accepted.
+
+    Raises:
+        ValueError: amsgrad is True, or norm_type is neither 2 nor 0.
     """
 
     def __init__(

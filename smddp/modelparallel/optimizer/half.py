@@ -1,9 +1,9 @@
 """Training in half precision, as `fp16` and `bf16` in the configuration ask for it.
 
-The model computes in half precision; the optimizer works on *master weights*, copies in fp32 that
-take the places of the parameters in its groups. Losses are scaled before their backward pass, and
-gradients unscaled on their way to the masters; a step with an infinite gradient is left out, on all
-ranks that hold a part of the model.
+The model computes in half precision. The optimizer works on *master weights*: copies in fp32, which
+stand in its groups in place of the parameters. Losses are multiplied by a scale before their
+backward pass, and gradients are divided by it when they are copied to the masters. If a gradient is
+infinite, all ranks that hold a part of the model leave out the step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def half_precision() -> torch.dtype | None:
-    """Returns the type that the configuration asks for, if any."""
+    """Returns the dtype that the configuration asks for; None for full precision."""
     if state.cfg.fp16:
         return torch.float16
     return torch.bfloat16 if state.cfg.bf16 else None
 
 
 def convert(module: nn.Module, dtype: torch.dtype) -> None:
-    """Gives a model's parameters and buffers a type; batch norms get fp32, for their statistics."""
+    """Converts a model's floating-point parameters and buffers to a dtype.
+
+    Batch norms are converted to fp32, because their statistics need it.
+    """
     for part in module.modules():
         norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
         own = torch.float32 if norm else dtype
@@ -52,24 +55,24 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def lowered(value: Any, dtype: torch.dtype) -> Any:
-    """Returns arguments of the model with tensors of fp32 in its own type."""
+    """Returns a nested value with its fp32 tensors converted to a dtype; for arguments."""
     return map_tensors(lambda t: t.to(dtype) if t.dtype == torch.float32 else t, value)
 
 
 def raised(value: Any) -> Any:
-    """Returns results of the model with tensors of half precision in fp32."""
+    """Returns a nested value with its half-precision tensors converted to fp32; for results."""
     return map_tensors(lambda t: t.float() if t.dtype in _HALF else t, value)
 
 
 class MasterWeights:
-    """The masters of one optimizer's parameters, of those that live on this rank.
+    """The master weights of one optimizer, for the parameters that live on this rank.
 
-    They exist once it is known which do. A parameter that is no half has a master, too, which
-    shares its memory: so every gradient is unscaled on a copy.
+    They exist once the partition says which parameters those are. A parameter in full precision has
+    a master, too, which shares its memory; so gradients are always unscaled on copies.
 
     Attributes:
-        scaler: scales the losses.
-        overflow: was a gradient infinite when gradients were last taken over?
+        scaler: holds the loss scale.
+        overflow: was a gradient infinite when gradients were last copied to the masters?
     """
 
     def __init__(self, optimizer: Any, scaler: LossScaler) -> None:
@@ -79,14 +82,14 @@ class MasterWeights:
         self._originals: dict[int, nn.Parameter] = {}  # by the id of the master
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (parameter, master)
         self._device = torch.device("cpu")
-        self._taken = False  # have the gradients of the last backward pass been taken over?
+        self._taken = False  # have the gradients of the last step been copied to the masters?
 
     def original(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Returns the model's parameter for what is in a group."""
+        """Returns the model's parameter whose master is given; a parameter itself otherwise."""
         return self._originals.get(id(parameter), parameter)
 
     def adopt(self, placement: Placement) -> None:
-        """Puts masters in the places of the parameters that live here."""
+        """Puts masters into the optimizer's groups, in place of the parameters that live here."""
         self._device = placement.device
         optimizer: Any = self._optimizer()
         for group in optimizer.param_groups:
@@ -110,7 +113,7 @@ class MasterWeights:
         self._show()
 
     def refresh(self) -> None:
-        """Makes the masters what the parameters are; for parameters that have been loaded."""
+        """Copies the parameters to the masters, after parameters have been loaded."""
         with torch.no_grad():
             for parameter, master in self._halves():
                 master.copy_(parameter)
@@ -118,11 +121,14 @@ class MasterWeights:
     # --- a step -----------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Hears that there are new gradients."""
+        """Is told that there are new gradients."""
         self._taken = False
 
     def update(self) -> None:
-        """Takes the gradients over, unscaled; all ranks of the model learn of an overflow."""
+        """Copies the gradients to the masters and unscales them.
+
+        All ranks of the model have to call it; they agree on whether there is an overflow.
+        """
         gradients = []
         for parameter, master in self._pairs:
             gradient = parameter.grad
@@ -143,16 +149,19 @@ class MasterWeights:
         self.overflow = bool(found)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns the gradients of the masters, taken over if they were not."""
+        """Returns the gradients of the masters; copies them first if that has not been done."""
         if not self._taken:
             self.update()
         return [master.grad for _, master in self._pairs if master.grad is not None]
 
     def step(self, inner: Callable[[], Any]) -> Any:
-        """Lets the optimizer change the masters, and the model follow, unless there is an overflow.
+        """Steps the optimizer and copies the masters to the parameters; not after an overflow.
 
         Args:
             inner: the optimizer's own step.
+
+        Returns:
+            What `inner` returns; None after an overflow.
         """
         self.gradients()
         self._taken = False
@@ -184,16 +193,21 @@ class MasterWeights:
     # --- states -----------------------------------------------------------------------------------
 
     def state_dict(self, indices: Mapping[int, int]) -> dict[str, Any]:
-        """Returns masters of half-precision parameters by number, and the state of the scale.
+        """Returns the masters of half-precision parameters, by number, and the loss scale.
 
         Args:
-            indices: numbers by the id of the model's parameter.
+            indices: the number of each of the model's parameters, by its id.
         """
         masters = {indices[id(p)]: m.detach() for p, m in self._halves()}
         return {"masters": masters, "loss_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, given: Mapping[str, Any], indices: Mapping[int, int]) -> None:
-        """Loads what belongs here of what `state_dict` has returned, of any ranks."""
+        """Loads the masters that belong here.
+
+        Args:
+            given: what `state_dict` has returned, merged over any ranks.
+            indices: as for `state_dict`.
+        """
         with torch.no_grad():
             for parameter, master in self._halves():
                 value = given["masters"].get(indices[id(parameter)])

@@ -12,38 +12,41 @@ __all__ = ["DynamicLossScaler", "LossScaler", "make_scaler"]
 
 
 class LossScaler:
-    """A constant scale.
+    """A constant loss scale.
 
     Attributes:
-        loss_scale: by what a loss is multiplied before its backward pass.
+        loss_scale: the factor by which a loss is multiplied before its backward pass.
     """
 
     def __init__(self, loss_scale: float = 1.0) -> None:
         self.loss_scale = float(loss_scale)
 
     def update_scale(self, overflow: bool) -> None:
-        """Hears whether the gradients of a step were infinite."""
+        """Is told whether a gradient of a step was infinite."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what has to be saved."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another scaler was; what this one does not have is passed over."""
+        """Takes over the values of another scaler that this one has, too."""
         vars(self).update({name: state[name] for name in vars(self) if name in state})
 
 
 class DynamicLossScaler(LossScaler):
-    """A scale that grows as long as nothing overflows.
+    """A loss scale that grows as long as nothing overflows. The arguments are those of Apex.
 
     Args:
-        init_scale: to begin with.
-        scale_factor: by what the scale is multiplied, or divided after an overflow.
-        scale_window: so many steps in a row without an overflow let it grow.
-        min_scale: it gets no smaller.
-        delayed_shift: the scale is lowered only by so many overflows.
-        consecutive_hysteresis: every step without an overflow forgets those before it; otherwise
-            only growth does.
+        init_scale: the first scale.
+        scale_factor: the scale is multiplied by it, or divided by it after an overflow.
+        scale_window: after so many steps without an overflow the scale grows.
+        min_scale: the scale gets no smaller.
+        delayed_shift: so many overflows are needed before the scale gets smaller.
+        consecutive_hysteresis: each step without an overflow resets the count for `delayed_shift`;
+            otherwise only growth resets it.
+
+    Raises:
+        SMPUsageError: a value makes no sense.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class DynamicLossScaler(LossScaler):
         self.tolerance = delayed_shift
 
     def update_scale(self, overflow: bool) -> None:
-        """Hears whether the gradients of a step were infinite, and adapts the scale."""
+        """Is told whether a gradient of a step was infinite; adapts the scale."""
         if overflow:
             self.good_steps = 0
             if self.tolerance > 1:
@@ -83,7 +86,7 @@ class DynamicLossScaler(LossScaler):
             self.loss_scale *= self._factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what changes; the rest is the script's."""
+        """Returns what changes from step to step; the script gives the other values."""
         names = ("loss_scale", "good_steps", "tolerance")
         return {name: getattr(self, name) for name in names}
 
@@ -93,11 +96,11 @@ def make_scaler(static: float, dynamic: bool, arguments: Mapping[str, Any]) -> L
 
     Args:
         static: the constant scale.
-        dynamic: a DynamicLossScaler instead.
-        arguments: for that, by name; or all of them in one dict under `dynamic_loss_args`.
+        dynamic: return a DynamicLossScaler instead.
+        arguments: of that one, by name; or all of them in one dict under `dynamic_loss_args`.
 
     Raises:
-        SMPUsageError: an argument is unknown, or has a value that makes no sense.
+        SMPUsageError: an argument is unknown, or its value makes no sense.
     """
     named = dict(arguments)
     named = {**(named.pop("dynamic_loss_args", None) or {}), **named}

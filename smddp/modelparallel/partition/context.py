@@ -15,7 +15,7 @@ from smddp.modelparallel.job.state import state
 
 __all__ = ["ATTRIBUTE", "partition", "set_partition"]
 
-# On modules created inside a context. It is copied with a module, so that copied layers stay put.
+# Attribute of modules created inside a context: the partition. A copy of a module has it, too.
 ATTRIBUTE = "_smp_partition"
 
 _stack: list[int] = []
@@ -23,9 +23,9 @@ _stack: list[int] = []
 
 @contextlib.contextmanager
 def partition(index: int) -> Iterator[None]:
-    """Places the modules created inside on a partition; the innermost context wins.
+    """Returns a context that assigns modules created inside it to a partition.
 
-    It is used when auto_partition is off in the configuration; otherwise it only warns.
+    The innermost context counts. With auto_partition, the default, it has no effect and warns.
 
     Args:
         index: of the partition.

@@ -1,4 +1,4 @@
-"""Finds the partition: by hand, from a file, or automatically."""
+"""Decides about the partition: as the script or a file says, or automatically."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def decide(
 
     Args:
         cfg: the configuration.
-        root: the model, whole on this rank.
+        root: the model; all of it is on this rank.
         modules: its modules.
-        placement: with what the script has asked for.
+        placement: has the pins of `set_partition`, and the decision of a checkpoint.
         args: of the model's first call.
         kwargs: of the model's first call.
-        times: measure time on real data.
+        times: measure the time of modules on real data, in place of counting operations.
 
     Raises:
         SMPPartitionError: the model cannot be divided as asked.
@@ -108,7 +108,7 @@ def decide(
 
 
 def _consistent(units: Units, by_tree: dict[int, int], modules: Modules) -> list[int | None]:
-    """Keeps together what has to be: every module goes where its unit's first module is."""
+    """Returns owners in which every module is where the first module of its unit is."""
     first_of_unit: dict[int, int] = {}
     owners: list[int | None] = []
     for number, module in enumerate(modules.list):
@@ -124,7 +124,7 @@ def _consistent(units: Units, by_tree: dict[int, int], modules: Modules) -> list
 def _apply_pins(
     owners: list[int | None], modules: Modules, placement: Placement, root: nn.Module
 ) -> None:
-    """What `set_partition` says holds in automatic partitions, too."""
+    """Changes the owners to those that `set_partition` has asked for."""
     for number, part in sorted(placement.pins.items()):
         for module in modules.list[number].modules():
             inner = modules.number_of(module)
@@ -167,7 +167,7 @@ def _report(decision: Decision, parts: int) -> None:
 
 
 def _outermost(decision: Decision, part: int) -> list[str]:
-    """Returns the modules of a partition whose enclosing module is not of it."""
+    """Returns the modules of a partition whose enclosing module is in another one."""
     owner_of = dict(zip(decision.names, decision.owners, strict=True))
     found = []
     for name, owner in owner_of.items():

@@ -13,17 +13,23 @@ __all__ = ["has_state", "manual_owners"]
 
 
 def has_state(module: nn.Module) -> bool:
-    """Has a module, or one inside it, parameters or buffers?"""
+    """Says whether a module, or one inside it, has parameters or buffers."""
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def manual_owners(
     root: nn.Module, modules: Modules, pins: Mapping[int, int], default: int
 ) -> list[int | None]:
-    """Returns the owner of each module.
+    """Returns the owner of each module, by number; None for modules without state.
 
-    A pin holds for what is inside a module, too, down to the next pin. Created inside a
-    `smp.partition` counts as a pin of that module.
+    A pin holds for everything inside a module, except what has a pin of its own. Without a pin, a
+    module goes where the `smp.partition` says in which it was created.
+
+    Args:
+        root: the model.
+        modules: its modules.
+        pins: partitions by module number, as `set_partition` has asked.
+        default: the partition of the other modules.
     """
     owners: list[int | None] = [default] * len(modules.list)
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""A decision where each module lives, and making it true on one rank."""
+"""A decision where each module lives, and what it means on one rank."""
 
 from __future__ import annotations
 
@@ -41,14 +41,16 @@ def costs_by_size(modules: Sequence[nn.Module]) -> list[dict[str, float]]:
 
 @dataclasses.dataclass
 class Decision:
-    """Where every module lives: plain data, that can be sent and saved.
+    """Where every module lives, as plain data that can be sent and saved.
 
     Attributes:
         names: of the modules, by number.
-        owners: by number; None for modules without state, which run where their input is.
-        costs: per module, its own share of memory and time; for `smp.explain` and the log.
-        cut_bytes: what crosses borders between partitions, per microbatch and direction.
-        method: how it was found.
+        owners: partitions, by number; None for modules without state, which run where their input
+            is.
+        costs: per module, without those inside it: "bytes", "seconds", and "cost" as a share of the
+            whole model. For `smp.explain` and the log.
+        cut_bytes: bytes that cross borders between partitions, per microbatch and direction.
+        method: how it was found; for texts.
     """
 
     names: list[str]
@@ -59,7 +61,7 @@ class Decision:
 
     @property
     def parts(self) -> int:
-        """How many partitions are used."""
+        """The number of partitions that are used."""
         return 1 + max(owner for owner in self.owners if owner is not None)
 
     def rows(self, part: int) -> list[tuple[str, dict[str, float]]]:
@@ -72,14 +74,18 @@ class Decision:
         return sum(cost["cost"] for _, cost in self.rows(part))
 
     def check(self, names: list[str]) -> None:
-        """Raises unless it was made for a model with these modules."""
+        """Checks that it was made for a model with these modules.
+
+        Raises:
+            SMPPartitionError: it was not.
+        """
         if self.names != names:
             raise SMPPartitionError(
                 "the partition decision belongs to another model: it names other modules"
             )
 
     def fits(self, names: list[str], parts: int) -> bool:
-        """Can it be used for a model with these modules, and this number of partitions?"""
+        """Says whether it can be used for these modules and this number of partitions."""
         return self.names == names and self.parts <= parts
 
     @staticmethod
@@ -90,12 +96,12 @@ class Decision:
         return Decision(list(modules.names), owners, costs, method="one partition")
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it as JSON-able data."""
+        """Returns it as data for JSON."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Decision:
-        """The inverse of as_dict; entries of other versions are passed over."""
+        """Returns what `as_dict` was made of; ignores entries that this version does not know."""
         known = {field.name for field in dataclasses.fields(Decision)}
         return Decision(**{name: value for name, value in data.items() if name in known})
 
@@ -106,7 +112,9 @@ class Placement:
     Attributes:
         rank, size: in the pipeline.
         pins: partitions that the script has asked for, by module number.
-        decision: once there is one.
+        decision: that has been applied; None before.
+        preset: a decision from a checkpoint, which is used again if it fits.
+        device: of what lives here.
     """
 
     def __init__(self, modules: Modules, rank: int, size: int) -> None:
@@ -114,21 +122,24 @@ class Placement:
         self.rank, self.size = rank, size
         self.pins: dict[int, int] = {}
         self.decision: Decision | None = None
-        # From a checkpoint: used again if it fits.
         self.preset: Decision | None = None
         self.device = torch.device("cpu")
         self._entries: dict[str, int] = {}
         self._local: set[int] = set()
-        # Asked for names once, so that it holds no matter how the module is wrapped later.
+        # The model as it was wrapped: names do not change if a script wraps it again later.
         self._root = modules.list[0]
 
     @property
     def applied(self) -> bool:
-        """Is there a decision?"""
+        """Whether a decision has been applied."""
         return self.decision is not None
 
     def pin(self, module: nn.Module, partition: int) -> None:
-        """Says where a module shall live, with what is inside it unless that is pinned, too."""
+        """Assigns a module, and everything inside it that has no pin of its own, to a partition.
+
+        Raises:
+            SMPPartitionError: the module or the partition does not exist.
+        """
         number = self._modules.number_of(module)
         if number is None:
             raise SMPPartitionError("set_partition: the module is not part of the model")
@@ -139,7 +150,11 @@ class Placement:
         self.pins[number] = partition
 
     def apply(self, decision: Decision, device: torch.device) -> None:
-        """Keeps what lives here on `device`, and empties the other parameters."""
+        """Applies a decision: moves what lives here to a device, and empties other parameters.
+
+        Raises:
+            SMPPartitionError: the decision belongs to another model, or divides a shared parameter.
+        """
         decision.check(self._modules.names)
         owners = self._owners_of_parameters(decision)
         self.decision, self.device = decision, device
@@ -183,7 +198,7 @@ class Placement:
         return owners
 
     def is_local(self, module: nn.Module) -> bool:
-        """Does a module live here? Those without state live where the module around them does."""
+        """Says whether a module lives here; one without an owner counts for rank 0."""
         number = self._modules.number_of(module)
         if number is None or self.decision is None:
             return False
@@ -195,11 +210,11 @@ class Placement:
         return [parameter for parameter in self._root.parameters() if self.owns(parameter)]
 
     def owns(self, parameter: nn.Parameter) -> bool:
-        """Does a parameter live here?"""
+        """Says whether a parameter lives here."""
         return id(parameter) in self._local
 
     def owns_buffer(self, name: str) -> bool:
-        """Does a buffer live here? The name is the original model's."""
+        """Says whether the buffer with a name of the original model lives here."""
         return self._entries.get(name, 0) == self.rank
 
     def owner_of_entry(self, name: str) -> int:
@@ -208,7 +223,7 @@ class Placement:
 
 
 def _empty(parameter: nn.Parameter) -> None:
-    """Gives the memory of a parameter back; shape and dtype stay, and any use is an error."""
+    """Frees the memory of a parameter. Shape and dtype stay; using the values is an error."""
     hollow = nn.Parameter(
         torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
     )
@@ -216,8 +231,8 @@ def _empty(parameter: nn.Parameter) -> None:
     try:
         torch.utils.swap_tensors(parameter, hollow)  # type: ignore[no-untyped-call]
     except RuntimeError:
-        # Somebody holds on to it, as recurrent layers do by weak references. The memory goes all
-        # the same: one element stands for all of them, and poisons whatever uses it.
+        # There are weak references to it, as in recurrent layers. Its memory can still be freed:
+        # one element, NaN if possible, stands for all of them.
         value = float("nan") if parameter.is_floating_point() else 0
         one = torch.full((1,) * parameter.dim(), value, dtype=parameter.dtype)
         parameter.data = one.to(parameter.device).expand(parameter.shape)

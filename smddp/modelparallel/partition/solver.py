@@ -1,6 +1,7 @@
 """Divides a sequence of costs into contiguous parts: exactly, and as in the SMP paper.
 
-Pure functions over numbers. `bottleneck` is what both are measured by.
+The functions work on numbers only. Both methods try to make `bottleneck` small. The paper is
+Karakus et al., "Amazon SageMaker Model Parallelism", 2021.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ __all__ = ["Node", "bottleneck", "divide_exactly", "divide_tree", "loads"]
 
 
 def loads(costs: Sequence[float], cuts: Sequence[float], starts: Sequence[int]) -> list[float]:
-    """Returns the load of each part: its costs, and the cuts at both its ends.
+    """Returns the load of each part: the sum of its costs and of the cuts at its two ends.
 
     Args:
         costs: of the items, in order.
-        cuts: cuts[i] is the price of a border before item i.
-        starts: where each part begins; the first is 0.
+        cuts: cuts[i] is the cost of a border before item i.
+        starts: the first item of each part; starts[0] is 0.
     """
     ends = [*starts[1:], len(costs)]
     result = []
@@ -32,22 +33,28 @@ def loads(costs: Sequence[float], cuts: Sequence[float], starts: Sequence[int]) 
 
 
 def bottleneck(costs: Sequence[float], cuts: Sequence[float], starts: Sequence[int]) -> float:
-    """Returns the largest load: the time between two microbatches of a pipeline."""
+    """Returns the largest load; it is the time between two microbatches of a pipeline."""
     return max(loads(costs, cuts, starts))
 
 
 def divide_exactly(costs: Sequence[float], cuts: Sequence[float], parts: int) -> list[int]:
-    """Returns the starts of the parts with the smallest bottleneck.
+    """Returns the first item of each part, for a division with the smallest bottleneck.
 
-    Among those, it takes one with small cuts. Dynamic programming over (parts, end), each row a
-    vector operation: a thousand items for eight parts take milliseconds.
+    If several divisions have the smallest bottleneck, it prefers small cuts. The method is dynamic
+    programming over (parts, end).
+
+    Args:
+        costs: of the items, in order.
+        cuts: as for `loads`.
+        parts: how many; fewer are made if there are fewer items.
     """
     count = len(costs)
     parts = min(parts, count)
     total = np.concatenate([[0.0], np.cumsum(costs)])
     price = np.concatenate([np.asarray(cuts, dtype=float), [0.0]])
     price[0] = 0.0
-    # best[end] for the parts so far; paid breaks ties by the sum of cuts.
+    # best[end]: the smallest bottleneck of the items before `end` in the parts so far; paid[end]:
+    # the sum of its cuts, which decides between equal ones.
     best = np.where(np.arange(count + 1) > 0, total + price, np.inf)
     paid = price.copy()
     choices: list[np.ndarray] = []
@@ -85,16 +92,25 @@ class Node:
 
     @property
     def cost(self) -> float:
-        """Of the node and all below it."""
+        """The cost of the node and all below it."""
         return self.own + sum(child.cost for child in self.children)
 
 
 def divide_tree(root: Node, parts: int) -> dict[int, int]:
-    """Returns the part of each node, as the SMP paper finds it.
+    """Returns the part of each node, by the method of the SMP paper.
 
-    A node with a set of devices cuts its children into segments of about equal cost, and hands the
-    devices to the segments by the method of highest averages (d'Hondt); a segment with several
-    devices goes on with its children. A node runs on the first of its devices.
+    Each node has a set of devices, and the root has all. The children of a node are divided into
+    segments of about equal cost. The devices are distributed over the segments by the method of
+    highest averages (d'Hondt). A segment with one child and several devices is divided further in
+    the same way; the children of any other segment get one of its devices each. A node lives on the
+    first of its devices.
+
+    Args:
+        root: of the module tree.
+        parts: number of devices.
+
+    Returns:
+        The device of each node, by its name.
     """
     result: dict[int, int] = {}
     queue = [(root, list(range(parts)))]

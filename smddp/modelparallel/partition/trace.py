@@ -1,8 +1,8 @@
-"""Runs the model once, without its data if possible, to see what calls what and at what cost.
+"""Runs the model once to learn which module calls which, and at what cost.
 
-A copy of the model is run on fake tensors: they have shapes but no memory, and nothing is computed.
-Control flow that depends on data cannot be followed that way; then the model itself runs on the
-microbatch, without gradients, and what it has changed is put back.
+A copy of the model runs on fake tensors: they have shapes but no memory, and nothing is computed.
+This fails if control flow depends on data. Then the model itself runs on the microbatch, without
+gradients, and what it has changed is restored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__ = ["Trace", "Visit", "is_tracing", "trace_model"]
 
 log = logging.getLogger("smddp.modelparallel")
 
-# A plain core: operations are turned into seconds with these, so that time and traffic compare.
+# The rates of a plain core, to convert operations into seconds: floating-point operations, and
+# bytes of results, per second. So computation can be compared with traffic between ranks.
 _FLOPS = 2e10
 _MEMORY = 5e9
 
@@ -41,8 +42,8 @@ class Visit:
     Attributes:
         module: its number.
         parent: the number of the calling module, -1 for the root.
-        taken, given: bytes of the tensors it takes and gives.
-        direct: it takes nothing but what the previous call of the same parent gave.
+        taken, given: bytes of the tensors among its arguments and its results.
+        direct: are all its tensors results of the previous call of the same parent?
     """
 
     def __init__(self, module: int, parent: int, taken: int, direct: bool) -> None:
@@ -52,13 +53,13 @@ class Visit:
 
 
 class Trace:
-    """What was seen.
+    """What a run of the model has shown. Modules are given by number.
 
     Attributes:
-        visits: all calls, in order of their beginning.
-        seconds: per module, of its own code, without the modules it calls.
-        activations: per module, bytes of what its own code made.
-        uses: (module, module that has the parameter) where code used a parameter of another.
+        visits: all calls, in the order of their beginning.
+        seconds: per module, for its own code without the modules that it calls.
+        activations: per module, bytes of the tensors that its own code has made.
+        uses: (module, module that has the parameter) where code uses another module's parameter.
         how: "fake tensors", "real data", or "parameters only".
     """
 
@@ -79,10 +80,10 @@ def trace_model(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
     """Returns a trace of `root(*args, **kwargs)`.
 
     Args:
-        root: the model, whole on this rank.
+        root: the model; all of it is on this rank.
         args: of the first microbatch.
         kwargs: of the first microbatch.
-        times: measure time on real data.
+        times: measure seconds on real data, in place of counting operations.
     """
     state.tracing = True
     before = RandomState()
@@ -131,7 +132,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
-    """Does what FakeCopyMode does, which takes ten times as long, as it cares for views too."""
+    """Does what FakeCopyMode does, in a tenth of its time, but without support for views."""
     shape = tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
     fake = FakeTensor(mode, shape, tensor.device)
     if isinstance(tensor, nn.Parameter):
@@ -152,7 +153,7 @@ def _on_real_data(root: nn.Module, args: Any, kwargs: Any) -> Trace:
 
 
 class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Charges every operation to the module whose code runs."""
+    """Adds the cost of every operation to the module whose code runs."""
 
     def __init__(self, model: nn.Module, trace: Trace, timed: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -165,7 +166,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._owners.setdefault(id(parameter), []).append(number)
         self._stack: list[int] = []
         self._visits: list[Visit] = []
-        # Per open module, the tensors that the last call it made has given.
+        # Per module on the stack: the results of the last call that it has made.
         self._last: list[list[torch.Tensor]] = [[]]
         self._clock = 0.0
 

@@ -1,8 +1,9 @@
-"""Turns a module tree and its trace into a sequence that can be divided.
+"""Makes a sequence of a module tree and its trace; the solver divides the sequence.
 
-The sequence has one *unit* per module without stateful children, in the order of first calls. The
-code of a module around others runs where its first unit is, and its cost counts there. Modules
-that share a parameter, or use one of another module directly, become one unit.
+The sequence has one *unit* for each module that has parameters or buffers ("state") but no child
+with state, in the order of first calls. A module with such children belongs to its first unit: its
+own code runs there, and its own cost counts there. Modules that share a parameter, or use one of
+another module directly, are merged into one unit.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from smddp.modelparallel.pipeline.modules import Modules
 
 __all__ = ["Units"]
 
-_NETWORK = 1e9  # bytes per second, next to the rates in trace.py
-# A border past which values return to the caller holds up a microbatch twice, and lengthens the
-# pipeline; as a share of the whole cost.
+_NETWORK = 1e9  # bytes per second; compare the rates in trace.py
+# The cost of a detour, as a share of the whole: if values return to the caller at a border before
+# they go on, a microbatch waits twice there, and the pipeline gets longer.
 _DETOUR = 0.05
 
 
@@ -37,12 +38,12 @@ class _Module:
 
 
 class Units:
-    """The sequence.
+    """The sequence of units.
 
     Attributes:
-        costs: per unit, normalised so that all add up to 1.
-        cuts: per unit, the price of a border before it, in the same measure.
-        cut_bytes: the same in bytes.
+        costs: per unit, as a share of the whole model; their sum is 1.
+        cuts: per unit, the cost of a border before it, in the same measure.
+        cut_bytes: per unit, the bytes that cross a border before it, per microbatch and direction.
     """
 
     def __init__(self, modules: Modules, trace: Trace, memory_weight: float) -> None:
@@ -83,7 +84,7 @@ class Units:
         ]
 
     def bytes_across(self, owners: Sequence[int | None]) -> float:
-        """Returns what crosses borders, per microbatch and direction, if modules live so."""
+        """Returns the bytes that cross borders, per microbatch and direction, with these owners."""
         own = [owners[self.first_module(unit)] for unit in range(len(self.costs))]
         borders = [unit for unit in range(1, len(own)) if own[unit] != own[unit - 1]]
         return sum(self.cut_bytes[unit] for unit in borders)
@@ -93,17 +94,17 @@ class Units:
         return self._unit_of[self._leaf_of(number)]
 
     def first_module(self, unit: int) -> int:
-        """Returns the module that a unit is named after."""
+        """Returns the first module of a unit."""
         return self._groups[unit][0]
 
     def tree(self) -> Node:
-        """Returns the module tree with its costs, for the division of the paper."""
+        """Returns the module tree with its costs, for `divide_tree`."""
         return self._node(0)
 
     def costs_of_modules(self) -> list[dict[str, float]]:
-        """Returns memory, seconds and cost of each module's own part.
+        """Returns bytes, seconds and cost of each module, without those of the modules inside it.
 
-        What belongs to a module without state counts for the one with which it runs.
+        A module without state counts for the module with which it runs.
         """
         found = [{"bytes": 0.0, "seconds": 0.0, "cost": 0.0} for _ in self._records]
         for number, record in enumerate(self._records):
@@ -128,7 +129,7 @@ class Units:
             record.cost = weight * share + (1 - weight) * time
 
     def _walk(self, number: int, around: list[int], order: list[int]) -> None:
-        """Lists the modules without stateful children, in order."""
+        """Appends the modules without children with state to `order`."""
         record = self._records[number]
         stateful = [c for c in record.children if has_state(self._modules.list[c])]
         self._enclosing[number] = around
@@ -141,7 +142,7 @@ class Units:
         for child in stateful:
             self._walk(child, [*around, number], order)
         self._first[number] = self._first[stateful[0]]
-        # Stateless ones run where the value is that they work on: with the one before them.
+        # A module without state runs where its input is: with the module before it.
         before = stateful[0]
         for child in record.children:
             if child in self._first:
@@ -159,11 +160,11 @@ class Units:
         return self._last_of(stateful[-1]) if stateful else self._first[number]
 
     def _leaf_of(self, number: int) -> int:
-        # A module that the tree reaches by two ways is known by its first.
+        # A module that stands twice in the tree counts where it stands first.
         return self._first.get(number, self._first[0])
 
     def _merged(self, trace: Trace, order: list[int]) -> list[list[int]]:
-        """Returns groups of leaves that must stay together, in order of their first member."""
+        """Returns the units: groups of leaves that stay together, by their first member."""
         group_of = {leaf: leaf for leaf in order}
 
         def find(leaf: int) -> int:
@@ -189,7 +190,7 @@ class Units:
         return list(groups.values())
 
     def _border(self, leaf: int) -> tuple[float, int]:
-        """Returns the bytes that move if there is a border before a leaf, and detours."""
+        """Returns how many bytes cross a border before a leaf, and the number of detours."""
         # The outermost module that begins with this leaf is the one whose call crosses the border.
         chain = [*self._enclosing[leaf], leaf]
         crossing = next(m for m in chain if self._first[m] == leaf or m == leaf)
@@ -223,7 +224,7 @@ def _records(modules: Modules, trace: Trace) -> list[_Module]:
             if index in listed:
                 continue
             listed.add(index)
-            # One that was never called stays behind its elder sibling.
+            # A module that was never called stays behind the child before it.
             last = records[index].first if records[index].first >= 0 else last
             places.append((last, index))
         records[number].children = [index for _, index in sorted(places, key=lambda p: p[0])]

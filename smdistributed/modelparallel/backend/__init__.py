@@ -1,1 +1,1 @@
-"""What launchers look for."""
+"""Names that launchers search for."""

@@ -1,4 +1,4 @@
-"""What may end a job; launchers look these names up in the log."""
+"""The errors that may end a job; launchers search the log for these names."""
 
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPPeerError
 

@@ -17,7 +17,7 @@ from smdistributed.modelparallel.torch import (
 )
 from smdistributed.modelparallel.torch.patches import checkpoint as _patch  # noqa: F401
 
-# The decorator takes the name of the module it is in, as scripts expect it.
+# Scripts expect the decorator under the name of the module that it is in.
 step = _decorator
 
 __all__ = [

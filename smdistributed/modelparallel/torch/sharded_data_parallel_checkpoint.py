@@ -1,4 +1,4 @@
-"""A tool that makes one state dict of a checkpoint in parts, without any job."""
+"""Makes one state dict of a checkpoint in parts, in a single process."""
 
 from smddp.modelparallel.checkpoint.checkpoint import (
     full_state_dict as get_full_state_dict_from_sharded_data_parallel_checkpoint,

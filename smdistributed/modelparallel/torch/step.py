@@ -1,4 +1,4 @@
-"""The module; the name `smp.step` is the decorator in it."""
+"""The module `step`; as an attribute of `smp`, the name `step` is the decorator."""
 
 from smddp.modelparallel.api.step import StepOutput, step
 

@@ -1,7 +1,7 @@
-"""`smp.nn`: modules that are used in place of torch's.
+"""`smp.nn`: modules that replace those of torch.
 
-Those that are divided over tensor-parallel ranks can be imported, asked for with isinstance, and
-registered, as scripts do without tensor parallelism, too. They cannot be made.
+The classes that are divided over tensor-parallel ranks can be imported, registered, and used with
+isinstance, because scripts do that without tensor parallelism, too. Their constructors raise.
 """
 
 from typing import Any
@@ -28,46 +28,50 @@ __all__ = [
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """torch's, whose kernels are fused by now."""
+    """torch's nn.LayerNorm, whose kernels are fused."""
 
 
 class DistributedModule(nn.Module):
-    """The base class of modules that are divided over tensor-parallel ranks."""
+    """The base class of modules that are divided over tensor-parallel ranks.
+
+    Raises:
+        SMPUsageError: always; this version divides no modules.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         refuse_tensor_parallelism(f"nn.{type(self).__name__}")
 
 
 class DistributedLinear(DistributedModule):
-    """In place of nn.Linear."""
+    """The divided form of nn.Linear."""
 
 
 class DistributedEmbedding(DistributedModule):
-    """In place of nn.Embedding."""
+    """The divided form of nn.Embedding."""
 
 
 class DistributedTransformerLMHead(DistributedModule):
-    """In place of a language model."""
+    """The divided form of a transformer with the head of a language model."""
 
 
 class DistributedTransformer(DistributedModule):
-    """In place of all its layers."""
+    """The divided form of a stack of transformer layers."""
 
 
 class DistributedTransformerLayer(DistributedModule):
-    """In place of one."""
+    """The divided form of one transformer layer."""
 
 
 class DistributedAttentionLayer(DistributedModule):
-    """In place of its attention."""
+    """The divided form of the attention of a transformer layer."""
 
 
 class DistributedTransformerOutputLayer(DistributedModule):
-    """In place of what follows."""
+    """The divided form of the part of a transformer layer behind the attention."""
 
 
 class FlashAttentionLayer(nn.Module):
-    """Attention that does not keep its weights."""
+    """Attention that does not store its matrix of weights."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise SMPUsageError(

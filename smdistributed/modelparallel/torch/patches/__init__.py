@@ -1,1 +1,1 @@
-"""Functions in place of torch's."""
+"""Functions that replace those of torch."""
