@@ -1,7 +1,7 @@
-"""What calls on tensors of a device have to do, whichever device that is.
+"""Test cases for calls on tensors of a device, for any device.
 
-test_device.py runs these functions on a device made of threads, test_cuda.py on GPUs. The oracle of
-a call is the same call on the CPU, which test_collectives.py compares with gloo.
+test_device.py runs these functions on a device made of threads, test_cuda.py on GPUs. The expected
+result of a call is that of the same call on the CPU, which test_collectives.py compares with gloo.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
 BITS = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
 COUNTS = [0, 1, 1021, 300_007]
-# Those that torch does not compare, which only their bytes can be.
+# torch cannot compare tensors of these dtypes, so their bytes are compared.
 UNCOMPARED = [torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2]
 TYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64, *UNCOMPARED]
 
 
 def find_fake() -> Path | None:
-    """Returns the module of the device made of threads, if the tests were built."""
+    """Returns the module of the device made of threads; None if the C++ tests were not built."""
     release = ".".join(torch.__version__.split(".")[:2])
     folder = ranks.ROOT / "build" / f"torch-{release}" / "tests" / "cpp" / "process_group"
     return next(folder.glob("fake_device.*.so"), None)
@@ -62,7 +62,7 @@ class Fake:
         torch.utils.rename_privateuse1_backend("fake")
 
         class Device:
-            """What torch asks the module of a device for."""
+            """The functions that torch expects in the module of a device."""
 
             is_available = staticmethod(lambda: True)
             current_device = staticmethod(lambda: 0)
@@ -75,13 +75,13 @@ class Fake:
         self.device = torch.device("fake", 0)
 
     def delay(self) -> None:
-        """Holds the current stream for a moment."""
+        """Blocks the current stream for 0.2 s."""
         self.module.gate()
         threading.Timer(0.2, self.module.open).start()
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Holds the current stream until the end of the with statement."""
+        """Blocks the current stream until the end of the with statement."""
         self.module.gate()
         try:
             yield
@@ -89,11 +89,11 @@ class Fake:
             self.module.open()
 
     def slow_down(self) -> None:
-        """From now on who does not wait for a copy finds the old values."""
+        """Makes copies slow, so that a program that does not wait for them reads the old values."""
         self.module.slow_down(30)
 
     def fill(self, tensor: torch.Tensor, value: float) -> None:
-        """A kernel on the current stream."""
+        """Fills a tensor, by a kernel on the current stream."""
         self.module.fill(tensor, value)
 
     def stream(self) -> contextlib.AbstractContextManager[Any]:
@@ -103,13 +103,13 @@ class Fake:
         self.module.synchronize()
 
     def finish(self) -> None:
-        """At the end of a test: nothing touched memory that was given back."""
+        """Checks at the end of a test that no freed memory was used."""
         self.module.synchronize()
         assert self.module.violations() == 0
 
 
 class Cuda:
-    """A GPU, shared with other ranks where there are fewer of them than ranks."""
+    """A GPU. Ranks share GPUs if there are fewer GPUs than ranks."""
 
     name = "cuda"
     backend = "smddp"
@@ -125,12 +125,12 @@ class Cuda:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """For a second or two: nothing ends a kernel from outside."""
+        """Blocks the current stream for a second or two, because no call can end a kernel."""
         torch.cuda._sleep(3_000_000_000)
         yield
 
     def slow_down(self) -> None:
-        """Copies of the sizes here take long enough."""
+        """Does nothing: copies of the sizes used here take long enough."""
 
     def fill(self, tensor: torch.Tensor, value: float) -> None:
         tensor.fill_(value)
@@ -150,7 +150,7 @@ DEVICES: dict[str, Callable[[], Any]] = {"fake": Fake, "cuda": Cuda}
 
 @contextlib.contextmanager
 def job(name: str, timeout: float = 60) -> Iterator[Any]:
-    """A default group; yields the device."""
+    """Creates the default group; yields the device."""
     device = DEVICES[name]()
     dist.init_process_group(device.backend, timeout=timedelta(seconds=timeout))
     try:
@@ -165,7 +165,7 @@ def job(name: str, timeout: float = 60) -> Iterator[Any]:
 
 @dataclasses.dataclass
 class Case:
-    """A call, on tensors that exist twice: here and on the device."""
+    """A call, on tensors that exist twice: on the CPU and on the device."""
 
     name: str
     given: Tensors
@@ -191,7 +191,7 @@ def reductions(dtypes: list[torch.dtype]) -> Iterator[Case]:
 
 
 def movements() -> Iterator[Case]:
-    """Calls that move blocks, and reductions that are no all_reduce."""
+    """Calls that move blocks, and reductions other than all_reduce."""
     size, me = dist.get_world_size(), dist.get_rank()
     root = size - 1
 
@@ -240,13 +240,13 @@ def movements() -> Iterator[Case]:
         )
 
         def reduce_to_root(tensors: Tensors, later: bool) -> tuple[Any, Tensors]:
-            # The others' tensors are not defined afterwards.
+            # The results of the other ranks are undefined.
             work = dist.reduce(tensors[0], root, async_op=later)
             return work, tensors if me == root else []
 
         yield Case(f"reduce {n}", [new(n)], reduce_to_root)
 
-    # Blocks of sizes that all ranks know, then of sizes that only two of them know.
+    # Blocks whose sizes all ranks know, then blocks whose sizes only two ranks know.
     yield case(
         "all_gather of several sizes",
         [torch.zeros(r * 100 + 5) for r in range(size)] + [new(me * 100 + 5)],
@@ -314,7 +314,7 @@ def coalesced() -> Iterator[Case]:
 
 
 def views() -> Iterator[Case]:
-    """Tensors that are not plain vectors: what a copy to the host has to bring into order."""
+    """Tensors with strides, which a copy to the host has to make contiguous."""
     shapes: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
         ("channels last", lambda t: t.to(memory_format=torch.channels_last)),
         ("permuted", lambda t: t.permute(3, 1, 0, 2)),
@@ -335,9 +335,9 @@ def views() -> Iterator[Case]:
 
 
 def blocks() -> Iterator[Case]:
-    """Blocks for each rank: of any type, of no elements, of rows, in tensors of any strides."""
+    """Blocks for each rank: of any dtype, empty, of rows, in tensors with any strides."""
     size, me = dist.get_world_size(), dist.get_rank()
-    # Some pairs have nothing for one another, and the first rank sends nothing at all.
+    # Some pairs of ranks exchange nothing, and rank 0 sends nothing at all.
     rows = [
         [0 if r == 0 or (r + s) % 3 == 0 else r + 2 * s for s in range(size)] for r in range(size)
     ]
@@ -395,7 +395,7 @@ def blocks() -> Iterator[Case]:
         parts = [new((7,), dtype) for _ in range(size)]
         yield Case(f"gather of {dtype}", [new((7,), dtype), *parts], gather_at(size - 1))
         yield Case(f"scatter of {dtype}", [empty((7,), dtype), *parts], scatter_from(0))
-    # Longer than what goes at a time, in blocks of very different sizes.
+    # Longer than one chunk, in blocks of very different sizes.
     long = [[r * 50_001 + s * 20_000 for s in range(size)] for r in range(size)]
     given, expected = long[me], [row[me] for row in long]
     yield Case(
@@ -404,7 +404,7 @@ def blocks() -> Iterator[Case]:
         lambda t, a: (dist.all_to_all_single(*t, expected, given, async_op=a), t),
     )
     for shape in ((0,), (size * 2, 6)):
-        # Columns of a wider tensor, which copies of it would not be, and the transposed.
+        # Every other column of a wider tensor, and transposed tensors.
         wide = [new((*shape[:-1], 2 * shape[-1]), torch.float32) for _ in range(2)]
         yield Case(f"all_to_all_single of every other of {shape}", wide, exchange_every_other)
         turned = [new(shape[::-1], torch.float32).t() for _ in range(1 + size)]
@@ -413,7 +413,7 @@ def blocks() -> Iterator[Case]:
 
 
 def check(case: Case, device: Any) -> None:
-    """Compares a call on the device with the one on the CPU."""
+    """Compares a call on the device with the same call on the CPU."""
     there = [tensor.to(device.device) for tensor in case.given]
     here = [tensor.clone() for tensor in case.given]
     _, expected = case.call(here, False)
@@ -437,7 +437,7 @@ def reduces(name: str) -> None:
     with job(name) as device:
         for case in reductions(FLOATS + INTEGERS):
             check(case, device)
-        # One that needs no other path as an oracle.
+        # A case whose result is known without another call.
         mine = torch.full((1000,), dist.get_rank() + 1.0, device=device.device)
         dist.all_reduce(mine)
         size = dist.get_world_size()
@@ -445,7 +445,7 @@ def reduces(name: str) -> None:
 
 
 def averages(name: str) -> None:
-    """One call, on a vector that no power of two divides."""
+    """Averages a vector whose length is odd."""
     with job(name) as device:
         values = ranks.whole_numbers((300_007,), torch.float32, dist.get_rank())
         expected = values.clone()
@@ -468,7 +468,7 @@ def moves_blocks(name: str) -> None:
 
 
 def moves_chunks(name: str) -> None:
-    """Blocks and a vector that no power of two divides, of several times 256 KiB."""
+    """Blocks and a vector of odd length, several times as long as 256 KiB."""
     with job(name) as device:
         size, me = dist.get_world_size(), dist.get_rank()
         block = ranks.whole_numbers((100_003,), torch.float32, me)
@@ -495,7 +495,7 @@ def moves_chunks(name: str) -> None:
 
 
 def shards_in_place(name: str) -> None:
-    """As FSDP has it: a rank's block is a part of the tensor that all have."""
+    """A rank's block is a part of the whole tensor, as in FSDP."""
     with job(name) as device:
         size, me = dist.get_world_size(), dist.get_rank()
         whole = ranks.whole_numbers((size * 100_003,), torch.float32, me)
@@ -523,14 +523,14 @@ def shards_in_place(name: str) -> None:
 
 
 def moves_plainly(name: str) -> None:
-    """Only contiguous tensors, which is what NCCL asks for."""
+    """Only contiguous tensors, because NCCL accepts no others."""
     with job(name) as device:
         for case in itertools.chain(movements(), coalesced()):
             check(case, device)
 
 
 def overlaps(name: str) -> None:
-    """Many calls at once, waited for in another order, with calls on the CPU between them."""
+    """Many concurrent calls, with wait() in another order, and calls on the CPU between them."""
     with job(name) as device:
         cases = list(itertools.chain(movements(), coalesced(), views()))
         expected = []
@@ -565,7 +565,7 @@ def messages(name: str) -> None:
             for work in works:
                 work.wait()
             assert theirs.cpu().eq(before).all()
-            # In the order sent, whether or not the device is busy.
+            # Messages arrive in the order sent, also if the device is busy.
             device.delay()
             sent = [
                 dist.isend(torch.full((count,), float(n), device=device.device), after)
@@ -598,7 +598,7 @@ def any_source(name: str) -> None:
 
 
 def follows_streams(name: str) -> None:
-    """A call sees what its stream did before, and what waits for it sees its result."""
+    """A call reads what its stream wrote before it; work after wait() reads the result."""
     with job(name) as device:
         size = dist.get_world_size()
         for later in (False, True):
@@ -609,10 +609,10 @@ def follows_streams(name: str) -> None:
             work = dist.all_reduce(tensor, async_op=later)
             if work is not None:
                 work.wait()
-            # On the current stream, without the host having waited for the result.
+            # On the current stream; the host has not waited for the result.
             doubled = tensor + tensor
             assert doubled.cpu().eq(2 * size).all()
-        # The same on a stream that is not the default one; the default stream was not told to wait.
+        # The same on another stream than the default one, which does not wait for it.
         with device.stream():
             tensor = torch.zeros(100_000, device=device.device)
             device.delay()
@@ -627,7 +627,7 @@ def does_not_block(name: str) -> None:
     """An asynchronous call returns while the device is still busy."""
     with job(name) as device:
         tensor = torch.zeros(1000, device=device.device)
-        # Without what the first call does besides.
+        # The first call sets up the path, so it may block.
         dist.all_reduce(tensor)
         device.synchronize()
         with device.busy():
@@ -641,7 +641,7 @@ def does_not_block(name: str) -> None:
 
 
 def barrier_covers(name: str) -> None:
-    """After a barrier the results of calls whose Work was dropped are there."""
+    """After a barrier, calls whose Work was dropped have written their results."""
     with job(name) as device:
         device.slow_down()
         tensors = [torch.zeros(50_000, device=device.device) for _ in range(4)]
@@ -651,13 +651,13 @@ def barrier_covers(name: str) -> None:
             device.fill(tensor, number + 1)
             dist.all_reduce(tensor, async_op=True)
         dist.barrier()
-        with device.stream():  # one that waits for nothing
+        with device.stream():  # a stream that waits for nothing
             for number, tensor in enumerate(tensors):
                 assert tensor.cpu().eq((number + 1) * dist.get_world_size()).all()
 
 
 def outlives_its_tensors(name: str) -> None:
-    """What is dropped at once is not given to others while a call still uses it."""
+    """The memory of a tensor that is deleted is not reused while a call still uses it."""
     with job(name) as device:
         device.slow_down()
         device.delay()
@@ -687,7 +687,7 @@ def futures(name: str) -> None:
 
 
 def trains(name: str) -> None:
-    """DDP on the device ends with the weights of DDP on the CPU with gloo."""
+    """DDP on the device trains the same weights as DDP on the CPU with gloo."""
     with job(name) as device:
         gloo = dist.new_group(backend="gloo")
         torch.manual_seed(3)
@@ -710,7 +710,7 @@ def trains(name: str) -> None:
 
 
 def bound(name: str) -> None:
-    """A device named in advance: a mesh, whose groups are split off; a new group."""
+    """Groups with device_id: the groups of a mesh, which torch splits off, and a new group."""
     device = DEVICES[name]()
     dist.init_process_group(device.backend, device_id=device.device, timeout=timedelta(seconds=60))
     half = dist.get_world_size() // 2
@@ -740,7 +740,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def refuses(name: str) -> list[str]:
-    """What has no meaning is refused before anything moves; the group still works afterwards."""
+    """Invalid calls raise an error before any data moves; the group still works afterwards."""
     with job(name) as device:
         size = dist.get_world_size()
         there, here = torch.zeros(4, device=device.device), torch.zeros(4)
@@ -758,7 +758,7 @@ def refuses(name: str) -> list[str]:
 
 
 def times_out(name: str) -> str:
-    """The last rank makes no call; the others' end in time."""
+    """The last rank makes no call; the calls of the others time out."""
     with job(name) as device:
         others = dist.get_world_size() - 1
         if dist.get_rank() == others:
@@ -771,7 +771,7 @@ def times_out(name: str) -> str:
         return said
 
 
-# --- the cases, as test_device.py and test_cuda.py run them ---------------------------------------
+# --- lists of cases for test_device.py and test_cuda.py ---------------------------------------
 
 VALUES = [reduces, moves, moves_blocks, overlaps]
 ORDER = [

@@ -1,6 +1,6 @@
-"""The cases of test_device.py on GPUs: through the host, in the memory of one GPU, and by NCCL.
+"""The cases of device_cases.py on GPUs: through the host, in the memory of one GPU, and by NCCL.
 
-One GPU is enough: its ranks share it, and NCCL takes them for several hosts (NCCL_HOSTID).
+One GPU is enough. The ranks share it, and NCCL_HOSTID tells NCCL that they are on several hosts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_order_through_the_host(layout: str, cases: Callable[[str], None]) -> No
 
 @pytest.mark.parametrize("cases", [device_cases.moves, device_cases.moves_blocks])
 def test_values_straight_from_memory(cases: Callable[[str], None]) -> None:
-    """Where libfabric has no provider for it the host carries them, and every rank says why."""
+    """If libfabric has no provider for GPU memory, calls use the host, and each rank logs why."""
     env = HOST | {"SMDDP_GPU_DIRECT": "1"}
     outcomes = ranks.run_ranks(cases, "1+1", "cuda", env=env, timeout=200)
     for outcome in outcomes:
@@ -76,7 +76,7 @@ def test_refused_calls() -> None:
 # --- the memory of one GPU that ranks share -------------------------------------------------------
 
 IPC = {"SMDDP_GPU_PATH": "ipc", "CUDA_VISIBLE_DEVICES": "0"}
-# Memory of which no other process can open a part.
+# Memory that other processes cannot map.
 UNSHARED = {**IPC, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 SMALL_PIECES = {**UNSHARED, "SMDDP_POOL_BYTES": "262144"}
 
@@ -145,7 +145,7 @@ def test_values_in_pieces(cases: str, env: dict[str, str]) -> None:
 
 
 def _frees_between_calls() -> None:
-    """Memory that was given back to the driver is not taken for what lies there now."""
+    """A freed address that the driver uses for other memory is mapped again."""
     with device_cases.job("cuda") as device:
         me, size = dist.get_rank(), dist.get_world_size()
         for number in range(8):
@@ -169,7 +169,7 @@ def _dies() -> str:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         said = device_cases.error_of(lambda: dist.all_reduce(tensor))
-        torch.cuda.synchronize()  # no stream is stuck
+        torch.cuda.synchronize()  # no stream hangs
         return said
 
 
@@ -195,7 +195,7 @@ def _captured() -> str:
 
 @pytest.mark.parametrize("env", [HOST, IPC], ids=["host", "in_memory"])
 def test_capture_is_refused(env: dict[str, str]) -> None:
-    """With a sentence, before anything has happened."""
+    """The call raises an error before it has any effect."""
     for said in ranks.check_ranks(_captured, "2", env=env, timeout=60):
         assert said.startswith("NotImplementedError: smddp: this call cannot be captured"), said
 
@@ -204,7 +204,7 @@ def test_capture_is_refused(env: dict[str, str]) -> None:
 
 
 def _by_nccl(cases: str) -> str:
-    # Before NCCL reads it: it refuses two ranks on one GPU of one host.
+    # Set before NCCL reads it. NCCL rejects two ranks that share a GPU of one host.
     os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     getattr(device_cases, cases)("cuda")
@@ -240,7 +240,7 @@ def _captured_by_nccl() -> tuple[str, str]:
             barrier = device_cases.error_of(dist.barrier)
         for number in range(3):
             graph.replay()
-            # Summed once by each of the two.
+            # all_reduce and reduce_scatter multiply by the number of ranks, once each.
             assert tensor.cpu().eq(float(size) ** (2 * number + 2)).all()
         return first, barrier
 
@@ -257,7 +257,7 @@ def test_calls_of_nccl_can_be_captured(layout: str) -> None:
 
 
 def _buckets(by_nccl: bool) -> tuple[str, bool]:
-    """Returns the way, and whether it has memory for buckets."""
+    """Returns the path of the calls, and whether it has memory for buckets."""
     if by_nccl:
         os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -283,7 +283,7 @@ def test_buckets_in_memory() -> None:
 
 
 def test_buckets_of_nccl() -> None:
-    """NCCL may have none, which depends on the machine; what it has works, also for DDP."""
+    """Whether NCCL has memory for buckets depends on the machine. If it has, DDP works with it."""
     env = {"SMDDP_GPU_PATH": "nccl", "SMDDP_GPU_COMM_MEMORY": "1"}
     said = ranks.check_ranks(_buckets, "2", True, env=env)
     print("memory of NCCL's own:", said)
@@ -295,7 +295,7 @@ def test_buckets_of_nccl() -> None:
 
 
 def _on_rails(cases: str) -> list[str]:
-    """Every rank is a host to NCCL, and seems to have a GPU of its own."""
+    """Runs cases on rails. NCCL sees each rank on its own host, smddp sees it with its own GPU."""
     from smddp import backend
 
     os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
@@ -341,7 +341,8 @@ def test_fsdp2_on_rails() -> None:
     ranks.check_ranks(_shards_on_rails, "2x2", env=RAILS, timeout=120)
 
 
-# --- which way ------------------------------------------------------------------------------------
+# --- choice of the path
+# ------------------------------------------------------------------------------------
 
 
 def _chosen_path() -> tuple[str, str]:
@@ -359,7 +360,7 @@ def _chosen_path() -> tuple[str, str]:
 
 @pytest.mark.parametrize("layout", ["1", "2"])
 def test_path_that_is_chosen(layout: str) -> None:
-    """NCCL where every rank has a GPU; the host, said once, where they share one."""
+    """NCCL if each rank has a GPU; the host if ranks share one, and one rank logs it."""
     size = int(layout)
     outcomes = ranks.run_ranks(_chosen_path, layout)
     for outcome in outcomes:
@@ -368,11 +369,12 @@ def test_path_that_is_chosen(layout: str) -> None:
     assert len(said) == (0 if size <= GPUS else 1), said
 
 
-# --- torch's own ----------------------------------------------------------------------------------
+# --- FSDP2, meshes, the device of a rank
+# ----------------------------------------------------------------------------------
 
 
 def _shards() -> None:
-    """FSDP2 on the GPU ends with the weights of the plain model on all the data."""
+    """FSDP2 on the GPU trains the same weights as the plain model with all data."""
     with device_cases.job("cuda") as device:
         size, me = dist.get_world_size(), dist.get_rank()
         torch.manual_seed(5)
@@ -401,7 +403,7 @@ def test_fsdp2(layout: str) -> None:
 
 
 def test_bound_device_and_mesh() -> None:
-    """On the current device: split groups, as the default one, go where each rank's GPU is."""
+    """Split groups use the GPU of each rank, as the default group does."""
     ranks.check_ranks(device_cases.bound, "4", "cuda", timeout=120)
 
 
@@ -415,6 +417,6 @@ def _unchosen() -> int:
 
 
 def test_device_that_nobody_has_chosen() -> None:
-    """Each rank uses the GPU of its local rank, as far as there are any."""
+    """Each rank uses the GPU with the number of its local rank, modulo the number of GPUs."""
     used = ranks.check_ranks(_unchosen, "2", timeout=120)
     assert used == [rank % GPUS for rank in range(2)]

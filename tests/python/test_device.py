@@ -1,4 +1,4 @@
-"""Calls on tensors of a device, on a device made of threads: order, lifetimes, errors, values."""
+"""Calls on tensors of a device that is made of threads: values, order, lifetimes, errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _device_that_never_comes() -> list[str]:
 
 
 def test_device_that_never_comes() -> None:
-    """A call whose stream is stuck ends with the time-out, on this rank and on the others."""
+    """A call whose stream hangs ends with the timeout, on this rank and on the others."""
     for said in ranks.check_ranks(_device_that_never_comes, "2"):
         assert all(text.startswith("CollectiveTimeoutError: smddp") for text in said), said
         assert "before the device had come to this call" in said[0]
@@ -94,7 +94,7 @@ def _device_that_breaks() -> str:
 
 
 def test_device_that_breaks() -> None:
-    """An error of the copies back reaches whoever waits."""
+    """wait() raises an error of the copies back to the device."""
     for said in ranks.check_ranks(_device_that_breaks, "2"):
         assert said.startswith("TransportError")
         assert "the device is broken" in said
@@ -113,7 +113,7 @@ def _leaving(how: str) -> list[str]:
     else:
         dist.destroy_process_group()
     said = [error_of(work.wait) for work in works]
-    del tensor, works  # which the device has yet to read
+    del tensor, works  # the device has not read it yet
     device.module.open()
     device.finish()
     return said
@@ -121,18 +121,20 @@ def _leaving(how: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["abort", "destroy"])
 def test_leaving_while_the_device_is_busy(how: str) -> None:
-    """What has not begun ends when the group does."""
+    """Calls that have not begun end with the group."""
     for said in ranks.check_ranks(_leaving, "2", how):
         assert all(text.startswith("AbortedError") for text in said), said
 
 
-# --- a peer ---------------------------------------------------------------------------------------
+# --- a stand-in for NCCL
+# ---------------------------------------------------------------------------------------
 
 
 def _with_peer(cases: str, shared: bool) -> tuple[str, int, int]:
-    """Runs cases in a group that leaves calls to a peer.
+    """Runs cases in a group with smddp's CPU groups in place of NCCL, the peers.
 
-    Returns which way collectives went, how many the peers served, and how many peers were made.
+    Returns:
+        The path of the collectives, the calls that the peers served, and the number of peers.
     """
     from smddp import _load, backend
 
@@ -168,7 +170,7 @@ def test_peer_serves_ranks_with_gpus_of_their_own(cases: str) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_messages_go_the_way_of_two_ranks(shared: bool) -> None:
-    """They need no choice for the group."""
+    """Messages need no choice of a path for the group."""
     outcomes = ranks.run_ranks(_with_peer, "2", "messages", shared)
     for outcome in outcomes:
         assert outcome.value[::2] == ("", 0 if shared else 1), str(outcome)
@@ -204,7 +206,7 @@ def _on_rails(cases: str) -> tuple[str, int, int]:
 
 
 RAILS = {"SMDDP_GPU_PATH": "rails", "SMDDP_POOL_BYTES": "262144"}
-CONNECTING = 2  # calls of the peers: one of each
+CONNECTING = 2  # calls of the peers that connect: one of each
 
 
 @pytest.mark.parametrize(
@@ -227,10 +229,10 @@ CONNECTING = 2  # calls of the peers: one of each
     ],
 )
 def test_rails(layout: str, cases: str) -> None:
-    """Peers inside the nodes, two on each rank, and the group's own way between them.
+    """Rails use two peers per rank inside the node, and the group's own messages between nodes.
 
-    Unlike NCCL, whose place they take, these peers do not return before the device has come to a
-    call; that the call on top of them does not block is asked on GPUs only.
+    Unlike NCCL, these peers return only when the device has reached the call. So only test_cuda.py
+    tests that calls do not block.
     """
     served = ranks.check_ranks(_on_rails, layout, cases, env=RAILS, timeout=120)
     for path, calls, peers in served:
@@ -240,14 +242,14 @@ def test_rails(layout: str, cases: str) -> None:
 
 
 def test_rails_of_several_chunks() -> None:
-    """A vector of 1.2 MB on nodes whose ranks take 256 KiB at a time: two calls a chunk."""
+    """1.2 MB in 3 chunks (two ranks with 256 KiB each), with two calls of a peer per chunk."""
     for path, calls, _ in ranks.check_ranks(_on_rails, "2x2", "averages", env=RAILS):
         assert path == "rails"
         assert calls == CONNECTING + 2 * 3
 
 
 def test_rails_of_several_chunks_of_blocks() -> None:
-    """Of a block 128 KiB at a time for each of two nodes: a call a chunk; of a vector 512 KiB."""
+    """Chunks of blocks have 128 KiB per node, chunks of a vector 512 KiB; one call per chunk."""
     for path, calls, _ in ranks.check_ranks(_on_rails, "2x2", "moves_chunks", env=RAILS):
         assert path == "rails"
         assert calls == CONNECTING + 4 + 4 + 3
@@ -260,7 +262,7 @@ def _numbered(nodes: list[int], cases: str) -> tuple[str, int, int]:
 
 @pytest.mark.parametrize("nodes", [[0, 1, 0, 1], [0, 1, 1, 0]])
 def test_rails_of_ranks_in_another_order(nodes: list[int]) -> None:
-    """From node to node, and in no order that strides can tell."""
+    """Ranks are numbered across the nodes, also in an order that strides cannot describe."""
     for cases in ("moves", "moves_chunks"):
         for path, calls, _ in ranks.check_ranks(_numbered, "2x2", nodes, cases, env=RAILS):
             assert path == "rails"
@@ -268,7 +270,7 @@ def test_rails_of_ranks_in_another_order(nodes: list[int]) -> None:
 
 
 def test_calls_that_rails_do_not_serve() -> None:
-    """The host does, and one rank says once which."""
+    """The host serves them, and one rank logs each once."""
     outcomes = ranks.run_ranks(_on_rails, "2x2", "moves", env=RAILS)
     said = [
         line
@@ -321,12 +323,12 @@ def _rails_job(timeout: float) -> Iterator[Any]:
 
 def _rail_breaks() -> list[str]:
     with _rails_job(5) as device:
-        ranks.arrive("the first call")  # of which the others may need this rank to the end
+        ranks.arrive("the first call")  # the others may need this rank until its end
         if dist.get_rank() == 3:
             ranks.await_ranks("the first call", 4)
             os.kill(os.getpid(), signal.SIGKILL)
         tensor = torch.zeros(10, device=device.device)
-        # Its mate may hear of it from the peer, which then refuses the call.
+        # The rank on the same node may get the error from the peer, which then rejects the call.
         return [
             error_of(lambda: dist.all_reduce(tensor, async_op=True).wait()),
             error_of(lambda: dist.all_reduce(tensor)),
@@ -334,7 +336,7 @@ def _rail_breaks() -> list[str]:
 
 
 def _calls_on_rails(device: Any) -> list[Callable[[], Any]]:
-    """Of several chunks, asynchronous."""
+    """Returns asynchronous calls with several chunks each."""
     size = dist.get_world_size()
     block = torch.zeros(100_003, device=device.device)
     blocks = torch.zeros(size * 100_003, device=device.device)
@@ -347,13 +349,15 @@ def _calls_on_rails(device: Any) -> list[Callable[[], Any]]:
 
 
 def _rail_breaks_within(number: int) -> list[str]:
-    """Rank 3 dies when its device is in the middle of a call, and the others' in theirs."""
+    """Rank 3 dies while all devices are in the middle of a call."""
     with _rails_job(10) as device:
         call = _calls_on_rails(device)[number]
         device.synchronize()
         device.slow_down()
         works = []
-        said = error_of(lambda: works.append(call()))  # rank 3 may be known to be dead already
+        said = error_of(
+            lambda: works.append(call())
+        )  # this rank may already know that rank 3 is dead
         if dist.get_rank() == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         if works:
@@ -366,7 +370,7 @@ def test_rank_that_dies_within_a_call_on_a_rail(number: int) -> None:
     outcomes = ranks.run_ranks(_rail_breaks_within, "2x2", number, env=RAILS, timeout=60)
     for outcome in outcomes[:3]:
         assert outcome.returned, str(outcome)
-        # A rank may have its result before; the next call ends nowhere.
+        # A rank may have had its result before. The next call fails on all ranks.
         first, second = outcome.value
         assert "Error: smddp" in first or first == "no error", str(outcome)
         assert "Error: smddp" in second, str(outcome)
@@ -384,7 +388,7 @@ def _device_breaks_on_a_rail(number: int) -> list[str]:
 
 @pytest.mark.parametrize("number", range(3))
 def test_device_that_breaks_on_a_rail(number: int) -> None:
-    """Copies fail on rank 1 in the middle of the call; all ranks hear of it, or in the next."""
+    """Copies fail on rank 1 during a call; all ranks get an error in this call or in the next."""
     said = ranks.check_ranks(_device_breaks_on_a_rail, "2x2", number, env=RAILS, timeout=60)
     assert "the device is broken" in said[1][0]
     for _, second in said:
@@ -399,7 +403,7 @@ def _leaving_the_rail(how: str) -> list[str]:
         for _ in range(3):
             try:
                 works.append(dist.all_reduce(torch.zeros(10, device=device.device), async_op=True))
-            except dist.DistBackendError as error:  # its mate on the node has left already
+            except dist.DistBackendError as error:  # the other rank of its node has already left
                 said.append(f"{type(error).__name__}: {error}")
         if how == "abort":
             dist.group.WORLD.abort()
@@ -410,14 +414,14 @@ def _leaving_the_rail(how: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["abort", "shutdown"])
 def test_leaving_while_the_rail_is_busy(how: str) -> None:
-    """The other node does not come; what waits for it ends when the group does."""
+    """The other node makes no call; calls that wait for it end with the group."""
     for said in ranks.check_ranks(_leaving_the_rail, "2x2", how, env=RAILS)[:2]:
         assert len(said) == 3
         assert all("Error: smddp" in text for text in said), said
 
 
 def test_rank_that_dies_on_a_rail() -> None:
-    """Every survivor hears of it, on whichever rail it is."""
+    """All other ranks get an error, also those on another rail."""
     outcomes = ranks.run_ranks(_rail_breaks, "2x2", env=RAILS, timeout=60)
     for outcome in outcomes[:3]:
         assert outcome.returned, str(outcome)
@@ -429,7 +433,7 @@ def test_rank_that_dies_on_a_rail() -> None:
 
 @contextlib.contextmanager
 def _summing_job(library: str | None) -> Iterator[Any]:
-    """Rails with a CUDA part, or with a file that is none."""
+    """Creates a job on rails; `library` replaces the CUDA part. Yields the device."""
     from smddp import _load, backend
 
     def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
@@ -446,14 +450,14 @@ def _place() -> str:
     return place
 
 
-# Those that rails reduce, and a count that neither ranks nor nodes divide, beyond what the CPU sums
-# in another order than that of nodes.
+# The dtypes that rails reduce, and a count that is not a multiple of the ranks or nodes. It is so
+# large that the CPU sums in the order of nodes.
 SUMMED = [*device_cases.FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64]
 SUMMED_COUNT = 20_011
 
 
 def _sums(library: str | None = None) -> tuple[str, int, dict[str, bytes]]:
-    """Returns where sums were made, how many by kernels, and their bytes by call."""
+    """Returns where sums were made, the number of kernels, and the bytes of the results by call."""
     with _summing_job(library) as device:
         results = {}
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -478,19 +482,20 @@ def _sums(library: str | None = None) -> tuple[str, int, dict[str, bytes]]:
 
 @pytest.mark.parametrize("layout", ["2x2", "3x2"])
 def test_sums_on_the_gpu_are_those_of_the_cpu(layout: str) -> None:
-    """Bit by bit, of values whose sums depend on the order."""
+    """Sums on GPU and CPU are equal bit by bit, for values whose sums depend on the order."""
     on_cpu = ranks.check_ranks(_sums, layout, env=RAILS | {"SMDDP_GPU_SUM": "cpu"}, timeout=120)
     on_gpu = ranks.check_ranks(_sums, layout, env=RAILS | {"SMDDP_GPU_SUM": "gpu"}, timeout=120)
     for (cpu, no_jobs, expected), (gpu, jobs, got) in zip(on_cpu, on_gpu, strict=True):
         assert (cpu, gpu) == ("cpu", "gpu")
         assert no_jobs == 0
-        assert jobs > len(got)  # chunks, too
+        assert jobs > len(got)  # several kernels for calls with several chunks
         assert got == expected
 
 
-# --- straight from the device's memory -----------------------------------------------------------
+# --- sends directly from the device's memory
+# -----------------------------------------------------------
 
-# The provider that is there everywhere and has FI_HMEM; tcp has not.
+# The provider shm is available everywhere and has FI_HMEM; tcp does not have it.
 DIRECT = {"SMDDP_GPU_DIRECT": "1", "SMDDP_PROVIDER": "shm"}
 
 
@@ -517,7 +522,7 @@ COUNT = 30_000
 
 
 def _fetched_by_call() -> dict[str, int]:
-    """Returns how many elements each call had copied to the host on this rank; checks values."""
+    """Checks values; returns the number of elements that each call copied to the host."""
     with _summing_job(None) as device:
         size, me = dist.get_world_size(), dist.get_rank()
 
@@ -608,7 +613,7 @@ def _fetched_by_call() -> dict[str, int]:
 
 
 def test_what_is_sent_from_device_memory() -> None:
-    """Only what is summed, what its root keeps, and strided tensors go to the host first."""
+    """Only operands of sums, the root's own block, and strided tensors are copied to the host."""
     said = ranks.check_ranks(_fetched_by_call, "1+1+1", env=DIRECT)
     for rank, fetched in enumerate(said):
         expected = {"gather": COUNT if rank == 0 else 0, "all_reduce": COUNT, "every_other": COUNT}
@@ -619,12 +624,16 @@ def test_what_is_sent_from_device_memory() -> None:
     ("env", "part", "why"),
     [
         ({"SMDDP_PROVIDER": "tcp"}, None, "does not reach memory of devices"),
-        ({"SMDDP_FABRIC_RMA": "0"}, None, "there are no remote writes with libfabric's provider shm"),
+        (
+            {"SMDDP_FABRIC_RMA": "0"},
+            None,
+            "there are no remote writes with libfabric's provider shm",
+        ),
         ({}, "/nowhere/libsmddp_cuda.so", "the CUDA part cannot be loaded"),
     ],
 )
 def test_device_memory_that_cannot_be_sent(env: dict[str, str], part: str | None, why: str) -> None:
-    """It goes through the host, and every rank says once why."""
+    """Such memory is sent through the host, and every rank logs once why."""
     outcomes = ranks.run_ranks(_sends_in_vain, "1+1", part, env=DIRECT | env)
     for outcome in outcomes:
         assert outcome.value == COUNT, str(outcome)
@@ -634,7 +643,7 @@ def test_device_memory_that_cannot_be_sent(env: dict[str, str], part: str | None
 
 
 def _sends_in_vain(part: str | None) -> int:
-    """Returns how many elements went through the host."""
+    """Returns the number of elements that were copied to the host."""
     with _summing_job(part) as device:
         for _ in range(2):
             into = torch.zeros(2 * COUNT, device=device.device)
@@ -647,11 +656,11 @@ def _sends_in_vain(part: str | None) -> int:
 
 
 def _sends_from_new_memory() -> int:
-    """Returns at how many places tensors lay."""
+    """Returns the number of different addresses of the tensors."""
     with _summing_job(None) as device:
         places = set()
         for number in range(20):
-            # Of other sizes at the same places.
+            # Other sizes at the same addresses.
             mine = torch.full((COUNT + 2000 * (number % 3),), float(number), device=device.device)
             into = torch.zeros(2 * mine.numel(), device=device.device)
             places.add(mine.data_ptr())
@@ -663,7 +672,7 @@ def _sends_from_new_memory() -> int:
 
 
 def test_device_memory_that_is_freed() -> None:
-    """What was registered is forgotten, and what lies there now is registered anew."""
+    """Registrations of freed memory are dropped, and new memory at the address is registered."""
     env = DIRECT | {"SMDDP_LOG": "debug"}
     for outcome in ranks.run_ranks(_sends_from_new_memory, "1+1", env=env):
         assert outcome.value < 20, str(outcome)
@@ -675,7 +684,7 @@ def test_device_memory_that_is_freed() -> None:
 
 
 def _sends_from_mapped_memory() -> list[int]:
-    """Returns how many elements of a long tensor and of a short one were copied to the host."""
+    """Returns the elements copied to the host of a long tensor, and of a short one."""
     with _summing_job(None) as device:
         device.module.tell_of_parts(65536)
         fetched = []
@@ -690,13 +699,13 @@ def _sends_from_mapped_memory() -> list[int]:
 
 
 def test_device_memory_that_is_mapped_in_parts() -> None:
-    """A tensor that does not lie in what the driver tells of goes through the host."""
+    """A tensor that is not within one allocation known to the driver is sent through the host."""
     for fetched in ranks.check_ranks(_sends_from_mapped_memory, "1+1", env=DIRECT):
         assert fetched == [COUNT, 0]
 
 
 def _sends_overlapping() -> None:
-    """The input is a part of the output that another rank's block comes to."""
+    """The input is the part of the output where another rank's block arrives."""
     with _summing_job(None) as device:
         me, size = dist.get_rank(), dist.get_world_size()
         for other in range(size):
@@ -709,13 +718,13 @@ def _sends_overlapping() -> None:
 
 
 def test_overlapping_device_memory() -> None:
-    """As through the host, which reads all before it writes."""
+    """The result is the same as through the host, which reads everything before it writes."""
     for env in ({}, DIRECT):
         ranks.check_ranks(_sends_overlapping, "1+1+1", env=env)
 
 
 def _sends_when_done() -> None:
-    """Whoever sees a call end makes the next one, be it while he waits to register memory."""
+    """Continuations make the next call, also while another thread waits to register memory."""
     with _summing_job(None) as device:
         done = threading.Event()
         kept = []
@@ -751,9 +760,9 @@ def _reduces_on_rails() -> tuple[int, dict[str, bytes]]:
 
 
 def test_sums_on_the_gpu_from_device_memory() -> None:
-    """Rails send shares from where they lie, both to the kernel and from it.
+    """Rails send shares directly from the device's memory, before the kernel and after it.
 
-    The stand-in for NCCL copies what it gets to the host, which is twice as much.
+    The stand-in for NCCL copies its operands to the host, which is twice as much.
     """
     env = RAILS | {"SMDDP_GPU_SUM": "gpu"}
     through_host = ranks.check_ranks(_reduces_on_rails, "2x2", env=env, timeout=120)
@@ -813,7 +822,7 @@ def _trial() -> tuple[str, str]:
 
 
 def test_sums_where_a_trial_was_quicker() -> None:
-    """All ranks agree, and one says once what it took."""
+    """All ranks make the same choice, and one logs the measured times once."""
     env = RAILS | {"SMDDP_LOG": "info"}
     outcomes = ranks.run_ranks(_trial, "2x2", env=env)
     said = [
@@ -841,15 +850,15 @@ def test_sums_without_a_cuda_part(setting: str) -> None:
     assert all(outcome.value[:2] == ("cpu", 0) for outcome in outcomes)
 
 
-# --- ranks that are lost while NCCL has something enqueued ---------------------------------------
+# --- ranks that are lost while NCCL has enqueued work ---------------------------------------
 
 
 @contextlib.contextmanager
 def _hanging_job() -> Iterator[tuple[Any, list[Any]]]:
-    """Yields the device and what stands for NCCL in the default group, which has served a call.
+    """Yields the device and the peers of the default group, which has served a call.
 
-    On rails that is one peer for the first stage, one for the last. No time-out of the group's ends
-    anything here before the test is killed.
+    On rails there is one peer for the first stage and one for the last. The timeout of the group is
+    longer than the test.
     """
     from smddp import backend
 
@@ -875,7 +884,7 @@ def _until_it_fails(call: Callable[[], Any]) -> str:
 
 
 def _loses_a_rank(stage: int, how: str) -> tuple[list[str], int]:
-    """The last rank dies, or fails, while what its node has enqueued in a stage waits for it."""
+    """The last rank dies or fails while enqueued work of its node waits for it in a stage."""
     with _hanging_job() as (device, peers):
         me, last = dist.get_rank(), dist.get_world_size() - 1
         tensor = torch.ones(1000, device=device.device)
@@ -900,7 +909,7 @@ def _loses_a_rank(stage: int, how: str) -> tuple[list[str], int]:
         device.synchronize()
         said.append(_until_it_fails(lambda: dist.all_reduce(tensor)))
         said.append(error_of(dist.barrier))
-        # Who found the trouble has its error before the engine has come to that.
+        # The rank that notices the failure first has its error before its engine aborts the peers.
         while not all(peer.aborts() for peer in peers):
             time.sleep(0.01)
         return said, sum(peer.aborts() for peer in peers)
@@ -927,21 +936,21 @@ def test_nccl_ends_when_a_rank_is_lost(how: str) -> None:
 
 
 def _check_lost(outcomes: list[ranks.Outcome], how: str, peers: int) -> None:
-    """Everybody's NCCL was aborted, once, and their last errors name the rank."""
+    """Checks that NCCL was aborted once on all ranks, and that their last errors name the rank."""
     last = len(outcomes) - 1
     for outcome in outcomes[: last if how == "dies" else None]:
         assert outcome.returned, str(outcome)
         said, aborts = outcome.value
         assert aborts == peers, str(outcome)
         for text in said[:-2]:
-            # What was enqueued may have been all that was missing, and its call has ended well.
+            # Only the enqueued work may have been missing; then its call has succeeded.
             assert text == "no error" or re.search(LOST[how].format(last), text, re.S), said
         for text in said[-2:]:
             assert re.search(LOST[how].format(last), text, re.S), said
 
 
 def _ends_in_order(how: str) -> list[str]:
-    """A rank leaves while another one's NCCL waits."""
+    """A rank leaves while NCCL of another rank waits."""
     with _hanging_job() as (device, peers):
         tensor = torch.ones(1000, device=device.device)
         peers[0].hang()
@@ -960,7 +969,7 @@ def _ends_in_order(how: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["abort", "shutdown"])
 def test_script_ends_nccl_itself(how: str) -> None:
-    """Once: nothing is aborted a second time, nor behind a shutdown that has ended by itself."""
+    """NCCL is aborted only once, and not again after a shutdown that ended by itself."""
     for said, aborts in ranks.check_ranks(_ends_in_order, "2", how):
         if how == "abort":
             assert re.match("AbortedError: smddp.*rank . called abort", said), said
@@ -968,7 +977,7 @@ def test_script_ends_nccl_itself(how: str) -> None:
 
 
 def _forgets_a_group() -> list[int]:
-    """A group goes with what refers to it while NCCL waits for a rank that does not come."""
+    """The last reference to a group is dropped while NCCL waits for a rank."""
     from smddp import _load
 
     made = []
@@ -1014,7 +1023,7 @@ def test_a_group_that_nobody_has_left_waits_for_nobody(layout: str, env: dict[st
 
 @contextlib.contextmanager
 def _recording_job() -> Iterator[tuple[Any, Any]]:
-    """Yields the device and what stands for NCCL in the default group."""
+    """Yields the device and the peer of the default group."""
     from smddp import backend
 
     made = []
@@ -1030,12 +1039,12 @@ def _recording_job() -> Iterator[tuple[Any, Any]]:
 
 
 def _captured() -> tuple[list[str], int]:
-    """Returns what the peer was called for in the capture, and what would have spoilt it."""
+    """Returns the calls of the peer during the capture, and the number of calls that break it."""
     with _recording_job() as (device, peer):
         size = dist.get_world_size()
         tensor = torch.ones(1000, device=device.device)
         parts = torch.ones(1000 * size, device=device.device)
-        if dist.get_rank() == 0:  # the first message, which finds the way
+        if dist.get_rank() == 0:  # the first message sets up its path
             dist.send(tensor, 1)
         else:
             dist.recv(tensor, 0)
@@ -1059,7 +1068,7 @@ def _captured() -> tuple[list[str], int]:
         spoilt = device.module.spoilt()
         device.module.end_capture()
         calls = peer.calls()[before:]
-        assert tensor.cpu().eq(1).all()  # nothing has run
+        assert tensor.cpu().eq(1).all()  # the captured calls have not run
         for _ in range(2):
             device.module.replay()
         assert tensor.cpu().eq(size**4).all()
@@ -1067,7 +1076,7 @@ def _captured() -> tuple[list[str], int]:
 
 
 def test_calls_of_nccl_can_be_captured() -> None:
-    """They go to it as they are: smddp waits for nothing and asks no stream anything."""
+    """smddp passes the calls to NCCL; it neither waits nor queries a stream."""
     for rank, (calls, spoilt) in enumerate(ranks.check_ranks(_captured, "2")):
         assert spoilt == 0
         assert calls == [
@@ -1084,7 +1093,7 @@ def test_calls_of_nccl_can_be_captured() -> None:
         ]
 
 
-# Of CUDA's streams the driver is asked.
+# For CUDA's streams smddp asks the driver.
 captures = pytest.mark.skipif(
     not hasattr(torch.Stream, "is_capturing"),
     reason="streams of this torch do not tell that they are captured, but for CUDA's",
@@ -1105,14 +1114,14 @@ def _captured_too_early() -> tuple[list[str], int]:
         ]
         spoilt = device.module.spoilt()
         device.module.end_capture()
-        # Nobody has been left waiting.
+        # No rank waits for a call that was rejected.
         dist.all_reduce(tensor, group=group)
         return said, spoilt
 
 
 @captures
 def test_calls_that_cannot_be_captured() -> None:
-    """First ones, and those that need the host, say so before anything has happened."""
+    """The first call of a group, and calls that need the host, fail without any effect."""
     for (first, message, barrier, unserved), spoilt in ranks.check_ranks(_captured_too_early, "2"):
         assert spoilt == 0
         for said in (first, message):
@@ -1145,16 +1154,17 @@ def test_calls_of_the_host_cannot_be_captured(path: str) -> None:
         assert all(text.startswith("NotImplementedError: smddp: ") for text in said), said
 
 
-# --- which device ---------------------------------------------------------------------------------
+# --- choice of the device
+# ---------------------------------------------------------------------------------
 
 
 def _bound_with_peer() -> tuple[str, int, int]:
-    # destroy_and_tell() of _with_peer asks the default group, whose calls here are barriers alone.
+    # destroy_and_tell() of _with_peer looks at the default group, which only runs barriers here.
     return _with_peer("bound", False)
 
 
 def test_bound_device() -> None:
-    """The groups of a mesh are split off, and leave calls to peers of their own."""
+    """torch splits off the groups of a mesh; each of them has its own peers."""
     ranks.check_ranks(device_cases.bound, "4", "fake", timeout=60)
     for _, served, peers in ranks.check_ranks(_bound_with_peer, "4", timeout=60):
         assert served >= 2
@@ -1162,7 +1172,7 @@ def test_bound_device() -> None:
 
 
 def _pinned(local_rank: str, count: int, used: bool) -> list[int]:
-    """Returns the devices that are set when CUDA is first used."""
+    """Returns the devices that are set at the first use of CUDA."""
     from smddp import backend
 
     os.environ["LOCAL_RANK"] = local_rank
@@ -1172,7 +1182,7 @@ def _pinned(local_rank: str, count: int, used: bool) -> list[int]:
     torch.cuda.is_initialized = lambda: used
     torch.cuda._lazy_call = waiting.append
     torch.cuda.set_device = chosen.append
-    for _ in range(2):  # groups
+    for _ in range(2):  # two groups
         backend._pin_device()
     assert not chosen
     for call in waiting:
@@ -1184,17 +1194,17 @@ def _pinned(local_rank: str, count: int, used: bool) -> list[int]:
     ("local_rank", "count", "used", "expected"),
     [
         ("3", 4, False, [3]),
-        ("5", 4, False, [1]),  # ranks that share GPUs
+        ("5", 4, False, [1]),  # ranks share GPUs
         ("0", 1, False, []),
-        ("3", 1, False, []),  # each rank sees a GPU of its own, or all share one
-        ("3", 4, True, []),  # the script has a current device
+        ("3", 1, False, []),  # each rank sees only its own GPU, or all share one
+        ("3", 4, True, []),  # the script has already chosen a device
         ("", 4, False, []),
     ],
 )
 def test_device_of_the_local_rank(
     local_rank: str, count: int, used: bool, expected: list[int]
 ) -> None:
-    """What a script leaves open that never calls torch.cuda.set_device()."""
+    """The device of a script that never calls torch.cuda.set_device()."""
     assert ranks.check_ranks(_pinned, "1", local_rank, count, used) == [expected]
 
 
@@ -1204,9 +1214,16 @@ def test_device_of_the_local_rank(
 def _in_shared_memory(
     cases: str, shares: bool = True, part: str | None = None, tensors: bool = True
 ) -> tuple[str, int]:
-    """Runs cases in a group whose ranks share a GPU, and its memory or at least workspaces in it.
+    """Runs cases in a group whose ranks share a GPU and can map one another's memory.
 
-    Returns which way collectives went, and how many kernels there were.
+    Args:
+        cases: name of a function of device_cases.
+        shares: whether ranks can map any memory of others.
+        part: path of the CUDA part; None: the one of the device made of threads.
+        tensors: whether ranks can map tensors of others, and not only workspaces.
+
+    Returns:
+        The path of the collectives, and the number of kernels.
     """
     from smddp import backend
 
@@ -1232,7 +1249,7 @@ def _in_shared_memory(
 
 
 IPC = {"SMDDP_GPU_PATH": "ipc"}
-# Several pieces of a tensor where the memory of others cannot be opened.
+# Tensors have several pieces if the memory of others cannot be mapped.
 PIECES = {"SMDDP_POOL_BYTES": "262144"}
 
 
@@ -1247,7 +1264,7 @@ PIECES = {"SMDDP_POOL_BYTES": "262144"}
 def test_shared_memory(layout: str, cases: str) -> None:
     served = ranks.check_ranks(_in_shared_memory, layout, cases, env=IPC | PIECES, timeout=90)
     for path, jobs in served:
-        # Messages go through the host, and need no choice for the group.
+        # Messages use the host, and need no choice of a path for the group.
         assert path == ("" if cases in ("messages", "any_source") else "ipc")
         assert (jobs > 0) == (path == "ipc")
 
@@ -1256,7 +1273,7 @@ def test_shared_memory(layout: str, cases: str) -> None:
     "cases", ["reduces", "moves", "moves_blocks", "shards_in_place", "overlaps", "follows_streams"]
 )
 def test_shared_memory_that_cannot_be_opened(cases: str) -> None:
-    """Where tensors cannot be opened, only workspaces, they are copied piece by piece."""
+    """If only workspaces can be mapped, tensors are copied there piece by piece."""
     served = ranks.check_ranks(
         _in_shared_memory, "3", cases, True, None, False, env=IPC | PIECES, timeout=90
     )
@@ -1264,7 +1281,7 @@ def test_shared_memory_that_cannot_be_opened(cases: str) -> None:
 
 
 def _lists(shares_tensors: bool) -> set[str]:
-    """Returns which calls this rank had no kernel for in the memory of the device."""
+    """Returns the names of the calls that ran no kernel on this rank."""
     with _sharing_job(shares_tensors) as device:
         dist.all_reduce(torch.ones(1, device=device.device))
         lists = itertools.chain(
@@ -1292,18 +1309,18 @@ def _sharing_job(shares_tensors: bool) -> Iterator[Any]:
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_lists_stay_in_shared_memory(shares: bool) -> None:
-    """So do coalesced calls, blocks of any size and tensors of any type."""
+    """Lists, coalesced calls, blocks of any size and tensors of any dtype are served on the GPU."""
     said = ranks.check_ranks(_lists, "3", shares, env=IPC | PIECES, timeout=90)
-    # Short calls are no work for some ranks, and empty ones for none.
+    # In short calls some ranks have nothing to do; in empty calls no rank has.
     elsewhere = set.intersection(*said)
     assert all("(0,)" in name for name in elsewhere), elsewhere
 
 
 def _bucket_jobs() -> tuple[bool, int, int]:
-    """Returns whether there is memory for buckets, and the kernels for one there and elsewhere."""
+    """Returns whether there is memory for buckets, and a call's kernels in it and elsewhere."""
     with _sharing_job(False) as device:
         backend = dist.group.WORLD._get_backend(device.device)
-        assert not backend.supports_tensor_alloc(device.device)  # as long as nobody knows the way
+        assert not backend.supports_tensor_alloc(device.device)  # not before the path is known
         kernels = []
         dist.all_reduce(torch.ones(1, device=device.device))
         able = backend.supports_tensor_alloc(device.device)
@@ -1321,14 +1338,14 @@ def _bucket_jobs() -> tuple[bool, int, int]:
 
 
 def test_memory_for_buckets() -> None:
-    """What the group allocates can be opened by others, where torch's own memory cannot."""
+    """Other ranks can map memory that the group allocates, even if they cannot map torch's."""
     env = IPC | PIECES
     for able, _, _ in ranks.check_ranks(_bucket_jobs, "3", env=env):
         assert not able
     env["SMDDP_GPU_COMM_MEMORY"] = "1"
     for able, there, elsewhere in ranks.check_ranks(_bucket_jobs, "3", env=env):
         assert able
-        assert there == 1  # straight from tensor to tensor
+        assert there == 1  # directly from tensor to tensor
         assert elsewhere > 4  # in pieces, through the workspaces
 
 
@@ -1349,7 +1366,7 @@ def test_training_in_memory_for_buckets() -> None:
     ],
 )
 def test_shared_memory_that_is_impossible(shares: bool, part: str | None, why: str) -> None:
-    """The host serves such groups, and one rank says why."""
+    """Such groups use the host, and one rank logs why."""
     outcomes = ranks.run_ranks(_in_shared_memory, "2", "moves", shares, part, env=IPC)
     for outcome in outcomes:
         assert outcome.value == ("host", 0), str(outcome)
@@ -1394,7 +1411,7 @@ def _differing(device: Any) -> list[str]:
 
 
 def _differing_blocks(device: Any) -> list[str]:
-    """What rank 1 sends to rank 0 is longer than rank 0 expects; with rank 2 nobody differs."""
+    """Rank 1 sends more to rank 0 than rank 0 expects. All sizes of rank 2 match."""
     tensor = torch.zeros(9, device=device.device)
     to = [4, 2, 3] if dist.get_rank() == 1 else [3, 3, 3]
     return [
@@ -1418,7 +1435,7 @@ def _dying(device: Any) -> list[str]:
 
 
 def _dying_in_an_exchange(device: Any) -> list[str]:
-    """Rank 1 dies when the others may already be reading its memory."""
+    """Rank 1 dies while the others may be reading its memory."""
     tensor = torch.zeros(100_002, device=device.device)
     device.synchronize()
     device.slow_down()
@@ -1449,7 +1466,7 @@ def test_different_calls_in_shared_memory() -> None:
 
 
 def test_different_blocks_in_shared_memory() -> None:
-    """All ranks hear which two differ, also the third."""
+    """All ranks get an error that names the two that differ, also the third."""
     for said in ranks.check_ranks(_shared, "3", _differing_blocks, env=IPC):
         assert said[0].startswith("CollectiveMismatchError"), said
         assert "rank 1 sends 16 bytes to rank 0, which expects 12" in said[0]
@@ -1463,7 +1480,7 @@ def test_rank_that_dies_in_an_exchange_in_shared_memory() -> None:
     outcomes = ranks.run_ranks(_shared, "3", _dying_in_an_exchange, 30, env=IPC)
     for outcome in (outcomes[0], outcomes[2]):
         first, second = outcome.value
-        # It may have done all of its part.
+        # Rank 1 may have finished its part.
         assert first == "no error" or first.startswith("PeerLostError"), str(outcome)
         assert second.startswith("PeerLostError"), str(outcome)
         assert "rank 1" in second
@@ -1476,7 +1493,7 @@ def test_rank_that_dies_in_shared_memory() -> None:
 
 
 def test_peer_that_some_rank_does_not_ask_for() -> None:
-    """A rank that makes no call on the device is named."""
+    """The error names the rank that makes no call on the device."""
     outcomes = ranks.run_ranks(_one_calls, "2")
     assert "rank 1 of group" in str(outcomes[0].value)
     assert "has made no call on GPU tensors" in str(outcomes[0].value)
