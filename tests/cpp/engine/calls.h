@@ -15,8 +15,8 @@ namespace smddp::test {
 using collectives::Collective;
 using Bytes = std::span<std::byte>;
 
-// Memory for one buffer of a call, at any offset from an aligned address and with guards on both sides. Lies
-// in communication memory when one is given.
+// Memory for one buffer of a call, at any offset from an aligned address, with guards on both sides. If a CommMemory is
+// given, it lies there.
 class Block {
  public:
   explicit Block(size_t size, size_t misalignment = 0, transport::shm::CommMemory* shared = nullptr)
@@ -104,7 +104,7 @@ inline engine::Request reduceScatter(engine::Pieces all, Bytes mine,
   return request;
 }
 
-// At the root `data` becomes the result; elsewhere it is left as it is.
+// At the root `data` becomes the result; on other ranks it does not change.
 inline engine::Request reduce(Bytes data, Rank root, bool isRoot, DataType type = DataType::float32,
                               ReduceOp op = ReduceOp::SUM, double factor = 1.0) {
   engine::Request request;
@@ -118,7 +118,7 @@ inline engine::Request reduce(Bytes data, Rank root, bool isRoot, DataType type 
   return request;
 }
 
-// all: the root's output, empty elsewhere.
+// all: the root's output; empty on other ranks.
 inline engine::Request gather(Bytes mine, engine::Pieces all, Rank root) {
   engine::Request request;
   request.collective = Collective::Gather;
@@ -129,7 +129,7 @@ inline engine::Request gather(Bytes mine, engine::Pieces all, Rank root) {
   return request;
 }
 
-// all: the root's input, empty elsewhere.
+// all: the root's input; empty on other ranks.
 inline engine::Request scatter(engine::Pieces all, Bytes mine, Rank root) {
   engine::Request request;
   request.collective = Collective::Scatter;
@@ -140,7 +140,7 @@ inline engine::Request scatter(engine::Pieces all, Bytes mine, Rank root) {
   return request;
 }
 
-// bytes: of one block.
+// bytes: the size of one block.
 inline engine::Request allToAll(engine::Pieces input, engine::Pieces output, size_t bytes) {
   engine::Request request;
   request.collective = Collective::AllToAll;

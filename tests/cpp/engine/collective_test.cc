@@ -1,5 +1,5 @@
-// Every collective through real engines, ranks as threads, against an oracle that rounds nothing: inputs are
-// small whole numbers, so that whatever order the ranks are summed in, all intermediate results are exact.
+// Every collective through real engines, with ranks as threads, against an exact oracle: inputs are small whole
+// numbers, so that all intermediate results are exact in any order of summation.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -18,8 +18,8 @@ namespace {
 namespace oracle = reduction::oracle;
 using Contents = std::vector<std::byte>;
 
-// Inputs repeat after this many elements, and with them the results: the oracle computes one period. A prime,
-// so that no cut falls on it.
+// Inputs and results repeat after this many elements, so the oracle computes one period only. It is a prime, so that
+// no cut coincides with it.
 constexpr size_t kPeriod = 61;
 constexpr double kFactor = 0.5;
 
@@ -28,7 +28,7 @@ bool isUnsigned(DataType type) {
          type == DataType::uint64;
 }
 
-// The element of a rank. Products and sums over six ranks stay exact in bfloat16, and so do halves.
+// An element of a rank's input. Products and sums over six ranks, and halves of them, are exact in bfloat16.
 int64_t wholeNumber(Rank rank, size_t element, DataType type, ReduceOp op) {
   const auto mixed = static_cast<int64_t>((element * 7 + static_cast<size_t>(rank) * 5) % 9);
   if (type == DataType::boolean) return mixed % 2;
@@ -40,7 +40,7 @@ int64_t wholeNumber(Rank rank, size_t element, DataType type, ReduceOp op) {
 Contents repeat(const Contents& period, size_t bytes) {
   Contents whole = period;
   whole.resize(bytes);
-  // Twice as much each time: whole periods, until the last part.
+  // Double the filled part each time: whole periods, except the last part.
   for (size_t filled = period.size(); filled < bytes; filled *= 2) {
     std::memcpy(whole.data() + filled, whole.data(), std::min(filled, bytes - filled));
   }
@@ -99,7 +99,7 @@ Contents reduced(int size, size_t count, DataType type, ReduceOp op) {
   });
 }
 
-// Where the ranks keep their buffers.
+// The memory of the ranks' buffers.
 enum class Memory { Ordinary, Shared, Mixed };
 
 struct Buffers {
@@ -135,7 +135,7 @@ std::string nameOf(const testing::TestParamInfo<std::vector<int>>& info) {
   return name;
 }
 
-// A run with another algorithm or other chunks needs the layouts only in which they matter.
+// A run with another algorithm or other chunks has only those layouts in which that matters.
 INSTANTIATE_TEST_SUITE_P(OneNode, CollectiveTest,
                          testing::Values(std::vector{1}, std::vector{2}, std::vector{3}), nameOf);
 INSTANTIATE_TEST_SUITE_P(SeveralNodes, CollectiveTest,
@@ -153,7 +153,7 @@ void checkAllReduce(const Buffers& buffers, size_t count, DataType type, ReduceO
                              toString(type), toString(op)));
 }
 
-// A few reductions with many counts; the others have one.
+// These few reductions are tested with many counts; the others with one.
 constexpr std::pair<DataType, ReduceOp> kSomeReductions[] = {
     {DataType::float32, ReduceOp::SUM},
     {DataType::bfloat16, ReduceOp::AVG},
@@ -206,7 +206,7 @@ TEST_P(CollectiveTest, LongAllReduceIsExact) {
   });
 }
 
-// What DDP does: gradients lie in memory that the node shares. One rank that has none makes all ranks stage.
+// As with DDP, gradients lie in shared memory. If one rank has a private buffer, all ranks stage.
 TEST_P(CollectiveTest, AllReduceInSharedMemoryIsExact) {
   runRanks(GetParam(), [](RankContext& rank) {
     for (const Memory memory : {Memory::Shared, Memory::Mixed}) {
@@ -232,7 +232,7 @@ Contents randomNumbers(uint64_t seed, size_t count) {
   return repeat(some, count * sizeof(typename Format::Stored));
 }
 
-// What one run of all reductions leaves in each rank's output: [case][rank].
+// Each rank's output after one run of all reductions: [case][rank].
 using Bits = std::map<std::string, std::vector<Contents>>;
 
 Bits bitsOfOneRun(const std::vector<int>& layout) {

@@ -29,10 +29,10 @@ TEST(FewestMatesTest, ChoosesTheCoresWithFewestMates) {
       {{0, 1}, 0, {0, 1, 1}, {}},         // two and two
       {{0, 1}, 0, {0, 0, 1}, {1}},        // three and one: two and two afterwards
       {{0, 1}, 0, {0, 1}, {}},            // two and one: no better the other way round
-      {{0, 1, 2, 3}, 2, {2, 0}, {1, 3}},  // any that is free
-      {{4, 5}, 4, {4, 0}, {5}},           // only where it is allowed to run
+      {{0, 1, 2, 3}, 2, {2, 0}, {1, 3}},  // any free core
+      {{4, 5}, 4, {4, 0}, {5}},           // only cores on which it may run
       {{0, 1}, -1, {0}, {}},              // unknown
-      {{0, 1}, 0, {-1, 0}, {1}},          // a mate that has not said
+      {{0, 1}, 0, {-1, 0}, {1}},          // a mate whose core is unknown
   };
   for (const Case& c : cases) {
     const auto best = coresWithFewestMates(setOf(c.allowed), c.mine, c.mates);

@@ -1,4 +1,4 @@
-// The order in which calls on a device begin, and how they end when they cannot.
+// The order in which calls on a device begin, and how they end if they cannot begin.
 #include "engine/deferred_calls.h"
 
 #include <gmock/gmock.h>
@@ -14,7 +14,7 @@ namespace {
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-// What happened to calls, in order, and a way to wait for it.
+// Records what happens to calls, in order, and waits for it.
 class Events {
  public:
   void add(const std::string& what) {
@@ -34,7 +34,7 @@ class Events {
   std::vector<std::string> events_;
 };
 
-// As a device's event: somebody else sets it.
+// Stands for a device's event; the test sets it.
 using Flag = std::shared_ptr<std::atomic<bool>>;
 Flag flag(bool set = false) { return std::make_shared<std::atomic<bool>>(set); }
 
@@ -60,7 +60,7 @@ TEST(DeferredCalls, BeginInTheOrderMadeWhicheverIsReadyFirst) {
   EXPECT_THAT(events.await(2), ElementsAre("first", "second"));
 }
 
-// Whoever sees that nothing waits may go past the line: everything before has been handed on.
+// If nothing is busy, a call may skip the queue, because all earlier calls have begun.
 TEST(DeferredCalls, AreBusyUntilTheLastHasBegun) {
   DeferredCalls line;
   std::promise<void> begins;
@@ -120,7 +120,7 @@ TEST(DeferredCalls, EndWhenTheLineIsClosed) {
               ElementsAre("first: AbortedError", "second: AbortedError", "third: AbortedError"));
 }
 
-// A callback of what ended may destroy the group, on the line's own thread.
+// The callback of a call that ended may destroy the group, on the queue's own thread.
 TEST(DeferredCalls, MayBeDestroyedByWhatTheyEnd) {
   auto line = std::make_unique<DeferredCalls>();
   Events events;

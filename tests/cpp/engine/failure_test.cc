@@ -1,5 +1,5 @@
-// What ranks are told when something goes wrong while all processes live: an error on every rank that says who
-// and why, soon, and the same one from then on.
+// Failures while all processes are alive. Every rank must soon get an error that names the rank at fault and the
+// reason, and the same error from then on.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -28,7 +28,7 @@ CompletionPtr begin(engine::Engine& engine, engine::Group& group, engine::Reques
   return engine.submit(group, std::move(request));
 }
 
-// The error of the call, or of a barrier behind it: a rank may have done its part before the trouble shows.
+// The error of the call, or of a barrier after it: a rank may finish its part before the failure is known.
 std::optional<Error> errorOf(RankContext& rank, engine::Group& group, engine::Request request,
                              Nanoseconds timeout = kLong) {
   for (auto& next : {std::move(request), barrier()}) {
@@ -46,7 +46,7 @@ class FailureTest : public testing::TestWithParam<std::vector<int>> {
 INSTANTIATE_TEST_SUITE_P(Layouts, FailureTest,
                          testing::Values(std::vector{3}, std::vector{2, 2}, std::vector{1, 1, 1}));
 
-// What the last rank calls while the others call an allreduce of 1000 float32, or what `usual` makes.
+// The last rank makes this call, while the others call an allreduce of 1000 float32, or the call of `usual`.
 struct Disagreement {
   const char* name;
   engine::Request (*usual)(Bytes);
@@ -82,7 +82,7 @@ TEST_P(FailureTest, DisagreementIsNamedOnEveryRank) {
       const auto group = rank.engine.createGroup(
           rank.store, {std::string("differs in ") + d.name, rank.rank, rank.size}, kTimeout);
       Block data(2'000'000);
-      // Channels in all directions are open, so that nothing is held back by that.
+      // Open channels in all directions first, so that nothing waits for that later.
       for (Rank root = 0; root < rank.size; ++root) {
         const auto done = begin(rank.engine, *group, broadcast(data.bytes(), root), kTimeout);
         rank.engine.wait(*done);
@@ -126,19 +126,19 @@ TEST_P(FailureTest, WhoeverDoesNotComeIsNamed) {
     const Rank absent = rank.size - 1;
     if (rank.rank == absent) return failed.wait();
     Block data(400'000);
-    // Long enough for questions and answers between nodes.
+    // This is long enough for inquiries between nodes.
     const auto error = errorOf(rank, *rank.group, allReduce(data.bytes()), 3 * kShort);
     failed.count_down();
     ASSERT_TRUE(error);
     EXPECT_EQ(error->kind(), ErrorKind::Timeout) << error->what();
     EXPECT_THAT(error->what(), HasSubstr("allreduce of 100000 float32"));
-    // Also by those who wait for a rank that itself waits for the absent one.
+    // Ranks that wait for a rank that itself waits for the absent one must name the absent one, too.
     EXPECT_THAT(error->what(), testing::ContainsRegex(fmt::format(
                                    "; rank {} \\(pid .*\\) has not made any call yet", absent)));
   });
 }
 
-// Also where all that it needs lies there already.
+// This also holds if everything that the rank needs has already arrived.
 TEST_P(FailureTest, WhoeverComesAfterTheTimeOutGetsTheErrorToo) {
   int size = 0;
   for (const int ranks : GetParam()) size += ranks;
@@ -159,7 +159,7 @@ TEST_P(FailureTest, WhoeverComesAfterTheTimeOutGetsTheErrorToo) {
   }
 }
 
-// wait() with a time-out of its own, shorter than the operation's; also of an operation that has yet to begin.
+// wait() with a time-out that is shorter than the operation's, also for an operation that has not begun.
 TEST_P(FailureTest, WhoeverWillNotWaitLongerEndsItAsADeadlineDoes) {
   int size = 0;
   for (const int ranks : GetParam()) size += ranks;
@@ -184,7 +184,7 @@ TEST_P(FailureTest, WhoeverWillNotWaitLongerEndsItAsADeadlineDoes) {
                   testing::ContainsRegex(
                       fmt::format("Timed out after {}.0 s, rank 0 waits .* for rank", kSlowdown)));
     }
-    // It has ended: nothing is left to give up.
+    // It has ended, so this has no effect.
     rank.engine.expire(*rank.group, *last, kShort);
     failed.count_down();
   });
@@ -196,7 +196,7 @@ TEST_P(FailureTest, NobodySendsNobodyReceives) {
     engine::Message message;
     message.send = rank.rank == 0;
     message.peer = 1 - rank.rank;
-    message.tag = rank.rank;  // they never meet
+    message.tag = rank.rank;  // the tags never match
     message.buffer = {data.bytes()};
     message.timeout = kShort;
     if (rank.rank > 1) return;
@@ -209,7 +209,7 @@ TEST_P(FailureTest, NobodySendsNobodyReceives) {
   });
 }
 
-// abort() on one rank, from a thread that is in no call, ends the waits of all; who comes later learns of it.
+// abort() on one rank, from a thread that is in no call, ends the waits of all ranks. Later calls fail, too.
 TEST_P(FailureTest, AbortFromAnotherThread) {
   int size = 0;
   for (const int ranks : GetParam()) size += ranks;
@@ -234,8 +234,8 @@ TEST_P(FailureTest, AbortFromAnotherThread) {
   });
 }
 
-// A rank that is done with an operation may end the group at once: those who still take in what it sent get
-// their result, and every rank the error at the same call.
+// A rank that has finished an operation may end the group at once. Ranks that still receive its data get their result,
+// and all ranks get the error at the same call.
 TEST_P(FailureTest, OperationsBeforeTheBreakRunOn) {
   runRanks(GetParam(), [&](RankContext& rank) {
     for (int round = 0; round < 20; ++round) {
@@ -280,7 +280,7 @@ TEST_P(FailureTest, DestroyWithOperationsInFlight) {
     for (const auto& completion : completions) {
       rank.engine.wait(*completion);
       ASSERT_TRUE(completion->error());
-      // It left, or the others were faster to see that the calls differ.
+      // Either it left, or the others first saw that the calls differ.
       EXPECT_TRUE(completion->error()->kind() == ErrorKind::Aborted ||
                   completion->error()->kind() == ErrorKind::Mismatch)
           << completion->error()->what();
@@ -299,7 +299,7 @@ TEST_P(FailureTest, NothingWorksAfterDestroyOrShutdown) {
     const auto error = errorOf(rank, *rank.group, allReduce(data.bytes()));
     ASSERT_TRUE(error);
     EXPECT_THAT(error->what(), HasSubstr("destroyed"));
-    // The other group is none the worse for it.
+    // The other group is not affected.
     const auto done = begin(rank.engine, *other, allReduce(data.bytes()), kLong);
     rank.engine.wait(*done);
     EXPECT_FALSE(done->error()) << done->error()->what();
@@ -314,7 +314,7 @@ TEST_P(FailureTest, TheFirstErrorIsTheAnswerToAllLaterCalls) {
     rank.engine.abort(*rank.group, "first");
     rank.engine.abort(*rank.group, "second");
     for (int i = 0; i < 3; ++i) {
-      // With no deadline at all: it must not wait.
+      // Without a deadline: the call must not wait.
       const auto error =
           errorOf(rank, *rank.group, barrier(), std::numeric_limits<Nanoseconds>::max());
       ASSERT_TRUE(error);
@@ -324,7 +324,7 @@ TEST_P(FailureTest, TheFirstErrorIsTheAnswerToAllLaterCalls) {
   });
 }
 
-// The group is idle on all ranks, and whoever is told may block for as long as it takes.
+// The group is idle on all ranks, and the callback may block for any time.
 TEST_P(FailureTest, WatchersAreToldOnAThreadThatMayBlock) {
   runRanks(GetParam(), [](RankContext& rank) {
     const auto other =
@@ -340,7 +340,7 @@ TEST_P(FailureTest, WatchersAreToldOnAThreadThatMayBlock) {
     const auto [text, thread] = told.get_future().get();
     EXPECT_THAT(text, HasSubstr("made up"));
     EXPECT_NE(thread, std::this_thread::get_id());
-    // The engine goes on meanwhile, also for those who do not run it.
+    // Meanwhile the engine makes progress, also for threads that do not run it.
     const auto done = begin(rank.engine, *other, barrier(), kLong);
     std::promise<void> ended;
     done->then([&] { ended.set_value(); });

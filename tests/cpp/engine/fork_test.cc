@@ -1,4 +1,4 @@
-// A process may fork at any moment, whatever its other threads are doing.
+// A process may fork at any time, whatever its other threads do.
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -26,7 +26,8 @@ Endpoint lifelineOf(engine::Engine& engine) {
   return endpoint;
 }
 
-// Sockets that listen or end at the lifeline's address, at whichever side. In a child: calls nothing that locks.
+// Counts the sockets that listen at the lifeline's address or have it at one end. It is called in a child, so it calls
+// nothing that locks.
 int socketsOf(const Endpoint& lifeline) {
   int found = 0;
   for (int fd = 3; fd < 512; ++fd) {
@@ -41,7 +42,7 @@ int socketsOf(const Endpoint& lifeline) {
   return found;
 }
 
-// How many lifeline sockets a child has that is forked now.
+// The number of lifeline sockets in a child that is forked now.
 int socketsInChild(const std::vector<Endpoint>& lifelines) {
   const pid_t child = fork();
   if (child == 0) {
@@ -87,7 +88,7 @@ TEST(Fork, AChildHoldsNoConnectionWhileTheParentSleepsInACall) {
     lifelines[static_cast<size_t>(rank.rank)] = lifelineOf(rank.engine);
     rank.run(barrier());
     if (rank.rank == 0) return rank.run(barrier());
-    // Rank 0 waits meanwhile.
+    // Meanwhile rank 0 waits.
     for (int i = 0; i < 20; ++i) EXPECT_EQ(socketsInChild(lifelines), 0) << "fork " << i;
     rank.run(barrier());
   });

@@ -14,7 +14,7 @@ namespace {
 
 using engine::CompletionPtr;
 
-// A vector of floats in which rank r has r + seed + i at i, and what it must sum up to.
+// A vector of floats in which rank r has r + seed + i at i, and the expected sum.
 struct Vector {
   Vector(const RankContext& rank, size_t count, int seed) : values(count), seed(seed) {
     for (size_t i = 0; i < count; ++i) values[i] = static_cast<float>(rank.rank + at(i));
@@ -57,7 +57,7 @@ TEST_P(InFlightTest, AsynchronousOperationsOfAllSizes) {
       completions.push_back(begin(rank, *rank.group, allReduce(bytesOf(vector.values))));
       completions.push_back(begin(rank, *rank.group, barrier()));
     }
-    // The last first: operations end in order, so all have ended then.
+    // Wait for the last one first. Operations end in order, so then all have ended.
     finish(rank, completions.back());
     for (const auto& completion : completions) finish(rank, completion);
     for (const Vector& vector : vectors) EXPECT_TRUE(vector.isSumOver(rank.size));
@@ -65,7 +65,7 @@ TEST_P(InFlightTest, AsynchronousOperationsOfAllSizes) {
   });
 }
 
-// Ranks are ahead of each other in turn, so that they have different numbers of requests waiting.
+// Ranks take turns to be ahead of each other, so that they have different numbers of waiting requests.
 TEST_P(InFlightTest, SmallAllReducesMayBeFused) {
   runRanks(GetParam(), [](RankContext& rank) {
     std::mt19937 random(static_cast<unsigned>(7 + rank.rank));
@@ -85,7 +85,7 @@ TEST_P(InFlightTest, SmallAllReducesMayBeFused) {
   });
 }
 
-// Neighbours that differ in type or operation must not be fused.
+// Consecutive requests that differ in type or operation must not be fused.
 TEST_P(InFlightTest, DifferentAllReducesAreKeptApart) {
   runRanks(GetParam(), [](RankContext& rank) {
     std::vector<std::vector<int32_t>> values(40, std::vector<int32_t>(5, rank.rank + 1));
@@ -123,7 +123,7 @@ TEST_P(InFlightTest, ContinuationsRunOnceAndMaySubmit) {
   });
 }
 
-// Each group has its own order; nothing orders one against the other.
+// Each group has its own order; two groups are not ordered.
 TEST_P(InFlightTest, TwoGroupsInTurn) {
   runRanks(GetParam(), [](RankContext& rank) {
     const auto other =
@@ -167,7 +167,7 @@ TEST_P(InFlightTest, TwoThreadsOnTwoGroups) {
   });
 }
 
-// Ranks that are in one sub-group only, and sub-groups whose ranks are numbered otherwise than in the world.
+// Ranks that are in one sub-group only, and sub-groups whose rank numbers differ from those in the world.
 TEST_P(InFlightTest, SubGroups) {
   runRanks(GetParam(), [](RankContext& rank) {
     const int parity = rank.rank % 2;
@@ -184,7 +184,7 @@ TEST_P(InFlightTest, SubGroups) {
   });
 }
 
-// What a continuation waits for here is told by another continuation, as torch's futures do.
+// A continuation waits for an event that another continuation signals, as with torch's futures.
 TEST_P(InFlightTest, ContinuationsMayWaitForOneAnother) {
   runRanks(GetParam(), [](RankContext& rank) {
     constexpr int kDepth = 5;

@@ -1,5 +1,5 @@
-// Messages longer than 31 bits can count, inside a node and between two. What a rank only reads is a few pages
-// mapped again and again, so that the buffer that is written is all the memory this takes: 2 GiB.
+// Messages longer than 2^31 bytes, inside a node and between two. Buffers that are only read are a few pages that are
+// mapped repeatedly, so that the test needs memory for the written buffer only: 2 GiB.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@ namespace smddp::test {
 namespace {
 
 constexpr size_t kPage = 4096;
-// Contents repeat after so many bytes. No chunk is a multiple of it.
+// Contents repeat after this many bytes. No chunk is a multiple of it.
 constexpr size_t kPeriod = 4093 * kPage;
 constexpr size_t kBytes = (size_t{1} << 31) + 3 * kPage + 1;
 
@@ -30,7 +30,7 @@ Period periodOf(Rank rank) {
   return period;
 }
 
-// kBytes of address space that hold a period over and over.
+// kBytes of address space in which a period is mapped repeatedly.
 class Memory {
  public:
   enum class Kind { Repeated, Whole };
@@ -60,7 +60,7 @@ class Memory {
   Memory& operator=(const Memory&) = delete;
 
   Bytes bytes() { return {data_, kBytes}; }
-  // The first byte that is not the period's, or kBytes.
+  // The position of the first byte that differs from the period, or kBytes.
   size_t firstDifference(const Period& period) const {
     for (size_t at = 0; at < kBytes; at += kPeriod) {
       const size_t length = std::min(kPeriod, kBytes - at);

@@ -1,6 +1,6 @@
-// Where the pages of shared memory lie on a machine with several NUMA nodes: with the rank that owns them, although
-// nobody binds them. The kernel puts a page where the thread runs that needs it first, and owners back their memory
-// before mates may touch it. On a machine with one node there is nothing to see, and the tests are skipped.
+// The placement of shared memory on a machine with several NUMA nodes. Pages must lie on the node of the rank that owns
+// them, although nothing binds them: the kernel places a page on the node of the thread that touches it first, and
+// owners back their memory before mates may touch it. With one NUMA node the tests are skipped.
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -27,7 +27,7 @@ struct NumaNode {
   cpu_set_t cores;
 };
 
-// "0-3,8" as the kernel writes lists.
+// Parses a list in the kernel's format, such as "0-3,8".
 cpu_set_t parseList(const std::string& text) {
   cpu_set_t cores;
   CPU_ZERO(&cores);
@@ -43,7 +43,7 @@ cpu_set_t parseList(const std::string& text) {
   return cores;
 }
 
-// Those on which this process may run.
+// The NUMA nodes on which this process may run.
 std::vector<NumaNode> usableNodes() {
   cpu_set_t allowed;
   sched_getaffinity(0, sizeof allowed, &allowed);
@@ -59,7 +59,7 @@ std::vector<NumaNode> usableNodes() {
   return nodes;
 }
 
-// How many pages of the range lie on which node. Pages that nobody has needed yet lie nowhere.
+// The number of the range's pages on each node. Pages that were never touched lie on no node.
 std::map<int, size_t> pagesByNode(std::byte* begin, size_t bytes) {
   std::vector<void*> pages;
   for (size_t at = 0; at < bytes; at += kPage) pages.push_back(begin + at);
@@ -72,7 +72,7 @@ std::map<int, size_t> pagesByNode(std::byte* begin, size_t bytes) {
   return counts;
 }
 
-// Two ranks, as threads on two nodes: what they start later inherits where they may run.
+// Two ranks, as threads on two nodes. Threads that they start inherit the binding.
 class NumaTest : public testing::Test {
  protected:
   void SetUp() override {
@@ -100,7 +100,7 @@ TEST_F(NumaTest, StagingMemoryAndWindowsLieWithTheirOwner) {
   onTwoNodes([&](RankContext& rank) {
     std::vector<float> vector(1 << 20, 1.0f);
     for (int i = 0; i < 4; ++i) rank.run(allReduce(bytesOf(vector)));
-    // Beyond what travels with the announcement: through a window of the receiver.
+    // Longer than a message that is sent with its announcement, so it goes through a window of the receiver.
     for (const bool send : {rank.rank == 0, rank.rank != 0}) {
       engine::Message message;
       message.send = send;
@@ -113,12 +113,12 @@ TEST_F(NumaTest, StagingMemoryAndWindowsLieWithTheirOwner) {
     }
     auto& slab = rank.engine.process().slab();
     const NumaNode& own = nodes_[rank.rank];
-    // Rings have a writer and a reader on different nodes: either place is as good.
+    // The writer and the reader of a ring are on different nodes, so either node is right.
     const size_t rings = slab.page().ringsOffset.load();
     const size_t ringsEnd = rings + sizeof(transport::shm::RingTable);
     expectAllOn(own, slab.data(), rings, "the control page");
     const auto rest = pagesByNode(slab.data() + ringsEnd, size_t{64} << 20);
-    // Both halves of the staging memory, at least.
+    // At least both halves of the staging memory must be there.
     EXPECT_GT(rest.contains(own.number) ? rest.at(own.number) : 0, 16u);
     EXPECT_EQ(rest.size(), 1u) << "rank " << rank.rank;
     rank.run(barrier());
@@ -129,7 +129,7 @@ TEST_F(NumaTest, CommunicationMemoryLiesWithItsOwner) {
   onTwoNodes([&](RankContext& rank) {
     auto& memory = rank.engine.process().commMemory();
     constexpr size_t kBytes = 8 << 20;
-    // In the sum of all ranks a mate writes every other slice, before its owner has touched it.
+    // In an allreduce a mate writes every other slice, before the owner of the buffer has touched it.
     Block own(kBytes, 0, &memory);
     auto* const sum = static_cast<std::byte*>(memory.allocate(kBytes));
     engine::Request request = allReduce({sum, kBytes});

@@ -1,5 +1,5 @@
-// A rank that is killed in the middle of an allreduce: real processes, forked before this one has any thread.
-// They meet over pipes, for which the parent carries the introductions from one to the other.
+// A rank is killed in the middle of an allreduce. Ranks are real processes, forked before this one has any thread.
+// They meet over pipes; the parent forwards the introductions.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -49,7 +49,7 @@ struct Child {
   int socket = -1;
 };
 
-// What survivors report: the error of the call that was cut short, then that of a later one.
+// The report of a survivor: the error of the interrupted call, and that of a later one.
 std::vector<std::string> survive(engine::Engine& engine, engine::Group& group, Block& data) {
   std::vector<std::string> errors;
   for (int i = 0; errors.size() < 2 && i < 100'000; ++i) {
@@ -67,7 +67,7 @@ std::vector<std::string> survive(engine::Engine& engine, engine::Group& group, B
 void runChild(int socket, Rank me, const std::vector<std::string>& nodes, bool dies) {
   engine::Engine::Options options;
   options.process.nodeName = nodes[static_cast<size_t>(me)];
-  // Not destroyed: the child leaves by _exit.
+  // Never destroyed, because the child ends with _exit.
   auto& engine = *new engine::Engine(options);
   if (nodes.front() != nodes.back())
     engine.call([&] { engine.process().openFabric(nodes.size()); });
@@ -78,7 +78,7 @@ void runChild(int socket, Rank me, const std::vector<std::string>& nodes, bool d
     introductions.push_back(bootstrap::parseIntroduction(receiveData(socket).value(), r));
   }
   engine.finishGroup(group, introductions, nodes);
-  // As createGroup() does: nobody dies, or computes, before the others would notice.
+  // As in createGroup(): no rank dies, or computes, before the others can detect its death.
   for (bool settled = false; !settled;) {
     engine.call([&] {
       engine.process().checkPeers();
@@ -93,13 +93,13 @@ void runChild(int socket, Rank me, const std::vector<std::string>& nodes, bool d
     request.willWait = i < 2;
     engine.submit(*group, std::move(request));
   }
-  // The last one has begun, and its other chunks are on their way.
+  // The last call has begun; its other chunks are in flight.
   if (dies) kill(getpid(), SIGKILL);
   for (const auto& text : survive(engine, *group, data)) {
     sendData(socket, std::as_bytes(std::span(text)));
   }
-  // Until the parent has heard everybody. Who leaves before the others have heard of the first death from it
-  // is a second one, and as good an answer.
+  // Wait until the parent has all reports. If a rank left earlier, the others could report its end instead of the first
+  // death, which would also be right.
   receiveData(socket);
 }
 

@@ -34,9 +34,9 @@ TEST_F(RegionPoolTest, ARegionGivenUpBelongsToNobodyUntilItIsARegionAgain) {
 
   pool_.giveBack(region, layout_);
   EXPECT_EQ(header.group.load(), 0u);
-  // A mate may still look, and sees that we left.
+  // A mate may still read the header, and sees that we left.
   EXPECT_EQ(header.left.load(), 1u);
-  // Nothing else gets these pages.
+  // These pages are not allocated again.
   const auto other = slab_->allocate(layout_.bytes());
   EXPECT_TRUE(other.data() + other.size() <= region.data() ||
               region.data() + region.size() <= other.data());

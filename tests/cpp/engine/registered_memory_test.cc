@@ -1,4 +1,4 @@
-// What a network card that goes by pages and registrations is told of our memory, and what of it stays.
+// Memory that is registered with a network card: which memory that is, and that it is never given back.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -15,8 +15,7 @@ namespace {
 using transport::PeerId;
 using transport::RemoteKey;
 
-// The tcp provider, as demanding and as peculiar as EFA: it sends from registered memory only. Notes what is
-// registered.
+// The tcp provider with the demands and quirks of EFA: it sends from registered memory only. Records all registrations.
 class Card final : public transport::Transport {
  public:
   Card() {
@@ -88,7 +87,7 @@ void sumOnes(RankContext& rank, engine::Group& group, size_t count) {
 
 TEST(RegisteredMemoryTest, SumsLeaveFromWhereTheyAre) {
   runOnCards([](RankContext& rank, Card& card) {
-    // Longer each time, so that staging memory grows while puts from it have been made.
+    // Vectors get longer, so that staging memory grows after puts were made from it.
     for (const size_t count : {size_t{20'000}, size_t{300'000}, size_t{2'000'000}}) {
       for (int round = 0; round < 4; ++round) sumOnes(rank, *rank.group, count);
     }
@@ -99,8 +98,8 @@ TEST(RegisteredMemoryTest, SumsLeaveFromWhereTheyAre) {
   });
 }
 
-// A card writes to the pages that it was told of. Ones that had been given back would read as zeros: the first line of
-// each window has held the header of a message since its first group.
+// A card writes to the pages that were registered. Pages that were given back would read as zeros, but the first line
+// of each window must hold the header of a message since its first group.
 TEST(RegisteredMemoryTest, GroupsThatComeAndGoUseTheSamePages) {
   runOnCards([](RankContext& rank, Card& card) {
     constexpr size_t kGroups = 6;
@@ -108,7 +107,7 @@ TEST(RegisteredMemoryTest, GroupsThatComeAndGoUseTheSamePages) {
     int givenBack = 0;
     std::weak_ptr<engine::Group> before;
     for (size_t round = 0; round < kGroups; ++round) {
-      // Takes in what groups have given back that all have left.
+      // This takes memory of groups that all ranks have left.
       const auto group = rank.engine.createGroup(
           rank.store, {"group " + std::to_string(round), rank.rank, rank.size}, kTimeout);
       givenBack += round > 0 && before.expired();

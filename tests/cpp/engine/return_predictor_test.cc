@@ -1,4 +1,4 @@
-// When callers are predicted to return for the work they leave, and when not.
+// Tests when callers are predicted to come back for the work that they leave.
 #include "engine/return_predictor.h"
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@ using engine::ReturnPredictor;
 
 constexpr Nanoseconds kSoon = ReturnPredictor::kQuickReturn;
 
-// Leaves and comes back, `times` over; returns when.
+// Leaves and comes back `times` times. Returns the time at the end.
 Nanoseconds leaveAndReturn(ReturnPredictor& predictor, Nanoseconds now, Nanoseconds away,
                            int times) {
   for (int i = 0; i < times; ++i) {
@@ -42,7 +42,7 @@ TEST(ReturnPredictorTest, CountsFromTheFirstThatWasLeft) {
   ReturnPredictor predictor;
   leaveAndReturn(predictor, 0, 1, ReturnPredictor::kReturnsNeeded);
   predictor.left(1000);
-  predictor.left(1000 + kSoon - 1);  // as DDP's last bucket, just before it waits for all
+  predictor.left(1000 + kSoon - 1);  // like DDP's last bucket, just before DDP waits for all
   predictor.returned(1000 + kSoon);
   EXPECT_FALSE(predictor.isConfident());
 }

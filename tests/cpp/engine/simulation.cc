@@ -10,7 +10,7 @@
 namespace smddp::test {
 namespace {
 
-// Small cuts, so that vectors of a few kilobytes take many chunks and the windows are always full.
+// Small limits, so that vectors of a few kilobytes take many chunks and the windows are always full.
 const bool kSmallLimits = [] {
   setenv("SMDDP_CHUNK_BYTES", "1024", 0);
   setenv("SMDDP_FABRIC_CHUNK_BYTES", "2048", 0);
@@ -29,7 +29,7 @@ class SimClock final : public Clock {
   const SimNetwork& network_;
 };
 
-// Far more than any run takes: a run that gets there goes in circles.
+// Far more turns than any run takes: a run that reaches this makes no progress.
 constexpr int kMaxTurns = 200'000;
 constexpr Nanoseconds kTick = 200'000;
 
@@ -49,7 +49,7 @@ Faults randomFaults(Random& random, Simulation::Trouble trouble) {
 
 Simulation::Simulation(uint64_t seed, Trouble trouble)
     : trouble_(trouble), random_(seed), network_(seed, randomFaults(random_, trouble)) {
-  // Most groups are small: what goes wrong between many ranks mostly does between few.
+  // Most groups are small, because most faults between many ranks also occur between few.
   const int size = static_cast<int>(random_.between(2, random_.chance(0.25) ? 7 : 4));
   const int numNodes = static_cast<int>(random_.between(1, std::min(size, 5)));
   for (Rank r = 0; r < size; ++r) {
@@ -109,7 +109,7 @@ void Simulation::makeGroup(const std::string& name, const std::vector<Rank>& mem
     seat->me = me;
     seat->size = size;
     seat->program = programs_.back().get();
-    // Operations refer to these: they must not move.
+    // Operations refer to these buffers, so they must not move.
     seat->inputs.resize(seat->program->size());
     seat->outputs.resize(seat->program->size());
     introductions.push_back(introduction);
@@ -126,7 +126,7 @@ void Simulation::makeGroup(const std::string& name, const std::vector<Rank>& mem
 std::vector<Simulation::Call> Simulation::randomProgram(int size) {
   std::vector<Call> program(static_cast<size_t>(random_.between(2, random_.chance(0.2) ? 12 : 4)));
   for (Call& call : program) {
-    // Half of them allreduces, half of those small enough to be fused.
+    // Half of the calls are allreduces; half of these are small enough to be fused.
     call.collective =
         random_.chance(0.5)
             ? Collective::AllReduce
@@ -151,7 +151,7 @@ void Simulation::planTrouble() {
     const bool heals = random_.chance(0.5);
     const Nanoseconds until =
         heals ? when + random_.between(1, 2 * kTimeout) : SimNetwork::kForever;
-    // Of several cards all fail, or one.
+    // If there are several cards, all fail, or one.
     const int last = static_cast<int>(random_.between(0, numCards_ - 1));
     for (int card = random_.chance(0.5) ? 0 : last; card <= last; ++card) {
       network_.partition(endpointOf(a, card), endpointOf(b, card), when, until, outage);
@@ -175,7 +175,7 @@ int32_t Simulation::value(const Call& call, size_t number, Rank rank, size_t ele
                               call.count);
 }
 
-// What the rank must have in its output.
+// The output that the rank must have.
 std::vector<int32_t> Simulation::expected(const Call& call, size_t number, Rank me, int size) {
   const auto reduced = [&](size_t element) {
     int32_t result = value(call, number, 0, element);
@@ -285,7 +285,7 @@ void Simulation::submitNext(Player& player, Seat& seat) {
   seat.completions.push_back(player.engine->submit(*seat.group, std::move(request)));
 }
 
-// Checks what has ended, and that nothing is later than its deadline.
+// Checks calls that have ended, and that no call is later than its deadline.
 void Simulation::look(Seat& seat) {
   for (; seat.ended < seat.completions.size(); ++seat.ended) {
     const size_t number = seat.ended;
@@ -325,7 +325,7 @@ bool Simulation::finished() const {
   return true;
 }
 
-// Something happens at least this often, so that the clock never jumps over a deadline.
+// Makes an event at least this often, so that the clock never jumps over a deadline.
 void Simulation::tick() {
   network_.at(network_.clock().now() + kTick, [this] { tick(); });
 }
@@ -338,7 +338,7 @@ void Simulation::run() {
     const auto first = static_cast<size_t>(random_.next());
     for (size_t i = 0; i < players_.size(); ++i) {
       Player& player = players_[(first + i) % players_.size()];
-      // A slow rank: it may be many turns behind the others.
+      // Skip turns of a rank at random: it may be many turns behind the others.
       if (player.dead || random_.chance(0.3)) continue;
       for (auto& seat : player.seats) {
         const bool more = seat->completions.size() < seat->program->size();

@@ -1,5 +1,5 @@
 // One run of the simulator: a few ranks, their engines and groups on a SimNetwork, and a random program of
-// collectives for each group, all of it drawn from one seed and run by one thread on a virtual clock.
+// collectives for each group. Everything follows from one seed, and one thread runs it on a virtual clock.
 #pragma once
 
 #include <memory>
@@ -19,20 +19,20 @@ using transport::sim::SimNetwork;
 
 class Simulation {
  public:
-  // How a run may end.
+  // The faults that a run may have.
   enum class Trouble {
-    None,       // every result right
+    None,       // no fault: every result must be right
     Drop,       // puts or control messages get lost
     Partition,  // two endpoints do not reach each other for a while, or for ever
     Kill,       // a rank stops
-    All,        // each of these may happen
+    All,        // any of these
   };
   static constexpr Nanoseconds kTimeout = 50'000'000;
 
   Simulation(uint64_t seed, Trouble trouble);
-  // Until every call of every living rank has ended. Failures are gtest failures.
+  // Runs until every call of every living rank has ended. Failures are gtest failures.
   void run();
-  // Everything that happened on the network, and how and when every call ended.
+  // A record of all events on the network, and of how and when every call ended.
   std::string trace() const { return trace_ + fmt::format("digest {:016x}", network_.digest()); }
   int numErrors() const { return numErrors_; }
   std::string describe() const;
@@ -44,7 +44,7 @@ class Simulation {
     Rank root;
     size_t count;  // of int32
   };
-  // What a rank does in one group.
+  // A rank in one group, with its calls.
   struct Seat {
     std::shared_ptr<engine::Group> group;
     Rank me = 0;
@@ -53,7 +53,7 @@ class Simulation {
     std::vector<std::vector<int32_t>> inputs, outputs;
     std::vector<engine::CompletionPtr> completions;
     std::vector<Nanoseconds> deadlines;
-    size_t ended = 0;  // as far as they were looked at
+    size_t ended = 0;  // the number of calls that have ended and were checked
   };
   struct Player {
     std::unique_ptr<engine::Engine> engine;

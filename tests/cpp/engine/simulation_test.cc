@@ -1,4 +1,4 @@
-// Random programs on random layouts over a network that does what it may. To repeat one seed of one test:
+// Random programs on random layouts over the simulated network. To repeat one seed of one test:
 //   SIMULATION_SEED=17 simulation_test --gtest_filter=*Kill*
 // 11 000 seeds, 5 ms each; ctest runs them as several tests.
 #include "engine/simulation.h"
@@ -23,7 +23,7 @@ constexpr uint64_t kSlowness = 1;
 
 class SimulationTest : public testing::Test {
  protected:
-  // Stops at the first seed that fails. Returns how many calls ended with an error.
+  // Stops at the first seed that fails. Returns the number of calls that ended with an error.
   int runSeeds(uint64_t first, uint64_t count, Trouble trouble) {
     uint64_t last = first + count / kSlowness - 1;
     if (const char* one = std::getenv("SIMULATION_SEED"))
@@ -42,10 +42,10 @@ class SimulationTest : public testing::Test {
   Watchdog watchdog_{110};
 };
 
-// Delays, overtaking, repeated completions and refusals change nothing.
+// Delays, reordering, repeated completions and refusals must not change any result.
 TEST_F(SimulationTest, HarmlessNetwork) { runSeeds(1, 3000, Trouble::None); }
 
-// What follows must have gone wrong at times, or nothing was tested.
+// In the following tests some calls must fail, or nothing was tested.
 TEST_F(SimulationTest, LostMessages) { EXPECT_GT(runSeeds(10'001, 2000, Trouble::Drop), 0); }
 TEST_F(SimulationTest, PartitionedNetwork) {
   EXPECT_GT(runSeeds(20'001, 2000, Trouble::Partition), 0);

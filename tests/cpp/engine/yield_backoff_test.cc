@@ -1,4 +1,4 @@
-// When yields are avoided, and for how long.
+// Tests when yields are avoided, and for how long.
 #include "engine/yield_backoff.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@ constexpr Nanoseconds kMin = YieldBackoff::kMinPeriod;
 constexpr Nanoseconds kMax = YieldBackoff::kMaxPeriod;
 constexpr Nanoseconds kStart = 1'000'000'000;
 
-// Loses a turn that ends at `now`; returns for how long yields are avoided then.
+// Loses a time slice that ends at `now`. Returns how long yields are avoided then.
 Nanoseconds lose(YieldBackoff& backoff, Nanoseconds now) {
   backoff.yielded(now - YieldBackoff::kLostTurn, now);
   EXPECT_TRUE(backoff.avoidsYields(now));
