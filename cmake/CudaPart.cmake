@@ -1,13 +1,14 @@
-# smddp_cuda_part: libsmddp_cuda.so from csrc/cuda/kernels, where nvcc is there.
+# smddp_cuda_part: libsmddp_cuda.so from csrc/cuda/kernels, if nvcc is available.
 #
-# By calls of nvcc, not as a language of CMake: that would hand it the warnings of g++, and would need a host compiler
-# test of its own. The run-time library is linked in, torch is not known to it. It lies beside the module _C.
+# This file calls nvcc itself and does not enable the language CUDA of CMake, which would pass the warnings of g++ to
+# nvcc and test the host compiler again. The library contains CUDA's run time, does not use torch, and lies beside the
+# module _C.
 set(SMDDP_CUDA AUTO CACHE STRING "Compile the CUDA part: ON, OFF, or AUTO, where nvcc and a torch with CUDA are there")
 set_property(CACHE SMDDP_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(SMDDP_HAVE_CUDA_PART OFF)
 set(folder "${PROJECT_BINARY_DIR}/csrc/bindings")
 if(SMDDP_CUDA STREQUAL OFF OR (SMDDP_CUDA STREQUAL AUTO AND NOT SMDDP_TORCH_CUDA))
-  # What an earlier configuration has left there would be loaded.
+  # Otherwise the module would load the library of an earlier configuration.
   file(REMOVE "${folder}/libsmddp_cuda.so")
 endif()
 if(SMDDP_CUDA STREQUAL OFF)
@@ -29,7 +30,7 @@ if(NOT SMDDP_NVCC)
   message(FATAL_ERROR "SMDDP_CUDA=ON: nvcc was not found; set CUDA_HOME to the folder that has bin/nvcc")
 endif()
 
-# Architectures as torch's own extensions take them: "8.0;9.0+PTX", by semicolons or blanks.
+# Architectures in the notation of torch's extensions: "8.0;9.0+PTX", separated by semicolons or blanks.
 set(architectures "$ENV{TORCH_CUDA_ARCH_LIST}")
 if(NOT architectures)
   set(architectures "8.0;9.0+PTX")
@@ -48,7 +49,7 @@ foreach(architecture IN LISTS architectures)
   list(APPEND flags -gencode "arch=compute_${number},code=${codes}")
 endforeach()
 
-# No fused multiply-add: sums are those of the CPU, bit by bit (csrc/cuda/kernels/arithmetic.h).
+# No fused multiply-add, so that sums equal those of the CPU bit by bit (csrc/cuda/kernels/arithmetic.h).
 list(APPEND flags -std=c++20 -O3 -fmad=false --expt-relaxed-constexpr
   "-I${PROJECT_SOURCE_DIR}/csrc" "-DSMDDP_VERSION=\"${PROJECT_VERSION}\""
   -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra)

@@ -1,5 +1,5 @@
-# Third-party libraries, each under one target name, and smddp_config: what every layer inherits
-# through smddp_common.
+# Third-party libraries, with one target name each, and smddp_config, which every layer inherits through
+# smddp_common.
 find_package(Threads REQUIRED)
 find_package(PkgConfig REQUIRED)
 if(FMT_INCLUDE_DIR)                                                 # headers without a package
@@ -17,7 +17,7 @@ endif()
 find_package(Libfabric 1.17)                                        # Libfabric::headers
 if(Libfabric_FOUND)
   set(SMDDP_HAVE_LIBFABRIC 1)
-  # What is built here loads the copy that was found, not another one that the system has.
+  # Programs of this build load the copy that was found, not another copy of the system.
   get_filename_component(libfabric_folder "${Libfabric_LIBRARY}" DIRECTORY)
   if(NOT libfabric_folder IN_LIST CMAKE_CXX_IMPLICIT_LINK_DIRECTORIES)
     list(APPEND CMAKE_BUILD_RPATH "${libfabric_folder}")

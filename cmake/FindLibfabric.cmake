@@ -1,8 +1,8 @@
-# Finds libfabric and defines Libfabric::headers: the library is loaded at run time, when it is needed.
+# Finds libfabric and defines Libfabric::headers. The library itself is loaded at run time, if it is needed.
 #
-# In order: LIBFABRIC_HOME (cache variable, then environment), pkg-config, and where the EFA installer
-# puts its own copy. A LIBFABRIC_HOME that has no libfabric is an error, not a reason to look elsewhere:
-# the user meant that one.
+# It searches LIBFABRIC_HOME (cache variable, then environment), then pkg-config, then the folder of the EFA
+# installer. If LIBFABRIC_HOME is set but has no libfabric, that is an error, because the user asked for
+# that copy.
 if(NOT LIBFABRIC_HOME AND DEFINED ENV{LIBFABRIC_HOME})
   set(LIBFABRIC_HOME "$ENV{LIBFABRIC_HOME}")
 endif()
@@ -28,7 +28,7 @@ else()
   smddp_find_libfabric_in("/opt/amazon/efa")
 endif()
 
-# The API version stands in the header, so that it is the header we compile against that is judged.
+# The API version is read from the header, because the header is what the code is compiled with.
 if(Libfabric_INCLUDE_DIR)
   file(STRINGS "${Libfabric_INCLUDE_DIR}/rdma/fabric.h" version_lines
        REGEX "#define FI_(MAJOR|MINOR)_VERSION")

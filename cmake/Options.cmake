@@ -1,4 +1,4 @@
-# Every option of the build, and the flags that hold for every target.
+# All options of the build, and the flags of all targets.
 
 set(PYTHON_EXECUTABLE "" CACHE FILEPATH "Python interpreter whose torch the module is built for")
 if(PYTHON_EXECUTABLE)
@@ -11,7 +11,7 @@ option(SMDDP_WITH_TORCH "Build process_group and the module smddp._C" ${SMDDP_TO
 option(SMDDP_BUILD_TESTS "Build the C++ tests (needs GoogleTest)" ON)
 option(SMDDP_FUZZ "Build the libFuzzer targets of tests/fuzz (needs clang)" OFF)
 option(SMDDP_WARNINGS_AS_ERRORS "Treat compiler warnings as errors" ON)
-# Not for what goes to other machines, which has fmt inside.
+# Not for builds for other machines, which contain fmt.
 option(SMDDP_QUICK_BUILD "Compile in half the time: precompiled headers, and the shared library of fmt" OFF)
 set(FMT_INCLUDE_DIR "" CACHE PATH "Folder with fmt/format.h; default: the package fmt that CMake finds")
 set(SMDDP_SANITIZE "" CACHE STRING "address, undefined, thread or empty; join two by a comma")
@@ -33,12 +33,12 @@ set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
 set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 
-# CMake's RelWithDebInfo stops at -O2. NDEBUG stays off there: it is what developers and CI run.
+# CMake's RelWithDebInfo uses -O2 only. It does not define NDEBUG here, because developers and CI use it.
 set(CMAKE_CXX_FLAGS_RELEASE "-O3 -DNDEBUG")
 set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -g1")
 
-# A fused multiply-add rounds once where a multiply and an add round twice. Left to the compiler, the
-# same sum would differ between instruction sets, and so between hosts.
+# A fused multiply-add rounds once; a multiply and an add round twice. If the compiler could choose, sums
+# would differ between instruction sets, and so between hosts.
 add_compile_options(-Wall -Wextra -ffp-contract=off)
 if(NOT SMDDP_QUICK_BUILD)
   set(CMAKE_DISABLE_PRECOMPILE_HEADERS ON)

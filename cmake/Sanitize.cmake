@@ -1,5 +1,5 @@
-# SMDDP_SANITIZE on every target. Frame pointers keep the reports readable; the first finding ends the
-# test, because one that is only printed is one that nobody sees.
+# Applies SMDDP_SANITIZE to all targets. Frame pointers make reports readable. The first finding ends the
+# test, because nobody reads the output of a test that passes.
 if(SMDDP_SANITIZE)
   if(SMDDP_SANITIZE MATCHES "thread" AND SMDDP_SANITIZE MATCHES "address")
     message(FATAL_ERROR "SMDDP_SANITIZE: thread and address cannot be combined")
@@ -18,7 +18,7 @@ if(SMDDP_SANITIZE)
   message(STATUS "smddp: sanitizers: ${SMDDP_SANITIZE}")
 endif()
 
-# The fuzzer steers by the coverage of the whole core, not only of its entry.
+# The fuzzer needs the coverage of the whole core, not only of its entry point.
 if(SMDDP_FUZZ)
   if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
     message(FATAL_ERROR "SMDDP_FUZZ needs clang: configure with -DCMAKE_CXX_COMPILER=clang++")

@@ -1,9 +1,9 @@
 # smddp_add_layer(<layer> SOURCES a.cc … LIBS smddp_common … [HEADERS <vector> …])
 #
-# The static library smddp_<layer>; a slash in the name becomes an underscore. A layer of headers alone is
-# an interface library, so that those above it need not know. HEADERS are what most files of the layer
-# include; without, those of smddp_common. They are precompiled in a quick build only, so that another one
-# shows whether each file includes what it uses.
+# Adds the static library smddp_<layer>; a slash in the name becomes an underscore. A layer that has only
+# headers is an interface library, so other layers can link to it in the same way. HEADERS are headers that
+# most files of the layer include (default: those of smddp_common). Only a quick build precompiles them, so
+# any other build checks whether each file includes what it uses.
 function(smddp_add_layer layer)
   cmake_parse_arguments(arg "" "" "SOURCES;LIBS;HEADERS" ${ARGN})
   if(NOT arg_LIBS OR arg_UNPARSED_ARGUMENTS)

@@ -1,7 +1,7 @@
 # smddp_add_test(<name> SOURCES a_test.cc … LIBS smddp_plan … [LABELS slow sequential])
 #
-# slow         left out of `make test-fast`
-# sequential   has one thread, so that ThreadSanitizer has nothing to look for
+# slow         `make test-fast` leaves it out
+# sequential   has one thread, so ThreadSanitizer cannot find anything
 #
 # One GoogleTest executable, registered with ctest under its own name. The timeout is a safety net: a
 # test that waits has its own, much shorter deadline. Sanitizers slow everything down several times.

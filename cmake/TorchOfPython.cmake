@@ -1,7 +1,7 @@
 # smddp_torch: headers and libraries of the torch that PYTHON_EXECUTABLE imports.
 #
-# Not find_package(Torch): on a CUDA wheel that demands the whole CUDA toolkit although we compile no
-# CUDA code. pybind11 is the copy inside torch, since types registered by one copy are unknown to another.
+# find_package(Torch) is not used: with a CUDA wheel it requires the whole CUDA toolkit, although this module
+# has no CUDA code. pybind11 is torch's copy, because another copy would not know the types that torch registers.
 execute_process(
   COMMAND "${PYTHON_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/cmake/torch_facts.py"
   OUTPUT_VARIABLE torch_facts OUTPUT_STRIP_TRAILING_WHITESPACE
@@ -32,7 +32,7 @@ target_compile_definitions(smddp_torch INTERFACE
   SMDDP_TORCH_VERSION_MAJOR=${SMDDP_TORCH_VERSION_MAJOR}
   SMDDP_TORCH_VERSION_MINOR=${SMDDP_TORCH_VERSION_MINOR}
   USE_DISTRIBUTED USE_C10D_GLOO)
-# Files that include torch's headers find those of its fmt there, whose library is hidden inside torch.
+# Files that include torch's headers also find torch's copy of fmt, whose library torch does not export.
 target_compile_definitions(smddp_torch INTERFACE FMT_HEADER_ONLY=1)
 target_compile_options(smddp_torch INTERFACE -UFMT_SHARED)
 foreach(name IN ITEMS c10 torch_cpu torch torch_python)

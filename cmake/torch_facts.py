@@ -1,6 +1,6 @@
-"""Prints what the build needs to know about the torch of the running interpreter, one fact a line.
+"""Prints what the build needs to know about the installed torch, one fact per line.
 
-setup.py imports this file too, so that both give the same answer and the same error sentences.
+setup.py imports this file, too, so that both report the same facts and the same errors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def installed_release() -> str:
 
 
 def print_facts() -> None:
-    """Prints version, module suffix, include folders, library folders and version of CUDA."""
+    """Prints version, module suffix, include folders, library folders and CUDA version of torch."""
     installed_release()
     import torch
     from torch.utils import cpp_extension
