@@ -45,11 +45,11 @@ class RecursiveDoubling {
     if (t_.numNodes() > 1) b_.flush(firstPartner(), 0, c.index);
     sumNode(c);
     if (cube_.isFolded()) {
-      handOver(c);
+      exchangeWithCorner(c);
     } else if (t_.numNodes() > 1) {
-      takeOver(c);
+      addFolded(c);
       for (int d = 0; d < cube_.dimensions(); ++d) addPartners(d, c);
-      giveBack(c);
+      sendToFolded(c);
     }
     if (t_.teamSize() > 1) b_.signal(kReduced, c.index + 1);
   }
@@ -110,21 +110,21 @@ class RecursiveDoubling {
     b_.release(partner, 0);
   }
 
-  void handOver(const plan::Chunk& c) {
+  void exchangeWithCorner(const plan::Chunk& c) {
     const Rank partner = leaderOf(cube_.foldPartner());
     b_.put(partner, 0, sum(0), c.length);
     b_.copy(results(c), b_.receive(partner, 0, c.length), c.length);
     b_.release(partner, 0);
   }
 
-  void takeOver(const plan::Chunk& c) {
+  void addFolded(const plan::Chunk& c) {
     if (cube_.foldPartner() < 0) return;
     const Rank partner = leaderOf(cube_.foldPartner());
     b_.reduce({sum(0)}, {sum(0), b_.receive(partner, 0, c.length)}, c.length);
     b_.release(partner, 0);
   }
 
-  void giveBack(const plan::Chunk& c) {
+  void sendToFolded(const plan::Chunk& c) {
     if (cube_.foldPartner() < 0) return;
     b_.put(leaderOf(cube_.foldPartner()), 0, vector(kLeader, c.offset), c.length);
   }

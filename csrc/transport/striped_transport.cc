@@ -45,9 +45,10 @@ FileDescriptor combineDescriptors(const std::vector<std::unique_ptr<Transport>>&
 }  // namespace
 
 // The sink of one card during a poll.
-class StripedTransport::Tap final : public Sink {
+class StripedTransport::CardSink final : public Sink {
  public:
-  Tap(StripedTransport& owner, size_t card, Sink& sink) : owner_(owner), card_(card), sink_(sink) {}
+  CardSink(StripedTransport& owner, size_t card, Sink& sink)
+      : owner_(owner), card_(card), sink_(sink) {}
   void onControl(PeerId from, Bytes message) override {
     if (card_ == 0) return sink_.onControl(from, message);
     owner_.onAnnouncement(owner_.peerAt_[card_].at(from), message);
@@ -185,8 +186,8 @@ size_t StripedTransport::poll(Sink& sink) {
   announce();
   size_t numEvents = 0;
   for (size_t card = 0; card < cards_.size(); ++card) {
-    Tap tap(*this, card, sink);
-    numEvents += cards_[card]->poll(tap);
+    CardSink cardSink(*this, card, sink);
+    numEvents += cards_[card]->poll(cardSink);
   }
   return numEvents + reportFailures(sink, numEvents == 0);
 }

@@ -56,7 +56,7 @@ class StripedTransport final : public Transport {
     std::string cause;
     int polls = 0;  // polls since it was noticed
   };
-  class Tap;
+  class CardSink;
 
   Peer& peerOf(PeerId peer);
   void announce();

@@ -57,7 +57,7 @@ TEST(CorePlacementTest, MovesAwayFromAMateAndStaysFree) {
     theirs->page().core.store(shared);
     placement.moveApart(mates, now);
     EXPECT_NE(mine->page().core.load(), shared);
-    // Not again at once.
+    // It must not move a second time so soon.
     theirs->page().core.store(mine->page().core.load());
     const int here = mine->page().core.load();
     placement.moveApart(mates, now + 1000);
