@@ -1,4 +1,4 @@
-"""What keys of the configuration and arguments do: each against what happens without it."""
+"""Effects of configuration keys and arguments, each compared with what happens without it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def order(pipeline: str) -> list[bool]:
     """Returns of each rank: did any backward work begin before the last forward work?"""
     smp.init({**MANUAL, "partitions": 2, "microbatches": 6, "pipeline": pipeline})
     first = nn.Linear(4, 4)
-    with smp.partition(0), smp.partition(1):  # the innermost wins
+    with smp.partition(0), smp.partition(1):  # the innermost counts
         last = nn.Linear(4, 4)
     model = smp.DistributedModel(nn.Sequential(first, last))
     for _ in range(2):
@@ -126,7 +126,7 @@ class Normed(nn.Sequential):
 
 def replicated(options: dict[str, Any], config: dict[str, Any]) -> Any:
     smp.init({**MANUAL, "partitions": 2, "microbatches": 2, **config})
-    torch.manual_seed(smp.dp_rank())  # all replicas become what the first one is
+    torch.manual_seed(smp.dp_rank())  # all replicas get the parameters of the first one
     model = smp.DistributedModel(Normed(), **options)
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 + smp.dp_rank()))
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_ways_to_reduce_give_the_same_gradients() -> None:
             for name, gradient in gradients.items():
                 assert torch.equal(gradient, plain[rank][0][name]), name
                 assert torch.equal(gradient, ranks[(rank + 2) % 4][0][name]), "another replica"
-    # What one process computes: the first step's gradients, and the second's added to them.
+    # The oracle is one process: gradients of the first step, then with those of the second added.
     torch.manual_seed(0)
     whole = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)]
     net = nn.Sequential(*whole)
@@ -171,7 +171,7 @@ def test_buffers_are_those_of_the_first_replica_unless_told_otherwise() -> None:
     for broadcast in (True, False):
         ranks = check_ranks(replicated, "4", {"broadcast_buffers": broadcast}, {})
         ((_, one), (_, other)) = ranks[0], ranks[2]
-        # The last training step leaves statistics of a replica's own data.
+        # After the last training step each replica has the statistics of its own data.
         assert not torch.equal(one["0.1.running_mean"], other["0.1.running_mean"])
         x = [torch.randn(8, 4, generator=torch.Generator().manual_seed(10 + r)) for r in range(2)]
         torch.manual_seed(0)
@@ -203,7 +203,7 @@ def roots() -> Any:
     optimizer.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not p.grad.any() for p in model.local_parameters())
     before = [p.detach().clone() for p in model.local_parameters()]
-    # A closure makes the step, outside of which it is called.
+    # The closure calls the step; the optimizer calls the closure, outside any step.
     loss = optimizer.step(lambda: train(model, torch.ones(8, 4)).reduce_mean())
     assert float(loss) > 0
     moved = [p.grad * -0.5 + old for p, old in zip(model.local_parameters(), before, strict=True)]
@@ -276,7 +276,7 @@ def amp(parts: int, dtype: torch.dtype) -> Any:
 def test_autocast_with_a_scaler_is_what_torch_does(
     dtype: torch.dtype, parts: int, replicas: int
 ) -> None:
-    """At a scale at which fp16 overflows now and then: such steps are left out on all ranks."""
+    """The scale makes fp16 overflow in some steps; all ranks leave those out."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)

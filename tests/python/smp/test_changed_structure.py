@@ -1,4 +1,4 @@
-"""Modules that return another structure than before: the same numbers as in one process."""
+"""Modules whose results change their structure give the same numbers as in one process."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ WIDTH, STEPS, MICROBATCHES = 8, 12, 4
 
 
 class Fickle(nn.Module):
-    """Returns what its mood, or its input, tells; draws random numbers and counts in buffers."""
+    """Returns a structure that depends on its mood or input; draws random numbers, has buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.dropout = nn.Dropout(0.2)
-        # One that is replaced, not changed.
+        # A buffer that is replaced by another tensor, not changed in place.
         self.register_buffer("average", torch.zeros(WIDTH))
         self.mood = "tensor"
 
     def forward(self, x: Tensor) -> Any:
-        """Returns a tensor, or something around it."""
+        """Returns a tensor, or a structure that holds it."""
         y = torch.tanh(self.dropout(self.norm(self.linear(x))))
         self.average = 0.9 * self.average + y.detach().mean(0)
         y = y + self.average
@@ -42,7 +42,7 @@ class Fickle(nn.Module):
 
 
 class Model(nn.Module):
-    """Uses whatever comes; unpacks a pair without looking, as scripts do."""
+    """Accepts any structure; unpacks a pair without a check, as scripts do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Model(nn.Module):
             self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, mood: str) -> Tensor:
-        """Adds up what comes."""
+        """Adds up the tensors that it gets."""
         x = self.first(x)
         if mood == "pair":
             y, z = self.fickle(x)
@@ -103,7 +103,7 @@ def run(
     again = _count_repetitions(model.runtime)
     with model.join() if len(set(ends)) > 1 else contextlib.nullcontext():
         for number in range(ends[smp.dp_rank()]):
-            # Only where a second replica sees other data do replicas change at different times.
+            # Replicas change at different times only if the second one has other data.
             mood = ["tensor", "tensor", "pair", "dict", "pair", "data"][min(number // 2, 5)]
             inner.fickle.mood = mood
             if number % passes == 0:
@@ -157,5 +157,5 @@ def test_a_replica_that_has_ended_goes_along(ends: tuple[int, ...], passes: int)
     expected = check_ranks(run, "2", 1, "interleaved", passes, ends)
     check_same(expected, check_ranks(run, "4", 2, "interleaved", passes, ends))
     for _, _, whole, _ in expected:
-        # Statistics are those of the replica that went on, not of one that had ended.
+        # Statistics come from the replica that had more batches.
         assert whole["fickle.norm.num_batches_tracked"] == MICROBATCHES * max(ends)

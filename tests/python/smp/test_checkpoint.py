@@ -1,4 +1,4 @@
-"""Checkpoints: at any degrees, whole or in parts, and what happens to damaged ones."""
+"""Checkpoints at any degrees, whole or in parts; damaged ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def saving(pp: int, path: str) -> Any:
     train(model, optimizer, range(2))
     content = {"epoch": 3, "anything": {1, 2}}
     smp.save_checkpoint(path, "old", model=model, optimizer=optimizer, user_content=content)
-    if smp.rank() == 0:  # a clock that was set back since
+    if smp.rank() == 0:  # as if the clock had been set back since
         os.utime(Path(path, "old_partial", "manifest.json"), (2.0**32, 2.0**32))
     smp.save_checkpoint(
         path,
@@ -118,7 +118,7 @@ def resuming(pp: int, path: str, loaded_after_step: bool, mode: str) -> Any:
     if mode == "model":
         smp.resume_from_checkpoint(path, "two", load_optimizer=False)
         return dict(model.state_dict()), optimizer.state_dict()["state"]
-    # The newest in parts, whatever was saved as one file since.
+    # The newest one in parts; a file that was saved later does not count.
     content = smp.resume_from_checkpoint(path, None if pp == 1 else "two")
     assert content == {"epoch": 3, "anything": {1, 2}}
     train(model, optimizer, range(2, 4))
@@ -132,7 +132,7 @@ def same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-# Where it is saved, and where it goes on: ranks, partitions, loaded after a step or before.
+# The job that saves and the job that goes on: ranks, partitions; loaded after a step or before.
 MATRIX = [
     pytest.param((2, 2), ((1, 1, False), (2, 2, False), (3, 3, True), (4, 2, True))),
     pytest.param((4, 4), ((2, 1, True), (4, 2, False), (4, 4, False)), marks=pytest.mark.slow),
@@ -148,20 +148,20 @@ def test_training_goes_on_at_any_degree(tmp_path: Path, saved: Any, loaded: Any)
     assert not (tmp_path / "old_partial").exists(), "only one was to be kept"
     assert (tmp_path / "newest").read_text() == "full"
     assert not list(tmp_path.glob("**/.*")), "unfinished files"
-    # With replicas gradients are averaged over equal batches: the sums are the same.
+    # All replicas have the same batch, so the mean of their gradients is that of one process.
     for ranks, pp, later in loaded:
         mode = "same" if pp == saved[1] and not later else "other"
         for result in check_ranks(resuming, str(ranks), pp, path, later, mode):
             same(result[0], whole[0][0])
             same(result[1]["state"], whole[0][1]["state"])
-    # The optimizer is left alone if asked.
+    # With load_optimizer=False the optimizer stays as it is.
     whole_model = torch.load(tmp_path / "two.whole", weights_only=True)
     for found, state in check_ranks(resuming, "2", 2, path, False, "model"):
         same(found, whole_model)
         assert state == {}
-    # Parts are put together without any job, too.
+    # A single process can merge the parts, too.
     same(full_state_dict(path, "two"), whole_model)
-    # The single file is what plain torch reads and writes.
+    # Plain torch can read and write the single file.
     plain = make(NAME)
     plain.load_state_dict(torch.load(tmp_path / "full", weights_only=True))
     for later in (False, True):
@@ -180,8 +180,8 @@ def forward(model: Any, x: torch.Tensor) -> Any:
 
 
 def files_of_others(path: str, weights: dict[str, torch.Tensor]) -> None:
-    """Whole models in the files of model libraries, loaded before and after the partition."""
-    gc.freeze()  # so that collecting one model does not walk through all of torch
+    """Loads whole models from files of model libraries, before and after the partition."""
+    gc.freeze()  # so that collecting a model does not visit all objects of torch
     smp.init({"partitions": 2, "ddp": True, "microbatches": 2})
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
     whole = ZOO["shared layer"].make()
@@ -194,14 +194,14 @@ def files_of_others(path: str, weights: dict[str, torch.Tensor]) -> None:
             assert smp.resume_from_checkpoint(path, name, partial=False) == {}, name
             with torch.no_grad():
                 result = forward(model, x).concat()
-            # The same rows, in halves.
+            # The same rows, in two halves.
             same(result, torch.cat([whole(x[:2]), whole(x[2:])]).detach())
             same(dict(model.state_dict()), weights)
             for tag in ("ours.safetensors", "ours.bin"):
                 smp.save_checkpoint(path, tag, partial=False, model=model, user_content={"e": 1})
                 assert smp.resume_from_checkpoint(path, tag, partial=False) == {"e": 1}
             same(dict(model.state_dict()), weights)
-            # Somebody else's names; what is left out stays, if that is allowed.
+            # Other names than the model's; with strict=False, missing entries keep values.
             others = {f"other.{key}": value + 1 for key, value in weights.items()}
             torch.save({**others, "other.more": torch.zeros(1)}, f"{path}/other.{smp.rank()}")
             smp.resume_from_checkpoint(
@@ -229,7 +229,7 @@ def test_whole_models_in_files_of_other_libraries(tmp_path: Path) -> None:
     plain = ZOO["shared layer"].make()
     weights = {name: value.clone() for name, value in plain.state_dict().items()}
     assert torch.equal(weights["0.weight"], weights["4.weight"])
-    # Such libraries keep one name of a shared parameter, and divide a large model.
+    # Such libraries store a shared parameter under one name, and a large model in several files.
     kept = {name: value for name, value in weights.items() if not name.startswith("4.")}
     halves = [dict(list(kept.items())[:2]), dict(list(kept.items())[2:])]
     torch.save(kept, tmp_path / "pytorch_model.bin")
@@ -246,7 +246,7 @@ def test_whole_models_in_files_of_other_libraries(tmp_path: Path) -> None:
         ("broken.index.json", {"a": "gone.safetensors"}),
     ):
         (tmp_path / file).write_text(json.dumps({"weight_map": content}))
-    (tmp_path / "user_content_pytorch_model.bin").touch()  # some tools leave an empty one
+    (tmp_path / "user_content_pytorch_model.bin").touch()  # some tools leave an empty file
     check_ranks(files_of_others, "2", str(tmp_path), weights)
     again = ZOO["shared layer"].make()
     again.load_state_dict(torch.load(tmp_path / "ours.bin", weights_only=True))
@@ -255,7 +255,7 @@ def test_whole_models_in_files_of_other_libraries(tmp_path: Path) -> None:
 
 
 def test_safetensors_by_the_letter(tmp_path: Path) -> None:
-    """The bytes of the format's description, and files that are cut or tampered with."""
+    """Checks the bytes against the description of the format, and refuses damaged files."""
     file = tmp_path / "x.safetensors"
     entries = {
         "a": torch.tensor([[1, 2]], dtype=torch.int16),
@@ -301,7 +301,7 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
 
 
 def partial_states() -> Any:
-    """Local state dicts go in again, before or after the partition, strict or not."""
+    """Loads local state dicts again, before or after the partition, strict or not."""
     model, optimizer = begin(2)
     train(model, optimizer, range(2))
     local, state = copy.deepcopy((model.local_state_dict(), optimizer.local_state_dict()))
@@ -333,7 +333,7 @@ def test_partial_states() -> None:
 
 
 def saving_by_hand(path: str) -> Any:
-    """As scripts did before there was `save_checkpoint`; four ranks, two partitions."""
+    """Saves as scripts did before there was `save_checkpoint`: four ranks, two partitions."""
     model, optimizer = begin(2)
     train(model, optimizer, range(2))
     own = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict(False)}
@@ -344,7 +344,7 @@ def saving_by_hand(path: str) -> Any:
 
 
 def loading_by_hand(path: str, when: str, same_partition: bool) -> Any:
-    """Before the partition, or in a hook right after it; the optimizer's state after a step."""
+    """Loads before the partition, or in a hook after it; the optimizer's state after a step."""
     model, optimizer = begin(2, seed=5)
     own = smp.load(f"{path}/own.pt", partial=True)
 
@@ -392,10 +392,10 @@ def test_a_decision_is_saved_and_used_again(tmp_path: Path) -> None:
     first = check_ranks(reused, "2", str(file), False)
     decision = json.loads(file.read_text())
     assert decision["owners"] == first[0] == first[1]
-    # Another decision than the partitioner would make, so that it is seen to be obeyed.
+    # Not the decision that the partitioner would make, so that the test can see which is used.
     swapped = [None if o is None else 1 if "blocks.0" in n else o
                for n, o in zip(decision["names"], decision["owners"], strict=True)]  # fmt: skip
-    # Written by an older version, which had one entry more, and costs only if it had traced.
+    # As an older version wrote it: with one more entry, and without costs if it had not traced.
     more = {"costs": [], "loads": [0.5, 0.5]}
     file.write_text(json.dumps({**decision, "owners": swapped, **more}))
     assert check_ranks(reused, "2", str(file), True) == [swapped, swapped]

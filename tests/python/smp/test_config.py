@@ -1,4 +1,4 @@
-"""The configuration: what is accepted, what is refused and in which words, and who wins."""
+"""The configuration: accepted and refused values, error texts, and which source overrides."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_features_of_later_versions_are_accepted_and_named(key) -> None:
     assert ("RESULTS WILL DIFFER" in text) == (key.name == "fp16_params")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        configure({**config, "nonsense": 1}, {}, speak=False)  # what other ranks do
+        configure({**config, "nonsense": 1}, {}, speak=False)  # as the other ranks do
 
 
 def test_every_key_is_an_attribute_and_silent_by_default() -> None:

@@ -19,7 +19,7 @@ from smddp.modelparallel.common.errors import SMPPartitionError, SMPUsageError
 from smddp.modelparallel.pipeline.timeline import Span
 from smdistributed.modelparallel.torch.patches import checkpoint as patch
 
-# Name -> parameters in their order; those with a default as name=default. More may follow.
+# Name -> parameters in order, those with a default as name=default; others may follow them.
 SIGNATURES: dict[str, str] = {
     "init": "config=None",
     "partition": "index",
@@ -87,7 +87,7 @@ def test_signatures_of_checkpoints() -> None:
 
 
 class Probe(nn.Module):
-    """Two parts, buffers, a parameter that goes in as an argument; notes when it is traced."""
+    """Two parts, buffers, and a parameter passed as an argument; notes when it is traced."""
 
     traced: ClassVar[list[bool]] = []
 
@@ -111,7 +111,7 @@ def train(model: Any, x: torch.Tensor) -> Any:
 
 
 class Bare:
-    """An optimizer that is none of torch's, as those that scripts bring for fp16."""
+    """An optimizer that is not torch's, like those that scripts use for fp16."""
 
     def __init__(self, parameters: Any) -> None:
         self.param_groups = [{"params": list(parameters), "lr": 0.5}]
@@ -154,11 +154,11 @@ def many_questions(pp: int, folder: str, backend: str) -> Any:
     assert [id(parameter) for parameter in probe.parameters()] == before
     assert model.to("cpu") is model
     if pp > 1:
-        assert model.cuda() is model  # there is nothing to move yet, and here no GPU
+        assert model.cuda() is model  # nothing is moved before the partition
     assert model.train() is model
     assert not smp.is_tracing()
 
-    # Hooks: a handle takes them back, each is called once, later ones at once or in the next step.
+    # Hooks: handles remove them; each is called once; later ones at once or in the next step.
     events: list[str] = []
     kept = model.register_post_partition_hook(lambda m, o: events.append("partition"))
     for register in (model.register_post_partition_hook, model.register_post_step_hook):
@@ -180,7 +180,7 @@ def many_questions(pp: int, folder: str, backend: str) -> Any:
     if smp.pp_rank() == 0:
         assert loss.outputs[0].requires_grad
 
-    # What lives here moves; what does not, stays away.
+    # Parameters that live here are moved; the others stay empty.
     for parameter in model.local_parameters():
         parameter.grad = None
     train(model, x)
@@ -205,21 +205,21 @@ def many_questions(pp: int, folder: str, backend: str) -> Any:
     assert gathered(model.local_named_modules()) == ["", "first", "last"]
     assert list(model.local_modules()) == [module for _, module in model.local_named_modules()]
     assert len(list(model.local_buffers())) == ("seen" in dict(model.local_named_buffers()))
-    # A walk over the children finds what named_parameters does.
+    # Recursion over the children finds the same parameters as named_parameters.
     walked = [n for c, m in model.named_children() for n, _ in m.named_parameters(prefix=c)]
     assert walked == [name for name, _ in model.named_parameters()]
 
-    # States: the marker is no entry, whatever it says; tensors only.
+    # State dicts: the marker is not loaded as an entry, whatever its value; all else are tensors.
     full = model.state_dict()
     assert all(isinstance(value, torch.Tensor) for value in full.values())
     assert list(full) == list(Probe().state_dict())
     assert not model.load_state_dict({**full, "_smp_is_partial": False}).missing_keys
-    # By its place, as well: rank 0 of the world has it, others nothing.
+    # Positional, too: rank 0 of the job gets it, the others get nothing.
     assert len(model.state_dict(True)) == (len(full) if smp.rank() == 0 else 0)
     assert optimizer.state_dict()["param_groups"] == [{"lr": 0.5}]
     assert optimizer.local_state_dict(gather_if_shard=False)["_smp_is_partial"]
 
-    # Names of files as other versions write them.
+    # File names of other versions.
     suffix = {"old": f"_{smp.mp_rank()}", "new": f"_{smp.pp_rank()}_{smp.tp_rank()}"}
     for version, end in suffix.items():
         torch.save(version, f"{folder}/{version}-{pp}{end}")
@@ -248,7 +248,7 @@ def test_many_questions(tmp_path: Path) -> None:
 
 
 def schedule_first() -> None:
-    """A schedule that was made before the optimizer was wrapped counts its steps all the same."""
+    """A schedule that was made before the optimizer was wrapped still counts its steps."""
     smp.init({"partitions": 1})
     model = smp.DistributedModel(nn.Linear(2, 2))
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -293,7 +293,7 @@ def test_partition_files_that_do_not_fit(tmp_path: Path, content: str | None, te
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 4), (2, 4), (4, 8)])
 def test_the_ideal_of_a_report_is_the_bubble_of_equal_stages(ranks: int, count: int) -> None:
-    """One second forward and one backward: every rank waits (ranks - 1) turns of both."""
+    """Work of one second forward and one backward: each rank waits for (ranks - 1) of both."""
     spans = [
         [
             Span(r + 3.0 * m + k, r + 3.0 * m + k + 1, m, k == 0, "")

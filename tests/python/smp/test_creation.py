@@ -1,4 +1,4 @@
-"""Models made in a dtype of their own, by `smp.model_creation`."""
+"""Models that `smp.model_creation` gives a dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smddp.modelparallel.common.errors import SMPUsageError
 
 @smp.step
 def train(model: Any, x: Tensor) -> Any:
-    """One step; the loss in full precision, as is usual."""
+    """Makes one step; the loss is in full precision, as usual."""
     loss = model(x).float().square().mean()
     model.backward(loss)
     return loss

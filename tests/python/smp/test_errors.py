@@ -1,4 +1,4 @@
-"""Mistakes and failures: every rank hears of them, in words that help, and the job can go on."""
+"""Errors and failures: all ranks raise them, the texts help, and the job can go on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": True, "microba
 
 
 class Faulty(nn.Module):
-    """Fails where and when it is told to."""
+    """Fails on a given rank in a given step."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_partitions_asked_for_in_vain() -> None:
 
 
 def failing_at_first() -> tuple[str, list[int], float]:
-    """The first step has failed on rank 0 before rank 1 hears of the partition."""
+    """The first step fails on rank 0 before rank 1 has got the partition."""
     smp.init({"partitions": 2, **MANUAL})
     first = Faulty("0")
     with smp.partition(1):
@@ -219,7 +219,7 @@ def replica_fails_at_first(where: str, dp: int) -> list[tuple[str, bool]]:
 
 
 class Unusable:
-    """A decision in advance that cannot be asked."""
+    """A preset decision whose methods raise."""
 
     def fits(self, names: list[str], parts: int) -> bool:
         raise ZeroDivisionError("in the decision")
@@ -261,7 +261,7 @@ def test_a_first_step_that_fails_on_one_replica(
             assert cause in text
             assert "another replica" not in text
             continue
-        # Before the partition rank 0 of the pipeline hears of it, then each rank for itself.
+        # Before the partition only rank 0 of the pipeline learns of it; later each rank does.
         through = "" if partitioned else f"{_ZERO}: "
         by = 2 * dp + (rank % 2 if partitioned else 0)
         assert text.startswith(
@@ -284,7 +284,7 @@ def test_replicas_that_do_not_all_call_the_model_in_the_first_step(dp: int) -> N
 
 
 def nothing_to_call() -> float:
-    """Steps before the first call of the model, and a failure in one of them."""
+    """Steps that do not call the model yet, and a failure in one of them."""
     smp.init({"partitions": 2, **MANUAL})
     with smp.partition(1):
         last = Faulty("1")
@@ -380,7 +380,7 @@ def dying() -> str:
     train(model, torch.ones(8, 4), "")
     with pytest.raises(SMPPeerError) as caught:
         train(model, torch.ones(8, 4), "")
-    # The pipeline stays broken, and says so at once.
+    # The pipeline stays broken: the next step raises at once.
     with pytest.raises(SMPPeerError, match="lost in an earlier step"):
         train(model, torch.ones(8, 4), "")
     return str(caught.value)
@@ -453,7 +453,7 @@ def misused() -> None:
     with pytest.raises(SMPUsageError, match="already"):
         smp.DistributedOptimizer(optimizer)
 
-    # What goes wrong on rank 0 before the first microbatch is heard on all ranks, too.
+    # All ranks raise errors that rank 0 meets before the first microbatch, too.
     heard: list[str] = []
     for arguments, text in (
         ((torch.ones(6, 4), ""), "cannot be divided into 4"),
@@ -569,7 +569,7 @@ def of_different_lengths() -> str:
     model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
     with pytest.raises(SMPMicrobatchError, match="batch_size") as caught:
         compare(model, torch.ones(8, 4), torch.ones(12, dtype=torch.int64), torch.ones(3, 8))
-    # It may be meant so: a warning, once.
+    # This may be intended, so it is only a warning, and only once.
     said = listen()
     rows = torch.ones(16, dtype=torch.int64)
 
@@ -630,7 +630,7 @@ def test_ranks_with_different_configurations() -> None:
 
 
 class Stuck(nn.Module):
-    """Works until a warning has come; then for longer than it takes to warn."""
+    """Works until a warning has come, and then for longer than a warning needs."""
 
     def __init__(self, said: list[str], patience: float) -> None:
         super().__init__()
@@ -648,7 +648,7 @@ class Stuck(nn.Module):
 
 
 def ask_when_noted(executor: Any, count: int) -> None:
-    """Lets a rank ask who is missing only when `count` ranks have noted that they are there.
+    """Lets a rank look for missing ranks only when `count` ranks have noted their step.
 
     Otherwise one that the machine has delayed would be named, too.
     """
@@ -676,7 +676,7 @@ def stuck(where: int, patience: float) -> list[str]:
     executor = model.runtime.executor
     if patience:
         ask_when_noted(executor, 2)
-        # What else takes long, on a slow machine, does not count.
+        # Ignores warnings about other work, which may come on a slow machine.
         age = executor._watch._age
         executor._watch._age = lambda work: age(work) if parts[where].calls else 0.0
     smp.barrier()
@@ -703,7 +703,7 @@ def test_nobody_says_so_if_not_asked() -> None:
 
 
 def late(missing: int, size: int) -> list[str]:
-    """A rank calls the step only when all others have said that they wait for it."""
+    """A rank calls the step only when all others have warned that they wait for it."""
     said = listen()
     smp.init({"partitions": size, **MANUAL, "stall_warning_seconds": 1})
     model = smp.DistributedModel(nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)]))
@@ -722,7 +722,7 @@ def late(missing: int, size: int) -> list[str]:
 
 
 class Told(logging.Handler):
-    """Lets the other ranks know that this one has said whom it waits for."""
+    """Tells the other ranks that this one has warned which ranks are missing."""
 
     place = ""
 
@@ -757,9 +757,9 @@ def asked_by_one_rank(what: str) -> tuple[str, list[str]]:
         "load_state_dict of a part": lambda: model.load_state_dict(parts[0]),
         "load_state_dict of a part, of the optimizer,": lambda: optimizer.load_state_dict(parts[1]),
     }[what]
-    # Only this one is short of time: all else has to be done in time on a slow machine, too.
+    # Only this group has a short timeout: everything else must work on a slow machine, too.
     smp.state.groups._by_kind["pp"] = dist.new_group(timeout=timedelta(seconds=3))
-    # The other one goes on, and waits for a step that rank 0 does not begin before it ends.
+    # The other rank goes on, and waits for a step that rank 0 never begins.
     other = functools.partial(train, model, torch.ones(8, 4), "")
     with pytest.raises(SMPPeerError) as caught:
         (ask if smp.pp_rank() == 0 else other)()

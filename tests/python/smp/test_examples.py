@@ -1,4 +1,4 @@
-"""The scripts of the guide, word for word; the examples: digits, a GPT on real text, a U-Net."""
+"""The scripts of the guide, unchanged, and the examples: digits, a GPT on text, a U-Net."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REPLICAS, BATCHES = 2, 3
 
 
 class Digits(torch.utils.data.TensorDataset):
-    """In place of MNIST, which would have to be downloaded; has its arguments."""
+    """Replaces MNIST, which would have to be downloaded; has the same arguments."""
 
     def __init__(self, root: str, train: bool, download: bool) -> None:
         images, labels = load_digits(return_X_y=True)
@@ -57,7 +57,7 @@ class Digits(torch.utils.data.TensorDataset):
 
 
 class SplitDataset(torch.utils.data.Dataset[Any]):
-    """In place of torchnet's: consecutive parts, with shares by name."""
+    """Replaces the class of torchnet: consecutive parts, whose shares are given by name."""
 
     def __init__(self, dataset: Any, partitions: dict[str, float]) -> None:
         self.dataset, self.partitions = dataset, partitions
@@ -77,7 +77,7 @@ class SplitDataset(torch.utils.data.Dataset[Any]):
 
 
 def guide(script: str, parameters: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Runs a script as a launcher would; returns the whole model, and what lives here."""
+    """Runs a script as a launcher does; returns the state dict, and the names that live here."""
     for name, content in (
         ("torchvision", {"datasets": types.SimpleNamespace(MNIST=Digits)}),
         ("torchnet", {}),
@@ -95,7 +95,7 @@ def guide(script: str, parameters: str) -> tuple[dict[str, torch.Tensor], list[s
 
 
 def plainly(net: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The oracle: the same training in one process, as without any library."""
+    """The oracle: the same training in one process, without smp."""
     optimizer = torch.optim.Adadelta(net.parameters(), lr=4.0)
     dataset = Digits("", train=True, download=False)
     x, y = dataset.tensors
@@ -112,7 +112,7 @@ def plainly(net: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Layers(torch.nn.Module):
-    """The layers that the scripts have."""
+    """The layers of the scripts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sums of gradients: the same bits in whatever order the contributions come."""
+"""Sums of gradients have the same bits whatever the order in which contributions come."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SHARES = [BIG, 1.0, -BIG]
 
 
 def total(sums: GradientSum, order: list[tuple[int, int]], parameter: nn.Parameter) -> float:
-    """Makes a step of two microbatches whose contributions come in an order; returns their sum."""
+    """Makes a step of two microbatches with contributions in a given order; returns the sum."""
     sums.begin(2)
     left = {0: len(SHARES), 1: len(SHARES)}
     for microbatch, place in order:
         gradient = torch.tensor([SHARES[place] * (microbatch + 1)])
-        # Paths compare as they stand in the program, not by how long they are.
+        # Paths are ordered by their place in the program, not by their length.
         sums.add(parameter, microbatch, gradient, (place, 7) if place % 2 else (place,))
         left[microbatch] -= 1
         if left[microbatch] == 0:
@@ -34,10 +34,10 @@ def total(sums: GradientSum, order: list[tuple[int, int]], parameter: nn.Paramet
 def test_several_uses_in_a_microbatch_are_added_in_the_order_of_the_program() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     sums = GradientSum()
-    # Each microbatch for itself: BIG swallows the 1. In other orders it does not.
+    # In the order of microbatches, BIG + 1 loses the 1. In other orders it stays.
     expected = 0.0
     contributions = list(itertools.product((0, 1), range(len(SHARES))))
-    # The first step learns how often the parameter is used; the rest knows it.
+    # The first step finds how often the parameter is used; later steps know it.
     for order in itertools.permutations(contributions):
         assert total(sums, list(order), parameter) == expected, order
 
@@ -52,7 +52,7 @@ def test_two_uses_are_added_at_once_and_in_any_order() -> None:
         sums.add(parameter, 0, torch.tensor([float(second + 1)]), (second,))
         sums.end()
         assert sums.total(parameter) == 3.0
-    # Known to be two: the second was added to the first where it lay.
+    # Two contributions were expected, so the second was added to the first in place.
     assert float(held) == 3.0
 
 
@@ -67,7 +67,7 @@ def test_a_step_without_gradients_says_nothing_about_the_next() -> None:
             sums.add(parameter, microbatch, torch.ones(1))
         learned = list(final)
         sums.end()
-    # Final with the last contribution, before the end of the step.
+    # The sum is final with the last contribution, before the step ends.
     assert learned == [parameter]
 
 

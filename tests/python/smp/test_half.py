@@ -1,4 +1,4 @@
-"""Training in half precision with master weights: what a plain loop without the library does."""
+"""Half precision with master weights gives the results of a plain loop without smp."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.optimizer.loss_scale import DynamicLossScaler, LossScaler, make_scaler
 
 WIDTH, MICROBATCHES, STEPS = 8, 2, 6
-# A first scale at which gradients overflow fp16, and a window that is over within the test.
+# At the first scale gradients overflow fp16; the window ends within the test.
 DYNAMIC = {"init_scale": 2.0**20, "scale_window": 2, "min_scale": 2.0}
 
 
 class Net(nn.Module):
-    """Integers and floats go in, a batch norm keeps statistics; the last part may live apart."""
+    """Takes integers and floats, has a batch norm; the last part may be another partition."""
 
     def __init__(self, parts: int = 1) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def train_step(model: Any, optimizer: Any, words: Tensor, x: Tensor) -> Any:
     loss = loss_of(model(words, x), x)
     if optimizer is None:
         model.backward(loss)
-    else:  # as scripts do that were written for Apex
+    else:  # as scripts for Apex do
         optimizer.backward(loss, update_master_grads=False)
     return loss
 
@@ -152,7 +152,7 @@ def half(parts: int, apex: bool, config: dict[str, Any]) -> Any:
         optimizer.step(lambda: None)
     state = dict(model.state_dict())
     if smp.rdp_rank():
-        # Replicas have statistics of their own until the next step begins.
+        # Each replica has its own statistics until the next step begins.
         state = {name: value for name, value in state.items() if "running" not in name}
     return state, told
 
@@ -173,13 +173,13 @@ def test_fp16_is_what_a_plain_loop_computes(parts: int, replicas: int, dynamic: 
     assert not all(overflow for overflow, *_ in told)
     arguments: dict[str, Any] = {"static_loss_scale": 128.0}
     if dynamic:
-        # Both ways in which scripts say it.
+        # Both ways in which scripts write it.
         named = {"dynamic_loss_args": DYNAMIC} if parts == 1 else DYNAMIC
         arguments = {"dynamic_loss_scale": True, **named}
     ranks = str(parts * replicas)
     for state, found in check_ranks(half, ranks, parts, parts == 1, {"arguments": arguments}):
         assert found == told
-        # The norm, hence the clipping, is summed up per partition.
+        # The norm is a sum of those of the partitions, which rounds differently.
         check_state(state, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -194,7 +194,7 @@ def test_a_rank_without_parameters_goes_along() -> None:
 
 @pytest.mark.multiprocess
 def test_bf16_is_the_same_without_a_scale() -> None:
-    """It comes with sharded data parallelism, which clips in the optimizer's step."""
+    """bf16 needs sharded data parallelism, which clips in the optimizer's step."""
     expected, told = plainly(torch.bfloat16, 1.0, False, 2)
     config = {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.5}
     for state, found in check_ranks(half, "2", 1, False, {"fp16": False, "bf16": True, **config}):
@@ -203,7 +203,7 @@ def test_bf16_is_the_same_without_a_scale() -> None:
 
 
 def fp32_sums() -> tuple[int, list[Tensor]]:
-    """Makes one step; returns what part this is, and its gradients."""
+    """Makes one step; returns the partition of this rank, and its gradients."""
     model, _, _ = begin(2, _fp32_grad_accumulation=True, arguments={"static_loss_scale": 8.0})
     train_step(model, None, *batch(0, smp.rdp_rank()))
     mine = list(model.local_parameters())
@@ -255,7 +255,7 @@ def save(parts: int, path: str) -> Any:
 
 
 def resume(parts: int, path: str, late: bool) -> Any:
-    """Goes on from a checkpoint, loaded before the partition or after it."""
+    """Goes on from a checkpoint that is loaded before or after the partition."""
     model, optimizer, schedule = begin(parts, 7, arguments={"dynamic_loss_scale": True, **DYNAMIC})
     if late:
         train(model, optimizer, schedule, range(1))
@@ -283,7 +283,7 @@ def test_masters_and_scales_are_part_of_checkpoints(tmp_path: Path) -> None:
 
 
 def weights_win() -> Any:
-    """Masters follow weights that are loaded alone: a whole model has no masters."""
+    """Masters are set to the loaded weights if a file has no masters, as whole models have."""
     model, optimizer, schedule = begin(1)
     train(model, optimizer, schedule, range(1))
     file = io.BytesIO()

@@ -67,7 +67,7 @@ def test_what_is_encoded_is_decoded(least: int) -> None:
 
 
 def new_mailbox() -> _C.Mailbox:
-    """Returns one for all ranks."""
+    """Returns a mailbox for the group of all ranks."""
     dist.init_process_group("smddp")
     group = dist.group.WORLD
     assert group is not None
@@ -149,12 +149,12 @@ def test_a_channel_brings_the_same_over_any_backend(backend: str) -> None:
 def interrupted() -> None:
     mailbox = new_mailbox()
     mailbox.open()
-    # One that comes first ends the next wait, one that comes meanwhile this one.
+    # An interrupt before a wait ends the next wait; one during a wait ends that.
     mailbox.interrupt()
     assert mailbox.take(True) == []
     threading.Timer(0.1, mailbox.interrupt).start()
     assert mailbox.take(True) == []
-    # Not before the other has waited for nothing, too.
+    # Only after both ranks have waited in vain.
     dist.barrier()
     mailbox.send(1 - dist.get_rank(), b"end", [], True)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""How many activations a pipeline keeps: as many as microbatches are under way."""
+"""A pipeline keeps activations of only the microbatches that are under way."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ MICROBATCHES = 12
 
 
 class Keep(torch.autograd.Function):
-    """Copies, and keeps something for its backward; counts what is kept in this process."""
+    """Copies its input and keeps an activation; counts those kept in this process."""
 
     kept = 0
     most = 0
     lock: ClassVar[threading.Lock] = threading.Lock()
 
     class Activation:
-        """What is kept."""
+        """An activation that counts itself."""
 
     @classmethod
     def count(cls, change: int) -> None:
-        """Notes that there is one more, or one less."""
+        """Counts one more, or one less."""
         with cls.lock:
             cls.kept += change
             cls.most = max(cls.most, cls.kept)
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Keeps an activation until autograd lets go of it."""
+        """Keeps an activation until autograd frees it."""
         ctx.activation = Keep.Activation()
         Keep.count(1)
         weakref.finalize(ctx.activation, Keep.count, -1)
@@ -45,7 +45,7 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Does nothing."""
+        """Passes the gradient on."""
         return gradient
 
 
@@ -71,7 +71,7 @@ def train(model: Any, x: torch.Tensor) -> Any:
 
 
 def kept_activations(partitions: int, pipeline: str, active: int) -> list[int]:
-    """Returns the most activations there ever were here, per step, and how many are left."""
+    """Returns per step the largest number of activations on this rank, and how many are left."""
     smp.init(
         {
             "partitions": partitions,
@@ -108,7 +108,7 @@ def test_no_rank_keeps_more_activations_than_microbatches_are_active(
 
 
 def test_without_that_limit_they_are_all_kept() -> None:
-    # The simple pipeline keeps all by its nature: so the test above can fail.
+    # The simple pipeline keeps all of them; this shows that the test above can fail.
     for *seen, left in check_ranks(kept_activations, "2", 2, "simple", MICROBATCHES):
         assert left == 0
         assert seen[1:] == [MICROBATCHES, MICROBATCHES]

@@ -55,7 +55,7 @@ def talk() -> dict[str, Any]:
     assert type(got) is Special
     assert torch.equal(got["a"], torch.arange(3))
     found["neighbour"] = got["b"][0]
-    # A broadcast is called by the sender only.
+    # Only the sender calls broadcast.
     if smp.rank() == 2:
         smp.broadcast("news", smp.WORLD)
         found["news"] = "news"
@@ -82,7 +82,7 @@ def test_messages() -> None:
     assert results[3]["all"] == [(1, "x"), (3, "xxx")]
 
 
-# What each launcher sets in place of RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+# The variables that each launcher sets for RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 LAUNCHERS = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                  "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -97,7 +97,7 @@ def launched(launcher: str, port: int) -> tuple[int, int, int, int]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name, theirs in zip(names, LAUNCHERS[launcher], strict=True):
         os.environ[theirs] = os.environ.pop(name)
-    # Each test its own job, and so its own port.
+    # Each test is a job of its own with a port of its own.
     os.environ["SLURM_JOB_ID"] = str(port)
     smp.init({"partitions": 2})
     for kind in ("world", "mp", "dp", "tp", "pp", "rdp"):
@@ -131,7 +131,7 @@ def test_replicas_need_ddp() -> None:
 
 
 def taken() -> list[bool]:
-    """Returns of each message: had its sender gone on before it was received?"""
+    """Returns for each message whether its sender went on before it was received."""
     smp.init({"partitions": 2})
     store = dist.distributed_c10d._get_default_store()
     found = []
@@ -141,7 +141,7 @@ def taken() -> list[bool]:
             say(number, *((1, smp.WORLD_RANK) if say is smp.send else (smp.WORLD,)))
             store.set(key, "")
             continue
-        time.sleep(0.2)  # for a sender that does not wait: it would show in nearly every run
+        time.sleep(0.2)  # a sender that does not wait would go on in this time, in nearly every run
         found.append(store.check([key]))
         assert smp.recv_from(0, smp.PP_RANK) == number
         store.wait([key])
@@ -153,7 +153,7 @@ def test_senders_wait_until_they_are_heard() -> None:
 
 
 def sent_by_all(call: str) -> list[str]:
-    """Every rank of a group sends; twice, as nothing of the first time is left."""
+    """Every rank of a group sends; twice, to show that the first time leaves nothing behind."""
     smp.init({"partitions": 2, "ddp": True})
     say = {
         "broadcast": lambda: smp.broadcast("news", smp.PP_GROUP),
@@ -164,7 +164,7 @@ def sent_by_all(call: str) -> list[str]:
         with pytest.raises(SMPUsageError) as caught:
             say()
         seen.append(str(caught.value))
-    # And messages go on.
+    # Messages still work.
     if smp.pp_rank() == 0:
         smp.broadcast(smp.rank(), smp.PP_GROUP)
     else:
@@ -190,7 +190,7 @@ def on_two_hosts(port: int) -> tuple[int, str]:
     smp.init({"partitions": 2, "ddp": True, "ddp_port": port})
     assert os.environ["MASTER_PORT"] == str(port)
     assert smp.state_mod.state is smp.state
-    smp.barrier()  # rank 0 serves the store that the others begin with: it must not be gone before
+    smp.barrier()  # rank 0 serves the store, which the others need to begin
     return smp.instance_id(), smp.utils.rmsg("here")
 
 

@@ -1,4 +1,4 @@
-"""How arguments are divided, and results put together."""
+"""How arguments are divided, and how results are combined."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pair(NamedTuple):
 
 
 class Output(collections.OrderedDict):
-    """Like those of model libraries: items are attributes, integers are positions."""
+    """Like the outputs of model libraries: items are attributes, too, and integers positions."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -37,7 +37,7 @@ class Output(collections.OrderedDict):
 
 
 class Encoding(collections.UserDict):
-    """Like what tokenizers return; it has more attributes than its items."""
+    """Like the outputs of tokenizers; it has other attributes besides its items."""
 
     def __init__(self, data: Any, origin: str) -> None:
         super().__init__(data)
@@ -131,7 +131,7 @@ def test_exceptions_from_division() -> None:
 
 
 class SlicedDict(dict):
-    """A container that slices itself, as a class may be anything."""
+    """A container of an unknown class, which slices itself."""
 
     def smp_slice(self, num_mb: int, mb: int, axis: int) -> SlicedDict:
         return SlicedDict(part=(num_mb, mb, axis))
@@ -191,7 +191,7 @@ def test_lengths_are_told_only_where_they_differ() -> None:
 
     assert told(model, x, scale, x, 1.0, mask={"a": x}) == ""
     assert told(model, x, y, axes={"data": 1}) == told(model, x, y, whole=["factor"]) == ""
-    # Each length of an argument once, wherever it is; what is not divided has none.
+    # Each length of an argument is named once; arguments that are not divided are left out.
     assert told(model, [x, x, (y, None)], scale, x, mask=Encoding({"m": y}, "z")) == (
         "the arguments that smp.step divides differ in length: 'data' has 4 (dimension 0), 'data' "
         "has 6 (dimension 0), 'rest' has 4 (dimension 0), 'mask' has 6 (dimension 0)"

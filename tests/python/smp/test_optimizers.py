@@ -1,4 +1,4 @@
-"""Optimizers and checkpoints under the names of the original library."""
+"""Optimizers and activation checkpoints with the names of the original library."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def batch(step: int) -> Tensor:
 
 
 def trained(pp: int) -> dict[str, dict[str, Tensor]]:
-    gc.freeze()  # so that collecting one model does not walk through all of torch
+    gc.freeze()  # so that collecting a model does not visit all objects of torch
     smp.init({"partitions": pp, **MANUAL})
     results = {}
     for name, make in OPTIMIZERS.items():
@@ -64,7 +64,7 @@ def trained(pp: int) -> dict[str, dict[str, Tensor]]:
             optimizer.zero_grad()
             train(model, batch(step))
             optimizer.step()
-            # What is saved comes back.
+            # A saved state can be loaded.
             optimizer.load_state_dict(optimizer.state_dict())
         results[name] = {key: value.clone() for key, value in model.state_dict().items()}
         del model, optimizer
@@ -73,7 +73,7 @@ def trained(pp: int) -> dict[str, dict[str, Tensor]]:
 
 
 def by_the_formulas(name: str, parameters: list[Tensor], gradients: list[list[Tensor]]) -> None:
-    """The oracle: the papers' formulas, from the gradients' point of view, without any state."""
+    """The oracle: the formulas of the papers over all gradients so far, without stored state."""
     kind, _, variant = name.partition(" ")
     moments = [torch.zeros_like(p) for p in parameters]
     squares = [torch.zeros(()) for _ in parameters]
@@ -128,7 +128,7 @@ def test_optimizers_follow_their_formulas_whole_and_divided() -> None:
 
 
 class Recomputed(nn.Module):
-    """Calls its parts through checkpoints, with tuples and named arguments among them."""
+    """Calls its parts through checkpoints, also with tuples and named arguments."""
 
     held = 0
 
@@ -161,7 +161,7 @@ class Recomputed(nn.Module):
         x, scale = self.first(x), torch.tensor(0.5)
         if self.plain:
             x = self.one(x, scale=scale)[0]
-            # Not self.many(x): a call of its own would have a stream of random numbers.
+            # Not self.many(x): that call would seed the generators anew.
             for part in self.many:
                 x = part(x)
             return self.pairs[1](*self.pairs[0](x, scale))[0]
@@ -172,7 +172,7 @@ class Recomputed(nn.Module):
 
 
 def recomputed(pp: int) -> list[Any]:
-    gc.freeze()  # so that collecting one model does not walk through all of torch
+    gc.freeze()  # so that collecting a model does not visit all objects of torch
     smp.init({"partitions": pp, **MANUAL, "microbatches": 1})
     with pytest.raises(SMPUsageError, match="strategy must be"):
         checkpoint_sequential(nn.Sequential(nn.Tanh()), torch.ones(1), strategy="group_x")

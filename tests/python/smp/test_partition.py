@@ -1,4 +1,4 @@
-"""The partitioner: against every possible division, against a solver, and on the zoo."""
+"""The partitioner, compared with all possible divisions and with a solver; and on the zoo."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def modules_of(model: nn.Module) -> Modules:
 
 
 def best_by_trying_all(costs: list[float], cuts: list[float], parts: int) -> float:
-    """The oracle: every way to choose the borders."""
+    """The oracle: tries all ways to choose the borders."""
     borders = itertools.combinations(range(1, len(costs)), min(parts, len(costs)) - 1)
     return min(bottleneck(costs, cuts, [0, *starts]) for starts in borders)
 
@@ -46,14 +46,14 @@ def test_exact_division_is_the_best(seed: int) -> None:
     assert starts[0] == 0
     assert starts == sorted(set(starts))
     assert len(starts) == min(parts, count)
-    # All borders are used: a rank without work would be no help to anybody.
+    # All borders are used: a rank without work would not help.
     assert bottleneck(costs, cuts, starts) == pytest.approx(
         best_by_trying_all(costs, cuts, parts)
     ), f"seed {seed}"
 
 
 def best_by_solver(costs: list[float], cuts: list[float], parts: int) -> float:
-    """The oracle for sizes at which not everything can be tried: an integer program.
+    """The oracle for sizes at which not all divisions can be tried: an integer program.
 
     Variables: behind[k][i] says that item i is in part k or an earlier one; the last variable is
     the bottleneck, which no part's load exceeds.
@@ -69,7 +69,7 @@ def best_by_solver(costs: list[float], cuts: list[float], parts: int) -> float:
             row[part * count : (part + 1) * count] = weights
         return row
 
-    # What a border costs: cuts[i] if item i - 1 is behind it and item i is not.
+    # The cost of a border: cuts[i] if item i - 1 is behind it and item i is not.
     border = [(cuts[i + 1] if i + 1 < count else 0.0) - (cuts[i] if i else 0.0)
               for i in range(count)]  # fmt: skip
     for part in range(parts):
@@ -148,7 +148,7 @@ def test_zoo_is_divided_within_five_percent_of_the_best(name: str, parts: int) -
         for parameter in module._parameters.values():
             if parameter is not None:
                 assert used.setdefault(id(parameter), owner) == owner, "shared, but on two ranks"
-    # What users see as the cost of a partition is what the division was made by.
+    # The costs that users see are those by which the model was divided.
     shares = [0.0] * parts
     for cost, owner in zip(units.costs_of_modules(), owners, strict=True):
         assert owner is not None or not cost["cost"]
@@ -208,7 +208,7 @@ def test_trace_sees_who_uses_whose_parameters() -> None:
 
 
 def test_modules_inside_stateless_ones_count_where_they_run() -> None:
-    """A gate of a block, two levels below it, is charged to the block, not to the first module."""
+    """A gate two levels inside a block counts for the block, not for the first module."""
 
     class Block(nn.Module):
         def __init__(self) -> None:

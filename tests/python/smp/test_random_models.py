@@ -127,7 +127,7 @@ def train(model: Any, x: Tensor) -> Any:
 
 
 def trained(seeds: list[int], layout: tuple[Any, ...]) -> dict[int, list[Any]]:
-    gc.freeze()  # so that collecting one model does not walk through all of torch
+    gc.freeze()  # so that collecting a model does not visit all objects of torch
     parts, microbatches, active, pipeline, forwarding = layout
     smp.init({
         "partitions": parts, "microbatches": microbatches, "active_microbatches": active,

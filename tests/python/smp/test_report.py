@@ -1,4 +1,4 @@
-"""What users see of a job: the partition in the log, as a table and as a picture; the timeline."""
+"""Reports: the partition in the log, as a table and as a picture; the timeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(model: Any, x: torch.Tensor) -> Any:
 
 
 def told(config: dict[str, Any]) -> tuple[str, str, str]:
-    """Returns what the log says about the partition, what `explain` says, and all of the log."""
+    """Returns the partition in the log, the table of `explain`, and the whole log."""
     said = listen()
     logging.getLogger("smddp.modelparallel").setLevel(logging.INFO)
     smp.init({"partitions": 2, "microbatches": 2, **config})
@@ -54,7 +54,7 @@ def test_the_log_says_what_explain_says(config: dict[str, Any]) -> None:
     assert len(shares) == 2
     assert re.findall(r"(\d+) % of the cost", assigned) == shares
     assert 99 <= sum(map(int, shares)) <= 101
-    # The sequence itself and its layers: the one without parameters is in no partition.
+    # The sequence and its layers, except the one without parameters, which is in no partition.
     counts = [int(row) for row in re.findall(r"^ +(?:\d|nowhere) +(\d+) ", table, re.MULTILINE)]
     assert (sum(counts[:2]), counts[2:]) == (5, [1])
     traced = re.findall(r"tracing (\d+) modules, to divide the (\d+) ", said)

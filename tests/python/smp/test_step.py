@@ -25,7 +25,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 class Base(nn.Sequential):
-    """A module whose child class extends its forward, as the guide of the original library says."""
+    """A module; its subclass extends its forward as the guide of the original library says."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
@@ -37,7 +37,7 @@ class Child(Base):
 
 
 class Net(nn.Module):
-    """Two layers that may live apart, with dropout in both halves."""
+    """Two layers that may be on different ranks, with dropout in both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def plain(model: Any, x: torch.Tensor) -> Any:
 
 
 def various(pp: int, folder: str) -> dict[str, Any]:
-    """Many small questions to one job, because starting one costs more than each of them."""
+    """Many small checks in one job, because starting a job takes longer than each of them."""
     assert step_by_path is smp.step
     smp.init({"partitions": pp, **MANUAL})
     model, optimizer = build()
@@ -83,7 +83,7 @@ def various(pp: int, folder: str) -> dict[str, Any]:
     assert model.get_module() is model.module.module
     assert model.module.one is model.get_module().one
     inner = model
-    while hasattr(inner, "module"):  # as model libraries find the model
+    while hasattr(inner, "module"):  # as model libraries look for the model
         inner = inner.module
     assert inner is model.get_module()
     found: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def various(pp: int, folder: str) -> dict[str, Any]:
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.local_parameters())
 
-    # Evaluation: no gradients, modes hold everywhere, other structures, keywords, scalars.
+    # Evaluation: no gradients, modes on all ranks, other structures, keywords, scalars.
     @smp.step(non_split_inputs=["scale"], input_split_axes={"y": 1})
     def evaluate(model: Any, x: Any, *, y: Any, scale: Any, flag: bool) -> Any:
         assert flag
@@ -161,7 +161,7 @@ def various(pp: int, folder: str) -> dict[str, Any]:
     model.train()
     optimizer.zero_grad()
 
-    # What is local is exactly one part.
+    # Each rank has exactly one part.
     names = [name for name, _ in model.local_named_parameters()]
     everything = [name for part in smp.allgather(names, smp.PP_GROUP) for name in part]
     assert sorted(everything) == sorted(name for name, _ in model.get_module().named_parameters())
@@ -216,7 +216,7 @@ def test_steps_are_the_same_for_any_number_of_partitions(tmp_path: Path) -> None
             shares = [float(share) for share in re.findall(r"([\d.]+) %", result["explain"])]
             assert len(shares) == pp
             assert sum(shares) == pytest.approx(100, abs=1)
-        # The stream of the script advances by one number per step, on rank 0.
+        # A step draws one number from the script's generator, on rank 0.
         assert ranks[0]["random"] == whole["random"]
         # The body and the root run on rank 0 only.
         assert [result["calls"] > 0 for result in ranks] == [True] + [False] * (pp - 1)
@@ -225,7 +225,7 @@ def test_steps_are_the_same_for_any_number_of_partitions(tmp_path: Path) -> None
 
 
 def scaled(pp: int) -> list[Any]:
-    """An overflow on one rank makes all skip the step; the scale stays equal."""
+    """After an overflow on one rank all ranks skip the step, and have equal scales."""
     smp.init({"partitions": pp, **MANUAL})
     model, optimizer = build()
     scaler = smp.amp.GradScaler(init_scale=2.0**10, growth_interval=2)
@@ -245,7 +245,7 @@ def scaled(pp: int) -> list[Any]:
         if number == 1 and smp.pp_rank() == pp - 1:
             next(p for p in model.local_parameters()).grad.fill_(float("inf"))
         if number > 1:
-            # Clipping needs the true gradients; a second unscaling would be an error.
+            # Clipping needs unscaled gradients; unscaling them twice is an error.
             scaler.unscale_(optimizer)
             norms.append(float(smp.clip_grad_norm(0.1)))
         before = model.state_dict()
@@ -269,7 +269,7 @@ def test_grad_scaler_skips_together() -> None:
 
 
 class Probe(nn.Module):
-    """Counts how many microbatches it holds activations of."""
+    """Counts the microbatches of which it holds activations."""
 
     held, most = 0, 0
 
@@ -294,7 +294,7 @@ class Probe(nn.Module):
 
 
 class Gated(Probe):
-    """The last stage: in every step it holds up the first call until rank 0 can do no more."""
+    """The last stage: in every step, its first call waits until rank 0 can do no more work."""
 
     step, opened = 0, 0
 
@@ -352,14 +352,14 @@ def memory(active: int, pipeline: str) -> int:
 @pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
 def test_no_rank_holds_more_than_the_active_microbatches(pipeline: str) -> None:
     held = check_ranks(memory, "2", 3, pipeline)
-    # All that rank 0 would do on its own: the last stage has waited for that.
+    # All that rank 0 begins without an answer; the last stage has waited for that.
     assert held[0] == 3
     assert held[1] <= 3
 
 
 def uneven_use() -> list[Any]:
     """Replicas that use different parameters, several passes, buffers, views, and hooks."""
-    gc.freeze()  # so that collecting one model does not walk through all of torch
+    gc.freeze()  # so that collecting a model does not visit all objects of torch
     smp.init({"partitions": 1, "ddp": True, "microbatches": 2})
     seen: list[Any] = []
 
@@ -420,7 +420,7 @@ def test_replicas_agree_on_what_was_used() -> None:
     # After the first of two passes gradients are local.
     assert zero[1] == [[[0.0, 0.0]], None, None]
     assert one[1] == [None, [[1.0, 1.0]], None]
-    # Then the mean over replicas of the sum of both; nobody used the third.
+    # Then the mean over replicas of the sum of both; no replica used the third.
     assert zero[2] == one[2] == [[[0.0, 0.0]], [[1.0, 1.0]], None]
     assert zero[3] == one[3] == 0.0
     assert zero[4] == one[4] == [[[0.0, 0.0]], [[1.0, 1.0]]]
@@ -481,12 +481,12 @@ def test_gradients_are_averaged_or_summed(average: bool, expected: float) -> Non
 
 @smp.step
 def repeated(model: Any, x: torch.Tensor, times: int) -> None:
-    for _ in range(times):  # once more than in the last step is a late contribution
+    for _ in range(times):  # one more than in the last step is a late contribution
         model.backward(model(x).mean())
 
 
 def backwards(times: list[int], passes: int, hooked: bool) -> list[float]:
-    """Makes steps with so many backward passes each; returns the gradient after each of them."""
+    """Makes steps with given numbers of backward passes; returns the gradient after each step."""
     smp.init({"partitions": 1, "ddp": True, "microbatches": 2})
     layer = nn.Linear(1, 1, bias=False)
     model = smp.DistributedModel(layer, backward_passes_per_step=passes)
@@ -522,7 +522,7 @@ def test_late_contributions_of_steps_that_reduce_nothing() -> None:
 
 
 def with_later_features(config: dict[str, Any]) -> Any:
-    """Asks for features of later versions, in the words of scripts for them."""
+    """Asks for features that this version lacks, as scripts do."""
     smp.init({"ddp": True, "microbatches": 2, **config})
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)))
@@ -547,7 +547,7 @@ def with_later_features(config: dict[str, Any]) -> Any:
 
 
 def test_features_of_later_versions_are_named_once_and_training_goes_on() -> None:
-    """Tensor parallel ranks are replicas, sharded training clips: the same results in both ways."""
+    """Tensor-parallel ranks are replicas, and sharded training clips: the results are equal."""
     configs = (
         {
             "partitions": 2,
@@ -601,7 +601,7 @@ def numbers_of_the_script() -> list[list[float]]:
 def test_what_is_served_leaves_the_random_numbers_of_the_script_alone() -> None:
     first, second = check_ranks(numbers_of_the_script, "2")
     torch.manual_seed(2)
-    # Rank 0 draws a number for each step; what is served on rank 1 leaves no trace.
+    # Rank 0 draws a number for each step; segments on rank 1 leave its generator as it was.
     assert second == [torch.rand(2).tolist() for _ in range(2)]
     torch.manual_seed(1)
     assert first != [torch.rand(2).tolist() for _ in range(2)]

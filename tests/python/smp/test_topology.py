@@ -1,4 +1,4 @@
-"""Ranks and groups: the worked examples of the guide, and the identities between sizes."""
+"""Ranks and groups: the examples of the guide, and the relations between sizes."""
 
 from __future__ import annotations
 

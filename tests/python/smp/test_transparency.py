@@ -1,4 +1,4 @@
-"""A divided model learns what the whole model does: the same losses, the same parameters.
+"""A divided model learns the same as the whole model: losses and parameters are equal.
 
 The oracle is a plain loop over microbatches in one process, without any of our code.
 """
@@ -78,8 +78,8 @@ def train_step(model: Any, name: str, *batch: Any) -> Any:
 
 
 def divided(config: dict[str, Any]) -> dict[str, Any]:
-    """Trains all models on this rank's part; returns losses and whole states by name."""
-    gc.freeze()  # so that collecting one model does not walk through all of torch
+    """Trains all models, each divided; returns losses and state dicts by name."""
+    gc.freeze()  # so that collecting a model does not visit all objects of torch
     smp.init({"ddp": True, "microbatches": MICROBATCHES, **config})
     results = {}
     for name in ZOO:
@@ -109,7 +109,7 @@ def divided(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.timeout(170)
 def test_divided_models_learn_the_same(pp: int, replicas: int, pipeline: str, more: Any) -> None:
     config = {"partitions": pp, "pipeline": pipeline, **more}
-    # With "spread", a pipeline goes from one node to the other.
+    # With "spread", the ranks of a pipeline are on different nodes.
     layout = "2x2" if "placement_strategy" in more else str(pp * replicas)
     ranks = check_ranks(divided, layout, config, timeout=150)
     for name, entry in ZOO.items():
@@ -123,7 +123,7 @@ def test_divided_models_learn_the_same(pp: int, replicas: int, pipeline: str, mo
             for key, value in state.items():
                 assert found_state[key].shape == value.shape, where
                 if not replica_0 and "running" in key:
-                    continue  # the oracle knows only the first replica's statistics
+                    continue  # the oracle has only the statistics of the first replica
                 message = f"{where}: {key}"
                 if entry.exact and replicas == 1:
                     assert torch.equal(found_state[key], value), message

@@ -1,4 +1,4 @@
-"""Models that are hard to divide, with batches and losses; the oracle is training them whole."""
+"""Models that are hard to divide, with batches and losses; trained whole, they are the oracle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer imports it: seconds, better once, before ranks fork
+import torch._dynamo  # takes seconds; the first optimizer would import it, in each rank
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -63,7 +63,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Long skips from every level of the way down to the way up."""
+    """Skip connections from every level of the encoder to the decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class UNet(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer layer that returns a tuple, as those of model libraries do."""
+    """A transformer layer that returns a tuple, like those of model libraries."""
 
     def __init__(self, width: int, cross: bool = False) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class TiedGPT(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Every layer of the decoder looks at the encoder's output."""
+    """Every layer of the decoder attends to the encoder's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Recursive(nn.Module):
-    """Calls the same cell along a binary tree, and itself."""
+    """Calls the same cell along a binary tree, by recursion."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Recursive(nn.Module):
 
 
 class Siamese(nn.Module):
-    """One tower for two inputs."""
+    """One part is used for two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Recommender(nn.Module):
 
 @dataclasses.dataclass
 class Encoded:
-    """What a module returns that likes names."""
+    """A result with names."""
 
     hidden: Tensor
     pooled: Tensor | None = None
@@ -320,7 +320,7 @@ class Frozen(nn.Module):
 
 
 class LooseEnds(nn.Module):
-    """Arguments that a module does not use, results that nobody uses, and that miss the loss."""
+    """Arguments that a module does not use; results that are unused or do not reach the loss."""
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -346,7 +346,7 @@ class LooseEnds(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Activations are computed again in the backward pass, in both of torch's ways.
+    """Activations are computed again in the backward pass, by both variants of torch.
 
     Checkpoints are around single layers, around several that live apart, and of a layer's output.
     """
@@ -410,7 +410,7 @@ ZOO: dict[str, Entry] = {
     "tied gpt": Entry(TiedGPT, _tokens, _cross_entropy),
     "encoder-decoder": Entry(EncoderDecoder, _tokens, _cross_entropy),
     "mixture of experts": Entry(MixtureOfExperts, _vectors, _cross_entropy),
-    # Several uses in one microbatch: autograd adds them up in another order.
+    # Autograd adds several uses of one microbatch in another order.
     "recursive": Entry(Recursive, _vectors, _cross_entropy, exact=False),
     "siamese": Entry(Siamese, _pairs, _cross_entropy),
     "recurrent": Entry(Recurrent, _tokens, _cross_entropy),
@@ -425,12 +425,12 @@ ZOO: dict[str, Entry] = {
 
 
 def arguments(entry: Entry, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Returns what the model itself takes of a batch."""
+    """Returns the part of a batch that is passed to the model."""
     return batch if entry.make is EncoderDecoder else batch[:1]
 
 
 def make(name: str) -> nn.Module:
-    """Returns a model with the same weights everywhere."""
+    """Returns a model whose weights are the same on all ranks."""
     torch.manual_seed(0)
     return ZOO[name].make()
 
