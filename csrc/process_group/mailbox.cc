@@ -15,17 +15,17 @@ namespace smddp::process_group {
 namespace {
 
 constexpr auto kEnvelope = static_cast<size_t>(engine::Matcher::kShortBytes);
-// Up to this a front travels in buffered messages.
+// A front up to this length is sent in buffered messages.
 constexpr size_t kShortFront = 8 * kEnvelope;
-// How long a wait looks again and again, and leaves the processor to whoever wants it, before it sleeps. To sleep and
-// be woken costs 30 to 100 us; the other end of a call of a small module takes as long.
+// How long a thread that waits polls, yielding the processor, before it sleeps. Sleeping and waking costs 30 to 100 us,
+// which is as long as the call of a small module takes at the other end.
 constexpr Nanoseconds kPatience = 200'000;
 
 std::span<const std::byte> bytesIn(const at::Tensor& bytes) {
   return {static_cast<const std::byte*>(bytes.const_data_ptr()), bytes.nbytes()};
 }
 
-// How a front of so many bytes is divided: begin and length of each part.
+// The begin and length of each part in which a front is sent.
 std::vector<std::pair<int64_t, int64_t>> partsOf(size_t total) {
   std::vector<std::pair<int64_t, int64_t>> parts{{0, static_cast<int64_t>(kEnvelope)}};
   const size_t length = total > kShortFront ? total - kEnvelope : kEnvelope;
@@ -79,7 +79,7 @@ std::vector<Mailbox::Arrival> Mailbox::take(bool block) {
 void Mailbox::waitForStreams() {
   std::vector<engine::CompletionPtr> receives;
   for (const Stream& stream : streams_) {
-    // The last of a stream ends last.
+    // Receives of a stream end in order.
     receives.push_back(stream.receives.back());
   }
   group_->engine_->waitForAny(receives, interrupted_, kPatience);
@@ -165,7 +165,7 @@ void Mailbox::send(int peer, const std::string& head,
                        [](const auto& completion) { return completion->done(); });
   };
   translated([&] {
-    // The parts of two messages must not mix.
+    // The parts of two messages must not be interleaved.
     const std::lock_guard lock(mutex_);
     while (!sending_.empty() && gone(sending_.front())) sending_.pop_front();
     Sending sending;
@@ -186,7 +186,7 @@ void Mailbox::flush() {
     const std::lock_guard lock(mutex_);
     sending.swap(sending_);
   }
-  // What cannot go any more ends with an error; the stream from that peer says so.
+  // A send that fails is done, too. The stream from that peer reports the failure.
   translated([&] {
     for (const Sending& one : sending) {
       for (const auto& completion : one) group_->engine_->wait(*completion);

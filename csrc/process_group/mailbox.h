@@ -1,4 +1,5 @@
-// Messages of a header and tensors between the ranks of a group, for the pipelines of smddp.modelparallel.
+// Carries messages between the ranks of a group, for the pipelines of smddp.modelparallel. The format of a message is
+// in message_codec.h.
 #pragma once
 
 #include <atomic>
@@ -15,15 +16,17 @@
 
 namespace smddp::process_group {
 
-// One stream to and from every other rank, in order; between streams there is no order. A message is an
-// envelope of fixed size, and then what did not fit: the rest of it, and each large tensor, uncopied. Short
-// messages are buffered: they are there when somebody asks, and need nobody's help to get there.
+// There is one stream to, and one from, every other rank. Messages of a stream arrive in order; between streams there
+// is no order. The first part of a message, the envelope, has a fixed size; the rest of the front and the large tensors
+// follow as messages of their own. Short fronts are sent buffered: they arrive although the receiver does nothing.
 //
-// Receives are posted by take() and, as far as nobody has answered them, taken back when it returns: so a rank
-// that computes has nothing under way that would wake its progress thread. Who takes looks again and again for a
-// while before it sleeps: most answers come sooner than a process wakes. A stream begins with open() and ends
-// with the message that its sender called the last. One thread at a time takes; any thread sends and interrupts.
-// What is sent must not change any more, and is held until it is gone. A stream that fails ends; the others go on.
+// take() posts the receives and, before it returns, withdraws those that have not been matched. So while a rank
+// computes, nothing is under way that would wake its progress thread. take() polls for a while before it sleeps, because
+// most answers come sooner than a sleeping process wakes.
+//
+// One thread at a time may call take(); any thread may send and interrupt. The mailbox holds what is sent until it has
+// left; the caller must not change it. A stream begins with open() and ends with the message that its sender has marked
+// as the last. A stream that fails ends with an Arrival that says why; the other streams go on.
 class Mailbox {
  public:
   struct Arrival {
@@ -31,43 +34,43 @@ class Mailbox {
     std::string head;
     std::vector<std::optional<at::Tensor>> tensors;
     bool last = false;
-    std::string error;  // why the stream has failed; then there is nothing else
+    std::string error;  // why the stream has failed; the other fields but `peer` are then empty
   };
 
   explicit Mailbox(c10::intrusive_ptr<ProcessGroup> group);
 
-  // Begins to receive from all others; the streams of the last time must have ended.
+  // Begins a stream from each other rank. All streams that were begun before must have ended.
   void open();
-  // Whole messages that have come. With `block` it waits for one, or for interrupt().
+  // Returns the messages that have arrived completely. With `block` it waits for one, or for interrupt().
   std::vector<Arrival> take(bool block);
   // Ends the take() that waits, or else the next one.
   void interrupt();
-  // Returns at once. Without a tensor a place stays empty.
+  // Returns at once. `last` marks the end of the stream.
   void send(int peer, const std::string& head,
             const std::vector<std::optional<at::Tensor>>& tensors, bool last);
-  // Waits until everything sent is gone, or cannot go any more.
+  // Waits until everything that was sent has left, or has failed.
   void flush();
 
  private:
-  // What one peer sends: first an envelope, then what it announces.
+  // The stream from one peer. It expects an envelope, then the rest of the front, then the large tensors.
   struct Stream {
     explicit Stream(int peer) : peer(peer) {}
     int peer;
-    at::Tensor front;  // the envelope, and the rest of it
+    at::Tensor front;  // so far only the envelope, while that is expected
     enum { Envelope, Rest, Tensors } expects = Envelope;
     Arrival arriving;
-    std::vector<engine::CompletionPtr> receives;  // that have to end before it goes on
+    std::vector<engine::CompletionPtr> receives;  // of what is expected; all of them have to end
   };
   using Sending = std::vector<engine::CompletionPtr>;
 
   engine::CompletionPtr submit(bool send, int peer, at::Tensor bytes, bool buffered);
-  // Begins to receive the parts of what is as long as `front`, from its part number `first` on.
+  // Posts receives for the parts of the front, from number `first` on.
   void receiveFront(Stream& stream, int64_t first);
-  // Until a stream can go on, or somebody interrupts.
+  // Waits until something has arrived on a stream, or interrupt() is called.
   void waitForStreams();
-  // Takes what has come on a stream; false when it has ended.
+  // Appends the messages that have arrived on a stream; returns false when it has ended.
   bool advance(Stream& stream, std::vector<Arrival>& arrived);
-  // Reads what has come of a front, and begins to receive what follows it.
+  // Read a part of the front that has arrived, and post receives for what follows it.
   void readEnvelope(Stream& stream);
   void readFront(Stream& stream);
   void withdraw();

@@ -40,9 +40,9 @@ def decision(config: dict[str, Any], times: bool = False) -> Decision:
     torch.manual_seed(0)
     model, nobody = Uneven(), types.SimpleNamespace(rank=0, baton=None)
     modules = Modules(nobody, None, model)  # type: ignore[arg-type]
-    state: Any = types.SimpleNamespace(cfg=configure({"partitions": 2, **config}, {}))
+    cfg = configure({"partitions": 2, **config}, {})
     placement = Placement(modules, 0, 2)
-    return decide(state, model, modules, placement, (torch.zeros(4, 500).long(),), {}, times)
+    return decide(cfg, model, modules, placement, (torch.zeros(4, 500).long(),), {}, times)
 
 
 def second_part(found: Decision) -> int:
