@@ -90,7 +90,7 @@ class Stage(nn.Module):
         return result
 
 
-def besides_sleep(seconds: float) -> float:
+def stage_overhead(seconds: float) -> float:
     """Returns the seconds that a stage takes in plain torch, forward and backward, without sleeps.
 
     Args:
@@ -115,7 +115,7 @@ def train_step(model: Any, x: torch.Tensor) -> Any:
     return loss
 
 
-def ours(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
+def smp_pipeline(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
     """Returns a function that runs one step under smp."""
     smp.init(
         {
@@ -138,7 +138,7 @@ def ours(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -
     return lambda: train_step(model, x)
 
 
-def torchs(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
+def torch_pipeline(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
     """Returns a function that runs one step under torch.distributed.pipelining."""
     stage = PipelineStage(Stage(options.seconds), rank, size, torch.device("cpu"))
     kind = {"simple": ScheduleGPipe, "interleaved": Schedule1F1B}[pipeline]
@@ -160,7 +160,7 @@ def torchs(options: Any, rank: int, size: int, microbatches: int, pipeline: str)
 HALVES = 2
 
 
-def halves(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
+def torch_interleaved(options: Any, rank: int, size: int, microbatches: int, pipeline: str) -> Any:
     """Returns a function that runs one step under torch's Interleaved1F1B."""
     count, device = HALVES * size, torch.device("cpu")
     stages = [
@@ -276,7 +276,7 @@ def begin(rank: int, size: int, port: int, backend: str) -> None:
 
 
 def measure(
-    step: Callable[[], Any], size: int, tasks: int, steps: int, besides: float
+    step: Callable[[], Any], size: int, tasks: int, steps: int, overhead: float
 ) -> tuple[float, float]:
     """Returns the share of the bound that the best step reaches, with and without overhead.
 
@@ -285,7 +285,7 @@ def measure(
         size: number of ranks.
         tasks: forward passes of a stage per rank and step.
         steps: number of steps to measure.
-        besides: seconds of a stage without its sleeps, from besides_sleep().
+        overhead: seconds of a stage without its sleeps, from stage_overhead().
 
     Returns:
         The share of the bound of whole stages, and of the bound of sleeps only.
@@ -298,7 +298,7 @@ def measure(
         Sleep.slept, Sleep.count = 0.0, 0
         begun = time.perf_counter()
         step()
-        took = torch.tensor([time.perf_counter() - begun, Sleep.slept / Sleep.count, besides])
+        took = torch.tensor([time.perf_counter() - begun, Sleep.slept / Sleep.count, overhead])
         every = [torch.zeros(3) for _ in range(size)]
         dist.all_gather(every, took)
         wall = max(float(one[0]) for one in every)
@@ -312,12 +312,12 @@ def measure(
 def rank_main(rank: int, options: Any, job: tuple[Any, ...], port: int, queue: Any) -> None:
     """Runs one rank of one job; `job` is (system, number of ranks, microbatches, pipeline)."""
     who, size, microbatches, pipeline = job
-    begin(rank, size, port, options.backend if who is ours else "gloo")
+    begin(rank, size, port, options.backend if who is smp_pipeline else "gloo")
     step = who(options, rank, size, microbatches, pipeline)
-    parts = HALVES if who is halves else 1
+    parts = HALVES if who is torch_interleaved else 1
     dist.barrier()
-    besides = besides_sleep(options.seconds / parts)
-    shares = measure(step, size, microbatches * parts, options.steps, besides)
+    overhead = stage_overhead(options.seconds / parts)
+    shares = measure(step, size, microbatches * parts, options.steps, overhead)
     if rank == 0:
         queue.put(shares)
     dist.barrier()
@@ -397,9 +397,9 @@ def measure_calls(options: Any, figures: dict[str, Any]) -> None:
 def measure_shares(options: Any, figures: dict[str, Any]) -> None:
     """Measures shares of the bound."""
     systems = {
-        "smp": ours,
-        "torch.distributed.pipelining": torchs,
-        "its Interleaved1F1B": halves,
+        "smp": smp_pipeline,
+        "torch.distributed.pipelining": torch_pipeline,
+        "its Interleaved1F1B": torch_interleaved,
     }
     print(f"| partitions | microbatches | pipeline | {' | '.join(systems)} |")
     print("|---|---|---|---|---|---|")
@@ -409,10 +409,14 @@ def measure_shares(options: Any, figures: dict[str, Any]) -> None:
             for pipeline in options.pipelines:
                 shares = []
                 for name, who in systems.items():
-                    if who is halves and pipeline == "simple":
+                    if who is torch_interleaved and pipeline == "simple":
                         shares.append("")
                         continue
-                    if who is not ours and microbatches < size and pipeline == "interleaved":
+                    if (
+                        who is not smp_pipeline
+                        and microbatches < size
+                        and pipeline == "interleaved"
+                    ):
                         shares.append("needs m >= p")
                         continue
                     port += 1

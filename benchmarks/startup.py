@@ -28,7 +28,7 @@ from pathlib import Path
 
 BACKENDS = ("smddp", "gloo")
 PHASES = ("import", "init", "first")
-PATIENCE = 120.0
+TIMEOUT = 120.0
 
 
 def rank_main(backend: str) -> None:
@@ -92,7 +92,7 @@ def trial(backend: str, size: int) -> dict[str, float]:
             rank.stdin.write("\n")
             rank.stdin.flush()
         # Not before communicate(), which closes stdin first.
-        times = [json.loads(rank.communicate(timeout=PATIENCE)[0]) for rank in ranks]
+        times = [json.loads(rank.communicate(timeout=TIMEOUT)[0]) for rank in ranks]
     finally:
         for rank in ranks:
             if rank.poll() is None:

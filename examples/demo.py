@@ -71,7 +71,7 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def last_words(log: Path) -> str:
+def last_error(log: Path) -> str:
     """Returns the last error in a log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
@@ -104,12 +104,12 @@ def run(backend: str, epochs: int, folder: Path, seconds: float) -> dict[str, An
                     raise DemoError(f"the run with {backend} took longer than {seconds:.0f} s")
                 for process, log in zip(processes, logs, strict=True):
                     if process.poll() not in (None, 0):
-                        raise DemoError(f"the run with {backend} failed: {last_words(log)}")
+                        raise DemoError(f"the run with {backend} failed: {last_error(log)}")
                 time.sleep(0.1)
         finally:
             stop(processes)
     if any(process.returncode for process in processes) or not out.exists():
-        raise DemoError(f"the run with {backend} failed: {last_words(logs[0])}")
+        raise DemoError(f"the run with {backend} failed: {last_error(logs[0])}")
     result: dict[str, Any] = torch.load(out)
     return result
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import smddp
 from smddp._command import run
 from smddp.bench import ddp, numa, options, plot, table, tune
-from smddp.bench.about import about, begin, say_written, write_file, write_json
+from smddp.bench.about import about, print_written, record_start, write_file, write_json
 from smddp.bench.bounds import BoundContender, copy_rate, link_rate
 from smddp.bench.contender import Contender
 from smddp.bench.launch import complete_rendezvous, is_rank, launch
@@ -44,8 +44,8 @@ class _Rank:
         self._notes = list(run.left_out)
         if run.tune is not None:
             self._notes.append("smddp: what the built-in table chooses; the others by their names")
-        self._start = begin()
-        self.speaks = dist.get_rank() == 0
+        self._start = record_start()
+        self.prints = dist.get_rank() == 0
 
     def __enter__(self) -> _Rank:
         try:
@@ -93,13 +93,13 @@ class _Rank:
                   and case.backend == "smddp"]  # fmt: skip
         return smddp.describe(groups[0]) if groups else ""
 
-    def _say(self, text: str) -> None:
-        if self.speaks:
+    def _print(self, text: str) -> None:
+        if self.prints:
             print(text, flush=True)
 
     def _progress(self, text: str) -> None:
         """Prints a line of progress on a terminal; the next one replaces it."""
-        if self.speaks and sys.stderr.isatty():
+        if self.prints and sys.stderr.isatty():
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     def run(self) -> list[list[Measurement]]:
@@ -115,14 +115,14 @@ class _Rank:
             task = wanted[number][0]
             if task.collective != collective:
                 collective = task.collective
-                self._say(f"# {collective}\n{table.header()}")
+                self._print(f"# {collective}\n{table.header()}")
             if rows:
-                self._say(table.format_rows(rows))
+                self._print(table.format_rows(rows))
             tasks.append(rows)
             self._announce(number + 1)
         for sentence in bench.left_out:
-            self._say(f"# {sentence}")
-        self._say(table.footer(tasks))
+            self._print(f"# {sentence}")
+        self._print(table.footer(tasks))
         return tasks
 
     def _announce(self, done: int) -> None:
@@ -132,21 +132,21 @@ class _Rank:
             self._progress(f"{task.collective}, {size} bytes ({done + 1} of {len(wanted)}) ...")
 
     def _introduce(self) -> None:
-        self._say(f"# median of calls, each on its slowest rank; {dist.get_world_size()} ranks")
+        self._print(f"# median of calls, each on its slowest rank; {dist.get_world_size()} ranks")
         for line in self._start.lines():
-            self._say(f"# {line}")
-        self._say(f"# {self._description()}")
+            self._print(f"# {line}")
+        self._print(f"# {self._description()}")
         if self._limits:
             link = self._limits["link_gbps"]
             between = "" if link is None else f", {link:.3f} GB/s from node 1 to node 0 by TCP"
-            self._say(
+            self._print(
                 f"# limits: {self._limits['copy_gbps']:.1f} GB/s copied from memory to memory by "
                 f"each rank{between}"
             )
         # Several hosts use the same numbers for their NUMA nodes, so the line is for one host only.
         places = "" if max(self._nodes) > 0 else numa.describe(self._numa)
         for note in [*filter(None, [places]), *self._notes]:
-            self._say(f"# {note}")
+            self._print(f"# {note}")
 
     def _about(self) -> dict[str, Any]:
         return about(
@@ -167,12 +167,12 @@ class _Rank:
         title = f"{dist.get_world_size()} ranks, {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
         if run.plot is not None:
             plot.draw(tasks, title, run.plot)
-            say_written(run.plot)
+            print_written(run.plot)
         if run.tune is not None:
             found = tune.findings(tasks, nodes)
             verdicts = list(tune.verdicts(found))
             for sentence in verdicts:
-                self._say(f"# {sentence}")
+                self._print(f"# {sentence}")
             lines = [f"{self._start.time}, {title}", f"smddp.bench {' '.join(sys.argv[1:])}"]
             lines += [*self._start.lines(), *verdicts]
             write_file(run.tune, tune.write(tune.rows(found, nodes), lines))
@@ -187,7 +187,7 @@ def _be_rank(run: options.Run) -> int:
     dist.init_process_group("gloo")
     with _Rank(run) as rank:
         tasks = rank.run()
-        if rank.speaks:
+        if rank.prints:
             rank.write(tasks)
     dist.barrier()
     dist.destroy_process_group()

@@ -18,18 +18,26 @@ import torch.distributed as dist
 
 from smddp import _load
 
-__all__ = ["Beginning", "about", "begin", "json_text", "say_written", "write_file", "write_json"]
+__all__ = [
+    "RunStart",
+    "about",
+    "json_text",
+    "print_written",
+    "record_start",
+    "write_file",
+    "write_json",
+]
 
 _PREFIXES = ("SMDDP_", "OMP_", "NCCL_", "GLOO_")
 # Not written into files, which people publish.
 _SECRETS = ("SMDDP_JOB_TOKEN",)
 # In cores. An idle system uses less.
 _BUSY = 0.3
-_LOOK = 0.25  # seconds
+_SAMPLE = 0.25  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
-class Beginning:
+class RunStart:
     """When a run began, and how busy its hosts were."""
 
     time: str  # ISO 8601, UTC
@@ -62,12 +70,12 @@ class Beginning:
         return [str(self), *filter(None, [self.warning])]
 
 
-def begin() -> Beginning:
+def record_start() -> RunStart:
     """Measures how busy the hosts are; all ranks call it, before they measure anything else."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, None)  # wait until no rank is still starting
     used, looked = _cpu_seconds(), time.monotonic()
-    time.sleep(_LOOK)
+    time.sleep(_SAMPLE)
     busy = (_cpu_seconds() - used) / (time.monotonic() - looked)
     dist.all_gather_object(of_ranks, (socket.gethostname(), busy))
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -75,7 +83,7 @@ def begin() -> Beginning:
     # Ranks that wake early are counted as busy by those that still sleep: take the smallest value.
     least = {host: min(busy for name, busy in of_ranks if name == host) for host in hosts}
     ranks = [hosts.count(host) for host in least]
-    return Beginning(now, list(least.values()), ranks, os.cpu_count())
+    return RunStart(now, list(least.values()), ranks, os.cpu_count())
 
 
 def _cpu_seconds() -> float:
@@ -85,11 +93,11 @@ def _cpu_seconds() -> float:
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
-def about(start: Beginning, **config: Any) -> dict[str, Any]:
+def about(start: RunStart, **config: Any) -> dict[str, Any]:
     """Returns the part of a JSON file that comes before the results.
 
     Args:
-        start: from begin().
+        start: from record_start().
         config: further values for the key "config".
     """
     nccl = None
@@ -116,7 +124,7 @@ def about(start: Beginning, **config: Any) -> dict[str, Any]:
     }
 
 
-def say_written(path: Path) -> None:
+def print_written(path: Path) -> None:
     """Prints which file has been written."""
     print(f"# wrote {path}", flush=True)
 
@@ -124,7 +132,7 @@ def say_written(path: Path) -> None:
 def write_file(path: Path, text: str) -> None:
     """Writes a file, and prints its name."""
     path.write_text(text)
-    say_written(path)
+    print_written(path)
 
 
 def json_text(value: Any, indent: str = "") -> str:

@@ -26,7 +26,7 @@ __all__ = ["BoundContender", "copy_rate", "link_rate"]
 
 _COPIED = 16 << 20  # larger than most caches, as gradients are
 _STREAMED = 64 << 20
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 
 
 def _median_of_slowest(action: Callable[[], Any], times: int = 5) -> float:
@@ -84,10 +84,10 @@ def link_rate(nodes: list[int]) -> float | None:
     try:
         if server is not None:
             with server:
-                server.settimeout(_PATIENCE)
+                server.settimeout(_TIMEOUT)
                 rate = _receive(server.accept()[0])
         elif rank == sender:
-            with socket.create_connection(address[0], timeout=_PATIENCE) as stream:
+            with socket.create_connection(address[0], timeout=_TIMEOUT) as stream:
                 stream.sendall(bytes(_STREAMED))
     except OSError as error:
         print(f"smddp.bench: the link cannot be measured: {error}", file=sys.stderr)
@@ -99,7 +99,7 @@ def link_rate(nodes: list[int]) -> float | None:
 def _receive(stream: socket.socket) -> float:
     """Returns the GB/s of the last three quarters of the bytes."""
     with stream:
-        stream.settimeout(_PATIENCE)
+        stream.settimeout(_TIMEOUT)
         block = bytearray(1 << 20)
         received, counted_from, start = 0, 0, 0.0
         while received < _STREAMED:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp.bench.about import Beginning, about, begin, write_json
+from smddp.bench.about import RunStart, about, record_start, write_json
 from smddp.bench.launch import (
     DEFAULT_RANKS,
     complete_rendezvous,
@@ -68,7 +68,7 @@ def _format(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _as_json(models: Sequence[Sequence[Row]], start: Beginning) -> dict[str, Any]:
+def _as_json(models: Sequence[Sequence[Row]], start: RunStart) -> dict[str, Any]:
     results = []
     for rows in models:
         alone = next(row.step for row in rows if row.backend == NOTHING)
@@ -174,10 +174,10 @@ def _amount(options: argparse.Namespace) -> Amount:
 def _be_rank(options: argparse.Namespace) -> int:
     complete_rendezvous()
     dist.init_process_group("gloo")
-    start = begin()
+    start = record_start()
     torch.set_num_threads(1)  # the ranks share the cores
-    speaks = dist.get_rank() == 0
-    if speaks:
+    prints = dist.get_rank() == 0
+    if prints:
         for line in (f"{options.parallel} steps, median, each on its slowest rank", *start.lines()):
             print(f"# {line}")
         print(_header(), flush=True)
@@ -185,9 +185,9 @@ def _be_rank(options: argparse.Namespace) -> int:
     for name, make in _models(options):
         rows = measure(name, make, _amount(options))
         models.append(rows)
-        if speaks:
+        if prints:
             print(_format(rows), flush=True)
-    if speaks and options.json is not None:
+    if prints and options.json is not None:
         write_json(options.json, _as_json(models, start))
     dist.barrier()
     dist.destroy_process_group()

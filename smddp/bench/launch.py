@@ -26,7 +26,7 @@ __all__ = [
 
 DEFAULT_RANKS = 2
 
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def complete_rendezvous() -> None:
             os.environ["MASTER_PORT"] = str(port)
             server.bind(name)
             server.listen(size)
-            server.settimeout(_PATIENCE)
+            server.settimeout(_TIMEOUT)
             for _ in range(size - 1):
                 with server.accept()[0] as other:
                     other.sendall(os.environ["MASTER_PORT"].encode())
@@ -122,16 +122,16 @@ def complete_rendezvous() -> None:
 
 
 def _ask(name: str) -> str:
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _TIMEOUT
     while True:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_PATIENCE)
+            connection.settimeout(_TIMEOUT)
             try:
                 connection.connect(name)
                 return connection.recv(16).decode()
             except ConnectionRefusedError:
                 if time.monotonic() > deadline:
-                    raise OSError(f"rank 0 did not come within {_PATIENCE:.0f} s") from None
+                    raise OSError(f"rank 0 did not start within {_TIMEOUT:.0f} s") from None
         time.sleep(0.05)
 
 
@@ -186,7 +186,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float, seconds: fl
     while any(rank.poll() is None for rank in ranks):
         failed = next((rank for rank in ranks if rank.poll()), None)
         if failed is not None:
-            _let_others_speak(ranks)
+            _wait_for_others(ranks)
             break
         if time.monotonic() > deadline:
             print(f"smddp.bench: ended after {seconds:.0f} s (see --limit)", file=sys.stderr)
@@ -195,7 +195,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float, seconds: fl
     return next((rank.returncode for rank in ranks if rank.poll()), 0)
 
 
-def _let_others_speak(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait_for_others(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Waits up to 5 s: the rank that ended first often only reports the failure of another one."""
     deadline = time.monotonic() + 5
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:

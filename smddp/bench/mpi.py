@@ -28,7 +28,7 @@ from smddp.bench.operations import Task
 __all__ = ["MPIS", "MpiContender", "missing"]
 
 # Seconds that one command may take, including the start of the ranks, before it counts as failed.
-_PATIENCE = 120.0
+_TIMEOUT = 120.0
 _WITHOUT_MPI_TYPE = ("half", "bfloat16", "bool")
 
 
@@ -116,22 +116,22 @@ class MpiContender:
         self._launched: subprocess.Popen[bytes] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  close() does
         self._ranks: dict[int, socket.socket] = {}
-        self.library = str(self._everywhere(lambda: self._start(name, prefix)))
+        self.library = str(self._on_rank_0(lambda: self._start(name, prefix)))
 
-    def _everywhere(self, action: Any) -> Any:
+    def _on_rank_0(self, action: Any) -> Any:
         """Runs an action on rank 0; returns its result, or raises its error, on all ranks."""
         outcome: list[Any] = [None, None]
         if dist.get_rank() == 0:
             try:
                 outcome = [action(), None]
             except (OSError, ValueError) as error:
-                outcome = [None, f"{self._mpi.title}: {error}{self._last_words()}"]
+                outcome = [None, f"{self._mpi.title}: {error}{self._last_line()}"]
         dist.broadcast_object_list(outcome, 0)
         if outcome[1] is not None:
             raise RuntimeError(outcome[1])
         return outcome[0]
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return f" ({lines[-1]})" if lines else ""
@@ -151,12 +151,12 @@ class MpiContender:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
             )
-            return self._meet(server, size)
+            return self._accept_ranks(server, size)
 
-    def _meet(self, server: socket.socket, size: int) -> str:
+    def _accept_ranks(self, server: socket.socket, size: int) -> str:
         library = ""
         server.settimeout(1)
-        deadline = _PATIENCE
+        deadline = _TIMEOUT
         while len(self._ranks) < size:
             try:
                 connection, _ = server.accept()
@@ -166,7 +166,7 @@ class MpiContender:
                 if deadline <= 0 or self._launched.poll() is not None:
                     raise OSError("its ranks did not start") from None
                 continue
-            connection.settimeout(_PATIENCE)
+            connection.settimeout(_TIMEOUT)
             hello = json.loads(connection.makefile("r").readline())
             self._ranks[hello["rank"]] = connection
             library = hello["library"]
@@ -182,7 +182,7 @@ class MpiContender:
                 raise OSError("its ranks have ended")
             return json.loads(line)
 
-        return self._everywhere(tell)
+        return self._on_rank_0(tell)
 
     def prepare(self, task: Task) -> list[str]:
         """See Contender."""

@@ -162,7 +162,7 @@ def _tiled(blocks: list[list[Any]], count: int) -> Any:
     return np.concatenate([np.resize(np.array(block), count) for block in blocks])
 
 
-def obey(rank: Rank, command: dict[str, Any]) -> Any:
+def execute(rank: Rank, command: dict[str, Any]) -> Any:
     """Executes one command; returns the answer."""
     if command["do"] == "prepare":
         rank.calls.clear()
@@ -184,7 +184,7 @@ def main() -> None:
         hello = {"rank": rank.rank, "library": " ".join(version.split())}
         connection.sendall(json.dumps(hello).encode() + b"\n")
         for line in connection.makefile("r"):
-            answer = obey(rank, json.loads(line))
+            answer = execute(rank, json.loads(line))
             if rank.rank == 0:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
     MPI.Finalize()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from smddp.bench import Case, Measurement, Timing, mpi, numa, table
 from smddp.bench.__main__ import main
-from smddp.bench.about import Beginning, json_text
+from smddp.bench.about import RunStart, json_text
 from smddp.bench.contender import PLACES, Contender
 from smddp.bench.measure import Bench, Workload
 from smddp.bench.operations import OPERATIONS, Task, contribution, result
@@ -85,7 +85,7 @@ def test_table_and_json_say_the_same(tmp_path: Path) -> None:
     assert written["config"]["limits"]["copy_gbps"] > 0
     (cores,) = written["config"]["busy_cores"]  # of one host
     assert f"# other programs at the start: {cores:.2f} of " in done.stdout
-    busy = Beginning("", [cores], [2], written["config"]["cores"]).warning
+    busy = RunStart("", [cores], [2], written["config"]["cores"]).warning
     assert [line for line in done.stdout.splitlines() if "WARNING" in line] == [f"# {busy}"] * bool(
         busy
     )
@@ -108,7 +108,7 @@ def test_table_and_json_say_the_same(tmp_path: Path) -> None:
 def test_a_busy_machine_is_said(
     others: list[float], ranks: list[int], cores: int, busy: bool
 ) -> None:
-    start = Beginning("", others, ranks, cores)
+    start = RunStart("", others, ranks, cores)
     first, *rest = start.lines()
     assert first.startswith(f"other programs at the start: {max(others):.2f} of {cores} cores")
     assert len(rest) == busy

@@ -1,6 +1,6 @@
 """`smp.nn`: modules that replace those of torch.
 
-The classes that are divided over tensor-parallel ranks can be imported, registered, and used with
+The classes that are split over tensor-parallel ranks can be imported, registered, and used with
 isinstance, because scripts do that without tensor parallelism, too. Their constructors raise.
 """
 
@@ -28,14 +28,14 @@ __all__ = [
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """torch's nn.LayerNorm, whose kernels are fused."""
+    """nn.LayerNorm of torch, which has fused kernels."""
 
 
 class DistributedModule(nn.Module):
-    """The base class of modules that are divided over tensor-parallel ranks.
+    """The base class of modules that are split over tensor-parallel ranks.
 
     Raises:
-        SMPUsageError: always; this version divides no modules.
+        SMPUsageError: always, because this version has no tensor parallelism.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -43,31 +43,31 @@ class DistributedModule(nn.Module):
 
 
 class DistributedLinear(DistributedModule):
-    """The divided form of nn.Linear."""
+    """nn.Linear, split over tensor-parallel ranks."""
 
 
 class DistributedEmbedding(DistributedModule):
-    """The divided form of nn.Embedding."""
+    """nn.Embedding, split over tensor-parallel ranks."""
 
 
 class DistributedTransformerLMHead(DistributedModule):
-    """The divided form of a transformer with the head of a language model."""
+    """A transformer with the head of a language model, split over tensor-parallel ranks."""
 
 
 class DistributedTransformer(DistributedModule):
-    """The divided form of a stack of transformer layers."""
+    """A stack of transformer layers, split over tensor-parallel ranks."""
 
 
 class DistributedTransformerLayer(DistributedModule):
-    """The divided form of one transformer layer."""
+    """A transformer layer, split over tensor-parallel ranks."""
 
 
 class DistributedAttentionLayer(DistributedModule):
-    """The divided form of the attention of a transformer layer."""
+    """The attention of a transformer layer, split over tensor-parallel ranks."""
 
 
 class DistributedTransformerOutputLayer(DistributedModule):
-    """The divided form of the part of a transformer layer behind the attention."""
+    """The feed-forward part of a transformer layer, split over tensor-parallel ranks."""
 
 
 class FlashAttentionLayer(nn.Module):

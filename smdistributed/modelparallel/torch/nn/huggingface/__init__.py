@@ -1,6 +1,6 @@
 """Translations between states of tensor-parallel models and those of Hugging Face's classes.
 
-No model is divided over tensor-parallel ranks in this version, so all states have the names of the
+No model is split over tensor-parallel ranks in this version, so all states have the names of the
 model: there is nothing to change.
 """
 

@@ -1,4 +1,4 @@
-"""GPT-2; releases of the original library have different names for one function."""
+"""GPT-2. Releases of the original library use different names for the same function."""
 
 from smddp.modelparallel.compatibility.utils import (
     same_state_dict as translate_hf_state_dict_to_smdistributed,

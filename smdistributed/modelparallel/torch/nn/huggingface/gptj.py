@@ -1,4 +1,4 @@
-"""GPT-J; releases of the original library have different names for one function."""
+"""GPT-J. Releases of the original library use different names for the same function."""
 
 from smddp.modelparallel.compatibility.utils import (
     same_state_dict as translate_hf_gptj_state_dict_to_smdistributed,
