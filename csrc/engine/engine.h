@@ -1,36 +1,33 @@
-// Runs the operations of all groups of a process. Whoever holds the engine's ownership runs it.
+// The engine of a process: makes groups, takes operations, and waits for them.
 //
-// A caller that will wait anyway takes ownership and runs the executor itself until its operation is done: no
-// hand-over is paid. An asynchronous submitter takes the first steps; what is left goes to the one progress thread,
-// which is parked while a caller owns the engine or is about to return (return_predictor.h), and while nothing is in
-// flight.
-// Somebody who finds the engine owned leaves his request in the inbox, which the owner empties at every turn.
+// A façade. Each part says itself what it does:
+//   GroupRegistry    the groups, and which of them have something in flight
+//   Progress         who runs what is in flight: callers who wait, and the progress thread
+//   WaitPolicy       how threads wait
+//   ForkHold         what happens around a fork
 //
-// How threads wait is decided in wait_policy.h.
-//
-// Threads: all public functions from any thread. Continuations run without ownership, on the thread that completed
-// the operation; they may submit and wait, also for futures, which drives nothing: so a progress thread has another one
-// stand by before it runs any.
-// Ends: shutdown() (or the destructor) leaves all groups and joins the threads. After fork() the child's copy
-// refuses every call.
+// Threads: all public functions from any thread. Callers, the progress thread and continuations take turns as the
+// engine's owner: docs/threads.md.
+// Ends: shutdown() (or the destructor) leaves all groups and joins the threads. After fork() the child's copy refuses
+// every call.
+// Errors: an operation's error is in its Completion. What is thrown here is a Usage error, or the end of what a caller
+// asked for himself.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
-#include <deque>
-#include <exception>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "bootstrap/store.h"
+#include "common/ownership.h"
+#include "engine/fork_hold.h"
 #include "engine/group.h"
+#include "engine/group_registry.h"
 #include "engine/process.h"
-#include "engine/wait_policy.h"
+#include "engine/progress.h"
 
 namespace smddp::engine {
 
@@ -38,7 +35,7 @@ class Engine {
  public:
   struct Options {
     Process::Options process;
-    // Without it nothing runs but in step() and in callers that wait: the simulator's tests.
+    // Without it nothing runs but in step() and in callers who wait: the simulator's tests.
     bool progressThread = true;
   };
   explicit Engine(Options options);
@@ -54,10 +51,6 @@ class Engine {
   void finishGroup(const std::shared_ptr<Group>& group,
                    const std::vector<bootstrap::Introduction>& introductions,
                    const std::vector<std::string>& nodeOfRank);
-  // A group of some of `parent`'s ranks, who know one another already: no store, one small message from each to the
-  // first of them and back. `members` are ranks of the parent; all of them call this in the same order.
-  std::shared_ptr<Group> splitGroup(const std::shared_ptr<Group>& parent, const Group::Spec& spec,
-                                    const std::vector<Rank>& members, Nanoseconds timeout);
   // Idempotent. Operations in flight end with Aborted.
   void destroyGroup(const std::shared_ptr<Group>& group);
 
@@ -98,126 +91,43 @@ class Engine {
   // Throws Usage after shutdown(), and in a child of fork().
   void requireUsable() const;
   // Runs `action` on the engine's owner and returns when it has run. Exceptions pass through.
-  void call(const std::function<void()>& action);
-
+  void call(const std::function<void()>& action) { progress_.call(action); }
   // One turn, for engines without a thread. True when anything advanced.
-  bool step();
+  bool step() { return progress_.step(); }
 
-  // A thread that waits for several things, one look after the other. As long as it says so it counts as a waiter:
-  // to wake the progress thread after each look would only make it a rival.
-  class Attendance {
+  // A caller who waits for several things, one after the other. While this lives he counts as one who waits, also between
+  // two waits: else the end of each would wake the progress thread, which would compete with him.
+  class WaitScope {
    public:
-    explicit Attendance(Engine& engine) : engine_(engine) { engine_.waiters_.fetch_add(1); }
-    ~Attendance() { engine_.leaveWait(); }
-    Attendance(const Attendance&) = delete;
-    Attendance& operator=(const Attendance&) = delete;
+    explicit WaitScope(Engine& engine) : progress_(engine.progress_) { progress_.beginWaiting(); }
+    ~WaitScope() { progress_.endWaiting(); }
+    WaitScope(const WaitScope&) = delete;
+    WaitScope& operator=(const WaitScope&) = delete;
 
    private:
-    Engine& engine_;
+    Progress& progress_;
   };
 
   Process& process() { return *process_; }
-  // Around a fork, on the thread that forks. The first holds the engine still, so that the child finds its
-  // connections in order; one of the others ends that. The child must not keep the connections open.
-  void beforeFork();
-  void afterForkInParent();
-  void afterForkInChild() noexcept;
-  // Leaves all groups, waits a moment for peers to have what we sent, joins the thread. Idempotent.
+  // Leaves all groups, waits a moment for peers to have what we sent, joins the threads. Idempotent.
   void shutdown();
 
  private:
-  struct ForkPause;
-  using Waiter = WaitPolicy::Waiter;
-
-  bool tryOwn() {
-    return !owned_.load(std::memory_order_relaxed) &&
-           !owned_.exchange(true, std::memory_order_acquire);
-  }
-  void release();
-  void post(std::function<void()> action);
-  void drainInbox();
-  bool turn();
-  // Runs until `done` or until there is something the owner must give up ownership for.
-  void runOwned(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor = 0);
-  void waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor = 0);
-  void leaveWait();
-  // What is left in flight goes to the progress thread, unless somebody waits or is about to.
-  void handOver();
-  void collectContinuations();
-  void runContinuations();
-  void runBlocking();
-  void look();
-  void breakOff(Group& group, const std::function<void()>& failing);
-  void progressLoop(bool first);
-  bool awaitWork();
-  void keepOneIdle();
-  void failActive(const std::string& text, ErrorKind kind);
-  // With ownership. What `action` throws ends what is in flight, and the caller goes on to release().
-  template <typename Action>
-  void guarded(const Action& action);
-  void activate(Group& group);
-  void dispatch(Peer& from, transport::Bytes message);
-  void reap();
-  void awaitLifelines(Nanoseconds timeout);
+  // Neither shut down nor the copy in a child of a fork.
+  bool isUsable() const { return process_ != nullptr && forkCount_ == forkCount(); }
+  // Runs `action`, which may end operations of the group or leave something in flight.
+  void callOn(Group& group, const std::function<void()>& action);
   template <typename Operation>
   CompletionPtr submitAny(Group& group, Operation operation);
   template <typename Operation>
-  void postOperation(Group& group, Operation operation, CompletionPtr completion);
+  void post(Group& group, Operation operation, CompletionPtr completion);
 
-  const uint32_t forkGeneration_;
-  const bool hasThreads_;
-  // While somebody forks: how the engine is held still. Guarded by the lock of all forks.
-  bool ownedForFork_ = false;
-  std::shared_ptr<ForkPause> pausedForFork_;
-  std::unique_ptr<Process> process_;
-  WaitPolicy policy_;
-  std::atomic<bool> owned_{false};
-
-  // Owner only.
-  std::map<uint64_t, std::shared_ptr<Group>> groups_;  // by id
-  std::vector<Group*> active_;                         // groups with something in flight
-  std::vector<std::shared_ptr<Group>> remains_;        // left, memory still in use by others
-  std::vector<std::function<void()>> continuations_;
-  std::atomic<bool> ended_{false};  // continuations_ has some
-  bool watches_ = false;            // some group, since it was made or before
-  struct Stashed {
-    Peer* from;
-    std::vector<std::byte> message;
-  };
-  std::map<uint64_t, std::deque<Stashed>> stash_;  // for groups that this rank has not made yet
-  uint64_t nodeAgreement_ = 0;
-
-  std::mutex inboxMutex_;
-  std::vector<std::function<void()>> inbox_;  // guarded by inboxMutex_
-  std::atomic<size_t> inboxSize_{0};
-
-  // Those who wait for the owner to finish something or to let go.
-  std::mutex waitMutex_;
-  std::condition_variable waitChanged_;
-  std::atomic<int> waiters_{0};
-
-  std::mutex threadMutex_;
-  std::condition_variable threadChanged_;
-  std::atomic<bool> busy_{false};  // something is in flight
-  bool stop_ = false;              // guarded by threadMutex_
-  bool shutDown_ = false;          // owner only
-  int idle_ = 0;                   // guarded by threadMutex_: threads that wait for work
-  // What is to be done on a progress thread because it may block; guarded by threadMutex_.
-  std::vector<std::function<void()>> blocking_;
-  std::atomic<bool> mustBlock_{false};  // blocking_ has some
-  std::vector<std::thread> threads_;    // guarded by threadMutex_; the first holds the lifeline
+  const uint32_t forkCount_;
+  Ownership ownership_;
+  std::unique_ptr<Process> process_;  // null after shutdown()
+  GroupRegistry groups_;
+  Progress progress_;
+  std::optional<ForkHold> forkHold_;
 };
-
-// An owner that threw past release() would leave everybody waiting for ever.
-template <typename Action>
-void Engine::guarded(const Action& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    failActive(error.what(), error.kind());
-  } catch (const std::exception& error) {
-    failActive(error.what(), ErrorKind::Internal);
-  }
-}
 
 }  // namespace smddp::engine

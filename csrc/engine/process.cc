@@ -70,8 +70,9 @@ void Process::Link::onPeerFailed(transport::PeerId peer, const std::string& caus
   if (found != peers.end()) owner.lose(*found->second, /*died=*/false, cause);
 }
 
-Process::Process(Options options)
-    : options_(std::move(options)),
+Process::Process(Options options, const Ownership& ownership)
+    : ownership_(ownership),
+      options_(std::move(options)),
       id_(options_.id ? *options_.id : bootstrap::randomProcessId()),
       slab_(transport::shm::Slab::create(options_.slabBytes)),
       regions_(std::make_shared<RegionPool>(slab_)),
@@ -90,7 +91,7 @@ Process::~Process() {
     while (options_.lifelines && clock().now() - quietSince < kQuietTime &&
            !deadline.passed(clock())) {
       try {
-        if (pollFabric() > 0) quietSince = clock().now();
+        if (fabric_->table.poll() > 0) quietSince = clock().now();
       } catch (const Error&) {
         break;
       }
@@ -101,23 +102,31 @@ Process::~Process() {
 
 // Unique because the id is random: one count per process, spread over all bits.
 uint64_t Process::newGroupId() {
+  ownership_.assertOwned();
   uint64_t random = 0;
   std::memcpy(&random, id_.data(), sizeof random);
   return random ^ ++lastGroup_ * 0x9e3779b97f4a7c15;
 }
 
 bootstrap::Introduction Process::introduce(std::vector<std::byte> group) {
+  ownership_.assertOwned();
   bootstrap::Introduction mine = bootstrap::introduceThisProcess(settings(), id_);
   if (!options_.nodeName.empty()) mine.nodeName = options_.nodeName;
   mine.slab = local_->transport->address();
   if (fabric_) mine.fabric = fabric_->transport->address();
   if (lifeline_) mine.lifeline = lifeline_->address();
+  mine.nodeAgreement = nodeAgreement_;
   mine.group = std::move(group);
   return mine;
 }
 
+void Process::setNodeAgreement(uint64_t agreement) {
+  ownership_.assertOwned();
+  nodeAgreement_ = agreement;
+}
+
 bool Process::probe(const bootstrap::Introduction& other, std::string* why) {
-  const std::lock_guard lock(probeMutex_);
+  const MutexLock lock(probeMutex_);
   if (probed_.contains(other.processId)) return true;
   try {
     probed_[other.processId] = transport::shm::Mate::attach(slabAddress(other));
@@ -130,6 +139,7 @@ bool Process::probe(const bootstrap::Introduction& other, std::string* why) {
 }
 
 void Process::openFabric(size_t remotePeers) {
+  ownership_.assertOwned();
   if (fabric_) return;
   if (!options_.fabric) requireDescriptors(remotePeers);
   // Sleeping needs a pipe from now on. Nothing of this is kept when the rest fails: the next group tries again.
@@ -148,10 +158,12 @@ void Process::openFabric(size_t remotePeers) {
 }
 
 std::string Process::describeFabric() const {
+  ownership_.assertOwned();
   return fabric_ ? fabric_->transport->describe() : "";
 }
 
 Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
+  ownership_.assertOwned();
   if (const auto known = peers_.find(other.processId); known != peers_.end()) return *known->second;
   auto peer = std::make_unique<Peer>();
   peer->introduction = other;
@@ -161,7 +173,7 @@ Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
     if (!probe(other, &why)) {
       raise(ErrorKind::Transport, "the memory of {} cannot be mapped any more: {}", name, why);
     }
-    const std::lock_guard lock(probeMutex_);
+    const MutexLock lock(probeMutex_);
     peer->mate = probed_[other.processId];
     peer->memory = std::make_unique<transport::shm::MateMemory>(peer->mate);
     matePages_.push_back(&peer->mate->page());
@@ -175,31 +187,38 @@ Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
 }
 
 transport::RemoteKey Process::registerMemory(const Peer& peer, std::span<std::byte> memory) {
+  ownership_.assertOwned();
   Link& link = linkOf(peer);
   if (&link == fabric_.get()) slab_->keep(memory);
   return link.transport->registerMemory(memory);
 }
 
 void Process::addSource(std::span<std::byte> memory) {
+  ownership_.assertOwned();
   if (fabric_->transport->addSource(memory)) slab_->keep(memory);
 }
 
 std::string Process::addDeviceSource(const transport::DeviceMemory& memory) {
+  ownership_.assertOwned();
   if (!fabric_) return "there is no other node";
   return fabric_->transport->addDeviceSource(memory);
 }
 
 void Process::removeDeviceSource(std::span<std::byte> memory) {
+  ownership_.assertOwned();
   if (fabric_) fabric_->transport->removeDeviceSource(memory);
 }
 
-size_t Process::poll() { return local_->table.poll() + pollFabric(); }
-
-size_t Process::pollFabric() { return fabric_ ? fabric_->table.poll() : 0; }
+size_t Process::poll() {
+  ownership_.assertOwned();
+  return local_->table.poll() + (fabric_ ? fabric_->table.poll() : 0);
+}
 
 void Process::checkPeers() {
+  ownership_.assertOwned();
   if (lifeline_) {
     lifeline_->poll([&](const bootstrap::Lifeline::Departure& departure) {
+      ownership_.assertOwned();
       const auto found = peers_.find(departure.process);
       if (found != peers_.end()) lose(*found->second, !departure.orderly, departure.cause);
     });
@@ -214,6 +233,7 @@ void Process::checkPeers() {
 }
 
 void Process::lose(Peer& peer, bool died, const std::string& cause) {
+  ownership_.assertOwned();
   peer.died |= died;
   if (peer.lost) return;
   peer.lost = cause;
@@ -221,10 +241,12 @@ void Process::lose(Peer& peer, bool died, const std::string& cause) {
 }
 
 void Process::probeHost(const Peer& peer) {
+  ownership_.assertOwned();
   if (lifeline_) lifeline_->probe(peer.introduction.processId);
 }
 
 bool Process::isStopped(Peer& mate) const {
+  ownership_.assertOwned();
   const Nanoseconds now = clock().now();
   if (now - mate.lookedAt >= kStoppedPeriod) {
     mate.lookedAt = now;
@@ -234,6 +256,7 @@ bool Process::isStopped(Peer& mate) const {
 }
 
 void Process::sleep(Nanoseconds timeout, bool network) {
+  ownership_.assertOwned();
   if (local_->table.hasBacklog() || (fabric_ && fabric_->table.hasBacklog())) {
     timeout = std::min(timeout, WaitPolicy::kNetworkPoll);
   }

@@ -9,7 +9,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -18,6 +17,8 @@
 #include "bootstrap/introduction.h"
 #include "bootstrap/lifeline.h"
 #include "common/clock.h"
+#include "common/mutex.h"
+#include "common/ownership.h"
 #include "engine/region_pool.h"
 #include "engine/window_pool.h"
 #include "transport/channel_table.h"
@@ -71,11 +72,14 @@ class Process {
   // Receives control messages that are not about channels. `from` is never null.
   using ControlHandler = std::function<void(Peer& from, transport::Bytes message)>;
 
-  explicit Process(Options options);
+  // `ownership` is the engine's.
+  Process(Options options, const Ownership& ownership);
   ~Process();
   Process(const Process&) = delete;
   Process& operator=(const Process&) = delete;
 
+  // What runs on the thread that owns the engine begins with ownership().assertOwned().
+  const Ownership& ownership() const SMDDP_RETURN_CAPABILITY(ownership_) { return ownership_; }
   const Clock& clock() const { return *options_.clock; }
   const ProcessId& id() const { return id_; }
   // A number that no group of any process has had before.
@@ -89,6 +93,8 @@ class Process {
   transport::shm::CommMemory& commMemory() { return *commMemory_; }
   const std::shared_ptr<transport::shm::CommMemory>& sharedCommMemory() { return commMemory_; }
 
+  // By what the nodes of groups were agreed on (bootstrap::Locality): part of what we publish from now on.
+  void setNodeAgreement(uint64_t agreement);
   // What we publish. The addresses between nodes are in it only after openFabric().
   bootstrap::Introduction introduce(std::vector<std::byte> group);
   // Can this process's memory be mapped here? Remembers the mapping. Throws Resource when this process has no
@@ -97,7 +103,10 @@ class Process {
   // Creates the endpoint and the lifelines; once. Throws Usage when built without libfabric.
   // Throws Resource when there are not enough descriptors for `remotePeers` as well.
   void openFabric(size_t remotePeers);
-  bool onFabric() const { return fabric_ != nullptr; }
+  bool onFabric() const {
+    ownership_.assertOwned();
+    return fabric_ != nullptr;
+  }
   // The peer behind an introduction; connected by shared memory when `sharesNode`, else by the fabric.
   Peer& meet(const bootstrap::Introduction& other, bool sharesNode);
   // The key under which peers on the same table write into our slab.
@@ -112,8 +121,6 @@ class Process {
 
   // Moves messages. Returns how many events there were.
   size_t poll();
-  // The part of poll() that only groups across nodes need at every turn.
-  size_t pollFabric();
   // Looks for peers that are gone; not for the fast path.
   void checkPeers();
   // Somebody waits for this remote peer: makes sure that its host is still reached (checkPeers()).
@@ -121,15 +128,25 @@ class Process {
   // Whether a mate's process is stopped by a signal or a debugger. Looks a few times a second.
   bool isStopped(Peer& mate) const;
   // Every remote peer is connected, or known to be gone. checkPeers() brings it about.
-  bool lifelinesSettled() const { return !lifeline_ || lifeline_->numExpected() == 0; }
+  bool lifelinesSettled() const {
+    ownership_.assertOwned();
+    return !lifeline_ || lifeline_->numExpected() == 0;
+  }
   // Sleeps until a mate rings, a message comes or `timeout` is over. The caller has called
   // doorbell().prepare() and looked once more.
   void sleep(Nanoseconds timeout, bool network);
   // Of the processes that share memory with us.
-  std::span<const transport::shm::ProcessPage* const> matePages() const { return matePages_; }
-  void wake(Peer& peer) { transport::shm::Doorbell::ring(*peer.mate); }
+  std::span<const transport::shm::ProcessPage* const> matePages() const {
+    ownership_.assertOwned();
+    return matePages_;
+  }
+  void wake(Peer& peer) {
+    ownership_.assertOwned();
+    transport::shm::Doorbell::ring(*peer.mate);
+  }
 
-  void closeInChild() noexcept {
+  // In the child of a fork that found the engine at a stop.
+  void closeInChild() noexcept SMDDP_NO_THREAD_ANALYSIS {
     if (lifeline_) lifeline_->closeInChild();
   }
 
@@ -151,24 +168,30 @@ class Process {
   };
 
   void lose(Peer& peer, bool died, const std::string& cause);
-  Link& linkOf(const Peer& peer) { return peer.mate ? *local_ : *fabric_; }
+  Link& linkOf(const Peer& peer) SMDDP_REQUIRES(ownership_) {
+    return peer.mate ? *local_ : *fabric_;
+  }
 
+  const Ownership& ownership_;
   Options options_;
   ProcessId id_;
-  uint64_t lastGroup_ = 0;  // how many groups this process has numbered
+  uint64_t lastGroup_ SMDDP_GUARDED_BY(ownership_) =
+      0;  // how many groups this process has numbered
+  uint64_t nodeAgreement_ SMDDP_GUARDED_BY(ownership_) = 0;
   std::shared_ptr<transport::shm::Slab> slab_;
   std::shared_ptr<RegionPool> regions_;
   std::shared_ptr<WindowPool> windows_;
-  std::vector<const transport::shm::ProcessPage*> matePages_;  // kept mapped by peers_
+  // Kept mapped by peers_.
+  std::vector<const transport::shm::ProcessPage*> matePages_ SMDDP_GUARDED_BY(ownership_);
   transport::shm::Doorbell doorbell_;
   std::shared_ptr<transport::shm::CommMemory> commMemory_;
   ControlHandler handler_;
-  std::map<ProcessId, std::unique_ptr<Peer>> peers_;
-  std::mutex probeMutex_;
-  std::map<ProcessId, std::shared_ptr<transport::shm::Mate>> probed_;  // guarded by probeMutex_
+  std::map<ProcessId, std::unique_ptr<Peer>> peers_ SMDDP_GUARDED_BY(ownership_);
+  Mutex probeMutex_;
+  std::map<ProcessId, std::shared_ptr<transport::shm::Mate>> probed_ SMDDP_GUARDED_BY(probeMutex_);
   std::unique_ptr<Link> local_;
-  std::unique_ptr<Link> fabric_;
-  std::unique_ptr<bootstrap::Lifeline> lifeline_;
+  std::unique_ptr<Link> fabric_ SMDDP_GUARDED_BY(ownership_);
+  std::unique_ptr<bootstrap::Lifeline> lifeline_ SMDDP_GUARDED_BY(ownership_);
 };
 
 }  // namespace smddp::engine

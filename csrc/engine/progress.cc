@@ -1,276 +1,244 @@
-// Who runs the engine, and how its threads wait (engine.h).
-#include <pthread.h>
+#include "engine/progress.h"
 
-#include <algorithm>
-#include <exception>
-#include <system_error>
 #include <utility>
 
 #include "common/log.h"
-#include "engine/engine.h"
 
 namespace smddp::engine {
-namespace {
 
-// Callbacks that wait for other operations at the same time; no sane program has so many.
-constexpr size_t kMaxThreads = 64;
+Progress::Progress(Ownership& ownership, Process& process, GroupRegistry& groups, bool hasThreads)
+    : ownership_(ownership),
+      process_(&process),
+      groups_(groups),
+      hasThreads_(hasThreads),
+      policy_(process),
+      threads_(*this, policy_) {
+  if (hasThreads) threads_.start(process.sharedSlab());
+}
 
-}  // namespace
-
-void Engine::post(std::function<void()> action) {
-  {
-    const std::lock_guard lock(inboxMutex_);
-    inbox_.push_back(std::move(action));
-    inboxSize_.store(inbox_.size());
-  }
+void Progress::stop() {
+  threads_.beginStop();
   process_->doorbell().ringSelf();
+  threads_.join();
+  process_ = nullptr;
+}
+
+// --- actions for the owner --------------------------------------------------------------------------------
+
+void Progress::post(Inbox::Action action) {
+  leaveForOwner(std::move(action));
   // The owner may have let go between our look and the push: then somebody must take it up.
-  if (tryOwn()) {
-    drainInbox();
-    release();
+  if (!ownership_.tryAcquire()) return;
+  drainInbox();
+  release();
+}
+
+void Progress::leaveForOwner(Inbox::Action action) {
+  inbox_.push(std::move(action));
+  process_->doorbell().ringSelf();
+}
+
+void Progress::drainInbox() {
+  while (!inbox_.empty()) {
+    for (const auto& action : inbox_.take()) action();
+    if (waiters_.any()) waiters_.wake();
   }
 }
 
-void Engine::drainInbox() {
-  while (inboxSize_.load(std::memory_order_acquire) > 0) {
-    std::vector<std::function<void()>> actions;
-    {
-      const std::lock_guard lock(inboxMutex_);
-      actions.swap(inbox_);
-      inboxSize_.store(0);
-    }
-    for (const auto& action : actions) action();
-    if (waiters_.load() > 0) {
-      const std::lock_guard lock(waitMutex_);
-      waitChanged_.notify_all();
-    }
-  }
-}
-
-void Engine::release() {
-  const bool busy = !active_.empty();
-  busy_.store(busy);
-  owned_.store(false);
-  if (waiters_.load() > 0) {
-    const std::lock_guard lock(waitMutex_);
-    waitChanged_.notify_all();
-  } else {
-    handOver();
-  }
-  if (!busy) policy_.ended();
-  // What was posted while we let go has no other taker.
-  if (inboxSize_.load() > 0 && tryOwn()) {
-    guarded([this] {
+void Progress::call(const std::function<void()>& action) {
+  if (ownership_.tryAcquire()) {
+    std::exception_ptr error;
+    try {
       drainInbox();
-      turn();
-    });
-    release();
-  }
-}
-
-void Engine::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor) {
-  policy_.returned();
-  bool asked = false;
-  while (!done()) {
-    if (tryOwn()) {
-      guarded([&] { runOwned(done, Waiter::Caller, yieldFor); });
-      release();
-      runContinuations();
-      continue;
+      action();
+    } catch (...) {
+      error = std::current_exception();
     }
-    std::unique_lock lock(waitMutex_);
-    waiters_.fetch_add(1);
-    // A progress thread that sleeps as the owner lets go when it sees us.
-    if (!std::exchange(asked, true)) process_->doorbell().ringSelf();
-    waitChanged_.wait_for(lock, WaitPolicy::kWaiterPoll, [&] { return done() || !owned_.load(); });
-    waiters_.fetch_sub(1);
+    release();
+    if (error) std::rethrow_exception(error);
+    return;
   }
-  handOver();
+  struct Outcome {
+    std::atomic<bool> done{false};
+    std::exception_ptr error;
+  } outcome;
+  post([&] {
+    try {
+      action();
+    } catch (...) {
+      outcome.error = std::current_exception();
+    }
+    outcome.done.store(true, std::memory_order_release);
+  });
+  waitUntil([&] { return outcome.done.load(std::memory_order_acquire); });
+  if (outcome.error) std::rethrow_exception(outcome.error);
 }
 
-void Engine::leaveWait() {
-  waiters_.fetch_sub(1);
-  handOver();
+void Progress::callAndContinue(const std::function<void()>& action) {
+  call([&] {
+    ownership_.assertOwned();
+    action();
+    collectContinuations();
+  });
+  runContinuations();
 }
 
-void Engine::handOver() {
-  if (!hasThreads_ || !busy_.load() || owned_.load() || waiters_.load() > 0) return;
-  if (!policy_.leftInFlight()) return;
-  const std::lock_guard lock(threadMutex_);
-  threadChanged_.notify_one();
+void Progress::runBlocking(std::function<void()> action) {
+  if (!hasThreads_) return action();
+  threads_.runBlocking(std::move(action));
+  // A progress thread may be asleep as the owner.
+  process_->doorbell().ringSelf();
 }
 
-void Engine::activate(Group& group) {
-  if (std::find(active_.begin(), active_.end(), &group) == active_.end()) active_.push_back(&group);
-}
+// --- running ----------------------------------------------------------------------------------------------
 
-bool Engine::turn() {
-  bool advanced = false;
-  bool messages = false;
-  for (size_t i = 0; i < active_.size(); ++i) {
-    advanced |= active_[i]->advance();
-    messages |= active_[i]->needsPolling();
-  }
-  if (messages && process_->poll() > 0) advanced = true;
+bool Progress::turn() {
+  const bool advanced = groups_.advance();
   if (advanced) {
     collectContinuations();
-    if (waiters_.load(std::memory_order_relaxed) > 0) {
-      const std::lock_guard lock(waitMutex_);
-      waitChanged_.notify_all();
-    }
+    if (waiters_.any()) waiters_.wake();
   }
   return advanced;
 }
 
-bool Engine::step() {
-  if (!tryOwn()) return false;
+void Progress::advanceOnce() {
+  ownership_.assertOwned();
+  // What ended as it was submitted leaves nothing to wake the progress thread for.
+  if (!turn()) collectContinuations();
+}
+
+bool Progress::step() {
   bool advanced = true;
-  guarded([&] {
-    drainInbox();
+  const bool ran = tryRun([&] {
+    ownership_.assertOwned();
     process_->poll();
     advanced = turn();
-    if (!advanced) look();
+    if (!advanced) checkHealth();
   });
-  release();
-  runContinuations();
-  return advanced;
+  return ran && advanced;
 }
 
-// The slow path's look at everything that can go wrong.
-void Engine::look() {
-  process_->poll();
-  process_->checkPeers();
-  for (size_t i = 0; i < active_.size(); ++i) active_[i]->checkHealth();
-  for (auto& [id, group] : groups_) {
-    if (group->isWatched() && group->checkMembers()) activate(*group);
-  }
+void Progress::checkHealth() {
+  groups_.checkHealth();
   collectContinuations();
 }
 
-void Engine::collectContinuations() {
-  const auto take = [this](Group& group) {
-    for (auto& action : group.takeContinuations()) continuations_.push_back(std::move(action));
-  };
-  for (Group* group : active_) take(*group);
-  for (auto& group : remains_) take(*group);
-  if (!continuations_.empty()) ended_.store(true);
-  std::erase_if(active_, [](Group* group) { return group->idle(); });
+void Progress::fail(const Error& error) {
+  groups_.failActive(error);
+  collectContinuations();
 }
 
-void Engine::runOwned(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor) {
+void Progress::collectContinuations() {
+  groups_.takeContinuations(continuations_);
+  if (!continuations_.empty()) hasContinuations_.store(true);
+}
+
+void Progress::runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor) {
+  ownership_.assertOwned();
   WaitPolicy::Backoff backoff(policy_, waiter, yieldFor);
   while (true) {
     drainInbox();
     const bool advanced = turn();
     if (done() || !continuations_.empty()) return;
-    // The progress thread lets go for a caller that waits, who pays no hand-over from then on.
-    if (waiter == Waiter::ProgressThread && (waiters_.load() > 0 || mustBlock_.load())) return;
+    // The progress thread lets go for a caller who waits, who pays no hand-over from then on.
+    const bool isThread = waiter == Waiter::ProgressThread;
+    if (isThread && (waiters_.any() || threads_.hasBlocking())) return;
     if (advanced) {
       backoff.reset();
       continue;
     }
     if (backoff.spinOrYield()) continue;
     if (policy_.healthCheckDue()) {
-      look();
+      checkHealth();
       if (done() || !continuations_.empty()) return;
     }
     process_->doorbell().prepare();
-    if (inboxSize_.load() > 0 || turn() || done()) {
+    if (!inbox_.empty() || turn() || done()) {
       process_->doorbell().cancel();
       continue;
     }
-    const bool network = std::any_of(active_.begin(), active_.end(),
-                                     [](Group* group) { return group->spansNodes(); });
-    process_->sleep(policy_.untilHealthCheck(), network);
+    process_->sleep(policy_.untilHealthCheck(), groups_.isActiveAcrossNodes());
   }
+}
+
+void Progress::runUnattendedWork() {
+  if (!ownership_.tryAcquire()) return;
+  guarded([this] {
+    ownership_.assertOwned();
+    if (process_->onFabric() || groups_.watchesIdle()) checkHealth();
+    runUntil([this] { return groups_.idle(); }, Waiter::ProgressThread);
+  });
+  if (!continuations_.empty()) threads_.keepOneIdle();
+  release();
+  runContinuations();
+}
+
+void Progress::release() {
+  const bool isBusy = !groups_.idle();
+  isBusy_.store(isBusy);
+  ownership_.release();
+  if (waiters_.any()) {
+    waiters_.wake();
+  } else {
+    handOver();
+  }
+  if (!isBusy) policy_.ended();
+  // What was pushed while we let go has no other taker.
+  if (inbox_.empty() || !ownership_.tryAcquire()) return;
+  guarded([this] {
+    ownership_.assertOwned();
+    drainInbox();
+    turn();
+  });
+  release();
+}
+
+void Progress::handOver() {
+  if (!hasThreads_ || !hasUnattendedWork()) return;
+  if (policy_.leftInFlight()) threads_.wakeOne();
 }
 
 // Called without ownership. A continuation is the user's code: what it throws is its own business.
-void Engine::runContinuations() {
-  while (ended_.load() && tryOwn()) {
-    std::vector<std::function<void()>> ready;
-    ready.swap(continuations_);
-    ended_.store(false);
-    release();
-    for (const auto& action : ready) {
-      try {
-        action();
-      } catch (const std::exception& error) {
-        SMDDP_LOG(Warn, "engine", "a callback of a finished operation threw: {}", error.what());
-      }
-    }
-  }
-}
-
-// On a progress thread. A caller that came by might hold a lock, and wants to go on.
-void Engine::runBlocking() {
-  if (!mustBlock_.load()) return;
-  std::vector<std::function<void()>> actions;
-  {
-    const std::lock_guard lock(threadMutex_);
-    actions.swap(blocking_);
-    mustBlock_.store(false);
-  }
-  keepOneIdle();
-  for (const auto& action : actions) {
+bool Progress::runSomeContinuations() {
+  if (!ownership_.tryAcquire()) return false;
+  const GroupRegistry::Actions ready = std::exchange(continuations_, {});
+  hasContinuations_.store(false);
+  release();
+  for (const auto& action : ready) {
     try {
       action();
     } catch (const std::exception& error) {
-      SMDDP_LOG(Warn, "engine", "what follows the failure of a group threw: {}", error.what());
+      SMDDP_LOG(Warn, "engine", "a callback of a finished operation threw: {}", error.what());
     }
   }
+  return true;
 }
 
-// A continuation may wait for a future that only a progress thread can complete: another one stands by then.
-void Engine::keepOneIdle() {
-  const std::lock_guard lock(threadMutex_);
-  if (stop_ || idle_ > 0) return;
-  if (threads_.size() >= kMaxThreads) {
-    SMDDP_LOG(Warn, "engine", "{} callbacks of finished operations are at work or wait",
-              threads_.size());
-    return;
+// --- waiting ----------------------------------------------------------------------------------------------
+
+void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor) {
+  callerReturned();
+  bool asked = false;
+  while (!done()) {
+    if (tryRun([&] { runUntil(done, Waiter::Caller, yieldFor); })) continue;
+    waiters_.add();
+    // A progress thread that sleeps as the owner lets go when it sees us.
+    if (!std::exchange(asked, true)) process_->doorbell().ringSelf();
+    waiters_.sleepUntil([&] { return done() || !ownership_.isTaken(); });
+    waiters_.remove();
   }
-  try {
-    threads_.emplace_back([this] { progressLoop(/*first=*/false); });
-  } catch (const std::system_error& error) {
-    SMDDP_LOG(Warn, "engine", "no thread for progress beside callbacks: {}", error.what());
-  }
+  handOver();
 }
 
-// Parks a progress thread until something is in flight that nobody waits for, or for kAnswerPeriod: while nothing is in
-// flight here, ranks of other nodes may wait for us and ask what we are doing. False when it is time to end.
-bool Engine::awaitWork() {
-  const auto isLeft = [&] { return busy_.load() && waiters_.load() == 0 && !owned_.load(); };
-  const auto answer = std::chrono::steady_clock::now() + WaitPolicy::kAnswerPeriod;
-  std::unique_lock lock(threadMutex_);
-  ++idle_;
-  while (!stop_ && blocking_.empty() && std::chrono::steady_clock::now() < answer) {
-    // Said before we look for work: what is left at this moment is seen by us, or by who leaves it (handOver).
-    const bool polls = policy_.beginPoll();
-    if (isLeft() && policy_.takesWork(polls)) break;
-    threadChanged_.wait_until(
-        lock, polls ? std::chrono::steady_clock::now() + WaitPolicy::kParkedPoll : answer);
-  }
-  policy_.endPoll();
-  --idle_;
-  return !stop_;
+void Progress::endWaiting() {
+  waiters_.remove();
+  handOver();
 }
 
-void Engine::progressLoop(bool first) {
-  pthread_setname_np(pthread_self(), "smddp-progress");
-  std::optional<transport::shm::Lifeline> lifeline;
-  if (first) lifeline.emplace(process_->sharedSlab());
-  while (awaitWork()) {
-    runBlocking();
-    if (!tryOwn()) continue;
-    guarded([this] {
-      if (process_->onFabric() || watches_) look();
-      runOwned([this] { return active_.empty(); }, Waiter::ProgressThread);
-    });
-    if (!continuations_.empty()) keepOneIdle();
-    release();
-    runContinuations();
-  }
+void Progress::wakeWaiters() {
+  // Who waits sleeps as the owner or beside it.
+  if (process_ != nullptr) process_->doorbell().ringSelf();
+  waiters_.wake();
 }
 
 }  // namespace smddp::engine

@@ -1,7 +1,6 @@
-// Groups made of a group's ranks without the store.
-#include <fmt/format.h>
+#include "engine/split.h"
 
-#include "engine/engine.h"
+#include <fmt/format.h>
 
 namespace smddp::engine {
 namespace {
@@ -12,10 +11,12 @@ constexpr int32_t kTagDown = -4;
 
 }  // namespace
 
-std::shared_ptr<Group> Engine::splitGroup(const std::shared_ptr<Group>& parent,
-                                          const Group::Spec& spec, const std::vector<Rank>& members,
-                                          Nanoseconds timeout) {
-  auto [group, mine] = beginGroup(spec);
+std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& parent,
+                                  const Group::Spec& spec, const std::vector<Rank>& members,
+                                  Nanoseconds timeout) {
+  const auto begun = engine.beginGroup(spec);
+  const std::shared_ptr<Group>& group = begun.first;
+  const bootstrap::Introduction& mine = begun.second;
   const size_t one = mine.group.size();
   // What everybody publishes has one size: rank r's part is at r * one. Shared with messages that may outlive us.
   const auto blobs = std::make_shared<std::vector<std::byte>>(members.size() * one);
@@ -31,11 +32,11 @@ std::shared_ptr<Group> Engine::splitGroup(const std::shared_ptr<Group>& parent,
     message.buffer = {bytes};
     message.timeout = timeout;
     message.keepAlive = blobs;
-    open.push_back(submit(*parent, std::move(message)));
+    open.push_back(engine.submit(*parent, std::move(message)));
   };
   const auto settle = [&] {
     for (const auto& completion : open) {
-      wait(*completion);
+      engine.wait(*completion);
       if (completion->error()) throw *completion->error();
     }
     open.clear();
@@ -57,14 +58,14 @@ std::shared_ptr<Group> Engine::splitGroup(const std::shared_ptr<Group>& parent,
 
   std::vector<bootstrap::Introduction> introductions;
   std::vector<std::string> nodes;
-  call([&] {
+  engine.call([&] {
     for (size_t rank = 0; rank < members.size(); ++rank) {
       const auto bytes = part(rank);
       introductions.push_back(parent->introductionOf(members[rank], {bytes.begin(), bytes.end()}));
       nodes.push_back(fmt::format("{}", parent->topology().nodeOf(members[rank])));
     }
   });
-  finishGroup(group, introductions, nodes);
+  engine.finishGroup(group, introductions, nodes);
   return group;
 }
 

@@ -11,6 +11,7 @@
 #include "common/config.h"
 #include "common/log.h"
 #include "cuda/library.h"
+#include "engine/split.h"
 #include "process_group/checks.h"
 #include "process_group/device_sources.h"
 #include "process_group/errors.h"
@@ -446,7 +447,8 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
     const engine::Group::Spec spec{
         fmt::format("{}, {} {}", group()->spec().name, name, topology.myLocal()), topology.myNode(),
         topology.numNodes(), group()->spec().algorithm};
-    railGroups.push_back(engine()->splitGroup(group(), spec, members, nanoseconds(timeout)));
+    railGroups.push_back(
+        engine::splitGroup(*engine(), group(), spec, members, nanoseconds(timeout)));
     rails.push_back(c10::make_intrusive<ProcessGroup>(railGroups.back(), patience));
     sendDirectly(*rails.back());
   }

@@ -65,7 +65,7 @@ std::vector<Mailbox::Arrival> Mailbox::take(bool block) {
   const c10::InferenceMode guard(false);
   std::vector<Arrival> arrived;
   translated([&] {
-    const engine::Engine::Attendance attendance(*group_->engine_);
+    const engine::Engine::WaitScope waiting(*group_->engine_);
     while (!streams_.empty()) {
       std::erase_if(streams_, [&](Stream& stream) { return !advance(stream, arrived); });
       if (!arrived.empty() || !block || interrupted_.exchange(false)) break;

@@ -6,6 +6,7 @@
 
 #include "common/config.h"
 #include "common/log.h"
+#include "engine/split.h"
 #include "process_group/checks.h"
 #include "process_group/errors.h"
 #include "process_group/store_adapter.h"
@@ -159,8 +160,8 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
   const engine::Group::Spec spec{options ? options->group_name : "",
                                  static_cast<Rank>(me - members.begin()),
                                  static_cast<int>(members.size()), parent->spec().algorithm};
-  auto child =
-      translated([&] { return engine_->splitGroup(parent, spec, members, nanoseconds(timeout)); });
+  auto child = translated(
+      [&] { return engine::splitGroup(*engine_, parent, spec, members, nanoseconds(timeout)); });
   return {std::move(child), timeout};
 }
 

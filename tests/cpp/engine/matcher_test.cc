@@ -202,7 +202,7 @@ TEST_P(MatcherTest, ShortMessagesBetweenThoseWhoWaitWakeNobodyElse) {
     rank.run(barrier());
     const int64_t before = progressRuns();
     for (int round = 0; round < kRounds; ++round) {
-      const engine::Engine::Attendance attendance(rank.engine);
+      const engine::Engine::WaitScope waiting(rank.engine);
       finish(rank, begin(rank, true, next, out, 0, /*buffered=*/true));
       rank.engine.waitForAny({receive(rank, previous, in)}, enough, /*yieldFor=*/200'000);
       EXPECT_TRUE(in == make(100, previous));

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "engine/calls.h"
+#include "engine/split.h"
 #include "support/ranks.h"
 
 namespace smddp::test {
@@ -17,7 +18,7 @@ std::shared_ptr<engine::Group> split(RankContext& rank,
   if (me == members.end()) return nullptr;
   const engine::Group::Spec spec{"part", static_cast<Rank>(me - members.begin()),
                                  static_cast<int>(members.size())};
-  return rank.engine.splitGroup(parent, spec, members, kTimeout);
+  return engine::splitGroup(rank.engine, parent, spec, members, kTimeout);
 }
 
 // What the group's ranks are in the first group, in the order of the new one.
@@ -69,7 +70,7 @@ TEST(SplitTest, ARankThatIsMissingIsAnError) {
     if (rank.rank == 1) return;
     const engine::Group::Spec spec{"part", 0, 2};
     try {
-      rank.engine.splitGroup(rank.group, spec, {0, 1}, 300'000'000);
+      engine::splitGroup(rank.engine, rank.group, spec, {0, 1}, 300'000'000);
       FAIL() << "rank 1 never came";
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::Timeout) << error.what();

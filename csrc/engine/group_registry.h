@@ -1,0 +1,91 @@
+// The groups of an engine: those it is a member of, those with something in flight, and those it has left whose memory
+// others may still use.
+//
+// Threads: everything on the thread that owns the engine. Ends with the engine, before the process's state does.
+// Errors: an action that throws while the engine runs breaks the groups with something in flight (failActive).
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "common/ownership.h"
+#include "engine/group.h"
+#include "engine/process.h"
+
+namespace smddp::engine {
+
+class GroupRegistry {
+ public:
+  using Actions = std::vector<std::function<void()>>;
+
+  // Receives the process's control messages from now on.
+  GroupRegistry(const Ownership& ownership, Process& process);
+  GroupRegistry(const GroupRegistry&) = delete;
+  GroupRegistry& operator=(const GroupRegistry&) = delete;
+
+  // A group that has joined. It gets what ranks that were quicker have sent to it.
+  void add(const std::shared_ptr<Group>& group);
+  // Leaves the group, unless it has been left.
+  void leave(const std::shared_ptr<Group>& group);
+  // Leaves all groups; from now on none becomes active.
+  void leaveAll();
+  bool hasLeftAll() const {
+    ownership_.assertOwned();
+    return hasLeftAll_;
+  }
+  // Frees the memory of groups that nobody can touch any more.
+  void reap();
+  // Whether the ranks of other nodes have what this one has sent them, of all groups that it has left.
+  bool areRemoteRanksDone();
+  // The end, when no thread runs the engine any more.
+  void clear();
+
+  // `group` may have something in flight.
+  void activate(Group& group);
+  // Nothing is in flight.
+  bool idle() const {
+    ownership_.assertOwned();
+    return active_.empty();
+  }
+  bool isActiveAcrossNodes() const;
+  // Does what can be done now for what is in flight; true when anything advanced.
+  bool advance();
+  // From now on the slow path looks for ranks that have died in groups that are idle, too.
+  void watchIdle() {
+    ownership_.assertOwned();
+    watchesIdle_ = true;
+  }
+  bool watchesIdle() const {
+    ownership_.assertOwned();
+    return watchesIdle_;
+  }
+  // The slow path: looks for everything that can have gone wrong.
+  void checkHealth();
+  // Breaks the groups with something in flight.
+  void failActive(const Error& error);
+  // Appends what is to be run now that operations have ended, and forgets which idle groups were active.
+  void takeContinuations(Actions& continuations);
+
+ private:
+  struct EarlyMessage {
+    Peer* from;
+    std::vector<std::byte> bytes;
+  };
+  void dispatch(Peer& from, transport::Bytes message);
+
+  const Ownership& ownership_;
+  Process& process_;
+  std::map<uint64_t, std::shared_ptr<Group>> joined_ SMDDP_GUARDED_BY(ownership_);  // by id
+  std::vector<Group*> active_ SMDDP_GUARDED_BY(ownership_);
+  std::vector<std::shared_ptr<Group>> left_ SMDDP_GUARDED_BY(ownership_);  // until abandoned by all
+  // By group: messages to groups that this rank has yet to make.
+  std::map<uint64_t, std::deque<EarlyMessage>> early_ SMDDP_GUARDED_BY(ownership_);
+  bool watchesIdle_ SMDDP_GUARDED_BY(ownership_) = false;
+  bool hasLeftAll_ SMDDP_GUARDED_BY(ownership_) = false;
+};
+
+}  // namespace smddp::engine

@@ -1,0 +1,138 @@
+// Runs what is in flight in an engine. Whoever holds the engine's ownership runs it (docs/threads.md).
+//
+// A caller who waits anyway becomes the owner and runs everything in flight until his operation is done: no hand-over is
+// paid. What an asynchronous submitter leaves in flight goes to the progress thread. Somebody who finds the engine owned
+// leaves his action in the inbox, which the owner empties at every turn.
+//
+// Owns the inbox, the progress threads and the continuations that are to be run. Continuations run on the thread that
+// completed the operation, without ownership; they may submit and wait, also for futures, which drives nothing: so a
+// progress thread has another one stand by before it runs any.
+//
+// Threads: public functions from any thread, except where marked. Ends: stop() joins the progress threads; from then on
+// only call() and wakeWaiters() may be used.
+// Errors: an action that throws while the engine runs ends what is in flight, and its thread goes on. Those of call()
+// pass through.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <vector>
+
+#include "common/ownership.h"
+#include "engine/group_registry.h"
+#include "engine/inbox.h"
+#include "engine/process.h"
+#include "engine/progress_threads.h"
+#include "engine/wait_policy.h"
+#include "engine/waiters.h"
+
+namespace smddp::engine {
+
+class Progress {
+ public:
+  using Waiter = WaitPolicy::Waiter;
+
+  // Without threads nothing runs but in step() and in callers who wait: the simulator's tests.
+  Progress(Ownership& ownership, Process& process, GroupRegistry& groups, bool hasThreads);
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+  // Joins the threads.
+  void stop();
+  // In the child of a fork, which has none of the threads.
+  void forgetThreads() { threads_.forget(); }
+  bool hasThreads() const { return hasThreads_; }
+
+  // Becomes the owner, if nobody is, runs `action`, lets go, and runs continuations. False: somebody is the owner.
+  template <typename Action>
+  bool tryRun(const Action& action);
+  // Runs `action` on the owner and returns when it has run.
+  void call(const std::function<void()>& action);
+  // The same for an action that may end operations; runs their continuations.
+  void callAndContinue(const std::function<void()>& action);
+  // Runs `action` on the owner, now or later.
+  void post(Inbox::Action action);
+  // The same, but never on this thread.
+  void leaveForOwner(Inbox::Action action);
+  // Runs what may block on a progress thread. Without threads it runs at once.
+  void runBlocking(std::function<void()> action);
+  // One turn, with the slow path if nothing advances. True when anything has advanced.
+  bool step();
+
+  // A caller begins to wait, or would if his operation had not ended.
+  void callerReturned() { policy_.returned(); }
+  // Until `done`. Yields for `yieldFor`, if that is given, before it sleeps.
+  void waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor = 0);
+  // Between them a caller counts as one who waits, whatever he does.
+  void beginWaiting() { waiters_.add(); }
+  void endWaiting();
+  // Those who wait look again at what they wait for.
+  void wakeWaiters();
+  void runContinuations() {
+    while (hasContinuations_.load() && runSomeContinuations()) {
+    }
+  }
+
+  // The owner: runs what is in flight until `done`, or until there is something to let go of ownership for.
+  void runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor = 0);
+  // The owner: does what can be done now.
+  void advanceOnce();
+  // The owner: lets go. What is left in flight goes to the progress thread, unless somebody waits or is about to.
+  void release() SMDDP_RELEASE(ownership_);
+
+  // For progress threads: whether something is in flight that nobody waits for or runs, and to run it if so.
+  bool hasUnattendedWork() const {
+    return isBusy_.load() && !waiters_.any() && !ownership_.isTaken();
+  }
+  void runUnattendedWork();
+
+ private:
+  void drainInbox() SMDDP_REQUIRES(ownership_);
+  bool turn() SMDDP_REQUIRES(ownership_);
+  void checkHealth() SMDDP_REQUIRES(ownership_);
+  void collectContinuations() SMDDP_REQUIRES(ownership_);
+  void fail(const Error& error) SMDDP_REQUIRES(ownership_);
+  // What `action` throws ends what is in flight: an owner that threw past release() would leave everybody waiting.
+  template <typename Action>
+  void guarded(const Action& action) SMDDP_REQUIRES(ownership_);
+  void handOver();
+  bool runSomeContinuations();
+
+  Ownership& ownership_;
+  Process* process_;  // null after stop()
+  GroupRegistry& groups_;
+  const bool hasThreads_;
+  WaitPolicy policy_;
+  Inbox inbox_;
+  Waiters waiters_;
+  std::atomic<bool> isBusy_{false};  // something is in flight, as the last owner left it
+  GroupRegistry::Actions continuations_ SMDDP_GUARDED_BY(ownership_);
+  std::atomic<bool> hasContinuations_{false};
+  ProgressThreads threads_;
+};
+
+template <typename Action>
+bool Progress::tryRun(const Action& action) {
+  if (!ownership_.tryAcquire()) return false;
+  guarded([&] {
+    ownership_.assertOwned();
+    drainInbox();
+    action();
+  });
+  release();
+  runContinuations();
+  return true;
+}
+
+template <typename Action>
+void Progress::guarded(const Action& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    fail(error);
+  } catch (const std::exception& error) {
+    fail(Error(ErrorKind::Internal, error.what()));
+  }
+}
+
+}  // namespace smddp::engine

@@ -1,0 +1,120 @@
+#include "engine/progress_threads.h"
+
+#include <pthread.h>
+
+#include <system_error>
+#include <utility>
+
+#include "common/log.h"
+#include "engine/progress.h"
+#include "transport/shm/liveness.h"
+
+namespace smddp::engine {
+namespace {
+
+// Callbacks that wait for other operations at the same time; no sane program has so many.
+constexpr size_t kMaxThreads = 64;
+
+}  // namespace
+
+void ProgressThreads::start(std::shared_ptr<transport::shm::Slab> slab) {
+  const MutexLock lock(mutex_);
+  threads_.emplace_back([this, slab = std::move(slab)] {
+    const transport::shm::Lifeline lifeline(slab);
+    loop();
+  });
+}
+
+void ProgressThreads::beginStop() {
+  const MutexLock lock(mutex_);
+  isStopping_ = true;
+  changed_.notifyAll();
+}
+
+void ProgressThreads::join() {
+  std::vector<std::thread> threads;
+  {
+    const MutexLock lock(mutex_);
+    threads.swap(threads_);
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+void ProgressThreads::forget() {
+  // Without the lock: a thread of the parent may have held it.
+  for (auto& thread : threads_) thread.detach();
+}
+
+void ProgressThreads::wakeOne() {
+  const MutexLock lock(mutex_);
+  changed_.notifyOne();
+}
+
+void ProgressThreads::runBlocking(std::function<void()> action) {
+  const MutexLock lock(mutex_);
+  blocking_.push_back(std::move(action));
+  hasBlocking_.store(true);
+  changed_.notifyOne();
+}
+
+// A caller who runs the engine never runs these: he might hold a lock, and wants to go on.
+void ProgressThreads::runBlockingActions() {
+  if (!hasBlocking_.load()) return;
+  std::vector<std::function<void()>> actions;
+  {
+    const MutexLock lock(mutex_);
+    actions.swap(blocking_);
+    hasBlocking_.store(false);
+  }
+  keepOneIdle();
+  for (const auto& action : actions) {
+    try {
+      action();
+    } catch (const std::exception& error) {
+      SMDDP_LOG(Warn, "engine", "what follows the failure of a group threw: {}", error.what());
+    }
+  }
+}
+
+void ProgressThreads::keepOneIdle() {
+  const MutexLock lock(mutex_);
+  if (isStopping_ || idle_ > 0) return;
+  if (threads_.size() >= kMaxThreads) {
+    SMDDP_LOG(Warn, "engine", "{} callbacks of finished operations are at work or wait",
+              threads_.size());
+    return;
+  }
+  try {
+    threads_.emplace_back([this] { loop(); });
+  } catch (const std::system_error& error) {
+    SMDDP_LOG(Warn, "engine", "no thread for progress beside callbacks: {}", error.what());
+  }
+}
+
+// Parks the thread until something is in flight that nobody waits for, or for kAnswerPeriod: while nothing is in flight
+// here, ranks of other nodes may wait for us and ask what we are doing. False when it is time to end.
+bool ProgressThreads::awaitWork() {
+  const auto answer = std::chrono::steady_clock::now() + WaitPolicy::kAnswerPeriod;
+  MutexLock lock(mutex_);
+  ++idle_;
+  while (!isStopping_ && blocking_.empty() && std::chrono::steady_clock::now() < answer) {
+    // Said before we look for work: what is left at this moment is seen by us, or by who leaves it.
+    const bool polls = policy_.beginPoll();
+    if (progress_.hasUnattendedWork() && policy_.takesWork(polls)) break;
+    changed_.waitUntil(lock,
+                       polls ? std::chrono::steady_clock::now() + WaitPolicy::kParkedPoll : answer);
+  }
+  policy_.endPoll();
+  --idle_;
+  return !isStopping_;
+}
+
+void ProgressThreads::loop() {
+  pthread_setname_np(pthread_self(), "smddp-progress");
+  while (awaitWork()) {
+    runBlockingActions();
+    progress_.runUnattendedWork();
+  }
+}
+
+}  // namespace smddp::engine

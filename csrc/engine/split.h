@@ -1,0 +1,17 @@
+// Groups made of a group's ranks without the store.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace smddp::engine {
+
+// A group of some of `parent`'s ranks, who know one another already: no store, one small message from each to the
+// first of them and back. `members` are ranks of the parent; all of them call this in the same order.
+std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& parent,
+                                  const Group::Spec& spec, const std::vector<Rank>& members,
+                                  Nanoseconds timeout);
+
+}  // namespace smddp::engine
