@@ -1,4 +1,4 @@
-// Send and recv, within a node and across: matching by source and tag, order, sizes.
+// Send and recv, within a node and between nodes: matching by source and tag, order, sizes.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -43,7 +43,7 @@ void finish(RankContext& rank, const CompletionPtr& completion) {
   if (completion->error()) throw *completion->error();
 }
 
-// Not the same for any two seeds or lengths.
+// The contents differ for any two seeds or lengths.
 Data make(size_t bytes, int seed) {
   Data data(bytes);
   uint64_t state = static_cast<uint64_t>(seed) * 2654435761u + bytes;
@@ -95,15 +95,15 @@ TEST_P(MatcherTest, TagsSelectAndOneTagKeepsItsOrder) {
   });
 }
 
-// Buffered messages have ended before anybody receives them; a long one is no different from others, and the
-// order of a tag holds across both.
+// Buffered sends end before the messages are received. Long ones are not buffered. The order within a tag holds for
+// both kinds.
 TEST_P(MatcherTest, BufferedMessagesEndBeforeTheyAreReceived) {
   runRanks(GetParam(), [](RankContext& rank) {
     const Rank next = (rank.rank + 1) % rank.size;
     const Rank previous = (rank.rank + rank.size - 1) % rank.size;
     constexpr auto kLongest = static_cast<size_t>(engine::Matcher::kShortBytes);
     std::vector<size_t> sizes{0, 1, kLongest, kLongest + 1, 7, 300'000, 64};
-    // More than any transport has room for at once.
+    // More messages than any transport has room for.
     for (size_t i = 0; i < 500; ++i) sizes.push_back(kLongest - i);
     std::vector<Data> out;
     std::vector<CompletionPtr> sent;
@@ -138,7 +138,7 @@ TEST_P(MatcherTest, ReceivesThatNobodyAnsweredCanBeTakenBack) {
     finish(rank, begin(rank, true, next, out, 0, /*buffered=*/true));
     finish(rank, kept);
     EXPECT_EQ(rank.engine.withdraw(*rank.group, {kept, forgotten}).size(), 2u);
-    // The next message goes to the next receive, not to what was taken back.
+    // The next message goes to the next receive, not to the one that was cancelled.
     finish(rank, begin(rank, true, next, out, 0, /*buffered=*/true));
     finish(rank, receive(rank, previous, late));
     EXPECT_TRUE(early == make(100, previous));
@@ -148,7 +148,7 @@ TEST_P(MatcherTest, ReceivesThatNobodyAnsweredCanBeTakenBack) {
   });
 }
 
-// Who waits for any of several is told of one that ends, or is woken.
+// A wait for any of several returns one that has ended, or is woken.
 TEST_P(MatcherTest, WaitsForAnyOfSeveral) {
   runRanks(GetParam(), [](RankContext& rank) {
     if (rank.size == 1) return;
@@ -175,7 +175,7 @@ TEST_P(MatcherTest, WaitsForAnyOfSeveral) {
   });
 }
 
-// How often progress threads of this process have begun to run.
+// The number of times that progress threads of this process have begun to run.
 int64_t progressRuns() {
   int64_t runs = 0;
   for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -190,7 +190,7 @@ int64_t progressRuns() {
   return runs;
 }
 
-// A progress thread beside a thread that waits would take turns with it on its core, message by message.
+// If the progress thread ran together with a waiting thread, the two would take turns on one core for every message.
 TEST_P(MatcherTest, ShortMessagesBetweenThoseWhoWaitWakeNobodyElse) {
   constexpr int kRounds = 500;
   runRanks(GetParam(), [](RankContext& rank) {
@@ -207,13 +207,14 @@ TEST_P(MatcherTest, ShortMessagesBetweenThoseWhoWaitWakeNobodyElse) {
       rank.engine.waitForAny({receive(rank, previous, in)}, enough, /*yieldFor=*/200'000);
       EXPECT_TRUE(in == make(100, previous));
     }
-    // Some, because all look up several times a second.
+    // A few runs are normal, because all progress threads check several times a second.
     EXPECT_LT(progressRuns() - before, kRounds / 2);
     rank.run(barrier());
   });
 }
 
-// Callers who always come back at once leave the progress thread asleep. It notices all the same when one does not.
+// If callers always come back at once, the progress thread stays asleep. It must still do the work of a caller that
+// does not come back.
 TEST_P(MatcherTest, WhatNobodyComesBackForIsDone) {
   constexpr int kTimes = 3;
   constexpr int kQuickRounds = 20;
@@ -280,7 +281,7 @@ TEST_P(MatcherTest, ToSelfInEitherOrder) {
   });
 }
 
-// Receives posted before, between and after; collectives run meanwhile.
+// Receives are posted before, between and after the sends, while collectives run.
 TEST_P(MatcherTest, ManyInFlightBesideCollectives) {
   runRanks(GetParam(), [](RankContext& rank) {
     const Rank peer = rank.size - 1 - rank.rank;

@@ -1,4 +1,4 @@
-// Groups made of a group's ranks, without the store.
+// Groups that are split from a group, without the store.
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -10,7 +10,7 @@
 namespace smddp::test {
 namespace {
 
-// The group of `members`, ranks of `parent`, or null for ranks that are not in it.
+// Splits the group of `members` (ranks of `parent`). Null for ranks that are not in it.
 std::shared_ptr<engine::Group> split(RankContext& rank,
                                      const std::shared_ptr<engine::Group>& parent,
                                      const std::vector<Rank>& members) {
@@ -21,7 +21,7 @@ std::shared_ptr<engine::Group> split(RankContext& rank,
   return engine::splitGroup(rank.engine, parent, spec, members, kTimeout);
 }
 
-// What the group's ranks are in the first group, in the order of the new one.
+// The ranks of the group's members in the first group, in the order of the new group.
 std::vector<int32_t> gathered(RankContext& rank, const std::shared_ptr<engine::Group>& group) {
   std::vector<int32_t> mine{rank.rank};
   std::vector<int32_t> all(static_cast<size_t>(group->spec().size));
@@ -58,7 +58,7 @@ TEST_P(SplitTest, PartsAreMadeAtTheSameTimeAndSplitAgain) {
     EXPECT_EQ(gathered(rank, half), mine);
     const auto turned = split(rank, half, {1, 0});
     EXPECT_EQ(gathered(rank, turned), (std::vector<Rank>{mine[1], mine[0]}));
-    // The first group and the parts go on side by side, and without one another.
+    // The first group and the new groups can be used at the same time, and independently.
     EXPECT_EQ(gathered(rank, rank.group), (std::vector<Rank>{0, 1, 2, 3}));
     rank.engine.destroyGroup(half);
     EXPECT_EQ(gathered(rank, turned).size(), 2u);
