@@ -44,7 +44,7 @@ class ProcessGroup(torch._C._distributed_c10d.Backend):
     def perform_nocolor_split(self, device: torch.device) -> None: ...
     def statistics(self) -> dict[str, AlgorithmUse]: ...
 
-# Also serves GPU tensors; docs in csrc/process_group/gpu_process_group.h.
+# Also serves GPU tensors; docs in csrc/process_group/device/gpu_process_group.h.
 class GpuProcessGroup(ProcessGroup):
     def __init__(
         self,
@@ -56,7 +56,7 @@ class GpuProcessGroup(ProcessGroup):
         algorithm: str,
         device_type: str,
         name_of: Callable[[int], str],
-        make_peer: Callable[
+        make_nccl: Callable[
             [torch._C._distributed_c10d.Store, int, int, timedelta],
             torch._C._distributed_c10d.Backend,
         ]

@@ -23,7 +23,8 @@ CSRC = ROOT / "csrc"
 
 # Folder -> what it may include, or name by its namespace, besides itself and common. transport/shm,
 # fabric and sim are siblings that never meet; "transport" is the interface in csrc/transport. Only
-# tests know sim. process_group includes nothing of collectives, plan and transport itself: it names
+# tests know sim. process_group has calls on tensors of the CPU and an interface to those on a device,
+# which process_group/device implements. process_group includes nothing of collectives, plan and transport itself: it names
 # types of theirs that the headers of engine bring.
 MAY_INCLUDE: dict[str, set[str]] = {
     "common": set(),
@@ -46,8 +47,9 @@ MAY_INCLUDE: dict[str, set[str]] = {
     },
     "cuda": set(),
     "cuda/kernels": {"cuda"},
-    "process_group": {"engine", "bootstrap", "cuda", "collectives", "plan", "transport"},
-    "bindings": {"process_group", "engine", "plan", "collectives"},
+    "process_group": {"engine", "bootstrap", "collectives"},
+    "process_group/device": {"process_group", "engine", "cuda", "collectives", "plan", "transport"},
+    "bindings": {"process_group", "process_group/device", "engine", "plan", "collectives"},
 }
 
 # What -> (pattern of a code line, the folders or files that may have it).
@@ -57,7 +59,10 @@ ONLY_IN: dict[str, tuple[str, set[str]]] = {
     "memory mappings": (r"#include <sys/mman\.h>", {"transport/shm"}),
     "threads": (r"\bstd::j?thread\b(?!::id)|\bpthread_create\b", {"engine"}),
     "CUDA": (r"#include <(cuda|nccl)", {"cuda/kernels"}),
-    "torch": (r"#include <(torch|c10|ATen)/", {"process_group", "bindings"}),
+    "torch": (
+        r"#include <(torch|c10|ATen)/",
+        {"process_group", "process_group/device", "bindings"},
+    ),
     "Python": (r"#include <(pybind11/|Python\.h)", {"bindings"}),
     "SIMD": (r"#include <(\w*mmintrin\.h|arm_neon\.h)", {"common/stream_copy.cc", "reduction"}),
 }
@@ -101,8 +106,9 @@ SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cc"
 # Namespace -> folder; the last part of the folder's name is the namespace.
 NAMESPACES = {folder.split("/")[-1]: folder for folder in MAY_INCLUDE}
 _NAMES = "|".join(NAMESPACES)
+_OUTER = "(?:transport|process_group)"
 NAMESPACE = re.compile(
-    rf"(?<![\w:])(?:smddp::(?:transport::)?({_NAMES})\b|(?:transport::)?({_NAMES})::)"
+    rf"(?<![\w:])(?:smddp::(?:{_OUTER}::)?({_NAMES})\b|(?:{_OUTER}::)?({_NAMES})::)"
 )
 TORCH_FREE_HEADERS = [
     path

@@ -11,8 +11,9 @@
 #include "bindings/random_number.h"
 #include "common/config.h"
 #include "engine/capabilities.h"
+#include "process_group/device/calls.h"
+#include "process_group/device/gpu_process_group.h"
 #include "process_group/errors.h"
-#include "process_group/gpu_process_group.h"
 #include "process_group/mailbox.h"
 #include "process_group/message_codec.h"
 #include "process_group/process_group.h"
@@ -34,7 +35,9 @@ void bindProcessGroup(py::module& m) {
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
                        const std::string& algorithm) {
-             return c10::make_intrusive<ProcessGroup>(store, rank, size, timeout, name, algorithm);
+             return c10::make_intrusive<ProcessGroup>(
+                 store, rank, size, timeout, name, algorithm,
+                 std::make_unique<smddp::process_group::device::Calls>());
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            py::arg("algorithm") = "", Release())
@@ -51,21 +54,22 @@ void bindProcessGroup(py::module& m) {
         for (const auto& [name, use] : uses) result[py::str(name)] = describeUse(use);
         return result;
       });
-  using smddp::process_group::GpuPeer;
-  using smddp::process_group::GpuProcessGroup;
+  using smddp::process_group::device::GpuProcessGroup;
+  using smddp::process_group::device::GpuSupport;
   py::class_<GpuProcessGroup, ProcessGroup, c10::intrusive_ptr<GpuProcessGroup>>(m,
                                                                                  "GpuProcessGroup")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
                        const std::string& algorithm, const std::string& type,
-                       decltype(GpuPeer::nameOf) nameOf, decltype(GpuPeer::make) make,
+                       decltype(GpuSupport::nameOf) nameOf, decltype(GpuSupport::makeNccl) makeNccl,
                        const std::string& library) {
              return c10::make_intrusive<GpuProcessGroup>(
                  store, rank, size, timeout, name, algorithm,
-                 GpuPeer{c10::Device(type).type(), std::move(nameOf), std::move(make), library});
+                 GpuSupport{c10::Device(type).type(), std::move(nameOf), std::move(makeNccl),
+                            library});
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
-           py::arg("algorithm"), py::arg("device_type"), py::arg("name_of"), py::arg("make_peer"),
+           py::arg("algorithm"), py::arg("device_type"), py::arg("name_of"), py::arg("make_nccl"),
            py::arg("cuda_part") = "", Release())
       .def("gpu_path", &GpuProcessGroup::path)
       .def("gpu_sum", &GpuProcessGroup::sumPlace);

@@ -1,4 +1,6 @@
 // The calls that one plan, or a few, serve, and in which all ranks have the same part.
+#include <tuple>
+
 #include "process_group/checks.h"
 #include "process_group/errors.h"
 #include "process_group/process_group.h"
@@ -17,10 +19,10 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tenso
     return allreduce_sparse(tensors, options);
   requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::ALLREDUCE, "smddp:all_reduce", tensors, {tensors});
-  chooseStaging(call.staging, Collective::AllReduce, tensor, options.reduceOp);
   Request request = newRequest(Collective::AllReduce, options.timeout, options.asyncOp);
   request.type = reducibleType(kName, tensor);
   setReduceOp(kName, options.reduceOp, request.type, request);
+  call.staging.begin(*devices_, {Collective::AllReduce, request.op});
   request.output = {call.staging.update(tensor)};
   request.bytes = numBytes(tensor);
   return submit(std::move(call), std::move(request));
@@ -35,10 +37,10 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
     requireSameType(kName, tensor, tensors.front());
   }
   Work::Call call(c10d::OpType::ALLREDUCE_COALESCED, "smddp:all_reduce", tensors, {tensors});
-  chooseStaging(call.staging, Collective::AllReduce, tensors.front(), options.reduceOp);
   Request request = newRequest(Collective::AllReduce, options.timeout, options.asyncOp);
   request.type = reducibleType(kName, tensors.front());
   setReduceOp(kName, options.reduceOp, request.type, request);
+  call.staging.begin(*devices_, {Collective::AllReduce, request.op});
   request.output = call.staging.update(tensors);
   request.bytes = engine::totalBytes(request.output);
   return submit(std::move(call), std::move(request));
@@ -54,13 +56,12 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
   requireList(kName, output, static_cast<size_t>(getSize()), input, "output list");
   for (const at::Tensor& tensor : output) requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::ALLGATHER, "smddp:all_gather", inputs, outputs);
-  const bool even = sameSizes(output, input);
-  chooseStaging(call.staging, even ? Collective::AllGather : Collective::Broadcast, input);
-  if (even) {
+  if (sameSizes(output, input)) {
     auto request = gatherRequest(output, input, call.staging, options);
     return submit(std::move(call), std::move(request));
   }
   // Blocks of several sizes: every rank sends its own to all. All ranks have the same list.
+  call.staging.begin(*devices_, {Collective::Broadcast});
   const at::Tensor& own = output[static_cast<size_t>(getRank())];
   requireSameSizes(kName, {own}, input, "output list, at its own rank,");
   std::vector<Request> requests;
@@ -68,13 +69,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
     const at::Tensor& block = output[static_cast<size_t>(root)];
     Request request = newRequest(Collective::Broadcast, options.timeout, options.asyncOp);
     request.root = root;
-    if (root != getRank()) {
-      request.output = {call.staging.write(block)};
-    } else if (sendsFromDevice(call.staging, input)) {
-      request.output = call.staging.writeAround({own}, 0, input);
-    } else {
-      request.output = {call.staging.readThrough(input, own)};
-    }
+    request.output = {root == getRank() ? call.staging.placeThrough(input, own, Access::Send)
+                                        : call.staging.write(block)};
     request.bytes = numBytes(block);
     requests.push_back(std::move(request));
   }
@@ -93,7 +89,6 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather_coalesced(
                       inputs.size(), " outputs, one per input, got ", list.size());
   }
   Work::Call call(c10d::OpType::ALLGATHER_COALESCED, "smddp:all_gather", inputs, outputs);
-  chooseStaging(call.staging, Collective::AllGather, inputs.front());
   std::vector<Request> requests;
   for (size_t i = 0; i < inputs.size(); ++i) {
     requireDense(kName, inputs[i]);
@@ -113,37 +108,24 @@ Request ProcessGroup::gatherRequest(const char* name, const at::Tensor& output,
   requireDense(name, input);
   requireWritable(name, output);
   requireMultiple(name, output, input, getSize(), "output", "input");
-  Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
-  request.bytes = numBytes(input);
-  if (sendsFromDevice(staging, input, output)) {
-    request.input = {staging.readInPlace(input)};
-    request.output = staging.writeAround(output, getRank() * input.numel(), input);
-  } else {
-    request.input = {staging.read(input)};
-    request.output = {staging.write(output)};
-  }
-  return request;
+  return gatherRequest(output, input, staging, options);
 }
 
-// Into a tensor for each rank.
-Request ProcessGroup::gatherRequest(const std::vector<at::Tensor>& outputs, const at::Tensor& input,
+// Into a tensor for each rank, or into one for all.
+Request ProcessGroup::gatherRequest(at::TensorList outputs, const at::Tensor& input,
                                     Staging& staging, const c10d::AllgatherOptions& options) const {
   Request request = newRequest(Collective::AllGather, options.timeout, options.asyncOp);
   request.bytes = numBytes(input);
-  if (sendsFromDevice(staging, input)) {
-    request.input = {staging.readInPlace(input)};
-    request.output = staging.writeAround(outputs, static_cast<size_t>(getRank()), input);
-  } else {
-    request.input = {staging.read(input)};
-    request.output = staging.write(outputs);
-  }
+  staging.begin(*devices_, {Collective::AllGather});
+  const int64_t count = input.numel();
+  std::tie(request.input, request.output) =
+      staging.placeBlocks({input, 0, count}, {outputs, getRank() * count, count});
   return request;
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                         const c10d::AllgatherOptions& options) {
   Work::Call call(c10d::OpType::_ALLGATHER_BASE, "smddp:all_gather", {input}, {{output}});
-  chooseStaging(call.staging, Collective::AllGather, input);
   Request request = gatherRequest("all_gather_into_tensor", output, input, call.staging, options);
   return submit(std::move(call), std::move(request));
 }
@@ -155,7 +137,6 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather_into_tensor_coalesced(
   TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(), "smddp: ", kName,
                     ": needs as many outputs as inputs, and at least one");
   Work::Call call(c10d::OpType::COALESCED, "smddp:all_gather", inputs, {outputs});
-  chooseStaging(call.staging, Collective::AllGather, inputs.front());
   std::vector<Request> requests;
   for (size_t i = 0; i < inputs.size(); ++i) {
     requests.push_back(gatherRequest(kName, outputs[i], inputs[i], call.staging, options));
@@ -173,11 +154,11 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
   requireList(kName, input, static_cast<size_t>(getSize()), output, "input list");
   Work::Call call(c10d::OpType::REDUCE_SCATTER, "smddp:reduce_scatter", input, {outputs});
   const bool even = sameSizes(input, output);
-  chooseStaging(call.staging, even ? Collective::ReduceScatter : Collective::Reduce, output,
-                options.reduceOp);
   Request request = newRequest(Collective::ReduceScatter, options.timeout, options.asyncOp);
   request.type = reducibleType(kName, output);
   setReduceOp(kName, options.reduceOp, request.type, request);
+  call.staging.begin(*devices_,
+                     {even ? Collective::ReduceScatter : Collective::Reduce, request.op});
   if (even) {
     request.input = call.staging.read(input);
     request.output = {call.staging.write(output)};
@@ -195,7 +176,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
     one.root = root;
     one.bytes = numBytes(block);
     if (root == getRank()) {
-      one.output = {call.staging.readThrough(own, output)};
+      one.output = {call.staging.placeThrough(own, output, Access::Read)};
     } else {
       one.input = {call.staging.read(block)};
     }
@@ -213,6 +194,7 @@ Request ProcessGroup::scatterRequest(const char* name, const at::Tensor& output,
   Request request = newRequest(Collective::ReduceScatter, options.timeout, options.asyncOp);
   request.type = reducibleType(name, output);
   setReduceOp(name, options.reduceOp, request.type, request);
+  staging.begin(*devices_, {Collective::ReduceScatter, request.op});
   request.input = {staging.read(input)};
   request.output = {staging.write(output)};
   request.bytes = numBytes(output);
@@ -222,7 +204,6 @@ Request ProcessGroup::scatterRequest(const char* name, const at::Tensor& output,
 intrusive_ptr<c10d::Work> ProcessGroup::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   Work::Call call(c10d::OpType::_REDUCE_SCATTER_BASE, "smddp:reduce_scatter", {input}, {{output}});
-  chooseStaging(call.staging, Collective::ReduceScatter, input, options.reduceOp);
   Request request = scatterRequest("reduce_scatter_tensor", output, input, call.staging, options);
   return submit(std::move(call), std::move(request));
 }
@@ -234,7 +215,6 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
   TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(), "smddp: ", kName,
                     ": needs as many outputs as inputs, and at least one");
   Work::Call call(c10d::OpType::COALESCED, "smddp:reduce_scatter", inputs, {outputs});
-  chooseStaging(call.staging, Collective::ReduceScatter, inputs.front(), options.reduceOp);
   std::vector<Request> requests;
   for (size_t i = 0; i < inputs.size(); ++i) {
     requests.push_back(scatterRequest(kName, outputs[i], inputs[i], call.staging, options));
@@ -243,7 +223,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::barrier(const c10d::BarrierOptions& options) {
-  awaitDevice();
+  devices_->synchronize();
   Request request = newRequest(Collective::Barrier, options.timeout, options.asyncOp);
   return submit(Work::Call(c10d::OpType::BARRIER, "smddp:barrier", {}, {}), std::move(request));
 }

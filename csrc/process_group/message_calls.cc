@@ -1,5 +1,5 @@
 // Send and recv, and the calls that are made of them.
-#include <ATen/core/LegacyTypeDispatch.h>
+#include <numeric>
 
 #include "process_group/checks.h"
 #include "process_group/errors.h"
@@ -17,31 +17,32 @@ void requireTag(OpName op, int tag) {
   TORCH_CHECK_VALUE(tag >= 0, "smddp: ", op, ": a tag must not be negative, got ", tag);
 }
 
-// Parts of a run of bytes, of so many elements each.
-engine::Pieces cut(const engine::Piece& bytes, const std::vector<int64_t>& elements,
+// The runs of so many elements each, one behind the other. Each lies within one piece.
+engine::Pieces cut(const engine::Pieces& pieces, const std::vector<int64_t>& elements,
                    size_t elementSize) {
-  engine::Pieces pieces;
-  size_t begin = 0;
+  engine::Pieces runs;
+  size_t piece = 0, offset = 0;
   for (const int64_t count : elements) {
     const size_t length = static_cast<size_t>(count) * elementSize;
-    pieces.push_back(bytes.part(begin, length));
-    begin += length;
+    while (length > 0 && offset == pieces[piece].size()) {
+      ++piece;
+      offset = 0;
+    }
+    runs.push_back(pieces[piece].part(offset, length));
+    offset += length;
   }
-  return pieces;
+  return runs;
 }
 
-// The same as tensors.
-std::vector<at::Tensor> parts(const at::Tensor& tensor, const std::vector<int64_t>& elements) {
-  const at::AutoDispatchBelowADInplaceOrView noAutograd;
-  return tensor.view(-1).split_with_sizes(elements);
-}
-
-// Pieces of a list of tensors, one for each where they have been joined.
-engine::Pieces blocks(engine::Pieces pieces, const std::vector<at::Tensor>& tensors) {
-  if (pieces.size() == tensors.size()) return pieces;
+std::vector<int64_t> elementsOf(const std::vector<at::Tensor>& tensors) {
   std::vector<int64_t> elements;
   for (const at::Tensor& tensor : tensors) elements.push_back(tensor.numel());
-  return cut(pieces.front(), elements, tensors.front().itemsize());
+  return elements;
+}
+
+Blocks blocksOf(at::TensorList tensors, const std::vector<int64_t>& elements, int rank) {
+  return {tensors, std::accumulate(elements.begin(), elements.begin() + rank, int64_t{0}),
+          elements[static_cast<size_t>(rank)]};
 }
 
 }  // namespace
@@ -54,12 +55,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::send(std::vector<at::Tensor>& tensors, i
   requireTag(kName, tag);
   requireDense(kName, tensor);
   Work::Call call(c10d::OpType::SEND, "smddp:send", tensors, {tensors});
-  const auto& topology = group()->topology();
-  const bool isDirect = topology.nodeOf(static_cast<Rank>(destination)) != topology.myNode() &&
-                        leavesDevice(tensor, {});
-  auto message =
-      newMessage(true, destination, tag,
-                 {isDirect ? call.staging.readInPlace(tensor) : call.staging.read(tensor)});
+  call.staging.begin(*devices_, CallKind::send(destination));
+  auto message = newMessage(true, destination, tag, {call.staging.send(tensor)});
   return submit(std::move(call), {}, {std::move(message)});
 }
 
@@ -71,6 +68,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::recv(std::vector<at::Tensor>& tensors, i
   requireTag(kName, tag);
   requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::RECV, "smddp:recv", tensors, {tensors});
+  call.staging.begin(*devices_, CallKind::receive());
   auto message = newMessage(false, source, tag, {call.staging.write(tensor)});
   return submit(std::move(call), {}, {std::move(message)});
 }
@@ -81,6 +79,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::recvAnysource(std::vector<at::Tensor>& t
   requireTag(kName, tag);
   requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::RECVANYSOURCE, "smddp:recvAnySource", tensors, {tensors});
+  call.staging.begin(*devices_, CallKind::receive());
   auto message = newMessage(false, engine::kAnySource, tag, {call.staging.write(tensor)});
   return submit(std::move(call), {}, {std::move(message)});
 }
@@ -96,16 +95,14 @@ engine::Message ProcessGroup::newMessage(bool send, Rank peer, int32_t tag, engi
   return message;
 }
 
-// Ranks exchange blocks of which only sender and receiver know the size. On a device that is one operation. Else they
-// are messages, beside which goes a barrier's plan with the fingerprint of this call, so that a rank in another one is
-// found out at once.
-intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, const engine::Pieces& to,
-                                           const engine::Pieces& from,
+// No plan has such blocks: they are messages. A barrier's plan with the fingerprint of this call runs beside them, so that
+// a rank in another call is found at once.
+intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces to, engine::Pieces from,
                                            const c10d::AllToAllOptions& options) {
-  if (call.staging.staysOnDevice()) {
+  if (call.staging.takesSplits()) {
     auto request = newRequest(collectives::Collective::AllToAll, options.timeout, options.asyncOp);
-    request.input = to;
-    request.output = from;
+    request.input = std::move(to);
+    request.output = std::move(from);
     return submit(std::move(call), std::move(request));
   }
   auto agreement = newRequest(collectives::Collective::Barrier, options.timeout, /*asyncOp=*/true);
@@ -141,33 +138,21 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(at::Tensor& output, at::Te
   const auto to = elementsPerRank(kName, input, inputSplits, getSize(), "input");
   const auto from = elementsPerRank(kName, output, outputSplits, getSize(), "output");
   Work::Call call(c10d::OpType::ALLTOALL_BASE, "smddp:all_to_all", {input}, {{output}});
-  chooseStaging(call.staging, collectives::Collective::AllToAll, input);
-  const auto me = static_cast<size_t>(getRank());
   // Who gives no splits says that all blocks are equal. Who gives some knows only its own.
   const bool isEven = inputSplits.empty() && outputSplits.empty();
   if (isEven) requireMultiple(kName, output, input, 1, "output", "input");
-  const bool isDirect = to[me] == from[me] && sendsFromDevice(call.staging, input, output);
+  call.staging.begin(*devices_, {collectives::Collective::AllToAll});
+  auto [sent, received] =
+      call.staging.placeBlocks(blocksOf(input, to, getRank()), blocksOf(output, from, getRank()));
   if (isEven) {
     auto request = newRequest(collectives::Collective::AllToAll, options.timeout, options.asyncOp);
     request.bytes = numBytes(input) / getSize();
-    if (isDirect) {
-      request.input = {call.staging.readInPlace(input)};
-      request.output = call.staging.writeAround(output, getRank() * from[me], parts(input, to)[me]);
-    } else {
-      request.input = {call.staging.read(input)};
-      request.output = {call.staging.write(output)};
-    }
+    request.input = std::move(sent);
+    request.output = std::move(received);
     return submit(std::move(call), std::move(request));
   }
-  if (isDirect) {
-    const auto sent = cut(call.staging.readInPlace(input), to, input.itemsize());
-    const auto blocks = call.staging.writeAround(parts(output, from), me, parts(input, to)[me]);
-    return exchange(std::move(call), sent, blocks, options);
-  }
-  const auto source = call.staging.read(input);
-  const auto destination = call.staging.write(output);
-  const auto sent = cut(source, to, input.itemsize());
-  return exchange(std::move(call), sent, cut(destination, from, output.itemsize()), options);
+  return exchange(std::move(call), cut(sent, to, input.itemsize()),
+                  cut(received, from, output.itemsize()), options);
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::alltoall(std::vector<at::Tensor>& outputs,
@@ -182,15 +167,12 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall(std::vector<at::Tensor>& output
   requireList(kName, outputs, size, inputs.front(), "output list");
   for (const at::Tensor& tensor : outputs) requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::ALLTOALL, "smddp:all_to_all", inputs, {outputs});
-  chooseStaging(call.staging, collectives::Collective::AllToAll, inputs.front());
-  const auto me = static_cast<size_t>(getRank());
-  if (inputs[me].numel() == outputs[me].numel() && sendsFromDevice(call.staging, inputs)) {
-    const auto sent = call.staging.readInPlace(inputs);
-    const auto received = call.staging.writeAround(outputs, me, inputs[me]);
-    return exchange(std::move(call), sent, received, options);
-  }
-  const auto sent = blocks(call.staging.read(inputs), inputs);
-  return exchange(std::move(call), sent, blocks(call.staging.write(outputs), outputs), options);
+  const auto to = elementsOf(inputs), from = elementsOf(outputs);
+  call.staging.begin(*devices_, {collectives::Collective::AllToAll});
+  const auto [sent, received] =
+      call.staging.placeBlocks(blocksOf(inputs, to, getRank()), blocksOf(outputs, from, getRank()));
+  const size_t itemSize = inputs.front().itemsize();
+  return exchange(std::move(call), cut(sent, to, itemSize), cut(received, from, itemSize), options);
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::allreduce_sparse(std::vector<at::Tensor>& tensors,
@@ -203,7 +185,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_sparse(std::vector<at::Tensor>
   TORCH_CHECK_VALUE(options.reduceOp == c10d::ReduceOp::SUM, "smddp: ", kName,
                     ": sparse tensors can only be summed");
   // It begins here and now, on all ranks.
-  deferred_.drain();
+  devices_->drain();
   const uint64_t sequence = ++sequence_;
   auto sum = std::make_shared<SparseSum>(engine_, group(), tensor, tagOfCall(sequence),
                                          nanoseconds(options.timeout));

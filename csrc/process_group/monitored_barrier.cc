@@ -1,4 +1,5 @@
-// The barrier that knows who is missing.
+#include "process_group/monitored_barrier.h"
+
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -15,23 +16,33 @@ constexpr Nanoseconds kVerdict = 5'000'000'000;
 
 }  // namespace
 
-// A byte that arrives says that its sender has come, or that its receiver may go.
-engine::CompletionPtr ProcessGroup::signal(bool send, Rank peer, int32_t tag, Nanoseconds timeout) {
-  const auto byte = std::make_shared<std::byte>();
-  auto message = newMessage(send, peer, tag, {{byte.get(), 1}});
-  message.keepAlive = byte;
-  message.timeout = timeout;
-  return translated([&] { return engine_->submit(*group(), std::move(message)); });
+MonitoredBarrier::MonitoredBarrier(std::shared_ptr<engine::Engine> engine,
+                                   std::shared_ptr<engine::Group> group)
+    : engine_(std::move(engine)), group_(std::move(group)) {}
+
+void MonitoredBarrier::run(Nanoseconds timeout, bool waitAllRanks) const {
+  if (group_->spec().me == 0) {
+    awaitRanks(timeout, waitAllRanks);
+  } else {
+    awaitRelease(timeout);
+  }
 }
 
-void ProcessGroup::monitoredBarrier(const c10d::BarrierOptions& options, bool waitAllRanks) {
-  const auto target = group();
-  const Nanoseconds timeout = nanoseconds(options.timeout);
-  if (getRank() == 0) {
-    awaitRanks(*target, timeout, waitAllRanks);
-    return;
-  }
-  // Rank 0 may have begun later. Its verdict names the rank at fault, ours could not.
+engine::CompletionPtr MonitoredBarrier::signal(bool send, Rank peer, int32_t tag,
+                                               Nanoseconds timeout) const {
+  const auto byte = std::make_shared<std::byte>();
+  engine::Message message;
+  message.send = send;
+  message.peer = peer;
+  message.tag = tag;
+  message.buffer = {{byte.get(), 1}};
+  message.keepAlive = byte;
+  message.timeout = timeout;
+  return translated([&] { return engine_->submit(*group_, std::move(message)); });
+}
+
+void MonitoredBarrier::awaitRelease(Nanoseconds timeout) const {
+  // Rank 0 may have begun later. Its error names the rank at fault, ours could not.
   const Nanoseconds patience = timeout + kVerdict;
   const auto here = signal(true, 0, kTagOfBarrier, patience);
   const auto go = signal(false, 0, kTagOfRelease, patience);
@@ -42,17 +53,16 @@ void ProcessGroup::monitoredBarrier(const c10d::BarrierOptions& options, bool wa
         Error(completion->error()->kind(),
               fmt::format("[Rank {0}]: Rank {0} successfully reached monitoredBarrier, but "
                           "received errors while waiting for send/recv from rank 0. {1}",
-                          getRank(), completion->error()->what())));
+                          group_->spec().me, completion->error()->what())));
   }
 }
 
-// Rank 0's part.
-void ProcessGroup::awaitRanks(engine::Group& target, Nanoseconds timeout, bool all) {
+void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   const MonotonicClock clock;
   const Deadline deadline = Deadline::after(clock, timeout);
   const auto giveUp = [&](ErrorKind kind, const std::string& text) {
     const Error error(kind, "[Rank 0]: " + text);
-    engine_->fail(target, error);
+    engine_->fail(*group_, error);
     throwAsTorch(error);
   };
   const auto inTime = fmt::format("in {} ms", timeout / 1'000'000);
@@ -60,12 +70,12 @@ void ProcessGroup::awaitRanks(engine::Group& target, Nanoseconds timeout, bool a
     giveUp(ErrorKind::Timeout, fmt::format("Rank 0 timed out in monitoredBarrier {}", inTime));
   }
   std::vector<engine::CompletionPtr> here;
-  for (Rank r = 1; r < getSize(); ++r) {
+  for (Rank r = 1; r < group_->spec().size; ++r) {
     // The engine's own time-out knows nothing of barriers: it must not come first.
     here.push_back(signal(false, r, kTagOfBarrier, timeout + kVerdict));
   }
   std::vector<Rank> missing;
-  for (Rank r = 1; r < getSize() && (all || missing.empty()); ++r) {
+  for (Rank r = 1; r < group_->spec().size && (all || missing.empty()); ++r) {
     const auto& completion = here[static_cast<size_t>(r - 1)];
     const Nanoseconds left = std::max<Nanoseconds>(deadline.at - clock.now(), 0);
     if (!engine_->waitFor(*completion, left)) missing.push_back(r);
@@ -79,11 +89,16 @@ void ProcessGroup::awaitRanks(engine::Group& target, Nanoseconds timeout, bool a
                        missing.size() > 1 ? "s" : "", fmt::join(missing, ", "), inTime));
   }
   std::vector<engine::CompletionPtr> go;
-  for (Rank r = 1; r < getSize(); ++r) go.push_back(signal(true, r, kTagOfRelease, kVerdict));
+  for (Rank r = 1; r < group_->spec().size; ++r)
+    go.push_back(signal(true, r, kTagOfRelease, kVerdict));
   for (const auto& completion : go) {
     engine_->wait(*completion);
     if (completion->error()) throwAsTorch(*completion->error());
   }
+}
+
+void ProcessGroup::monitoredBarrier(const c10d::BarrierOptions& options, bool waitAllRanks) {
+  MonitoredBarrier(engine_, group()).run(nanoseconds(options.timeout), waitAllRanks);
 }
 
 }  // namespace smddp::process_group

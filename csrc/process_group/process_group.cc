@@ -75,22 +75,29 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
 
 ProcessGroup::ProcessGroup(const intrusive_ptr<c10d::Store>& store, int rank, int size,
                            std::chrono::milliseconds timeout, const std::string& name,
-                           const std::string& algorithm)
-    : Backend(rank, size), engine_(sharedEngine()), timeoutMs_(timeout.count()) {
+                           const std::string& algorithm, std::unique_ptr<DeviceCalls> devices)
+    : Backend(rank, size),
+      engine_(sharedEngine()),
+      timeoutMs_(timeout.count()),
+      devices_(std::move(devices)) {
   if (name == "default_pg" || name.empty() || name == "0") setLogRank(rank);
   StoreAdapter adapter(store);
   translated([&] {
     group_ = engine_->createGroup(adapter, {name, rank, size, algorithm},
                                   std::chrono::nanoseconds(timeout).count());
   });
+  devices_->attach(engine_, group_);
   init();
 }
 
-ProcessGroup::ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout)
+ProcessGroup::ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout,
+                           std::unique_ptr<DeviceCalls> devices)
     : Backend(group->spec().me, group->spec().size),
       engine_(sharedEngine()),
       group_(std::move(group)),
-      timeoutMs_(timeout.count()) {
+      timeoutMs_(timeout.count()),
+      devices_(std::move(devices)) {
+  devices_->attach(engine_, group_);
   init();
 }
 
@@ -125,12 +132,12 @@ void ProcessGroup::abort() {
   if (shutDown_) return;
   const auto reason = fmt::format("rank {} called abort()", getRank());
   engine_->abort(*group_, reason);
-  deferred_.close(Error(ErrorKind::Aborted, reason));
+  devices_->close(Error(ErrorKind::Aborted, reason));
 }
 
 void ProcessGroup::shutdown() {
   if (shutDown_.exchange(true)) return;
-  deferred_.close(Error(ErrorKind::Aborted, "the process group has been destroyed"));
+  devices_->close(Error(ErrorKind::Aborted, "the process group has been destroyed"));
   engine_->destroyGroup(group_);
 }
 
@@ -146,7 +153,7 @@ intrusive_ptr<c10d::Backend> ProcessGroup::split(
     const intrusive_ptr<c10d::Backend::Options>& options) {
   const auto [group, timeout] = splitEngineGroup(ranks, options);
   if (!group) return nullptr;
-  return c10::make_intrusive<ProcessGroup>(group, timeout);
+  return c10::make_intrusive<ProcessGroup>(group, timeout, devices_->forPart());
 }
 
 std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGroup::splitEngineGroup(
@@ -183,12 +190,10 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
                                          std::vector<engine::Message> messages) {
   const auto target = group();
   if (!requests.empty() && call.sequence == 0) call.sequence = ++sequence_;
-  if (call.staging.device() && call.staging.staysOnDevice()) {
-    SMDDP_CHECK(messages.empty(), "messages that stay on a GPU");
-    return submitTurns(std::move(call), requests);
-  }
-  if (call.staging.device() || deferred_.busy()) {
-    return submitFromDevice(std::move(call), std::move(requests), std::move(messages));
+  if (call.staging.device() || devices_->busy()) {
+    auto work = devices_->submit(std::move(call), std::move(requests), std::move(messages));
+    record(work);
+    return work;
   }
   const bool willWait =
       messages.empty() && std::all_of(requests.begin(), requests.end(),

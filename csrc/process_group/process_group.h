@@ -11,20 +11,15 @@
 #include <atomic>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "engine/deferred_calls.h"
 #include "engine/engine.h"
-#include "process_group/device_turns.h"
+#include "process_group/device_calls.h"
 #include "process_group/work.h"
 
 namespace smddp::process_group {
-
-class DeviceSources;
 
 // The engine of this process; made by the first call, ended by shutdownEngine() only: destructors of
 // static objects run when the threads and the Python interpreter may be gone.
@@ -39,12 +34,13 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 class ProcessGroup : public c10d::Backend {
  public:
   // Meets the other ranks through the store; blocks until all are there or the timeout is over.
-  // algorithm: overrides SMDDP_ALGORITHM for this group unless empty.
+  // algorithm: overrides SMDDP_ALGORITHM for this group unless empty. devices: what serves tensors on a device.
   ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                std::chrono::milliseconds timeout, const std::string& name,
-               const std::string& algorithm = "");
+               const std::string& algorithm, std::unique_ptr<DeviceCalls> devices);
   // Around a group that exists already.
-  ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout);
+  ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout,
+               std::unique_ptr<DeviceCalls> devices);
   ~ProcessGroup() override;
 
   const std::string getBackendName() const override { return "smddp"; }
@@ -124,9 +120,6 @@ class ProcessGroup : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  // From now on messages to other nodes are sent from memory of a device, where that is possible. Before the first call.
-  void sendFrom(DeviceSources& sources) { sources_ = &sources; }
-
   // What ran so far, by collective and algorithm: "allreduce/direct".
   std::map<std::string, engine::AlgorithmUse> statistics();
   // The layout of the group in one line, and what was chosen between nodes.
@@ -138,17 +131,8 @@ class ProcessGroup : public c10d::Backend {
   bool isShutDown() const { return shutDown_.load(); }
   // A time-out of a call, or the group's.
   Nanoseconds nanoseconds(std::chrono::milliseconds timeout) const;
-  // Whether such calls on this tensor stay on its device, and what carries one out; else they go through the host.
-  virtual bool staysOnDevice(collectives::Collective, const at::Tensor&,
-                             const c10d::ReduceOp&) const {
-    return false;
-  }
-  virtual std::shared_ptr<DeviceTurns> deviceTurns(const engine::Request& request,
-                                                   const std::shared_ptr<DeviceCopies>& copies,
-                                                   std::shared_ptr<void> keepAlive);
   const std::shared_ptr<engine::Engine>& engine() const { return engine_; }
-  // Blocks until every call made so far has begun.
-  void awaitDeferred() { deferred_.drain(); }
+  DeviceCalls& devices() { return *devices_; }
   // What split() makes a group around, and its time-out; null for ranks that are not in it.
   std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> splitEngineGroup(
       const std::vector<int>& ranks, const c10::intrusive_ptr<c10d::Backend::Options>& options);
@@ -158,44 +142,22 @@ class ProcessGroup : public c10d::Backend {
 
   engine::Request newRequest(collectives::Collective collective, std::chrono::milliseconds timeout,
                              bool asyncOp) const;
-  // Has a call's tensors stay on their device where such calls do; `op` counts only where something is reduced.
-  void chooseStaging(Staging& staging, collectives::Collective collective, const at::Tensor& tensor,
-                     const c10d::ReduceOp& op = c10d::ReduceOp::SUM) const {
-    if (staysOnDevice(collective, tensor, op)) staging.stayOnDevice();
-  }
-  // Whether what a call sends leaves from where it lies on a device: then Staging::readInPlace() is to be asked for it, and
-  // writeAround() for what comes. `received`: what has to be in row-major order for that.
-  bool sendsFromDevice(const Staging& staging, at::TensorList sent,
-                       at::TensorList received = {}) const;
-  bool leavesDevice(at::TensorList sent, at::TensorList received) const;
   c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
                                   std::vector<engine::Message> messages = {});
   c10::intrusive_ptr<Work> submit(Work::Call call, engine::Request request);
-  // The same for calls on a device and those behind them: they begin when their copies to the host are made.
-  c10::intrusive_ptr<Work> submitFromDevice(Work::Call call, std::vector<engine::Request> requests,
-                                            std::vector<engine::Message> messages);
-  // The same for calls that stay on the device.
-  c10::intrusive_ptr<Work> submitTurns(Work::Call call,
-                                       const std::vector<engine::Request>& requests);
-  // Remembers it for awaitDevice().
-  void remember(const c10::intrusive_ptr<Work>& work, const std::shared_ptr<DeviceCopies>& copies);
-  // Blocks until the device has done what this thread's stream and the group's collectives had so far.
-  void awaitDevice();
   // Requests of the calls that come in several forms.
   engine::Request gatherRequest(const char* name, const at::Tensor& output, const at::Tensor& input,
                                 Staging& staging, const c10d::AllgatherOptions& options) const;
-  engine::Request gatherRequest(const std::vector<at::Tensor>& outputs, const at::Tensor& input,
-                                Staging& staging, const c10d::AllgatherOptions& options) const;
+  engine::Request gatherRequest(at::TensorList outputs, const at::Tensor& input, Staging& staging,
+                                const c10d::AllgatherOptions& options) const;
   engine::Request scatterRequest(const char* name, const at::Tensor& output,
                                  const at::Tensor& input, Staging& staging,
                                  const c10d::ReduceScatterOptions& options) const;
   engine::Message newMessage(bool send, Rank peer, int32_t tag, engine::Pieces buffer,
                              std::chrono::milliseconds timeout = c10d::kUnsetTimeout) const;
-  c10::intrusive_ptr<Work> exchange(Work::Call call, const engine::Pieces& to,
-                                    const engine::Pieces& from,
+  // An all-to-all of blocks, one for each rank, of which only sender and receiver know the size.
+  c10::intrusive_ptr<Work> exchange(Work::Call call, engine::Pieces to, engine::Pieces from,
                                     const c10d::AllToAllOptions& options);
-  engine::CompletionPtr signal(bool send, Rank peer, int32_t tag, Nanoseconds timeout);
-  void awaitRanks(engine::Group& target, Nanoseconds timeout, bool all);
   void record(const c10::intrusive_ptr<Work>& work);
 
   const std::shared_ptr<engine::Engine> engine_;
@@ -203,16 +165,7 @@ class ProcessGroup : public c10d::Backend {
   std::atomic<bool> shutDown_{false};
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> timeoutMs_;
-  DeviceSources* sources_ = nullptr;
-  engine::DeferredCalls deferred_;
-  // Collectives on a device that may not have ended there. A Work that is gone has enqueued its copies.
-  struct OnDevice {
-    c10::weak_intrusive_ptr<Work> work;
-    std::shared_ptr<DeviceCopies> copies;
-  };
-  std::mutex onDeviceMutex_;
-  std::vector<OnDevice> onDevice_;           // guarded by onDeviceMutex_
-  std::optional<c10::Device> latestDevice_;  // the same
+  const std::unique_ptr<DeviceCalls> devices_;
 };
 
 }  // namespace smddp::process_group

@@ -1,4 +1,6 @@
 // The calls with a root.
+#include <tuple>
+
 #include "process_group/checks.h"
 #include "process_group/errors.h"
 #include "process_group/process_group.h"
@@ -15,13 +17,12 @@ intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tenso
   const at::Tensor& tensor = onlyTensor(kName, tensors);
   requireRank(kName, options.rootRank, getSize(), "source");
   Work::Call call(c10d::OpType::BROADCAST, "smddp:broadcast", tensors, {tensors});
-  chooseStaging(call.staging, Collective::Broadcast, tensor);
+  call.staging.begin(*devices_, {Collective::Broadcast});
   Request request = newRequest(Collective::Broadcast, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   if (getRank() == options.rootRank) {
     requireDense(kName, tensor);
-    request.output = {sendsFromDevice(call.staging, tensor) ? call.staging.readInPlace(tensor)
-                                                            : call.staging.read(tensor)};
+    request.output = {call.staging.send(tensor)};
   } else {
     requireWritable(kName, tensor);
     request.output = {call.staging.write(tensor)};
@@ -36,18 +37,22 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce(std::vector<at::Tensor>& tensors,
   const at::Tensor& tensor = onlyTensor(kName, tensors);
   requireRank(kName, options.rootRank, getSize(), "destination");
   Work::Call call(c10d::OpType::REDUCE, "smddp:reduce", tensors, {tensors});
-  chooseStaging(call.staging, Collective::Reduce, tensor, options.reduceOp);
   Request request = newRequest(Collective::Reduce, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
-  if (getRank() == options.rootRank) {
+  const bool isRoot = getRank() == options.rootRank;
+  if (isRoot) {
     requireWritable(kName, tensor);
-    request.output = {call.staging.update(tensor)};
   } else {
     requireDense(kName, tensor);
-    request.input = {call.staging.read(tensor)};
   }
   request.type = reducibleType(kName, tensor);
   setReduceOp(kName, options.reduceOp, request.type, request);
+  call.staging.begin(*devices_, {Collective::Reduce, request.op});
+  if (isRoot) {
+    request.output = {call.staging.update(tensor)};
+  } else {
+    request.input = {call.staging.read(tensor)};
+  }
   request.bytes = numBytes(tensor);
   return submit(std::move(call), std::move(request));
 }
@@ -62,12 +67,12 @@ intrusive_ptr<c10d::Work> ProcessGroup::gather(std::vector<std::vector<at::Tenso
   const bool isRoot = getRank() == options.rootRank;
   const auto& output = onlyList(kName, outputs, isRoot, "output list");
   Work::Call call(c10d::OpType::GATHER, "smddp:gather", inputs, {output});
-  chooseStaging(call.staging, Collective::Gather, input);
+  call.staging.begin(*devices_, {Collective::Gather});
   Request request = newRequest(Collective::Gather, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   request.bytes = numBytes(input);
-  const bool isDirect = !isRoot && sendsFromDevice(call.staging, input);
-  request.input = {isDirect ? call.staging.readInPlace(input) : call.staging.read(input)};
+  // The root copies its own block.
+  request.input = {isRoot ? call.staging.read(input) : call.staging.send(input)};
   if (isRoot) {
     requireList(kName, output, static_cast<size_t>(getSize()), input, "output list");
     requireSameSizes(kName, output, input, "output list");
@@ -87,21 +92,19 @@ intrusive_ptr<c10d::Work> ProcessGroup::scatter(std::vector<at::Tensor>& outputs
   const bool isRoot = getRank() == options.rootRank;
   const auto& input = onlyList(kName, inputs, isRoot, "input list");
   Work::Call call(c10d::OpType::SCATTER, "smddp:scatter", input, {outputs});
-  chooseStaging(call.staging, Collective::Scatter, output);
+  call.staging.begin(*devices_, {Collective::Scatter});
   Request request = newRequest(Collective::Scatter, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   request.bytes = numBytes(output);
   if (isRoot) {
     requireList(kName, input, static_cast<size_t>(getSize()), output, "input list");
     requireSameSizes(kName, input, output, "input list");
-    if (sendsFromDevice(call.staging, input)) {
-      request.input = call.staging.readInPlace(input);
-      request.output = call.staging.writeAround({output}, 0, input[static_cast<size_t>(getRank())]);
-      return submit(std::move(call), std::move(request));
-    }
-    request.input = call.staging.read(input);
+    const int64_t count = output.numel();
+    std::tie(request.input, request.output) =
+        call.staging.placeBlocks({input, getRank() * count, count}, {output, 0, count});
+  } else {
+    request.output = {call.staging.write(output)};
   }
-  request.output = {call.staging.write(output)};
   return submit(std::move(call), std::move(request));
 }
 

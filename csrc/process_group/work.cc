@@ -76,11 +76,11 @@ void Work::settle() {
   });
 }
 
-std::vector<std::shared_ptr<DeviceCopies>> Work::deviceCopies() const {
-  std::vector<std::shared_ptr<DeviceCopies>> all;
-  if (call_.staging.device()) all.push_back(call_.staging.device());
+std::vector<DeviceCall*> Work::onDevice() const {
+  std::vector<DeviceCall*> all;
+  if (call_.staging.device()) all.push_back(call_.staging.device().get());
   for (const auto& part : call_.parts) {
-    if (part->call_.staging.device()) all.push_back(part->call_.staging.device());
+    if (part->call_.staging.device()) all.push_back(part->call_.staging.device().get());
   }
   return all;
 }
@@ -104,9 +104,9 @@ const Error* Work::firstError() const {
 bool Work::isCompleted() {
   if (!allDone()) return false;
   settle();
-  const auto all = deviceCopies();
+  const auto all = onDevice();
   return firstError() != nullptr ||
-         std::all_of(all.begin(), all.end(), [](const auto& copies) { return copies->ended(); });
+         std::all_of(all.begin(), all.end(), [](const auto* call) { return call->ended(); });
 }
 
 bool Work::isSuccess() const { return allDone() && firstError() == nullptr; }
@@ -126,7 +126,7 @@ std::vector<at::Tensor> Work::result() {
 }
 
 void Work::synchronize() {
-  if (!deviceCopies().empty()) wait();
+  if (!onDevice().empty()) wait();
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
@@ -143,7 +143,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
     settle();
     if (const Error* error = firstError()) throw *error;
   });
-  for (const auto& copies : deviceCopies()) copies->order();
+  for (const auto* call : onDevice()) call->order();
   return true;
 }
 
@@ -160,7 +160,7 @@ void Work::finishFuture() {
     future_->setError(error);
     return;
   }
-  const auto all = deviceCopies();
+  const auto all = onDevice();
   if (all.empty()) {
     future_->markCompleted(futureValue());
     return;
@@ -179,7 +179,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     if (!future_) {
       const auto list = c10::ListType::create(c10::TensorType::get());
       std::vector<c10::Device> devices;
-      if (const auto all = deviceCopies(); !all.empty()) devices = {all.front()->device()};
+      if (const auto all = onDevice(); !all.empty()) devices = {all.front()->stream().device()};
       future_ = c10::make_intrusive<at::ivalue::Future>(
           call_.outputs.size() <= 1 ? c10::TypePtr(list) : c10::ListType::create(list), devices);
       isNew = true;

@@ -69,8 +69,8 @@ class Work final : public c10d::Work {
 
  private:
   bool allDone() const;
-  // Of this call, and of those it is made of.
-  std::vector<std::shared_ptr<DeviceCopies>> deviceCopies() const;
+  // The device's part of this call, and of those it is made of.
+  std::vector<DeviceCall*> onDevice() const;
   // Runs `action` once all operations have ended, on the thread that sees the last one end.
   void whenDone(std::function<void()> action);
   // After the operations have ended, whoever comes first copies what was staged; the others wait for that.

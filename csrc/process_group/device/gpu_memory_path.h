@@ -11,10 +11,10 @@
 
 #include "cuda/shared_gpu.h"
 #include "engine/engine.h"
-#include "process_group/device_copies.h"
-#include "process_group/device_turns.h"
+#include "process_group/device/copies.h"
+#include "process_group/device/turns.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 
 // Throws Transport where the CUDA part has no kernels for this GPU.
 void requireKernels(const cuda::DeviceTable& table, c10::Device device);
@@ -52,4 +52,4 @@ class GpuMemoryPath : public std::enable_shared_from_this<GpuMemoryPath> {
   std::unique_ptr<cuda::SharedGpu> gpu_;  // after connect()
 };
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

@@ -16,15 +16,16 @@
 
 #include "cuda/path.h"
 #include "cuda/sum_choice.h"
-#include "process_group/gpu_memory_path.h"
-#include "process_group/gpu_rails.h"
-#include "process_group/peer_group.h"
+#include "process_group/device/calls.h"
+#include "process_group/device/gpu_memory_path.h"
+#include "process_group/device/gpu_rails.h"
+#include "process_group/device/nccl_group.h"
 #include "process_group/process_group.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 
 // How to reach GPUs and NCCL, which this library is not linked with.
-struct GpuPeer {
+struct GpuSupport {
   c10::DeviceType type = c10::DeviceType::CUDA;
   // A name that no other GPU of the node has.
   std::function<std::string(c10::DeviceIndex)> nameOf;
@@ -32,12 +33,12 @@ struct GpuPeer {
   std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>& store,
                                                   int rank, int size,
                                                   std::chrono::milliseconds timeout)>
-      make;
+      makeNccl;
   // The CUDA part (cuda/library.h); empty without.
   std::string library;
 };
 
-class GpuProcessGroup final : public ProcessGroup {
+class GpuProcessGroup final : public ProcessGroup, public Route {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -45,9 +46,9 @@ class GpuProcessGroup final : public ProcessGroup {
 
   GpuProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                   std::chrono::milliseconds timeout, const std::string& name,
-                  const std::string& algorithm, GpuPeer peer);
+                  const std::string& algorithm, GpuSupport support);
   GpuProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout,
-                  const c10::intrusive_ptr<c10d::Store>& store, GpuPeer peer);
+                  const c10::intrusive_ptr<c10d::Store>& store, GpuSupport support);
   ~GpuProcessGroup() override;
 
   void setTimeout(std::chrono::milliseconds timeout) override;
@@ -118,21 +119,21 @@ class GpuProcessGroup final : public ProcessGroup {
     return State::Host;
   }
 
-  bool staysOnDevice(collectives::Collective collective, const at::Tensor& tensor,
-                     const c10d::ReduceOp& op) const override;
-  std::shared_ptr<DeviceTurns> deviceTurns(const engine::Request& request,
-                                           const std::shared_ptr<DeviceCopies>& copies,
-                                           std::shared_ptr<void> keepAlive) override;
+  bool serves(collectives::Collective collective, const at::Tensor& tensor,
+              ReduceOp op) const override;
+  std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
+                                     const std::shared_ptr<DeviceCopies>& copies,
+                                     std::shared_ptr<void> keepAlive) override;
 
   // The peer if it is to serve a collective, or a message to one rank; else null.
-  PeerGroup* peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout, bool serves);
-  PeerGroup* peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout);
-  PeerGroup* peerFor(const Tensors& tensors, std::chrono::milliseconds timeout);
-  PeerGroup* reducingPeerFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
+  NcclGroup* ncclFor(const at::Tensor& tensor, std::chrono::milliseconds timeout, bool serves);
+  NcclGroup* ncclFor(const at::Tensor& tensor, std::chrono::milliseconds timeout);
+  NcclGroup* ncclFor(const Tensors& tensors, std::chrono::milliseconds timeout);
+  NcclGroup* reducingNcclFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
                              std::chrono::milliseconds timeout);
-  PeerGroup* reducingPeerFor(const Tensors& tensors, const c10d::ReduceOp& op,
+  NcclGroup* reducingNcclFor(const Tensors& tensors, const c10d::ReduceOp& op,
                              std::chrono::milliseconds timeout);
-  PeerGroup* messagePeerFor(const Tensors& tensors, int rank);
+  NcclGroup* messageNcclFor(const Tensors& tensors, int rank);
   bool isOnGpu(const at::Tensor& tensor) const;
   // With mutex_ held.
   cuda::Choice connect(std::chrono::milliseconds timeout);
@@ -140,8 +141,8 @@ class GpuProcessGroup final : public ProcessGroup {
   State decideFor(int rank);
   std::vector<cuda::Place> placesOf(const std::vector<int>& ranks, Nanoseconds timeout);
   void publish(c10::Device device);
-  void makePeer();
-  void sendDirectly(ProcessGroup& target) const;
+  void makeNccl();
+  void sendDirectly(Calls& calls) const;
   void makeRails(std::chrono::milliseconds timeout);
   // Has rails sum where the setting says, or where it is quicker; all ranks find the same.
   void chooseSum(const std::vector<c10::intrusive_ptr<ProcessGroup>>& rails,
@@ -150,21 +151,21 @@ class GpuProcessGroup final : public ProcessGroup {
   at::Tensor gathered(const std::vector<int64_t>& mine, std::chrono::milliseconds timeout);
   // The CUDA part if its kernels run here; else why not.
   const cuda::DeviceTable* summingTable(std::string& refusal) const;
-  PeerGroup* used(State state);
+  NcclGroup* used(State state);
 
   const c10::intrusive_ptr<c10d::Store> store_;
-  const GpuPeer peer_;
+  const GpuSupport support_;
   std::atomic<State> state_{State::Unknown};
-  std::atomic<bool> peerHasServed_{false};  // a collective; it connects at the first
+  std::atomic<bool> ncclHasServed_{false};  // a collective; it connects at the first
   std::mutex mutex_;
   std::optional<c10::Device> device_;  // of the first GPU tensor; guarded by mutex_
   std::map<int, std::string> names_;   // of the ranks' GPUs, as far as known; guarded by mutex_
   std::map<int, State> messages_;      // by rank; guarded by mutex_
-  std::shared_ptr<PeerGroup> made_;    // guarded by mutex_ until nccl_ is set
-  std::atomic<PeerGroup*> nccl_{nullptr};
+  std::shared_ptr<NcclGroup> made_;    // guarded by mutex_ until nccl_ is set
+  std::atomic<NcclGroup*> nccl_{nullptr};
   std::shared_ptr<GpuMemoryPath> memory_;          // constant once state_ is Ipc
   std::shared_ptr<GpuRails> rails_;                // constant once state_ is Rails
   cuda::SumPlace sumPlace_ = cuda::SumPlace::Cpu;  // the same
 };
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

@@ -1,10 +1,10 @@
-#include "process_group/device_sources.h"
+#include "process_group/device/sources.h"
 
 #include "common/log.h"
 #include "cuda/library.h"
 #include "process_group/process_group.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 namespace {
 
 constexpr const char* kTag = "process_group";
@@ -98,4 +98,4 @@ void DeviceSources::refuse(const std::string& why) {
             why);
 }
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

@@ -1,9 +1,9 @@
-#include "process_group/rail_sum.h"
+#include "process_group/device/rail_sum.h"
 
 #include "cuda/library.h"
 #include "process_group/checks.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 namespace {
 
 c10::intrusive_ptr<Work> ours(const c10::intrusive_ptr<c10d::Work>& work) {
@@ -110,4 +110,4 @@ std::unique_ptr<RailSum> RailSum::onGpu(Rail rail, Rail second, const cuda::Devi
   return std::make_unique<OnGpu>(std::move(rail), std::move(second), table);
 }
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

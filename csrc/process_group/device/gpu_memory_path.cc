@@ -1,4 +1,4 @@
-#include "process_group/gpu_memory_path.h"
+#include "process_group/device/gpu_memory_path.h"
 
 #include <algorithm>
 #include <future>
@@ -8,7 +8,7 @@
 #include "cuda/library.h"
 #include "cuda/shared_call.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 namespace {
 
 using engine::Request;
@@ -292,4 +292,4 @@ std::shared_ptr<DeviceTurns> GpuMemoryPath::begin(const Request& request,
   return std::make_shared<Turns>(shared_from_this(), request, copies, std::move(keepAlive));
 }
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

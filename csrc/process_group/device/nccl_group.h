@@ -16,18 +16,18 @@
 
 #include "engine/engine.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 
-class PeerGroup : public std::enable_shared_from_this<PeerGroup> {
+class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
  public:
   using Action = std::function<void(const Error&)>;
 
   // before: what is to be done when the group has failed, before the backend is aborted.
-  static std::shared_ptr<PeerGroup> make(std::shared_ptr<engine::Engine> engine,
+  static std::shared_ptr<NcclGroup> make(std::shared_ptr<engine::Engine> engine,
                                          std::shared_ptr<engine::Group> group,
                                          c10::intrusive_ptr<c10d::Backend> backend,
                                          Action before = {});
-  PeerGroup(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
+  NcclGroup(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
             c10::intrusive_ptr<c10d::Backend> backend);
 
   c10d::Backend& backend() { return *backend_; }
@@ -62,4 +62,4 @@ class PeerGroup : public std::enable_shared_from_this<PeerGroup> {
 // An error that one rank has found by itself, as all are told of it.
 Error errorOfRank(Rank rank, const std::string& what);
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

@@ -25,7 +25,7 @@
 
 #include "common/clock.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 
 class DeviceCopies {
  public:
@@ -82,4 +82,4 @@ c10::Stream currentStream(c10::Device device);
 // Whether that is being captured into a graph, which would be spoilt by whatever waits or asks how far a stream is.
 bool isCapturing(c10::Device device);
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

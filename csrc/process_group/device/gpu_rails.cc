@@ -1,4 +1,4 @@
-#include "process_group/gpu_rails.h"
+#include "process_group/device/gpu_rails.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/StreamGuard.h>
@@ -9,7 +9,7 @@
 #include "common/config.h"
 #include "common/log.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 namespace {
 
 at::ScalarType torchType(DataType type) {
@@ -450,4 +450,4 @@ void GpuRails::shutdown() {
   groups_.gather->shutdown();
 }
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

@@ -1,5 +1,5 @@
-// Which calls the peer gets, and how the ranks agree on that. The calls themselves are in gpu_calls.cc.
-#include "process_group/gpu_process_group.h"
+// Which calls NCCL gets, and how the ranks agree on that. The calls themselves are in gpu_calls.cc.
+#include "process_group/device/gpu_process_group.h"
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -13,11 +13,11 @@
 #include "cuda/library.h"
 #include "engine/split.h"
 #include "process_group/checks.h"
-#include "process_group/device_sources.h"
+#include "process_group/device/sources.h"
 #include "process_group/errors.h"
 #include "process_group/store_adapter.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 namespace {
 
 using c10::intrusive_ptr;
@@ -53,9 +53,16 @@ bool reduces(at::ScalarType type, const c10d::ReduceOp& op) {
 }
 
 // NCCL's part of it is a part of a sum; and it takes bools for numbers.
-bool reducesOnRails(at::ScalarType type, const c10d::ReduceOp& op) {
-  return type != at::kBool && reduces(type, op) &&
-         static_cast<c10d::ReduceOp::RedOpType>(op) != c10d::ReduceOp::PREMUL_SUM;
+bool reducesOnRails(at::ScalarType type, ReduceOp op) {
+  if (type == at::kBool || !moves(type)) return false;
+  switch (op) {
+    case ReduceOp::SUM:
+    case ReduceOp::PRODUCT:
+    case ReduceOp::MIN:
+    case ReduceOp::MAX: return true;
+    case ReduceOp::AVG: return at::isFloatingType(type);
+    default: return false;
+  }
 }
 
 std::string keyOf(uint64_t group, int rank) {
@@ -77,10 +84,9 @@ void announce(int rank, const cuda::Choice& choice) {
 
 // Says once in a process that a call goes through the host in a group that another way serves.
 void announceHost(int rank, cuda::Path path, collectives::Collective collective,
-                  const at::Tensor& tensor, const c10d::ReduceOp& op) {
+                  const at::Tensor& tensor, ReduceOp op) {
   if (rank != 0) return;
-  const auto torchOp = static_cast<c10d::ReduceOp::RedOpType>(op);
-  const std::tuple kind{collective, tensor.scalar_type(), torchOp};
+  const std::tuple kind{collective, tensor.scalar_type(), op};
   static std::mutex mutex;
   static auto* const said = new std::set<std::decay_t<decltype(kind)>>;
   const std::lock_guard lock(mutex);
@@ -88,7 +94,7 @@ void announceHost(int rank, cuda::Path path, collectives::Collective collective,
   std::string call = fmt::format("{} of {}", collectives::toString(collective),
                                  c10::toString(tensor.scalar_type()));
   if (collectives::isReduction(collective)) {
-    call += fmt::format(" by {}", toString(reduceOpOf("reduce", op)));
+    call += fmt::format(" by {}", toString(op));
   }
   said->insert(kind);
   SMDDP_LOG(
@@ -107,7 +113,7 @@ void requireNoCapture(c10::Device device) {
                   "connect them. Make one, with the same ranks, before the graph is captured");
 }
 
-// Groups in which this thread is coalescing: whether the peer is, too.
+// Groups in which this thread is coalescing: whether NCCL is, too.
 std::map<const GpuProcessGroup*, bool>& coalescing() {
   thread_local std::map<const GpuProcessGroup*, bool> groups;
   return groups;
@@ -117,30 +123,32 @@ std::map<const GpuProcessGroup*, bool>& coalescing() {
 
 GpuProcessGroup::GpuProcessGroup(const intrusive_ptr<c10d::Store>& store, int rank, int size,
                                  std::chrono::milliseconds timeout, const std::string& name,
-                                 const std::string& algorithm, GpuPeer peer)
-    : ProcessGroup(store, rank, size, timeout, name, algorithm),
+                                 const std::string& algorithm, GpuSupport support)
+    : ProcessGroup(store, rank, size, timeout, name, algorithm, std::make_unique<Calls>(this)),
       store_(store),
-      peer_(std::move(peer)) {
-  sendDirectly(*this);
+      support_(std::move(support)) {
+  sendDirectly(static_cast<Calls&>(devices()));
 }
 
 GpuProcessGroup::GpuProcessGroup(std::shared_ptr<engine::Group> group,
                                  std::chrono::milliseconds timeout,
-                                 const intrusive_ptr<c10d::Store>& store, GpuPeer peer)
-    : ProcessGroup(std::move(group), timeout), store_(store), peer_(std::move(peer)) {
-  sendDirectly(*this);
+                                 const intrusive_ptr<c10d::Store>& store, GpuSupport support)
+    : ProcessGroup(std::move(group), timeout, std::make_unique<Calls>(this)),
+      store_(store),
+      support_(std::move(support)) {
+  sendDirectly(static_cast<Calls&>(devices()));
 }
 
 // Unless it is on one node, where the network does not come in.
-void GpuProcessGroup::sendDirectly(ProcessGroup& target) const {
+void GpuProcessGroup::sendDirectly(Calls& calls) const {
   if (!settings().gpuDirect || group()->topology().numNodes() == 1) return;
-  target.sendFrom(DeviceSources::shared(peer_.library));
+  calls.sendFrom(DeviceSources::shared(support_.library));
 }
 
 GpuProcessGroup::~GpuProcessGroup() {
   try {
     // Nobody has ended the group in order: to wait for what NCCL has enqueued might take its time-out.
-    if (auto* peer = nccl_.load(); peer != nullptr && !isShutDown()) peer->abort();
+    if (auto* nccl = nccl_.load(); nccl != nullptr && !isShutDown()) nccl->abort();
     if (rails_ && !isShutDown()) rails_->abandon();
     ProcessGroup::shutdown();
   } catch (const std::exception& error) {
@@ -150,19 +158,19 @@ GpuProcessGroup::~GpuProcessGroup() {
 
 void GpuProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
   ProcessGroup::setTimeout(timeout);
-  if (auto* peer = nccl_.load()) peer->backend().setTimeout(timeout);
+  if (auto* nccl = nccl_.load()) nccl->backend().setTimeout(timeout);
 }
 
 void GpuProcessGroup::abort() {
   // The group first, so that all ranks hear of this rank in its words.
   ProcessGroup::abort();
-  if (auto* peer = nccl_.load()) peer->abort();
+  if (auto* nccl = nccl_.load()) nccl->abort();
   if (state_.load(std::memory_order_acquire) == State::Rails) rails_->abort();
 }
 
 void GpuProcessGroup::shutdown() {
   // Calls that come too late are refused by the base.
-  if (auto* peer = nccl_.load(); peer != nullptr && !isShutDown()) peer->shutdown();
+  if (auto* nccl = nccl_.load(); nccl != nullptr && !isShutDown()) nccl->shutdown();
   if (state_.load(std::memory_order_acquire) == State::Rails && !isShutDown()) rails_->shutdown();
   ProcessGroup::shutdown();
 }
@@ -183,7 +191,7 @@ intrusive_ptr<c10d::Backend> GpuProcessGroup::split(
     const intrusive_ptr<c10d::Backend::Options>& options) {
   const auto [group, timeout] = splitEngineGroup(ranks, options);
   if (!group) return nullptr;
-  auto child = c10::make_intrusive<GpuProcessGroup>(group, timeout, store, peer_);
+  auto child = c10::make_intrusive<GpuProcessGroup>(group, timeout, store, support_);
   child->setBoundDeviceId(getBoundDeviceId());
   return child;
 }
@@ -203,7 +211,7 @@ bool GpuProcessGroup::supportsTensorAlloc(c10::DeviceIndex device) {
 
 at::Tensor GpuProcessGroup::allocateTensor(long size, at::TensorOptions options) {
   const State state = state_.load(std::memory_order_acquire);
-  if (options.device().type() == peer_.type && settings().gpuCommMemory) {
+  if (options.device().type() == support_.type && settings().gpuCommMemory) {
     if (state == State::Nccl) return nccl_.load()->backend().allocateTensor(size, options);
     if (state == State::Ipc) return translated([&] { return memory_->allocate(size, options); });
   }
@@ -213,24 +221,24 @@ at::Tensor GpuProcessGroup::allocateTensor(long size, at::TensorOptions options)
 // --- who serves a call ------------------------------------------------------------------------------------
 
 bool GpuProcessGroup::isOnGpu(const at::Tensor& tensor) const {
-  return tensor.defined() && tensor.device().type() == peer_.type &&
+  return tensor.defined() && tensor.device().type() == support_.type &&
          tensor.layout() == c10::kStrided;
 }
 
-PeerGroup* GpuProcessGroup::used(State state) {
+NcclGroup* GpuProcessGroup::used(State state) {
   if (state != State::Nccl) return nullptr;
-  auto* peer = nccl_.load(std::memory_order_acquire);
+  auto* nccl = nccl_.load(std::memory_order_acquire);
   auto& groups = coalescing();
-  if (groups.empty()) return peer;
+  if (groups.empty()) return nccl;
   if (const auto found = groups.find(this); found != groups.end() && !found->second) {
-    peer->backend().startCoalescing();
+    nccl->backend().startCoalescing();
     found->second = true;
   }
-  return peer;
+  return nccl;
 }
 
 // `serves`: NCCL does such a call.
-PeerGroup* GpuProcessGroup::peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout,
+NcclGroup* GpuProcessGroup::ncclFor(const at::Tensor& tensor, std::chrono::milliseconds timeout,
                                     bool serves) {
   if (!isOnGpu(tensor)) return nullptr;
   State state = state_.load(std::memory_order_acquire);
@@ -244,32 +252,32 @@ PeerGroup* GpuProcessGroup::peerFor(const at::Tensor& tensor, std::chrono::milli
     });
   }
   if (!serves) return nullptr;
-  if (state == State::Nccl && !peerHasServed_.load(std::memory_order_relaxed)) {
+  if (state == State::Nccl && !ncclHasServed_.load(std::memory_order_relaxed)) {
     requireNoCapture(tensor.device());
-    peerHasServed_.store(true, std::memory_order_relaxed);
+    ncclHasServed_.store(true, std::memory_order_relaxed);
   }
   return used(state);
 }
 
-PeerGroup* GpuProcessGroup::peerFor(const at::Tensor& tensor, std::chrono::milliseconds timeout) {
-  return peerFor(tensor, timeout, moves(tensor.scalar_type()));
+NcclGroup* GpuProcessGroup::ncclFor(const at::Tensor& tensor, std::chrono::milliseconds timeout) {
+  return ncclFor(tensor, timeout, moves(tensor.scalar_type()));
 }
 
-PeerGroup* GpuProcessGroup::peerFor(const Tensors& tensors, std::chrono::milliseconds timeout) {
-  return tensors.empty() ? nullptr : peerFor(tensors.front(), timeout);
+NcclGroup* GpuProcessGroup::ncclFor(const Tensors& tensors, std::chrono::milliseconds timeout) {
+  return tensors.empty() ? nullptr : ncclFor(tensors.front(), timeout);
 }
 
-PeerGroup* GpuProcessGroup::reducingPeerFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
+NcclGroup* GpuProcessGroup::reducingNcclFor(const at::Tensor& tensor, const c10d::ReduceOp& op,
                                             std::chrono::milliseconds timeout) {
-  return peerFor(tensor, timeout, reduces(tensor.scalar_type(), op));
+  return ncclFor(tensor, timeout, reduces(tensor.scalar_type(), op));
 }
 
-PeerGroup* GpuProcessGroup::reducingPeerFor(const Tensors& tensors, const c10d::ReduceOp& op,
+NcclGroup* GpuProcessGroup::reducingNcclFor(const Tensors& tensors, const c10d::ReduceOp& op,
                                             std::chrono::milliseconds timeout) {
-  return tensors.empty() ? nullptr : reducingPeerFor(tensors.front(), op, timeout);
+  return tensors.empty() ? nullptr : reducingNcclFor(tensors.front(), op, timeout);
 }
 
-PeerGroup* GpuProcessGroup::messagePeerFor(const Tensors& tensors, int rank) {
+NcclGroup* GpuProcessGroup::messageNcclFor(const Tensors& tensors, int rank) {
   if (tensors.size() != 1 || !isOnGpu(tensors.front())) return nullptr;
   if (!moves(tensors.front().scalar_type())) return nullptr;
   // Nonsense is the base's to refuse; and what a rank sends itself needs no network.
@@ -287,8 +295,8 @@ PeerGroup* GpuProcessGroup::messagePeerFor(const Tensors& tensors, int rank) {
   return used(state);
 }
 
-bool GpuProcessGroup::staysOnDevice(collectives::Collective collective, const at::Tensor& tensor,
-                                    const c10d::ReduceOp& op) const {
+bool GpuProcessGroup::serves(collectives::Collective collective, const at::Tensor& tensor,
+                             ReduceOp op) const {
   if (!isOnGpu(tensor)) return false;
   switch (state_.load(std::memory_order_acquire)) {
     case State::Ipc: return true;
@@ -306,9 +314,9 @@ bool GpuProcessGroup::staysOnDevice(collectives::Collective collective, const at
   return false;
 }
 
-std::shared_ptr<DeviceTurns> GpuProcessGroup::deviceTurns(
-    const engine::Request& request, const std::shared_ptr<DeviceCopies>& copies,
-    std::shared_ptr<void> keepAlive) {
+std::shared_ptr<DeviceTurns> GpuProcessGroup::begin(const engine::Request& request,
+                                                    const std::shared_ptr<DeviceCopies>& copies,
+                                                    std::shared_ptr<void> keepAlive) {
   if (rails_) return rails_->begin(request, copies, std::move(keepAlive));
   return memory_->begin(request, copies, std::move(keepAlive));
 }
@@ -316,8 +324,8 @@ std::shared_ptr<DeviceTurns> GpuProcessGroup::deviceTurns(
 // The ranks share a GPU. Whether they can share its memory is for all of them to say.
 cuda::Choice GpuProcessGroup::connect(std::chrono::milliseconds timeout) {
   // On all ranks behind the same calls.
-  awaitDeferred();
-  memory_ = std::make_shared<GpuMemoryPath>(engine(), group(), *device_, peer_.library);
+  devices().drain();
+  memory_ = std::make_shared<GpuMemoryPath>(engine(), group(), *device_, support_.library);
   const std::string refusal = memory_->connect(nanoseconds(timeout));
   if (refusal.empty()) return {cuda::Path::Ipc, "SMDDP_GPU_PATH=ipc"};
   memory_.reset();
@@ -328,11 +336,11 @@ GpuProcessGroup::State GpuProcessGroup::decide(std::chrono::milliseconds timeout
   if (const State known = state_.load(); known != State::Unknown) return known;
   std::vector<int> all(static_cast<size_t>(getSize()));
   for (int rank = 0; rank < getSize(); ++rank) all[static_cast<size_t>(rank)] = rank;
-  auto choice = cuda::choosePath(settings().gpuPath, static_cast<bool>(peer_.make),
+  auto choice = cuda::choosePath(settings().gpuPath, static_cast<bool>(support_.makeNccl),
                                  placesOf(all, nanoseconds(timeout)));
   if (choice.path == cuda::Path::Ipc) choice = connect(timeout);
   announce(getRank(), choice);
-  if (choice.path == cuda::Path::Nccl) makePeer();
+  if (choice.path == cuda::Path::Nccl) makeNccl();
   if (choice.path == cuda::Path::Rails) makeRails(timeout);
   state_.store(stateOf(choice.path), std::memory_order_release);
   return stateOf(choice.path);
@@ -343,14 +351,14 @@ GpuProcessGroup::State GpuProcessGroup::decideFor(int rank) {
   if (const auto known = messages_.find(rank); known != messages_.end()) return known->second;
   // NCCL's batches of messages connect all ranks of a group: it has to be one that it may serve.
   const bool may = group()->topology().numNodes() == 1 ||
-                   cuda::decidesAlone(settings().gpuPath, static_cast<bool>(peer_.make));
+                   cuda::decidesAlone(settings().gpuPath, static_cast<bool>(support_.makeNccl));
   auto path = cuda::Path::Host;
   if (may) {
     const auto places = placesOf({getRank(), rank}, nanoseconds(c10d::kUnsetTimeout));
-    path = cuda::choosePath(settings().gpuPath, static_cast<bool>(peer_.make), places).path;
+    path = cuda::choosePath(settings().gpuPath, static_cast<bool>(support_.makeNccl), places).path;
   }
   if (path == cuda::Path::Nccl) {
-    makePeer();
+    makeNccl();
   } else {
     announce(getRank(),
              {cuda::Path::Host,
@@ -369,7 +377,7 @@ std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks
   });
   // Then nobody need wait for anybody's name.
   if ((severalNodes && settings().gpuPath != "rails") ||
-      cuda::decidesAlone(settings().gpuPath, static_cast<bool>(peer_.make))) {
+      cuda::decidesAlone(settings().gpuPath, static_cast<bool>(support_.makeNccl))) {
     return places;
   }
   StoreAdapter store(store_);
@@ -394,7 +402,7 @@ std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks
 }
 
 void GpuProcessGroup::eagerConnectSingleDevice(c10::Device device) {
-  if (device.type() != peer_.type) return;
+  if (device.type() != support_.type) return;
   const std::lock_guard lock(mutex_);
   translated([&] { publish(device); });
 }
@@ -405,23 +413,23 @@ void GpuProcessGroup::publish(c10::Device device) {
   TORCH_CHECK_VALUE(!bound || *bound == device, "smddp: this group is bound to ", *bound,
                     " by init_process_group(device_id=...), and got a tensor on ", device);
   if (device_) return;
-  if (!cuda::decidesAlone(settings().gpuPath, static_cast<bool>(peer_.make))) {
-    const std::string name = peer_.nameOf(device.index());
+  if (!cuda::decidesAlone(settings().gpuPath, static_cast<bool>(support_.makeNccl))) {
+    const std::string name = support_.nameOf(device.index());
     const auto* first = reinterpret_cast<const std::byte*>(name.data());
     StoreAdapter(store_).set(keyOf(group()->id(), getRank()), {first, first + name.size()});
   }
   device_ = device;
 }
 
-void GpuProcessGroup::makePeer() {
+void GpuProcessGroup::makeNccl() {
   if (made_) return;
   const auto store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("smddp/nccl/{:x}", group()->id()), store_);
-  auto backend = peer_.make(store, getRank(), getSize(),
-                            std::chrono::duration_cast<std::chrono::milliseconds>(
-                                std::chrono::nanoseconds(nanoseconds(c10d::kUnsetTimeout))));
+  auto backend = support_.makeNccl(store, getRank(), getSize(),
+                                   std::chrono::duration_cast<std::chrono::milliseconds>(
+                                       std::chrono::nanoseconds(nanoseconds(c10d::kUnsetTimeout))));
   backend->setBoundDeviceId(getBoundDeviceId());
-  made_ = PeerGroup::make(engine(), group(), std::move(backend));
+  made_ = NcclGroup::make(engine(), group(), std::move(backend));
   nccl_.store(made_.get(), std::memory_order_release);
 }
 
@@ -432,7 +440,7 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
               "of NCCL of SMDDP_GPU_PATH=rails may wait for each other; unset one of the two");
   }
   // On all ranks behind the same calls.
-  awaitDeferred();
+  devices().drain();
   const auto& topology = group()->topology();
   const auto patience = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::nanoseconds(nanoseconds(timeout)));
@@ -449,8 +457,10 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
         topology.numNodes(), group()->spec().algorithm};
     railGroups.push_back(
         engine::splitGroup(*engine(), group(), spec, members, nanoseconds(timeout)));
-    rails.push_back(c10::make_intrusive<ProcessGroup>(railGroups.back(), patience));
-    sendDirectly(*rails.back());
+    auto calls = std::make_unique<Calls>();
+    sendDirectly(*calls);
+    rails.push_back(
+        c10::make_intrusive<ProcessGroup>(railGroups.back(), patience, std::move(calls)));
   }
   // The rails fail before NCCL is aborted: what comes out of that must not be summed.
   const auto failRails = [engine = engine(), railGroups](const Error& error) {
@@ -459,9 +469,9 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
   const auto nodeGroup = [&](const char* purpose) {
     const std::string prefix =
         fmt::format("smddp/nccl/{:x}/{}/{}", group()->id(), purpose, topology.myNode());
-    return PeerGroup::make(engine(), group(),
-                           peer_.make(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
-                                      topology.myLocal(), topology.teamSize(), patience),
+    return NcclGroup::make(engine(), group(),
+                           support_.makeNccl(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
+                                             topology.myLocal(), topology.teamSize(), patience),
                            failRails);
   };
   rails_ = std::make_shared<GpuRails>(
@@ -488,7 +498,7 @@ const cuda::DeviceTable* GpuProcessGroup::summingTable(std::string& refusal) con
     return nullptr;
   }
   try {
-    const auto& table = cuda::loadLibrary(peer_.library);
+    const auto& table = cuda::loadLibrary(support_.library);
     requireKernels(table, *device_);
     return &table;
   } catch (const Error& error) {
@@ -564,4 +574,4 @@ GpuProcessGroup::WorkPtr GpuProcessGroup::endCoalescing() {
   return theirs;
 }
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

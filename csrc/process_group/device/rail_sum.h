@@ -13,10 +13,10 @@
 #include <memory>
 
 #include "cuda/device_table.h"
-#include "process_group/device_copies.h"
+#include "process_group/device/copies.h"
 #include "process_group/process_group.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 
 class RailSum {
  public:
@@ -46,4 +46,4 @@ class RailSum {
   static std::unique_ptr<RailSum> onGpu(Rail rail, Rail second, const cuda::DeviceTable& table);
 };
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

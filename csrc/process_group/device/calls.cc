@@ -1,13 +1,10 @@
-// What calls have besides when their tensors are on a device. Their requests are the same as on the CPU: on the
-// copies that Staging has made, but for what leaves from where it lies.
+#include "process_group/device/calls.h"
+
 #include <algorithm>
-#include <mutex>
 
-#include "process_group/device_sources.h"
 #include "process_group/errors.h"
-#include "process_group/process_group.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 namespace {
 
 using c10::intrusive_ptr;
@@ -120,6 +117,12 @@ class Part {
   std::atomic<bool> ended_{false};
 };
 
+// Null for a call on the CPU.
+std::shared_ptr<DeviceCopies> copiesOf(const Work::Call& call) {
+  const auto& device = call.staging.device();
+  return device ? static_cast<const StagedCall&>(*device).copies() : nullptr;
+}
+
 // Whether the copies are made before the deadline. If not, or if the device fails, the line of deferred calls tells.
 bool arrives(const DeviceCopies& copies, Deadline deadline) {
   try {
@@ -138,23 +141,51 @@ void keepForGood(std::shared_ptr<void> memory) {
   kept->push_back(std::move(memory));
 }
 
-intrusive_ptr<Work> ProcessGroup::submitFromDevice(Work::Call call,
-                                                   std::vector<engine::Request> requests,
-                                                   std::vector<engine::Message> messages) {
-  const auto target = group();
-  const auto copies = call.staging.device();
+std::shared_ptr<DeviceCall> Calls::begin(const CallKind& kind, const at::Tensor& first) {
+  if (route_ != nullptr && kind.collective && route_->serves(*kind.collective, first, kind.op)) {
+    return std::make_shared<DeviceStaging>(first.device());
+  }
+  return std::make_shared<HostStaging>(first.device(), leavesNode(kind) ? sources_ : nullptr);
+}
+
+bool Calls::leavesNode(const CallKind& kind) const {
+  const auto& topology = group_->topology();
+  if (!kind.collective) {
+    return kind.receiver != CallKind::kNobody &&
+           topology.nodeOf(kind.receiver) != topology.myNode();
+  }
+  return topology.numNodes() > 1 && topology.numNodes() == group_->spec().size;
+}
+
+intrusive_ptr<Work> Calls::submit(Work::Call call, std::vector<engine::Request> requests,
+                                  std::vector<engine::Message> messages) {
+  const auto& device = call.staging.device();
+  if (device == nullptr || !device->takesSplits()) {
+    return submitThroughHost(std::move(call), std::move(requests), std::move(messages));
+  }
+  SMDDP_CHECK(messages.empty(), "messages that stay on a GPU");
+  return submitOnDevice(std::move(call), requests);
+}
+
+intrusive_ptr<Work> Calls::newWork(Work::Call call) const {
+  return c10::make_intrusive<Work>(group_->spec().me, engine_, group_, std::move(call));
+}
+
+// Also of a call on the CPU, which has to queue.
+intrusive_ptr<Work> Calls::submitThroughHost(Work::Call call, std::vector<engine::Request> requests,
+                                             std::vector<engine::Message> messages) {
+  const auto copies = copiesOf(call);
   if (copies) copies->seal();
   const bool collective = !requests.empty();
   const bool willWait =
       messages.empty() && std::all_of(requests.begin(), requests.end(),
                                       [](const auto& request) { return request.willWait; });
-  auto operations = std::make_shared<Operations>(engine_, target, std::move(requests),
+  auto operations = std::make_shared<Operations>(engine_, group_, std::move(requests),
                                                  std::move(messages), call.keepAlive());
   const auto deadline = Deadline::after(MonotonicClock(), operations->timeout());
   const std::string title = call.title;
-  auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
+  auto work = newWork(std::move(call));
   work->start(operations->completions());
-  record(work);
   if (copies && collective) remember(work, copies);
   // Who waits for the result may as well wait for the device: no hand-over is paid.
   if (willWait && copies && !deferred_.busy() && arrives(*copies, deadline)) {
@@ -168,49 +199,18 @@ intrusive_ptr<Work> ProcessGroup::submitFromDevice(Work::Call call,
   return work;
 }
 
-void ProcessGroup::remember(const intrusive_ptr<Work>& work,
-                            const std::shared_ptr<DeviceCopies>& copies) {
-  const std::lock_guard lock(onDeviceMutex_);
+void Calls::remember(const intrusive_ptr<Work>& work, const std::shared_ptr<DeviceCopies>& copies) {
+  const std::lock_guard lock(mutex_);
   latestDevice_ = copies->device();
-  std::erase_if(onDevice_, [](const OnDevice& earlier) {
+  std::erase_if(unfinished_, [](const Unfinished& earlier) {
     return earlier.work.expired() && earlier.copies->ended();
   });
-  onDevice_.push_back({c10::weak_intrusive_ptr<Work>(work), copies});
+  unfinished_.push_back({c10::weak_intrusive_ptr<Work>(work), copies});
 }
 
-// Of collectives only where ranks share no node: what goes between ranks of a node is copied by the host.
-bool ProcessGroup::sendsFromDevice(const Staging& staging, at::TensorList sent,
-                                   at::TensorList received) const {
-  if (sources_ == nullptr || staging.staysOnDevice()) return false;
-  const int numNodes = group()->topology().numNodes();
-  return numNodes > 1 && numNodes == getSize() && leavesDevice(sent, received);
-}
-
-bool ProcessGroup::leavesDevice(at::TensorList sent, at::TensorList received) const {
-  if (sources_ == nullptr) return false;
-  const c10::Device device = sent.front().device();
-  if (device.is_cpu() || isCapturing(device)) return false;
-  const auto usable = [&](const at::Tensor& tensor) {
-    return tensor.device() == device && usableInPlace(tensor);
-  };
-  return std::all_of(received.begin(), received.end(), usable) &&
-         std::all_of(sent.begin(), sent.end(), [&](const at::Tensor& tensor) {
-           return usable(tensor) &&
-                  (tensor.numel() == 0 || translated([&] { return sources_->add(tensor); }));
-         });
-}
-
-std::shared_ptr<DeviceTurns> ProcessGroup::deviceTurns(const engine::Request&,
-                                                       const std::shared_ptr<DeviceCopies>&,
-                                                       std::shared_ptr<void>) {
-  raise(ErrorKind::Internal,
-        "a call stays on the device in a group that has no way to do it there");
-}
-
-intrusive_ptr<Work> ProcessGroup::submitTurns(Work::Call call,
-                                              const std::vector<engine::Request>& requests) {
-  const auto target = group();
-  const auto copies = call.staging.device();
+intrusive_ptr<Work> Calls::submitOnDevice(Work::Call call,
+                                          const std::vector<engine::Request>& requests) {
+  const auto copies = copiesOf(call);
   const bool willWait = std::all_of(requests.begin(), requests.end(),
                                     [](const auto& request) { return request.willWait; });
   std::vector<std::shared_ptr<Part>> parts;
@@ -219,13 +219,12 @@ intrusive_ptr<Work> ProcessGroup::submitTurns(Work::Call call,
   translated([&] {
     for (const auto& request : requests) {
       completions.push_back(std::make_shared<engine::Completion>());
-      parts.push_back(std::make_shared<Part>(deviceTurns(request, copies, keepAlive), engine_,
+      parts.push_back(std::make_shared<Part>(route_->begin(request, copies, keepAlive), engine_,
                                              completions.back(), call.title));
     }
   });
-  auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
+  auto work = newWork(std::move(call));
   work->start(std::move(completions));
-  record(work);
   remember(work, copies);
   // Who waits for the result pushes the call on himself: no hand-over is paid.
   if (willWait && !deferred_.busy()) {
@@ -245,17 +244,17 @@ intrusive_ptr<Work> ProcessGroup::submitTurns(Work::Call call,
   return work;
 }
 
-void ProcessGroup::awaitDevice() {
-  std::vector<OnDevice> calls;
+void Calls::synchronize() {
+  std::vector<Unfinished> calls;
   std::optional<c10::Device> device;
   {
-    const std::lock_guard lock(onDeviceMutex_);
-    calls.swap(onDevice_);
+    const std::lock_guard lock(mutex_);
+    calls.swap(unfinished_);
     device = latestDevice_;
   }
   if (!device) return;
   currentStream(*device).synchronize();
-  for (const OnDevice& call : calls) {
+  for (const Unfinished& call : calls) {
     if (const auto work = call.work.lock()) {
       translated([&] {
         for (const auto& completion : work->completions()) engine_->wait(*completion);
@@ -267,4 +266,4 @@ void ProcessGroup::awaitDevice() {
   }
 }
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

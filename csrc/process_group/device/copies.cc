@@ -1,4 +1,4 @@
-#include "process_group/device_copies.h"
+#include "process_group/device/copies.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
@@ -11,7 +11,7 @@
 #include "common/log.h"
 #include "cuda/capture.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 namespace {
 
 constexpr int kYields = 200;
@@ -142,4 +142,4 @@ void DeviceCopies::order() const { order(currentStream(device())); }
 
 void DeviceCopies::order(c10::Stream stream) const { end_->block(stream); }
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

@@ -22,7 +22,7 @@
 #include "cuda/device_table.h"
 #include "engine/engine.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 
 class DeviceSources {
  public:
@@ -55,4 +55,4 @@ class DeviceSources {
       sources_;  // by where they begin; written by the engine's owner, with mutex_
 };
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

@@ -7,7 +7,7 @@
 
 #include "common/error.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 
 // Threads: one at a time; giveUp() from any, after which the others may still be called. Errors are exceptions; whoever
 // gets one calls giveUp().
@@ -28,4 +28,4 @@ class DeviceTurns {
 // others': never freed, closed, or given to anybody else.
 void keepForGood(std::shared_ptr<void> memory);
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

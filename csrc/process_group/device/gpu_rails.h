@@ -16,24 +16,24 @@
 //
 // Threads: calls begin one after the other, as their group sees to; the rest is on whichever thread runs the engine's
 // continuations. Owns the groups. An error fails the call, and with it the parent group, the rail, and what NCCL
-// has enqueued (peer_group.h); no call begins in a group that has failed.
+// has enqueued (nccl_group.h); no call begins in a group that has failed.
 #pragma once
 
 #include <deque>
 #include <memory>
 #include <mutex>
 
-#include "process_group/device_turns.h"
-#include "process_group/peer_group.h"
+#include "process_group/device/nccl_group.h"
+#include "process_group/device/rail_sum.h"
+#include "process_group/device/turns.h"
 #include "process_group/process_group.h"
-#include "process_group/rail_sum.h"
 
-namespace smddp::process_group {
+namespace smddp::process_group::device {
 
 class GpuRails : public std::enable_shared_from_this<GpuRails> {
  public:
   struct Groups {
-    std::shared_ptr<PeerGroup> scatter, gather;  // of NCCL, among the node's ranks
+    std::shared_ptr<NcclGroup> scatter, gather;  // of NCCL, among the node's ranks
     // A rank of each node; the second, if any, is of the same.
     std::vector<c10::intrusive_ptr<ProcessGroup>> rails;
     // What they are around.
@@ -81,4 +81,4 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
   bool again_ = false;                       // and is to look once more; the same
 };
 
-}  // namespace smddp::process_group
+}  // namespace smddp::process_group::device

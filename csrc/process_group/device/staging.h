@@ -1,0 +1,86 @@
+// What stages the tensors of a call on a device (device_call.h): through memory of the host, or where they lie.
+//
+// Owns the call's stream and copies (copies.h), and a share of what is read in place, until it is dropped.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "process_group/device/copies.h"
+#include "process_group/device/sources.h"
+#include "process_group/device_call.h"
+
+namespace smddp::process_group::device {
+
+// What both ways have in common.
+class StagedCall : public DeviceCall {
+ public:
+  explicit StagedCall(c10::Device device) : copies_(std::make_shared<DeviceCopies>(device)) {}
+  const std::shared_ptr<DeviceCopies>& copies() const { return copies_; }
+
+  const std::vector<at::Tensor>& kept() const final { return kept_; }
+  void finish(bool well) final;
+  void abandon() final { copies_->abandon(); }
+  bool ended() const final { return copies_->ended(); }
+  c10::Stream stream() const final { return copies_->stream(); }
+  void order() const final { copies_->order(); }
+  void order(c10::Stream stream) const final { copies_->order(stream); }
+
+ protected:
+  at::Tensor keep(at::Tensor tensor) { return kept_.emplace_back(std::move(tensor)); }
+
+  const std::shared_ptr<DeviceCopies> copies_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> back_;  // into, from
+
+ private:
+  std::vector<at::Tensor> kept_;
+};
+
+// Copies to pinned memory of the host and back, without waiting for the device. What is only sent leaves from where it
+// lies, if the network can read it there (SMDDP_GPU_DIRECT).
+class HostStaging final : public StagedCall {
+ public:
+  // sources: of what the network reads; null: it reads nothing of this call.
+  HostStaging(c10::Device device, DeviceSources* sources) : StagedCall(device), sources_(sources) {}
+
+  engine::Piece place(const at::Tensor& tensor, Access access) override;
+  engine::Pieces place(at::TensorList tensors, Access access) override;
+  engine::Piece placeThrough(const at::Tensor& from, const at::Tensor& into,
+                             Access access) override;
+  std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent,
+                                                        const Blocks& received) override;
+  bool takesSplits() const override { return false; }
+
+ private:
+  // Whether the network can read them where they lie.
+  bool canSend(at::TensorList tensors) const;
+  // The bytes where they lie, in row-major order: only the network may read them, when the device has come to the call.
+  engine::Piece sendInPlace(const at::Tensor& tensor);
+  // The same for a block that this rank gives itself: the plan finds source and destination in one place, and so does not
+  // touch them. The device copies it into `into`, before it copies what has come from other ranks.
+  engine::Piece giveOwn(const at::Tensor& into, const at::Tensor& own);
+
+  DeviceSources* const sources_;
+};
+
+// For calls that are carried out on the device: the bytes that lie there. What is done with them has to be done on the
+// stream of the call. A list of tensors becomes one run of bytes.
+class DeviceStaging final : public StagedCall {
+ public:
+  using StagedCall::StagedCall;
+
+  engine::Piece place(const at::Tensor& tensor, Access access) override;
+  engine::Pieces place(at::TensorList tensors, Access access) override;
+  engine::Piece placeThrough(const at::Tensor& from, const at::Tensor& into,
+                             Access access) override;
+  std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent,
+                                                        const Blocks& received) override;
+  bool takesSplits() const override { return true; }
+
+ private:
+  // The tensor, or a copy of it in row-major order.
+  at::Tensor residentOf(const at::Tensor& tensor, Access access);
+};
+
+}  // namespace smddp::process_group::device

@@ -1,0 +1,76 @@
+// The tensors of one call that are on a device, as Staging and Work see them. csrc/process_group/device has what is
+// behind this interface.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "engine/request.h"
+
+namespace smddp::process_group {
+
+// What a device has to know of a call before it stages the first tensor.
+struct CallKind {
+  static constexpr Rank kNobody = -1;
+  std::optional<collectives::Collective> collective;  // none: a message
+  ReduceOp op = ReduceOp::SUM;                        // of reductions
+  Rank receiver = kNobody;                            // of a message that this rank sends
+
+  static CallKind send(Rank receiver) { return {std::nullopt, ReduceOp::SUM, receiver}; }
+  static CallKind receive() { return {}; }
+};
+
+// What a call does with the bytes of a tensor.
+enum class Access : uint8_t {
+  Read,
+  Send,  // reads them for other ranks only
+  Write,
+  Update,  // reads and writes them
+};
+constexpr bool reads(Access access) { return access != Access::Write; }
+constexpr bool writes(Access access) { return access == Access::Write || access == Access::Update; }
+
+// The tensors of a call that has a block for each rank, one tensor or several, and where this rank's own block is in
+// them: `count` elements, of which the first is element `begin` of all tensors, one behind the other.
+struct Blocks {
+  at::TensorList tensors;
+  int64_t begin = 0;
+  int64_t count = 0;
+};
+
+// Threads: place(), placeThrough() and placeBlocks() by the caller of the call, before it is submitted; finish() once,
+// by whoever sees the operation's end; after that any thread. Owns what it has staged. A device that fails throws.
+class DeviceCall {
+ public:
+  virtual ~DeviceCall() = default;
+
+  // As Staging's functions: where a request finds the bytes of these tensors.
+  virtual engine::Piece place(const at::Tensor& tensor, Access access) = 0;
+  virtual engine::Pieces place(at::TensorList tensors, Access access) = 0;
+  virtual engine::Piece placeThrough(const at::Tensor& from, const at::Tensor& into,
+                                     Access access) = 0;
+  virtual std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent,
+                                                                const Blocks& received) = 0;
+  virtual bool takesSplits() const = 0;
+  // What must stay alive until the operation has ended.
+  virtual const std::vector<at::Tensor>& kept() const = 0;
+
+  // After the operation: enqueues the copies into the tensors that were to be written, if it went well.
+  virtual void finish(bool well) = 0;
+  // Instead, after an error of the device: nobody is to wait for it.
+  virtual void abandon() = 0;
+  // Whether the device has done everything.
+  virtual bool ended() const = 0;
+  // What the call's copies are enqueued on.
+  virtual c10::Stream stream() const = 0;
+  // A stream, by default the thread's current one, waits for the end of the call.
+  virtual void order() const = 0;
+  virtual void order(c10::Stream stream) const = 0;
+};
+
+}  // namespace smddp::process_group

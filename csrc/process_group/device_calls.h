@@ -1,0 +1,56 @@
+// The door to calls on tensors of a device: all that the other files of this folder know of them. What is behind it is
+// in csrc/process_group/device.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/deferred_calls.h"
+#include "engine/engine.h"
+#include "process_group/work.h"
+
+namespace smddp::process_group {
+
+// The calls of one group that are on a device, and those on the CPU that were made behind them.
+//
+// Threads: any. Belongs to a group, and is closed with it. An error ends the call that meets it, as on the CPU.
+class DeviceCalls {
+ public:
+  virtual ~DeviceCalls() = default;
+  // Once, before the first call.
+  void attach(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group);
+  // For a part of the group.
+  virtual std::unique_ptr<DeviceCalls> forPart() const = 0;
+
+  // What stages the tensors of a call, of which `first` is one.
+  virtual std::shared_ptr<DeviceCall> begin(const CallKind& kind, const at::Tensor& first) = 0;
+  // Carries out a call on a device, or hands it to the engine when the device has come to it.
+  virtual c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
+                                          std::vector<engine::Message> messages) = 0;
+  // Blocks until the device has done what this thread's stream and the group's collectives had so far.
+  virtual void synchronize() = 0;
+
+  // Whether calls wait for a device: what comes now has to queue behind them.
+  bool busy() const { return deferred_.busy(); }
+  // Blocks until every call made so far has begun.
+  void drain() { deferred_.drain(); }
+  // Ends the calls that have not begun, and all that come.
+  void close(const Error& error) { deferred_.close(error); }
+
+ protected:
+  std::shared_ptr<engine::Engine> engine_;
+  std::shared_ptr<engine::Group> group_;
+  engine::DeferredCalls deferred_;
+};
+
+inline void DeviceCalls::attach(std::shared_ptr<engine::Engine> engine,
+                                std::shared_ptr<engine::Group> group) {
+  engine_ = std::move(engine);
+  group_ = std::move(group);
+}
+
+}  // namespace smddp::process_group
