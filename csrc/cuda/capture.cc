@@ -5,10 +5,10 @@
 namespace smddp::cuda {
 namespace {
 
-// As the driver's interface has it, for the one function that is needed of it.
+// The type of the one function of the driver that is needed.
 using Function = int (*)(void* stream, int* status);
 constexpr int kNotCapturing = 0;
-// The answer for the default stream while some other is recorded, which would spoil that.
+// The driver's answer for the default stream while another stream is captured: using it would end the capture.
 constexpr int kWouldSpoilCapture = 906;
 
 Function find() {

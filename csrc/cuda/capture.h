@@ -3,7 +3,7 @@
 
 namespace smddp::cuda {
 
-// Asks the driver that this process has loaded; false where there is none. `stream`: its handle.
+// Asks the CUDA driver that this process has loaded; false where there is none. `stream`: the driver's handle.
 bool isCapturing(void* stream);
 
 }  // namespace smddp::cuda

@@ -1,5 +1,5 @@
-// One reduction or copy as the kernels of the CUDA part see it: plain data, for it crosses into a library that is
-// loaded at run time, and from there to the GPU.
+// One reduction or copy, as the kernels of the CUDA part get it. It is plain data, since it is handed to a library that
+// is loaded at run time, and from there to the GPU.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace smddp::cuda {
 
-// Ranks that may share one GPU: a job has a place for the buffer of each.
+// The most ranks that may share one GPU: a job has a place for the buffer of each.
 inline constexpr int kMaxSharing = 16;
 
-// dsts[d][i] = op over s of srcs[s][i], with the meaning and the very numbers of reduction::reduce(). A destination
-// may be one of the sources.
+// dsts[d][i] = op over s of srcs[s][i], with the same results as reduction::reduce(), bit by bit. A destination may be
+// one of the sources.
 struct Job {
   const void* srcs[kMaxSharing] = {};
   void* dsts[kMaxSharing] = {};
@@ -27,14 +27,15 @@ struct Job {
   bool post = false;  // AVG: divide the result by `divisor`
 };
 
-// The same job in its plainest form: without a scale averages and scaled sums are sums, and of a single source
-// nothing is left but its bytes, however they are called.
+// The same job in its simplest form: averages and scaled sums without a scale are sums, and a job with one source is a
+// copy of bytes, whatever its type.
 inline Job normalised(Job job) {
   if (job.pre || job.post) return job;
   if (job.op == ReduceOp::AVG || job.op == ReduceOp::PREMUL_SUM) job.op = ReduceOp::SUM;
   if (job.numSrcs == 1) {
     const uint64_t bytes = job.count * sizeOf(job.type);
-    // In pieces as wide as all addresses allow: what is not aligned for 16 bytes is moved piece by piece.
+    // As elements of the widest type for which all addresses are aligned: where 16 bytes at a time are not possible,
+    // the kernel moves element by element.
     uint64_t alignment = bytes | reinterpret_cast<uintptr_t>(job.srcs[0]);
     for (int32_t d = 0; d < job.numDsts; ++d) alignment |= reinterpret_cast<uintptr_t>(job.dsts[d]);
     job.type = alignment % 8 == 0   ? DataType::int64

@@ -15,7 +15,7 @@ const DeviceTable& open(const std::string& path) {
     raise(ErrorKind::Resource,
           "this smddp was built without its CUDA part: build it again where nvcc is installed");
   }
-  // Not unloaded: streams may be running its kernels until the process ends.
+  // It is never unloaded, since streams may run its kernels until the process ends.
   void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr)
     raise(ErrorKind::Resource, "the CUDA part cannot be loaded: {}", dlerror());
@@ -24,7 +24,7 @@ const DeviceTable& open(const std::string& path) {
     raise(ErrorKind::Resource, "{} is no CUDA part of smddp: it has no {}", path, kTableSymbol);
   }
   const DeviceTable& table = *function();
-  // The first two fields are there in every version.
+  // Every version has the first two fields.
   if (table.version != kTableVersion || table.bytes != sizeof(DeviceTable)) {
     raise(ErrorKind::Resource,
           "{} belongs to another smddp (its interface is version {}, this one needs {}): install "

@@ -7,8 +7,8 @@
 
 namespace smddp::cuda {
 
-// The functions of the library at this path, which stays loaded. Throws Resource, with a sentence for the user, where
-// it is missing, cannot be loaded, or belongs to another build. Thread-safe.
+// The functions of the library at this path, which stays loaded. Throws Resource, with a text for the user, where the
+// library is missing, cannot be loaded, or belongs to another build. Thread-safe.
 const DeviceTable& loadLibrary(const std::string& path);
 
 // Throws Transport unless the function that did `what` returned 0.

@@ -11,7 +11,7 @@ namespace smddp::cuda {
 namespace {
 
 struct Registry {
-  std::recursive_mutex mutex;  // the last holder may let go within open()
+  std::recursive_mutex mutex;  // open() may destroy the last holder, which takes it again
   std::map<std::pair<uint64_t, uint64_t>, std::weak_ptr<OpenedMemory>> byAddress;
 };
 

@@ -1,10 +1,10 @@
-// Memory of another process on the same GPU, as this one sees it.
+// Memory of another process on the same GPU, mapped into this one.
 //
-// A process opens an allocation once, for all its groups: where its owner has freed it and something else lies at the
-// same address, the old one has to be closed before the new one is opened, or the driver might take them for the same.
+// A process opens an allocation once, for all its groups. If the owner has freed the allocation and made another one at
+// the same address, the old one must be closed before the new one is opened, or the driver might confuse them.
 //
-// Closed when nobody holds it, or when it has turned out to be gone: whoever held it has no kernel under way then, as
-// owners free tensors after the calls with them.
+// Closed when nobody holds the object, or when another allocation has taken the place of this one. Its holders have no
+// kernel under way then, since an owner frees tensors after the calls that use them.
 #pragma once
 
 #include <cstddef>

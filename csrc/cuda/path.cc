@@ -17,7 +17,7 @@ bool decidesAlone(const std::string& setting, bool haveNccl) {
 
 namespace {
 
-// Why ranks on several nodes cannot take the rails; empty: they can.
+// Why these ranks cannot use rails; empty: they can.
 std::string refusalOfRails(std::span<const Place> ranks) {
   std::map<int, std::map<std::string, size_t>> devices;
   for (size_t rank = 0; rank < ranks.size(); ++rank) {

@@ -1,4 +1,4 @@
-// Which way calls on the tensors of GPUs go, decided from what all ranks know alike.
+// Which way calls on GPU tensors go. All ranks decide from the same facts.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ constexpr const char* toString(Path path) {
                               : "rails";
 }
 
-// Where one rank's tensors are.
+// The GPU of one rank.
 struct Place {
   int node = 0;
   std::string device;  // its UUID
@@ -26,13 +26,13 @@ struct Choice {
   std::string reason;
 };
 
-// What SMDDP_GPU_PATH says, if it decides alone: "host" and "nccl", and whatever it says when NCCL is missing.
+// Whether the choice does not depend on the ranks' GPUs: SMDDP_GPU_PATH is "host" or "nccl", or there is no NCCL.
 // Throws Usage for "nccl" without NCCL.
 bool decidesAlone(const std::string& setting, bool haveNccl);
 
-// The way of a call among these ranks: NCCL where each has a GPU of its own on one node. "ipc": the memory of the GPU
-// where all share one; "rails": NCCL inside nodes, the host between them, where nodes have equally many ranks, each with
-// a GPU of its own. For other ranks these two say no more than "auto".
+// The way of calls among these ranks. "auto": NCCL where each rank has a GPU of its own on one node, else the host.
+// "ipc": the memory of the GPU where all ranks share one, else as "auto". "rails": NCCL inside nodes and the host
+// between them, where nodes have equally many ranks, each with a GPU of its own, else as "auto".
 Choice choosePath(const std::string& setting, bool haveNccl, std::span<const Place> ranks);
 
 }  // namespace smddp::cuda

@@ -6,16 +6,16 @@
 namespace smddp::cuda {
 namespace {
 
-// Shares begin at multiples of it: whole accesses, and no two ranks in one line of the GPU's cache.
+// Shares begin at multiples of it: so accesses are aligned, and no two ranks write to one cache line of the GPU.
 constexpr uint64_t kShareBytes = 128;
 
-// What a collective is here.
+// The form of a collective.
 struct Kind {
   bool rootSends;     // only the root has an input
   bool rootReceives;  // only the root has an output
-  bool blocksOut;     // the input has a block for each receiver; else all get the whole
-  bool blocksIn;      // the output has a block of each sender; else one for all
-  bool reduces;       // what comes is combined
+  bool blocksOut;     // the input has a block for each receiver; else each receiver gets all of it
+  bool blocksIn;      // the output has a block of each sender; else one place for all
+  bool reduces;       // the inputs are reduced
 };
 
 constexpr Kind kindOf(Operation operation) {
@@ -44,7 +44,7 @@ uint64_t sumOfFirst(const std::array<uint64_t, kMaxSharing>& blocks, size_t coun
   return std::accumulate(blocks.begin(), blocks.begin() + count, uint64_t{0});
 }
 
-// What a rank sends to another, and what it receives: where that begins in its tensor.
+// Where the bytes that a rank sends to another one, or receives from it, begin in its tensor.
 struct Block {
   uint64_t at, bytes;
 };
@@ -68,7 +68,7 @@ Job copyOf(uint64_t bytes) {
   return job;
 }
 
-// A job over `bytes` of the call's elements.
+// A job of so many bytes of elements.
 Job jobOf(const Call& call, uint64_t bytes) {
   if (!kindOf(call).reduces) return copyOf(bytes);
   Job job;
@@ -109,13 +109,13 @@ uint64_t pieceBytes(const Call& call, uint64_t half) {
   return kindOf(call).blocksOut ? half / static_cast<uint64_t>(call.size) : half;
 }
 
-// What there is of a piece in a vector, or a block, of so many bytes.
+// The bytes of a piece of a vector, or a block: the last piece may be shorter.
 Range pieceOf(const Call& call, int64_t piece, uint64_t half, uint64_t bytes) {
   const uint64_t each = pieceBytes(call, half), begin = static_cast<uint64_t>(piece) * each;
   return {std::min(bytes, begin), std::min(bytes, begin + each)};
 }
 
-// Where a piece that goes to a rank lies in the sender's workspace.
+// Where the piece for a rank lies in the sender's workspace.
 std::byte* placeOf(const Call& call, std::byte* workspace, int64_t piece, uint64_t half,
                    size_t receiver) {
   const uint64_t block = kindOf(call).blocksOut ? receiver * pieceBytes(call, half) : 0;
@@ -125,7 +125,7 @@ std::byte* placeOf(const Call& call, std::byte* workspace, int64_t piece, uint64
 void stage(std::vector<Job>& jobs, const Call& call, int64_t piece, uint64_t half,
            const Buffers& mine, std::byte* workspace) {
   if (!sends(call, static_cast<size_t>(call.me))) return;
-  // The whole is staged once, whoever takes it.
+  // What goes to all ranks as a whole is staged once.
   const auto count = kindOf(call).blocksOut ? static_cast<size_t>(call.size) : 1;
   for (size_t receiver = 0; receiver < count; ++receiver) {
     const Block block = blockTo(call, mine.splits, receiver);
@@ -172,7 +172,7 @@ std::vector<Job> directJobs(const Call& call, const std::vector<Buffers>& all) {
   const Kind kind = kindOf(call);
   std::vector<Job> jobs;
   if (kind.reduces && !kind.blocksOut) {
-    // Every rank reduces its share for all.
+    // Every rank reduces its share, for all ranks.
     const Range share = shareOf(call);
     Job job = jobOf(call, share.bytes());
     for (size_t rank = 0; rank < all.size(); ++rank) {
@@ -188,18 +188,18 @@ std::vector<Job> directJobs(const Call& call, const std::vector<Buffers>& all) {
     addDestination(job, all[me].output);
     jobs.push_back(job);
   } else if (!kind.blocksOut) {
-    // What all get is handed out: one copy reads it once; as many as there are receivers would each read it.
+    // What all ranks get, its owner writes to all: so it is read once. If each receiver copied it, each would read it.
     if (!sends(call, me)) return {};
     Job job = copyOf(call.bytes);
     addSource(job, all[me].input);
     for (size_t rank = 0; rank < all.size(); ++rank) {
       if (!receives(call, rank)) continue;
       std::byte* const into = all[rank].output + blockFrom(call, all[rank].splits, me).at;
-      if (rank != me || into != all[me].input) addDestination(job, into);  // else it is there
+      if (rank != me || into != all[me].input) addDestination(job, into);  // else in place
     }
     jobs.push_back(job);
   } else {
-    // What each gets for itself it fetches.
+    // Each rank copies its own blocks.
     for (size_t sender = 0; sender < all.size(); ++sender) {
       if (!sends(call, sender)) continue;
       const Block from = blockTo(call, all[sender].splits, me);

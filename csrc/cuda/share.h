@@ -1,15 +1,15 @@
-// Who does what in a collective among ranks that share a GPU: from a call to jobs for the GPU. Pure functions.
+// What each rank does in a collective among ranks that share a GPU: from a call to jobs for the GPU. Pure functions.
 //
-// All collectives are one thing: what some ranks have goes to some ranks, as a whole or in blocks, summed or not. A
-// table in share.cc says which for each.
+// All collectives have one form: the input of some ranks goes to some ranks, as a whole or in blocks, reduced or not. A
+// table in share.cc says which for each collective.
 //
-// Two ways. *Direct*: every rank reads its share where the others' tensors lie, and writes its result into the others'
-// tensors; one part, each byte read once by whoever needs it. *Staged*, where some memory cannot be opened by others:
-// every rank copies a piece of its tensor into its workspace, and takes what it needs from all workspaces; the pieces
-// alternate between two halves, so that part p stages piece p while piece p - 1 is taken.
+// There are two ways. *Direct*: every rank reads its share from the other ranks' tensors, and writes its result into
+// them. That is one part, and each rank reads each byte that it needs once. *Staged*, where some memory cannot be
+// opened by other processes: every rank copies a piece of its tensor into its workspace, and takes what it needs from
+// all workspaces. The workspace has two halves, which pieces use in turn: part p stages piece p, and takes piece p - 1.
 //
-// The parts of different ranks are separated by exchanges (shared_call.h): when a rank begins a part, the GPU has
-// finished the one before, of all ranks.
+// Exchanges separate the parts (shared_call.h): when a rank begins a part, the GPU has finished the part before on all
+// ranks.
 #pragma once
 
 #include <array>
@@ -41,31 +41,32 @@ struct Call {
   int32_t root = 0;
   int32_t me = 0;
   int32_t size = 1;
-  // Of the vector; of one rank's block, where every rank has one; of the longest block in AllToAll, which is known when
-  // the ranks have met.
+  // Of the vector, or of one rank's block where every rank has one. In AllToAll, of the longest block, which is known
+  // after the first exchange.
   uint64_t bytes = 0;
 };
 
-// The bytes of the blocks of an AllToAll that go to and come from each rank. Of a block only its two ranks know.
+// The bytes of the blocks of an AllToAll that go to and come from each rank. Only sender and receiver know a block's
+// size.
 struct Splits {
   std::array<uint64_t, kMaxSharing> to{}, from{};
 };
 
-// Where the tensors of a call lie, in this process's addresses. For calls that work in place both are the same; what is
-// empty, or what a rank has not, may be null.
+// Where the tensors of a call lie, by this process's addresses. In calls that work in place both are the same. Null
+// where a tensor is empty, or where this rank has none.
 struct Buffers {
   std::byte* input = nullptr;
   std::byte* output = nullptr;
   Splits splits;  // AllToAll
 };
 
-// This rank's part of a direct call; `all` by rank. The ranks' parts write different bytes, and none writes what
-// another reads.
+// This rank's part of a direct call; `all` is indexed by rank. No two ranks write the same bytes, and no rank writes
+// bytes that another rank reads.
 std::vector<Job> directJobs(const Call& call, const std::vector<Buffers>& all);
 
 // The number of parts of a staged call, with workspaces of twice `half` bytes; `half` is a multiple of 16 * size.
 int64_t numStagedParts(const Call& call, uint64_t half);
-// This rank's part: takes piece `part` - 1, stages piece `part`.
+// This rank's jobs of a part: they take piece `part` - 1 and stage piece `part`.
 std::vector<Job> stagedJobs(const Call& call, int64_t part, uint64_t half, const Buffers& mine,
                             const std::vector<std::byte*>& workspaces);
 

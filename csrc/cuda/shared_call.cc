@@ -31,7 +31,7 @@ bool SharedCall::advance() {
 }
 
 void SharedCall::meet() {
-  // Calls are numbered when they begin, in the order of all ranks, not when they are made.
+  // A call gets its number when it begins, not when it is made: they begin in the same order on all ranks.
   if (part_ == 0) said_ = gpu_.describe(call_, mine_);
   said_.part = part_;
   const bool last = part_ == parts_;
@@ -49,7 +49,7 @@ void SharedCall::compare() const {
 void SharedCall::startPart() {
   const auto all = exchange_.all();
   if (part_ == 0) {
-    // Everybody reads the same, and so takes the same way.
+    // All ranks read the same descriptors, and so choose the same way.
     direct_ = std::all_of(all.begin(), all.end(), [](const auto& said) { return said.canShare; });
     for (const Descriptor& said : all) {
       for (const uint64_t block : said.splits.to) call_.bytes = std::max(call_.bytes, block);

@@ -1,17 +1,16 @@
-// One collective among ranks that share a GPU, as a machine that is pushed on until it ends.
+// One collective among ranks that share a GPU, as a state machine.
 //
-// Ranks are processes, and the kernels of different processes take turns on the GPU: one that waited for another
-// process's kernel would wait for the scheduler, and for ever if that process has died. So nothing on the GPU ever
-// waits for another process. The *hosts* meet instead, in exchanges of the engine, which notice who is missing; and a
-// rank comes to an exchange only when the GPU has done what it had to do before:
+// Ranks are processes, and the kernels of different processes take turns on the GPU. A kernel that waited for another
+// process's kernel would hold the GPU that the other one needs, and would wait for ever if that process has died. So
+// nothing on the GPU waits for another process. The *hosts* synchronise instead, in exchanges of the engine, which
+// notices when a rank is lost. A rank begins an exchange when the GPU has done its part before:
 //
-//   the stream has come to the call        exchange: who calls what, where the buffers lie
+//   the stream has come to the call        exchange: what each rank calls, where its buffers lie
 //   part 1 on the GPU                      exchange
-//   ...                                    (further parts of staged calls)
-//   the last part on the GPU               exchange: all ranks have done theirs, the result is there
+//   ...                                    (staged calls have several parts)
+//   the last part on the GPU               exchange: all ranks have done their part, the result is complete
 //
-// Threads: one at a time; end() and isExposed() from any. Errors are exceptions; the call has to be given up then, for
-// the whole group.
+// Threads: one at a time; end() and isExposed() from any. Errors are exceptions; after one the group must fail.
 #pragma once
 
 #include <atomic>
@@ -30,11 +29,11 @@ class Stream {
   virtual bool reached() const = 0;  // the last mark
 };
 
-// How the hosts meet: an all-gather of descriptors.
+// An exchange among the hosts: an all-gather of descriptors.
 class Exchange {
  public:
   virtual ~Exchange() = default;
-  // `last`: nothing follows in this call.
+  // `last`: it is the last one of the call.
   virtual void begin(const Descriptor& mine, bool last) = 0;
   virtual bool done() = 0;
   virtual std::span<const Descriptor> all() const = 0;  // when done
@@ -42,15 +41,15 @@ class Exchange {
 
 class SharedCall {
  public:
-  // The stream waits already for what the buffers depend on. All have to outlive the call.
+  // The stream already waits for what the buffers depend on. All arguments have to outlive the call.
   SharedCall(SharedGpu& gpu, const Call& call, const Buffers& mine, Stream& stream,
              Exchange& exchange);
 
-  // Goes as far as it can without waiting. True when the last exchange has begun.
+  // Goes on without waiting. True when the last exchange has begun.
   bool advance();
-  // From the first exchange to the end of the last: other ranks may be reading and writing this rank's memory.
+  // Whether other ranks may be reading and writing this rank's memory: from the first exchange to the end of the last.
   bool isExposed() const { return exposed_; }
-  // The last exchange has ended.
+  // After the last exchange has ended.
   void end() { exposed_ = false; }
   bool isDirect() const { return direct_; }
 

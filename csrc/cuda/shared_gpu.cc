@@ -10,7 +10,7 @@
 namespace smddp::cuda {
 namespace {
 
-// Beyond it all are closed, to be opened again when they are named. torch's allocator has few large blocks.
+// When more are open, all are closed, and are opened again when they are named. torch's allocator has few large blocks.
 constexpr size_t kMostOpened = 256;
 
 const char* nameOf(Operation operation) {
@@ -133,7 +133,7 @@ std::byte* SharedGpu::addressOf(int rank, const MemoryName& name) {
 }
 
 std::vector<Buffers> SharedGpu::open(std::span<const Descriptor> all, const Buffers& mine) {
-  // Nothing is being read: the GPU has finished the call before.
+  // Nobody reads them now: the GPU has finished the call before.
   if (opened_.size() + 2 * all.size() > kMostOpened) opened_.clear();
   std::vector<Buffers> buffers;
   for (int rank = 0; rank < size_; ++rank) {

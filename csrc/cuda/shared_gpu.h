@@ -1,12 +1,12 @@
-// The memory of ranks that share one GPU: this rank's workspace, and the others' memory as this process sees it.
+// The memory of ranks that share one GPU: this rank's workspace, and the memory of the other ranks, mapped into this
+// process.
 //
-// A rank is known by what it exchanges: an Introduction when the group begins, then a Descriptor for each call. Memory
-// of another process is opened when it is first named and stays open, since opening it takes long. What was named is
-// the allocation, which is never used twice: memory that its owner has freed is closed, not taken for what lies at the
-// same address now.
+// The ranks exchange an Introduction when the group begins, and a Descriptor for each call. Memory of another process
+// is opened when a descriptor first names it, and stays open, since opening is slow. A name has the number of the
+// allocation, which is never used twice. So memory that its owner has freed is recognised, and closed.
 //
-// Threads: one at a time. The destructor frees the workspace; nobody may be reading it then:
-// after an error whoever has it keeps it for good.
+// Threads: one at a time. The destructor frees the workspace. No other rank may be reading it then, so after an error
+// the owner keeps the object for good.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@
 
 namespace smddp::cuda {
 
-// A text that is exchanged as plain data; cut where it is too long.
+// A text that can be exchanged as plain data. Long texts are cut.
 class ShortText {
  public:
   ShortText() = default;
@@ -38,21 +38,21 @@ class ShortText {
   char bytes_[252] = {};
 };
 
-// What a rank says of itself before the first call.
+// What a rank tells the others before the first call.
 struct Introduction {
   uint64_t process = 0;  // a random number: containers may have the same pid
   MemoryName workspace;
   uint64_t workspaceBytes = 0;
   ShortText refusal;  // why this rank cannot share its GPU's memory; empty: it can
 };
-// What they all say, if somebody refuses: the first refusal.
+// The first refusal; empty where no rank refuses.
 std::string refusalOf(std::span<const Introduction> all);
 
-// What a rank says of a call. The ranks' descriptors have to agree in all but the buffers, and sender and receiver of a
-// block in its size.
+// What a rank tells the others of a call. The descriptors of all ranks must agree in all but the buffers; sender and
+// receiver of a block must agree on its size.
 struct Descriptor {
   uint64_t number = 0;  // of the group's calls, from 1
-  int64_t part = 0;  // that the GPU has finished on this rank, from 1; 0: it has come to the call
+  int64_t part = 0;     // the last that the GPU has finished on this rank, from 1; 0: none yet
   Operation operation = Operation::AllReduce;
   DataType type = DataType::uint8;
   ReduceOp op = ReduceOp::SUM;
@@ -60,7 +60,7 @@ struct Descriptor {
   int32_t root = 0;
   double factor = 1.0;
   uint64_t bytes = 0;
-  MemoryName input, output;  // without a base: nothing
+  MemoryName input, output;  // base 0: there is none
   Splits splits;             // AllToAll
 };
 
@@ -73,14 +73,14 @@ class SharedGpu {
   SharedGpu(const SharedGpu&) = delete;
   SharedGpu& operator=(const SharedGpu&) = delete;
 
-  // Makes the workspace. What goes wrong stands in the introduction, for everybody to read.
+  // Makes the workspace. An error becomes the refusal in the introduction, so that all ranks know it.
   Introduction introduce();
-  // Opens the workspaces of the others, none of whom refuses. Returns why that cannot be done, or nothing.
+  // Opens the workspaces of the others, if no rank refuses. Returns why that cannot be done, or an empty string.
   std::string connect(std::span<const Introduction> all);
 
-  // The next call of this rank.
+  // Describes the next call of this rank.
   Descriptor describe(const Call& call, const Buffers& mine);
-  // The buffers of all ranks, opened where they are others'.
+  // The buffers of all ranks. Opens those of other ranks.
   std::vector<Buffers> open(std::span<const Descriptor> all, const Buffers& mine);
   const std::vector<std::byte*>& workspaces() const { return workspaces_; }
   uint64_t half() const { return half_; }
@@ -99,12 +99,12 @@ class SharedGpu {
   void* workspace_ = nullptr;
   std::vector<std::byte*> workspaces_;  // by rank
   std::vector<uint64_t> processes_;     // by rank
-  // By rank and address there; shared with other groups of this process.
+  // By rank and address in that rank's process; shared with other groups of this process.
   std::map<std::pair<int, uint64_t>, std::shared_ptr<OpenedMemory>> opened_;
   uint64_t calls_ = 0;
 };
 
-// In what two ranks' descriptors differ that should agree; empty where all agree. The same on all ranks.
+// Where the descriptors of two ranks differ although they must agree; empty where all agree. The same on all ranks.
 std::string differenceOf(std::span<const Descriptor> all);
 
 }  // namespace smddp::cuda

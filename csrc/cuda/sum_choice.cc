@@ -23,7 +23,7 @@ SumTimes slowest(std::span<const SumTimes> ranks) {
 }
 
 SumPlace chooseSum(const SumTimes& slowest) {
-  // Nine tenths of the time.
+  // Less than nine tenths of the CPU's time.
   return slowest.gpu < slowest.cpu - slowest.cpu / 10 ? SumPlace::Gpu : SumPlace::Cpu;
 }
 

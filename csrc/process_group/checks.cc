@@ -51,7 +51,7 @@ std::string operationsOf(DataType type) {
   return names;
 }
 
-// Beyond their storage reach views whose storage was resized, and dtypes with several elements to a byte.
+// A view can reach beyond its storage: if that was resized, or if its type has several elements in a byte.
 void requireStorage(OpName op, const at::Tensor& tensor) {
   const auto needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
                                                        tensor.itemsize(), tensor.storage_offset());
@@ -73,7 +73,7 @@ void requireDense(OpName op, const at::Tensor& tensor) {
   if (tensor.layout() != c10::kStrided) {
     invalid(op, "a tensor has layout {}; make it dense with to_dense()", c10::str(tensor.layout()));
   }
-  // Whatever has streams can be copied from and to (meta tensors have no memory).
+  // A device with streams can be copied from and to. (Meta tensors have no memory.)
   if (!tensor.device().is_cpu() &&
       (tensor.device().is_meta() || !c10::impl::hasDeviceGuardImpl(tensor.device().type()))) {
     notImplemented(op, c10::str("for tensors on ", tensor.device(), "; move them to the CPU"));

@@ -1,4 +1,4 @@
-// Everything a collective refuses before anything moves, with the sentence the user reads.
+// What calls refuse before anything moves, and the texts of these errors.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,12 +11,12 @@
 
 namespace smddp::process_group {
 
-// The operation in the words of torch.distributed, for errors: "all_reduce".
+// The operation's name in torch.distributed, for errors: "all_reduce".
 using OpName = const char*;
 
-// A dense tensor with memory, of whatever strides, on the CPU or on a device.
+// A dense tensor with memory, with any strides, on the CPU or on a device.
 void requireDense(OpName op, const at::Tensor& tensor);
-// The same where every element has a place of its own, so that a result has one, too.
+// The same, and no two elements share memory, so that it can take a result.
 void requireWritable(OpName op, const at::Tensor& tensor);
 // Exactly one tensor, as c10d's single-device calls have it.
 const at::Tensor& onlyTensor(OpName op, const std::vector<at::Tensor>& tensors);
@@ -31,20 +31,21 @@ void requireList(OpName op, const std::vector<at::Tensor>& list, size_t count,
 bool sameSizes(const std::vector<at::Tensor>& list, const at::Tensor& like);
 void requireSameSizes(OpName op, const std::vector<at::Tensor>& list, const at::Tensor& like,
                       const char* listName);
-// The one list of a call that has one; on ranks that do not take part in it, none or an empty one.
+// The only list of a call. A rank that does not take part gives no list, or an empty one.
 const std::vector<at::Tensor>& onlyList(OpName op,
                                         const std::vector<std::vector<at::Tensor>>& lists,
                                         bool takesPart, const char* listName);
-// How many elements of a tensor belong to each rank: `splits` counts rows of dimension 0; none: equal parts.
+// How many elements of a tensor belong to each rank. `splits` counts rows of dimension 0; without splits the parts are
+// equal.
 std::vector<int64_t> elementsPerRank(OpName op, const at::Tensor& tensor,
                                      const std::vector<int64_t>& splits, int64_t size,
                                      const char* name);
 void requireRank(OpName op, int64_t rank, int64_t size, const char* what);
 
-// Throws TypeError for types that are only moved: float8, quantized, bits and the like.
+// Throws TypeError for types that can be moved, but not reduced: float8, quantized, bits and others.
 DataType reducibleType(OpName op, const at::Tensor& tensor);
 ReduceOp reduceOpOf(OpName name, const c10d::ReduceOp& op);
-// Sets op and factor; throws TypeError where type and operation do not go together.
+// Sets op and factor; throws TypeError where the type does not have the operation.
 void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::Request& request);
 
 [[noreturn]] void notImplemented(OpName op, const std::string& detail = "");

@@ -1,4 +1,4 @@
-// The calls that one plan, or a few, serve, and in which all ranks have the same part.
+// The collectives without a root.
 #include <tuple>
 
 #include "process_group/checks.h"
@@ -60,7 +60,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
     auto request = gatherRequest(output, input, call.staging, options);
     return submit(std::move(call), std::move(request));
   }
-  // Blocks of several sizes: every rank sends its own to all. All ranks have the same list.
+  // Blocks of several sizes: one broadcast from each rank. All ranks have lists of the same sizes.
   call.staging.begin(*devices_, {Collective::Broadcast});
   const at::Tensor& own = output[static_cast<size_t>(getRank())];
   requireSameSizes(kName, {own}, input, "output list, at its own rank,");

@@ -1,4 +1,4 @@
-// The library's errors as torch's: what Python code catches.
+// The library's errors as torch's exceptions, which Python code catches.
 #pragma once
 
 #include <c10/util/Exception.h>

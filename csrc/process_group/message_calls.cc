@@ -1,4 +1,4 @@
-// Send and recv, and the calls that are made of them.
+// Send and recv, and the collectives that are made of messages.
 #include <numeric>
 
 #include "process_group/checks.h"
@@ -17,7 +17,7 @@ void requireTag(OpName op, int tag) {
   TORCH_CHECK_VALUE(tag >= 0, "smddp: ", op, ": a tag must not be negative, got ", tag);
 }
 
-// The runs of so many elements each, one behind the other. Each lies within one piece.
+// Divides pieces into runs of so many elements each. Each run lies within one piece.
 engine::Pieces cut(const engine::Pieces& pieces, const std::vector<int64_t>& elements,
                    size_t elementSize) {
   engine::Pieces runs;
@@ -95,8 +95,8 @@ engine::Message ProcessGroup::newMessage(bool send, Rank peer, int32_t tag, engi
   return message;
 }
 
-// No plan has such blocks: they are messages. A barrier's plan with the fingerprint of this call runs beside them, so that
-// a rank in another call is found at once.
+// No plan has such blocks: they are messages. A barrier's plan with the fingerprint of this call runs beside them, so
+// that a rank in another call is found at once.
 intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces to, engine::Pieces from,
                                            const c10d::AllToAllOptions& options) {
   if (call.staging.takesSplits()) {
@@ -110,11 +110,11 @@ intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces to, e
   call.sequence = ++sequence_;
   const int32_t tag = tagOfCall(call.sequence);
   std::vector<engine::Message> messages;
-  // What a rank gives itself may be there already.
+  // This rank's own block may already be where it belongs.
   const auto& kept = to[static_cast<size_t>(getRank())];
   const auto& got = from[static_cast<size_t>(getRank())];
   const bool isInPlace = kept.data() == got.data() && kept.size() == got.size();
-  // Receives first, and everybody begins with another peer.
+  // Receives first. Each rank begins with another peer, so that not all send to one rank at once.
   for (const bool send : {false, true}) {
     for (int i = 0; i < getSize(); ++i) {
       const Rank peer =
@@ -138,7 +138,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(at::Tensor& output, at::Te
   const auto to = elementsPerRank(kName, input, inputSplits, getSize(), "input");
   const auto from = elementsPerRank(kName, output, outputSplits, getSize(), "output");
   Work::Call call(c10d::OpType::ALLTOALL_BASE, "smddp:all_to_all", {input}, {{output}});
-  // Who gives no splits says that all blocks are equal. Who gives some knows only its own.
+  // Without splits all blocks are equal. With splits a rank knows only the sizes of its own blocks.
   const bool isEven = inputSplits.empty() && outputSplits.empty();
   if (isEven) requireMultiple(kName, output, input, 1, "output", "input");
   call.staging.begin(*devices_, {collectives::Collective::AllToAll});
@@ -184,7 +184,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_sparse(std::vector<at::Tensor>
                     " on ", tensor.device());
   TORCH_CHECK_VALUE(options.reduceOp == c10d::ReduceOp::SUM, "smddp: ", kName,
                     ": sparse tensors can only be summed");
-  // It begins here and now, on all ranks.
+  // The sum begins at once, so calls that are deferred have to begin before.
   devices_->drain();
   const uint64_t sequence = ++sequence_;
   auto sum = std::make_shared<SparseSum>(engine_, group(), tensor, tagOfCall(sequence),

@@ -11,7 +11,7 @@
 namespace smddp::process_group {
 namespace {
 
-// How much longer than its time-out a rank waits for rank 0 to say who is missing.
+// A rank waits so much longer than its time-out, for rank 0 to say who is missing.
 constexpr Nanoseconds kVerdict = 5'000'000'000;
 
 }  // namespace
@@ -42,7 +42,7 @@ engine::CompletionPtr MonitoredBarrier::signal(bool send, Rank peer, int32_t tag
 }
 
 void MonitoredBarrier::awaitRelease(Nanoseconds timeout) const {
-  // Rank 0 may have begun later. Its error names the rank at fault, ours could not.
+  // Rank 0 may have begun later. Its error names the missing rank, which this rank does not know.
   const Nanoseconds patience = timeout + kVerdict;
   const auto here = signal(true, 0, kTagOfBarrier, patience);
   const auto go = signal(false, 0, kTagOfRelease, patience);
@@ -71,7 +71,7 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   }
   std::vector<engine::CompletionPtr> here;
   for (Rank r = 1; r < group_->spec().size; ++r) {
-    // The engine's own time-out knows nothing of barriers: it must not come first.
+    // The engine's own time-out must not come first, since its error does not speak of a barrier.
     here.push_back(signal(false, r, kTagOfBarrier, timeout + kVerdict));
   }
   std::vector<Rank> missing;

@@ -1,7 +1,7 @@
 // The barrier that knows who is missing: every rank sends rank 0 a message, and rank 0 answers all of them.
 //
-// Blocks the caller; one object serves one call. Owns a share of engine and group. When a rank does not come, rank 0 makes
-// the group fail with an error that names it, which every rank throws.
+// Blocks the caller; one object serves one call. Owns a share of engine and group. When a rank does not come, rank 0
+// makes the group fail with an error that names it, which every rank throws.
 #pragma once
 
 #include <memory>

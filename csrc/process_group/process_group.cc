@@ -18,7 +18,7 @@ using c10::intrusive_ptr;
 using collectives::Collective;
 using engine::Request;
 
-// Leaked on purpose: see sharedEngine().
+// Never destroyed, see sharedEngine().
 struct EngineSlot {
   std::mutex mutex;
   std::shared_ptr<engine::Engine> engine;
@@ -28,7 +28,7 @@ EngineSlot& engineSlot() {
   return *slot;
 }
 
-// Groups in which this thread is coalescing, and the calls it has made since.
+// Groups in which this thread is coalescing, and the calls that it has made since.
 std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>>& coalescing() {
   thread_local std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>> calls;
   return calls;
@@ -57,7 +57,7 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
   if (!options.device().is_cpu()) {
     notImplemented("communication memory", c10::str("on ", options.device()));
   }
-  // Refuses what no tensor can have, as torch.empty does.
+  // Refuses negative sizes, as torch.empty does.
   at::detail::check_size_nonnegative(sizes);
   const size_t bytes = at::detail::computeStorageNbytesContiguous(
       sizes, c10::elementSize(c10::typeMetaToScalarType(options.dtype())));
@@ -198,7 +198,8 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
   const bool willWait =
       messages.empty() && std::all_of(requests.begin(), requests.end(),
                                       [](const Request& request) { return request.willWait; });
-  // Who waits has the tensors; copies of ours would die with a Work that failed, which the network may still use.
+  // A caller that waits keeps its tensors alive. Our copies end with the Work, but after an error the network may still
+  // read them.
   const bool mustKeep = !willWait || !call.staging.kept().empty();
   const std::shared_ptr<void> tensors = mustKeep ? call.keepAlive() : nullptr;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
@@ -207,7 +208,7 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
   translated([&] {
     for (Request& request : requests) {
       request.keepAlive = tensors;
-      // The last one is waited for, with those before it in flight.
+      // The caller waits for the last one, while those before it are in flight.
       request.willWait = willWait && &request == &requests.back();
       completions.push_back(engine_->submit(*target, std::move(request)));
     }
@@ -222,7 +223,7 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
 }
 
 intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, Request request) {
-  // Not as a list in braces, which would copy it.
+  // A list in braces would copy the request.
   std::vector<Request> requests;
   requests.push_back(std::move(request));
   return submit(std::move(call), std::move(requests));
@@ -253,7 +254,7 @@ void ProcessGroup::record(const intrusive_ptr<Work>& work) {
 }
 
 bool ProcessGroup::supportsTensorAlloc(c10::DeviceIndex device) {
-  // DDP asks with the index of a CPU tensor's device.
+  // DDP asks with the index of a CPU tensor's device, which is negative.
   return settings().commMemory && device < 0;
 }
 

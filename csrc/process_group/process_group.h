@@ -1,9 +1,9 @@
 // c10d::Backend "smddp": checks a call, describes it as a Request, submits it, returns a Work.
 //
 // Threads: any; calls of one group must come in the same order on all ranks, as everywhere in c10d.
-// Ends with shutdown() (destroy_process_group) or the destructor; both are idempotent and do not wait for peers.
-// Errors: nonsense throws before anything moves (ValueError, TypeError, NotImplementedError); all else is the
-// Work's.
+// Ends with shutdown() (destroy_process_group) or the destructor; both are idempotent and do not wait for other ranks.
+// Errors: a call that makes no sense throws before anything moves (ValueError, TypeError, NotImplementedError); the
+// Work has all other errors.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -21,8 +21,8 @@
 
 namespace smddp::process_group {
 
-// The engine of this process; made by the first call, ended by shutdownEngine() only: destructors of
-// static objects run when the threads and the Python interpreter may be gone.
+// The engine of this process. The first call makes it, and only shutdownEngine() ends it: when destructors of static
+// objects run, the threads and the Python interpreter may be gone.
 std::shared_ptr<engine::Engine> sharedEngine();
 // Leaves all groups. Called at interpreter exit; afterwards every call on a group fails.
 void shutdownEngine();
@@ -101,16 +101,17 @@ class ProcessGroup : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs,
                                           std::vector<at::Tensor>& inputs,
                                           const c10d::AllToAllOptions& options) override;
-  // Rank 0 hears from every rank, then tells all; who did not come is named by everybody's error, which breaks
-  // the group. Blocks. `waitAllRanks`: rank 0 waits for everybody instead of giving up with the first.
+  // Every rank tells rank 0 that it has come, and rank 0 answers. If ranks do not come, the group fails on all ranks
+  // with an error that names them. Blocks. `waitAllRanks`: rank 0 looks for all of them instead of the first.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool waitAllRanks) override;
 
-  // Calls of this thread between the two are under way at once; the Work of the end stands for all of them.
+  // Calls of this thread between the two run at the same time; the Work that endCoalescing() returns is for all of
+  // them.
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
-  // A group of some of our ranks, made without the store: its members know one another already. Null for ranks
-  // that are not in it.
+  // A group of some of our ranks. It needs no store, since its members know one another. Null on ranks that are not in
+  // it.
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
@@ -120,32 +121,32 @@ class ProcessGroup : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  // What ran so far, by collective and algorithm: "allreduce/direct".
+  // How often each collective and algorithm ran so far: "allreduce/direct".
   std::map<std::string, engine::AlgorithmUse> statistics();
-  // The layout of the group in one line, and what was chosen between nodes.
+  // The layout of the group in one line, and the network that it uses between nodes.
   std::string describe();
 
  protected:
   // Throws when the group has been destroyed.
   std::shared_ptr<engine::Group> group() const;
   bool isShutDown() const { return shutDown_.load(); }
-  // A time-out of a call, or the group's.
+  // A call's time-out, or that of the group where the call has none.
   Nanoseconds nanoseconds(std::chrono::milliseconds timeout) const;
   const std::shared_ptr<engine::Engine>& engine() const { return engine_; }
   DeviceCalls& devices() { return *devices_; }
-  // What split() makes a group around, and its time-out; null for ranks that are not in it.
+  // The engine's group for split(), and its time-out; null on ranks that are not in it.
   std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> splitEngineGroup(
       const std::vector<int>& ranks, const c10::intrusive_ptr<c10d::Backend::Options>& options);
 
  private:
-  friend class Mailbox;  // messages without the ceremony of a Work
+  friend class Mailbox;  // sends messages without a Work
 
   engine::Request newRequest(collectives::Collective collective, std::chrono::milliseconds timeout,
                              bool asyncOp) const;
   c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
                                   std::vector<engine::Message> messages = {});
   c10::intrusive_ptr<Work> submit(Work::Call call, engine::Request request);
-  // Requests of the calls that come in several forms.
+  // The requests of calls that c10d has in several forms.
   engine::Request gatherRequest(const char* name, const at::Tensor& output, const at::Tensor& input,
                                 Staging& staging, const c10d::AllgatherOptions& options) const;
   engine::Request gatherRequest(at::TensorList outputs, const at::Tensor& input, Staging& staging,

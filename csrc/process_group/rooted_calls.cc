@@ -1,4 +1,4 @@
-// The calls with a root.
+// The collectives with a root.
 #include <tuple>
 
 #include "process_group/checks.h"
@@ -71,7 +71,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::gather(std::vector<std::vector<at::Tenso
   Request request = newRequest(Collective::Gather, options.timeout, options.asyncOp);
   request.root = static_cast<Rank>(options.rootRank);
   request.bytes = numBytes(input);
-  // The root copies its own block.
+  // The root copies its own block to the output; other ranks only send theirs.
   request.input = {isRoot ? call.staging.read(input) : call.staging.send(input)};
   if (isRoot) {
     requireList(kName, output, static_cast<size_t>(getSize()), input, "output list");

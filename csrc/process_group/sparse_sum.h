@@ -1,12 +1,12 @@
 // Sum of sparse tensors (COO) over the ranks of a group.
 //
-//   all_gather of (shape, number of non-zeros)   a plan; who differs is named
-//   everybody sends its non-zeros to all         messages, matched by tag: their order does not matter, so the call
-//                                                needs no rank to wait before it may go on
-//   sum in the order of ranks                    equal bits everywhere
+//   all_gather of (shape, number of non-zeros)   a plan; an error names ranks whose shapes differ
+//   each rank sends its non-zeros to all others  messages, matched by tag. Their order does not matter, so no rank has
+//                                                to wait before it goes on
+//   sum in the order of ranks                    so all ranks get the same bits
 //
-// Threads: begin() by the caller; the rest on the threads that complete the parts. Owns everything it uses, and
-// itself until the last part has ended. Errors: the first ends the call; the tensor is unchanged then.
+// Threads: begin() by the caller; the rest on the threads that complete the parts. Owns all that it uses, and itself
+// until the last part has ended. The first error ends the call, and the tensor stays as it was.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -24,7 +24,7 @@ class SparseSum : public std::enable_shared_from_this<SparseSum> {
  public:
   SparseSum(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
             at::Tensor tensor, int32_t tag, Nanoseconds timeout);
-  // Ends when the tensor has the sum.
+  // The completion ends when the tensor has the sum.
   engine::CompletionPtr begin();
 
  private:

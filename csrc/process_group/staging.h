@@ -1,8 +1,8 @@
 // Tensors as the runs of bytes that requests want.
 //
 // A tensor in row-major order is used where it lies. Any other (strides, a pending conjugation) is copied: when it is
-// read, before the operation; when it is written, after it. So ranks may pass different layouts, and every rank sees the
-// same elements. Tensors on a device are staged by its DeviceCall (device_call.h).
+// read, before the operation; when it is written, after it. So ranks may pass different layouts, and every rank sees
+// the same elements. Tensors on a device are staged by its DeviceCall (device_call.h).
 //
 // Owns the copies until it is dropped. Threads: filled before the call is submitted; finish() once, on the thread that
 // sees the operation's end.

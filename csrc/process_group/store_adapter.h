@@ -1,4 +1,4 @@
-// c10d's store as the five calls that bootstrap asks of one.
+// c10d's store with the interface that bootstrap needs.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -11,7 +11,7 @@
 
 namespace smddp::process_group {
 
-// Runs a call of the store; says who is gone if its connection breaks.
+// Runs a call of the store. If its connection breaks, the error says that the process of the store is gone.
 template <typename Call>
 auto ask(Call call) {
   try {
@@ -54,8 +54,8 @@ class StoreAdapter final : public bootstrap::Store {
   }
 
  private:
-  // How a store says that the time is over depends on its kind and version: any exception of wait() that
-  // leaves keys unset counts.
+  // Stores of different kinds and versions report a time-out in different ways. So any exception of wait() counts as
+  // one if keys are still unset.
   void await(const std::vector<std::string>& keys, Nanoseconds timeout) {
     const std::chrono::milliseconds limit(std::max<Nanoseconds>(timeout / 1'000'000, 1));
     try {

@@ -1,4 +1,4 @@
-// Tags of smddp's own messages: negative, so that they never meet the user's.
+// Tags of smddp's own messages. They are negative, and the user's are not.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@ namespace smddp::process_group {
 inline constexpr int32_t kTagOfBarrier = -1;  // monitored barrier: a rank has come
 inline constexpr int32_t kTagOfRelease = -2;  // and may go
 
-// Calls made of messages may be in flight together. They are told apart by their sequence number, which is the
-// same on all ranks. (Splitting groups has tags between, see engine/split.cc.)
+// Several calls that are made of messages may be in flight at once. Their sequence numbers, which are the same on all
+// ranks, tell them apart. (The tags between are for splitting groups, see engine/split.cc.)
 inline int32_t tagOfCall(uint64_t sequence) {
   constexpr uint64_t kCalls = uint64_t{1} << 30;
   return static_cast<int32_t>(-16 - static_cast<int64_t>(sequence % kCalls));

@@ -35,8 +35,8 @@ Work::Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<eng
 
 void Work::start(std::vector<engine::CompletionPtr> completions) {
   completions_ = std::move(completions);
-  // A profiler that is watching gets the end of its range when the operation ends, and tensors that were staged
-  // their values, not when somebody asks.
+  // A profiler's range must end, and staged tensors must get their values, when the operation ends, not when somebody
+  // asks.
   if (!recordFunctionEndCallback_ && !call_.staging.copiesBack()) return;
   whenDone([this] {
     settle();
@@ -61,14 +61,14 @@ void Work::whenDone(std::function<void()> action) {
 }
 
 void Work::settle() {
-  // The usual call has nothing to settle, and call_once makes a system call.
+  // Most calls have nothing to settle, and call_once costs a system call.
   if (call_.parts.empty() && !call_.staging.copiesBack()) return;
   std::call_once(settled_, [this] {
     for (const auto& part : call_.parts) part->settle();
     try {
       call_.staging.finish(firstError() == nullptr);
     } catch (const std::exception& error) {
-      // A device that fails fails for good; who waits hears of it.
+      // A device that has failed does not recover. Whoever waits gets the error.
       if (call_.staging.device()) call_.staging.device()->abandon();
       copyError_.emplace(ErrorKind::Transport, error.what());
       copyFailed_.store(true, std::memory_order_release);
@@ -165,7 +165,7 @@ void Work::finishFuture() {
     future_->markCompleted(futureValue());
     return;
   }
-  // The future takes the current stream for the one that makes its value.
+  // The future takes the current stream as the one on which its value is made.
   const c10::Stream stream = all.front()->stream();
   for (size_t i = 1; i < all.size(); ++i) all[i]->order(stream);
   const c10::StreamGuard guard(stream);

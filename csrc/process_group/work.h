@@ -18,12 +18,11 @@ namespace smddp::process_group {
 
 // One call of a collective or of send/recv; several operations for coalesced ones.
 //
-// Threads: any. wait() runs the engine itself where it can, with the GIL released by the caller.
-// Outputs that were staged are copied before anybody is told of the end.
-// On a device "the end" is that the copies back are enqueued: wait() blocks the host until then, and makes the
-// current stream wait for them; so does synchronize(). Futures hold the device and order streams likewise.
-// Owns shares of the tensors, the completions and the engine, so it may outlive its process group; dropping
-// it does not end the operation. After an error, every wait() throws the same one.
+// Threads: any. wait() runs the engine itself where it can; its caller has released the GIL. Outputs that were staged
+// are copied before anybody hears of the end. A call on a device has ended when the copies back are enqueued: wait()
+// and synchronize() block the host until then, and make the current stream wait for the copies. Futures do the same for
+// streams. Owns shares of the tensors, the completions and the engine, so it may outlive its process group. Dropping it
+// does not end the operation. After an error, every wait() throws the same one.
 class Work final : public c10d::Work {
  public:
   struct Call {
@@ -39,14 +38,14 @@ class Work final : public c10d::Work {
     std::vector<at::Tensor> inputs;
     // What result() and the future hold: one list, or one per input.
     std::vector<std::vector<at::Tensor>> outputs;
-    // Copies of tensors that could not be used where they lie.
+    // Copies of tensors that cannot be used where they lie.
     Staging staging;
-    // Calls of which this one is made (end of coalescing).
+    // The calls between startCoalescing() and endCoalescing(), of the Work that the latter returns.
     std::vector<c10::intrusive_ptr<Work>> parts;
   };
   Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
        Call call);
-  // The operations of this call. Once, before anybody else sees the object.
+  // Sets the operations of this call. Once, before anybody else sees the object.
   void start(std::vector<engine::CompletionPtr> completions);
 
   bool isCompleted() override;
@@ -55,34 +54,34 @@ class Work final : public c10d::Work {
   int sourceRank() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
-  // kNoTimeout: until the operation's own deadline. A timeout that passes breaks the group as that deadline
-  // does, with CollectiveTimeoutError on all ranks: the others must not be left waiting.
+  // kNoTimeout: until the operation's own deadline. If `timeout` passes, the group fails with CollectiveTimeoutError on
+  // all ranks, as at that deadline, since the other ranks wait for this one.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return call_.sequence; }
 
-  // What the call's operations are.
+  // Of the call's operations.
   const std::vector<engine::CompletionPtr>& completions() const { return completions_; }
-  // When nobody holds the object but by a weak reference: the tensors must not live as long as that.
+  // When only weak references are left: these must not keep the tensors alive.
   void release_resources() override { call_ = Call(); }
 
  private:
   bool allDone() const;
-  // The device's part of this call, and of those it is made of.
+  // Of this call, and of its parts, those that are on a device.
   std::vector<DeviceCall*> onDevice() const;
   // Runs `action` once all operations have ended, on the thread that sees the last one end.
   void whenDone(std::function<void()> action);
-  // After the operations have ended, whoever comes first copies what was staged; the others wait for that.
+  // After the operations have ended, the first thread that comes copies what was staged; the others wait for it.
   void settle();
   const Error* firstError() const;
   at::IValue futureValue() const;
-  // The last operation of the call has ended.
+  // After the last operation of the call.
   void finishFuture();
 
   const std::shared_ptr<engine::Engine> engine_;
   const std::shared_ptr<engine::Group> group_;
-  Call call_;  // constant until nobody holds the object
+  Call call_;  // constant as long as anybody holds the object
   std::vector<engine::CompletionPtr> completions_;
   std::once_flag settled_;
   std::optional<Error> copyError_;  // written within settled_; read when copyFailed_

@@ -1,7 +1,7 @@
-// What happens to single elements: the same text for the GPU and, in tests, for the CPU.
+// The arithmetic of single elements. The GPU runs this code; tests compile it for the CPU.
 //
-// The numbers are those of reduction/reduce.h bit by bit, which the kernels of the CPU keep: sources in their order,
-// float16 and bfloat16 in float32 with one rounding at the end, no fused multiply-add (nvcc gets -fmad=false).
+// The results are those of reduction/reduce.h, bit by bit: sources are taken in their order, float16 and bfloat16 are
+// computed in float32 and rounded once at the end, and there is no fused multiply-add (nvcc gets -fmad=false).
 #pragma once
 
 #include <bit>
@@ -29,7 +29,7 @@ struct Plain {
   SMDDP_BOTH static T store(T number) { return number; }
 };
 
-// A byte per truth value. Whatever is not zero is true.
+// One byte; every value but zero is true.
 struct Truth {
   using Element = uint8_t;
   using Number = uint8_t;
@@ -44,14 +44,14 @@ struct Bfloat16 {
   SMDDP_BOTH static float load(uint16_t element) {
     return std::bit_cast<float>(static_cast<uint32_t>(element) << 16);
   }
-  // Rounds to nearest even. finish() leaves one NaN only, which the addition does not harm.
+  // Rounds to nearest even. finish() makes every NaN the same, and the addition keeps that a NaN.
   SMDDP_BOTH static uint16_t store(float number) {
     const auto bits = std::bit_cast<uint32_t>(number);
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
   }
 };
 
-// IEEE binary16. GPUs have instructions for both ways, alike but for the bits of NaN.
+// IEEE binary16. GPUs have instructions for both conversions, with the same results but for the bits of NaN.
 struct Float16 {
   using Element = uint16_t;
   using Number = float;
@@ -72,7 +72,8 @@ struct Float16 {
     } else if (magnitude >= 0x0400u) {
       bits += kBias;
     } else {
-      // A denormal is a multiple of 2^-24: behind a leading one its last bit is worth that much.
+      // A denormal is a multiple of 2^-24. Its bits are put behind the exponent of 2^-14, where the last one is worth
+      // as much, and 2^-14 is subtracted.
       bits = std::bit_cast<uint32_t>(std::bit_cast<float>(bits | kSmallestNormal) -
                                      std::bit_cast<float>(kSmallestNormal));
     }
@@ -87,12 +88,13 @@ struct Float16 {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(element) : "f"(number));
     return element;
 #else
-    constexpr uint32_t kOverflow = 0x477ff000u;  // 65520: from here on to infinity
+    constexpr uint32_t kOverflow = 0x477ff000u;  // 65520: this and larger numbers become infinity
     const auto all = std::bit_cast<uint32_t>(number);
     const uint32_t bits = all & 0x7fffffffu;
     uint32_t half = 0x7c00u;
     if (bits < 0x38800000u) {
-      // The last bit of numbers around 0.5 is worth 2^-24, as that of denormals: the addition rounds.
+      // In float32, the last bit of numbers in [0.5, 1) is worth 2^-24, like the last bit of a float16 denormal. So
+      // adding 0.5 rounds.
       half = std::bit_cast<uint32_t>(std::bit_cast<float>(bits) + 0.5f) - 0x3f000000u;
     } else if (bits < kOverflow) {
       half = (bits + 0xfffu + ((bits >> 13) & 1u) - ((127u - 15u) << 23)) >> 13;
@@ -104,7 +106,7 @@ struct Float16 {
 
 // --- operations ---------------------------------------------------------------------------------------------------
 
-// Overflow of signed integers is undefined, and short ones are promoted to int: both are computed as unsigned.
+// Integers are computed as unsigned, since overflow of signed ones is undefined, and short ones are promoted to int.
 template <typename T>
 using Unsigned = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 
@@ -112,7 +114,7 @@ template <ReduceOp kOp, typename T>
 SMDDP_BOTH T combine(T a, T b) {
   if constexpr (kOp == ReduceOp::MIN || kOp == ReduceOp::MAX) {
     const bool better = kOp == ReduceOp::MIN ? b < a : b > a;
-    // A comparison with NaN is false: one in `a` stays by itself, one in `b` must be taken.
+    // A comparison with NaN is false: so a NaN in `a` stays, and a NaN in `b` must be chosen.
     return better || b != b ? b : a;
   } else if constexpr (kOp == ReduceOp::BAND) {
     return static_cast<T>(a & b);
@@ -128,7 +130,7 @@ SMDDP_BOTH T combine(T a, T b) {
   }
 }
 
-// What is left to do once all sources are in.
+// The last step, after all sources.
 template <ReduceOp kOp, typename T>
 SMDDP_BOTH T finish(T value, int64_t divisor) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -136,7 +138,7 @@ SMDDP_BOTH T finish(T value, int64_t divisor) {
     constexpr T kNaN = std::numeric_limits<T>::quiet_NaN();
     return value == value ? value : kNaN;
   } else if constexpr (kOp == ReduceOp::AVG) {
-    // In 64 bits, since the divisor need not fit the type.
+    // In 64 bits, since the divisor may not fit the type.
     using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
     return static_cast<T>(static_cast<Wide>(value) / static_cast<Wide>(divisor));
   } else {
@@ -146,7 +148,7 @@ SMDDP_BOTH T finish(T value, int64_t divisor) {
 
 // --- elements of a job --------------------------------------------------------------------------------------------
 
-// So many elements in one access.
+// Elements that are read and written in one access.
 template <typename Element, int kCount>
 struct alignas(sizeof(Element) * kCount) Pack {
   Element values[kCount];

@@ -1,8 +1,8 @@
 // From the type and operation of a job to the template that computes it.
 //
 // A visitor has `template <typename Format, ReduceOp kOp> void run(const Job& job)`. The functions return false where
-// the combination has no meaning, as reduction::supports() does. Floating-point numbers and integers are apart so
-// that two compilers can work on them at once.
+// the type does not have the operation, as reduction::supports() does. Floating-point numbers and integers are apart,
+// so that two compilers can run at once.
 #pragma once
 
 #include "cuda/kernels/arithmetic.h"
@@ -24,7 +24,7 @@ bool visitFloat(const Visitor& visitor, const Job& job) {
   }
 }
 
-// Numbers of two parts, computed one by one; peers define no product of them.
+// Complex numbers: real and imaginary parts, each by itself. No product is defined for them.
 template <typename Format, typename Visitor>
 bool visitComplex(const Visitor& visitor, Job job) {
   if (job.op != ReduceOp::SUM && job.op != ReduceOp::AVG && job.op != ReduceOp::PREMUL_SUM) {
@@ -47,7 +47,7 @@ bool visitFloats(const Visitor& visitor, const Job& job) {
   }
 }
 
-// The bits of signed sums, products and bitwise operations are those of unsigned ones.
+// Sums, products and bitwise operations have the same bits for signed and unsigned integers.
 template <typename T, typename Visitor>
 bool visitInteger(const Visitor& visitor, const Job& job) {
   using Bits = Plain<std::make_unsigned_t<T>>;
@@ -64,7 +64,7 @@ bool visitInteger(const Visitor& visitor, const Job& job) {
   }
 }
 
-// Over false and true every operation is one of three.
+// For bools every operation is one of three.
 template <typename Visitor>
 bool visitTruth(const Visitor& visitor, const Job& job) {
   switch (job.op) {

@@ -1,4 +1,5 @@
-// Kernels of jobs. Each thread takes 16 bytes of every source at a time; neighbours take what lies side by side.
+// Kernels of jobs. Each thread takes 16 bytes of every source at a time, and neighbouring threads take neighbouring
+// bytes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,8 +25,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Enough blocks to fill the GPU, no more than there is work for. Launches by a function, not by <<<>>>, so that the
-// text is C++: tests run it on the CPU.
+// Launches enough blocks to fill the GPU, but not more than there is work for. By a function instead of <<<>>>, so that
+// this is C++, which tests compile for the CPU.
 struct Launcher {
   cudaStream_t stream;
   int maxBlocks;
@@ -44,7 +45,7 @@ struct Launcher {
   }
 };
 
-// False where the combination has no meaning. One per file.
+// False where the type does not have the operation. Each file defines one.
 bool launchFloats(const Launcher& launcher, const Job& job);
 bool launchIntegers(const Launcher& launcher, const Job& job);
 

@@ -1,5 +1,5 @@
-// The functions behind DeviceTable, by the CUDA run-time library, which is linked in: whatever torch brings may be
-// there beside it. Both work in the device's primary context, so that their pointers and streams are the same.
+// The functions of DeviceTable. They use the CUDA run-time library, which is linked into this one; torch may bring
+// another one. Both work in the device's primary context, and so can use the same pointers and streams.
 #include <cuda.h>
 
 #include <cstring>
@@ -12,7 +12,7 @@
 namespace smddp::cuda {
 namespace {
 
-// Null where the driver, which is not linked, has no such function.
+// A function of the driver, which is not linked; null where the driver does not have it.
 template <typename Function>
 void find(const char* name, Function& function) {
   void* found = nullptr;
@@ -28,7 +28,7 @@ void find(const char* name, Function& function) {
   if (error != cudaSuccess) cudaGetLastError();
 }
 
-// Functions of the driver that the run-time library has no counterpart of.
+// Functions of the driver that the run-time library does not have.
 struct Driver {
   CUresult (*retain)(CUcontext*, CUdevice);
   CUresult (*push)(CUcontext);
@@ -49,18 +49,18 @@ struct Driver {
   }
 };
 
-// The thread works in a device's primary context for the scope. By the driver, since two run-time libraries in one
-// process, torch's and this one, each remember a current device of their own; the context is the truth for both.
+// Makes a device's primary context the thread's current one, for the scope. It uses the driver: torch's run-time
+// library and this one each have a current device of their own, but both follow the driver's current context.
 class DeviceScope {
  public:
   explicit DeviceScope(int device) {
     const Driver& driver = Driver::get();
-    // What cannot be left again is not entered.
+    // A context that could not be left again is not entered.
     if (driver.retain == nullptr || driver.push == nullptr || driver.pop == nullptr) {
       error_ = cudaErrorInsufficientDriver;
       return;
     }
-    // Kept for good: torch keeps it, too. The runtime's device numbers are the driver's.
+    // The context is never released; torch keeps it, too. The run-time library has the driver's device numbers.
     CUcontext context = nullptr;
     const std::lock_guard lock(mutex());
     const auto known = contexts().find(device);
@@ -102,13 +102,13 @@ int onDevice(int device, const Action& action) {
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return scope.error();
   const cudaError_t error = action();
-  // What a call returns must not be found again by a later one.
+  // Clears the error of this call, which a later call would return.
   if (error != cudaSuccess) cudaGetLastError();
   return error;
 }
 
-// Handles already asked for, since the driver takes its time to make one. The number of an allocation is never used
-// again, so that an entry is valid or never looked up.
+// Handles that were made before, since the driver is slow to make one. An allocation's number is never used again, so
+// an entry of freed memory is never found.
 struct KnownHandles {
   std::mutex mutex;
   std::map<uint64_t, cudaIpcMemHandle_t> byAllocation;
@@ -142,7 +142,7 @@ cudaError_t findRange(const void* data, MemoryRange* range) {
   CUdeviceptr base = 0;
   size_t bytes = 0;
   unsigned long long allocation = 0;
-  // Of a range of virtual addresses, or of a pool, the driver tells of a part only.
+  // For a range of virtual addresses, or a pool, the driver describes only a part of the memory.
   int isAllocation = 0;
   if (driver.rangeOf(&base, &bytes, address) != CUDA_SUCCESS ||
       driver.attributeOf(&allocation, CU_POINTER_ATTRIBUTE_BUFFER_ID, base) != CUDA_SUCCESS ||
@@ -183,7 +183,7 @@ cudaError_t runJob(int device, const Job& given, cudaStream_t stream) {
   const Job job = normalised(given);
   const bool isCopy = job.numSrcs == 1 && !job.pre && !job.post;
   if (isCopy && job.numDsts == 1) {
-    // A copy onto itself is one of memory that overlaps, which CUDA does not define.
+    // Source and destination of a copy must not overlap, and here they are the same.
     if (job.dsts[0] == job.srcs[0]) return cudaSuccess;
     return cudaMemcpyAsync(job.dsts[0], job.srcs[0], job.count * sizeOf(job.type),
                            cudaMemcpyDeviceToDevice, stream);
@@ -191,7 +191,7 @@ cudaError_t runJob(int device, const Job& given, cudaStream_t stream) {
   int processors = 0;
   auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  // Four blocks fill a multiprocessor's 2048 threads.
+  // Four blocks are a multiprocessor's 2048 threads.
   const Launcher launcher{stream, processors * 4, &error};
   const bool known =
       isFloat(job.type) ? launchFloats(launcher, job) : launchIntegers(launcher, job);

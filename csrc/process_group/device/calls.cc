@@ -42,7 +42,7 @@ class Operations {
     }
   }
 
-  // Ends those that have not begun. The other ranks wait for them: unless this one leaves, they hear of it.
+  // Ends those that have not begun. The other ranks wait for them, so they are told, unless this rank leaves.
   void end(const Error& error, const std::string& title) {
     const Error told(error.kind(), fmt::format("{}: {}", title, error.what()));
     if (error.kind() != ErrorKind::Aborted) engine_->fail(*group_, told);
@@ -70,7 +70,7 @@ class Operations {
   size_t begun_ = 0;
 };
 
-// One operation of a call that stays on the device, and what waits for its end.
+// One operation of a call that is carried out on the device, and the completion that waits for its end.
 class Part {
  public:
   Part(std::shared_ptr<DeviceTurns> turns, std::shared_ptr<engine::Engine> engine,
@@ -100,7 +100,7 @@ class Part {
     end(error);
   }
 
-  // Once: leaving the group may come in between.
+  // Only the first time: close() may end it, too.
   void end(const std::optional<Error>& error) {
     if (ended_.exchange(true)) return;
     engine_->finish(
@@ -123,7 +123,8 @@ std::shared_ptr<DeviceCopies> copiesOf(const Work::Call& call) {
   return device ? static_cast<const StagedCall&>(*device).copies() : nullptr;
 }
 
-// Whether the copies are made before the deadline. If not, or if the device fails, the line of deferred calls tells.
+// Whether the copies are made before the deadline. If not, or if the device fails, the call is deferred, which finds
+// out the same and raises the error.
 bool arrives(const DeviceCopies& copies, Deadline deadline) {
   try {
     return copies.awaitArrival(deadline);
@@ -171,7 +172,7 @@ intrusive_ptr<Work> Calls::newWork(Work::Call call) const {
   return c10::make_intrusive<Work>(group_->spec().me, engine_, group_, std::move(call));
 }
 
-// Also of a call on the CPU, which has to queue.
+// Also for a call on the CPU that has to queue behind others.
 intrusive_ptr<Work> Calls::submitThroughHost(Work::Call call, std::vector<engine::Request> requests,
                                              std::vector<engine::Message> messages) {
   const auto copies = copiesOf(call);
@@ -187,7 +188,7 @@ intrusive_ptr<Work> Calls::submitThroughHost(Work::Call call, std::vector<engine
   auto work = newWork(std::move(call));
   work->start(operations->completions());
   if (copies && collective) remember(work, copies);
-  // Who waits for the result may as well wait for the device: no hand-over is paid.
+  // A caller that waits for the result waits for the device itself. So no other thread has to take over.
   if (willWait && copies && !deferred_.busy() && arrives(*copies, deadline)) {
     operations->beginOrEnd(title);
     return work;
@@ -226,7 +227,7 @@ intrusive_ptr<Work> Calls::submitOnDevice(Work::Call call,
   auto work = newWork(std::move(call));
   work->start(std::move(completions));
   remember(work, copies);
-  // Who waits for the result pushes the call on himself: no hand-over is paid.
+  // A caller that waits for the result drives the call itself. So no other thread has to take over.
   if (willWait && !deferred_.busy()) {
     std::optional<Error> failed;
     for (const auto& part : parts) {
@@ -237,7 +238,7 @@ intrusive_ptr<Work> Calls::submitOnDevice(Work::Call call,
   }
   for (const auto& part : parts) {
     part->turns().atEnd([part](const std::optional<Error>& error) { part->end(error); });
-    // The deadlines are the turns' own, whose errors say more.
+    // The turns have deadlines of their own, and their errors say more.
     deferred_.add({[part] { return part->turns().advance(); }, [] {},
                    [part](const Error& error) { part->fail(error); }, Deadline::never()});
   }

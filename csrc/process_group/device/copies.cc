@@ -21,7 +21,7 @@ c10::impl::VirtualGuardImpl guardOf(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
 }
 
-// The host takes part in every call, and a graph that runs again would not ask it to.
+// The host takes part in every call. When a graph is replayed it does not.
 c10::Device notCapturing(c10::Device device) {
   if (isCapturing(device)) {
     C10_THROW_ERROR(NotImplementedError,
@@ -31,7 +31,7 @@ c10::Device notCapturing(c10::Device device) {
   return device;
 }
 
-// Not all releases of torch have streams that tell.
+// Not all releases of torch have is_capturing().
 template <typename Stream>
 bool saysItCaptures(const Stream& stream) {
   if constexpr (requires { stream.is_capturing(); }) return stream.is_capturing();
@@ -44,7 +44,7 @@ c10::Stream currentStream(c10::Device device) { return guardOf(device).getStream
 
 bool isCapturing(c10::Device device) {
   const c10::Stream stream = currentStream(device);
-  // CUDA's driver also answers for the default stream while another one is captured, where torch throws.
+  // torch throws for the default stream while another one is captured; CUDA's driver answers.
   return device.is_cuda() ? cuda::isCapturing(stream.native_handle()) : saysItCaptures(stream);
 }
 
@@ -60,7 +60,7 @@ DeviceCopies::DeviceCopies(c10::Device device)
 
 DeviceCopies::~DeviceCopies() {
   try {
-    // On whichever thread: one that has no device yet would be given the first, and a context on it, as its events go.
+    // Without the guard, a thread that has no device yet would get a context on the first one when the events end.
     const c10::DeviceGuard guard(device());
     letGo();
     arrival_.reset();
@@ -77,7 +77,7 @@ at::Tensor DeviceCopies::pinnedLike(const at::Tensor& tensor) {
 void DeviceCopies::fetch(const at::Tensor& from, const at::Tensor& into) {
   const c10::StreamGuard guard(stream_);
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
-  // What a copy cannot do on the way is done on the device, before it.
+  // A copy cannot resolve these on the way, so the device does it before.
   const at::Tensor plain = from.resolve_conj().resolve_neg().contiguous();
   into.view(-1).copy_(plain.view(-1), /*non_blocking=*/true);
   awaitsStream_ = true;
@@ -116,7 +116,7 @@ void DeviceCopies::putBack(const at::Tensor& into, const at::Tensor& from) {
 }
 
 void DeviceCopies::use(const at::Tensor& tensor) const {
-  // Its memory was not allocated for this stream: freed, it must not be used again too early.
+  // Another stream allocated the memory. Once it is freed, torch must not use it again before this stream is done.
   guardOf(device()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
 }
 

@@ -140,7 +140,7 @@ WorkPtr GpuProcessGroup::barrier(const c10d::BarrierOptions& options) {
   // NCCL's barrier covers what NCCL has under way on the GPU. All ranks know alike whether NCCL serves collectives.
   if (state_.load(std::memory_order_acquire) == State::Nccl) {
     c10d::BarrierOptions theirs = options;
-    // One that is waited for at once has no Work. And the GPU would else be guessed from ranks.
+    // NCCL returns no Work for a synchronous barrier. Without a device it would guess the GPU from the rank.
     theirs.asyncOp = true;
     theirs.device = device;
     theirs.device_ids = {device->index()};

@@ -19,7 +19,7 @@ std::span<std::byte> bytesOf(T* first, size_t count) {
   return {reinterpret_cast<std::byte*>(first), count * sizeof(T)};
 }
 
-// An exchange of values of plain data between the hosts.
+// An all-gather of plain values between the hosts.
 template <typename T>
 Request exchangeOf(T& mine, std::vector<T>& all, Nanoseconds timeout) {
   Request request;
@@ -49,13 +49,13 @@ cuda::Operation operationOf(collectives::Collective collective) {
 
 cuda::Call callOf(const Request& request, const cuda::SharedGpu& gpu) {
   const auto operation = operationOf(request.collective);
-  // Ranks agree on no size of an all-to-all, but each two of them on that of their blocks.
+  // In an all-to-all there is no size that all ranks agree on: two ranks agree on the size of their block.
   const int64_t bytes = operation == cuda::Operation::AllToAll ? 0 : request.bytes;
   return {operation,    request.type, request.op, request.factor,
           request.root, gpu.me(),     gpu.size(), static_cast<uint64_t>(bytes)};
 }
 
-// Where one run of bytes begins, that pieces are parts of, one behind the other; null where there are none.
+// The beginning of the run of bytes that the pieces make, one behind the other; null where there are no bytes.
 std::byte* beginOf(const engine::Pieces& pieces) {
   if (engine::totalBytes(pieces) == 0) return nullptr;
   std::byte* const begin = pieces.front().data();
@@ -67,7 +67,7 @@ std::byte* beginOf(const engine::Pieces& pieces) {
   return begin;
 }
 
-// The bytes of one block per rank, equal ones where there is only one piece.
+// The bytes of each rank's block. One piece holds equal blocks of all ranks.
 std::array<uint64_t, cuda::kMaxSharing> blocksOf(const engine::Pieces& pieces, size_t ranks) {
   std::array<uint64_t, cuda::kMaxSharing> bytes{};
   for (size_t rank = 0; rank < ranks; ++rank) {
@@ -104,7 +104,7 @@ class Turns final : public DeviceTurns,
 
   bool advance() override {
     if (call_.advance()) return true;
-    // What is left to the engine has its deadline there.
+    // An exchange has its deadline in the engine.
     if (!exchange_ && deadline_.passed(clock_)) throwLate();
     return false;
   }
@@ -129,7 +129,7 @@ class Turns final : public DeviceTurns,
         keepForGood(keepAlive_);
         keepForGood(path_);
       }
-      // The others wait for this rank: unless it leaves, they hear of it. What the engine found it has told them.
+      // The others wait for this rank, so they are told, unless it leaves. The engine has told them its own errors.
       if (!engineFailed_ && error.kind() != ErrorKind::Aborted) {
         path_->engine().fail(*path_->group(), error);
       }
@@ -157,7 +157,7 @@ class Turns final : public DeviceTurns,
     if (last) {
       exchange_->then([self = shared_from_this()] { self->finish(); });
     }
-    // On the thread of deferred calls, which must not run continuations.
+    // This is the thread of deferred calls, which must not run continuations.
     path_->engine().enqueue(*path_->group(), std::move(request), exchange_);
   }
 
@@ -246,7 +246,7 @@ void requireKernels(const cuda::DeviceTable& table, c10::Device device) {
   cuda::Job job;
   job.srcs[0] = first;
   job.numSrcs = 1;
-  // To one only it would be a copy of the driver's.
+  // With one destination the driver would copy, and no kernel would run.
   job.dsts[0] = first + 1;
   job.dsts[1] = first + 2;
   job.numDsts = 2;
@@ -281,7 +281,7 @@ at::Tensor GpuMemoryPath::allocate(int64_t size, const at::TensorOptions& option
   void* memory = nullptr;
   cuda::check(table, table.allocate(device, std::max<size_t>(bytes, 1), &memory),
               "allocating communication memory");
-  // Waits for the GPU, hence for all that uses the memory.
+  // Freeing waits for the GPU, and so for all that uses the memory.
   const auto free = [&table, device](void* freed) { table.free(device, freed); };
   return at::from_blob(memory, {size}, free, options.device(device_), device_);
 }

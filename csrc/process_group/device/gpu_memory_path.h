@@ -1,7 +1,7 @@
 // Calls among ranks that share one GPU, carried out in its memory (cuda/shared_call.h).
 //
-// Threads: any; calls begin one after the other, as their group sees to. Lives as long as a call of it does. Owns this
-// rank's workspace on the GPU and what it has opened of the others'.
+// Threads: any; calls begin one after the other, in the order of the group. Lives as long as one of its calls. Owns
+// this rank's workspace on the GPU, and the memory of other ranks that it has opened.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -25,16 +25,16 @@ class GpuMemoryPath : public std::enable_shared_from_this<GpuMemoryPath> {
   GpuMemoryPath(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
                 c10::Device device, std::string library);
 
-  // Meets the other ranks, in the order of the group's calls; blocks until all are there. Returns why it cannot be
-  // done, the same on all ranks, or nothing. Runs no continuations.
+  // Exchanges memory with the other ranks, in the order of the group's calls; blocks until all are there. Returns why
+  // that cannot be done, the same on all ranks, or an empty string. Runs no continuations.
   std::string connect(Nanoseconds timeout);
 
-  // What carries out a call with bytes on the GPU, on the stream of `copies`. `keepAlive`: the tensors.
+  // Carries out a call whose buffers are on the GPU, on the stream of `copies`. `keepAlive`: the tensors.
   std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
                                      std::shared_ptr<void> keepAlive);
 
-  // A vector in memory that the other ranks can open, whatever torch's own allocator does.
+  // A vector in memory that the other ranks can open. That of torch's allocator cannot always be opened.
   at::Tensor allocate(int64_t size, const at::TensorOptions& options);
 
   cuda::SharedGpu& gpu() { return *gpu_; }

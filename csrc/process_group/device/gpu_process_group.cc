@@ -38,7 +38,7 @@ bool moves(at::ScalarType type) {
   }
 }
 
-// And sums. Averages of whole numbers and scaled sums of bfloat16 differ between versions of NCCL.
+// What NCCL also sums. Averages of integers and scaled sums of bfloat16 differ between versions of NCCL.
 bool reduces(at::ScalarType type, const c10d::ReduceOp& op) {
   if (!moves(type)) return false;
   switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
@@ -52,7 +52,7 @@ bool reduces(at::ScalarType type, const c10d::ReduceOp& op) {
   }
 }
 
-// NCCL's part of it is a part of a sum; and it takes bools for numbers.
+// On rails NCCL makes only a part of the sum. It sums bools as numbers, and so cannot make a part of a sum of bools.
 bool reducesOnRails(at::ScalarType type, ReduceOp op) {
   if (type == at::kBool || !moves(type)) return false;
   switch (op) {
@@ -69,7 +69,7 @@ std::string keyOf(uint64_t group, int rank) {
   return fmt::format("smddp/gpu/{:x}/{}", group, rank);
 }
 
-// Says once in a process what was chosen otherwise than by NCCL, and why.
+// Warns once in a process that calls go through the host, and why.
 void announce(int rank, const cuda::Choice& choice) {
   SMDDP_LOG(Info, "process_group", "calls on GPU tensors: {} ({})", cuda::toString(choice.path),
             choice.reason);
@@ -82,7 +82,7 @@ void announce(int rank, const cuda::Choice& choice) {
   }
 }
 
-// Says once in a process that a call goes through the host in a group that another way serves.
+// Warns once in a process that a call goes through the host although another way serves its group.
 void announceHost(int rank, cuda::Path path, collectives::Collective collective,
                   const at::Tensor& tensor, ReduceOp op) {
   if (rank != 0) return;
@@ -104,7 +104,7 @@ void announceHost(int rank, cuda::Path path, collectives::Collective collective,
       call, cuda::toString(path));
 }
 
-// What a graph would have to do again is done only once.
+// The first call does what is done only once; a graph would do it again.
 void requireNoCapture(c10::Device device) {
   if (!isCapturing(device)) return;
   C10_THROW_ERROR(NotImplementedError,
@@ -139,7 +139,7 @@ GpuProcessGroup::GpuProcessGroup(std::shared_ptr<engine::Group> group,
   sendDirectly(static_cast<Calls&>(devices()));
 }
 
-// Unless it is on one node, where the network does not come in.
+// A group on one node does not use the network.
 void GpuProcessGroup::sendDirectly(Calls& calls) const {
   if (!settings().gpuDirect || group()->topology().numNodes() == 1) return;
   calls.sendFrom(DeviceSources::shared(support_.library));
@@ -147,7 +147,7 @@ void GpuProcessGroup::sendDirectly(Calls& calls) const {
 
 GpuProcessGroup::~GpuProcessGroup() {
   try {
-    // Nobody has ended the group in order: to wait for what NCCL has enqueued might take its time-out.
+    // Nobody has called shutdown(). What NCCL has enqueued may never end, so it is aborted instead of waited for.
     if (auto* nccl = nccl_.load(); nccl != nullptr && !isShutDown()) nccl->abort();
     if (rails_ && !isShutDown()) rails_->abandon();
     ProcessGroup::shutdown();
@@ -162,14 +162,14 @@ void GpuProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 void GpuProcessGroup::abort() {
-  // The group first, so that all ranks hear of this rank in its words.
+  // The engine's group first: so all ranks get the error that names this rank.
   ProcessGroup::abort();
   if (auto* nccl = nccl_.load()) nccl->abort();
   if (state_.load(std::memory_order_acquire) == State::Rails) rails_->abort();
 }
 
 void GpuProcessGroup::shutdown() {
-  // Calls that come too late are refused by the base.
+  // The base refuses calls that come after this.
   if (auto* nccl = nccl_.load(); nccl != nullptr && !isShutDown()) nccl->shutdown();
   if (state_.load(std::memory_order_acquire) == State::Rails && !isShutDown()) rails_->shutdown();
   ProcessGroup::shutdown();
@@ -280,7 +280,7 @@ NcclGroup* GpuProcessGroup::reducingNcclFor(const Tensors& tensors, const c10d::
 NcclGroup* GpuProcessGroup::messageNcclFor(const Tensors& tensors, int rank) {
   if (tensors.size() != 1 || !isOnGpu(tensors.front())) return nullptr;
   if (!moves(tensors.front().scalar_type())) return nullptr;
-  // Nonsense is the base's to refuse; and what a rank sends itself needs no network.
+  // The base refuses ranks that do not exist. What a rank sends itself needs no network.
   if (rank < 0 || rank >= getSize() || rank == getRank()) return nullptr;
   static_cast<void>(group());
   State state = State::Unknown;
@@ -321,9 +321,9 @@ std::shared_ptr<DeviceTurns> GpuProcessGroup::begin(const engine::Request& reque
   return memory_->begin(request, copies, std::move(keepAlive));
 }
 
-// The ranks share a GPU. Whether they can share its memory is for all of them to say.
+// The ranks share a GPU. Whether they can share its memory, they decide together.
 cuda::Choice GpuProcessGroup::connect(std::chrono::milliseconds timeout) {
-  // On all ranks behind the same calls.
+  // So that all ranks come to it after the same calls.
   devices().drain();
   memory_ = std::make_shared<GpuMemoryPath>(engine(), group(), *device_, support_.library);
   const std::string refusal = memory_->connect(nanoseconds(timeout));
@@ -346,10 +346,10 @@ GpuProcessGroup::State GpuProcessGroup::decide(std::chrono::milliseconds timeout
   return stateOf(choice.path);
 }
 
-// Of the two ranks alone, so that sender and receiver find the same whatever they know of the others.
+// From these two ranks only: so sender and receiver decide the same, whatever they know of the others.
 GpuProcessGroup::State GpuProcessGroup::decideFor(int rank) {
   if (const auto known = messages_.find(rank); known != messages_.end()) return known->second;
-  // NCCL's batches of messages connect all ranks of a group: it has to be one that it may serve.
+  // A batch of NCCL's messages connects all ranks of a group, so NCCL must be allowed to serve the whole group.
   const bool may = group()->topology().numNodes() == 1 ||
                    cuda::decidesAlone(settings().gpuPath, static_cast<bool>(support_.makeNccl));
   auto path = cuda::Path::Host;
@@ -375,7 +375,7 @@ std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks
   const bool severalNodes = std::any_of(places.begin(), places.end(), [&](const auto& place) {
     return place.node != places.front().node;
   });
-  // Then nobody need wait for anybody's name.
+  // Then the choice does not depend on which GPUs the ranks use.
   if ((severalNodes && settings().gpuPath != "rails") ||
       cuda::decidesAlone(settings().gpuPath, static_cast<bool>(support_.makeNccl))) {
     return places;
@@ -408,7 +408,7 @@ void GpuProcessGroup::eagerConnectSingleDevice(c10::Device device) {
 }
 
 void GpuProcessGroup::publish(c10::Device device) {
-  // The way is chosen once, from the GPU that the others were told of.
+  // The way is chosen once, and depends on the GPU that the others were told.
   const auto bound = getBoundDeviceId();
   TORCH_CHECK_VALUE(!bound || *bound == device, "smddp: this group is bound to ", *bound,
                     " by init_process_group(device_id=...), and got a tensor on ", device);
@@ -439,7 +439,7 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
               "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue, where the two groups "
               "of NCCL of SMDDP_GPU_PATH=rails may wait for each other; unset one of the two");
   }
-  // On all ranks behind the same calls.
+  // So that all ranks come to it after the same calls.
   devices().drain();
   const auto& topology = group()->topology();
   const auto patience = std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -449,7 +449,7 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
   std::vector<std::shared_ptr<engine::Group>> railGroups;
   std::vector<intrusive_ptr<ProcessGroup>> rails;
   for (const char* name : {"rail", "second rail"}) {
-    // Only sums on the GPU need the second.
+    // Only sums on the GPU need the second rail.
     const bool isOnCpu = cuda::parseSumSetting(settings().gpuSum) == cuda::SumSetting::Cpu;
     if (isOnCpu && !rails.empty()) break;
     const engine::Group::Spec spec{
@@ -462,7 +462,7 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
     rails.push_back(
         c10::make_intrusive<ProcessGroup>(railGroups.back(), patience, std::move(calls)));
   }
-  // The rails fail before NCCL is aborted: what comes out of that must not be summed.
+  // The rails fail before NCCL is aborted: an aborted call leaves garbage, which must not be summed.
   const auto failRails = [engine = engine(), railGroups](const Error& error) {
     for (const auto& rail : railGroups) engine->fail(*rail, error);
   };

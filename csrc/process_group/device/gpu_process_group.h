@@ -1,12 +1,12 @@
-// A group that leaves to a peer backend, NCCL, what that can do: calls on GPU tensors, where each rank has a GPU of
-// its own. All else is the base's: the CPU, and GPUs that ranks share or that are on several nodes.
+// A group that passes calls on GPU tensors to NCCL where each rank has a GPU of its own. The base class serves all
+// other calls: on CPU tensors, and on GPUs that ranks share or that are on several nodes.
 //
-// Which way calls go is decided at the first one with GPU tensors, for good (cuda/path.h): the ranks then tell one
-// another through the store which GPU they use. A message between two ranks needs to know of those two only. After
-// that a call costs a look at the tensor more than the peer's own, touches no stream, and so can be captured into a
-// graph if the peer's can.
+// The first call with GPU tensors decides which way such calls go, for the life of the group (cuda/path.h). For that,
+// the ranks tell one another through the store which GPU they use. A message between two ranks needs the GPUs of these
+// two only. After that, a call only looks at the tensor before it goes to NCCL. It touches no stream, so it can be
+// captured into a graph if NCCL's call can.
 //
-// Threads: as the base. Owns the peer, which is made when first needed and ends with the group.
+// Threads: as the base. Owns the group of NCCL, which is made when it is first needed and ends with this group.
 #pragma once
 
 #include <functional>
@@ -29,7 +29,7 @@ struct GpuSupport {
   c10::DeviceType type = c10::DeviceType::CUDA;
   // A name that no other GPU of the node has.
   std::function<std::string(c10::DeviceIndex)> nameOf;
-  // One rank of a peer group; empty without NCCL.
+  // Makes one rank of a group of NCCL; empty without NCCL.
   std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>& store,
                                                   int rank, int size,
                                                   std::chrono::milliseconds timeout)>
@@ -86,19 +86,19 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
-  // NCCL's messages between two ranks get along only within one batch.
+  // NCCL can have messages in both directions under way only within one batch.
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
-  // Tells the others already now which GPU this rank uses: that of init_process_group(device_id=...). Waits for nobody.
+  // Tells the others at once which GPU this rank uses: that of init_process_group(device_id=...). Waits for nobody.
   void eagerConnectSingleDevice(c10::Device device) override;
 
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
 
-  // Memory of GPU buckets, on request (SMDDP_GPU_COMM_MEMORY): NCCL's, or such that the other ranks can open.
+  // Memory of GPU buckets, if SMDDP_GPU_COMM_MEMORY asks for it: NCCL's, or memory that the other ranks can open.
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
@@ -125,7 +125,7 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
                                      const std::shared_ptr<DeviceCopies>& copies,
                                      std::shared_ptr<void> keepAlive) override;
 
-  // The peer if it is to serve a collective, or a message to one rank; else null.
+  // NCCL if it serves a collective, or a message to one rank; else null.
   NcclGroup* ncclFor(const at::Tensor& tensor, std::chrono::milliseconds timeout, bool serves);
   NcclGroup* ncclFor(const at::Tensor& tensor, std::chrono::milliseconds timeout);
   NcclGroup* ncclFor(const Tensors& tensors, std::chrono::milliseconds timeout);
@@ -144,12 +144,12 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
   void makeNccl();
   void sendDirectly(Calls& calls) const;
   void makeRails(std::chrono::milliseconds timeout);
-  // Has rails sum where the setting says, or where it is quicker; all ranks find the same.
+  // Has the rails sum where the setting says, or where that is faster. All ranks come to the same result.
   void chooseSum(const std::vector<c10::intrusive_ptr<ProcessGroup>>& rails,
                  std::chrono::milliseconds timeout);
-  // What ranks say of themselves, by rank: rows of as many numbers as each says.
+  // An all-gather of numbers: a row for each rank.
   at::Tensor gathered(const std::vector<int64_t>& mine, std::chrono::milliseconds timeout);
-  // The CUDA part if its kernels run here; else why not.
+  // The CUDA part if its kernels run here; else null, and `refusal` says why.
   const cuda::DeviceTable* summingTable(std::string& refusal) const;
   NcclGroup* used(State state);
 

@@ -27,7 +27,7 @@ at::ScalarType torchType(DataType type) {
   raise(ErrorKind::Internal, "{} is not reduced by NCCL", toString(type));
 }
 
-// Averages are those of the node, then those of the nodes, which are of one size.
+// An average of the nodes' averages is that of all ranks, since nodes have equally many ranks.
 c10d::ReduceOp torchOp(ReduceOp op) {
   switch (op) {
     case ReduceOp::SUM: return c10d::ReduceOp::SUM;
@@ -75,7 +75,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
     begin(request);
   }
 
-  // All that follows is done by continuations of the rail.
+  // The continuations of the rail do the rest.
   bool advance() override { return true; }
 
   void advanceToEnd() override {
@@ -89,7 +89,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
   void atEnd(std::function<void(const std::optional<Error>&)> action) override {
     atEnd_ = std::move(action);
-    // Before anybody may go on with the chunks.
+    // A copy: another thread may go on with the chunks as soon as the call is in the line.
     std::vector<c10::intrusive_ptr<Work>> rails;
     for (const Chunk& chunk : chunks_) rails.push_back(chunk.rail);
     {
@@ -108,7 +108,8 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
     }
   }
 
-  // Enqueues what follows the rail of the chunks where it has ended; whether that was all. Throws the rail's error.
+  // Enqueues what follows the rail, for the chunks whose rail has ended. True when nothing is left to enqueue. Throws
+  // the rail's error.
   bool goOn() {
     const c10::StreamGuard guard(copies_->stream());
     const at::AutoDispatchBelowADInplaceOrView noAutograd;
@@ -132,7 +133,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
       if (atEnd_) std::exchange(atEnd_, nullptr)(error);
       return;
     }
-    // Copies to the host may still be under way, whose calls have ended.
+    // Copies to the host may still be under way although the rail's calls have ended.
     keepForGood(shared_from_this());
     giveUp(*error);
     if (atEnd_) std::exchange(atEnd_, nullptr)(rails_->failure().value_or(*error));
@@ -140,8 +141,9 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
  private:
   struct Chunk {
-    c10::intrusive_ptr<Work> rail;  // under way, or the last; none: only the device is left
-    // These two enqueue on the current stream. Empty: there is no such step.
+    c10::intrusive_ptr<Work>
+        rail;  // under way, or the last one; null: only the device has work left
+    // Both enqueue on the current stream. Empty: there is no such step.
     std::function<c10::intrusive_ptr<Work>()> second = {};  // of the rail
     std::function<void()> last = {};                        // the third stage
   };
@@ -152,7 +154,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
     }
   }
 
-  // If so, the current stream waits for it.
+  // Whether the rail has ended. If so, the current stream waits for it.
   static bool hasEnded(Work& rail) {
     for (const auto& completion : rail.completions()) {
       if (!completion->done()) return false;
@@ -166,13 +168,13 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
     using collectives::Collective;
     const c10::StreamGuard guard(firstStream_);
     const at::AutoDispatchBelowADInplaceOrView noAutograd;
-    const bool hasBlocks = !request.input.empty();  // one per rank, on one of its sides
+    const bool hasBlocks = !request.input.empty();  // input or output has a block for each rank
     const at::Tensor output = vectorOf(request.output, request.type, rails_->device_);
     const at::Tensor input =
         hasBlocks ? vectorOf(request.input, request.type, rails_->device_) : output;
-    // Of the vector, or of one block.
+    // Elements of the vector, or of one block.
     const int64_t count = std::min(input.numel(), output.numel());
-    // On each rank so much crosses the host: a share, or a block for each node.
+    // On each rank a share of a chunk crosses the host, or a block for each node: a chunk has `most` elements at most.
     const int64_t pool = settings().poolBytes / static_cast<int64_t>(sizeOf(request.type));
     const int64_t most = std::max<int64_t>(1, hasBlocks ? pool / nodes() : pool * locals());
     for (int64_t first = 0; first < count; first += most) {
@@ -274,7 +276,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
                        std::move(last)});
   }
 
-  // The part, or room for it that `ways` can share evenly.
+  // The part itself if its elements divide by `ways`; else a longer tensor whose elements do.
   static at::Tensor padded(const at::Tensor& part, int64_t ways) {
     const int64_t share = (part.numel() + ways - 1) / ways;
     return share * ways == part.numel() ? part : at::empty({share * ways}, part.options());
@@ -286,7 +288,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
     rails_->groups_.scatter->backend()._reduce_scatter_base(share, whole, options)->wait();
   }
 
-  // `whole`: where it can be gathered, which may not be where it belongs.
+  // `whole`: where it is gathered, which may be longer than `part`, where it belongs.
   void gatherInNode(at::Tensor share, at::Tensor whole, const at::Tensor& part) {
     copies_->use(share);
     auto options = optionsOf<c10d::AllgatherOptions>();
@@ -294,8 +296,8 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
     if (!whole.is_same(part)) enqueueCopy(whole.narrow(0, 0, part.numel()), part);
   }
 
-  // Blocks in the order of ranks beside the same in the order of [local rank, node]; all at once where that is a matter
-  // of strides.
+  // Pairs of blocks: in the order of ranks, and in the order of [local rank, node]. One pair for all blocks where
+  // strides can say the order.
   std::vector<std::pair<at::Tensor, at::Tensor>> paired(const at::Tensor& blocks,
                                                         const at::Tensor& ordered) const {
     const Rank perNode = topology_.node(1)[0], perLocal = topology_.node(0)[1];
@@ -323,8 +325,8 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   const std::chrono::milliseconds timeout_;
   const c10::Stream firstStream_;
   std::vector<Chunk> chunks_;
-  size_t summed_ = 0;  // chunks whose rail has no step left to make; of the thread in advanceLine()
-  size_t ended_ = 0;   // of which nothing is left to enqueue; the same
+  size_t summed_ = 0;  // chunks whose rail has no further step; used by the thread in advanceLine()
+  size_t ended_ = 0;   // chunks of which nothing is left to enqueue; the same
   std::function<void(const std::optional<Error>&)> atEnd_;
 };
 
@@ -344,7 +346,7 @@ GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engin
 
 int64_t GpuRails::measure(Nanoseconds timeout) {
   constexpr int64_t kMostBytes = 4 << 20;
-  constexpr int kRounds = 3;  // the first one connects, and allocates
+  constexpr int kRounds = 3;  // the first one connects and allocates, and does not count
   const int64_t bytes = std::min(settings().poolBytes, kMostBytes) * parent_->topology().teamSize();
   const at::Tensor scratch = at::zeros({bytes}, at::TensorOptions(at::kByte).device(device_));
   engine::Request request;
@@ -377,7 +379,7 @@ std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
   } catch (const std::exception& error) {
     fail(errorOfRank(parent_->spec().me, error.what()));
   }
-  // What was enqueued before reads them.
+  // The stages that were enqueued before the error still use the tensors.
   keepForGood(std::move(keepAlive));
   throw failure().value();
 }

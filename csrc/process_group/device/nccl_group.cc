@@ -42,7 +42,7 @@ void NcclGroup::failed(const std::string& what) {
 }
 
 void NcclGroup::abort() {
-  // First, so that nobody takes what this leads to for the cause.
+  // First: so nobody takes an error that the abort causes for the cause of the failure.
   failed_.store(true, std::memory_order_release);
   std::call_once(aborted_, [this] {
     if (!ended_) backend_->abort();

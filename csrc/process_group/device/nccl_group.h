@@ -1,10 +1,10 @@
-// One rank of a group of NCCL, which ends with the group that has it.
+// One rank of a group of NCCL, which ends with the smddp group that owns it.
 //
-// What NCCL has enqueued waits for all ranks, for as long as NCCL's own time-out. So when the group fails, because a rank
-// died or could not do its part, every rank aborts it: nothing waits any longer, and later calls throw what the group
-// failed of. What was on the device then has no result.
+// What NCCL has enqueued waits for all ranks, until NCCL's own time-out. So when the smddp group fails, because a rank
+// died or met an error, every rank aborts its part of the NCCL group. Then nothing waits any longer, and later calls
+// throw the error that the smddp group failed with. Calls that were on the device have no result.
 //
-// Threads: any. Owns the backend; what watches the group holds the object weakly.
+// Threads: any. Owns NCCL's backend. The callback at the engine's group holds the object weakly.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -22,7 +22,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
  public:
   using Action = std::function<void(const Error&)>;
 
-  // before: what is to be done when the group has failed, before the backend is aborted.
+  // before: runs when the group has failed, before the backend is aborted.
   static std::shared_ptr<NcclGroup> make(std::shared_ptr<engine::Engine> engine,
                                          std::shared_ptr<engine::Group> group,
                                          c10::intrusive_ptr<c10d::Backend> backend,
@@ -32,7 +32,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
 
   c10d::Backend& backend() { return *backend_; }
 
-  // Calls the backend. Throws what the group has failed of; what the backend throws of its own fails the group.
+  // Calls the backend. Throws the error that the group has failed with. An error of the backend makes the group fail.
   template <typename Call>
   auto call(const Call& call) {
     if (failed_.load(std::memory_order_acquire)) throwFailure();
@@ -43,7 +43,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     }
   }
 
-  // Once; who comes second waits for the first. Not after shutdown(), but perhaps during it.
+  // Aborts once; a second caller waits for the first. May come during shutdown(), but not after it.
   void abort();
   void shutdown();
 
@@ -59,7 +59,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::atomic<bool> ended_{false};
 };
 
-// An error that one rank has found by itself, as all are told of it.
+// An error that one rank has met, as all ranks are told of it.
 Error errorOfRank(Rank rank, const std::string& what);
 
 }  // namespace smddp::process_group::device

@@ -1,13 +1,13 @@
-// The middle stage of a reduction on rails (gpu_rails.h): what NCCL has summed inside nodes is summed between them.
+// The middle stage of a reduction on rails (gpu_rails.h): it sums between nodes what NCCL has summed inside them.
 //
-//   on the CPU   the rail's all_reduce or reduce_scatter, through the host, summed by the engine
-//   on the GPU   an all-to-all of the shares' blocks through the host, one kernel that sums the block of every node in
-//                the order of nodes (cuda/job.h), and for an all_reduce an all-gather of the sums, through the host
+//   on the CPU   the rail's all_reduce or reduce_scatter, through the host; the engine sums
+//   on the GPU   an all-to-all of the shares' blocks through the host; one kernel that sums the blocks of all nodes in
+//                the order of nodes (cuda/job.h); for an all_reduce, then an all-gather of the sums through the host
 //
-// Calls on a rail have to come in the same order on all its ranks. The first is made with the call; what follows it is
-// made in the order of calls, too, but by another thread at another time, and so has a rail of its own.
+// Calls on a rail must come in the same order on all its ranks. The first step is made with the call. Later steps are
+// made in the order of calls, too, but by another thread at another time, and so they have a rail of their own.
 //
-// Threads: one at a time for each of the two halves. Owns no group but shares of them.
+// Threads: one at a time for the first steps, and one for the later steps. Shares the rails.
 #pragma once
 
 #include <memory>
@@ -22,8 +22,8 @@ class RailSum {
  public:
   struct Steps {
     c10::intrusive_ptr<Work> first;
-    // When the first has ended and the current stream waits for it: enqueues what is left. Returns what has to end then;
-    // null: nothing. Empty: nothing is left.
+    // Enqueues the rest, when the first has ended and the current stream waits for it. Returns what then has to end, or
+    // null. Empty: there is no rest.
     std::function<c10::intrusive_ptr<Work>()> second;
   };
   struct Call {
@@ -33,7 +33,7 @@ class RailSum {
   };
 
   virtual ~RailSum() = default;
-  // The elements of a share must be a multiple of so many.
+  // The number of elements of a share must be a multiple of this.
   virtual int64_t multiple() const { return 1; }
   // In place.
   virtual Steps sumAll(const Call& call, const at::Tensor& share) = 0;
@@ -42,7 +42,7 @@ class RailSum {
 
   using Rail = c10::intrusive_ptr<ProcessGroup>;
   static std::unique_ptr<RailSum> onCpu(Rail rail);
-  // `rail`, `second`: of the same ranks.
+  // `rail`, `second`: two groups of the same ranks.
   static std::unique_ptr<RailSum> onGpu(Rail rail, Rail second, const cuda::DeviceTable& table);
 };
 

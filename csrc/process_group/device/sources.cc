@@ -33,8 +33,8 @@ bool DeviceSources::add(const at::Tensor& tensor) {
   engine_->requireUsable();
   Source source{{}, tensor.device().index(), false};
   const auto begin = reinterpret_cast<uint64_t>(tensor.data_ptr());
-  // Not all of a device's memory is in allocations of their own: ranges of virtual addresses (expandable_segments) are
-  // made of many, and pools of the driver's have numbers of another kind.
+  // Some memory lies in no allocation of its own: a range of virtual addresses (expandable_segments) has many
+  // allocations, and the driver numbers its pools in another way.
   if (table_->rangeOf(source.device, tensor.data_ptr(), &source.range) != 0 ||
       begin + tensor.nbytes() > source.range.base + source.range.bytes) {
     SMDDP_LOG(Debug, kTag, "a tensor is sent through memory of the host: it lies in no allocation");
@@ -56,7 +56,7 @@ std::optional<bool> DeviceSources::find(const Source& source) {
 
 void DeviceSources::enter(Source source) {
   using Kind = transport::DeviceMemory::Kind;
-  if (isRefused_ || find(source)) return;  // meanwhile
+  if (isRefused_ || find(source)) return;  // another thread was first
   forgetFreed();
   try {
     const std::string refusal = engine_->process().addDeviceSource(

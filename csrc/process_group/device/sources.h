@@ -1,13 +1,13 @@
-// Memory of a device that this process sends from as it lies there (SMDDP_GPU_DIRECT): libfabric's provider reads it, and
-// neither the host nor the device copies it (https://ofiwg.github.io/libfabric/main/man/fi_mr.3.html, FI_HMEM).
+// Memory of a device from which this process sends without a copy (SMDDP_GPU_DIRECT): libfabric's provider reads it
+// (https://ofiwg.github.io/libfabric/main/man/fi_mr.3.html, FI_HMEM).
 //
-// What is registered is an allocation of the driver's, of which torch's allocator makes many tensors, when the first of
-// them is sent. It is known by the number that the driver gave it, which is never used twice: memory that has been freed
-// is forgotten when the next one is registered, not taken for what lies at the same address now. Registering keeps the
-// engine for as long as it takes.
+// An allocation of the driver holds many of torch's tensors. It is registered when the first of them is sent. The
+// driver's number of the allocation identifies it, since the driver never uses a number twice, but it uses addresses
+// again. When the next allocation is registered, those that have been freed since are forgotten. The engine does
+// nothing else while it registers memory.
 //
-// Threads: any; nobody holds the lock while he waits for the engine, which may run anybody's continuations meanwhile. One
-// for all groups of the process, which share an endpoint; lives until the process ends.
+// Threads: any. No thread holds the lock while it waits for the engine, which may run continuations meanwhile. One
+// object for all groups of the process, which share an endpoint; lives until the process ends.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -26,11 +26,11 @@ namespace smddp::process_group::device {
 
 class DeviceSources {
  public:
-  // `library`: the CUDA part, which knows of allocations, at the first call; empty without.
+  // `library`: the CUDA part, which tells allocations apart. Only the first call's counts; empty without a CUDA part.
   static DeviceSources& shared(const std::string& library);
 
-  // Whether messages to other nodes may be sent from a tensor's memory. Says once why not. Its caller sees to it that no
-  // stream is captured, which registering would spoil. Throws as Engine::requireUsable().
+  // Whether messages to other nodes may be sent from a tensor's memory. Logs once why not. No stream may be captured
+  // meanwhile, since registering memory would end the capture. Throws as Engine::requireUsable().
   bool add(const at::Tensor& tensor);
 
  private:
@@ -38,9 +38,9 @@ class DeviceSources {
   struct Source {
     cuda::MemoryRange range;
     int device;
-    bool isRegistered;  // else it cannot be
+    bool isRegistered;  // false: the network cannot read it
   };
-  // Nothing: not known.
+  // Whether it is registered; nothing where it is not known.
   std::optional<bool> find(const Source& source);
   // On the engine's owner.
   void enter(Source source);
@@ -49,7 +49,7 @@ class DeviceSources {
 
   const std::shared_ptr<engine::Engine> engine_;
   const cuda::DeviceTable* table_ = nullptr;
-  std::atomic<bool> isRefused_{false};  // for good
+  std::atomic<bool> isRefused_{false};  // the network reads no memory of devices; never set back
   std::mutex mutex_;
   std::map<uint64_t, Source>
       sources_;  // by where they begin; written by the engine's owner, with mutex_

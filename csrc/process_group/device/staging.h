@@ -57,8 +57,8 @@ class HostStaging final : public StagedCall {
   bool canSend(at::TensorList tensors) const;
   // The bytes where they lie, in row-major order: only the network may read them, when the device has come to the call.
   engine::Piece sendInPlace(const at::Tensor& tensor);
-  // The same for a block that this rank gives itself: the plan finds source and destination in one place, and so does not
-  // touch them. The device copies it into `into`, before it copies what has come from other ranks.
+  // The same for a block that this rank gives itself: the plan finds source and destination in one place, and so does
+  // not touch them. The device copies it into `into`, before it copies what has come from other ranks.
   engine::Piece giveOwn(const at::Tensor& into, const at::Tensor& own);
 
   DeviceSources* const sources_;

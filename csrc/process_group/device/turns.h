@@ -1,4 +1,4 @@
-// A call that the device and the hosts of all ranks carry out in turns, as ProcessGroup drives it.
+// A call that is carried out on the device: the device and the hosts of all ranks work on it in turns. Calls drives it.
 #pragma once
 
 #include <functional>
@@ -9,23 +9,24 @@
 
 namespace smddp::process_group::device {
 
-// Threads: one at a time; giveUp() from any, after which the others may still be called. Errors are exceptions; whoever
-// gets one calls giveUp().
+// Threads: one at a time; giveUp() from any, and the other functions may still be called after it. Errors are
+// exceptions; who catches one calls giveUp().
 class DeviceTurns {
  public:
   virtual ~DeviceTurns() = default;
-  // Goes as far as it can. True when the last turn has begun; its end comes to what atEnd() was given.
+  // Goes on without waiting. True when the last turn has begun; when that ends, the action of atEnd() runs.
   virtual bool advance() = 0;
-  // The same on the thread of a caller that waits for the call: returns when all is done.
+  // Carries out the whole call on the thread of a caller that waits for it.
   virtual void advanceToEnd() = 0;
-  // Before the first advance(): what to do when all is done, or has failed, on a thread that may run callbacks.
+  // Before the first advance(): the action for the end of the call, or for its error. It runs on a thread that may run
+  // callbacks.
   virtual void atEnd(std::function<void(const std::optional<Error>&)> action) = 0;
-  // The call has failed on this rank: the group with it, and what other ranks may still touch is kept.
+  // The call has failed on this rank. The group fails, too, and memory that other ranks may still use is kept.
   virtual void giveUp(const Error& error) noexcept = 0;
 };
 
-// What a device or other ranks may go on reading or writing after an error, tensors, workspaces and what was opened of
-// others': never freed, closed, or given to anybody else.
+// Keeps memory until the process ends. After an error a device or other ranks may still read and write tensors,
+// workspaces and opened memory, so these must not be freed, closed, or used again.
 void keepForGood(std::shared_ptr<void> memory);
 
 }  // namespace smddp::process_group::device

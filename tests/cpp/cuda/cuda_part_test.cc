@@ -1,5 +1,5 @@
 // The functions of libsmddp_cuda.so, as they are compiled for a GPU, on a made-up CUDA: what they return, in which
-// context they work, and how they leave the thread.
+// context they work, and in which state they leave the thread.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -38,7 +38,7 @@ using Names = std::vector<std::string>;
 class CudaPartTest : public testing::Test {
  protected:
   CudaPartTest() { cuda::reset(); }
-  // Whatever happened: no later call of this thread finds an error.
+  // After any call: no error is left for a later call of this thread.
   ~CudaPartTest() override {
     EXPECT_EQ(cuda::lastError(), cudaSuccess);
     cuda::reset();
@@ -115,7 +115,7 @@ TEST_F(CudaPartTest, NamesTellAllocationsApart) {
   EXPECT_NE(other.allocation, name.allocation);
   EXPECT_NE(std::memcmp(other.handle, name.handle, sizeof name.handle), 0);
 
-  // The same address, and still another allocation, with a handle of its own.
+  // The same address, but another allocation, with a handle of its own.
   ASSERT_EQ(table_.free(0, memory), 0);
   ASSERT_EQ(allocate(1000), memory);
   MemoryName again;
@@ -125,7 +125,7 @@ TEST_F(CudaPartTest, NamesTellAllocationsApart) {
   EXPECT_NE(std::memcmp(again.handle, name.handle, sizeof name.handle), 0);
 }
 
-// The driver takes its time to make a handle: once for each allocation.
+// The driver is slow to make a handle: it makes one for each allocation.
 TEST_F(CudaPartTest, HandlesAreMadeOnce) {
   const auto handlesMade = [] {
     const Names names = functionsOf(cuda::takeCalls());
@@ -253,7 +253,7 @@ TEST_F(CudaPartTest, StreamsOfAnotherDeviceAreRefused) {
   EXPECT_EQ(cuda::pending(stream), 0u);
 }
 
-// Blocks for all processors, but none without work.
+// So many blocks as fill all processors, but none without work.
 TEST_F(CudaPartTest, GridsFitTheirWork) {
   std::byte* const memory = allocate(2 << 20);
   cudaStream_t const stream = cuda::newStream(0);
@@ -288,7 +288,7 @@ TEST_F(CudaPartTest, CopiesAreCopiesHoweverTheyAreCalled) {
   std::byte* const memory = allocate(4096);
   std::mt19937 random(1);
   cudaStream_t const stream = cuda::newStream(0);
-  // NaNs and truth values that are neither 0 nor 1 keep their bits.
+  // NaNs, and bools that are neither 0 nor 1, keep their bits.
   for (const ReduceOp op : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::MIN, ReduceOp::PREMUL_SUM}) {
     for (const DataType type : {DataType::float16, DataType::boolean, DataType::complex128}) {
       for (const size_t numDsts : {1, 3}) {
@@ -314,7 +314,7 @@ TEST_F(CudaPartTest, CopiesAreCopiesHoweverTheyAreCalled) {
   }
 }
 
-// CUDA does not define a copy of memory onto itself.
+// In CUDA source and destination of a copy must not overlap.
 TEST_F(CudaPartTest, CopiesOntoThemselvesAreNothing) {
   std::byte* const memory = allocate(128);
   cudaStream_t const stream = cuda::newStream(0);
@@ -368,14 +368,14 @@ TEST_F(CudaPartTest, BadJobsAreRefused) {
 
 // --- contexts and errors ------------------------------------------------------------------------------------------
 
-// Every function that works on a device, and what it calls in turn.
+// Every function that works on a device, and the functions of CUDA that it calls.
 struct Function {
   const char* name;
   std::function<int(const DeviceTable&, int device)> call;
   Names calls;
 };
 
-// What the functions are given: made before, so that a call makes nothing but its own.
+// Arguments of the functions. They are made before, so that a call allocates only what it makes itself.
 struct Given {
   void *memory[cuda::kDevices], *another[cuda::kDevices], *opened[cuda::kDevices];
   uint8_t handle[cuda::kDevices][64];
@@ -467,8 +467,8 @@ std::vector<std::vector<CUcontext>> contextsBefore() {
 class EveryFunctionTest : public CudaPartTest,
                           public testing::WithParamInterface<const DeviceTable* (*)()> {
  protected:
-  // Has each function called on each device in each state of the thread, once for all that may fail in it, and looks
-  // at what is left. A call that is to fail leaves what it was given for the next one.
+  // Calls each function on each device in each state of the thread, once for each thing that may fail in it, and checks
+  // what is left. A call that fails must leave its arguments usable for the next one.
   void forAll(const std::function<std::vector<std::string>(const Function&)>& whatMayFail,
               const std::function<void(const Function&, int device, const std::string& failing)>&
                   callAndCheck) {
@@ -504,7 +504,7 @@ TEST_P(EveryFunctionTest, WorksInThePrimaryContextAndLeavesTheThreadAsItWas) {
          [&](const Function& function, int device, const std::string&) {
            EXPECT_EQ(function.call(table(), device), 0);
          });
-  // Each of the two libraries in this test keeps it.
+  // Each of the two libraries in this test keeps the context.
   for (const int device : {0, 1}) EXPECT_LE(cuda::timesRetained(device), 2);
 }
 
@@ -551,8 +551,8 @@ INSTANTIATE_TEST_SUITE_P(Of, EveryFunctionTest,
 
 using CudaPartDeathTest = CudaPartTest;
 
-// Runs `check` where nothing has been found yet: in another process, which begins this test anew. What is wrong there
-// stands in its output.
+// Runs `check` where nothing has been found yet: in another process, which begins this test anew. Its output has what
+// is wrong there.
 #define EXPECT_IN_NEW_PROCESS(check)                     \
   GTEST_FLAG_SET(death_test_style, "threadsafe");        \
   EXPECT_EXIT(                                           \
@@ -610,7 +610,7 @@ void withoutADriver() {
   withoutAFunctionForContexts("cuCtxPushCurrent");
 }
 
-// The context is asked for again by the next call.
+// The next call asks for the context again.
 void whereTheContextComesLater() {
   cuda::failNext("cuDevicePrimaryCtxRetain", CUDA_ERROR_OUT_OF_MEMORY);
   const DeviceTable& table = *smddp_device_table();

@@ -1,4 +1,4 @@
-// A GPU for ranks that are objects of one test: memory of the host, kernels of the CPU, and a record of who touched what.
+// A GPU for ranks that are objects of one test: memory of the host, kernels of the CPU, and a record of each access.
 #pragma once
 
 #include <cstring>
@@ -14,7 +14,7 @@
 
 namespace smddp::cuda {
 
-// The state behind the functions of a table, which have no object.
+// The state of the table's functions, which belong to no object.
 struct FakeGpu {
   struct Access {
     int rank, turn;
@@ -53,7 +53,7 @@ struct FakeGpu {
                         {job.pre, job.post, job.factor, job.divisor});
     }
   }
-  // Between two exchanges no rank may write what another one touches. Forgets what it has looked at.
+  // Checks that between two exchanges no rank writes what another one touches. Clears the record.
   void expectNoRace() {
     std::map<int, std::vector<Access>> ofTurn;
     for (const Access& access : std::exchange(accesses, {})) ofTurn[access.turn].push_back(access);

@@ -1,5 +1,5 @@
-// The kernels of the CUDA part, as they are compiled for a GPU, on a made-up one: the numbers of reduction::reduce(),
-// bit by bit, where they belong and nowhere else.
+// The kernels of the CUDA part, as they are compiled for a GPU, on a made-up one: they must write the results of
+// reduction::reduce(), bit by bit, to the destinations, and nothing elsewhere.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -38,7 +38,7 @@ std::string nameOf(const testing::TestParamInfo<Combination>& info) {
   return std::string(toString(std::get<0>(info.param))) + "_" + toString(std::get<1>(info.param));
 }
 
-// As many bytes of random elements.
+// So many bytes of random elements.
 std::vector<std::byte> randomElements(DataType type, size_t bytes, std::mt19937_64& random) {
   std::vector<std::byte> all(bytes);
   oracle::withFormat(type, [&]<typename Format>() {
@@ -51,8 +51,8 @@ std::vector<std::byte> randomElements(DataType type, size_t bytes, std::mt19937_
   return all;
 }
 
-// The device has one multiprocessor, and so takes four blocks at most: more than that many packs of 16 bytes, or
-// single elements where they are not aligned, take a second pass.
+// The device has one multiprocessor, so at most four blocks run. A vector that is longer than their threads take at
+// once, of packs of 16 bytes, or of elements where it is not aligned, needs a second pass.
 constexpr size_t kBlocks = 4;
 constexpr size_t kPerPass = kBlocks * kThreads;
 
@@ -99,7 +99,7 @@ class KernelsTest : public testing::TestWithParam<Combination> {
     std::vector<size_t> srcs, dsts;
     for (int s = 0; s < numSrcs; ++s) srcs.push_back(place(bytes, isAligned(s)));
     for (int d = 0; d < numDsts; ++d) dsts.push_back(place(bytes, isAligned(numSrcs + d)));
-    // In place, what is written twice is wrong unless it is the same.
+    // In place, an element that is written twice is wrong.
     const bool inPlace = below(2) == 0;
     if (inPlace) dsts[0] = srcs[below(srcs.size())];
     used_ += 16;
@@ -180,7 +180,7 @@ TEST_P(KernelsTest, DealWithEveryCount) {
   const size_t perPack = bytes < 16 ? 16 / bytes : 1;
   const bool isComplex = type_ == DataType::complex64 || type_ == DataType::complex128;
   for (const auto alignment : {Alignment::All, Alignment::None}) {
-    // What a thread takes at once; of complex numbers it may be half of one.
+    // The elements that a thread takes at once; that may be half a complex number.
     const size_t perThread = alignment == Alignment::All && bytes < 16 ? perPack : 1;
     std::vector<size_t> counts = {0, 1, perPack - 1, perPack, perPack + 1};
     for (size_t whole : {kThreads * perThread, kPerPass * perThread, 2 * kPerPass * perThread}) {

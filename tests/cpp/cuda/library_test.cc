@@ -29,7 +29,7 @@ TEST(Library, OfAnotherBuildIsRefused) {
   const std::string said = refusalOf(SMDDP_TEST_OTHER_VERSION_PATH);
   EXPECT_THAT(said, HasSubstr("belongs to another smddp"));
   EXPECT_THAT(said, HasSubstr(fmt::format("version {}", kTableVersion + 1)));
-  // Not remembered as loaded.
+  // A failure is not remembered.
   EXPECT_EQ(refusalOf(SMDDP_TEST_OTHER_VERSION_PATH), said);
 }
 

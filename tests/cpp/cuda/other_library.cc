@@ -1,4 +1,4 @@
-// What a library of another build looks like, for library_test.cc.
+// A library of another build, for library_test.cc.
 #include "cuda/device_table.h"
 
 #if defined(SMDDP_TEST_OTHER_VERSION)

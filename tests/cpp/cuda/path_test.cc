@@ -16,7 +16,7 @@ using testing::HasSubstr;
 
 const std::vector<Place> kOneNode{{0, "GPU-a"}, {0, "GPU-b"}, {0, "GPU-c"}};
 const std::vector<Place> kShared{{0, "GPU-a"}, {0, "GPU-b"}, {0, "GPU-a"}};
-// Two machines may have GPUs that call themselves alike, as made-up nodes of one machine do.
+// GPUs of two nodes may have the same name: nodes that one machine plays have the same GPUs.
 const std::vector<Place> kTwoNodes{{0, "GPU-a"}, {1, "GPU-a"}};
 
 TEST(Path, IsNcclForGpusOfTheirOwnOnOneNode) {
@@ -28,7 +28,7 @@ TEST(Path, IsTheHostForASharedGpu) {
   const Choice choice = choosePath("auto", true, kShared);
   EXPECT_EQ(choice.path, Path::Host);
   EXPECT_THAT(choice.reason, HasSubstr("ranks 0 and 2 share GPU GPU-a"));
-  // Two of them alone do not share one.
+  // A group of only two of them does not share a GPU.
   EXPECT_EQ(choosePath("auto", true, std::span(kShared).first(2)).path, Path::Nccl);
 }
 
@@ -62,7 +62,7 @@ TEST(Path, IsIpcWhereItIsAskedForAndAllShareOneGpu) {
     EXPECT_EQ(choosePath("auto", haveNccl, one).path, Path::Host);
     EXPECT_FALSE(decidesAlone("ipc", haveNccl));
   }
-  // For others it is as if nothing were set.
+  // For other ranks it is as if nothing were set.
   EXPECT_EQ(choosePath("ipc", true, kOneNode).path, Path::Nccl);
   EXPECT_EQ(choosePath("ipc", true, kShared).path, Path::Host);
   EXPECT_EQ(choosePath("ipc", true, kTwoNodes).path, Path::Host);

@@ -1,4 +1,4 @@
-// Calls among ranks that share a GPU: values, races between exchanges, and what is refused.
+// Calls among ranks that share a GPU: values, races between exchanges, and refusals.
 #include "cuda/shared_call.h"
 
 #include <gmock/gmock.h>
@@ -99,7 +99,7 @@ class SharedCallTest : public testing::Test {
     for (auto& rank : ranks_) ASSERT_EQ(rank->gpu.connect(said), "");
   }
 
-  // Pushes all on, in random order, until the call has ended everywhere.
+  // Advances all ranks, in random order, until the call has ended on all.
   void run(std::mt19937_64& random) {
     std::vector<Rank*> left;
     for (auto& rank : ranks_) left.push_back(rank.get());
@@ -118,10 +118,10 @@ class SharedCallTest : public testing::Test {
 
 using Values = std::vector<std::vector<std::byte>>;
 
-// How many bytes each rank sends to each.
+// How many bytes each rank sends to each other rank.
 using Matrix = std::vector<std::vector<uint64_t>>;
 
-// What the ranks' outputs should be, given their inputs; `blocks` for AllToAll.
+// The expected outputs of the ranks, given their inputs; `blocks` for AllToAll.
 Values expectedOf(const Call& call, const Matrix& blocks, const Values& inputs,
                   const Values& outputs) {
   Values expected = outputs;
@@ -182,7 +182,7 @@ class SharedCallValues
     const bool inPlace = operation == Operation::AllReduce || operation == Operation::Reduce ||
                          operation == Operation::Broadcast;
     const bool allToAll = operation == Operation::AllToAll;
-    // Of random sizes, also none, up to twice the pattern's.
+    // Random sizes, from 0 to twice the pattern's.
     Matrix blocks(size, std::vector<uint64_t>(size));
     for (auto& row : blocks) {
       for (uint64_t& bytes : row) {
@@ -261,7 +261,7 @@ TEST_P(SharedCallValues, AreThoseOfTheCpu) {
   call.size = size;
   call.root = size - 1;
   call.bytes = bytes;
-  // One behind the other, so that what a call leaves behind meets the next one.
+  // One after the other, so that the next call meets the state that a call leaves.
   for (const ReduceOp op : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::MAX}) {
     call.op = op;
     check(call, sharing, random);
@@ -304,7 +304,7 @@ TEST_F(SharedCallTest, OpensMemoryOnceAndAgainWhenItIsOther) {
   EXPECT_EQ(gpu.opened, before + 2);
   once();
   EXPECT_EQ(gpu.opened, before + 2);
-  // The same address, but memory of its own: what the peer has open is not it.
+  // The same address, but another allocation: the other rank has the old one open.
   gpu.allocations[first->begin()].number = ++gpu.allocated;
   once();
   EXPECT_EQ(gpu.opened, before + 3);
@@ -349,7 +349,7 @@ TEST_F(SharedCallTest, TwoGroupsOpenTheSameMemoryOnce) {
   within(0);
   within(1);
   EXPECT_EQ(gpu.opened, workspaces + 2);
-  // One group learns that it is gone, and closes it; the other one opens nothing that is open.
+  // One group learns that the memory is gone, and closes it; the other must not open what is already open.
   gpu.allocations[first.begin()].number = ++gpu.allocated;
   within(1);
   EXPECT_EQ(gpu.opened, workspaces + 3);

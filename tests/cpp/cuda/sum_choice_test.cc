@@ -1,4 +1,4 @@
-// Where ranks are summed between nodes.
+// Whether the CPU or the GPU sums between nodes.
 #include "cuda/sum_choice.h"
 
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
-// The made-up device's counterpart of libsmddp_cuda.so: the same table of functions. Memory is opened by other processes
-// through its file, kernels are tasks of a stream, computed by the kernels of the CPU.
+// The fake device's libsmddp_cuda.so: the same table of functions. Other processes open memory through its file. A
+// kernel is a task of a stream, and the kernels of the CPU compute it.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -106,7 +106,7 @@ int close(int, void* base) {
   return kNone;
 }
 
-// Whether it is memory of this process that has not been given back, or opened.
+// Whether it is memory of this process that has not been freed, or memory that this process has opened.
 bool isLive(const void* data) {
   const std::lock_guard lock(world().mutex);
   const auto own = allocations().upper_bound(data);
@@ -120,7 +120,7 @@ bool isLive(const void* data) {
   return data < static_cast<const std::byte*>(base) + bytes;
 }
 
-// On the thread of a stream: what a kernel would do.
+// What a kernel does. Runs on the thread of a stream.
 void execute(const Job& job) {
   const bool live = std::all_of(job.srcs, job.srcs + job.numSrcs, isLive) &&
                     std::all_of(job.dsts, job.dsts + job.numDsts, isLive);
@@ -130,7 +130,7 @@ void execute(const Job& job) {
   }
   for (int s = 0; s < job.numSrcs; ++s) {
     for (int d = 0; d < job.numDsts; ++d) {
-      // A copy onto itself in part would go wrong on a GPU.
+      // On a GPU, source and destination must not overlap in part.
       const auto* from = static_cast<const std::byte*>(job.srcs[s]);
       const auto* into = static_cast<const std::byte*>(job.dsts[d]);
       const size_t bytes = job.count * sizeOf(job.type);

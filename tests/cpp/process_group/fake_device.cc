@@ -1,12 +1,12 @@
 // A device for tests on machines without one: torch's PrivateUse1, with threads for streams.
 //
-// What a real device does asynchronously this one does, too: copies and fills are queued on the current stream, and
-// memory that is freed goes back in the order of the stream that allocated it, and of those it was recorded on. A
-// copy that touches memory after that is counted (violations), a test can hold a stream (gate, open), and make copies
-// slow or fail (slow_down, break_copies). A stream can be captured and replayed; what would spoil that is counted.
-// Tensors that nothing here treats go to the CPU and back (cpu_fallback).
+// It is asynchronous, as a real device is: copies and fills are queued on the current stream, and memory is freed when
+// the stream that allocated it, and those it was recorded on, have come so far. A copy that touches freed memory is
+// counted (violations). A test can hold a stream (gate, open), and make copies slow or fail (slow_down, break_copies).
+// A stream can be captured and replayed; calls that would end a capture are counted. Operators without a kernel here
+// run on the CPU (cpu_fallback).
 //
-// Its memory can be opened by other processes, and it has what the CUDA part has for that (fake_cuda_part.cc).
+// Other processes can open its memory, by the functions of fake_cuda_part.cc.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -112,7 +112,7 @@ constexpr auto kKey = c10::DispatchKey::PrivateUse1;
 const c10::Device kDevice(kType, 0);
 thread_local c10::StreamId currentStream = 0;
 
-// By whichever thread: a graph is captured in the mode that minds them all.
+// By any thread: graphs are captured in the mode that checks the calls of all threads.
 void mayWaitOrAsk() {
   if (world().captures > 0) ++world().spoilt;
 }
@@ -171,7 +171,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream next) const override {
     return stream(std::exchange(currentStream, next.id()));
   }
-  // Stream 0 is no null handle.
+  // So that stream 0 has no null handle.
   void* getStreamNativeHandle(const c10::Stream stream) const override {
     return handleOf(stream.id());
   }
@@ -186,7 +186,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) makeWait(stream.id(), *static_cast<Handle>(event));
   }
-  // Not all releases of torch ask.
+  // Not all releases of torch call it.
   bool isStreamCapturing(const c10::Stream& stream) const { return laneOf(stream.id()).captures(); }
   bool queryEvent(void* event) const override {
     mayWaitOrAsk();
@@ -291,7 +291,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-// The elements as a tensor of the CPU, for the thread of a stream.
+// A CPU tensor with the same memory, for the thread of a stream.
 at::Tensor onHost(const at::Tensor& tensor) {
   at::Tensor view = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
                                   tensor.options().device(c10::kCPU).pinned_memory(false));
@@ -304,7 +304,7 @@ at::Tensor copyFrom(const at::Tensor& from, const at::Tensor& to, bool nonBlocki
   if (from.numel() == 0) return to;
   TORCH_CHECK(!world().copiesFail, "the device is broken");
   std::vector<const void*> device;
-  // As torch's allocator of pinned memory does: what is being copied is not given to others.
+  // As torch's allocator of pinned memory does: memory is not used again before its copy has ended.
   std::vector<c10::Storage> pinned;
   bool blocks = !nonBlocking;
   if (from.device() == kDevice && to.is_pinned()) {
@@ -389,7 +389,7 @@ PYBIND11_MODULE(fake_device, m) {
     world().gated = false;
     world().changed.notify_all();
   });
-  // A kernel: runs when the stream comes to it.
+  // A kernel, which runs when the stream comes to it.
   m.def("fill", [](const at::Tensor& tensor, double value) {
     laneOf(currentStream)
         .add([data = tensor.storage().data_ptr().get(), view = onHost(tensor), value] {
@@ -403,11 +403,11 @@ PYBIND11_MODULE(fake_device, m) {
   m.def("slow_down", [](int milliseconds) { world().slowness = milliseconds; });
   m.def("share_memory", [](bool share) { world().sharesMemory = share; });
   m.def("share_tensors", [](bool share) { world().sharesTensors = share; });
-  // Of larger ones it tells of a part, as a driver may whose memory was mapped in parts.
+  // Of larger allocations it describes a part, as a driver may if memory was mapped in parts.
   m.def("tell_of_parts", [](size_t bytes) { world().rangeBytes = bytes; });
   m.def("jobs", [] { return world().jobs.load(); });
   m.def("fetched", [] { return world().fetched.load(); });
-  // Of the current stream, into the one graph that it has.
+  // Captures the current stream into its only graph.
   m.def("capture", [] { laneOf(currentStream).capture(); });
   m.def("end_capture", [] { laneOf(currentStream).endCapture(); });
   m.def("replay", [] { laneOf(currentStream).replay(); });

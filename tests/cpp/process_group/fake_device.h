@@ -1,4 +1,4 @@
-// What the two halves of the made-up device share: its streams, its memory, and what tests look at.
+// What the files of the fake device share: its streams, its memory, and what tests look at.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -18,12 +18,12 @@ namespace fake_device {
 
 constexpr int64_t kPoolStreams = 4;
 
-// Tasks in order, on a thread of its own, which lives as long as the process.
+// A stream: runs tasks in order, on a thread of its own, which lives as long as the process.
 class Lane {
  public:
   void add(std::function<void()> task);
   void drain();
-  // From capture() to endCapture() tasks are not done, but kept for replay().
+  // From capture() to endCapture() tasks do not run, but are kept for replay().
   void capture();
   void endCapture();
   bool captures();
@@ -41,7 +41,7 @@ class Lane {
   size_t added_ = 0, done_ = 0;
 };
 
-// Shared by all lanes; never destroyed, as they use it until the process ends.
+// Shared by all lanes. Never destroyed, since they use it until the process ends.
 struct World {
   std::array<Lane, 1 + kPoolStreams> lanes;
   std::atomic<int64_t> nextPoolStream{0};
@@ -52,31 +52,31 @@ struct World {
   std::map<const void*, std::set<c10::StreamId>> recorded;  // streams that use it beside its own
   int64_t violations = 0;
   std::atomic<bool> copiesFail{false};
-  std::atomic<int> slowness{0};  // milliseconds of a copy
+  std::atomic<int> slowness{0};  // milliseconds that a copy takes
   std::atomic<bool> sharesMemory{true};
-  std::atomic<bool> sharesTensors{true};     // else only what the CUDA part allocates
-  std::atomic<size_t> rangeBytes{SIZE_MAX};  // the most that it tells of an allocation
-  std::atomic<int64_t> jobs{0};  // that other processes' memory was opened for, or a workspace used
-  std::atomic<int64_t> fetched{0};  // bytes that were copied to pinned memory
-  std::atomic<int> captures{0};     // streams that are captured
+  std::atomic<bool> sharesTensors{true};     // false: only memory that the CUDA part allocates
+  std::atomic<size_t> rangeBytes{SIZE_MAX};  // the most that rangeOf() describes of an allocation
+  std::atomic<int64_t> jobs{0};              // in memory of other processes, or in a workspace
+  std::atomic<int64_t> fetched{0};           // bytes copied to pinned memory
+  std::atomic<int> captures{0};              // streams that are captured
   std::atomic<int64_t> spoilt{
-      0};  // what captures do not bear: waiting, or asking how far a stream is
+      0};  // calls that would end a capture: waiting for a stream, or querying it
 };
 World& world();
 
 Lane& laneOf(c10::StreamId id);
 inline void* handleOf(c10::StreamId id) { return reinterpret_cast<void*>(id + 1); }
 inline c10::StreamId streamOf(void* handle) { return reinterpret_cast<intptr_t>(handle) - 1; }
-// Whether that is device memory; if it has been given back, that is counted.
+// Whether that is device memory. If it has been freed, that is counted.
 bool expectLive(const void* data);
 c10::StreamId currentStreamId();
 
-// Adds what stands for NCCL to the module, see recording_peer.cc.
+// Adds a stand-in for NCCL to the module, see recording_peer.cc.
 void bindRecordingPeer(pybind11::module_& m);
-// The same, see hanging_peer.cc.
+// Adds another one, see hanging_peer.cc.
 void bindHangingPeer(pybind11::module_& m);
 
-// Device memory, in pages of its own that other processes can map. Entered in World::live.
+// Device memory, in pages of its own that other processes can map. World::live has it.
 void* allocateShared(size_t bytes, bool isTensor);
 void freeShared(void* data);
 

@@ -1,8 +1,8 @@
-// What stands for NCCL where ranks are lost: its calls enqueue one task on the current stream, as NCCL enqueues a kernel,
-// that ends when all ranks have come, or with abort(). Which ranks come is not looked at: a test tells a peer whether
-// its calls hang from now on, or fail as they are made.
+// A stand-in for NCCL, for tests in which ranks are lost. As NCCL enqueues a kernel, a call enqueues one task on the
+// current stream. It does not talk to other ranks: a test says whether tasks hang from now on, as kernels do that wait
+// for a lost rank, or whether calls fail. abort() ends tasks that hang.
 //
-// All ranks are taken to have the same values, see recording_peer.cc.
+// It takes all ranks to have the same values, see recording_peer.cc.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "process_group/fake_device.h"
@@ -49,14 +49,14 @@ class HangingPeer final : public c10d::Backend {
                                const c10d::ReduceScatterOptions&) override {
     return enqueue();
   }
-  // As NCCL's, one that is waited for at once has no Work.
+  // As in NCCL, a synchronous barrier has no Work.
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     auto work = enqueue();
     return options.asyncOp ? work : nullptr;
   }
 
  private:
-  // The stream's, too, which may come to a task when the peer is gone.
+  // Shared with the stream, which may come to a task when this object is gone.
   struct State {
     std::mutex mutex;
     std::condition_variable changed;

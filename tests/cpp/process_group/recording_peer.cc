@@ -1,6 +1,7 @@
-// What stands for NCCL where a graph is captured: its calls enqueue one task on the current stream and do nothing else.
+// A stand-in for NCCL, for tests that capture graphs: a call enqueues one task on the current stream and does nothing
+// else.
 //
-// All ranks are taken to have the same values: a sum is a product, and the other calls leave their tensors as they are.
+// It takes all ranks to have the same values: so a sum is a product, and other calls leave their tensors as they are.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "process_group/fake_device.h"

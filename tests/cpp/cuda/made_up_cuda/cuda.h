@@ -1,5 +1,5 @@
-// CUDA's driver API, as much as csrc/cuda/kernels names, on a made-up device: see made_up_cuda.h. Names, numbers and
-// signatures are those of its documentation.
+// The part of CUDA's driver API that csrc/cuda/kernels uses, for a made-up device: see made_up_cuda.h. Names, numbers
+// and signatures are those of its documentation.
 #pragma once
 
 #include <cstddef>

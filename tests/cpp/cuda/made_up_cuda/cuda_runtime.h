@@ -1,4 +1,4 @@
-// CUDA's run-time API and the words of its C++, as much as csrc/cuda/kernels uses, on a made-up device: see
+// The part of CUDA's run-time API and of its C++ keywords that csrc/cuda/kernels uses, for a made-up device: see
 // made_up_cuda.h. Names, numbers and signatures are those of its documentation.
 #pragma once
 
@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-// Who wants an earlier version defines it before.
+// A test of an earlier version defines it before.
 #if !defined(CUDART_VERSION)
 #define CUDART_VERSION 13000
 #endif
@@ -70,7 +70,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(
 
 #define __global__
 #define __grid_constant__
-// Nothing can be known of it when the kernel is launched: tests compare the launches with what the text says.
+// It cannot be checked when a kernel is launched: tests compare the launches with the source.
 #define __launch_bounds__(...)
 
 struct uint3 {
@@ -98,7 +98,7 @@ typedef struct cudaLaunchConfig_st {
 } cudaLaunchConfig_t;
 
 namespace made_up_cuda {
-// Enqueues a grid; `thread` is what each of its threads does.
+// Enqueues a grid; each of its threads runs `thread`.
 cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> thread);
 }  // namespace made_up_cuda
 

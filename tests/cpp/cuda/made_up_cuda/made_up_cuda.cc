@@ -46,7 +46,7 @@ struct World {
   std::map<std::byte*, Allocation> foreign;
   std::map<const void*, int> open;
   uint64_t allocated = 0;
-  std::multimap<size_t, std::byte*> spare;  // memory given back is given out again, as by a driver
+  std::multimap<size_t, std::byte*> spare;  // freed memory, which is used again, as by a driver
   std::vector<Call> calls;
   std::vector<Launch> launches;
   int retained[kDevices] = {};
@@ -67,7 +67,7 @@ thread_local cudaError_t last = cudaSuccess;
 
 cudaError_t fail(cudaError_t error) { return last = error; }
 
-// The error that a test wants this call to have, or 0. With the mutex held.
+// The error that a test wants this call to return, or 0. With the mutex held.
 int wanted(const std::string& function) {
   World& all = world();
   if (const auto found = all.broken.find(function); found != all.broken.end()) return found->second;
@@ -75,7 +75,7 @@ int wanted(const std::string& function) {
   return found ? found.mapped() : 0;
 }
 
-// Notes a call. With the mutex held.
+// Records a call. With the mutex held.
 int begin(const char* function) {
   if (contexts().empty()) contexts().push_back(&primaries[0]);
   world().calls.push_back({function, contexts().back()});
@@ -100,7 +100,7 @@ std::map<std::byte*, Allocation>::iterator allocationOf(std::map<std::byte*, All
   return at < found->first + found->second.bytes ? found : among.end();
 }
 
-// Whether it lies in memory of a device.
+// Whether the address lies in memory of a device.
 bool isMemory(const void* data, size_t bytes) {
   World& all = world();
   const auto* const at = static_cast<const std::byte*>(data);
@@ -131,7 +131,7 @@ void runGrid(const Launch& launch, const std::function<void()>& thread, uint64_t
   const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
   for (const unsigned b : blocks) {
     blockIdx = {b % gridDim.x, b / gridDim.x % gridDim.y, b / gridDim.x / gridDim.y};
-    // Some thread begins, its neighbours follow, upwards or downwards.
+    // Begins with a random thread, and goes on upwards or downwards.
     const auto first = static_cast<unsigned>(random() % threads);
     const bool upwards = random() % 2 == 0;
     for (unsigned i = 0; i < threads; ++i) {
@@ -203,7 +203,7 @@ cudaError_t findFunction(const char* symbol, void** function, unsigned version,
                          cudaDriverEntryPointQueryResult* status) {
   struct Entry {
     void* function;
-    unsigned since;  // the interface that is meant, the second one of most
+    unsigned since;  // the version of the interface; most functions have a second one
   };
   static const std::map<std::string, Entry> entries = {
       {"cuDevicePrimaryCtxRetain", {reinterpret_cast<void*>(&retain), 7000}},
@@ -464,7 +464,7 @@ cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t count, enum cudaM
   if (const int error = begin("cudaMemcpyAsync")) return fail(static_cast<cudaError_t>(error));
   const auto* const from = static_cast<const std::byte*>(src);
   auto* const into = static_cast<std::byte*>(dst);
-  // Memory that overlaps is left undefined.
+  // If they overlap, the result is undefined.
   if (kind != cudaMemcpyDeviceToDevice || !isMemory(src, count) || !isMemory(dst, count) ||
       (from < into + count && into < from + count)) {
     return fail(cudaErrorInvalidValue);

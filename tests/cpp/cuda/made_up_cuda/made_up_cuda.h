@@ -1,10 +1,10 @@
 // Two GPUs made of host memory, on which the CUDA part runs as it is compiled for real ones: csrc/cuda/kernels/*.cu
-// with <cuda.h> and <cuda_runtime.h> of this folder. What tests set and see of them.
+// with <cuda.h> and <cuda_runtime.h> of this folder. This header is what tests set, and what they can look at.
 //
-// Streams are lines of tasks that nobody works on until finish(): a thing enqueued is not a thing done. A kernel runs
-// all its threads one after the other, in another order each time. Each thread of the host has a stack of contexts, as
-// with the driver; calls of the run-time library work in the topmost, make device 0's current if there is none, and
-// remember their last error per thread. What CUDA leaves undefined is an error here. All functions from any thread.
+// A stream is a queue of tasks that run only in finish(): so what is enqueued has not been done. A kernel runs its
+// threads one after the other, in another order each time. Each thread of the host has a stack of contexts, as with the
+// driver. Calls of the run-time library work in the topmost, or make device 0's current if there is none, and remember
+// their last error per thread. What is undefined in CUDA is an error here. Any thread may call all functions.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ namespace made_up_cuda {
 
 inline constexpr int kDevices = 2;
 
-// A call of the run-time library or of a function of the driver that works in a context: which was current.
+// A call of the run-time library, or of a function of the driver that works in a context: the context that was current.
 struct Call {
   std::string function;
   CUcontext context;
@@ -28,8 +28,8 @@ struct Launch {
   cudaStream_t stream;
 };
 
-// Forgets all settings, records, tasks and memory, and this thread's contexts and last error. Whoever has retained a
-// primary context still has it.
+// Clears all settings, records, tasks and memory, and this thread's contexts and last error. Primary contexts that were
+// retained stay so.
 void reset();
 
 // --- settings -----------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ void failAlways(const std::string& function, int error);
 void hide(const std::string& driverFunction);  // an older driver, which has no such function
 void refuseToShare(void* memory);              // as memory of a virtual address range is
 
-// Memory of another process: what that process would send, and where it is here once opened.
+// Memory of another process: the name that this process would get, and the address here once it is opened.
 struct Exported {
   cudaIpcMemHandle_t handle;
   void* base;
@@ -59,7 +59,7 @@ int timesRetained(int device);
 std::vector<CUcontext>& contexts();  // the current one is the last
 CUcontext primaryContext(int device);
 CUcontext otherContext(int device);  // one that somebody has created, not the primary
-cudaError_t lastError();             // stays what it is
+cudaError_t lastError();             // does not clear it
 
 // --- streams ------------------------------------------------------------------------------------------------------
 
