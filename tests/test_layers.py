@@ -23,9 +23,9 @@ CSRC = ROOT / "csrc"
 
 # Folder -> what it may include, or name by its namespace, besides itself and common. transport/shm,
 # fabric and sim are siblings that never meet; "transport" is the interface in csrc/transport. Only
-# tests know sim. process_group has calls on tensors of the CPU and an interface to those on a device,
-# which process_group/device implements. process_group includes nothing of collectives, plan and transport itself: it names
-# types of theirs that the headers of engine bring.
+# tests know sim. process_group has the calls on CPU tensors, and an interface to calls on a device,
+# which process_group/device implements. It includes nothing of collectives itself: it names types
+# that the headers of engine bring; so does process_group/device with plan and transport.
 MAY_INCLUDE: dict[str, set[str]] = {
     "common": set(),
     "plan": set(),
