@@ -25,7 +25,7 @@ class BlobError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-class BlobWriter {
+class BlobWriter {  // appends fields to a blob
  public:
   template <std::unsigned_integral T>
   void number(T value) {
@@ -55,7 +55,7 @@ class BlobWriter {
   std::vector<std::byte> out_;
 };
 
-class BlobReader {
+class BlobReader {  // reads the fields of a blob in order
  public:
   // `blob` must outlive the reader.
   explicit BlobReader(std::span<const std::byte> blob) : left_(blob) {}

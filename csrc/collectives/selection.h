@@ -10,7 +10,7 @@
 
 namespace smddp::collectives {
 
-struct Choice {
+struct Choice {  // an algorithm
   const char* name;
   Algorithm build;
   // Some rank copies before the arrival. Then the algorithm cannot be chosen after the arrival (Shape::late).
@@ -31,7 +31,7 @@ const Choice& select(const plan::Topology& topology, const plan::Limits& limits,
 // Throws Usage for unknown names, as select() would. For a check before there is a request.
 void checkOverrides(const std::string& overrides, const char* origin = "SMDDP_ALGORITHM");
 
-struct AlgorithmInfo {
+struct AlgorithmInfo {  // a row of the table as text
   Collective collective;
   std::string name;
   std::string serves;  // the requests that it can serve

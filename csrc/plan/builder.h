@@ -45,7 +45,7 @@ struct Range {
 // are [0, 64), [64, 100) and an empty one.
 Range share(Range whole, int i, int parts, int64_t limit);
 
-struct Chunk {
+struct Chunk {  // one chunk of the vector, as eachChunk passes it to the body
   int64_t index = 0;
   int64_t offset = 0;  // in the vector
   int64_t length = 0;

@@ -84,7 +84,7 @@ inline constexpr int kNumCounters = 8;
 // Streams tell apart the channels between the same two ranks.
 inline constexpr int kNumStreams = 4;
 
-struct Step {
+struct Step {  // one operation of a lane; the comments say which operations use a field
   Op op = Op::Copy;
   bool preScale = false;   // Reduce, Copy: the sources are raw inputs (PREMUL_SUM multiplies them)
   bool postScale = false;  // Reduce, Copy: the result is final (AVG divides it)
@@ -99,13 +99,13 @@ struct Step {
   friend bool operator==(const Step&, const Step&) = default;
 };
 
-struct Block {
+struct Block {  // the steps from firstStep on, as a loop of `trips` iterations
   uint32_t firstStep = 0;
   uint32_t numSteps = 0;
   int64_t trips = 1;
 };
 
-struct Lane {
+struct Lane {        // blocks that run in order, concurrently with the other lanes
   std::string name;  // the name of the stage in errors and prints
   std::vector<Block> blocks;
 };
@@ -126,7 +126,7 @@ struct ChannelUse {
   int64_t arrivals = 0;
 };
 
-struct Plan {
+struct Plan {  // everything that one rank does in one execution
   std::string name;
   Block preamble;
   std::vector<Step> steps;
