@@ -10,7 +10,7 @@
 
 namespace smddp::collectives {
 
-struct Choice {  // an algorithm
+struct Choice {
   const char* name;
   Algorithm build;
   // Some rank copies before the arrival. Then the algorithm cannot be chosen after the arrival (Shape::late).

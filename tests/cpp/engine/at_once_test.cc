@@ -1,4 +1,4 @@
-// Small vectors whose callers wait, beside calls that do not: whichever way each rank takes, the sums are the same.
+// Small vectors whose callers wait, together with calls that do not wait. The sums must be right for any mixture.
 #include <random>
 #include <vector>
 
@@ -37,7 +37,7 @@ TEST_P(AtOnceTest, SumsAreRightHoweverRanksCall) {
     std::vector<std::vector<int64_t>> vectors(kCalls);
     std::vector<engine::CompletionPtr> open;
     for (int call = 0; call < kCalls; ++call) {
-      // Below, at and above what lies beside the arrival.
+      // Sizes below, at and above the limit of slots beside the arrival.
       auto& vector = vectors[call];
       vector.resize(1 + lengths() % 14);
       for (size_t i = 0; i < vector.size(); ++i) vector[i] = valueOf(rank.rank, call, i);
@@ -79,7 +79,7 @@ TEST(AtOnceTest, AnotherLengthIsNoticedByAll) {
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::Mismatch) << error.what();
       }
-      // And so for all calls after it.
+      // All later calls fail, too.
       EXPECT_THROW(rank.run(allreduce(vector)), Error);
     });
   }

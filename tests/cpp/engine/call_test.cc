@@ -1,4 +1,4 @@
-// What ranks compare of a call, and how errors tell it.
+// The parts of a call that ranks compare, and the text of a call in errors.
 #include "engine/call.h"
 
 #include <gmock/gmock.h>
@@ -43,7 +43,7 @@ TEST(Call, IsToldInWords) {
   EXPECT_EQ(told(requestFor(Collective::Barrier)), "barrier");
 }
 
-// What carries the fingerprint of a call made of messages is not told, the call is.
+// For a call that consists of several operations, errors name the call, not the operation with its fingerprint.
 TEST(Call, MadeOfMessagesIsToldByItsName) {
   Request splits = requestFor(Collective::Barrier);
   splits.agreement = Agreement::AllToAllWithSplits;
@@ -59,7 +59,7 @@ TEST(Call, MadeOfMessagesIsToldByItsName) {
   EXPECT_EQ(describeTag(-20), "within a collective");
 }
 
-// A scaled reduce has a factor and a root; each alone makes another call.
+// A scaled reduce has a factor and a root. A difference in one of them is another call.
 TEST(Call, DiffersWithEveryPartOfTheRequest) {
   const Request usual = requestFor(Collective::Reduce, ReduceOp::PREMUL_SUM);
   std::vector<Request> others(6, usual);
@@ -81,7 +81,7 @@ TEST(Call, OfUnknownBytesIsNoneThatIsKnown) {
   EXPECT_EQ(describe(call), "an unknown operation");
 }
 
-// No two collectives share a name.
+// No two collectives have the same name.
 TEST(Call, NamesEveryCollective) {
   std::set<std::string> names;
   for (int i = 0; i < collectives::kNumCollectives; ++i) {
