@@ -63,11 +63,13 @@ class Writer {
   std::vector<std::byte> bytes_;
 };
 
+void check(bool right) { TORCH_CHECK(right, "smp: a message between ranks is damaged"); }
+
 class Reader {
  public:
   explicit Reader(std::span<const std::byte> bytes) : left_(bytes) {}
   std::span<const std::byte> raw(size_t size) {
-    TORCH_CHECK(size <= left_.size(), "smp: a message between ranks is damaged");
+    check(size <= left_.size());
     const auto begin = left_.first(size);
     left_ = left_.subspan(size);
     return begin;
@@ -151,8 +153,13 @@ DecodedMessage decodeFront(std::span<const std::byte> bytes) {
     const auto about = reader.value<Description>();
     auto& place = message.tensors.emplace_back();
     if (about.kind == Description::None) continue;
+    check(about.kind <= Description::Alone);
+    check(about.type >= 0 && about.type < static_cast<int8_t>(at::ScalarType::Undefined));
     std::vector<int64_t> sizes;
-    for (int d = 0; d < about.dimensions; ++d) sizes.push_back(reader.value<int64_t>());
+    for (int d = 0; d < about.dimensions; ++d) {
+      sizes.push_back(reader.value<int64_t>());
+      check(sizes.back() >= 0);
+    }
     place = newTensor(sizes, static_cast<at::ScalarType>(about.type));
     if (about.kind == Description::Inside) {
       const auto elements = reader.raw(place->nbytes());

@@ -66,6 +66,15 @@ def test_what_is_encoded_is_decoded(least: int) -> None:
             _C.decode_front(front[: length - 1])
 
 
+# Behind the 16 bytes that every front begins with: kind, dtype, ... of a tensor, and its size.
+@pytest.mark.parametrize(("place", "value"), [(0, 3), (1, 127), (1, 200), (11, 128)])
+def test_a_wrong_description_of_a_tensor_is_refused(place: int, value: int) -> None:
+    front, _ = _C.encode_message(b"", [torch.zeros(2)], False, 0)
+    front[16 + place] = value
+    with pytest.raises(RuntimeError, match="damaged"):
+        _C.decode_front(front)
+
+
 def new_mailbox() -> _C.Mailbox:
     """Returns a mailbox for the group of all ranks."""
     dist.init_process_group("smddp")
