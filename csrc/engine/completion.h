@@ -9,12 +9,12 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "common/error.h"
+#include "common/mutex.h"
 #include "common/types.h"
 
 namespace smddp::engine {
@@ -32,7 +32,7 @@ class Completion {
   // Runs `action` once, when the operation has ended; at once when it already has. [thread-safe]
   void then(std::function<void()> action) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (!done()) {
         continuations_.push_back(std::move(action));
         return;
@@ -43,7 +43,7 @@ class Completion {
 
   // For the engine. Makes the result visible; the caller runs the returned continuations when it may.
   std::vector<std::function<void()>> finish(std::optional<Error> error) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     error_ = std::move(error);
     done_.store(true, std::memory_order_release);
     return std::exchange(continuations_, {});
@@ -58,8 +58,8 @@ class Completion {
   std::optional<Error> error_;
   Rank source_ = -1;
   uint64_t sequence_ = 0;
-  std::mutex mutex_;
-  std::vector<std::function<void()>> continuations_;
+  Mutex mutex_;
+  std::vector<std::function<void()>> continuations_ SMDDP_GUARDED_BY(mutex_);
 };
 
 using CompletionPtr = std::shared_ptr<Completion>;

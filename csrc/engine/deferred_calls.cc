@@ -52,7 +52,7 @@ void DeferredCalls::start() {
 }
 
 void DeferredCalls::add(Call call) {
-  std::unique_lock lock(state_->mutex);
+  MutexLock lock(state_->mutex);
   if (state_->closed) {
     const Error error = *state_->closed;
     lock.unlock();
@@ -62,24 +62,24 @@ void DeferredCalls::add(Call call) {
   start();
   state_->waiting.fetch_add(1, std::memory_order_release);
   state_->calls.push_back(std::move(call));
-  state_->changed.notify_all();
+  state_->changed.notifyAll();
 }
 
 void DeferredCalls::drain() {
   if (!busy()) return;
-  std::unique_lock lock(state_->mutex);
-  state_->changed.wait(lock, [this] { return !busy(); });
+  MutexLock lock(state_->mutex);
+  while (busy()) state_->changed.wait(lock);
 }
 
 void DeferredCalls::close(const Error& error) {
   std::thread thread;
   bool ours = false;
   {
-    const std::lock_guard lock(state_->mutex);
+    const MutexLock lock(state_->mutex);
     if (state_->closed) return;
     state_->closed = error;
     state_->stop.store(true);
-    state_->changed.notify_all();
+    state_->changed.notifyAll();
     ours = startedBy_ == getpid() && thread_.get_id() != std::this_thread::get_id();
     thread = std::move(thread_);
   }
@@ -93,7 +93,7 @@ void DeferredCalls::close(const Error& error) {
   // Nobody else takes calls out any more.
   std::deque<Call> left;
   {
-    const std::lock_guard lock(state_->mutex);
+    const MutexLock lock(state_->mutex);
     left.swap(state_->calls);
   }
   for (Call& call : left) finish(call, error);
@@ -102,9 +102,9 @@ void DeferredCalls::close(const Error& error) {
 
 void DeferredCalls::run(const std::shared_ptr<State>& state) {
   pthread_setname_np(pthread_self(), "smddp-deferred");
-  std::unique_lock lock(state->mutex);
+  MutexLock lock(state->mutex);
   while (true) {
-    state->changed.wait(lock, [&] { return state->stop.load() || !state->calls.empty(); });
+    while (!state->stop.load() && state->calls.empty()) state->changed.wait(lock);
     if (state->stop) return;
     // Stays where it is while others are added behind it.
     Call& head = state->calls.front();
@@ -115,9 +115,9 @@ void DeferredCalls::run(const std::shared_ptr<State>& state) {
 }
 
 void DeferredCalls::count(State& state, size_t begun) {
-  const std::lock_guard lock(state.mutex);
+  const MutexLock lock(state.mutex);
   state.waiting.fetch_sub(begun);
-  state.changed.notify_all();
+  state.changed.notifyAll();
 }
 
 void DeferredCalls::serve(State& state, Call& head) {
@@ -139,7 +139,7 @@ void DeferredCalls::serve(State& state, Call& head) {
   Call call;
   {
     // Unless close() has come: it ends what is in the line.
-    const std::lock_guard lock(state.mutex);
+    const MutexLock lock(state.mutex);
     if (state.stop) return;
     call = std::move(state.calls.front());
     state.calls.pop_front();

@@ -12,16 +12,15 @@
 #include <sys/types.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 
 #include "common/clock.h"
 #include "common/error.h"
+#include "common/mutex.h"
 
 namespace smddp::engine {
 
@@ -54,10 +53,10 @@ class DeferredCalls {
  private:
   // The thread's too, which may outlive the object: what it ends may destroy the group.
   struct State {
-    std::mutex mutex;
-    std::condition_variable changed;  // of calls, stop, waiting
-    std::deque<Call> calls;           // guarded by mutex
-    std::optional<Error> closed;      // guarded by mutex; set once
+    Mutex mutex;
+    ConditionVariable changed;  // of calls, stop, waiting
+    std::deque<Call> calls SMDDP_GUARDED_BY(mutex);
+    std::optional<Error> closed SMDDP_GUARDED_BY(mutex);  // set once
     std::atomic<bool> stop{false};
     std::atomic<size_t> waiting{0};  // calls that have not begun
   };
@@ -65,11 +64,11 @@ class DeferredCalls {
   static void serve(State& state, Call& head);
   // So many calls more do not wait any longer.
   static void count(State& state, size_t begun);
-  void start();
+  void start() SMDDP_REQUIRES(state_->mutex);
 
   const std::shared_ptr<State> state_ = std::make_shared<State>();
-  std::thread thread_;   // guarded by State::mutex
-  pid_t startedBy_ = 0;  // the same
+  std::thread thread_ SMDDP_GUARDED_BY(state_->mutex);
+  pid_t startedBy_ SMDDP_GUARDED_BY(state_->mutex) = 0;
 };
 
 }  // namespace smddp::engine

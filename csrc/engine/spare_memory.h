@@ -3,9 +3,10 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <mutex>
 #include <span>
 #include <vector>
+
+#include "common/mutex.h"
 
 namespace smddp::engine {
 
@@ -13,7 +14,7 @@ class SpareMemory {
  public:
   // Empty: there is none of this size.
   std::span<std::byte> take(size_t bytes) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = std::find_if(blocks_.begin(), blocks_.end(),
                                     [&](const auto& block) { return block.size() == bytes; });
     if (found == blocks_.end()) return {};
@@ -22,13 +23,13 @@ class SpareMemory {
     return block;
   }
   void add(std::span<std::byte> block) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     blocks_.push_back(block);
   }
 
  private:
-  std::mutex mutex_;
-  std::vector<std::span<std::byte>> blocks_;  // guarded by mutex_
+  Mutex mutex_;
+  std::vector<std::span<std::byte>> blocks_ SMDDP_GUARDED_BY(mutex_);
 };
 
 }  // namespace smddp::engine

@@ -42,12 +42,12 @@ void* CommMemory::allocate(size_t bytes) {
 void* CommMemory::allocateLarge(size_t bytes) {
   const size_t rounded = roundUp(bytes, kLargeGranule);
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (void* block = takeCached(rounded)) return block;
   }
   // Without the lock, because backing the memory takes about 1 ms per MiB.
   auto segment = makeSegment(rounded);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Chunk& chunk = announce(std::move(segment));
   chunk.blocks[0] = rounded;
   return chunk.segment->data();
@@ -56,11 +56,11 @@ void* CommMemory::allocateLarge(size_t bytes) {
 void* CommMemory::allocateSmall(size_t bytes) {
   const size_t rounded = roundUp(std::max<size_t>(bytes, 1), kAlignment);
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (void* block = takeFromArena(rounded)) return block;
   }
   auto segment = makeSegment(kArenaBytes);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   announce(std::move(segment)).arena.emplace(0, kArenaBytes);
   return takeFromArena(rounded);
 }
@@ -106,7 +106,7 @@ std::shared_ptr<Segment> CommMemory::makeSegment(size_t bytes) {
     if (error.kind() != ErrorKind::Resource) throw;
   }
   // Memory is short: free the cache and try again.
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   auto dropped = trimCache(0);
   lock.unlock();
   release(std::move(dropped));
@@ -131,7 +131,7 @@ CommMemory::Chunk& CommMemory::announce(std::shared_ptr<Segment> segment) {
 
 void CommMemory::free(void* block) {
   if (slab_->page().pid != getpid()) return;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   const auto found = chunkOf(block);
   SMDDP_CHECK(found != chunks_.end(), "{} is not communication memory", block);
   Chunk& chunk = found->second;
@@ -152,7 +152,7 @@ void CommMemory::free(void* block) {
 
 std::optional<Location> CommMemory::locate(const void* pointer, size_t bytes) const {
   const auto at = reinterpret_cast<uintptr_t>(pointer);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   auto it = chunks_.upper_bound(at);
   if (it == chunks_.begin()) return std::nullopt;
   const auto& [begin, chunk] = *--it;
@@ -166,7 +166,7 @@ std::optional<Location> CommMemory::locate(const void* pointer, size_t bytes) co
 }
 
 size_t CommMemory::heldBytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return heldBytes_;
 }
 
@@ -178,25 +178,27 @@ CommMemory::Chunks::iterator CommMemory::chunkOf(const void* pointer) {
   return at - chunk->first < chunk->second.segment->size() ? chunk : chunks_.end();
 }
 
+// Takes a chunk out; release() gives it back. Returns the next one.
+CommMemory::Chunks::iterator CommMemory::drop(Chunks::iterator chunk, std::vector<Chunk>& dropped) {
+  heldBytes_ -= chunk->second.segment->size();
+  dropped.push_back(std::move(chunk->second));
+  return chunks_.erase(chunk);
+}
+
 // Takes the oldest free blocks out until `limit` is kept, and all empty arenas but one (none for
 // limit 0).
 std::vector<CommMemory::Chunk> CommMemory::trimCache(size_t limit) {
   std::vector<Chunk> dropped;
-  const auto drop = [&](Chunks::iterator it) {
-    heldBytes_ -= it->second.segment->size();
-    dropped.push_back(std::move(it->second));
-    return chunks_.erase(it);
-  };
   while (cachedBytes_ > limit) {
     const auto it = chunks_.find(cached_.front());
     cached_.pop_front();
     cachedBytes_ -= it->second.segment->size();
-    drop(it);
+    drop(it, dropped);
   }
   bool keepOne = limit >= kArenaBytes;
   for (auto it = chunks_.begin(); it != chunks_.end();) {
     const bool empty = it->second.arena && it->second.blocks.empty();
-    it = empty && !keepOne ? drop(it) : std::next(it);
+    it = empty && !keepOne ? drop(it, dropped) : std::next(it);
     if (empty) keepOne = false;
   }
   return dropped;
@@ -209,7 +211,7 @@ void CommMemory::release(std::vector<Chunk> chunks) {
     slab_->page().commSegments[chunk.index].store(0, std::memory_order_release);
     // Return the memory to the system now, even if mates still have it mapped.
     chunk.segment->discard(0, chunk.segment->size());
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     freeIndexes_.push_back(chunk.index);
   }
 }

@@ -7,12 +7,12 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <unordered_map>
 #include <vector>
 
 #include "common/config.h"
+#include "common/mutex.h"
 #include "transport/shm/region_allocator.h"
 #include "transport/shm/slab.h"
 
@@ -70,22 +70,23 @@ class CommMemory {
 
   void* allocateLarge(size_t bytes);
   void* allocateSmall(size_t bytes);
-  void* takeCached(size_t bytes);
-  void* takeFromArena(size_t bytes);
+  void* takeCached(size_t bytes) SMDDP_REQUIRES(mutex_);
+  void* takeFromArena(size_t bytes) SMDDP_REQUIRES(mutex_);
   std::shared_ptr<Segment> makeSegment(size_t bytes);
-  Chunk& announce(std::shared_ptr<Segment> segment);
-  std::vector<Chunk> trimCache(size_t limit);
-  void release(std::vector<Chunk> chunks);
-  Chunks::iterator chunkOf(const void* pointer);
+  Chunk& announce(std::shared_ptr<Segment> segment) SMDDP_REQUIRES(mutex_);
+  std::vector<Chunk> trimCache(size_t limit) SMDDP_REQUIRES(mutex_);
+  Chunks::iterator drop(Chunks::iterator chunk, std::vector<Chunk>& dropped) SMDDP_REQUIRES(mutex_);
+  void release(std::vector<Chunk> chunks) SMDDP_EXCLUDES(mutex_);
+  Chunks::iterator chunkOf(const void* pointer) SMDDP_REQUIRES(mutex_);
 
   const std::shared_ptr<Slab> slab_;
   const size_t cacheBytes_;
-  mutable std::mutex mutex_;  // guards all below
-  Chunks chunks_;
-  std::list<uintptr_t> cached_;  // free large blocks, oldest first
-  size_t cachedBytes_ = 0;
-  size_t heldBytes_ = 0;
-  std::vector<uint32_t> freeIndexes_;
+  mutable Mutex mutex_;
+  Chunks chunks_ SMDDP_GUARDED_BY(mutex_);
+  std::list<uintptr_t> cached_ SMDDP_GUARDED_BY(mutex_);  // free large blocks, oldest first
+  size_t cachedBytes_ SMDDP_GUARDED_BY(mutex_) = 0;
+  size_t heldBytes_ SMDDP_GUARDED_BY(mutex_) = 0;
+  std::vector<uint32_t> freeIndexes_ SMDDP_GUARDED_BY(mutex_);
 };
 
 // The communication memory of one mate. A segment is mapped when it is first used; then the mappings of segments that

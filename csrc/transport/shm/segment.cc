@@ -11,11 +11,11 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <utility>
 
 #include "common/error.h"
+#include "common/mutex.h"
 #include "transport/shm/region_allocator.h"
 
 #ifndef MFD_NOEXEC_SEAL
@@ -30,18 +30,18 @@ namespace {
 
 // All mappings of this process, by nonce. Never destroyed, because tensors may be freed while the process exits.
 struct Registry {
-  std::mutex mutex;
-  std::map<Nonce, std::weak_ptr<Segment>> mappings;  // guarded by mutex
+  Mutex mutex;
+  std::map<Nonce, std::weak_ptr<Segment>> mappings SMDDP_GUARDED_BY(mutex);
 
   std::shared_ptr<Segment> find(const Nonce& nonce) {
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     const auto it = mappings.find(nonce);
     return it == mappings.end() ? nullptr : it->second.lock();
   }
 
   // Returns the mapping to use. Two threads may attach the same segment at the same time; the first one's counts.
   std::shared_ptr<Segment> insert(std::shared_ptr<Segment> segment) {
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     auto& entry = mappings[segment->address().nonce];
     if (auto earlier = entry.lock()) return earlier;
     entry = segment;
@@ -49,7 +49,7 @@ struct Registry {
   }
 
   void erase(const Nonce& nonce) {
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     const auto it = mappings.find(nonce);
     // If it is not expired, the segment was attached again after the last shared_ptr ended.
     if (it != mappings.end() && it->second.expired()) mappings.erase(it);

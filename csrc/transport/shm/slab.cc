@@ -35,7 +35,7 @@ Slab::~Slab() { page().leave("its process group was destroyed"); }
 
 std::span<std::byte> Slab::allocate(size_t bytes, size_t align) {
   const uint64_t rounded = roundUp(std::max<size_t>(bytes, 1), Segment::kPage);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto offset = regions_.allocate(rounded, std::max(align, Segment::kPage));
   if (!offset) {
     raise(ErrorKind::Resource,
@@ -53,7 +53,7 @@ Slab::Range Slab::pagesOf(std::span<std::byte> memory) const {
 
 void Slab::free(std::span<std::byte> memory) {
   const auto [begin, end] = pagesOf(memory);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (keeps(Range{begin, end})) return;
   // Discard first: after the next line the pages may be allocated again.
   segment_->discard(begin, end - begin);
@@ -62,7 +62,7 @@ void Slab::free(std::span<std::byte> memory) {
 
 void Slab::discard(std::span<std::byte> memory) {
   auto [begin, end] = pagesOf(memory);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const auto& [keptBegin, keptEnd] : kept_) {
     if (keptEnd <= begin) continue;
     if (keptBegin >= end) break;
@@ -75,7 +75,7 @@ void Slab::discard(std::span<std::byte> memory) {
 void Slab::keep(std::span<std::byte> memory) {
   auto [begin, end] = pagesOf(memory);
   begin -= begin % Segment::kPage;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   auto it = kept_.upper_bound(begin);
   if (it != kept_.begin() && std::prev(it)->second >= begin) --it;
   while (it != kept_.end() && it->first <= end) {
@@ -87,7 +87,7 @@ void Slab::keep(std::span<std::byte> memory) {
 }
 
 bool Slab::keeps(std::span<std::byte> memory) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return keeps(pagesOf(memory));
 }
 

@@ -6,12 +6,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <utility>
 
 #include "common/clock.h"
 #include "common/file_descriptor.h"
+#include "common/mutex.h"
 #include "transport/shm/process_page.h"
 #include "transport/shm/region_allocator.h"
 #include "transport/shm/segment.h"
@@ -53,12 +53,12 @@ class Slab {
  private:
   using Range = std::pair<uint64_t, uint64_t>;  // of offsets, in whole pages
   Range pagesOf(std::span<std::byte> memory) const;
-  bool keeps(const Range& range) const;
+  bool keeps(const Range& range) const SMDDP_REQUIRES(mutex_);
 
   std::shared_ptr<Segment> segment_;
-  mutable std::mutex mutex_;
-  RegionAllocator regions_;            // guarded by mutex_
-  std::map<uint64_t, uint64_t> kept_;  // begin -> end, disjoint; guarded by mutex_
+  mutable Mutex mutex_;
+  RegionAllocator regions_ SMDDP_GUARDED_BY(mutex_);
+  std::map<uint64_t, uint64_t> kept_ SMDDP_GUARDED_BY(mutex_);  // begin -> end, disjoint
 };
 
 // The slab of a mate. Owns the mapping and the local state about the mate. Used by the thread that owns the engine.
