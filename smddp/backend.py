@@ -74,12 +74,12 @@ def _create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     algorithm = _algorithm_of(group_options)
     store, rank, size = options.store, options.group_rank, options.group_size
     arguments = (store, rank, size, timeout, str(options.group_id), algorithm)
-    peer = _gpu_peer()
+    gpus = _gpu_support()
     _pin_device()
-    if peer is None:
+    if gpus is None:
         group: ProcessGroup = module.ProcessGroup(*arguments)
         return group
-    return module.GpuProcessGroup(*arguments, *peer)  # type: ignore[no-any-return]
+    return module.GpuProcessGroup(*arguments, *gpus)  # type: ignore[no-any-return]
 
 
 def _algorithm_of(group_options: Any) -> str:
@@ -102,7 +102,7 @@ def _algorithm_of(group_options: Any) -> str:
     )
 
 
-def _gpu_peer() -> tuple[str, Any, Any, str] | None:
+def _gpu_support() -> tuple[str, Any, Any, str] | None:
     """Returns what the compiled module needs to use GPUs and NCCL; None on machines without a GPU.
 
     The tuple holds the device type, a function that names a GPU, a function that makes a group of
@@ -113,8 +113,8 @@ def _gpu_peer() -> tuple[str, Any, Any, str] | None:
 
     if torch.cuda.device_count() == 0:
         return None
-    make_peer = _nccl_group if dist.is_nccl_available() else None
-    return "cuda", _gpu_name, make_peer, _load.cuda_part()
+    make_nccl = _nccl_group if dist.is_nccl_available() else None
+    return "cuda", _gpu_name, make_nccl, _load.cuda_part()
 
 
 @functools.cache

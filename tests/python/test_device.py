@@ -140,14 +140,14 @@ def _with_peer(cases: str, shared: bool) -> tuple[str, int, int]:
 
     made = []
 
-    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    def make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
         made.append(_load.load().ProcessGroup(store, rank, size, timeout, "peer"))
         return made[-1]
 
     def name_of(index: int) -> str:
         return "one for all" if shared else f"GPU {os.environ['RANK']}"
 
-    backend._gpu_peer = lambda: ("fake", name_of, make_peer)
+    backend._gpu_support = lambda: ("fake", name_of, make_nccl)
     paths = []
     destroy = dist.destroy_process_group
 
@@ -312,10 +312,10 @@ def test_rails_that_are_impossible(layout: str, shared: bool, why: str) -> None:
 def _rails_job(timeout: float) -> Iterator[Any]:
     from smddp import _load, backend
 
-    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    def make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return _load.load().ProcessGroup(store, rank, size, timeout, "peer")
 
-    backend._gpu_peer = lambda: ("fake", lambda index: os.environ["RANK"], make_peer)
+    backend._gpu_support = lambda: ("fake", lambda index: os.environ["RANK"], make_nccl)
     with device_cases.job("fake", timeout=timeout) as device:
         dist.all_reduce(torch.zeros(10, device=device.device))
         yield device
@@ -436,11 +436,11 @@ def _summing_job(library: str | None) -> Iterator[Any]:
     """Creates a job on rails; `library` replaces the CUDA part. Yields the device."""
     from smddp import _load, backend
 
-    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    def make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return _load.load().ProcessGroup(store, rank, size, timeout, "peer")
 
     part = str(device_cases.find_fake()) if library is None else library
-    backend._gpu_peer = lambda: ("fake", lambda index: os.environ["RANK"], make_peer, part)
+    backend._gpu_support = lambda: ("fake", lambda index: os.environ["RANK"], make_nccl, part)
     with device_cases.job("fake") as device:
         yield device
 
@@ -503,7 +503,7 @@ def _with_part(cases: str) -> None:
     from smddp import backend
 
     part = str(device_cases.find_fake())
-    backend._gpu_peer = lambda: ("fake", lambda index: "GPU 0", None, part)
+    backend._gpu_support = lambda: ("fake", lambda index: "GPU 0", None, part)
     getattr(device_cases, cases)("fake")
 
 
@@ -775,11 +775,11 @@ def test_sums_on_the_gpu_from_device_memory() -> None:
 def _on_rails_with_kernels(cases: str) -> tuple[str, int]:
     from smddp import _load, backend
 
-    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    def make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return _load.load().ProcessGroup(store, rank, size, timeout, "peer")
 
     library = str(device_cases.find_fake())
-    backend._gpu_peer = lambda: ("fake", lambda index: os.environ["RANK"], make_peer, library)
+    backend._gpu_support = lambda: ("fake", lambda index: os.environ["RANK"], make_nccl, library)
     places = []
     destroy = dist.destroy_process_group
 
@@ -864,11 +864,11 @@ def _hanging_job() -> Iterator[tuple[Any, list[Any]]]:
 
     made = []
 
-    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        made.append(device_cases.Fake.module.HangingPeer(rank, size))
+    def make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        made.append(device_cases.Fake.module.HangingNccl(rank, size))
         return made[-1]
 
-    backend._gpu_peer = lambda: ("fake", lambda index: f"GPU {os.environ['RANK']}", make_peer)
+    backend._gpu_support = lambda: ("fake", lambda index: f"GPU {os.environ['RANK']}", make_nccl)
     with device_cases.job("fake", timeout=600) as device:
         dist.all_reduce(torch.ones(1000, device=device.device))
         dist.barrier()
@@ -982,8 +982,8 @@ def _forgets_a_group() -> list[int]:
 
     made = []
 
-    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        made.append(device_cases.Fake.module.HangingPeer(rank, size))
+    def make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        made.append(device_cases.Fake.module.HangingNccl(rank, size))
         return made[-1]
 
     with device_cases.job("fake", timeout=600) as device:
@@ -997,7 +997,7 @@ def _forgets_a_group() -> list[int]:
             "",
             "fake",
             lambda index: f"GPU {me}",
-            make_peer,
+            make_nccl,
             "",
         )
         tensor = torch.ones(1000, device=device.device)
@@ -1028,11 +1028,11 @@ def _recording_job() -> Iterator[tuple[Any, Any]]:
 
     made = []
 
-    def make_peer(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        made.append(device_cases.Fake.module.RecordingPeer(rank, size))
+    def make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        made.append(device_cases.Fake.module.RecordingNccl(rank, size))
         return made[-1]
 
-    backend._gpu_peer = lambda: ("fake", lambda index: f"GPU {os.environ['RANK']}", make_peer)
+    backend._gpu_support = lambda: ("fake", lambda index: f"GPU {os.environ['RANK']}", make_nccl)
     with device_cases.job("fake") as device:
         dist.all_reduce(torch.ones(1, device=device.device))
         yield device, made[0]
@@ -1228,7 +1228,7 @@ def _in_shared_memory(
     from smddp import backend
 
     library = str(device_cases.find_fake()) if part is None else part
-    backend._gpu_peer = lambda: ("fake", lambda index: "one for all", None, library)
+    backend._gpu_support = lambda: ("fake", lambda index: "one for all", None, library)
     paths = []
     make_fake, destroy = device_cases.Fake, dist.destroy_process_group
 
@@ -1301,7 +1301,7 @@ def _sharing_job(shares_tensors: bool) -> Iterator[Any]:
     from smddp import backend
 
     library = str(device_cases.find_fake())
-    backend._gpu_peer = lambda: ("fake", lambda index: "one for all", None, library)
+    backend._gpu_support = lambda: ("fake", lambda index: "one for all", None, library)
     with device_cases.job("fake") as device:
         device.module.share_tensors(shares_tensors)
         yield device
@@ -1379,7 +1379,7 @@ def _shared(of: Callable[[Any], list[str]], seconds: float = 3) -> list[str]:
     from smddp import backend
 
     library = str(device_cases.find_fake())
-    backend._gpu_peer = lambda: ("fake", lambda index: "one for all", None, library)
+    backend._gpu_support = lambda: ("fake", lambda index: "one for all", None, library)
     with device_cases.job("fake") as device:
         dist.all_reduce(torch.zeros(10, device=device.device))
         ranks.limit(seconds, device.device)
@@ -1502,7 +1502,7 @@ def test_peer_that_some_rank_does_not_ask_for() -> None:
 def _one_calls() -> str:
     from smddp import backend
 
-    backend._gpu_peer = lambda: ("fake", lambda index: os.environ["RANK"], lambda *rest: None)
+    backend._gpu_support = lambda: ("fake", lambda index: os.environ["RANK"], lambda *rest: None)
     with device_cases.job("fake") as device:
         if dist.get_rank() == 1:
             return ""

@@ -412,8 +412,8 @@ PYBIND11_MODULE(fake_device, m) {
   m.def("end_capture", [] { laneOf(currentStream).endCapture(); });
   m.def("replay", [] { laneOf(currentStream).replay(); });
   m.def("spoilt", [] { return world().spoilt.load(); });
-  bindRecordingPeer(m);
-  bindHangingPeer(m);
+  bindRecordingNccl(m);
+  bindHangingNccl(m);
   m.def("break_copies", [] { world().copiesFail = true; });
   m.def(
       "synchronize", [] { Guard().synchronizeDevice(0); }, Release());

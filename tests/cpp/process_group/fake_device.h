@@ -71,10 +71,10 @@ inline c10::StreamId streamOf(void* handle) { return reinterpret_cast<intptr_t>(
 bool expectLive(const void* data);
 c10::StreamId currentStreamId();
 
-// Adds a stand-in for NCCL to the module, see recording_peer.cc.
-void bindRecordingPeer(pybind11::module_& m);
-// Adds another one, see hanging_peer.cc.
-void bindHangingPeer(pybind11::module_& m);
+// Adds a stand-in for NCCL to the module, see recording_nccl.cc.
+void bindRecordingNccl(pybind11::module_& m);
+// Adds another one, see hanging_nccl.cc.
+void bindHangingNccl(pybind11::module_& m);
 
 // Device memory, in pages of its own that other processes can map. World::live has it.
 void* allocateShared(size_t bytes, bool isTensor);

@@ -2,7 +2,7 @@
 // current stream. It does not talk to other ranks: a test says whether tasks hang from now on, as kernels do that wait
 // for a lost rank, or whether calls fail. abort() ends tasks that hang.
 //
-// It takes all ranks to have the same values, see recording_peer.cc.
+// It takes all ranks to have the same values, see recording_nccl.cc.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "process_group/fake_device.h"
@@ -17,7 +17,7 @@ class Enqueued final : public c10d::Work {
   bool wait(std::chrono::milliseconds) override { return true; }
 };
 
-class HangingPeer final : public c10d::Backend {
+class HangingNccl final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -86,13 +86,13 @@ class HangingPeer final : public c10d::Backend {
 
 }  // namespace
 
-void bindHangingPeer(pybind11::module_& m) {
+void bindHangingNccl(pybind11::module_& m) {
   pybind11::module_::import("torch.distributed");
-  pybind11::class_<HangingPeer, c10d::Backend, c10::intrusive_ptr<HangingPeer>>(m, "HangingPeer")
+  pybind11::class_<HangingNccl, c10d::Backend, c10::intrusive_ptr<HangingNccl>>(m, "HangingNccl")
       .def(pybind11::init<int, int>())
-      .def("hang", &HangingPeer::hang)
-      .def("break_down", &HangingPeer::breakDown)
-      .def("aborts", &HangingPeer::aborts);
+      .def("hang", &HangingNccl::hang)
+      .def("break_down", &HangingNccl::breakDown)
+      .def("aborts", &HangingNccl::aborts);
 }
 
 }  // namespace fake_device

@@ -16,7 +16,7 @@ class Enqueued final : public c10d::Work {
   bool wait(std::chrono::milliseconds) override { return true; }
 };
 
-class RecordingPeer final : public c10d::Backend {
+class RecordingNccl final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -87,12 +87,12 @@ class RecordingPeer final : public c10d::Backend {
 
 }  // namespace
 
-void bindRecordingPeer(pybind11::module_& m) {
+void bindRecordingNccl(pybind11::module_& m) {
   pybind11::module_::import("torch.distributed");
-  pybind11::class_<RecordingPeer, c10d::Backend, c10::intrusive_ptr<RecordingPeer>>(m,
-                                                                                    "RecordingPeer")
+  pybind11::class_<RecordingNccl, c10d::Backend, c10::intrusive_ptr<RecordingNccl>>(m,
+                                                                                    "RecordingNccl")
       .def(pybind11::init<int, int>())
-      .def("calls", &RecordingPeer::calls);
+      .def("calls", &RecordingNccl::calls);
 }
 
 }  // namespace fake_device
