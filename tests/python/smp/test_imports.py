@@ -169,7 +169,7 @@ def test_names_of_later_versions_say_what_to_do() -> None:
     ):
         with pytest.raises(AttributeError, match=advice):
             getattr(smp, name)
-        assert not hasattr(smp, name)  # scripts that ask first go their other way
+        assert not hasattr(smp, name)  # scripts that check for the name do without it
 
 
 def test_translations_without_tensor_parallelism_change_nothing() -> None:
