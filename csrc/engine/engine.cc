@@ -68,8 +68,11 @@ void Engine::shutdown() {
   // Callbacks may wait for what has just ended.
   progress_.runContinuations();
   progress_.stop();
-  call([this] { groups_.clear(); });
-  process_.reset();
+  // As the owner: until its connections are closed, the process still takes in what peers send.
+  call([this] {
+    groups_.clear();
+    process_.reset();
+  });
 }
 
 // --- groups -----------------------------------------------------------------------------------------------
