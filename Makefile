@@ -7,6 +7,7 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 
 DEFAULT_TORCH := 2.15
+OTHER_TORCHES ?= 2.11 2.12 2.13 2.14
 TORCH ?= $(DEFAULT_TORCH)
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
 BUILD := build/torch-$(TORCH)
@@ -14,6 +15,13 @@ PYTHON := $(VENV)/bin/python
 export TORCH
 
 CTEST := ctest --output-on-failure --no-tests=error -j2
+PYTEST := $(PYTHON) -m pytest -q
+# Several tests at a time: many wait for something, or start a program.
+WORKERS := -n 2 --dist worksteal
+# Tests with random cases take others with each turn, which is the day. `make test-all` takes all of them.
+TEST_TURN ?= $(shell expr $$(date +%s) / 86400)
+export TEST_TURN
+FUZZ_SECONDS ?= 10
 CXX_SOURCES = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .PHONY: help
@@ -29,20 +37,33 @@ build:  ## compile the C++ core, its tests and the module
 	@tools/setup.sh build
 
 .PHONY: test
-test: test-cpp test-python sanitize fuzz  ## all tests: C++, Python, C++ again under sanitizers, fuzzers
+test:  ## all kinds of test in half an hour: C++, Python, C++ again under sanitizers, fuzzers
+	@echo "TEST_TURN=$(TEST_TURN)"
+	@tools/stages.sh build test-cpp test-python sanitize-address,undefined sanitize-thread fuzz
+
+.PHONY: test-all
+test-all: export ALL_SEEDS := 1
+test-all: export FUZZ_SECONDS := 120
+test-all:  ## everything, for hours: every case and seed, torch's own tests, fuzzers for minutes, all releases of torch
+	@tools/stages.sh build test-cpp test-python-all test-torch sanitize-address,undefined sanitize-thread fuzz
+	for release in $(OTHER_TORCHES); do TORCH=$$release tools/stages.sh test-cpp test-python || exit 1; done
 
 .PHONY: test-fast
 test-fast: build setup  ## the tests that take less than three minutes together
-	$(CTEST) --test-dir $(BUILD) --label-exclude slow
-	$(PYTHON) -m pytest -q -m "not slow"
+	$(CTEST) --test-dir $(BUILD) --label-exclude 'slow|exhaustive'
+	$(PYTEST) $(WORKERS) -m "not slow and not exhaustive"
 
 .PHONY: test-cpp
 test-cpp: build  ## the C++ tests
-	$(CTEST) --test-dir $(BUILD)
+	$(CTEST) --test-dir $(BUILD) $(if $(ALL_SEEDS),,--label-exclude exhaustive)
 
 .PHONY: test-python
 test-python: setup  ## the Python tests
-	$(PYTHON) -m pytest -q
+	$(PYTEST) $(WORKERS) -m "not exhaustive"
+
+.PHONY: test-python-all
+test-python-all: setup  ## the Python tests, one at a time, with all their cases and what each one costs
+	$(PYTEST) --durations=30
 
 .PHONY: test-torch
 test-torch: setup  ## torch's own tests of a backend, in every configuration (docs/torch-suite.md)
@@ -59,12 +80,11 @@ sanitize: sanitize-address,undefined sanitize-thread  ## the C++ tests under ASa
 sanitize-%:
 	@tools/setup.sh packages
 	@tools/setup.sh core build/$* $(if $(filter thread,$*),threaded_tests,all) -DSMDDP_SANITIZE=$*
-	setarch -R $(CTEST) --test-dir build/$* $(if $(filter thread,$*),--label-exclude sequential)
-
-FUZZ_SECONDS ?= 20
+	setarch -R $(CTEST) --test-dir build/$* \
+	  --label-exclude '$(if $(filter thread,$*),sequential|)$(if $(ALL_SEEDS),none,exhaustive)'
 
 .PHONY: fuzz
-fuzz:  ## each parser of bytes from peers or the store under libFuzzer, FUZZ_SECONDS=20 each
+fuzz:  ## each parser of bytes from peers or the store under libFuzzer, FUZZ_SECONDS=10 each
 	@tools/setup.sh fuzzers build/fuzz
 	setarch -R tests/fuzz/run.sh build/fuzz $(FUZZ_SECONDS)
 

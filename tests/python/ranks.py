@@ -89,6 +89,12 @@ def nodes_of(layout: str) -> list[int]:
     return [int(ranks) for ranks in layout.split("+")]
 
 
+def rotating(seeds: list[int], count: int) -> list[int]:
+    """Returns some of the seeds: others with each TEST_TURN, which `make test` sets and prints."""
+    first = int(os.environ.get("TEST_TURN", "0")) * count
+    return [seeds[(first + i) % len(seeds)] for i in range(count)]
+
+
 # For ranks in namespaces of their own. Below the kernel's range of ephemeral ports.
 _PORT_IN_A_NETWORK = 29500
 

@@ -145,7 +145,9 @@ def test_columns_are_those_of_nccl_tests() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["--ranks=3", "--nodes=2+1"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("--ranks=3", marks=pytest.mark.exhaustive), "--nodes=2+1"]
+)
 def test_every_collective_is_right(layout: str) -> None:
     done = bench(
         "all", layout, "--backends=smddp,gloo,fake", "--counts=1,1001", "--offset=1",
@@ -172,8 +174,11 @@ def test_every_collective_is_right(layout: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "op"),
     [
-        ("bfloat16", "prod"), ("int64", "max"), ("half", "avg"), ("uint16", "bxor"),
-        ("bool", "sum"), ("cfloat", "sum"),
+        ("half", "avg"), ("uint16", "bxor"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [("bfloat16", "prod"), ("int64", "max"), ("bool", "sum"), ("cfloat", "sum")]
+        ),
     ],
 )  # fmt: skip
 def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:

@@ -67,7 +67,7 @@ def test_lightning() -> None:
 
 @pytest.mark.slow
 def test_demo_learns_the_same_as_gloo(tmp_path: Path) -> None:
-    done = run(str(EXAMPLES / "demo.py"), "--epochs=4", f"--output={tmp_path}")
+    done = run(str(EXAMPLES / "demo.py"), "--epochs=2", f"--output={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 nodes (2 + 2 ranks)" in " ".join(done.stdout.split())
     apart = re.search(r"difference between the final parameters: (\S+)", done.stdout)

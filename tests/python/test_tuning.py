@@ -107,7 +107,9 @@ def test_noise_makes_no_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", ["--ranks=2", "--nodes=2x1"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("--ranks=2", marks=pytest.mark.exhaustive), "--nodes=2x1"]
+)
 def test_what_is_measured_is_obeyed(layout: str, tmp_path: Path) -> None:
     file = tmp_path / "tuning.txt"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from ranks import check_ranks
+from ranks import check_ranks, rotating
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -157,10 +157,17 @@ def trained(seeds: list[int], layout: tuple[Any, ...]) -> dict[int, list[Any]]:
     return results
 
 
+MANY = list(range(20, 32))
+
+
 @pytest.mark.parametrize(
     "seeds",
-    [[3, 7], pytest.param(list(range(20, 32)), marks=pytest.mark.slow)],
-    ids=["few", "many"],
+    [
+        [3, 7],
+        pytest.param(rotating(MANY, 3), marks=pytest.mark.slow),
+        pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+    ids=["few", "turn", "many"],
 )
 @pytest.mark.timeout(400)
 def test_random_models_divided_at_random(seeds: list[int]) -> None:
