@@ -916,7 +916,8 @@ def _loses_a_rank(stage: int, how: str) -> tuple[list[str], int]:
 
 
 LOST = {
-    "dies": "PeerLostError: smddp.*rank {} .*its process (died|ended)",
+    # The connection may break before the lifeline does.
+    "dies": "PeerLostError: smddp.*rank {} .*(its process (died|ended)|its connection broke)",
     "breaks": "TransportError: smddp.*rank {} could not do its part.*unhandled error",
     "aborts": "AbortedError: smddp.*rank {} called abort",
 }
