@@ -41,13 +41,13 @@ bool isPowerOfTwo(int nodes) { return std::has_single_bit(static_cast<unsigned>(
 // clang-format off
 constexpr std::array kTable = {
     // For a small vector the waits dominate. This algorithm has one; the copy before it costs nothing.
-    Row{Collective::AllReduce, {"one_shot", allreduceOneShot, true},
+    Row{Collective::AllReduce, {"one_shot", allreduceOneShot, Preamble::OneShot},
         Nodes::One, Buffers::Any, Size::OneShot, Preferred::Yes},
     Row{Collective::AllReduce, {"zero_copy", allreduceZeroCopy},
         Nodes::One, Buffers::Shared, Size::Any, Preferred::Yes},
     Row{Collective::AllReduce, {"two_phase", allreduceTwoPhase},
         Nodes::One, Buffers::Any, Size::Any, Preferred::Yes},
-    Row{Collective::AllReduce, {"recursive_doubling", allreduceRecursiveDoubling, true},
+    Row{Collective::AllReduce, {"recursive_doubling", allreduceRecursiveDoubling, Preamble::CopyIn},
         Nodes::Any, Buffers::Any, Size::Tiny, Preferred::Yes},
     // If the number of nodes is not a power of two, some nodes would send half as many bytes again.
     Row{Collective::AllReduce, {"halving_doubling", allreduceHalvingDoubling},
@@ -73,7 +73,7 @@ constexpr std::array kTable = {
     Row{Collective::ReduceScatter, {"direct", reduceScatterDirect},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
 
-    Row{Collective::Reduce, {"one_shot", reduceOneShot, true},
+    Row{Collective::Reduce, {"one_shot", reduceOneShot, Preamble::CopyIn},
         Nodes::One, Buffers::Any, Size::OneShot, Preferred::Yes},
     Row{Collective::Reduce, {"shared_memory", reduceSharedMemory},
         Nodes::One, Buffers::Any, Size::Any, Preferred::Yes},
@@ -95,7 +95,8 @@ constexpr std::array kTable = {
 bool canServe(const Row& row, const plan::Topology& t, const plan::Limits& limits,
               const Shape& shape) {
   return row.collective == shape.collective && (row.nodes == Nodes::Any || t.numNodes() == 1) &&
-         (row.buffers == Buffers::Any || shape.shared) && !(row.choice.copiesFirst && shape.late) &&
+         (row.buffers == Buffers::Any || shape.shared) &&
+         (row.choice.preamble == Preamble::Arrive || !shape.late) &&
          // The whole vector lies in one slot; recursive doubling (Tiny) needs more slots beside it.
          (row.size == Size::Any ||
           shape.bytes <= (row.size == Size::Tiny ? limits.poolBytes / 2 : limits.poolBytes));

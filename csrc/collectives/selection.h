@@ -10,11 +10,17 @@
 
 namespace smddp::collectives {
 
+// What an algorithm's ranks do before the others have arrived.
+enum class Preamble : uint8_t {
+  Arrive,   // nothing
+  CopyIn,   // some rank copies, so the algorithm cannot be chosen after the arrival (Shape::late)
+  OneShot,  // every rank copies once; when all have arrived each makes one sum, and that is all
+};
+
 struct Choice {
   const char* name;
   Algorithm build;
-  // Some rank copies before the arrival. Then the algorithm cannot be chosen after the arrival (Shape::late).
-  bool copiesFirst = false;
+  Preamble preamble = Preamble::Arrive;
 };
 
 // Returns the algorithm that `overrides` names for the collective; else the one of the first row of `tuning` that

@@ -19,10 +19,10 @@ std::string describe(const transport::CallFingerprint& call) {
       call.op >= kNumReduceOps) {
     return "an unknown operation";
   }
-  switch (static_cast<Agreement>(call.flags)) {
-    case Agreement::None: break;
-    case Agreement::AllToAllWithSplits: return "alltoall with split sizes";
-    case Agreement::SparseAllReduce: return "allreduce of a sparse tensor";
+  switch (static_cast<PartOf>(call.flags)) {
+    case PartOf::Itself: break;
+    case PartOf::AllToAllWithSplits: return "alltoall with split sizes";
+    case PartOf::SparseAllReduce: return "allreduce of a sparse tensor";
     default: return "an unknown operation";
   }
   const auto collective = static_cast<collectives::Collective>(call.collective);

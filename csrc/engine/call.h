@@ -18,7 +18,7 @@ inline transport::CallFingerprint fingerprint(const Request& request) {
   call.collective = static_cast<uint8_t>(request.collective);
   call.dtype = static_cast<uint8_t>(request.type);
   call.op = static_cast<uint8_t>(request.op);
-  call.flags = static_cast<uint8_t>(request.agreement);
+  call.flags = static_cast<uint8_t>(request.partOf);
   call.root = request.root;
   call.bytes = static_cast<uint64_t>(request.bytes);
   // Ranks that scale by different factors would get a sum that nobody asked for. The factor takes the place

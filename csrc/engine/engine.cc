@@ -4,6 +4,8 @@
 #include <thread>
 #include <type_traits>
 
+#include "bootstrap/locality.h"
+#include "bootstrap/rendezvous.h"
 #include "common/config.h"
 #include "common/log.h"
 
@@ -153,7 +155,11 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
   const bool willWait = operation.willWait;
   if (willWait) progress_.callerReturned();
   const bool ran = progress_.tryRun([&] {
-    if (willWait && groups_.idle() && group.runAtOnce(operation, completion)) {
+    bool isOneShot = false;
+    if constexpr (std::is_same_v<Operation, Request>) {
+      isOneShot = willWait && groups_.idle() && group.runOneShot(operation, completion);
+    }
+    if (isOneShot) {
       if (completion->done()) return;
     } else {
       group.submit(std::move(operation), completion);

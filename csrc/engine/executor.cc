@@ -61,7 +61,7 @@ CachedPlan::CachedPlan(plan::Plan made)
       }
       if (step.op == Op::Copy || step.op == Op::Reduce) {
         moveBytes += step.length * step.numSources * block.trips;
-        isSmall &= slotsEnd(step, block.trips) <= static_cast<int64_t>(kNearBytes);
+        fitsNear &= slotsEnd(step, block.trips) <= static_cast<int64_t>(kNearBytes);
       }
     }
   };
@@ -69,16 +69,6 @@ CachedPlan::CachedPlan(plan::Plan made)
   for (const plan::Lane& lane : plan.lanes) {
     for (const plan::Block& block : lane.blocks) add(block);
   }
-  const auto opsOf = [&](const plan::Block& block) {
-    std::vector<Op> ops;
-    for (uint32_t i = 0; i < block.numSteps; ++i) ops.push_back(plan.steps[block.firstStep + i].op);
-    return ops;
-  };
-  isOneShot = plan.channels.empty() && plan.lanes.size() == 1 &&
-              plan.lanes.front().blocks.size() == 1 &&
-              plan.lanes.front().blocks.front().trips == 1 &&
-              opsOf(plan.preamble) == std::vector{Op::Copy, Op::Signal, Op::Wait} &&
-              opsOf(plan.lanes.front().blocks.front()) == std::vector{Op::Reduce};
 }
 
 void Executor::copyIn(const CachedPlan& plan) {
@@ -165,13 +155,10 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
       move(step, trip);
       return true;
     case Op::Signal: {
-      TrackHeader& mine = *track_.headers[topology_.myLocal()];
       if (step.counter == plan::kArrival) {
-        track_.arrivalOf(topology_.myLocal())
-            .number.store(track_.execution, std::memory_order_release);
+        track_.arrive(topology_.myLocal());
       } else {
-        mine.counters[step.counter].value.store(counterValue(track_.execution, value),
-                                                std::memory_order_release);
+        track_.signal(topology_.myLocal(), step.counter, value);
       }
       bell_.signalled();
       return true;
@@ -196,11 +183,8 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
 bool Executor::counterReached(const Step& step, int64_t value) const {
   if (value <= 0) return true;
   const auto reached = [&](int local) {
-    if (step.counter == plan::kArrival) {
-      return track_.arrivalOf(local).number.load(std::memory_order_acquire) >= track_.execution;
-    }
-    const auto& counter = track_.headers[local]->counters[step.counter].value;
-    return counter.load(std::memory_order_acquire) >= counterValue(track_.execution, value);
+    return step.counter == plan::kArrival ? track_.hasArrived(local)
+                                          : track_.hasReached(local, step.counter, value);
   };
   if (step.who != plan::kTeam) return reached(step.who);
   for (int local = 0; local < topology_.teamSize(); ++local) {
@@ -220,7 +204,7 @@ Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip, int
     case Space::Slot: {
       const plan::Pool& pool = plan_->plan.pools[ref.pool];
       const int64_t slot = ref.index.at(trip) % pool.slots;
-      std::byte* staging = track_.stagingOf(ref.owner, binding_.anyShared);
+      std::byte* staging = track_.stagingOf(ref.owner);
       return {staging + pool.offset + slot * pool.slotBytes + offset, length};
     }
     case Space::Arrival: {
@@ -397,8 +381,8 @@ void Executor::addAwaited(const Step& step, int64_t trip, std::set<Rank>& awaite
   }
 }
 
-Standstill Executor::standstill() const {
-  Standstill found;
+Stall Executor::stall() const {
+  Stall found;
   if (plan_ == nullptr || done_) return found;
   const plan::Plan& plan = plan_->plan;
   if (!preambleDone()) {

@@ -28,8 +28,7 @@ struct CachedPlan {
   int64_t putBytes = 0;      // sent to other nodes by one execution
   int64_t moveBytes = 0;     // read by its copies and reductions
   bool putsStaging = false;  // some of what it sends lies in staging memory
-  bool isSmall = true;       // its slots find room in Arrival::near
-  bool isOneShot = false;    // it copies, arrives and reduces, and that is all
+  bool fitsNear = true;      // its slots find room in Arrival::near
   static constexpr uint16_t kNone = 0xffff;
 };
 
@@ -42,13 +41,12 @@ struct Binding {
   DataType type = DataType::uint8;
   ReduceOp op = ReduceOp::SUM;
   reduction::Scale scale;  // factor and divisor
-  bool anyShared = false;  // a rank of the node, at least, has buffers that are shared
   transport::CallFingerprint call;
   uint64_t sequence = 0;
 };
 
 // Why nothing advances: where the first blocked lane stands, and whom any lane awaits.
-struct Standstill {
+struct Stall {
   std::string where;
   std::set<Rank> awaited;
 };
@@ -63,14 +61,15 @@ class Executor {
   // Begins an execution at its preamble, or behind it when the arrival has already been seen. The
   // track's execution number and channels must be those of this execution.
   void start(const CachedPlan& plan, bool arrived);
-  // A one-shot plan without positions: what it does before it arrives, and when all have.
+  // The two moves of a plan with collectives::Preamble::OneShot, for a caller who does the rest itself: before it
+  // arrives, and when all have.
   void copyIn(const CachedPlan& plan);
   void sum();
   // Does what can be done now. True when anything advanced.
   bool advance();
   bool preambleDone() const { return preambleNext_ == plan_->plan.preamble.numSteps; }
   bool done() const { return done_; }
-  Standstill standstill() const;
+  Stall stall() const;
 
  private:
   struct Position {

@@ -52,7 +52,7 @@ void GroupRegistry::reap() {
   process_.checkPeers();
   std::erase_if(left_, [this](const auto& group) {
     ownership_.assertOwned();
-    if (!group->idle() || !group->abandoned()) return false;
+    if (!group->idle() || !group->isAbandoned()) return false;
     std::erase(active_, group.get());
     return true;
   });
@@ -63,7 +63,7 @@ bool GroupRegistry::areRemoteRanksDone() {
   process_.poll();
   process_.checkPeers();
   return std::all_of(left_.begin(), left_.end(),
-                     [](const auto& group) { return !group->spansNodes() || group->abandoned(); });
+                     [](const auto& group) { return !group->spansNodes() || group->isAbandoned(); });
 }
 
 void GroupRegistry::clear() {
@@ -103,7 +103,7 @@ void GroupRegistry::checkHealth() {
   process_.checkPeers();
   for (size_t i = 0; i < active_.size(); ++i) active_[i]->checkHealth();
   for (auto& [id, group] : joined_) {
-    if (group->isWatched() && group->checkMembers()) activate(*group);
+    if (group->checkMembers()) activate(*group);
   }
 }
 

@@ -331,14 +331,4 @@ void Matcher::clear() {
   receiving_.clear();
 }
 
-std::vector<Rank> Matcher::awaited() {
-  std::vector<Rank> ranks;
-  forEach([&](Exchange& exchange) {
-    // A receive from anyone may know its sender by now.
-    const Rank source = exchange.completion->source();
-    ranks.push_back(!exchange.message.send && source >= 0 ? source : exchange.message.peer);
-  });
-  return ranks;
-}
-
 }  // namespace smddp::engine

@@ -65,8 +65,6 @@ class Matcher {
   // Every exchange that has not ended, for errors and deadlines.
   void forEach(const std::function<void(Exchange&)>& visit);
   void clear();
-  // Ranks whose next move the open exchanges need; kAnySource when a recv takes anyone's.
-  std::vector<Rank> awaited();
 
  private:
   struct Announced {

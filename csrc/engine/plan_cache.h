@@ -26,6 +26,13 @@ struct AlgorithmUse {
   uint64_t zeroCopy = 0;     // calls that staged nothing
 };
 
+// How an execution begins for which a plan for private buffers was found.
+enum class Start : uint8_t {
+  AskMates,  // a rank with shared buffers arrives without a plan: another one serves if all have such
+  RunPlan,  // the same plan serves shared buffers
+  OneShot,  // the same, and it is one copy, the arrival and one sum (Operations::runOneShot)
+};
+
 class PlanCache {
  public:
   // overrides: what the group asks for, as SMDDP_ALGORITHM does; that decides where it is empty.
@@ -36,8 +43,16 @@ class PlanCache {
     AlgorithmUse* use;  // of all entries with this algorithm
     CachedPlan plan;
     const collectives::Choice* choice;
-    // Of a plan for private buffers: the same algorithm would serve shared ones, so nobody needs to be asked.
-    bool forAnyBuffers = false;
+    Start start = Start::AskMates;
+
+    // Operations that this plan has served, and the bytes of their vectors.
+    void count(uint64_t calls, int64_t bytes) const {
+      use->calls += calls;
+      use->bytes += static_cast<uint64_t>(bytes);
+      use->memoryBytes += static_cast<uint64_t>(plan.moveBytes);
+      use->fabricBytes += static_cast<uint64_t>(plan.putBytes);
+      use->zeroCopy += plan.plan.zeroCopy ? calls : 0;
+    }
   };
 
   const Entry& get(const collectives::Shape& shape) {
@@ -45,7 +60,7 @@ class PlanCache {
     auto& slot = entries_[shape];
     if (!slot) {
       slot = std::make_unique<Entry>(build(shape));
-      if (!shape.shared && !shape.late) slot->forAnyBuffers = servesShared(shape, *slot);
+      slot->start = startOf(shape, *slot->choice);
       SMDDP_LOG(Debug, "engine", "{} of {} bytes: {}", toString(shape.collective), shape.bytes,
                 slot->plan.plan.name);
     }
@@ -94,12 +109,17 @@ class PlanCache {
     return {&uses_[fmt::format("{}/{}", toString(shape.collective), choice.name)],
             CachedPlan(choice.build(topology_, limits_, shape)), &choice};
   }
-  bool servesShared(collectives::Shape shape, const Entry& entry) const {
+  Start startOf(collectives::Shape shape, const collectives::Choice& choice) const {
+    if (shape.shared || shape.late) return Start::RunPlan;
     if (topology_.teamSize() == 1 || shape.collective == collectives::Collective::Barrier) {
-      return true;
+      return Start::RunPlan;
     }
     shape.shared = true;
-    return entry.choice->copiesFirst && &choose(shape) == entry.choice;
+    if (choice.preamble == collectives::Preamble::Arrive || &choose(shape) != &choice) {
+      return Start::AskMates;
+    }
+    const bool isOneShot = choice.preamble == collectives::Preamble::OneShot && shape.bytes > 0;
+    return isOneShot ? Start::OneShot : Start::RunPlan;
   }
 
   struct Hash {

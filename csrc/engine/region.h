@@ -35,6 +35,12 @@ constexpr uint64_t counterValue(uint64_t execution, int64_t value) {
   return execution << kValueBits | static_cast<uint64_t>(value);
 }
 
+// The buffers of a rank for one execution, in communication memory.
+struct BufferLocations {
+  transport::shm::Location input;
+  transport::shm::Location output;
+};
+
 // What a rank publishes when it arrives at an execution: all that the ranks of a node must agree on. Release:
 // `number` is stored last; a mate that read it reads the rest. Executions use the two records in turn: a record is
 // written again only after everyone has arrived at the execution in between, hence has read it.
@@ -42,15 +48,14 @@ struct alignas(2 * kCacheLine) Arrival {
   std::atomic<uint64_t> number{0};  // of the execution, from 1
   transport::CallFingerprint call;
   uint32_t ready = 1;   // requests this rank could fuse, the first included
-  uint16_t shared = 0;  // 1: the locations below are valid
+  uint16_t shared = 0;  // 1: `buffers` is valid
   uint16_t isNear = 0;  // 1: its slots are in `near`, not in the half
   // The bytes of a small vector arrive in the line that a mate looks at anyway, and in the next, which processors fetch
   // with it.
   std::array<std::byte, kNearBytes> near{};
   // Cumulative bytes of the ready requests.
   alignas(kCacheLine) std::array<uint32_t, kMaxFused> ends{};
-  alignas(kCacheLine) transport::shm::Location input;
-  transport::shm::Location output;
+  alignas(kCacheLine) BufferLocations buffers;
 };
 
 struct TrackHeader {

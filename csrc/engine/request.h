@@ -11,8 +11,9 @@
 
 namespace smddp::engine {
 
-// For calls that travel as messages: what the collective is by which all ranks agree to be in the same one.
-enum class Agreement : uint8_t { None, AllToAllWithSplits, SparseAllReduce };
+// Some calls of the user travel as messages, and beside them as a collective by which all ranks find out whether they
+// are in the same call. This is what that collective is part of.
+enum class PartOf : uint8_t { Itself, AllToAllWithSplits, SparseAllReduce };
 
 // A collective call of this rank. Buffers are laid out as collectives::Shape says.
 struct Request {
@@ -22,7 +23,7 @@ struct Request {
   double factor = 1.0;  // PREMUL_SUM
   Rank root = 0;
   int64_t bytes = 0;  // Shape::bytes
-  Agreement agreement = Agreement::None;
+  PartOf partOf = PartOf::Itself;
   Pieces input;  // empty where the call works in place on the output
   Pieces output;
   Nanoseconds timeout = 0;

@@ -1,7 +1,11 @@
-// What one operation at a time of a group runs on: the team's counters and staging halves, and the channels
-// to other nodes, each with how far earlier executions have moved it.
+// What one operation at a time of a group runs on: the team's counters and staging halves, and the channels to other
+// nodes, each with how far earlier executions have moved it.
+//
+// Made by Team. Its memory lies in the regions (region.h) of the node's ranks: each rank writes its own words, and the
+// functions here are how it reads those of its mates. Used by the thread that owns the engine.
 #pragma once
 
+#include <atomic>
 #include <vector>
 
 #include "engine/region.h"
@@ -9,6 +13,12 @@
 #include "transport/shm/store_choice.h"
 
 namespace smddp::engine {
+
+// A word that another process may change at any time. Every check and use must go by one load.
+template <typename T>
+T loadShared(T& word) {
+  return std::atomic_ref<T>(word).load(std::memory_order_relaxed);
+}
 
 struct ChannelEnds {
   Rank peer = 0;
@@ -22,18 +32,37 @@ struct ChannelEnds {
 struct Track {
   int64_t index = 0;
   uint64_t execution = 0;  // number of the one that runs, or ran last; the first is 1
+  // The plan of this execution was chosen when all had arrived, not when this rank did (Shape::late).
+  bool late = false;
   // By local index, mine included.
   std::vector<TrackHeader*> headers;
   std::vector<std::array<std::byte*, 2>> halves;
   std::vector<ChannelEnds> channels;
   transport::shm::StoreChoice stores;
+  std::array<size_t, 2> committed{};   // bytes of each of my halves that have backing
+  std::array<size_t, 2> registered{};  // and that the network may read
 
   Arrival& arrivalOf(int local) const { return headers[local]->arrivals[execution & 1]; }
-  // Where the slots of a rank are. If some rank has shared buffers, the plan may be another one than that for which
-  // the arrival was written.
-  std::byte* stagingOf(int local, bool anyShared) const {
+  void arrive(int myLocal) {
+    arrivalOf(myLocal).number.store(execution, std::memory_order_release);
+  }
+  bool hasArrived(int local) const {
+    return arrivalOf(local).number.load(std::memory_order_acquire) >= execution;
+  }
+  void signal(int myLocal, uint8_t counter, int64_t value) {
+    headers[myLocal]->counters[counter].value.store(counterValue(execution, value),
+                                                    std::memory_order_release);
+  }
+  bool hasReached(int local, uint8_t counter, int64_t value) const {
+    return headers[local]->counters[counter].value.load(std::memory_order_acquire) >=
+           counterValue(execution, value);
+  }
+  // Where the slots of a rank are. A late plan is another one than that for which the arrival was written, so it does
+  // not use the memory beside the arrival.
+  std::byte* stagingOf(int local) const {
     Arrival& arrival = arrivalOf(local);
-    return arrival.isNear != 0 && !anyShared ? arrival.near.data() : halves[local][execution & 1];
+    return loadShared(arrival.isNear) != 0 && !late ? arrival.near.data()
+                                                    : halves[local][execution & 1];
   }
 };
 

@@ -106,7 +106,7 @@ intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces to, e
     return submit(std::move(call), std::move(request));
   }
   auto agreement = newRequest(collectives::Collective::Barrier, options.timeout, /*asyncOp=*/true);
-  agreement.agreement = engine::Agreement::AllToAllWithSplits;
+  agreement.partOf = engine::PartOf::AllToAllWithSplits;
   call.sequence = ++sequence_;
   const int32_t tag = tagOfCall(call.sequence);
   std::vector<engine::Message> messages;

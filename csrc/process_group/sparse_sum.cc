@@ -49,7 +49,7 @@ engine::CompletionPtr SparseSum::begin() {
   request.input = {std::as_writable_bytes(std::span(header_))};
   request.output = {{bytes.data(), bytes.size()}};
   request.bytes = sizeof header_;
-  request.agreement = engine::Agreement::SparseAllReduce;
+  request.partOf = engine::PartOf::SparseAllReduce;
   request.timeout = timeout_;
   request.keepAlive = shared_from_this();
   proceed({engine_->submit(*group_, std::move(request))}, &SparseSum::exchange);

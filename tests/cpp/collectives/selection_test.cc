@@ -132,12 +132,48 @@ TEST(Selection, KnowsWhatCopiesFirst) {
                 continue;  // not with these nodes or buffers
               }
               copies |= choice->build(t, {}, shape).preamble.numSteps > 2;
-              marked |= choice->copiesFirst;
+              marked |= choice->preamble != Preamble::Arrive;
             }
           }
         }
       }
       EXPECT_EQ(copies, marked) << toString(collective) << "/" << name;
+    }
+  }
+}
+
+// engine::Operations::runOneShot makes the two moves of such a plan itself, without looking at the other steps.
+TEST(Selection, KnowsWhatIsOneCopyAndOneSum) {
+  for (int c = 0; c < kNumCollectives; ++c) {
+    const auto collective = static_cast<Collective>(c);
+    for (const std::string& name : algorithmsOf(collective)) {
+      bool isOneShot = true, isMarked = false;
+      for (const Rank me : {0, 1, 2}) {
+        const plan::Topology t({{0, 1, 2}}, me);
+        const std::string override = fmt::format("{}={}", toString(collective), name);
+        const Choice* choice = nullptr;
+        try {
+          choice = &select(t, {}, shapeOf(collective, 64), kOneShot, override);
+        } catch (const Error&) {
+          isOneShot = false;  // not with private buffers
+          continue;
+        }
+        const plan::Plan plan = choice->build(t, {}, shapeOf(collective, 64));
+        const auto opsOf = [&](const plan::Block& block) {
+          std::vector<plan::Op> ops;
+          for (uint32_t i = 0; i < block.numSteps; ++i) {
+            ops.push_back(plan.steps[block.firstStep + i].op);
+          }
+          return ops;
+        };
+        isOneShot &=
+            plan.channels.empty() && plan.lanes.size() == 1 &&
+            plan.lanes.front().blocks.size() == 1 && plan.lanes.front().blocks.front().trips == 1 &&
+            opsOf(plan.preamble) == std::vector{plan::Op::Copy, plan::Op::Signal, plan::Op::Wait} &&
+            opsOf(plan.lanes.front().blocks.front()) == std::vector{plan::Op::Reduce};
+        isMarked |= choice->preamble == Preamble::OneShot;
+      }
+      EXPECT_EQ(isOneShot, isMarked) << toString(collective) << "/" << name;
     }
   }
 }

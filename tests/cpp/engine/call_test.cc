@@ -46,11 +46,11 @@ TEST(Call, IsToldInWords) {
 // For a call that consists of several operations, errors name the call, not the operation with its fingerprint.
 TEST(Call, MadeOfMessagesIsToldByItsName) {
   Request splits = requestFor(Collective::Barrier);
-  splits.agreement = Agreement::AllToAllWithSplits;
+  splits.partOf = PartOf::AllToAllWithSplits;
   EXPECT_EQ(told(splits), "alltoall with split sizes");
   EXPECT_FALSE(sameCall(fingerprint(splits), fingerprint(requestFor(Collective::Barrier))));
   Request sparse = requestFor(Collective::AllGather);
-  sparse.agreement = Agreement::SparseAllReduce;
+  sparse.partOf = PartOf::SparseAllReduce;
   EXPECT_EQ(told(sparse), "allreduce of a sparse tensor");
   transport::CallFingerprint unknown = fingerprint(splits);
   unknown.flags = 77;

@@ -26,10 +26,10 @@ int64_t valueOf(int rank, int call, size_t i) {
   return 1000 * call + 10 * rank + static_cast<int64_t>(i);
 }
 
-class AtOnceTest : public testing::TestWithParam<int> {};
+class OneShotTest : public testing::TestWithParam<int> {};
 
 // Lengths are the same on all ranks; who waits, who leaves calls in flight, and who comes late is not.
-TEST_P(AtOnceTest, SumsAreRightHoweverRanksCall) {
+TEST_P(OneShotTest, SumsAreRightHoweverRanksCall) {
   const int size = GetParam();
   constexpr int kCalls = 4000;
   runRanks({size}, [&](RankContext& rank) {
@@ -62,9 +62,9 @@ TEST_P(AtOnceTest, SumsAreRightHoweverRanksCall) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, AtOnceTest, testing::Values(2, 3, 4));
+INSTANTIATE_TEST_SUITE_P(Ranks, OneShotTest, testing::Values(2, 3, 4));
 
-TEST(AtOnceTest, AnotherLengthIsNoticedByAll) {
+TEST(OneShotTest, AnotherLengthIsNoticedByAll) {
   for (const size_t other : {size_t{3}, size_t{30}, size_t{3000}, size_t{300000}}) {
     runRanks({2}, [&](RankContext& rank) {
       for (int i = 0; i < 100; ++i) {
@@ -85,7 +85,7 @@ TEST(AtOnceTest, AnotherLengthIsNoticedByAll) {
   }
 }
 
-TEST(AtOnceTest, WhoBreaksTheGroupBreaksSmallCallsOfOthers) {
+TEST(OneShotTest, WhoBreaksTheGroupBreaksSmallCallsOfOthers) {
   runRanks({2}, [&](RankContext& rank) {
     std::vector<int64_t> vector(1, 1);
     for (int i = 0; i < 1000; ++i) rank.run(allreduce(vector));
@@ -101,7 +101,7 @@ TEST(AtOnceTest, WhoBreaksTheGroupBreaksSmallCallsOfOthers) {
   });
 }
 
-TEST(AtOnceTest, WhoWaitsForNobodyTimesOut) {
+TEST(OneShotTest, WhoWaitsForNobodyTimesOut) {
   runRanks({2}, [&](RankContext& rank) {
     std::vector<int64_t> vector(1, 1);
     rank.run(allreduce(vector));

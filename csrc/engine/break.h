@@ -1,0 +1,23 @@
+// Why a group is broken, and from which operation on: that one and all behind it end with the cause.
+#pragma once
+
+#include <cstdint>
+
+#include "common/error.h"
+
+namespace smddp::engine {
+
+struct Break {
+  uint64_t from;  // sequence number
+  Error cause;
+
+  bool concerns(uint64_t sequence) const { return sequence >= from; }
+};
+
+// The kind that another process has written as a number, which may be any.
+inline ErrorKind errorKindOf(uint32_t number) {
+  return number <= static_cast<uint32_t>(ErrorKind::Internal) ? static_cast<ErrorKind>(number)
+                                                              : ErrorKind::Internal;
+}
+
+}  // namespace smddp::engine

@@ -1,0 +1,103 @@
+#include "engine/channels.h"
+
+#include <algorithm>
+#include <set>
+
+#include "common/config.h"
+
+namespace smddp::engine {
+namespace {
+
+// The track number of messages, beyond those of operations.
+constexpr uint8_t kMessageTrack = 255;
+static_assert(kMostInFlight <= kMessageTrack && kMostWindow <= transport::kMaxWindow);
+constexpr int64_t kMessageWindow = 4;
+
+}  // namespace
+
+Channels::Channels(Process& process, const Membership& membership, const plan::Limits& limits)
+    : process_(process), pool_(process.sharedWindows()), membership_(membership), limits_(limits) {}
+
+Channels::~Channels() {
+  if (!released_) return;
+  for (const Window& window : windows_) pool_->giveBack(window.memory);
+}
+
+void Channels::open(Track& track, const plan::Plan& plan) {
+  process_.ownership().assertOwned();
+  const auto number = static_cast<uint8_t>(track.index);
+  for (const plan::ChannelUse& use : plan.channels) {
+    auto ends = std::find_if(track.channels.begin(), track.channels.end(), [&](const auto& c) {
+      return c.peer == use.peer && c.stream == use.stream;
+    });
+    if (ends == track.channels.end()) {
+      track.channels.push_back({.peer = use.peer, .stream = use.stream});
+      ends = std::prev(track.channels.end());
+    }
+    if (use.puts > 0 && ends->send == nullptr) {
+      Peer& peer = peerOf(use.peer);
+      ends->send = &peer.table->send(
+          membership_.channelKey(membership_.me(), use.peer, number, use.stream), peer.id);
+    }
+    if (use.arrivals > 0 && ends->receive == nullptr) {
+      ends->receive =
+          &openReceiver(use.peer, number, use.stream, limits_.window, limits_.messageBytes);
+    }
+  }
+}
+
+transport::ReceiveChannel& Channels::openReceiver(Rank from, uint8_t track, uint8_t stream,
+                                                  int64_t window, int64_t messageBytes) {
+  Peer& peer = peerOf(from);
+  const auto memory =
+      pool_->take(static_cast<size_t>(window * transport::slotStride(messageBytes)));
+  windows_.push_back({memory, from});
+  const auto key = process_.registerMemory(peer, memory);
+  return peer.table->receive(membership_.channelKey(from, membership_.me(), track, stream), peer.id,
+                             memory, key, 0, messageBytes, window);
+}
+
+void Channels::flushGrants(const Track& track) {
+  const auto receives = [](const ChannelEnds& ends) { return ends.receive != nullptr; };
+  // All peers on other nodes share one table.
+  const auto any = std::find_if(track.channels.begin(), track.channels.end(), receives);
+  if (any != track.channels.end()) peerOf(any->peer).table->flushGrants();
+}
+
+transport::SendChannel& Channels::messageSender(Rank peer) {
+  Peer& to = peerOf(peer);
+  return to.table->send(membership_.channelKey(membership_.me(), peer, kMessageTrack, 0), to.id);
+}
+
+transport::ReceiveChannel& Channels::messageReceiver(Rank peer) {
+  auto& channel = messageReceivers_[peer];
+  if (channel == nullptr) {
+    channel = &openReceiver(peer, kMessageTrack, 0, kMessageWindow, kMessageBytes);
+  }
+  return *channel;
+}
+
+void Channels::control(Rank peer, transport::Bytes message) {
+  process_.ownership().assertOwned();
+  peerOf(peer).table->control(peerOf(peer).id, message);
+}
+
+void Channels::close() {
+  process_.ownership().assertOwned();
+  std::set<transport::ChannelTable*> tables;
+  for (const Peer* peer : membership_.peers) {
+    if (peer != nullptr) tables.insert(peer->table);
+  }
+  for (transport::ChannelTable* table : tables) table->closeGroup(membership_.group);
+}
+
+void Channels::release() {
+  process_.ownership().assertOwned();
+  std::erase_if(windows_, [&](const Window& window) {
+    const Peer& from = peerOf(window.from);
+    return !from.mate && from.lost && !isDrained(window.from);
+  });
+  released_ = true;
+}
+
+}  // namespace smddp::engine

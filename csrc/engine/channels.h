@@ -1,0 +1,71 @@
+// The channels of one group: how its ranks send to one another, within a node and between nodes.
+//
+// A channel is opened when a plan or a message first needs it. Owns the windows (memory that senders write to) of the
+// receiving ends; they are given back when nobody can write to them any more (release()), or kept until the process
+// ends. Used by the thread that owns the engine.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/membership.h"
+#include "engine/process.h"
+#include "engine/track.h"
+#include "engine/window_pool.h"
+#include "plan/plan.h"
+
+namespace smddp::engine {
+
+class Channels {
+ public:
+  // Payload bytes of one message on the channels of messageSender() and messageReceiver().
+  static constexpr int64_t kMessageBytes = 64 << 10;
+
+  // What is referred to outlives the channels.
+  Channels(Process& process, const Membership& membership, const plan::Limits& limits);
+  ~Channels();
+  Channels(const Channels&) = delete;
+  Channels& operator=(const Channels&) = delete;
+
+  // Opens what a plan needs on this track.
+  void open(Track& track, const plan::Plan& plan);
+  // Slots that this rank has released on the track go back to their senders now.
+  void flushGrants(const Track& track);
+
+  // The channels for messages between two ranks (Matcher).
+  transport::SendChannel& messageSender(Rank peer);
+  transport::ReceiveChannel& messageReceiver(Rank peer);
+
+  void control(Rank peer, transport::Bytes message);
+  // Control messages to this peer still wait for room.
+  bool hasBacklog(Rank peer) const { return peerOf(peer).table->hasBacklog(); }
+
+  // This rank uses the channels no more.
+  void close();
+  // Whether nothing that the peer was sent, or may send, is still on its way. After close().
+  bool isDrained(Rank peer) const { return peerOf(peer).table->drained(membership_.group); }
+  // No peer writes to the windows any more, but for what may still be on its way from peers that are lost.
+  void release();
+
+ private:
+  struct Window {
+    std::span<std::byte> memory;
+    Rank from;
+  };
+
+  Peer& peerOf(Rank rank) const { return *membership_.peers[rank]; }
+  transport::ReceiveChannel& openReceiver(Rank from, uint8_t track, uint8_t stream, int64_t window,
+                                          int64_t messageBytes);
+
+  Process& process_;
+  const std::shared_ptr<WindowPool> pool_;  // outlives the process object
+  const Membership& membership_;
+  const plan::Limits& limits_;
+  std::map<Rank, transport::ReceiveChannel*> messageReceivers_;
+  std::vector<Window> windows_;
+  bool released_ = false;
+};
+
+}  // namespace smddp::engine

@@ -1,0 +1,68 @@
+#include "engine/diagnosis.h"
+
+namespace smddp::engine {
+namespace {
+
+// The end of a remote process may be known before its last bytes are here.
+constexpr Nanoseconds kLastBytes = 10'000'000;
+
+}  // namespace
+
+void Diagnosis::inquire(const std::set<Rank>& awaited, uint64_t sequence,
+                        const transport::CallFingerprint& call) {
+  for (const Rank rank : awaited) {
+    const Peer* peer = membership_.reachable(rank);
+    if (peer == nullptr) continue;
+    inquiries_.asked(rank, process_.clock().now());
+    process_.probeHost(*peer);
+    InquiryMessage message;
+    message.group = membership_.group;
+    message.sequence = sequence;
+    message.call = call;
+    channels_.control(rank, transport::bytesOf(message));
+  }
+}
+
+Blame Diagnosis::blameFor(const std::set<Rank>& awaited, uint64_t sequence) const {
+  Blame first;
+  for (const Rank rank : awaited) {
+    const Blame blame = blameOn(rank, sequence);
+    if (blame.definite()) return blame;
+    if (first.rank < 0) first = blame;
+  }
+  return first;
+}
+
+Blame Diagnosis::blameOn(Rank rank, uint64_t sequence) const {
+  const Rank me = membership_.me();
+  if (!membership_.isMate(rank)) {
+    const Blame theirs = inquiries_.of(rank, process_.clock().now());
+    return theirs.rank == me ? Blame{rank} : theirs;
+  }
+  if (process_.isStopped(*membership_.peers[rank])) return {rank, Blame::Why::Stopped};
+  const uint64_t called = team_.calledBy(rank);
+  if (called < sequence) return {rank, Blame::Why::NotCalled, static_cast<uint32_t>(called)};
+  const Blame theirs = team_.blameOf(rank);
+  return theirs.definite() && theirs.rank != me ? theirs : Blame{rank};
+}
+
+std::string Diagnosis::culprit(const Blame& blame) const {
+  if (!blame.definite()) return "";
+  return fmt::format("; {} {}", membership_.nameOf(blame.rank), blame.describe());
+}
+
+bool Diagnosis::isLost(Rank rank) const {
+  const Peer* peer = membership_.peers[rank];
+  if (peer == nullptr) return false;
+  if (membership_.isMate(rank)) return peer->lost || team_.hasLeft(rank);
+  return peer->lost && process_.clock().now() - peer->lostAt >= kLastBytes;
+}
+
+Error Diagnosis::lossOf(Rank rank) const {
+  const Peer* peer = membership_.peers[rank];
+  return Error(ErrorKind::PeerLost,
+               fmt::format("{} is gone: {}", membership_.nameOf(rank),
+                           peer != nullptr && peer->lost ? *peer->lost : "it left the group"));
+}
+
+}  // namespace smddp::engine

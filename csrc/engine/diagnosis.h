@@ -1,0 +1,51 @@
+// Who is at fault when this rank waits: looks at mates, asks ranks of other nodes (blame.h).
+//
+// Used by the thread that owns the engine.
+#pragma once
+
+#include <set>
+#include <string>
+
+#include "engine/blame.h"
+#include "engine/channels.h"
+#include "engine/membership.h"
+#include "engine/team.h"
+
+namespace smddp::engine {
+
+class Diagnosis {
+ public:
+  // What is referred to outlives this.
+  Diagnosis(Process& process, const Membership& membership, const Team& team, Channels& channels)
+      : process_(process), membership_(membership), team_(team), channels_(channels) {}
+
+  // Asks those of the awaited ranks that are on other nodes, and tells them which call this one is in; sequence 0: in
+  // send or recv. Mates see each other's calls at the arrival, and blame in each other's regions.
+  void inquire(const std::set<Rank>& awaited, uint64_t sequence,
+               const transport::CallFingerprint& call);
+  void onAnswer(Rank from, uint64_t blame) {
+    inquiries_.answered(from, Blame::unpack(blame, membership_.size()));
+  }
+  // Forgets ranks that nothing waits for any more.
+  void keepOnly(const std::set<Rank>& awaited) { inquiries_.keepOnly(awaited); }
+
+  // The first of the awaited ranks that is definitely at fault; else the first that another one does not excuse.
+  Blame blameFor(const std::set<Rank>& awaited, uint64_t sequence) const;
+  // "; rank 3 (…) has not made this call yet", or nothing when nobody is definitely at fault.
+  std::string culprit(const Blame& blame) const;
+
+  // Nothing more will come from this rank: it left, or it is gone.
+  bool isLost(Rank rank) const;
+  Error lossOf(Rank rank) const;
+
+ private:
+  Blame blameOn(Rank rank, uint64_t sequence) const;
+
+  Process& process_;
+  const Membership& membership_;
+  const Team& team_;
+  Channels& channels_;
+  Inquiries inquiries_;
+};
+
+}  // namespace smddp::engine

@@ -1,0 +1,65 @@
+// Who a group consists of, as a value.
+//
+// Team, channel keys, control messages and errors take from here which group this is, who is in it and where each
+// rank lies. Nothing else keeps a copy, so a later version can replace the membership of a living group: `epoch` is the
+// place for the number of that replacement. Nothing replaces it yet.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bootstrap/introduction.h"
+#include "common/error.h"
+#include "engine/process.h"
+#include "plan/topology.h"
+#include "transport/channel.h"
+#include "transport/wire.h"
+
+namespace smddp::engine {
+
+// What a rank publishes of itself for one group (Introduction::group).
+struct GroupEntry {
+  uint64_t regionOffset = 0;  // of its region (region.h) in its slab
+  uint64_t regionBytes = 0;
+  uint64_t groupId = 0;          // rank 0's is the group's
+  uint64_t algorithmDigest = 0;  // of what overrules the built-in table of algorithms
+
+  std::vector<std::byte> encode() const;
+  // Throws Transport when the bytes are no entry.
+  static GroupEntry decode(const bootstrap::Introduction& introduction);
+};
+
+struct Membership {
+  std::string name;
+  uint64_t group = 0;  // no other group of any process has this number
+  uint64_t epoch = 0;
+  plan::Topology topology;
+  std::vector<Peer*> peers;  // by rank; null for this rank
+  std::string self;          // this process, as Peer::describe() calls others
+
+  Rank me() const { return topology.me(); }
+  int size() const { return topology.numRanks(); }
+  bool spansNodes() const { return topology.numNodes() > 1; }
+  bool isMate(Rank rank) const {
+    return rank != me() && topology.nodeOf(rank) == topology.myNode();
+  }
+  // The peer on another node that is not known to be gone; else null.
+  Peer* reachable(Rank rank) const;
+  std::optional<Rank> rankOf(const Peer& peer) const;
+  transport::ChannelKey channelKey(Rank source, Rank destination, uint8_t track,
+                                   uint8_t stream) const {
+    return {group, track, stream, source, destination};
+  }
+
+  // "rank 3 (pid 40122 on ip-10-0-1-7)"
+  std::string nameOf(Rank rank) const;
+  // `cause` as the user reads it: "smddp: send (group "g") failed on rank 0/4: …" for `what` = "send (group "g")".
+  Error failed(const std::string& what, const Error& cause) const;
+  // Throws Mismatch, which names both calls, unless they are the same.
+  void requireSameCall(Rank rank, const transport::CallFingerprint& theirs,
+                       const transport::CallFingerprint& mine) const;
+};
+
+}  // namespace smddp::engine

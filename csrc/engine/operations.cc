@@ -1,0 +1,456 @@
+#include "engine/operations.h"
+
+#include <algorithm>
+#include <array>
+
+#include "common/config.h"
+#include "engine/call.h"
+#include "engine/wait_policy.h"
+
+namespace smddp::engine {
+namespace {
+
+using collectives::Collective;
+
+}  // namespace
+
+struct Operations::Transition {
+  Phase from, to;
+  bool (Operations::*condition)(Execution&);
+  void (Operations::*action)(Execution&);
+};
+
+// The life of an execution. From its phase it takes the first transition whose condition holds. An action that finds
+// the group broken ends the execution, which is then Idle whatever the table says.
+//
+//   Idle        nothing runs on the track
+//   Taken       has its operations
+//   Arriving    has arrived without a plan: which one it is depends on the buffers of the others
+//   Preamble    runs the part of its plan that ends with the arrival of all
+//   Running     runs the rest
+const Operations::Transition Operations::kTransitions[] = {
+    // from           to               condition                   action
+    {Phase::Idle, Phase::Taken, &Operations::hasNext, &Operations::take},
+    {Phase::Taken, Phase::Arriving, &Operations::mustAskMates, &Operations::arrive},
+    {Phase::Taken, Phase::Preamble, &Operations::always, &Operations::begin},
+    {Phase::Arriving, Phase::Running, &Operations::allArrived, &Operations::agree},
+    {Phase::Preamble, Phase::Running, &Operations::hasArrived, &Operations::agree},
+    {Phase::Running, Phase::Idle, &Operations::isDone, &Operations::finish},
+};
+
+Operations::Operations(Process& process, const Membership& membership, Team& team,
+                       Channels& channels, PlanCache& plans, CallHistory& calls, Sentinel& sentinel,
+                       Endings& endings, int64_t numTracks)
+    : process_(process),
+      membership_(membership),
+      team_(team),
+      channels_(channels),
+      plans_(plans),
+      calls_(calls),
+      sentinel_(sentinel),
+      endings_(endings) {
+  for (int64_t index = 0; index < numTracks; ++index) {
+    executions_.push_back(std::make_unique<Execution>(membership_, team_, index));
+  }
+}
+
+// --- submitting -------------------------------------------------------------------------------------------
+
+void Operations::submit(Request request, CompletionPtr completion) {
+  process_.ownership().assertOwned();
+  const uint64_t sequence = calls_.begin(*completion);
+  const auto call = fingerprint(request);
+  const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
+  pending_.push_back({std::move(request), std::move(completion), deadline, sequence, call});
+  if (sentinel_.isBroken(sequence)) return endFrom(*sentinel_.broken());
+  sentinel_.attempt(sequence, [&] {
+    calls_.record(sequence, call);
+    return false;
+  });
+}
+
+bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
+  process_.ownership().assertOwned();
+  Execution& execution = *executions_.front();
+  if (numTracks() > 1 || sentinel_.broken() || request.collective != Collective::AllReduce ||
+      request.output.size() != 1) {
+    return false;
+  }
+  const collectives::Shape shape{request.collective, request.bytes};
+  const PlanCache::Entry* entry = nullptr;
+  // Where there is none the operation is to end with the reason.
+  sentinel_.attempt(calls_.last() + 1, [&] {
+    entry = &plans_.get(shape);
+    return false;
+  });
+  if (entry == nullptr || entry->start != Start::OneShot) return false;
+  const uint64_t sequence = calls_.begin(*completion);
+  const auto call = fingerprint(request);
+  bool isSummed = false;
+  sentinel_.attempt(sequence, [&] {
+    ++started_;
+    ++execution.track.execution;
+    execution.track.late = false;
+    execution.operations.clear();
+    execution.shape = shape;
+    execution.plan = entry;
+    team_.prepareStaging(execution.track, static_cast<size_t>(entry->plan.plan.poolBytes),
+                         /*isSent=*/false);
+    // Before the first store to the cache line of the arrival, which the mates hold: that store leaves the store buffer
+    // late. A load that it cannot be forwarded to, as one that is wider, waits until it and all stores before it have
+    // left.
+    Binding& binding = bind(execution, request, call, sequence);
+    binding.output = Buffer(request.output.front().data());
+    binding.input = binding.output;
+    team_.publish(
+        execution.track,
+        {.fingerprint = call, .ends = {}, .buffers = nullptr, .isNear = entry->plan.fitsNear});
+    execution.executor.copyIn(entry->plan);
+    team_.arrive(execution.track);
+    if (!WaitPolicy::spinUntil([&] { return allArrived(execution); })) return true;
+    team_.agree(execution.track);
+    execution.executor.sum();
+    isSummed = true;
+    return true;
+  });
+  sentinel_.hearMates();
+  if (!sentinel_.isBroken(sequence) && isSummed) {
+    entry->count(1, request.bytes);
+    completion->finishUnseen();
+  } else {
+    const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
+    execution.operations.push_back({std::move(request), completion, deadline, sequence, call});
+    gather(execution);
+    execution.phase = Phase::Arriving;
+    if (sentinel_.isBroken(sequence)) endFrom(*sentinel_.broken());
+  }
+  team_.bell().ring();
+  return true;
+}
+
+// Small allreduces that wait behind one of the same kind join it. Only inside one node, where the arrival
+// tells how many the others have; between nodes that would cost a round trip.
+void Operations::takeFusable(std::vector<Operation>& taken) {
+  taken.reserve(kMaxFused);  // `first` stays where it is
+  const Request& first = taken.front().request;
+  if (numTracks() > 1 || membership_.spansNodes() || first.collective != Collective::AllReduce) {
+    return;
+  }
+  int64_t bytes = first.bytes;
+  while (!pending_.empty() && taken.size() < kMaxFused) {
+    const Request& next = pending_.front().request;
+    bytes += next.bytes;
+    if (next.collective != first.collective || next.type != first.type || next.op != first.op ||
+        next.factor != first.factor || bytes > settings().fusionBytes ||
+        !copyAlike(first.bytes, bytes)) {
+      break;
+    }
+    taken.push_back(std::move(pending_.front()));
+    pending_.pop_front();
+  }
+}
+
+// A rank that has more requests ready than the others has copied all of them before it knows. What it copied must
+// serve fewer, too.
+bool Operations::copyAlike(int64_t one, int64_t several) {
+  const auto& first = plans_.get({Collective::AllReduce, one});
+  return first.choice->preamble != collectives::Preamble::Arrive &&
+         plans_.get({Collective::AllReduce, several}).choice == first.choice;
+}
+
+// --- the life of an execution -----------------------------------------------------------------------------
+
+bool Operations::advance() {
+  process_.ownership().assertOwned();
+  bool advanced = false;
+  for (auto& execution : executions_) {
+    if (execution->phase == Phase::Idle) continue;
+    advanced |= sentinel_.attempt(execution->operations.front().sequence,
+                                  [&] { return advance(*execution); });
+  }
+  while (!pending_.empty() && next().phase == Phase::Idle) {
+    advanced |= sentinel_.attempt(pending_.front().sequence, [&] { return advance(next()); });
+  }
+  return advanced;
+}
+
+// Until it can do nothing more, or has ended.
+bool Operations::advance(Execution& execution) {
+  bool advanced = false;
+  while (step(execution)) {
+    advanced = true;
+    if (execution.phase == Phase::Idle) break;
+  }
+  return advanced;
+}
+
+bool Operations::step(Execution& execution) {
+  const Phase phase = execution.phase;
+  const bool hasPlan = phase == Phase::Preamble || phase == Phase::Running;
+  const bool advanced = hasPlan && execution.executor.advance();
+  for (const Transition& transition : kTransitions) {
+    if (transition.from != phase || !(this->*transition.condition)(execution)) continue;
+    (this->*transition.action)(execution);
+    if (execution.phase == phase) execution.phase = transition.to;
+    return true;
+  }
+  return advanced;
+}
+
+void Operations::take(Execution& execution) {
+  ++started_;
+  ++execution.track.execution;
+  execution.track.late = false;
+  execution.operations.clear();
+  execution.operations.push_back(std::move(pending_.front()));
+  pending_.pop_front();
+  takeFusable(execution.operations);
+  gather(execution);
+  execution.plan = &plans_.get(execution.shape);
+  execution.buffers.reset();
+  if (execution.plan->start == Start::AskMates) execution.buffers = locate(execution);
+}
+
+// With private buffers a rank runs the plan for them at once. If mates' buffers are shared it learns of that when it has
+// arrived, and what it copied was in vain.
+bool Operations::mustAskMates(Execution& execution) { return execution.buffers.has_value(); }
+
+void Operations::arrive(Execution& execution) {
+  publish(execution);
+  team_.arrive(execution.track);
+}
+
+void Operations::begin(Execution& execution) {
+  publish(execution);
+  run(execution, /*arrived=*/false);
+}
+
+// All have arrived: from here on all ranks of the node take the same decisions.
+void Operations::agree(Execution& execution) {
+  // A mate that has given up may have left, and its buffers with it.
+  if (sentinel_.hearMates() && execution.phase == Phase::Idle) return;
+  const Agreement agreement = team_.agree(execution.track);
+  auto& operations = execution.operations;
+  const bool takesFewer = agreement.fused < operations.size();
+  while (operations.size() > agreement.fused) {
+    pending_.push_front(std::move(operations.back()));
+    operations.pop_back();
+  }
+  if (takesFewer) {
+    if (sentinel_.broken()) endFrom(*sentinel_.broken());
+    gather(execution);
+  }
+  const bool copiedInVain =
+      agreement.late && execution.plan->choice->preamble != collectives::Preamble::Arrive;
+  execution.track.late = agreement.late;
+  if (execution.phase == Phase::Preamble && !takesFewer && !copiedInVain) return;
+  execution.shape.shared = agreement.shared;
+  execution.shape.late = agreement.late;
+  execution.plan = &plans_.get(execution.shape);
+  run(execution, /*arrived=*/true);
+}
+
+void Operations::finish(Execution& execution) {
+  if (membership_.spansNodes()) channels_.flushGrants(execution.track);
+  // What a mate has given up ends with its error here, too, even if all we need was there when we came late; and
+  // with zero copy its buffers may have been overwritten while we read them.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (sentinel_.hearMates() && execution.phase == Phase::Idle) return;
+  team_.clearBlame();
+  execution.plan->count(execution.operations.size(), execution.shape.bytes);
+  for (Operation& operation : execution.operations) {
+    endings_.end(*operation.completion, std::nullopt);
+  }
+  execution.operations.clear();
+}
+
+// --- buffers and plans ------------------------------------------------------------------------------------
+
+// Takes the operations of an execution together.
+void Operations::gather(Execution& execution) {
+  const Request& first = execution.operations.front().request;
+  execution.shape = {first.collective, 0, first.root, /*shared=*/false};
+  execution.input.clear();
+  execution.output.clear();
+  const auto append = [](Pieces& to, const Pieces& from) {
+    std::copy_if(from.begin(), from.end(), std::back_inserter(to),
+                 [](const auto& piece) { return !piece.empty(); });
+  };
+  for (const Operation& operation : execution.operations) {
+    execution.shape.bytes += operation.request.bytes;
+    append(execution.input, operation.request.input);
+    append(execution.output, operation.request.output);
+  }
+}
+
+// Where mates find this rank's buffers, if all of them lie in communication memory.
+std::optional<BufferLocations> Operations::locate(const Execution& execution) const {
+  BufferLocations locations;
+  const auto found = [&](const Pieces& pieces, transport::shm::Location& at) {
+    if (pieces.size() != 1) return false;
+    const auto where = process_.commMemory().locate(pieces.front().data(), pieces.front().size());
+    if (where) at = *where;
+    return where.has_value();
+  };
+  const auto buffers = buffersOf(execution.shape, membership_.me(), membership_.size());
+  const bool hasInput = buffers.inputBytes > 0 && !buffers.inPlace;
+  if (execution.shape.bytes == 0) return std::nullopt;
+  if (buffers.outputBytes > 0 && !found(execution.output, locations.output)) return std::nullopt;
+  if (hasInput && !found(execution.input, locations.input)) return std::nullopt;
+  return locations;
+}
+
+void Operations::publish(Execution& execution) {
+  const auto& operations = execution.operations;
+  std::array<uint32_t, kMaxFused> ends;
+  uint32_t end = 0;
+  for (size_t i = 0; i < operations.size(); ++i) {
+    ends[i] = end += static_cast<uint32_t>(operations[i].request.bytes);
+  }
+  const size_t fusable = operations.size() > 1 ? operations.size() : 0;
+  team_.publish(execution.track, {.fingerprint = operations.front().call,
+                                  .ends = std::span(ends).first(fusable),
+                                  .buffers = execution.buffers ? &*execution.buffers : nullptr,
+                                  .isNear = execution.plan->plan.fitsNear});
+}
+
+// The one start of a plan but for the fast path.
+void Operations::run(Execution& execution, bool arrived) {
+  const CachedPlan& cached = execution.plan->plan;
+  team_.prepareStaging(execution.track, static_cast<size_t>(cached.plan.poolBytes),
+                       cached.putsStaging);
+  channels_.open(execution.track, cached.plan);
+  const Operation& first = execution.operations.front();
+  Binding& binding = bind(execution, first.request, first.call, first.sequence);
+  binding.output = Buffer(execution.output);
+  const auto buffers = buffersOf(execution.shape, membership_.me(), membership_.size());
+  binding.input = Buffer(buffers.inPlace ? execution.output : execution.input);
+  if (execution.shape.shared) bindMates(execution, binding);
+  execution.executor.start(cached, arrived);
+}
+
+// What does not depend on buffers.
+Binding& Operations::bind(Execution& execution, const Request& request,
+                          const transport::CallFingerprint& call, uint64_t sequence) const {
+  Binding& binding = execution.executor.binding();
+  binding.type = request.type;
+  binding.op = request.op;
+  binding.scale.factor = request.factor;
+  binding.scale.divisor = membership_.size();
+  binding.call = call;
+  binding.sequence = sequence;
+  binding.mateOutputs.clear();
+  binding.mateInputs.clear();
+  return binding;
+}
+
+void Operations::bindMates(Execution& execution, Binding& binding) const {
+  const plan::Topology& topology = membership_.topology;
+  const auto mine = [](const Pieces& pieces) {
+    return pieces.empty() ? nullptr : pieces.front().data();
+  };
+  for (int local = 0; local < topology.teamSize(); ++local) {
+    const auto buffers = buffersOf(execution.shape, topology.team()[local], membership_.size());
+    const bool isMe = local == topology.myLocal();
+    std::byte* output =
+        isMe ? mine(execution.output) : team_.outputOf(execution.track, local, buffers.outputBytes);
+    std::byte* input = output;
+    if (!buffers.inPlace) {
+      input =
+          isMe ? mine(execution.input) : team_.inputOf(execution.track, local, buffers.inputBytes);
+    }
+    binding.mateOutputs.push_back(output);
+    binding.mateInputs.push_back(input);
+  }
+}
+
+// --- watched ----------------------------------------------------------------------------------------------
+
+bool Operations::idle() const {
+  return pending_.empty() &&
+         std::all_of(executions_.begin(), executions_.end(),
+                     [](const auto& execution) { return execution->phase == Phase::Idle; });
+}
+
+std::optional<uint64_t> Operations::oldest() const {
+  std::optional<uint64_t> oldest;
+  if (!pending_.empty()) oldest = pending_.front().sequence;
+  for (const auto& execution : executions_) {
+    if (execution->phase == Phase::Idle) continue;
+    const uint64_t sequence = execution->operations.front().sequence;
+    oldest = std::min(oldest.value_or(sequence), sequence);
+  }
+  return oldest;
+}
+
+std::vector<Standstill> Operations::standstills() {
+  std::vector<Standstill> all;
+  for (const auto& execution : executions_) {
+    if (execution->phase != Phase::Idle) all.push_back(standstillOf(*execution));
+  }
+  return all;
+}
+
+std::optional<Standstill> Operations::standstillOf(const Completion& completion) {
+  const auto is = [&](const Operation& operation) {
+    return operation.completion.get() == &completion;
+  };
+  for (const auto& execution : executions_) {
+    const auto& operations = execution->operations;
+    if (std::any_of(operations.begin(), operations.end(), is)) return standstillOf(*execution);
+  }
+  // What has not begun waits for what runs on the next track.
+  if (std::any_of(pending_.begin(), pending_.end(), is)) return standstillOf(next());
+  return std::nullopt;
+}
+
+Standstill Operations::standstillOf(const Execution& execution) const {
+  Stall stall;
+  if (execution.phase == Phase::Arriving) {
+    stall = {"at the arrival", team_.absent(execution.track)};
+  } else if (execution.phase != Phase::Idle) {
+    stall = execution.executor.stall();
+  }
+  std::string ranks;
+  for (const Rank rank : stall.awaited) {
+    ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", rank);
+  }
+  Standstill at;
+  at.wait =
+      fmt::format("{} for rank{} {}", stall.where, stall.awaited.size() == 1 ? "" : "s", ranks);
+  at.awaited = std::move(stall.awaited);
+  for (const Operation& operation : execution.operations) {
+    if (at.sequence == 0) {
+      at.sequence = operation.sequence;
+      at.call = operation.call;
+    }
+    if (!at.expired && operation.deadline.passed(process_.clock())) {
+      at.expired = operation.request.timeout;
+    }
+  }
+  return at;
+}
+
+void Operations::giveUp(Operation& operation, const Break& broken) {
+  endings_.keep(std::move(operation.request.keepAlive));
+  const std::string what = fmt::format("{} #{} (group \"{}\")", describe(operation.call),
+                                       operation.sequence, membership_.name);
+  endings_.end(*operation.completion, membership_.failed(what, broken.cause));
+}
+
+void Operations::endFrom(const Break& broken) {
+  process_.ownership().assertOwned();
+  for (auto& execution : executions_) {
+    auto& operations = execution->operations;
+    if (operations.empty() || !broken.concerns(operations.front().sequence)) continue;
+    for (Operation& operation : operations) giveUp(operation, broken);
+    operations.clear();
+    execution->phase = Phase::Idle;
+  }
+  while (!pending_.empty() && broken.concerns(pending_.back().sequence)) {
+    giveUp(pending_.back(), broken);
+    pending_.pop_back();
+  }
+}
+
+}  // namespace smddp::engine

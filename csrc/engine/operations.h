@@ -1,0 +1,125 @@
+// The collective operations of one group: those that wait for their turn and those that run.
+//
+// Operations begin in the order submitted. Execution n runs on track n % tracks, and begins when that track is free.
+// When the ranks of the node have arrived at it they agree (Team) on what one rank may not decide alone: whether
+// tensors are read where they lie, and how many waiting requests are fused. kTransitions in operations.cc is the life of
+// an execution.
+//
+// Ends an operation with its result; errors go to the sentinel, who ends what they concern (endFrom()). What is referred
+// to outlives this. Used by the thread that owns the engine.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/call_history.h"
+#include "engine/channels.h"
+#include "engine/endings.h"
+#include "engine/executor.h"
+#include "engine/membership.h"
+#include "engine/plan_cache.h"
+#include "engine/request.h"
+#include "engine/sentinel.h"
+#include "engine/standstill.h"
+#include "engine/team.h"
+
+namespace smddp::engine {
+
+class Operations final : public Watched {
+ public:
+  Operations(Process& process, const Membership& membership, Team& team, Channels& channels,
+             PlanCache& plans, CallHistory& calls, Sentinel& sentinel, Endings& endings,
+             int64_t numTracks);
+
+  // Takes the operation's place in the order. It begins in advance().
+  void submit(Request request, CompletionPtr completion);
+  // The fast path, for a caller who waits while nothing is in flight: a small vector that all ranks reduce at about the
+  // same time never becomes an operation in flight. False where it is not such a call, which is then to be submitted.
+  // If true and it has not ended, it is in flight.
+  bool runOneShot(Request& request, const CompletionPtr& completion);
+  bool idle() const;
+  size_t numTracks() const { return executions_.size(); }
+
+  // Watched.
+  std::vector<Standstill> standstills() override;
+  std::optional<Standstill> standstillOf(const Completion& completion) override;
+  void endFrom(const Break& broken) override;
+  std::optional<uint64_t> oldest() const override;
+  bool advance() override;
+
+ private:
+  struct Operation {
+    Request request;
+    CompletionPtr completion;
+    Deadline deadline;
+    uint64_t sequence = 0;
+    transport::CallFingerprint call;
+  };
+  // See kTransitions.
+  enum class Phase { Idle, Taken, Arriving, Preamble, Running };
+  // What runs on a track.
+  struct Execution {
+    Execution(const Membership& membership, Team& team, int64_t index)
+        : track(team.makeTrack(index)), executor(membership.topology, track, team.bell()) {}
+    Execution(const Execution&) = delete;
+    Execution& operator=(const Execution&) = delete;
+
+    Track track;
+    Executor executor;
+    Phase phase = Phase::Idle;
+    std::vector<Operation> operations;  // several when fused
+    collectives::Shape shape;           // of all of them together
+    Pieces input, output;
+    const PlanCache::Entry* plan = nullptr;
+    std::optional<BufferLocations>
+        buffers;  // if they are shared, and the choice of the plan depends on that
+  };
+  struct Transition;
+  static const Transition kTransitions[];
+
+  bool advance(Execution& execution);
+  bool step(Execution& execution);
+
+  // Conditions of transitions.
+  bool hasNext(Execution&) { return !pending_.empty(); }
+  bool mustAskMates(Execution& execution);
+  bool always(Execution&) { return true; }
+  bool allArrived(Execution& execution) { return team_.allArrived(execution.track); }
+  bool hasArrived(Execution& execution) { return execution.executor.preambleDone(); }
+  bool isDone(Execution& execution) { return execution.executor.done(); }
+  // Their actions.
+  void take(Execution& execution);
+  void arrive(Execution& execution);
+  void begin(Execution& execution);
+  void agree(Execution& execution);
+  void finish(Execution& execution);
+
+  Execution& next() { return *executions_[started_ % executions_.size()]; }
+  void takeFusable(std::vector<Operation>& taken);
+  bool copyAlike(int64_t one, int64_t several);
+  void gather(Execution& execution);
+  std::optional<BufferLocations> locate(const Execution& execution) const;
+  void publish(Execution& execution);
+  void run(Execution& execution, bool arrived);
+  Binding& bind(Execution& execution, const Request& request,
+                const transport::CallFingerprint& call, uint64_t sequence) const;
+  void bindMates(Execution& execution, Binding& binding) const;
+  void giveUp(Operation& operation, const Break& broken);
+  Standstill standstillOf(const Execution& execution) const;
+
+  Process& process_;
+  const Membership& membership_;
+  Team& team_;
+  Channels& channels_;
+  PlanCache& plans_;
+  CallHistory& calls_;
+  Sentinel& sentinel_;
+  Endings& endings_;
+  std::vector<std::unique_ptr<Execution>> executions_;  // by track
+  std::deque<Operation> pending_;
+  uint64_t started_ = 0;  // executions
+};
+
+}  // namespace smddp::engine

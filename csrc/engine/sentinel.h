@@ -1,0 +1,118 @@
+// Looks after the health of one group: deadlines, ranks that are gone or stopped, breaks that others report. Breaks the
+// group when something is wrong, and leaves it in the end.
+//
+// The first error breaks the group for good, from the operation that met it on: that one and all behind it end with
+// the error, on every rank, now or when they are called. Operations before it run on: whoever is done with them may have
+// left for good, and others still take in what it sent.
+//
+// Sees what runs in the group as Watched only. Used by the thread that owns the engine.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "engine/break.h"
+#include "engine/call_history.h"
+#include "engine/channels.h"
+#include "engine/diagnosis.h"
+#include "engine/endings.h"
+#include "engine/membership.h"
+#include "engine/standstill.h"
+#include "engine/team.h"
+
+namespace smddp::engine {
+
+class Sentinel {
+ public:
+  // What is referred to outlives the sentinel.
+  Sentinel(Process& process, const Membership& membership, Team& team, Channels& channels,
+           CallHistory& calls, Endings& endings);
+  // What runs in the group; before anything does.
+  void attach(Watched& operations, Watched& messages) { watched_ = {&operations, &messages}; }
+
+  const std::optional<Break>& broken() const { return broken_; }
+  bool isBroken(uint64_t sequence) const { return broken_ && broken_->concerns(sequence); }
+  // Runs `step`; what it throws breaks the group from operation `from` on. True: something changed.
+  template <typename Step>
+  bool attempt(uint64_t from, Step step);
+  // Takes in what mates have broken; true when there was anything.
+  bool hearMates();
+  // The slow look at deadlines, peers and mates.
+  void checkHealth();
+  // False when the message is not for the sentinel.
+  bool onControl(Rank from, transport::Bytes message);
+  // Somebody waits no longer for this operation: breaks the group unless it has ended.
+  void expire(const Completion& completion, Nanoseconds waited);
+  // Breaks the group from the oldest operation in flight on.
+  void fail(const Error& cause);
+
+  // From now on a rank that dies breaks the group, awaited or not. `action` runs with the first error that breaks it, as
+  // a continuation, unless this rank leaves before.
+  void watch(std::function<void(const Error&)> action);
+  // The look at a group with such an action, also while it is idle; true when it has been broken.
+  bool checkMembers();
+
+  // This rank calls nothing more; with what is in flight it breaks the group.
+  void leave(bool isIdle);
+  // After an error the network must be polled for a while, or the others might not hear of it.
+  bool isSpreading() const { return broken_ && !spreadingUntil_.passed(process_.clock()); }
+
+ private:
+  enum class Origin { Here, Elsewhere };
+  // One operation that waits.
+  struct Wait {
+    Nanoseconds since = 0;
+    Nanoseconds askedAt = 0;
+    bool isReported = false;
+  };
+
+  void breakFrom(uint64_t from, const Error& cause, Origin origin);
+  void tellOtherNodes();
+  std::vector<Standstill> standstills();
+  void followUp(const std::vector<Standstill>& standstills);
+  void follow(Wait& wait, const Standstill& at);
+  bool checkLost(const std::vector<Standstill>& standstills);
+  void checkDeadlines(const std::vector<Standstill>& standstills);
+  Error timeout(const Standstill& at, Nanoseconds waited) const;
+  void onAbort(const transport::ParsedAbort& abort);
+  void onInquiry(Rank from, const InquiryMessage& inquiry);
+  // Where a break because of it begins: a message has no place in the order of operations.
+  uint64_t placeOf(const Standstill& at) const {
+    return at.sequence > 0 ? at.sequence : calls_.last() + 1;
+  }
+
+  Process& process_;
+  const Membership& membership_;
+  Team& team_;
+  Channels& channels_;
+  CallHistory& calls_;
+  Endings& endings_;
+  Diagnosis diagnosis_;
+  std::array<Watched*, 2> watched_{};
+  std::optional<Break> broken_;
+  Deadline spreadingUntil_{0};
+  std::map<uint64_t, Wait> waits_;  // by sequence
+  Nanoseconds messagesAskedAt_ = 0;
+  bool watchesMembers_ = false;
+  std::vector<std::function<void(const Error&)>> actions_;  // until the group is broken
+  bool left_ = false;
+};
+
+template <typename Step>
+bool Sentinel::attempt(uint64_t from, Step step) {
+  try {
+    return step();
+  } catch (const Error& error) {
+    breakFrom(from, error, Origin::Here);
+  } catch (const std::exception& error) {
+    breakFrom(from, Error(ErrorKind::Internal, error.what()), Origin::Here);
+  }
+  return true;
+}
+
+}  // namespace smddp::engine

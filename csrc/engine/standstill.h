@@ -1,0 +1,43 @@
+// What a group's sentinel sees of that which runs in the group.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "common/clock.h"
+#include "common/types.h"
+#include "engine/break.h"
+#include "engine/completion.h"
+#include "transport/wire.h"
+
+namespace smddp::engine {
+
+// Something that is in flight and waits for other ranks.
+struct Standstill {
+  uint64_t sequence = 0;            // 0: a message; messages are not numbered
+  transport::CallFingerprint call;  // unless it is a message
+  std::string wait;        // "at the arrival for ranks 1, 2", "to send to rank 3 with tag 0"
+  std::set<Rank> awaited;  // never this rank
+  std::optional<Nanoseconds> expired;  // the time-out of an operation here whose deadline is over
+};
+
+// Runs on the thread that owns the engine.
+class Watched {
+ public:
+  virtual ~Watched() = default;
+  // Everything that has begun and not ended, oldest first.
+  virtual std::vector<Standstill> standstills() = 0;
+  // What the operation of `completion` waits for; nothing when it is not in flight here.
+  virtual std::optional<Standstill> standstillOf(const Completion& completion) = 0;
+  // Ends with the cause what the break concerns.
+  virtual void endFrom(const Break& broken) = 0;
+  // The lowest sequence number in flight; nothing when there is none.
+  virtual std::optional<uint64_t> oldest() const = 0;
+  // Does what can be done now; true when anything advanced.
+  virtual bool advance() = 0;
+};
+
+}  // namespace smddp::engine

@@ -1,0 +1,236 @@
+#include "engine/team.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+
+#include "engine/call.h"
+
+namespace smddp::engine {
+namespace {
+
+// A copy of something that a mate can change between two loads, made word by word.
+template <typename T>
+T copyShared(T& from) {
+  static_assert(sizeof(T) % sizeof(uint64_t) == 0 && alignof(T) >= alignof(uint64_t));
+  std::array<uint64_t, sizeof(T) / sizeof(uint64_t)> words;
+  auto* source = reinterpret_cast<uint64_t*>(&from);
+  for (uint64_t& word : words) word = loadShared(*source++);
+  return std::bit_cast<T>(words);
+}
+
+}  // namespace
+
+Team::Team(Process& process, const RegionLayout& layout)
+    : process_(process), regions_(process.sharedRegions()), layout_(layout), bell_(process) {}
+
+Team::~Team() {
+  // Freed pages read as zeros at once: to a mate that is still in the last operation, a wrong result. The memory then
+  // lives until the last mate has unmapped it.
+  const bool isRead = membership_ != nullptr && !released_;
+  if (!isRead && !region_.empty()) regions_->giveBack(region_, layout_);
+}
+
+GroupEntry Team::lease() {
+  process_.ownership().assertOwned();
+  region_ = regions_->take(layout_);
+  const GroupEntry entry{.regionOffset = process_.slab().offsetOf(region_.data()),
+                         .regionBytes = region_.size(),
+                         .groupId = process_.newGroupId()};
+  mine().group.store(entry.groupId);
+  return entry;
+}
+
+void Team::join(const Membership& membership, const std::vector<GroupEntry>& entries) {
+  process_.ownership().assertOwned();
+  membership_ = &membership;
+  for (const Rank rank : topology().team()) {
+    std::byte* region =
+        rank == membership.me() ? region_.data() : checkedRegion(rank, entries[rank]);
+    mates_.push_back({reinterpret_cast<RegionHeader*>(region), entries[rank].groupId});
+    if (rank != membership.me()) bell_.add(*membership.peers[rank]);
+  }
+}
+
+std::byte* Team::checkedRegion(Rank rank, const GroupEntry& entry) const {
+  const Peer& peer = *membership_->peers[rank];
+  const auto& memory = *peer.mate;
+  if (entry.regionBytes != region_.size() ||
+      entry.regionOffset < sizeof(transport::shm::ProcessPage) || entry.regionOffset % kPage != 0 ||
+      entry.regionOffset > memory.size() ||
+      entry.regionBytes > memory.size() - entry.regionOffset) {
+    raise(ErrorKind::Mismatch,
+          "rank {} ({}) shares {} bytes for group \"{}\", this rank {}: do all ranks run the same "
+          "smddp?",
+          rank, peer.describe(), entry.regionBytes, membership_->name, region_.size());
+  }
+  return memory.data() + entry.regionOffset;
+}
+
+Track Team::makeTrack(int64_t index) const {
+  Track track;
+  track.index = index;
+  for (const Mate& mate : mates_) {
+    auto* region = reinterpret_cast<std::byte*>(mate.region);
+    track.headers.push_back(reinterpret_cast<TrackHeader*>(region + layout_.trackOffset(index)));
+    track.halves.push_back(
+        {region + layout_.poolOffset(index, 0), region + layout_.poolOffset(index, 1)});
+  }
+  return track;
+}
+
+// --- executions -------------------------------------------------------------------------------------------
+
+void Team::publish(const Track& track, const Call& call) {
+  process_.ownership().assertOwned();
+  Arrival& mine = track.arrivalOf(topology().myLocal());
+  mine.call = call.fingerprint;
+  mine.ready = std::max<uint32_t>(1, static_cast<uint32_t>(call.ends.size()));
+  mine.shared = call.buffers != nullptr ? 1 : 0;
+  mine.isNear = call.isNear ? 1 : 0;
+  std::copy(call.ends.begin(), call.ends.end(), mine.ends.begin());
+  if (call.buffers != nullptr) mine.buffers = *call.buffers;
+}
+
+bool Team::allArrived(const Track& track) const {
+  for (int local = 0; local < topology().teamSize(); ++local) {
+    if (!track.hasArrived(local)) return false;
+  }
+  return true;
+}
+
+std::set<Rank> Team::absent(const Track& track) const {
+  std::set<Rank> ranks;
+  for (int local = 0; local < topology().teamSize(); ++local) {
+    if (!track.hasArrived(local)) ranks.insert(topology().team()[local]);
+  }
+  return ranks;
+}
+
+Agreement Team::agree(const Track& track) const {
+  process_.ownership().assertOwned();
+  Arrival& mine = track.arrivalOf(topology().myLocal());
+  const transport::CallFingerprint call = copyShared(mine.call);
+  Agreement agreement{.fused = mine.ready, .shared = mine.shared != 0, .late = mine.shared != 0};
+  for (int local = 0; local < topology().teamSize(); ++local) {
+    if (local == topology().myLocal()) continue;
+    Arrival& theirs = track.arrivalOf(local);
+    membership_->requireSameCall(topology().team()[local], copyShared(theirs.call), call);
+    agreement.fused = std::clamp<uint32_t>(loadShared(theirs.ready), 1, agreement.fused);
+    const bool isShared = loadShared(theirs.shared) != 0;
+    agreement.shared &= isShared;
+    agreement.late |= isShared;
+  }
+  for (int local = 0; agreement.fused > 1 && local < topology().teamSize(); ++local) {
+    Arrival& theirs = track.arrivalOf(local);
+    for (uint32_t i = 0; i < agreement.fused; ++i) {
+      if (loadShared(theirs.ends[i]) == mine.ends[i]) continue;
+      raise(ErrorKind::Mismatch, "rank {} and rank {} reduce tensors of different sizes",
+            topology().team()[local], membership_->me());
+    }
+  }
+  return agreement;
+}
+
+std::byte* Team::inputOf(const Track& track, int local, int64_t bytes) const {
+  return resolve(local, track.arrivalOf(local).buffers.input, bytes);
+}
+
+std::byte* Team::outputOf(const Track& track, int local, int64_t bytes) const {
+  return resolve(local, track.arrivalOf(local).buffers.output, bytes);
+}
+
+std::byte* Team::resolve(int local, transport::shm::Location& at, int64_t bytes) const {
+  if (bytes == 0) return nullptr;  // the collective gives this rank no such buffer
+  const Peer& peer = *membership_->peers[topology().team()[local]];
+  return peer.memory->resolve(copyShared(at), static_cast<size_t>(bytes));
+}
+
+void Team::prepareStaging(Track& track, size_t bytes, bool isSent) {
+  const auto half = static_cast<size_t>(track.execution & 1);
+  const bool registers = isSent && bytes > track.registered[half];
+  // What the network knows grows by doubling, because each time all of it is registered anew.
+  if (registers) bytes = std::min(std::bit_ceil(bytes), static_cast<size_t>(layout_.halfBytes));
+  std::byte* from = track.halves[topology().myLocal()][half];
+  if (bytes > track.committed[half]) {
+    process_.slab().commit({from + track.committed[half], bytes - track.committed[half]});
+    track.committed[half] = bytes;
+  }
+  if (!registers) return;
+  process_.addSource({from, bytes});
+  track.registered[half] = bytes;
+}
+
+// --- words about the group --------------------------------------------------------------------------------
+
+void Team::publishCalled(uint64_t sequence) {
+  mine().called.store(sequence, std::memory_order_relaxed);
+}
+
+uint64_t Team::calledBy(Rank rank) const {
+  return mate(rank).region->called.load(std::memory_order_relaxed);
+}
+
+void Team::publishBlame(const Blame& blame) {
+  mine().blame.store(blame.pack(), std::memory_order_relaxed);
+}
+
+void Team::clearBlame() {
+  if (mine().blame.load(std::memory_order_relaxed) != 0) mine().blame.store(0);
+}
+
+Blame Team::blame() const { return blameOf(membership_->me()); }
+
+Blame Team::blameOf(Rank rank) const {
+  return Blame::unpack(mate(rank).region->blame.load(std::memory_order_relaxed),
+                       membership_->size());
+}
+
+void Team::publishBreak(const Break& broken) {
+  process_.ownership().assertOwned();
+  const uint32_t number = mine().numBreaks.load(std::memory_order_relaxed);
+  if (number == kMaxBreaks) return;
+  BreakRecord& record = mine().breaks[number];
+  const std::string text = broken.cause.what();
+  text.copy(record.text, sizeof record.text - 1);
+  record.kind = static_cast<uint32_t>(broken.cause.kind());
+  record.from = broken.from;
+  mine().numBreaks.store(number + 1, std::memory_order_release);
+  bell_.signalled();
+  bell_.ring();
+}
+
+std::optional<Break> Team::nextBreak() {
+  process_.ownership().assertOwned();
+  for (int local = 0; local < topology().teamSize(); ++local) {
+    if (local == topology().myLocal()) continue;
+    Mate& mate = mates_[local];
+    const uint32_t number =
+        std::min(mate.region->numBreaks.load(std::memory_order_acquire), kMaxBreaks);
+    if (mate.breaksRead >= number) continue;
+    const BreakRecord& record = mate.region->breaks[mate.breaksRead++];
+    return Break{record.from,
+                 Error(errorKindOf(record.kind),
+                       std::string(record.text, strnlen(record.text, sizeof record.text)))};
+  }
+  return std::nullopt;
+}
+
+void Team::publishLeft() {
+  process_.ownership().assertOwned();
+  mine().left.store(1, std::memory_order_release);
+  bell_.signalled();
+  bell_.ring();
+}
+
+bool Team::hasLeft(Rank rank) const {
+  return mate(rank).region->left.load(std::memory_order_acquire) != 0;
+}
+
+bool Team::isIn(Rank rank) const {
+  const Mate& theirs = mate(rank);
+  return theirs.region->group.load(std::memory_order_acquire) == theirs.group && !hasLeft(rank);
+}
+
+}  // namespace smddp::engine

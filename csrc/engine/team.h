@@ -1,0 +1,123 @@
+// The ranks of this node in one group: what they tell one another in shared memory.
+//
+// Each rank has a region (region.h) that only it writes. This class writes ours and is, with Track, the only code
+// that reads those of our mates. A mate may write anything at any time, so every word of it is read once, atomically,
+// and what it decides goes by that copy.
+//
+// Owns this rank's region: taken in lease(), given back when mates can no longer read it (releaseRegion()), or kept
+// until the process ends. Used by the thread that owns the engine.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "engine/blame.h"
+#include "engine/break.h"
+#include "engine/membership.h"
+#include "engine/process.h"
+#include "engine/region.h"
+#include "engine/region_pool.h"
+#include "engine/team_bell.h"
+#include "engine/track.h"
+
+namespace smddp::engine {
+
+// What a rank tells its mates about an execution when it arrives.
+struct Call {
+  transport::CallFingerprint fingerprint;
+  // Where the bytes of each request that could be fused end; empty when there is one request only.
+  std::span<const uint32_t> ends;
+  // Of buffers in communication memory; null when they are private.
+  const BufferLocations* buffers = nullptr;
+  bool isNear = false;  // its slots lie beside the arrival
+};
+
+// What the ranks of a node decide alike once all have arrived.
+struct Agreement {
+  uint32_t fused =
+      1;  // requests that run as one execution: as many as the rank with the fewest has
+  bool shared = true;  // all ranks' buffers lie in communication memory
+  bool late = false;   // some rank's do: it waited for this agreement and copied nothing
+};
+
+class Team {
+ public:
+  Team(Process& process, const RegionLayout& layout);
+  ~Team();
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  // Takes memory for this rank's region: what the others must know of it. Throws Resource.
+  GroupEntry lease();
+  // Finds the regions of the mates; `entries` by rank. Throws Mismatch when one does not fit. `membership` outlives
+  // the team.
+  void join(const Membership& membership, const std::vector<GroupEntry>& entries);
+  Track makeTrack(int64_t index) const;
+  TeamBell& bell() { return bell_; }
+
+  // --- executions -----------------------------------------------------------------------------------------
+
+  // Writes what mates read when this rank has arrived at the track's execution.
+  void publish(const Track& track, const Call& call);
+  void arrive(Track& track) {
+    track.arrive(topology().myLocal());
+    bell_.signalled();
+  }
+  bool allArrived(const Track& track) const;
+  std::set<Rank> absent(const Track& track) const;
+  // When all have arrived. Throws Mismatch when a mate makes another call.
+  Agreement agree(const Track& track) const;
+  // The buffers of a mate, mapped here, when all are shared; null for 0 bytes. Throws Mismatch for addresses that the
+  // mate does not have.
+  std::byte* inputOf(const Track& track, int local, int64_t bytes) const;
+  std::byte* outputOf(const Track& track, int local, int64_t bytes) const;
+  // Backs as much of this rank's current half as a plan needs, and tells the network when it sends from there.
+  void prepareStaging(Track& track, size_t bytes, bool isSent);
+
+  // --- words about the group ------------------------------------------------------------------------------
+
+  // The number of the collective call that this rank has made last, and that of a mate.
+  void publishCalled(uint64_t sequence);
+  uint64_t calledBy(Rank mate) const;
+  // Whom this rank blames for what it waits for (blame.h).
+  void publishBlame(const Blame& blame);
+  void clearBlame();
+  Blame blame() const;
+  Blame blameOf(Rank mate) const;
+  void publishBreak(const Break& broken);
+  // The next break of a mate that was not read yet.
+  std::optional<Break> nextBreak();
+  void publishLeft();
+  bool hasLeft(Rank mate) const;
+  // Whether it may still use the group's memory. A mate that saw us leave may use its region for another group.
+  bool isIn(Rank mate) const;
+  // No mate can touch this rank's region any more.
+  void releaseRegion() { released_ = true; }
+
+ private:
+  struct Mate {
+    RegionHeader* region = nullptr;
+    uint64_t group = 0;       // RegionHeader::group, until the mate gives the region up
+    uint32_t breaksRead = 0;  // of RegionHeader::breaks
+  };
+
+  const plan::Topology& topology() const { return membership_->topology; }
+  const Mate& mate(Rank rank) const { return mates_[topology().localOf(rank)]; }
+  RegionHeader& mine() const { return *reinterpret_cast<RegionHeader*>(region_.data()); }
+  std::byte* checkedRegion(Rank rank, const GroupEntry& entry) const;
+  std::byte* resolve(int local, transport::shm::Location& at, int64_t bytes) const;
+
+  Process& process_;
+  const std::shared_ptr<RegionPool> regions_;  // outlives the process object
+  const RegionLayout layout_;
+  std::span<std::byte> region_;
+  const Membership* membership_ = nullptr;  // set by join()
+  std::vector<Mate> mates_;                 // by local index, this rank included
+  TeamBell bell_;
+  bool released_ = false;
+};
+
+}  // namespace smddp::engine
