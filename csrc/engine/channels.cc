@@ -16,7 +16,10 @@ constexpr int64_t kMessageWindow = 4;
 }  // namespace
 
 Channels::Channels(Process& process, const Membership& membership, const plan::Limits& limits)
-    : process_(process), pool_(process.sharedWindows()), membership_(membership), limits_(limits) {}
+    : process_(process),
+      pool_(process.memory().windows),
+      membership_(membership),
+      limits_(limits) {}
 
 Channels::~Channels() {
   if (!released_) return;

@@ -288,7 +288,8 @@ std::optional<BufferLocations> Operations::locate(const Execution& execution) co
   BufferLocations locations;
   const auto found = [&](const Pieces& pieces, transport::shm::Location& at) {
     if (pieces.size() != 1) return false;
-    const auto where = process_.commMemory().locate(pieces.front().data(), pieces.front().size());
+    const auto where =
+        process_.memory().tensors->locate(pieces.front().data(), pieces.front().size());
     if (where) at = *where;
     return where.has_value();
   };

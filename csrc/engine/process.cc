@@ -74,13 +74,10 @@ Process::Process(Options options, const Ownership& ownership)
     : ownership_(ownership),
       options_(std::move(options)),
       id_(options_.id ? *options_.id : bootstrap::randomProcessId()),
-      slab_(transport::shm::Slab::create(options_.slabBytes)),
-      regions_(std::make_shared<RegionPool>(slab_)),
-      windows_(std::make_shared<WindowPool>(slab_)),
-      doorbell_(slab_),
-      commMemory_(std::make_shared<transport::shm::CommMemory>(slab_)),
-      local_(std::make_unique<Link>(*this, std::make_unique<transport::shm::ShmTransport>(slab_))) {
-}
+      memory_(options_.slabBytes),
+      doorbell_(memory_.slab),
+      local_(std::make_unique<Link>(
+          *this, std::make_unique<transport::shm::ShmTransport>(memory_.slab))) {}
 
 Process::~Process() {
   if (fabric_) {
@@ -189,13 +186,13 @@ Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
 transport::RemoteKey Process::registerMemory(const Peer& peer, std::span<std::byte> memory) {
   ownership_.assertOwned();
   Link& link = linkOf(peer);
-  if (&link == fabric_.get()) slab_->keep(memory);
+  if (&link == fabric_.get()) memory_.slab->keep(memory);
   return link.transport->registerMemory(memory);
 }
 
 void Process::addSource(std::span<std::byte> memory) {
   ownership_.assertOwned();
-  if (fabric_->transport->addSource(memory)) slab_->keep(memory);
+  if (fabric_->transport->addSource(memory)) memory_.slab->keep(memory);
 }
 
 std::string Process::addDeviceSource(const transport::DeviceMemory& memory) {

@@ -55,6 +55,21 @@ struct Peer {
   std::string describe() const { return describe(introduction); }
 };
 
+// Memory that the process shares with the others of its node, and what hands out parts of it. Each part is thread-safe,
+// and may be kept beyond the end of the process object.
+struct NodeMemory {
+  explicit NodeMemory(size_t slabBytes)
+      : slab(transport::shm::Slab::create(slabBytes)),
+        regions(std::make_shared<RegionPool>(slab)),
+        windows(std::make_shared<WindowPool>(slab)),
+        tensors(std::make_shared<transport::shm::CommMemory>(slab)) {}
+
+  const std::shared_ptr<transport::shm::Slab> slab;
+  const std::shared_ptr<RegionPool> regions;  // of groups
+  const std::shared_ptr<WindowPool> windows;  // of channels
+  const std::shared_ptr<transport::shm::CommMemory> tensors;
+};
+
 class Process {
  public:
   struct Options {
@@ -84,14 +99,8 @@ class Process {
   const ProcessId& id() const { return id_; }
   // A number that no group of any process has had before.
   uint64_t newGroupId();
-  transport::shm::Slab& slab() { return *slab_; }
-  const std::shared_ptr<transport::shm::Slab>& sharedSlab() const { return slab_; }
-  const std::shared_ptr<RegionPool>& sharedRegions() const { return regions_; }
-  const std::shared_ptr<WindowPool>& sharedWindows() const { return windows_; }
+  const NodeMemory& memory() const { return memory_; }
   transport::shm::Doorbell& doorbell() { return doorbell_; }
-  // [thread-safe]
-  transport::shm::CommMemory& commMemory() { return *commMemory_; }
-  const std::shared_ptr<transport::shm::CommMemory>& sharedCommMemory() { return commMemory_; }
 
   // By what the nodes of groups were agreed on (bootstrap::Locality): part of what we publish from now on.
   void setNodeAgreement(uint64_t agreement);
@@ -178,13 +187,10 @@ class Process {
   uint64_t lastGroup_ SMDDP_GUARDED_BY(ownership_) =
       0;  // how many groups this process has numbered
   uint64_t nodeAgreement_ SMDDP_GUARDED_BY(ownership_) = 0;
-  std::shared_ptr<transport::shm::Slab> slab_;
-  std::shared_ptr<RegionPool> regions_;
-  std::shared_ptr<WindowPool> windows_;
+  const NodeMemory memory_;
   // Kept mapped by peers_.
   std::vector<const transport::shm::ProcessPage*> matePages_ SMDDP_GUARDED_BY(ownership_);
   transport::shm::Doorbell doorbell_;
-  std::shared_ptr<transport::shm::CommMemory> commMemory_;
   ControlHandler handler_;
   std::map<ProcessId, std::unique_ptr<Peer>> peers_ SMDDP_GUARDED_BY(ownership_);
   Mutex probeMutex_;

@@ -13,7 +13,7 @@ Progress::Progress(Ownership& ownership, Process& process, GroupRegistry& groups
       hasThreads_(hasThreads),
       policy_(process),
       threads_(*this, policy_) {
-  if (hasThreads) threads_.start(process.sharedSlab());
+  if (hasThreads) threads_.start(process.memory().slab);
 }
 
 void Progress::stop() {

@@ -260,7 +260,7 @@ void Sentinel::onInquiry(Rank from, const InquiryMessage& inquiry) {
   AnswerMessage answer;
   answer.group = membership_.group;
   const Blame late{membership_.me(), Blame::Why::NotCalled, static_cast<uint32_t>(calls_.last())};
-  answer.blame = (sequence > calls_.last() ? late : team_.blame()).pack();
+  answer.blame = (sequence > calls_.last() ? late : team_.blameOf(membership_.me())).pack();
   channels_.control(from, transport::bytesOf(answer));
 }
 

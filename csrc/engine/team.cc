@@ -23,7 +23,7 @@ T copyShared(T& from) {
 }  // namespace
 
 Team::Team(Process& process, const RegionLayout& layout)
-    : process_(process), regions_(process.sharedRegions()), layout_(layout), bell_(process) {}
+    : process_(process), regions_(process.memory().regions), layout_(layout), bell_(process) {}
 
 Team::~Team() {
   // Freed pages read as zeros at once: to a mate that is still in the last operation, a wrong result. The memory then
@@ -35,7 +35,7 @@ Team::~Team() {
 GroupEntry Team::lease() {
   process_.ownership().assertOwned();
   region_ = regions_->take(layout_);
-  const GroupEntry entry{.regionOffset = process_.slab().offsetOf(region_.data()),
+  const GroupEntry entry{.regionOffset = process_.memory().slab->offsetOf(region_.data()),
                          .regionBytes = region_.size(),
                          .groupId = process_.newGroupId()};
   mine().group.store(entry.groupId);
@@ -154,7 +154,7 @@ void Team::prepareStaging(Track& track, size_t bytes, bool isSent) {
   if (registers) bytes = std::min(std::bit_ceil(bytes), static_cast<size_t>(layout_.halfBytes));
   std::byte* from = track.halves[topology().myLocal()][half];
   if (bytes > track.committed[half]) {
-    process_.slab().commit({from + track.committed[half], bytes - track.committed[half]});
+    process_.memory().slab->commit({from + track.committed[half], bytes - track.committed[half]});
     track.committed[half] = bytes;
   }
   if (!registers) return;
@@ -179,8 +179,6 @@ void Team::publishBlame(const Blame& blame) {
 void Team::clearBlame() {
   if (mine().blame.load(std::memory_order_relaxed) != 0) mine().blame.store(0);
 }
-
-Blame Team::blame() const { return blameOf(membership_->me()); }
 
 Blame Team::blameOf(Rank rank) const {
   return Blame::unpack(mate(rank).region->blame.load(std::memory_order_relaxed),

@@ -82,11 +82,10 @@ class Team {
   // The number of the collective call that this rank has made last, and that of a mate.
   void publishCalled(uint64_t sequence);
   uint64_t calledBy(Rank mate) const;
-  // Whom this rank blames for what it waits for (blame.h).
+  // Whom a rank blames for what it waits for (blame.h).
   void publishBlame(const Blame& blame);
   void clearBlame();
-  Blame blame() const;
-  Blame blameOf(Rank mate) const;
+  Blame blameOf(Rank mateOrMe) const;
   void publishBreak(const Break& broken);
   // The next break of a mate that was not read yet.
   std::optional<Break> nextBreak();

@@ -60,7 +60,8 @@ class WaitPolicy {
   static constexpr std::chrono::milliseconds kParkedPoll{1};
   static constexpr std::chrono::milliseconds kAnswerPeriod{250};
 
-  explicit WaitPolicy(Process& process) : process_(process), placement_(process.slab().page()) {}
+  explicit WaitPolicy(Process& process)
+      : process_(process), placement_(process.memory().slab->page()) {}
 
   // Whether `condition` holds now or after a few looks.
   template <typename Condition>

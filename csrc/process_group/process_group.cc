@@ -62,7 +62,7 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
   const size_t bytes = at::detail::computeStorageNbytesContiguous(
       sizes, c10::elementSize(c10::typeMetaToScalarType(options.dtype())));
   try {
-    const auto memory = engineAtFirstUse()->process().sharedCommMemory();
+    const auto memory = engineAtFirstUse()->process().memory().tensors;
     void* block = memory->allocate(std::max<size_t>(bytes, 1));
     return at::from_blob(
         block, sizes, [memory](void* freed) { memory->free(freed); }, options);

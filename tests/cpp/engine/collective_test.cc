@@ -109,7 +109,7 @@ struct Buffers {
   std::unique_ptr<Block> make(size_t bytes, size_t misalignment = 0) const {
     const bool shared = memory == Memory::Shared || (memory == Memory::Mixed && rank.rank > 0);
     return std::make_unique<Block>(bytes, misalignment,
-                                   shared ? &rank.engine.process().commMemory() : nullptr);
+                                   shared ? rank.engine.process().memory().tensors.get() : nullptr);
   }
   std::unique_ptr<Block> make(const Contents& contents, size_t misalignment = 0) const {
     auto block = make(contents.size(), misalignment);

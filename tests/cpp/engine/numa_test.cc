@@ -111,7 +111,7 @@ TEST_F(NumaTest, StagingMemoryAndWindowsLieWithTheirOwner) {
       const auto completion = rank.engine.submit(*rank.group, std::move(message));
       if (completion->error()) throw *completion->error();
     }
-    auto& slab = rank.engine.process().slab();
+    auto& slab = *rank.engine.process().memory().slab;
     const NumaNode& own = nodes_[rank.rank];
     // The writer and the reader of a ring are on different nodes, so either node is right.
     const size_t rings = slab.page().ringsOffset.load();
@@ -127,7 +127,7 @@ TEST_F(NumaTest, StagingMemoryAndWindowsLieWithTheirOwner) {
 
 TEST_F(NumaTest, CommunicationMemoryLiesWithItsOwner) {
   onTwoNodes([&](RankContext& rank) {
-    auto& memory = rank.engine.process().commMemory();
+    auto& memory = *rank.engine.process().memory().tensors;
     constexpr size_t kBytes = 8 << 20;
     // In an allreduce a mate writes every other slice, before the owner of the buffer has touched it.
     Block own(kBytes, 0, &memory);
