@@ -28,7 +28,8 @@ class Priority(NamedTuple):
     """Says which task runs first among those of one kind: the smaller tuple.
 
     Attributes:
-        forward: forward or backward work; the two are kept apart, so it is not compared.
+        forward: forward work, else backward work. Each has a heap of its own, so this decides
+            nothing there.
         microbatch: older microbatches have smaller numbers.
         order: where the work stands within its microbatch; see `Frame.order`.
     """
@@ -62,7 +63,7 @@ class Task:
         admitted: says whether the task may begin now; None if it always may. It is not asked again
             once the task has begun.
         worker: the thread, once the task has begun.
-        local: the `Frame` that runs here; for the executor.
+        local: the task's `Frame`; the driver and the server set it, and the baton does not use it.
     """
 
     __slots__ = ("admitted", "function", "local", "priority", "worker")
@@ -119,7 +120,7 @@ class Baton:
             failed: called with a task and what it has raised.
             inbox: where messages come from.
             keep: saves what other tasks may change while a task waits, such as the state of random
-                generators; returns a function that restores it.
+                generators; returns a function that restores it. Called only if another task runs.
         """
         self._failed = failed
         self._inbox = inbox
@@ -147,7 +148,7 @@ class Baton:
         return getattr(self._current, "task", None)
 
     def begin(self) -> None:
-        """Accepts tasks again after an abort; no task may be left."""
+        """Begins a step: accepts tasks again after an abort. No task may be left."""
         with self._lock:
             self._aborted = self._last_forward = False
 
@@ -366,10 +367,13 @@ class Baton:
                 self._running = None
 
 
+# Of a heap: the number decides between equal priorities; it is the order of submission.
 _Entry = tuple[Priority, int, Task]
 
 
 class _Worker:
+    """A thread that runs tasks. It sleeps while it waits for the baton."""
+
     def __init__(self, baton: Baton) -> None:
         # A raw lock, because releasing it runs no Python code; threading.Semaphore would.
         self.wake = _thread.allocate_lock()

@@ -1,4 +1,4 @@
-"""The caller's side of calls between ranks, and the bridge into autograd.
+"""The caller's side of calls between ranks, with its node in the caller's autograd graph.
 
 A frame collects calls of remote modules in a call graph. When the code needs a value, the frame
 sends the graph and waits. The results enter the frame's autograd graph as the outputs of one node.
@@ -43,13 +43,17 @@ class Outgoing:
         graph, identity: the calls and edges, and the number by which its members know them.
         inputs: the caller's tensors that enter the graph, in the order of their numbers.
         microbatch: for which it was sent.
-        values: results by place, that is (call, tensor), as they arrive.
-        returned: shape, objects and number of tensors of the results whose shape was not known.
+        values: the results that have arrived, by place: (number of the call, number of the tensor
+            in its result).
+        returned: for each call whose result had no known shape: its shape, its objects, and how
+            many tensors it has.
         places: of the outputs of the autograd node, in their order.
-        ticket, missing: done when all values have arrived; edges whose values have not.
-        gradients: of the inputs, by index * segments + segment.
+        ticket: done when all values have arrived.
+        missing: how many edges to SINK have not brought their values yet.
+        gradients: of the inputs. The key is i * n + s for the gradient of input i from segment s,
+            where n is the number of segments.
         backward_ticket, backward_missing: the same as `ticket` and `missing`, for gradients.
-        sunk: places of the edges to SINK that have results of unknown shape, by segment.
+        sunk: by segment, all places of its edge to SINK, if that has results of unknown shape.
         abandoned: no gradients will come. The owners are told so when all values have arrived.
     """
 
@@ -78,6 +82,7 @@ class Caller:
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        # By number; those that have had their backward pass, or need none, are taken out.
         self._outgoing: dict[int, Outgoing] = {}
         self._numbers = itertools.count()
         # By the signature of a graph: the graph, and the number by which its members know it.
@@ -93,7 +98,7 @@ class Caller:
         self._numbers = itertools.count()
 
     def forget(self) -> None:
-        """Forgets which graphs the members know, too: there is another model."""
+        """Forgets which graphs their members know, too, because there is another model."""
         self.clear()
         self._known.clear()
 
@@ -151,7 +156,7 @@ class Caller:
 
         Returns:
             The values by place. `out` does not keep them: they refer to the autograd node, and the
-            node refers to `out`. Python cannot free such a circle.
+            node refers to `out`. Python could not free such a cycle of references.
         """
         self._host.wait(out.ticket, frame, frame.forward)
         if out.returned:
@@ -201,10 +206,11 @@ class Caller:
             self._drop(out)
 
     def abandon(self, numbers: Sequence[int]) -> None:
-        """Gives up those of some graphs that have had no gradients: none will come.
+        """Drops those of the given graphs that have had no gradients: none will come any more.
 
-        A part of the model may not reach the loss, or a checkpoint may have computed it again. Its
-        owners would keep it until the end of the step, and count the microbatch as under way.
+        Their results did not reach the loss, or a checkpoint has computed them again. Without this
+        their owners would keep them until the end of the step, and count the microbatch as under
+        way.
 
         Args:
             numbers: of the graphs.
@@ -254,6 +260,7 @@ class Caller:
 
         Raises:
             SMPUsageError: it is the second backward pass through this graph.
+            Aborted: the step has failed meanwhile.
         """
         host, graph = self._host, out.graph
         if out.backward_ticket.done:
@@ -311,7 +318,10 @@ class _OpenGraph(Collector):
 
 
 class _Remote(torch.autograd.Function):
-    """The node that a call graph is in the caller's autograd graph."""
+    """The one node that stands for a whole call graph in the caller's autograd graph.
+
+    Its inputs are the tensors that entered the call graph, its outputs the results.
+    """
 
     @staticmethod
     def forward(

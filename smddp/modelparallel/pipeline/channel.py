@@ -40,6 +40,7 @@ class Ended(NamedTuple):
     error: Exception | None
 
 
+# What has come, and the rank of its sender in the pipeline.
 Arrival = tuple[int, Message | Ended]
 
 # How many bytes of a message `_Threads` receives before it knows the length.
@@ -62,6 +63,13 @@ class Channel:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        """Begins no step yet.
+
+        Args:
+            group: the ranks of the pipeline; nothing else sends messages in it.
+            rank: of this process in the group.
+            size: of the group.
+        """
         self.peers = [peer for peer in range(size) if peer != rank]
         self.broken: dict[int, Exception] = {}
         self._all_ended = threading.Event()
@@ -113,7 +121,10 @@ class Channel:
 
 
 class _Streams(Protocol):
-    """How messages are sent and received; see Channel."""
+    """How messages are sent and received: one class for smddp, one for other backends.
+
+    `Channel` says what the methods do; `flush` waits until every send is complete.
+    """
 
     def open(self) -> None: ...
 
@@ -127,6 +138,7 @@ class _Streams(Protocol):
 
 
 def _head(kind: int, header: Any) -> bytes:
+    """Returns a kind and its header as bytes; the codec in C++ calls them the head of a message."""
     return pickle.dumps((int(kind), header), pickle.HIGHEST_PROTOCOL)
 
 
@@ -156,13 +168,14 @@ class _Together:
 
 
 class _Threads:
-    """Over any backend: a thread per stream receives.
+    """Over any other backend: one thread for each stream receives its messages.
 
-    The threads end with the process. Between steps each waits at its gate.
+    The threads end with the process. Between steps each waits for `open`.
     """
 
-    # So many sends may be pending. Some backends report that a send is complete only to a thread
-    # that waits for it. As the peers receive all the time, that takes no longer than the network.
+    # With more pending messages than this, `send` first waits for the oldest. Some backends report
+    # that a send is complete only to a thread that waits for it. As the peers receive all the time,
+    # that takes no longer than the network.
     _PENDING = 8
 
     def __init__(self, group: dist.ProcessGroup, peers: list[int]) -> None:

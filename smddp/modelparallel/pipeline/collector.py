@@ -1,4 +1,4 @@
-"""Collects calls of a frame whose values no code has needed yet, and makes a graph of them."""
+"""Collects the calls of a frame whose values its code has not used yet; makes a graph of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ __all__ = ["Collector", "Site"]
 
 
 class Site:
-    """What is the same each time a call is made: all but its tensors, its objects and its seed.
+    """What stays the same each time a call is made: all but its tensors, its objects and its seed.
 
-    Sites are compared by identity, so a known call graph is found without comparing shapes.
+    `Modules` keeps one for each module, method, shape of arguments and mode. Sites are compared by
+    identity, so a known call graph is found without comparing shapes.
 
     Attributes:
         module, method, shape, returns: see `Call`.
@@ -68,7 +69,7 @@ class Collector:
         self._owners: list[int] = []
 
     def fetch(self) -> object:
-        """Fills in the lazy tensors."""
+        """Sends the graph, waits for its values, and sets those of the lazy tensors."""
         raise NotImplementedError
 
     def owner_of(self, lazy: Lazy) -> int | None:

@@ -29,13 +29,13 @@ log = logging.getLogger("smddp.modelparallel")
 
 @dataclasses.dataclass
 class Body:
-    """A script's function under `smp.step`, how its arguments are divided, and what it has shown.
+    """A script's function under `smp.step`, how to divide its arguments, and facts of past steps.
 
     Attributes:
         function: runs once per microbatch.
-        whole: names of arguments that are not divided.
+        whole: names of the arguments that are not divided (`non_split_inputs`).
         axes: along which dimension to divide, by name of the argument; 0 for the others.
-        detach: drop the autograd graph of the tensors that it returns.
+        detach: drop the autograd graphs of the tensors that it returns.
         trains: an earlier step has called `model.backward`.
         compared: the lengths of the arguments have been compared, which is done once.
     """
@@ -55,8 +55,8 @@ class Driver:
     pipeline a microbatch that reaches its backward pass waits until all that run have reached it.
 
     Attributes:
-        backward: has a microbatch called `model.backward`?
-        random_state: of the script, after the step has drawn its seed; None before.
+        backward: has a microbatch of this step called `model.backward`?
+        random_state: of the script's generators, after the step has drawn its seed; None before.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Driver:
         """Begins nothing yet.
 
         Args:
-            executor: of rank 0.
-            body: to run.
-            schedule: of the step.
+            executor: that of rank 0.
+            body: runs once per microbatch.
+            schedule: how many microbatches there are, and how many run at a time.
             args: positional arguments of the whole batch.
             kwargs: named arguments of the whole batch.
         """
@@ -78,6 +78,7 @@ class Driver:
         self._lock = threading.Lock()
         self._started = self._ended = 0
         self._forward = 0  # microbatches under way that have not reached their backward pass
+        # Of microbatches in the simple pipeline that wait before their backward pass.
         self._parked: list[Ticket] = []
         self._passed: set[int] = set()  # microbatches that have reached their backward pass
         self._results: list[Any] = [None] * schedule.microbatches
@@ -144,7 +145,7 @@ class Driver:
             )
 
     def _annotate(self, error: Exception) -> None:
-        """Adds to an error how long the undivided arguments were, as the user cannot see that."""
+        """Adds the lengths of the undivided arguments to an error, whose text cannot name them."""
         if note := self._unequal_lengths():
             # As `add_note`, which Python 3.10 does not have.
             error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
@@ -153,7 +154,7 @@ class Driver:
         """Counts a forward pass as done; in the simple pipeline, waits for the others.
 
         Args:
-            frame: of the microbatch, on whose thread this is called before each backward pass.
+            frame: of the microbatch; its own thread calls this, before each backward pass.
 
         Raises:
             Aborted: the step has failed meanwhile.
@@ -192,7 +193,7 @@ class Driver:
             self._executor.baton.submit(task)
 
     def _release(self) -> None:
-        """Lets parked microbatches go on, in the simple pipeline once all have come so far."""
+        """Lets the parked microbatches go on once all that run have reached their backward pass."""
         with self._lock:
             if self._schedule.simple and self._forward > 0:
                 return

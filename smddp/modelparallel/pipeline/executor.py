@@ -1,7 +1,7 @@
 """One rank's part in the steps of a pipeline: what arrives, what runs, and how a step ends.
 
-See docs/model-parallel-design.md for the whole. This file holds the life of a step; calls.py the
-caller's side of remote calls, server.py the owner's.
+docs/model-parallel-design.md follows one microbatch through all of it. This file has the life of a
+step; calls.py has the caller's side of remote calls, server.py the owner's side.
 """
 
 from __future__ import annotations
@@ -50,11 +50,26 @@ class Executor:
 
     Attributes:
         rank, size: in the pipeline.
+        baton: runs the tasks of this rank, one at a time.
+        caller: the call graphs that code of this rank has sent.
+        server: the segments that this rank runs for any rank.
+        timeline: what ran in the last step, and when.
+        channel: the streams to and from the other ranks; None if there are none.
+        partitioned: has this rank applied the partition? Until then it keeps the messages that
+            begin work.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, rank: int, size: int, stall_warning: float
     ) -> None:
+        """Begins without a model.
+
+        Args:
+            group: the ranks of the pipeline; nothing else sends messages in it.
+            rank: of this process in the group.
+            size: of the group.
+            stall_warning: seconds after which a step that does not end is logged; 0 for never.
+        """
         self.rank, self.size = rank, size
         self.timeline = Timeline()
         self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
@@ -74,8 +89,9 @@ class Executor:
         }
         self.partitioned = size == 1
         self._mutex = threading.RLock()
-        # No message may follow END: it would be taken for one of the next step.
+        # No message may follow END: the receiver would take it for one of the next step.
         self._send_lock = threading.Lock()
+        # (peer, message): what has come before this rank can use it.
         self._held: list[tuple[int, Message]] = []
         self._begun = False  # may messages of this step be acted upon?
         self._decision: Any = None  # has come, and is not applied here yet
@@ -114,11 +130,11 @@ class Executor:
             raise Aborted
 
     def _reset(self) -> None:
-        self._over = threading.Event()
-        self._failures: list[Failure] = []
-        self._cause: BaseException | None = None
+        self._over = threading.Event()  # the thread in `run` may go on
+        self._failures: list[Failure] = []  # of all ranks, as far as they are known here
+        self._cause: BaseException | None = None  # the exception of this rank
         self._end_sent = False
-        self._name = ""
+        self._name = ""  # of the step function
         self._result: StepResult | None = None
 
     # --- the life of a step -----------------------------------------------------------------------
@@ -140,8 +156,9 @@ class Executor:
         Raises:
             Redo: a module returned another structure than its caller had relied on.
             SMPMicrobatchError: a microbatch failed, here or elsewhere.
-            SMPUsageError: the step cannot be made with these arguments, or by these calls.
-            SMPPeerError: a rank is gone.
+            SMPUsageError: the arguments cannot be divided, or ranks are in different steps.
+            SMPPartitionError: the model cannot be divided as asked.
+            SMPPeerError: a rank is gone, or another replica has failed.
         """
         self._refuse_if_broken()
         self._reset()
@@ -226,7 +243,7 @@ class Executor:
         self.timeline.enter(frame, forward)
 
     def reach_backward(self, frame: Frame) -> None:
-        """Tells the driver that a microbatch's forward pass is over; may wait."""
+        """Tells the driver that a microbatch's forward pass is over; see `StepDriver`."""
         assert self._driver is not None
         self._driver.reach_backward(frame)
 
@@ -343,7 +360,7 @@ class Executor:
             self._model.apply(decision)
 
     def set_partitioned(self) -> None:
-        """Says that this rank has applied the partition; calls are served from now on."""
+        """Notes that this rank has applied the partition; it serves calls from now on."""
         with self._mutex:
             self.partitioned = True
             self._release_held()
@@ -351,7 +368,12 @@ class Executor:
     # --- failure ----------------------------------------------------------------------------------
 
     def fail(self, microbatch: int, error: BaseException) -> None:
-        """Ends the step on all ranks because of an error on this one."""
+        """Ends the step on all ranks because of an error on this one. Only the first error counts.
+
+        Args:
+            microbatch: in which it was raised; -1 if not in a microbatch.
+            error: the exception.
+        """
         failure = describe(microbatch, self.rank, error)
         with self._mutex:
             if self._failures:

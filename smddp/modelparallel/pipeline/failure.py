@@ -25,19 +25,20 @@ class StructureChangedError(Exception):
 
 
 class Redo(Exception):  # noqa: N818  it is no error
-    """The step has to be made again, and every call has to wait for its result."""
+    """Ends a step that has to be made again; in the second pass every call waits for its result."""
 
 
 class Failure(NamedTuple):
     """Why a step failed, as it is sent to all ranks.
 
     Attributes:
-        microbatch: in which it failed; -1 if in none.
+        microbatch: in which it failed; -1 if not in a microbatch.
         rank: of the pipeline, on which it failed.
         text: class and message of the exception.
         trace: its traceback.
         pickled: the exception itself; None if it does not pickle.
-        redo: the program is right, and the step can be made again.
+        redo: the program has no error, only smp's guess about a structure was wrong; so the step is
+            made again.
     """
 
     microbatch: int
@@ -86,8 +87,8 @@ def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
     """Returns an exception of this rank as a failure.
 
     Args:
-        microbatch: in which it was raised; -1 if in none.
-        rank: of the pipeline, this one.
+        microbatch: in which it was raised; -1 if not in a microbatch.
+        rank: of this process in the pipeline.
         error: the exception.
     """
     notes: list[str] = getattr(error, "__notes__", [])

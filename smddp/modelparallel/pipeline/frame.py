@@ -1,4 +1,4 @@
-"""What a task knows about itself."""
+"""Where a task stands in the program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Frame"]
 
 
 class Frame:
-    """What a task of a microbatch knows about itself.
+    """Where a task stands in the program: its microbatch, its place, and its open call graph.
 
     Attributes:
         microbatch: its number.
@@ -17,9 +17,10 @@ class Frame:
             numbers of the call graph and of the segment. It does not depend on timing.
         order: among tasks of one microbatch, the one with the smaller tuple runs first.
         name: of the module that runs, for timelines; empty for the body.
-        depth: how many segments come before it in the pipeline.
+        depth: 0 for the body. For a segment, its caller's depth plus its place, counted from 1, in
+            the longest chain of segments of its graph that leads to it. Backward tasks have 0.
         grad: were gradients enabled when it began?
-        open: the call graph whose values the code has not needed yet; None if there is none.
+        open: the call graph that has not been sent yet; None if there is none.
         sent: numbers of the call graphs that it has sent.
     """
 

@@ -1,4 +1,4 @@
-"""What the caller's and the owner's side of calls need of the rank on which they run."""
+"""What `Caller`, `Server` and `Modules` need of the executor of their rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Host"]
 
 
 class Host(Protocol):
-    """The rank on which calls are made and served; the executor implements it.
+    """The rank on which calls are made and served; `Executor` implements it.
 
     Attributes:
         rank: in the pipeline.
@@ -27,7 +27,7 @@ class Host(Protocol):
     timeline: Timeline
 
     def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> None:
-        """Sends a message to a rank of the pipeline, or to this one."""
+        """Sends a message to a rank of the pipeline, which may be this one; see `Message`."""
 
     def wait(self, ticket: Ticket, frame: Frame, forward: bool) -> None:
-        """Lets other tasks run until a ticket is done."""
+        """Lets other tasks run until a ticket is done; see `Executor.wait`."""

@@ -39,8 +39,9 @@ class Lazy(torch.Tensor):
     """Stands for tensor number `place[1]` of call number `place[0]` of an open call graph.
 
     Attributes:
-        graph: the open call graph.
-        fetch: gets the value, and sets `value`; None once that is done.
+        place: (number of the call, number of the tensor in its result).
+        graph: the call graph, a `Collector`.
+        fetch: gets the value from its owner, and sets `value`; None once that is done.
         value: the tensor, once it is fetched.
     """
 
@@ -92,7 +93,7 @@ def force(value: Any) -> Any:
     return value.value
 
 
-# A classmethod written in Python in some versions of torch, in C in others.
+# Some versions of torch define `apply` in Python, others in C.
 _original_apply: Any = (
     vars(torch.autograd.Function).get("apply") or vars(torch._C._FunctionBase)["apply"]
 )

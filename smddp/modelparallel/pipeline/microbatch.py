@@ -18,7 +18,7 @@ class StepOutput:
     """A tensor that the body of a step has returned: one value per microbatch.
 
     Attributes:
-        outputs: the values, by microbatch.
+        outputs: the values, by microbatch, with the shapes and dtypes that the body has returned.
 
     Source: the SageMaker Python SDK's page on `smdistributed.modelparallel.torch.step`.
     """
@@ -27,24 +27,35 @@ class StepOutput:
         self.outputs = list(outputs)
 
     def reduce_mean(self) -> torch.Tensor:
-        """Returns the mean over the microbatches, of the shape of one value."""
+        """Returns the mean over the microbatches, of the shape of one value.
+
+        Integers become floating-point numbers. All values must have the same shape.
+        """
         return self.reduce_sum() / len(self.outputs)
 
     average = reduce_mean
 
     def reduce_sum(self) -> torch.Tensor:
-        """Returns the sum over the microbatches, of the shape of one value."""
+        """Returns the sum over the microbatches, of the shape and dtype of one value."""
         total = self.outputs[0]
         for output in self.outputs[1:]:
             total = total + output
         return total
 
     def concat(self) -> torch.Tensor:
-        """Returns the values one after the other along dimension 0."""
+        """Returns the values one after the other along dimension 0, as torch.cat does.
+
+        Raises:
+            RuntimeError: the values have no dimensions, as losses have; use `stack` for them.
+        """
         return torch.cat(self.outputs)
 
     def stack(self) -> torch.Tensor:
-        """Returns the values along a new dimension 0."""
+        """Returns the values along a new dimension 0, which is the microbatch.
+
+        Raises:
+            RuntimeError: the values differ in shape.
+        """
         return torch.stack(self.outputs)
 
     def __repr__(self) -> str:
@@ -73,7 +84,8 @@ def split_arguments(
         axes: along which dimension to divide; 0 for those that are not named.
 
     Returns:
-        (positional, named) arguments for each microbatch. Tensors are views.
+        (positional, named) arguments for each microbatch. Tensors are views of the given ones. An
+        object with a method `smp_slice(count, number, axis)` is replaced by what that returns.
 
     Raises:
         SMPUsageError: a name is unknown, the function does not take the arguments, or a tensor

@@ -1,4 +1,4 @@
-"""Sends every call of a module to where the module lives.
+"""Sends every call of a module to the rank that owns the module.
 
 `nn.Module._call_impl` is replaced once, for all modules of the process. If a task of a step calls a
 module of the partitioned model, the call is handled here; all other calls go on as usual. Nothing
@@ -27,8 +27,8 @@ from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_al
 __all__ = ["Modules"]
 
 _original_call = nn.Module._call_impl
-# If the structure of a call's result has changed so often, callers always wait for it from then on:
-# each change means that a step is made twice.
+# If the structure of a call's result has changed this often, callers always wait for the result
+# from then on, because each change means that a step is made twice.
 _MAX_CHANGES = 2
 
 
@@ -42,8 +42,9 @@ class Modules:
         names: by number; the root's is "model".
         owners: ranks of the pipeline, by number; None for modules without parameters and buffers,
             which run where their input is.
-        forwarding: may values go directly from owner to owner?
-        relying: may callers go on before a result is there, if they know its structure?
+        forwarding: may values go directly from owner to owner? (`direct_forwarding`)
+        relying: may callers go on before a result has come, if they know its structure? Not in the
+            second pass of a step.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Modules:
                 object.__setattr__(module, "forward", _RemoteForward(self, number))
 
     def end_step(self) -> None:
-        """Puts the structures that this step has found in force."""
+        """Lets the next steps use the structures that this step has found."""
         for key, returns in self._learned.items():
             before = self._sites.pop(key, None)
             if before is not None and before.returns != returns:
@@ -133,7 +134,7 @@ class Modules:
         return self._remote(frame, owner, number, method, args, kwargs)
 
     def run(self, number: int, method: str, seed: int | None, args: Any, kwargs: Any) -> Any:
-        """Runs a call that another rank has sent; `seed` is None if it draws none."""
+        """Runs a call that another rank has sent; `seed` is None if it draws no random numbers."""
         # The random state is not restored afterwards: the task has none of its own, and
         # `Baton.wait` saves that of a task that waits.
         if seed is not None:
@@ -183,7 +184,7 @@ class Modules:
         return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-# Usually one. The last one is asked first.
+# The models of the process, usually one. The newest one is asked first.
 _installed: list[weakref.ref[Modules]] = []
 
 
@@ -220,7 +221,7 @@ class _RemoteForward:
         raise SMPUsageError("a module that lives on another rank cannot be pickled on this one")
 
 
-# The shapes of calls with 0 to 8 positional tensors and nothing else; most calls are such.
+# The shapes of the arguments of most calls: 0 to 8 positional tensors, and nothing else.
 _TENSORS_ONLY = [flatten((tuple([torch.empty(0)] * count), {}), [], []) for count in range(9)]
 
 

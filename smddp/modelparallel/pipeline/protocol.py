@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline say to each other in a step: kinds of messages, and call graphs.
+"""What the ranks of a pipeline send each other in a step: kinds of messages, and call graphs.
 
 A *call graph* is a group of calls of modules on other ranks that a frame has made and whose values
 it has not needed yet. Consecutive calls of one owner form a *segment*. Values flow along the edges
@@ -37,20 +37,30 @@ SOURCE, SINK = -1, -2
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages, with their headers. The numbers of ranks are those in the pipeline.
+    """Kinds of messages. Ranks are numbers in the pipeline; members of a graph are its owners.
 
-    `head` is what every FORWARD message of a graph says of its caller: (caller, number of the graph
-    in this step, number by which its members know it, microbatch, depth, path).
+    The headers, which hold no tensors:
+        BEGIN: a `StepBegin`.
+        PARTITION: a `Decision`.
+        GRAPH: (caller, number by which members know the graph, `Graph`).
+        FORWARD: (head, seeds of the calls, source, target, extra). `head` describes the caller:
+            (caller, number of the graph in this step, number by which members know it, microbatch,
+            depth, path). `extra` holds the caller's objects by number, on an edge from SOURCE; or,
+            on an edge to SINK, the results whose shape was not known; None if there is nothing.
+        BACKWARD: (caller, number of the graph in this step, source, target).
+        DONE: the number of the microbatch.
+        DROP: the head without depth and path.
+        END: a `Failure`; from rank 0 after a success, `StepResult.header`; else None.
     """
 
-    BEGIN = 1  # rank 0 to all: a step begins. StepBegin
-    PARTITION = 2  # rank 0 to all: where every module lives. Decision
-    GRAPH = 3  # caller to a member: a graph it does not know. (caller, number for members, Graph)
-    FORWARD = 4  # the values of one edge. (head, seeds, source, target, objects or new structures)
-    BACKWARD = 5  # the gradients of one edge. (caller, number of the graph, source, target)
-    DONE = 6  # rank 0 to all: a microbatch has ended, its graphs may be dropped. The microbatch
-    DROP = 7  # caller to a member: a graph gets no gradients. head without depth and path
-    END = 8  # the last message of a step on each stream. A Failure, the result's header, or None
+    BEGIN = 1  # rank 0 to all: a step begins
+    PARTITION = 2  # rank 0 to all: where every module lives
+    GRAPH = 3  # caller to a member: a graph that it does not know
+    FORWARD = 4  # the values of one edge, to its target
+    BACKWARD = 5  # the gradients of one edge, to its source
+    DONE = 6  # rank 0 to all: a microbatch has ended, and its graphs can be dropped
+    DROP = 7  # caller to a member: a graph gets no gradients
+    END = 8  # the last message of a step on each stream
 
 
 class Message(NamedTuple):
@@ -69,7 +79,7 @@ class Message(NamedTuple):
 
 
 class Ambient(NamedTuple):
-    """The state of a thread in torch that a call depends on; its owner has to set the same.
+    """The state of a thread in torch that a call depends on; the owner sets the same for the call.
 
     Attributes:
         grad: are gradients on?
@@ -124,8 +134,9 @@ class Edge(NamedTuple):
     Attributes:
         source: number of a segment, or SOURCE.
         target: number of a segment, or SINK.
-        values: (call, tensor) of each output, in the order of the message; from SOURCE,
-            (-1, number of the tensor among the caller's inputs).
+        values: the place of each value, in the order of the message: (number of the call, number of
+            the tensor in its result); from SOURCE, (-1, number of the tensor among the caller's
+            inputs).
     """
 
     source: int
@@ -137,13 +148,12 @@ class Call(NamedTuple):
     """One call within a graph.
 
     Attributes:
-        module: its number.
+        module: its number; see `Modules`.
         method: "forward", when that was called by name; "" when the module itself was.
         shape: of (args, kwargs); see structure.py.
-        tensors: where each tensor of the shape comes from: (call, tensor) of an output, or
-            (-1, number) of the caller's.
-        objects: numbers of the caller's objects.
-        returns: the shape of the result that the caller relies on; None if it knows none.
+        tensors: the place of each tensor of the shape; see `Edge.values`.
+        objects: the numbers of the shape's objects among those of the caller.
+        returns: the shape of the result that the caller relies on; None if it waits for the result.
     """
 
     module: int
@@ -171,6 +181,12 @@ class Graph:
     """The calls, segments and edges of a call graph; the same for many microbatches and steps.
 
     It is sent to its members once. Then messages name it by a number.
+
+    Attributes:
+        ambient: the state in which all its calls run.
+        calls: in the order of the program.
+        segments: in the order of the program.
+        edges: sorted by source and target; at most one from each end to each other end.
     """
 
     ambient: Ambient

@@ -79,7 +79,7 @@ def stream(seed: int | None) -> Iterator[None]:
     """Seeds the generators for the code inside, and restores them afterwards.
 
     Args:
-        seed: with None, nothing happens.
+        seed: None leaves the generators as they are.
     """
     if seed is None:
         yield

@@ -33,24 +33,31 @@ from smddp.modelparallel.pipeline.protocol import (
 
 __all__ = ["Server"]
 
+# Which tensor of a call graph: see `Edge.values`.
 Place = tuple[int, int]
-# Of a part: the caller's rank, the number of the graph in this step, and that of the segment.
+# Of a part: the caller's rank, the number of the graph in this step, the number of the segment.
 _Key = tuple[int, int, int]
 
 
 class _Part:
-    """One segment of a call graph that some rank has sent, as the segment's owner knows it.
+    """What the owner of a segment keeps for one microbatch, until its backward pass.
+
+    A `Segment` says which calls belong together, for many microbatches and steps. A part is one
+    run of them.
 
     Attributes:
-        key, number: see `_Key`; the number of the segment.
+        key: see `_Key`.
+        number: of the segment.
         head: what the messages say of the caller; see `Kind`.
         seeds: of the graph's calls; None for those that draw no random numbers.
-        graph: to which it belongs.
-        into, out_of: the edges into it and out of it.
-        objects: the caller's values that are no tensors, by number.
+        graph: the call graph of the segment.
+        into, out_of: the edges into the segment and out of it.
+        objects: the caller's values that are not tensors, by number.
         arrived, gradients: values and gradients that have arrived, by the edge's other end.
-        saved: (leaves, outputs) by place, while a backward pass may come.
-        returned: shape, objects and number of tensors of the results whose shape was not known.
+        saved: inputs and outputs of the segment's autograd graph, each by place, as long as a
+            backward pass may come; else None.
+        returned: for each call whose result had no known shape: its shape, its objects, and how
+            many tensors it has.
         sent: the numbers of the call graphs that it has sent itself.
     """
 
@@ -113,7 +120,7 @@ class Server:
     """The segments that this rank owns, in the call graphs of any rank.
 
     Attributes:
-        limit: how many microbatches may wait here for their backward pass, plus their depth.
+        limit: see `Schedule.limit`.
     """
 
     def __init__(self, host: Host, caller: Caller) -> None:
@@ -123,7 +130,8 @@ class Server:
         self._parts: dict[_Key, _Part] = {}
         # Values that have come before their graph.
         self._early: dict[tuple[int, int], list[Message]] = {}
-        # By microbatch: how many of its segments wait here for their backward pass.
+        # The microbatches that are under way here: how many segments of each have begun, and have
+        # not had their backward pass.
         self._flying: dict[int, int] = {}
         self.limit = 1 << 30
 
@@ -146,7 +154,7 @@ class Server:
         return self._modules
 
     def drop(self, microbatch: int) -> None:
-        """Frees what a microbatch has left."""
+        """Frees what is left here of a microbatch that has ended."""
         for key in [k for k, part in self._parts.items() if part.microbatch == microbatch]:
             self._caller.abandon(self._parts.pop(key).sent)
         self._flying.pop(microbatch, None)
@@ -251,6 +259,7 @@ class Server:
             self._flying.pop(part.microbatch, None)
 
     def _begin(self, frame: Frame, part: _Part, work: Any, admits: Any) -> None:
+        """Submits the task that does `work` for a part as soon as `admits` allows it."""
         priority = Priority(frame.forward, frame.microbatch, frame.order)
         admitted = functools.partial(admits, frame) if admits is not None else None
         task = Task(priority, functools.partial(self._run, work, frame, part), admitted)
@@ -344,7 +353,7 @@ class Server:
 
 
 class _Entrance(torch.autograd.Function):
-    """Makes an ordinary tensor of a leaf: code may change the result in place."""
+    """Returns a tensor that is not a leaf, because autograd forbids changing a leaf in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

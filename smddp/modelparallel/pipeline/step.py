@@ -1,7 +1,7 @@
-"""What the executor needs of those who make a step: two protocols, and the limits of the step.
+"""What `Executor.run` takes and returns: the limits of a step, two protocols, and the result.
 
-`Executor.run` gets all of it as arguments and forgets it at the end, so nothing is assigned to an
-executor from outside.
+The executor forgets its arguments at the end of the step, so nothing of a step is assigned to it
+from outside. `ModelRuntime` implements `StepModel`, and `Driver` implements `StepDriver`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Schedule(NamedTuple):
     """How many microbatches a step has, and how many of them may be under way at a time.
 
     Attributes:
-        microbatches: of the step.
+        microbatches: how many the step has.
         simple: all forward passes come before the first backward pass.
-        active: how many microbatches rank 0 runs the body for at a time.
-        limit: how many microbatches may wait on a rank for their backward pass; each segment that
-            comes before the rank's own takes one off (see `Server`).
+        active: for how many microbatches at a time rank 0 may run the body.
+        limit: how many microbatches may wait on a rank for their backward pass. For a segment of
+            depth d, d fewer are allowed, but at least one (see `Server._admits`).
     """
 
     microbatches: int
@@ -40,9 +40,10 @@ class Schedule(NamedTuple):
 
         Args:
             pipeline: "simple" or "interleaved".
-            microbatches: of a step.
-            active: `active_microbatches`; partitions + 2 stands for "not given".
-            partitions: of the model.
+            microbatches: how many a step has.
+            active: `active_microbatches` of the configuration. The simple pipeline takes
+                partitions + 2 for the default, and begins all microbatches at once then.
+            partitions: how many the model has.
         """
         simple = pipeline == "simple"
         limit = _UNLIMITED if simple else active
@@ -58,7 +59,7 @@ class StepBegin(NamedTuple):
     """What rank 0 tells the others when a step begins.
 
     Attributes:
-        number: of the step, counted from 1 on every rank.
+        number: of the step, counted from 1 on every rank; a step that is made again counts twice.
         name: of the step function.
         modes: one byte per module, 1 for train and 0 for eval; None if none has changed.
     """
@@ -72,8 +73,9 @@ class StepResult(NamedTuple):
     """What the body has returned, for all microbatches; END carries it from rank 0 to the others.
 
     Attributes:
-        header: anything that pickles and holds no tensors.
-        tensors: of any shape and dtype.
+        header: (shapes, objects): the shape of each microbatch's result, see structure.py, and the
+            values in them that are not tensors.
+        tensors: of all results, of any shape and dtype.
     """
 
     header: Any
@@ -81,10 +83,13 @@ class StepResult(NamedTuple):
 
 
 class StepModel(Protocol):
-    """The model that a step trains. The holder of the baton calls the last three methods.
+    """The model that a step trains.
+
+    The holder of the baton calls the last three methods. After a failure the thread in
+    `Executor.run` may call `apply`; no task is left then.
 
     Attributes:
-        steps: how many steps have begun, with the present one.
+        steps: how many steps have begun, including the present one.
     """
 
     steps: int
@@ -100,10 +105,10 @@ class StepModel(Protocol):
         """
 
     def apply(self, decision: Any) -> None:
-        """Makes rank 0's decision about the partition true here, and calls `set_partitioned`."""
+        """Applies rank 0's `Decision` on this rank, and calls `Executor.set_partitioned`."""
 
     def end_microbatch(self, microbatch: int) -> None:
-        """Is told that a microbatch gives no more gradients on this rank."""
+        """Notes that a microbatch gives no more gradients on this rank."""
 
 
 class StepDriver(Protocol):
@@ -113,4 +118,10 @@ class StepDriver(Protocol):
         """Runs all microbatches, on the thread that has called `Executor.run`."""
 
     def reach_backward(self, frame: Frame) -> None:
-        """Is told, on a microbatch's own thread, that its forward pass is over; may wait."""
+        """Notes that a microbatch's forward pass is over; may wait for other microbatches.
+
+        The microbatch's own thread calls it, before each backward pass.
+
+        Raises:
+            Aborted: the step has failed meanwhile.
+        """
