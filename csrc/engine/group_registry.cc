@@ -62,8 +62,9 @@ bool GroupRegistry::areRemoteRanksDone() {
   ownership_.assertOwned();
   process_.poll();
   process_.checkPeers();
-  return std::all_of(left_.begin(), left_.end(),
-                     [](const auto& group) { return !group->spansNodes() || group->isAbandoned(); });
+  return std::all_of(left_.begin(), left_.end(), [](const auto& group) {
+    return !group->spansNodes() || group->isAbandoned();
+  });
 }
 
 void GroupRegistry::clear() {
