@@ -27,7 +27,7 @@ def checkpoint(
 
     Args:
         module: to call.
-        args: positional arguments, nested values with tensors.
+        args: positional arguments: any nested values. Gradients go to the tensors in them.
         preserve_rng_state: draw the same random numbers the second time.
         kwargs: named arguments.
 
@@ -68,8 +68,8 @@ def checkpoint_sequential(
     Args:
         sequential_module: the sequence.
         input: of the first module.
-        strategy: how many modules one checkpoint covers: "each" for one, "contiguous" for all, or
-            "group_2", "group_3", … for so many.
+        strategy: how many modules one checkpoint covers: "each" for one, "contiguous" for all,
+            "group_2" for two, "group_3" for three, and so on.
         preserve_rng_state: draw the same random numbers the second time.
         pack_args_as_tuple: pass a tuple to a module as one argument, not as several.
 
@@ -77,7 +77,7 @@ def checkpoint_sequential(
         What the last module returns.
 
     Raises:
-        SMPUsageError: the strategy is none of those.
+        SMPUsageError: the strategy is not one of those.
     """
     layers = list(sequential_module)
     for begin in range(0, len(layers), size := _group_size(strategy, len(layers))):
@@ -103,7 +103,7 @@ def _group_size(strategy: str, count: int) -> int:
 
 
 class _Run:
-    """Runs some modules of a sequence. It is not an nn.Module, because the model has none such."""
+    """Runs some modules of a sequence. It is no nn.Module, as it is not part of the model."""
 
     def __init__(self, layers: Sequence[nn.Module], packed: bool) -> None:
         self._layers, self._packed = layers, packed

@@ -1,6 +1,7 @@
 """Messages of any picklable object between ranks: send, recv_from, broadcast, allgather, barrier.
 
-All calls are synchronous: a sender goes on when the object has been received.
+All calls are synchronous: a sender goes on when the object has been received. If another rank does
+not make its call, they raise RuntimeError when the timeout of the process group is over.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
 
     Raises:
         SMPUsageError: it is this rank itself, or that rank sends to this one instead of receiving.
+        SMPInitializationError: there is no such rank, or `smp.init` has not been called.
     """
     Messenger(state).send(obj, dest_rank, rank_type)
 
@@ -44,10 +46,11 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
 
     Args:
         src_rank: the sender.
-        rank_type: how `src_rank` counts.
+        rank_type: how `src_rank` counts; smp.WORLD_RANK for ranks of the job.
 
     Raises:
         SMPUsageError: it is this rank itself.
+        SMPInitializationError: there is no such rank, or `smp.init` has not been called.
     """
     return Messenger(state).recv_from(src_rank, rank_type)
 
@@ -66,12 +69,23 @@ def broadcast(obj: Any, group: CommGroup) -> None:
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
-    """Returns the objects of all ranks of a group, in the order of their ranks; all call it."""
+    """Returns the objects of all ranks of a group, in the order of their ranks.
+
+    All ranks of the group have to call it.
+
+    Args:
+        obj: anything that pickles. Tensors of a device arrive as tensors of the host.
+        group: such as smp.DP_GROUP.
+    """
     return Messenger(state).allgather(obj, group)
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Waits until all ranks of a group have called it."""
+    """Waits until all ranks of a group have called it.
+
+    Args:
+        group: such as smp.DP_GROUP; all ranks of the job by default.
+    """
     Messenger(state).barrier(group)
 
 

@@ -1,7 +1,8 @@
 """The place of this process in the job: the rank functions and groups that scripts call.
 
-All of them raise SMPInitializationError before `smp.init`. "Group" functions return lists of ranks
-in the job, "process group" functions those of torch.distributed.
+All of them raise SMPInitializationError before `smp.init`. `get_…_group` returns the ranks in the
+job of the group that this process belongs to, ascending; `get_…_process_group` returns the same
+group for calls of torch.distributed, and raises SMPUsageError without `ddp` in the configuration.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def local_size() -> int:
 
 
 def instance_id() -> int:
-    """Returns the number of this host in the job, from 0."""
+    """Returns the number of this host in the job, from 0.
+
+    It is right only if all hosts have the same number of processes.
+    """
     return state.topology.rank // state.topology.local_size
 
 
@@ -118,7 +122,7 @@ def dp_size() -> int:
 
 
 def get_world_group() -> list[int]:
-    """Returns all ranks."""
+    """Returns all ranks of the job."""
     return list(state.topology.members("world"))
 
 

@@ -26,7 +26,7 @@ def explain(file: str | None = None) -> str:
 
     Args:
         file: an SVG file to write: one column per partition, one box per module, as high as its
-            cost. None writes nothing.
+            cost. With None, nothing is written.
 
     Returns:
         The table, as text.
@@ -109,12 +109,12 @@ def _partition_svg(decision: Decision, parts: int) -> str:
 
 @dataclasses.dataclass
 class StepReport:
-    """The last step of a pipeline.
+    """What the ranks of a pipeline did in the last step.
 
     Attributes:
-        spans: of each rank of the pipeline.
+        spans: for each rank of the pipeline, its pieces of work; see `Span`.
         seconds: from the beginning of the first span to the end of the last one.
-        busy: the share of all ranks' time in which they worked, from 0 to 1.
+        busy: the share of all ranks' time in which they worked, from 0 to 1; 0 before any step.
         ideal: the same for a pipeline without delays, which is as fast as its slowest rank.
     """
 
@@ -136,10 +136,14 @@ def timeline(file: str | None = None) -> StepReport:
     Args:
         file: rank 0 of the pipeline writes it: a picture if the name ends in .svg, else a trace in
             Chrome's JSON format. Replica n > 0 appends its number to the name: `step.svg`,
-            `step-1.svg`, and so on. None writes nothing.
+            `step-1.svg`, and so on. With None, nothing is written.
+
+    Returns:
+        The same report on every rank of the pipeline. Its times are those of each host's own clock,
+        so ranks on different hosts cannot be compared.
 
     Raises:
-        SMPUsageError: there was no step yet.
+        SMPUsageError: no smp.DistributedModel has been made yet.
     """
     executor = state.kept(Executor)
     if executor is None:

@@ -41,11 +41,12 @@ def step(
 
     The function runs once per microbatch, on rank 0 of the pipeline. Each tensor among its
     arguments is divided into equal parts, one for each microbatch; any other argument is passed to
-    all of them. The other ranks run the modules that live there. Every rank of the pipeline has to
-    call the decorated function, and gets its result.
+    all of them. An argument with a method `smp_slice(microbatches, number, axis)` divides itself:
+    what the method returns is the part of microbatch `number`. The other ranks run the modules that
+    live there. Every rank of the pipeline has to call the decorated function, and gets its result.
 
     Args:
-        function: for use without parentheses.
+        function: the function to decorate, if `smp.step` is used without parentheses.
         non_split_inputs: names of arguments that are not divided.
         input_split_axes: along which dimension to divide, by name of the argument; 0 for those that
             are not named.
@@ -89,11 +90,12 @@ class StepFunction:
 
         Returns:
             The structure that the function returns: each tensor becomes a `StepOutput`, any other
-            value a list with one entry per microbatch.
+            value a list with one entry per microbatch. None if every microbatch returns None.
 
         Raises:
             SMPInitializationError: `smp.init` has not been called.
             SMPMicrobatchError: the code of a microbatch failed, on any rank.
+            SMPPartitionError: it is the first step, and the model cannot be divided as asked.
             SMPPeerError: a rank is gone, or the step failed on another replica.
             SMPUsageError: the arguments cannot be divided, the ranks are in different steps, there
                 is no model, or the call is inside another step.

@@ -61,6 +61,7 @@ def save(
 
     Raises:
         SMPUsageError: f is not a string.
+        SMPInitializationError: partial, and `smp.init` has not been called.
     """
     if not isinstance(f, str):
         raise SMPUsageError(f"smp.save: f must be a str, not {type(f).__name__}")
@@ -134,7 +135,8 @@ def save_checkpoint(
             delete older ones; None keeps all.
 
     Raises:
-        SMPUsageError: num_kept_partial_checkpoints is less than 1.
+        SMPUsageError: num_kept_partial_checkpoints is less than 1, or an entry cannot be saved as
+            safetensors.
     """
     if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
         raise SMPUsageError("save_checkpoint: num_kept_partial_checkpoints must be at least 1")
@@ -172,8 +174,8 @@ def resume_from_checkpoint(
         path: the folder.
         tag: of the checkpoint; the newest one if None.
         partial: it was saved in parts, by any number of partitions. Otherwise it is one file, of
-            torch.save or safetensors, or the index (`.index.json`) of several such files, no matter
-            which program has written it.
+            torch.save or safetensors, or the index (`.index.json`) of several such files, written
+            by any program.
         strict: as for load_state_dict.
         load_optimizer: load the optimizer, too; only from a checkpoint in parts.
         load_sharded_optimizer_state: accepted.
@@ -185,6 +187,7 @@ def resume_from_checkpoint(
     Raises:
         FileNotFoundError: there is no such checkpoint, or a part of it is missing.
         ValueError: a file is damaged.
+        RuntimeError: with `strict`, the names of the entries do not fit the model.
         SMPUsageError: there is no smp.DistributedModel yet.
     """
     folder = Path(path)

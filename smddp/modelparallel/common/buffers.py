@@ -17,7 +17,7 @@ _Place = tuple[dict[str, torch.Tensor | None], str]
 
 
 class Buffers:
-    """The places of a module's buffers, and copies of what was there at the last `save`.
+    """The places of a module's buffers, and copies of their tensors at the last `save`.
 
     The next `save` uses the memory of the copies again, because allocating it takes longer.
     """
@@ -27,7 +27,7 @@ class Buffers:
 
         Args:
             module: whose buffers they are, with those of the modules inside.
-            chosen: says by name which buffers belong to this object; by default all do.
+            chosen: gets the name of a buffer, and says whether this object has it; all by default.
         """
         self._places: list[_Place] = [
             (part._buffers, name)
@@ -61,7 +61,7 @@ class Buffers:
         ]
 
     def restore(self) -> None:
-        """Puts the tensors of the last `save` back into their places, with their values of then."""
+        """Puts the tensors of the last `save` back into their places, with the values they had."""
         with torch.no_grad():
             for (holder, name), (tensor, copy) in zip(self._places, self._saved, strict=True):
                 if tensor is not None and copy is not None:

@@ -1,4 +1,4 @@
-"""The errors that smp raises. Launchers search logs for these names: each is long and unusual."""
+"""The errors that smp raises. Launchers search logs for these names: so each is unusual."""
 
 from __future__ import annotations
 
@@ -36,9 +36,13 @@ class SMPPartitionError(SMPError):
 class SMPMicrobatchError(SMPError):
     """The code of a microbatch failed. The text names rank and microbatch, on every rank.
 
-    On the rank where it happened the original exception is the `__cause__`.
+    The original exception is the `__cause__`: on the rank where it was raised, and on the others if
+    it pickles.
     """
 
 
 class SMPPeerError(SMPError):
-    """The connection to another rank of the pipeline broke. The text names it."""
+    """Another rank is gone, has not made a call that all ranks have to make, or has failed.
+
+    The text names that rank.
+    """

@@ -1,4 +1,4 @@
-"""Writes files that exist whole or not at all, and reads them without running code if possible."""
+"""Writes files so that none is ever half written; reads files, without running code if possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("smddp.modelparallel")
 
 
 def write(file: Path, fill: Callable[[Any], Any]) -> str:
-    """Writes a file so that it exists whole or not at all.
+    """Writes a file under another name, and renames it when it is complete.
 
     Args:
         file: its path; the folder exists.
@@ -26,6 +26,9 @@ def write(file: Path, fill: Callable[[Any], Any]) -> str:
 
     Returns:
         The SHA-256 of the file, in hexadecimal.
+
+    Raises:
+        OSError: the file cannot be written; a former file of that name is unchanged.
     """
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
@@ -64,6 +67,7 @@ def read(file: Path, map_location: Any, pickle_module: Any = pickle, **options: 
         options: of torch.load; `weights_only` decides about arbitrary objects.
 
     Raises:
+        FileNotFoundError: there is no such file.
         ValueError: the file is damaged.
     """
     try:

@@ -1,5 +1,8 @@
 """Divides nested Python values into tensors, objects and a shape, and builds them again.
 
+The shape says how the parts are nested; the guides call it the structure. It says nothing of the
+shapes and dtypes of the tensors.
+
 Unlike torch's pytree, this keeps the class of any dict subclass or dataclass (such as the outputs
 of model libraries) without registration. A shape is hashable, so it can be a key.
 
@@ -117,7 +120,7 @@ class _Like:
 
 
 def rebuild(shape: Shape, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
-    """Returns a value of a shape, made of other tensors and objects."""
+    """Returns the value of a shape that has these tensors and objects; reverses `flatten`."""
     letter = shape[0]
     if letter == "t":
         return tensors[shape[1]]

@@ -1,7 +1,7 @@
 """Functions of features that this version does not have.
 
-Scripts call them with the feature turned off, too; then they have no effect. With the feature
-turned on they raise if results would differ without it, and warn if only memory and speed would.
+With the feature turned off, these functions have no effect. With the feature turned on, they raise
+if results would differ without it, and warn if only memory and speed would.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def refuse_tensor_parallelism(call: str) -> NoReturn:
     """Raises the error of a call that would have to divide modules.
 
     Args:
-        call: as the script has written it, without "smp.".
+        call: the call of the script, without "smp."; for the error text.
 
     Raises:
         SMPUsageError: always.

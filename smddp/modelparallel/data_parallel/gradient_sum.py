@@ -23,10 +23,10 @@ class _Account:
 
     Attributes:
         parameter: whose they are.
-        expected: contributions per microbatch, as in the last step; 0 if that is not known.
+        expected: how many contributions a microbatch makes, as in the last step; 0 if not known.
         counts: contributions so far, by microbatch.
         waiting: contributions that have not been added yet, by microbatch.
-        turn: the microbatch that is added next.
+        turn: the microbatch whose contributions are added next.
         total: the sum so far; None if there is nothing.
         late: the sum of contributions that came after those of their microbatch had been added,
             because there were more than expected; None if there are none.
@@ -58,6 +58,11 @@ class GradientSum:
     """
 
     def __init__(self, final: Callable[[nn.Parameter], None] | None = None) -> None:
+        """Begins without gradients.
+
+        Args:
+            final: called with each parameter in a step as soon as its sum is final.
+        """
         self._final = final
         # By id, because hashing a tensor runs Python code.
         self._accounts: dict[int, _Account] = {}
@@ -65,11 +70,11 @@ class GradientSum:
         self._ended: set[int] = set()
 
     def total(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns the sum of a parameter; None if it had no contributions."""
+        """Returns the sum of a parameter, not divided by anything; None if there is none."""
         return self._account(parameter).total
 
     def late(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns what came after the sum of a parameter was final; None if nothing did."""
+        """Returns the sum of what came after the sum of a parameter was final; None if nothing."""
         return self._account(parameter).late
 
     @property
@@ -96,7 +101,7 @@ class GradientSum:
         Args:
             parameter: whose gradient it is.
             microbatch: from which it comes.
-            gradient: of the shape of the parameter. It may be changed in place.
+            gradient: of the shape of the parameter; the sum may change it in place.
             path: of the frame from which it comes; contributions of a microbatch are added in this
                 order.
         """
@@ -116,14 +121,14 @@ class GradientSum:
             self._advance(account)
 
     def end_microbatch(self, microbatch: int) -> None:
-        """Is told that a microbatch contributes no more."""
+        """Notes that a microbatch contributes no more."""
         self._ended.add(microbatch)
         for account in self._accounts.values():
             if microbatch in account.waiting:
                 self._advance(account)
 
     def end(self) -> None:
-        """Ends the step: all sums are final, and the counts are what to expect next time."""
+        """Ends the step: makes all sums final, and expects the same counts in the next step."""
         self._ended = set(range(self._microbatches))
         for account in self._accounts.values():
             self._advance(account)
@@ -157,11 +162,12 @@ class GradientSum:
             self._final(account.parameter)
 
 
+# The path of the frame from which a gradient comes, and the gradient.
 _Contribution = tuple[tuple[int, ...], torch.Tensor]
 
 
 def _added(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the sum; puts it into the first tensor if both are dense."""
+    """Returns the sum of two gradients. If both are dense, it is the first tensor, changed."""
     if total is None:
         return gradient
     if total.is_sparse or gradient.is_sparse:

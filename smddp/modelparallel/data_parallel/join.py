@@ -1,4 +1,4 @@
-"""Replicas with different numbers of batches: those that have no more take part with zeros."""
+"""Replicas with different numbers of batches: one without batches takes part with zeros."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ __all__ = ["Join"]
 
 
 class Replicas(Protocol):
-    """What `Join` needs of data parallelism; see `DataParallel`."""
+    """What `Join` needs of `DataParallel`.
+
+    Attributes:
+        group, size: the replicas of this rank's partition.
+        parameters: those of this rank that get gradients; none before the partition.
+    """
 
     group: dist.ProcessGroup
     size: int
@@ -57,7 +62,7 @@ class Join:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """Returns the context of the class.
+        """Returns the context that the class describes.
 
         Raises:
             SMPUsageError: this replica has made no step, so that it has no partition.

@@ -32,9 +32,9 @@ class Bucket:
     It has the methods of `torch.distributed.GradBucket`.
 
     Attributes:
-        missing: parameters whose sums are not final yet.
+        missing: how many of its parameters have no final sum yet.
         launched: has its reduction begun?
-        work: what to wait for; a `Work`, or the future of a hook.
+        work: what to wait for, a `Work` or the future of a hook; None when that is done.
     """
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], last: bool) -> None:
@@ -52,11 +52,15 @@ class Bucket:
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """Returns the gradients of all parameters, as one tensor of one dimension."""
+        """Returns the gradients of all parameters, as one tensor of one dimension.
+
+        Its dtype is the `grad_dtype` of the parameters. All parameters of a bucket have the same
+        one, and lie on the same device.
+        """
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the gradients by a tensor of the same shape and dtype."""
+        """Replaces the gradients by a tensor of the same shape, dtype and device."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -80,9 +84,9 @@ class DataParallel:
     """Turns the sums of a step into gradients that are equal on all replicas.
 
     Attributes:
-        group, size: the replicas.
+        group, size: the replicas of this rank's partition.
         overlap: begin to reduce before the step ends.
-        hook: reduces a bucket in place of the all-reduce, and returns a future.
+        hook: reduces a bucket in place of the all-reduce; returns a future of the reduced tensor.
         parameters: the parameters of this rank that get gradients.
         join: replicas with different numbers of batches.
     """
@@ -100,13 +104,13 @@ class DataParallel:
         """Begins without parameters.
 
         Args:
-            group: of the replicas.
+            group: the replicas of this rank's partition.
             size: of the group.
             bucket_cap_mb: size of a bucket in MiB.
             passes: steps whose gradients are added before they are reduced.
             overlap: see the class.
             broadcast_buffers: make buffers equal on all replicas at every step.
-            views: let gradients be views of the buckets.
+            views: let gradients be views of the buckets; otherwise they are copies.
         """
         self.group, self.size = group, size
         self.overlap = overlap
@@ -164,8 +168,8 @@ class DataParallel:
         """Puts the present gradients aside, and makes buffers equal on all replicas.
 
         Args:
-            sums: gets the gradients of the step.
-            divisor: by which they are divided.
+            sums: adds up the gradients of the step.
+            divisor: by which the sums are divided: the number of microbatches, or 1.
             again: the step is made for the second time; see `end_step`.
         """
         self._with_gradients = torch.is_grad_enabled()
@@ -194,7 +198,7 @@ class DataParallel:
             bucket.launched = False
 
     def final(self, parameter: nn.Parameter) -> None:
-        """Is told that a parameter's sum is final; begins to reduce buckets that are complete."""
+        """Notes that a parameter's sum is final; begins to reduce the buckets that are complete."""
         if not (self.overlap and self._reduces() and parameter in self._bucket_of):
             return
         self._bucket_of[parameter].missing -= 1
@@ -261,8 +265,8 @@ class DataParallel:
         for bucket in self._buckets[self._next :]:
             self._launch(bucket, source)
         reduced = self._collected()
-        # The flags: has it failed here, has it to be made again, are there late additions, and
-        # which parameters were used.
+        # The flags: has the step failed here, has it to be made again, are there late additions,
+        # and which parameters were used.
         used = [self._total(p) is not None for p in self.parameters]
         flags = torch.tensor([bool(failure), redo, self._sums.any_late, *used], dtype=torch.int32)
         flags = flags.to(self.parameters[0].device) if self.parameters else flags
@@ -326,7 +330,7 @@ class DataParallel:
     # --- without a step: one partition, loss.backward() -------------------------------------------
 
     def outside_step(self, parameter: nn.Parameter) -> None:
-        """Is told of a gradient outside any step; all are reduced when that backward pass ends."""
+        """Notes a gradient outside any step; all are reduced when that backward pass ends."""
         if self.size == 1 or self._outside:
             return
         self._outside = True
@@ -345,7 +349,11 @@ class DataParallel:
     # --- replicas with fewer batches; see join.py -------------------------------------------------
 
     def shadow_step(self, source: int) -> None:
-        """Takes part in a step of the others without a batch, with the buffers of `source`."""
+        """Takes part in a step of the others without a batch, with the buffers of `source`.
+
+        Args:
+            source: the replica whose buffers all take over in this step.
+        """
         sums = GradientSum()
         sums.begin(1)
         self._with_gradients = True
@@ -354,7 +362,11 @@ class DataParallel:
             self.end_step()
 
     def synchronise(self, source: int) -> None:
-        """Takes over the parameters and buffers of a replica."""
+        """Gives all replicas the parameters and buffers of one; all have to call it.
+
+        Args:
+            source: that replica.
+        """
         self._broadcast([*self._everything, *self._tensors()], source)
 
     def _tensors(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What the replicas of a model say to each other about a step, besides its gradients."""
+"""What the replicas of a model tell each other about a step, besides its gradients."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def tell_replicas(group: dist.ProcessGroup, failure: str, note: Any = None) -> d
 
     Args:
         group: of the replicas.
-        failure: why the step has failed on this one; empty if it has not.
-        note: what else to say; anything that pickles.
+        failure: why the step has failed on this one, in one line; empty if it has not.
+        note: anything else to exchange that pickles.
 
     Returns:
         The notes, by rank in the job.
@@ -76,7 +76,7 @@ def abstain(group: dist.ProcessGroup, failure: str) -> None:
 
     Args:
         group: of the replicas.
-        failure: why; empty if it has not failed.
+        failure: why the step has failed here; empty if it has not.
 
     Raises:
         SMPPeerError: it has not failed here, and other replicas have called the model.

@@ -54,7 +54,7 @@ _CHECKS: dict[str, tuple[Callable[[Key, Any], bool], str]] = {
 
 
 class Configuration:
-    """The configuration in force: every key is an attribute."""
+    """The configuration that is used, with all defaults: every key is an attribute."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -81,8 +81,8 @@ def configure(
     Args:
         config: what the script passes.
         environ: the environment.
-        speak: warn of unknown keys, and of features that this version lacks; one rank of a job
-            does.
+        speak: warn of unknown keys, and of features that this version does not have; only one
+            rank of a job does so.
 
     Raises:
         SMPConfigurationError: a value is wrong, or two keys contradict each other.

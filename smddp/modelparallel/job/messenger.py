@@ -18,8 +18,9 @@ from smddp.modelparallel.job.topology import CommGroup, RankType
 
 __all__ = ["Messenger"]
 
-# The tags of two kinds of messages. The sender announces a number of bytes as a word; the receiver,
-# when it calls recv_from, answers with the word _READY; then the sender sends the data.
+# The tags of two kinds of messages: data, and single integers ("words"). The sender sends the
+# number of bytes as a word; the receiver, when it calls recv_from, answers with the word _READY;
+# then the sender sends the data.
 _DATA, _WORD = 1, 2
 _READY = -1
 

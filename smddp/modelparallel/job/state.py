@@ -96,7 +96,7 @@ class State:
         return self.optimizer() if self.optimizer is not None else None
 
     def keep(self, thing: object) -> None:
-        """Keeps an object of a class that this module does not know until `smp.shutdown`."""
+        """Keeps an object until `smp.shutdown`, one of each class; this module knows no class."""
         self._kept[type(thing)] = thing
 
     def kept(self, kind: type[_Kind]) -> _Kind | None:

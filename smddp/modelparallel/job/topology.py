@@ -49,7 +49,7 @@ _SHARED = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The arrangement of all ranks, seen from one.
+    """The groups of all ranks, and the place of this rank in them.
 
     Attributes:
         rank: of this process in the job.

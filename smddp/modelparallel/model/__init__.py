@@ -1,1 +1,1 @@
-"""`smp.DistributedModel`, what works behind it, and its state dicts."""
+"""`smp.DistributedModel`, its internal part (`ModelRuntime`), and its state dicts."""

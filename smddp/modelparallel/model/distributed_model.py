@@ -153,7 +153,8 @@ class DistributedModel(ModelQueries):
             grad_tensors: their gradients; as for `torch.autograd.backward`.
 
         Raises:
-            SMPUsageError: there are several partitions, and the call is not inside a step.
+            SMPUsageError: there are several partitions, and the call is not inside a step; or it is
+                the second backward pass through a call of a module on another rank.
         """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
@@ -241,7 +242,8 @@ class DistributedModel(ModelQueries):
 
         Args:
             state: passed to the hook.
-            callable: gets a `Bucket`; returns a future of the reduced flat tensor.
+            callable: gets a `Bucket`; returns a future of the reduced gradients, a tensor of the
+                shape and dtype of `bucket.buffer()`.
 
         Raises:
             SMPUsageError: `ddp` or `overlapping_allreduce` is off.
@@ -263,7 +265,10 @@ class DistributedModel(ModelQueries):
         return self.runtime.data_parallel.join.context()
 
     def cpu(self) -> DistributedModel:
-        """Gathers all parameters and buffers on every rank of the pipeline, on the host."""
+        """Gathers all parameters and buffers on every rank of the pipeline, in host memory.
+
+        All ranks of the pipeline have to call it.
+        """
         if self.partitioned:
             self.runtime.model_state.gather_in_place()
         return self
@@ -273,7 +278,7 @@ class DistributedModel(ModelQueries):
         return super().to(*args, **kwargs) if self.partitioned else self
 
     def cuda(self, device: Any = None) -> DistributedModel:
-        """Like `to`."""
+        """Moves what lives here to a GPU; see `to`."""
         return super().cuda(device) if self.partitioned else self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

@@ -1,4 +1,4 @@
-"""What works behind a DistributedModel: where its modules live, and its part in every step."""
+"""The internal part of a DistributedModel: its partition, and what it does in every step."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class ModelRuntime:
         placement: which modules live here.
         data_parallel: makes gradients equal on all replicas.
         model_state: makes and loads state dicts.
-        steps: how many have begun.
+        steps: how many have begun; a step that is made again counts twice.
         device: of the parameters and buffers that live here.
         buffers: those that live here.
-        half: the dtype in which the model computes, if that is half precision.
+        half: the half-precision dtype in which the model computes; None for full precision.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ModelRuntime:
         self._run_hooks("partition")
 
     def pin(self, module: nn.Module, partition: int) -> None:
-        """Says where a module and what is inside it shall live.
+        """Assigns a module, and everything inside it, to a partition.
 
         Raises:
             SMPUsageError: the first step has begun.
@@ -242,7 +242,7 @@ class ModelRuntime:
                 module.training = bool(mode)
 
     def end_microbatch(self, microbatch: int) -> None:
-        """Is told that a microbatch gives no more gradients here."""
+        """Notes that a microbatch gives no more gradients here."""
         self._sum.end_microbatch(microbatch)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:

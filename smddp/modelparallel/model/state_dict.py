@@ -33,7 +33,7 @@ class ModelState:
             only_rank_0: of the job; the others get an empty dict.
 
         Raises:
-            SMPPeerError: one has not called it within the timeout of the process group.
+            SMPPeerError: a rank has not called it within the timeout of the process group.
         """
         local = self._module.state_dict()
         if self._placement.size > 1 and self._placement.applied:

@@ -17,7 +17,7 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> to
     """Returns the norm of the gradients of all ranks of the pipeline; all of them have to call it.
 
     Args:
-        gradients: of this rank.
+        gradients: those of this rank, of any shapes and floating-point dtypes.
         norm_type: the p of the p-norm; inf for the largest absolute value.
 
     Returns:

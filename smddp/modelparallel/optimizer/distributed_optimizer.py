@@ -110,6 +110,14 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
 
     @staticmethod
     def step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Does the optimizer's own step, for the parameters that live on this rank.
+
+        Returns:
+            What the optimizer's own step returns; None after an overflow with fp16.
+
+        Raises:
+            SMPUsageError: a step of smp runs, or a closure is given with fp16 or bf16.
+        """
         if state.in_step:
             raise SMPUsageError(
                 "optimizer.step() has to be outside the function decorated with smp.step: only "
@@ -124,18 +132,34 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
 
     @staticmethod
     def state_dict(self: Any) -> Any:
+        """Returns the state of all parameters; all ranks of the pipeline have to call it.
+
+        Raises:
+            SMPUsageError: shard_optimizer_state is set.
+            SMPPeerError: a rank has not called it within the timeout of the process group.
+        """
         return self._smp_state.full()
 
     @staticmethod
     def local_state_dict(self: Any, gather_if_shard: bool = True) -> Any:
+        """Returns the state of the parameters that live here, with the key `_smp_is_partial`."""
         return self._smp_state.local()
 
     @staticmethod
     def orig_state_dict(self: Any) -> Any:
+        """Returns what the optimizer's own `state_dict` returns on this rank."""
         return self._smp_state.state_dict()
 
     @staticmethod
     def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` or `local_state_dict` has returned.
+
+        All ranks of the pipeline have to call it with a local one. Before the first step it only
+        keeps the state, and loads it once it is known which parameters live here.
+
+        Raises:
+            SMPPeerError: a local one is loaded, and a rank has not called this in time.
+        """
         self._smp_state.load(state_dict)
 
     @staticmethod
@@ -147,6 +171,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
 
     @staticmethod
     def _param_id_to_index(self: Any) -> Any:
+        """Returns the number of each parameter in the state dict, by its id."""
         return self._smp_state.indices()
 
 
@@ -216,7 +241,7 @@ class _State:
         self._load_some(entries, self._local_indices())
 
     def adopt(self, placement: Placement) -> None:
-        """Is told which parameters live here; loads what was given before that was known."""
+        """Notes which parameters live here; loads what was given before that was known."""
         if self.masters is not None:
             self.masters.adopt(placement)
         if self._deferred is not None:

@@ -1,6 +1,6 @@
 """The optimizers of `smp.optimizers`; norms are those of the whole model.
 
-Names and arguments are those of NVIDIA Apex. "Fused" is only part of the names: they are made of
+Names and arguments are those of NVIDIA Apex. Only their names say "fused": they are made of
 ordinary torch operations.
 """
 
@@ -58,7 +58,14 @@ class _Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that live on this rank."""
+        """Updates the parameters that live on this rank.
+
+        Args:
+            closure: computes the loss again.
+
+        Returns:
+            What `closure` returns; None without one.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -121,7 +121,7 @@ class MasterWeights:
     # --- a step -----------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Is told that there are new gradients."""
+        """Notes that there are new gradients."""
         self._taken = False
 
     def update(self) -> None:
@@ -158,7 +158,7 @@ class MasterWeights:
         """Steps the optimizer and copies the masters to the parameters; not after an overflow.
 
         Args:
-            inner: the optimizer's own step.
+            inner: does the optimizer's own step.
 
         Returns:
             What `inner` returns; None after an overflow.
@@ -218,6 +218,6 @@ class MasterWeights:
         self._show()
 
     def _show(self) -> None:
-        """Sets what scripts read, by its names in Apex."""
+        """Sets the attributes that scripts read: `overflow` and `loss_scale`, as in Apex."""
         optimizer: Any = self._optimizer()
         optimizer.overflow, optimizer.loss_scale = self.overflow, self.scaler.loss_scale

@@ -22,7 +22,7 @@ class LossScaler:
         self.loss_scale = float(loss_scale)
 
     def update_scale(self, overflow: bool) -> None:
-        """Is told whether a gradient of a step was infinite."""
+        """Notes whether a gradient of a step was infinite."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what has to be saved."""
@@ -40,13 +40,13 @@ class DynamicLossScaler(LossScaler):
         init_scale: the first scale.
         scale_factor: the scale is multiplied by it, or divided by it after an overflow.
         scale_window: after so many steps without an overflow the scale grows.
-        min_scale: the scale gets no smaller.
+        min_scale: the smallest scale.
         delayed_shift: so many overflows are needed before the scale gets smaller.
         consecutive_hysteresis: each step without an overflow resets the count for `delayed_shift`;
             otherwise only growth resets it.
 
     Raises:
-        SMPUsageError: a value makes no sense.
+        SMPUsageError: a value is out of range.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DynamicLossScaler(LossScaler):
         self.tolerance = delayed_shift
 
     def update_scale(self, overflow: bool) -> None:
-        """Is told whether a gradient of a step was infinite; adapts the scale."""
+        """Adapts the scale to whether a gradient of a step was infinite."""
         if overflow:
             self.good_steps = 0
             if self.tolerance > 1:

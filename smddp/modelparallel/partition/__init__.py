@@ -1,1 +1,1 @@
-"""Decides where each module lives, and makes that true on a rank."""
+"""Decides where each module lives, and applies the decision on a rank."""

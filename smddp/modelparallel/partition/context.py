@@ -28,9 +28,10 @@ def partition(index: int) -> Iterator[None]:
     The innermost context counts. With auto_partition, the default, it has no effect and warns.
 
     Args:
-        index: of the partition.
+        index: of the partition, from 0.
 
     Raises:
+        SMPInitializationError: `smp.init` has not been called.
         SMPPartitionError: there is no such partition.
     """
     count = state.cfg.pipeline_parallel_degree
@@ -66,7 +67,7 @@ def _recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 def set_partition(module: nn.Module, index: int) -> None:
-    """Says where a module and everything inside it shall live.
+    """Assigns a module and everything inside it to a partition.
 
     Args:
         module: of the model that smp.DistributedModel has wrapped.

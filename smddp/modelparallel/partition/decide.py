@@ -1,4 +1,4 @@
-"""Decides about the partition: as the script or a file says, or automatically."""
+"""Decides where each module lives: as a checkpoint, a file or the script says, or automatically."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def decide_and_report(
 ) -> Decision:
     """Does what `decide` does; saves the decision as configured, and logs it.
 
-    For one rank of the job. The arguments are those of `decide`.
+    Only one rank of the job calls it. The arguments are those of `decide`.
     """
     begun = time.monotonic()
     decision = decide(cfg, root, modules, placement, args, kwargs, times)

@@ -1,4 +1,4 @@
-"""A decision where each module lives, and what it means on one rank."""
+"""`Decision`: where each module lives. `Placement`: which of them live on this rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Decision:
         owners: partitions, by number; None for modules without state, which run where their input
             is.
         costs: per module, without those inside it: "bytes", "seconds", and "cost" as a share of the
-            whole model. For `smp.explain` and the log.
+            whole model, from 0 to 1. For `smp.explain` and the log.
         cut_bytes: bytes that cross borders between partitions, per microbatch and direction.
         method: how it was found; for texts.
     """

@@ -84,7 +84,13 @@ def divide_exactly(costs: Sequence[float], cuts: Sequence[float], parts: int) ->
 
 @dataclasses.dataclass
 class Node:
-    """A node of the module tree: its own cost, and its children in order of their first call."""
+    """A node of the module tree.
+
+    Attributes:
+        name: the number of the module.
+        own: its cost, without that of its children.
+        children: in the order of their first calls.
+    """
 
     name: int
     own: float

@@ -30,8 +30,9 @@ __all__ = ["Trace", "Visit", "is_tracing", "trace_model"]
 
 log = logging.getLogger("smddp.modelparallel")
 
-# The rates of a plain core, to convert operations into seconds: floating-point operations, and
-# bytes of results, per second. So computation can be compared with traffic between ranks.
+# The rates of an ordinary processor core, to convert operations into seconds: floating-point
+# operations, and bytes of results, per second. So computation can be compared with traffic between
+# ranks.
 _FLOPS = 2e10
 _MEMORY = 5e9
 
