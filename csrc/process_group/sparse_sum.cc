@@ -4,12 +4,10 @@
 
 #include <algorithm>
 
+#include "process_group/staging.h"
+
 namespace smddp::process_group {
 namespace {
-
-std::span<std::byte> bytesOf(const at::Tensor& tensor) {
-  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
-}
 
 constexpr size_t kNonZeros = 2;  // of Header
 

@@ -14,7 +14,7 @@ namespace {
 using engine::Request;
 
 template <typename T>
-std::span<std::byte> bytesOf(T* first, size_t count) {
+std::span<std::byte> asBytes(T* first, size_t count) {
   static_assert(std::is_trivially_copyable_v<T>);
   return {reinterpret_cast<std::byte*>(first), count * sizeof(T)};
 }
@@ -25,8 +25,8 @@ Request exchangeOf(T& mine, std::vector<T>& all, Nanoseconds timeout) {
   Request request;
   request.collective = collectives::Collective::AllGather;
   request.bytes = sizeof(T);
-  request.input = {bytesOf(&mine, 1)};
-  request.output = {bytesOf(all.data(), all.size())};
+  request.input = {asBytes(&mine, 1)};
+  request.output = {asBytes(all.data(), all.size())};
   request.timeout = timeout;
   return request;
 }

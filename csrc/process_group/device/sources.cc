@@ -9,7 +9,7 @@ namespace {
 
 constexpr const char* kTag = "process_group";
 
-std::span<std::byte> bytesOf(const cuda::MemoryRange& range) {
+std::span<std::byte> bytesAt(const cuda::MemoryRange& range) {
   return {reinterpret_cast<std::byte*>(range.base), range.bytes};
 }
 
@@ -60,7 +60,7 @@ void DeviceSources::enter(Source source) {
   forgetFreed();
   try {
     const std::string refusal = engine_->process().addDeviceSource(
-        {bytesOf(source.range), table_->isCuda ? Kind::Cuda : Kind::Host, source.device});
+        {bytesAt(source.range), table_->isCuda ? Kind::Cuda : Kind::Host, source.device});
     if (!refusal.empty()) return refuse(refusal);
     source.isRegistered = true;
     SMDDP_LOG(Debug, kTag, "{} bytes of GPU memory are registered with the network",
@@ -82,7 +82,7 @@ void DeviceSources::forgetFreed() {
     const auto* const begin = reinterpret_cast<const void*>(source.range.base);
     const bool lives = table_->rangeOf(source.device, begin, &now) == 0 &&
                        now.allocation == source.range.allocation;
-    if (!lives) engine_->process().removeDeviceSource(bytesOf(source.range));
+    if (!lives) engine_->process().removeDeviceSource(bytesAt(source.range));
     return !lives;
   });
   if (numFreed == 0) return;
