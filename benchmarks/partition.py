@@ -64,7 +64,7 @@ def main() -> None:
         units = timed("units", lambda trace=trace: Units(modules, trace, 0.5))
         starts = timed("exact", lambda u=units: divide_exactly(u.costs, u.cuts, parts))
         timed("tree", lambda u=units: divide_tree(u.tree(), parts))
-    print(f"{len(modules.list)} modules, {len(units.costs)} units, {parts} parts, {trace.how}")
+    print(f"{len(modules.by_number)} modules, {len(units.costs)} units, {parts} parts, {trace.how}")
     for name, values in seconds.items():
         print(f"{name:>6}  {1e3 * sorted(values)[RUNS // 2]:8.1f} ms")
     share = bottleneck(units.costs, units.cuts, starts) * parts

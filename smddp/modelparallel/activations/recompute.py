@@ -36,11 +36,11 @@ def checkpoint(
     """
     tensors: list[torch.Tensor] = []
     objects: list[Any] = []
-    shape = flatten((args, kwargs), tensors, objects)
+    structure = flatten((args, kwargs), tensors, objects)
     returned: list[Any] = []
 
     def run(*again: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        positional, named = rebuild(shape, again, objects)
+        positional, named = rebuild(structure, again, objects)
         results: list[torch.Tensor] = []
         others: list[Any] = []
         returned[:] = flatten(module(*positional, **named), results, others), others

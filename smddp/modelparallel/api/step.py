@@ -158,6 +158,6 @@ class StepFunction:
 
     def _collected(self, result: StepResult) -> Any:
         """Returns what the caller of the step function gets."""
-        shapes, objects = result.header
-        results = [rebuild(shape, result.tensors, objects) for shape in shapes]
+        structures, objects = result.header
+        results = [rebuild(structure, result.tensors, objects) for structure in structures]
         return collect(results, self._body.detach)

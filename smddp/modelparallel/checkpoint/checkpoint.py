@@ -212,7 +212,7 @@ def resume_from_checkpoint(
     if load_optimizer and optimizer is not None and manifest["optimizer"]:
         optimizer.load_state_dict(_merged_optimizer(parts, manifest))
     if manifest["partition"] is not None and not model.partitioned:
-        model.runtime.placement.preset = Decision.from_dict(manifest["partition"])
+        model.runtime.placement.from_checkpoint = Decision.from_dict(manifest["partition"])
     return _user_content(parts / "user_content.pt")
 
 

@@ -1,12 +1,12 @@
-"""Divides nested Python values into tensors, objects and a shape, and builds them again.
+"""Divides nested Python values into tensors, objects and a structure, and builds them again.
 
-The shape says how the parts are nested; the guides call it the structure. It says nothing of the
-shapes and dtypes of the tensors.
+The structure says how the parts are nested. It says nothing of the shapes and dtypes of the
+tensors.
 
 Unlike torch's pytree, this keeps the class of any dict subclass or dataclass (such as the outputs
-of model libraries) without registration. A shape is hashable, so it can be a key.
+of model libraries) without registration. A structure is hashable, so it can be a key.
 
-A shape is a tuple that begins with a letter:
+A structure is a tuple that begins with a letter:
     ("t", i)                tensor i
     ("c", value, type)      a plain constant
     ("o", i)                object i: anything else, such as a float or a large int
@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["CONSTANTS", "Shape", "builder", "constants", "flatten", "rebuild", "tensors_in"]
+__all__ = ["CONSTANTS", "Structure", "builder", "constants", "flatten", "rebuild", "tensors_in"]
 
-Shape = tuple[Any, ...]
+Structure = tuple[Any, ...]
 
-# Values of these types are part of the shape. Floats are not, because each would make a new shape.
+# Values of these types are part of the structure. Floats are not, because each would make a new
+# structure.
 CONSTANTS = (type(None), bool, str, torch.dtype, torch.device)
 _SMALL = 1024
 
@@ -40,8 +41,8 @@ def flatten(
     tensors: list[torch.Tensor],
     objects: list[Any],
     whole: Callable[[Any], bool] | None = None,
-) -> Shape:
-    """Appends the tensors and objects of a value to two lists, and returns its shape.
+) -> Structure:
+    """Appends the tensors and objects of a value to two lists, and returns its structure.
 
     Args:
         value: any nested value.
@@ -119,16 +120,16 @@ class _Like:
         return hash(type(self._emptied))
 
 
-def rebuild(shape: Shape, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
-    """Returns the value of a shape that has these tensors and objects; reverses `flatten`."""
-    letter = shape[0]
+def rebuild(structure: Structure, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
+    """Returns the value of a structure that has these tensors and objects; reverses `flatten`."""
+    letter = structure[0]
     if letter == "t":
-        return tensors[shape[1]]
+        return tensors[structure[1]]
     if letter == "c":
-        return shape[1]
+        return structure[1]
     if letter == "o":
-        return objects[shape[1]]
-    children = [rebuild(child, tensors, objects) for child in shape[-1]]
+        return objects[structure[1]]
+    children = [rebuild(child, tensors, objects) for child in structure[-1]]
     if letter == "u":
         return tuple(children)
     if letter == "l":
@@ -136,10 +137,10 @@ def rebuild(shape: Shape, tensors: Sequence[Any], objects: Sequence[Any] = ()) -
     if letter == "s":
         return set(children)
     if letter == "n":
-        return shape[1]._make(children)
-    like = shape[1][1]
+        return structure[1]._make(children)
+    like = structure[1][1]
     if letter == "d":
-        items = dict(zip(shape[2], children, strict=True))
+        items = dict(zip(structure[2], children, strict=True))
         if like is None:
             return items
         result = like.new()
@@ -148,38 +149,38 @@ def rebuild(shape: Shape, tensors: Sequence[Any], objects: Sequence[Any] = ()) -
             result[key] = item
         return result
     result = like.new()
-    for name, child in zip(shape[2], children, strict=True):
+    for name, child in zip(structure[2], children, strict=True):
         object.__setattr__(result, name, child)
     return result
 
 
-def builder(shape: Shape) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """Returns a function that does `rebuild` for one shape; it is faster for simple shapes."""
-    letter = shape[0]
+def builder(structure: Structure) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+    """Returns a function that does `rebuild` for one structure; it is faster for simple ones."""
+    letter = structure[0]
     if letter == "t":
-        number = shape[1]
+        number = structure[1]
         return lambda tensors, _: tensors[number]
-    if letter == "d" and shape[1] == (dict, None) and not shape[2]:
+    if letter == "d" and structure[1] == (dict, None) and not structure[2]:
         return lambda tensors, objects: {}
     if letter == "u":
-        children = shape[1]
+        children = structure[1]
         if children and all(child[0] == "t" for child in children):
             numbers = [child[1] for child in children]
             return lambda tensors, _: tuple([tensors[number] for number in numbers])
         parts = [builder(child) for child in children]
         return lambda tensors, objects: tuple([part(tensors, objects) for part in parts])
-    return lambda tensors, objects: rebuild(shape, tensors, objects)
+    return lambda tensors, objects: rebuild(structure, tensors, objects)
 
 
-def constants(shape: Shape) -> list[Any]:
-    """Returns the constants of a shape, and ("o", i) for each object."""
-    if shape[0] == "c":
-        return [shape[1]]
-    if shape[0] == "t":
+def constants(structure: Structure) -> list[Any]:
+    """Returns the constants of a structure, and ("o", i) for each object."""
+    if structure[0] == "c":
+        return [structure[1]]
+    if structure[0] == "t":
         return []
-    if shape[0] == "o":
-        return [shape]
-    return [item for child in shape[-1] for item in constants(child)]
+    if structure[0] == "o":
+        return [structure]
+    return [item for child in structure[-1] for item in constants(child)]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -193,5 +194,5 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Returns a nested value of the same structure, with `function` applied to each tensor."""
     tensors: list[torch.Tensor] = []
     objects: list[Any] = []
-    shape = flatten(value, tensors, objects)
-    return rebuild(shape, [function(tensor) for tensor in tensors], objects)
+    structure = flatten(value, tensors, objects)
+    return rebuild(structure, [function(tensor) for tensor in tensors], objects)

@@ -74,14 +74,14 @@ class Configuration:
 
 
 def configure(
-    config: Mapping[str, Any] | None, environ: Mapping[str, str], speak: bool = True
+    config: Mapping[str, Any] | None, environ: Mapping[str, str], warn: bool = True
 ) -> Configuration:
     """Returns the configuration in force: defaults < `config` < SM_HP_MP_PARAMETERS.
 
     Args:
         config: what the script passes.
         environ: the environment.
-        speak: warn of unknown keys, and of features that this version does not have; only one
+        warn: warn of unknown keys, and of features that this version does not have; only one
             rank of a job does so.
 
     Raises:
@@ -94,7 +94,7 @@ def configure(
     from_environment = _from_environment(environ)
     given = {**(config or {}), **from_environment}
     known = {name: value for name, value in given.items() if name in _BY_NAME}
-    for name in sorted(given.keys() - known.keys(), key=str) if speak else ():
+    for name in sorted(given.keys() - known.keys(), key=str) if warn else ():
         nearest = difflib.get_close_matches(str(name), _BY_NAME, n=1)
         advice = f"; did you mean {nearest[0]!r}?" if nearest else ""
         warnings.warn(f"smp ignores the unknown configuration key {name!r}{advice}", stacklevel=3)
@@ -104,7 +104,7 @@ def configure(
     _check_together(known)
     values = {key.name: known.get(key.name, key.default) for key in KEYS}
     _complete(values, known)
-    if speak:
+    if warn:
         _say_what_is_missing(values)
     return Configuration(values)
 
@@ -201,6 +201,6 @@ def _complete(values: dict[str, Any], known: Mapping[str, Any]) -> None:
 def _say_what_is_missing(values: Mapping[str, Any]) -> None:
     """Warns of each feature that is configured and that this version does not have."""
     for key in KEYS:
-        if not key.later or values[key.name] == key.default:
+        if not key.instead or values[key.name] == key.default:
             continue
         warnings.warn(key.missing(f"{key.name}={values[key.name]!r}"), stacklevel=4)

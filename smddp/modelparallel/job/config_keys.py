@@ -38,7 +38,7 @@ class Key:
         default: the value when the key is absent; None means that other keys decide.
         doc: one sentence.
         values: the allowed ones, for kind "one of".
-        later: for a key of a feature that this version does not have, what happens instead. A
+        instead: for a key of a feature that this version does not have, what happens instead. A
             warning says so once, if the key has another value than the default. Else empty.
         differs: the results are then not those that the feature would give.
     """
@@ -48,7 +48,7 @@ class Key:
     default: Any
     doc: str
     values: tuple[Any, ...] = ()
-    later: str = ""
+    instead: str = ""
     differs: bool = False
 
     def missing(self, used: str) -> str:
@@ -63,7 +63,7 @@ class Key:
             else "Results are those of the feature, memory and speed are not"
         )
         return (
-            f"smp accepts {used}, a feature that this version does not have: {self.later}. "
+            f"smp accepts {used}, a feature that this version does not have: {self.instead}. "
             f"{result}."
         )
 
@@ -163,14 +163,14 @@ KEYS: tuple[Key, ...] = (
         "positive",
         1,
         "Tensor parallelism.",
-        later="no module is divided over tensor-parallel ranks: each is one more replica",
+        instead="no module is divided over tensor-parallel ranks: each is one more replica",
     ),
     Key(
         "prescaled_batch",
         "bool",
         False,
         "The ranks of a tensor-parallel group get the same batch.",
-        later="tensor-parallel ranks are replicas, of equal batches then",
+        instead="tensor-parallel ranks are replicas, of equal batches then",
     ),
     Key(
         "fp16",
@@ -255,7 +255,7 @@ def markdown() -> str:
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for key in KEYS:
         default = "" if key.default is None else f"`{key.default}`"
-        note = f" *Not in this version: {key.later}.*" if key.later else ""
+        note = f" *Not in this version: {key.instead}.*" if key.instead else ""
         lines.append(f"| `{key.name}` | {default} | {key.doc}{note} |")
     return "\n".join(lines) + "\n"
 

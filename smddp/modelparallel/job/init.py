@@ -49,7 +49,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-    cfg = configure(config, os.environ, speak=rank == 0)
+    cfg = configure(config, os.environ, warn=rank == 0)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank % local_size)))
     topology = Topology(

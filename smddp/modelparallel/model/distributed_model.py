@@ -17,7 +17,7 @@ from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.queries import ModelQueries
 from smddp.modelparallel.model.runtime import ModelRuntime
-from smddp.modelparallel.optimizer.half import lowered, raised
+from smddp.modelparallel.optimizer.half import to_float, to_half
 from smddp.modelparallel.pipeline.lazy import force
 
 __all__ = ["DistributedModel"]
@@ -133,11 +133,11 @@ class DistributedModel(ModelQueries):
             )
         half = self.runtime.half
         if half is not None:
-            args, kwargs = lowered(args, half), lowered(kwargs, half)
+            args, kwargs = to_half(args, half), to_half(kwargs, half)
         if not self.partitioned:
             self.runtime.partition(args, kwargs)
         result = map_tensors(force, self.get_module()(*args, **kwargs))
-        return result if half is None else raised(result)
+        return result if half is None else to_float(result)
 
     def backward(
         self,

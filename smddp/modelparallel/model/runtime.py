@@ -179,7 +179,7 @@ class ModelRuntime:
         self._sum.begin(microbatches)
         divisor = microbatches if self._average else 1
         self.data_parallel.begin_step(self._sum, divisor, again)
-        self.executor.modules.relying = not again
+        self.executor.modules.predicts_structures = not again
         # With one partition there is no Redo, and a second pass never ends in one. Nor does the
         # first step, when `buffers` is still empty.
         if self.executor.size > 1 and not again:
@@ -220,7 +220,7 @@ class ModelRuntime:
 
     def changed_modes(self) -> bytes | None:
         """Returns train (1) or eval (0) of every module; None if no mode has changed."""
-        modes = bytes(module.training for module in self.executor.modules.list)
+        modes = bytes(module.training for module in self.executor.modules.by_number)
         if modes == self._modes:
             return None
         self._modes = modes
@@ -238,7 +238,7 @@ class ModelRuntime:
                 f"step {self.steps}: every rank has to make the same calls"
             )
         if begin.modes is not None:
-            for module, mode in zip(self.executor.modules.list, begin.modes, strict=True):
+            for module, mode in zip(self.executor.modules.by_number, begin.modes, strict=True):
                 module.training = bool(mode)
 
     def end_microbatch(self, microbatch: int) -> None:

@@ -22,7 +22,7 @@ from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.loss_scale import LossScaler
 from smddp.modelparallel.partition.placement import Placement
 
-__all__ = ["MasterWeights", "convert", "half_precision", "lowered", "raised"]
+__all__ = ["MasterWeights", "convert", "half_precision", "to_float", "to_half"]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -54,12 +54,12 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
                 part._buffers[name] = buffer.to(own)
 
 
-def lowered(value: Any, dtype: torch.dtype) -> Any:
+def to_half(value: Any, dtype: torch.dtype) -> Any:
     """Returns a nested value with its fp32 tensors converted to a dtype; for arguments."""
     return map_tensors(lambda t: t.to(dtype) if t.dtype == torch.float32 else t, value)
 
 
-def raised(value: Any) -> Any:
+def to_float(value: Any) -> Any:
     """Returns a nested value with its half-precision tensors converted to fp32; for results."""
     return map_tensors(lambda t: t.float() if t.dtype in _HALF else t, value)
 

@@ -42,7 +42,7 @@ def decide_and_report(
     begun = time.monotonic()
     decision = decide(cfg, root, modules, placement, args, kwargs, times)
     if not decision.costs:  # by hand, or from a file of an older version: nothing was traced
-        decision = dataclasses.replace(decision, costs=costs_by_size(modules.list))
+        decision = dataclasses.replace(decision, costs=costs_by_size(modules.by_number))
     log.info("smp: the partition took %.1f s", time.monotonic() - begun)
     _save(cfg, decision)
     _report(decision, cfg.pipeline_parallel_degree)
@@ -72,20 +72,20 @@ def decide(
     Raises:
         SMPPartitionError: the model cannot be divided as asked.
     """
-    preset = placement.preset
-    if preset is not None and preset.fits(modules.names, cfg.pipeline_parallel_degree):
-        return preset
+    saved = placement.from_checkpoint
+    if saved is not None and saved.fits(modules.names, cfg.pipeline_parallel_degree):
+        return saved
     if cfg.load_partition:
         return _load(cfg.partition_file, cfg.pipeline_parallel_degree, modules)
     if not cfg.auto_partition:
         owners = manual_owners(root, modules, placement.pins, cfg.default_partition)
         return Decision(list(modules.names), owners)
     if cfg.skip_tracing:
-        trace = Trace(len(modules.list), "parameters only")
+        trace = Trace(len(modules.by_number), "parameters only")
     else:
         log.info(
             "smp: tracing %d modules, to divide the %d of them that have parameters or buffers",
-            *(len(modules.list), sum(map(has_state, modules.list))),
+            *(len(modules.by_number), sum(map(has_state, modules.by_number))),
         )
         trace = trace_model(root, args, kwargs, times)
     units = Units(modules, trace, cfg.memory_weight if cfg.use_times else 1.0)
@@ -111,7 +111,7 @@ def _consistent(units: Units, by_tree: dict[int, int], modules: Modules) -> list
     """Returns owners in which every module is where the first module of its unit is."""
     first_of_unit: dict[int, int] = {}
     owners: list[int | None] = []
-    for number, module in enumerate(modules.list):
+    for number, module in enumerate(modules.by_number):
         unit = units.unit_of(number)
         first_of_unit.setdefault(unit, by_tree.get(units.first_module(unit), 0))
         keep = has_state(module) or number == 0
@@ -126,7 +126,7 @@ def _apply_pins(
 ) -> None:
     """Changes the owners to those that `set_partition` has asked for."""
     for number, part in sorted(placement.pins.items()):
-        for module in modules.list[number].modules():
+        for module in modules.by_number[number].modules():
             inner = modules.number_of(module)
             assert inner is not None
             if owners[inner] is not None:

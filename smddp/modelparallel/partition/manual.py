@@ -31,7 +31,7 @@ def manual_owners(
         pins: partitions by module number, as `set_partition` has asked.
         default: the partition of the other modules.
     """
-    owners: list[int | None] = [default] * len(modules.list)
+    owners: list[int | None] = [default] * len(modules.by_number)
     seen: set[int] = set()
 
     def walk(module: nn.Module, pinned: int | None) -> None:

@@ -92,7 +92,7 @@ class Decision:
     def everything_here(modules: Modules) -> Decision:
         """Returns the decision for one partition."""
         owners: list[int | None] = [0] * len(modules.names)
-        costs = costs_by_size(modules.list)
+        costs = costs_by_size(modules.by_number)
         return Decision(list(modules.names), owners, costs, method="one partition")
 
     def as_dict(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Placement:
         rank, size: in the pipeline.
         pins: partitions that the script has asked for, by module number.
         decision: that has been applied; None before.
-        preset: a decision from a checkpoint, which is used again if it fits.
+        from_checkpoint: the decision of a checkpoint, which is used again if it fits.
         device: of what lives here.
     """
 
@@ -122,12 +122,12 @@ class Placement:
         self.rank, self.size = rank, size
         self.pins: dict[int, int] = {}
         self.decision: Decision | None = None
-        self.preset: Decision | None = None
+        self.from_checkpoint: Decision | None = None
         self.device = torch.device("cpu")
         self._entries: dict[str, int] = {}
         self._local: set[int] = set()
         # The model as it was wrapped: names do not change if a script wraps it again later.
-        self._root = modules.list[0]
+        self._root = modules.by_number[0]
 
     @property
     def applied(self) -> bool:
@@ -183,7 +183,7 @@ class Placement:
 
     def _owners_of_parameters(self, decision: Decision) -> dict[int, int]:
         owners: dict[int, int] = {}
-        for number, module in enumerate(self._modules.list):
+        for number, module in enumerate(self._modules.by_number):
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue

@@ -58,7 +58,7 @@ class Units:
         self._groups = groups
         self._unit_of = {number: unit for unit, group in enumerate(groups) for number in group}
         self.costs = [0.0] * len(groups)
-        for number in range(len(modules.list)):
+        for number in range(len(modules.by_number)):
             self.costs[self._unit_of[self._leaf_of(number)]] += self._records[number].cost
         self.cuts = [0.0] * len(groups)
         self.cut_bytes = [0.0] * len(groups)
@@ -80,7 +80,7 @@ class Units:
             part_of_unit[self._unit_of[self._leaf_of(number)]]
             if has_state(module) or not number
             else None
-            for number, module in enumerate(self._modules.list)
+            for number, module in enumerate(self._modules.by_number)
         ]
 
     def bytes_across(self, owners: Sequence[int | None]) -> float:
@@ -108,7 +108,7 @@ class Units:
         """
         found = [{"bytes": 0.0, "seconds": 0.0, "cost": 0.0} for _ in self._records]
         for number, record in enumerate(self._records):
-            stays = number == 0 or has_state(self._modules.list[number])
+            stays = number == 0 or has_state(self._modules.by_number[number])
             costs = found[number if stays else self._leaf_of(number)]
             costs["bytes"] += record.memory
             costs["seconds"] += record.seconds
@@ -131,7 +131,7 @@ class Units:
     def _walk(self, number: int, around: list[int], order: list[int]) -> None:
         """Appends the modules without children with state to `order`."""
         record = self._records[number]
-        stateful = [c for c in record.children if has_state(self._modules.list[c])]
+        stateful = [c for c in record.children if has_state(self._modules.by_number[c])]
         self._enclosing[number] = around
         if not stateful:
             order.append(number)
@@ -156,7 +156,9 @@ class Units:
             self._adopt(child, leaf)
 
     def _last_of(self, number: int) -> int:
-        stateful = [c for c in self._records[number].children if has_state(self._modules.list[c])]
+        stateful = [
+            c for c in self._records[number].children if has_state(self._modules.by_number[c])
+        ]
         return self._last_of(stateful[-1]) if stateful else self._first[number]
 
     def _leaf_of(self, number: int) -> int:
@@ -175,7 +177,7 @@ class Units:
         place = {leaf: position for position, leaf in enumerate(order)}
         pairs = list(trace.uses)
         holder: dict[int, int] = {}
-        for number, module in enumerate(self._modules.list):
+        for number, module in enumerate(self._modules.by_number):
             for parameter in module._parameters.values():
                 if parameter is not None:
                     pairs.append((holder.setdefault(id(parameter), number), number))
@@ -204,10 +206,10 @@ class Units:
 
 
 def _records(modules: Modules, trace: Trace) -> list[_Module]:
-    kept = own_bytes(modules.list)
+    kept = own_bytes(modules.by_number)
     records = [
         _Module(kept[number] + trace.activations[number], trace.seconds[number], [], -1)
-        for number in range(len(modules.list))
+        for number in range(len(modules.by_number))
     ]
     for position, visit in enumerate(trace.visits):
         record = records[visit.module]
@@ -215,7 +217,7 @@ def _records(modules: Modules, trace: Trace) -> list[_Module]:
             record.first = position
             record.taken, record.given, record.direct = visit.taken, visit.given, visit.direct
     listed: set[int] = {0}
-    for number, module in enumerate(modules.list):
+    for number, module in enumerate(modules.by_number):
         last = -1
         places: list[tuple[float, int]] = []
         for child in module.children():

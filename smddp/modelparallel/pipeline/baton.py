@@ -152,7 +152,7 @@ class Baton:
         with self._lock:
             self._aborted = self._last_forward = False
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Makes sure that a thread takes messages and looks for work."""
         with self._lock:
             self._rouse()

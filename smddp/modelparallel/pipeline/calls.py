@@ -40,29 +40,29 @@ class Outgoing:
 
     Attributes:
         number: of the graph among those that this rank has sent in this step.
-        graph, identity: the calls and edges, and the number by which its members know them.
+        graph, graph_id: the calls and edges, and the number by which its members know them.
         inputs: the caller's tensors that enter the graph, in the order of their numbers.
         microbatch: for which it was sent.
         values: the results that have arrived, by place: (number of the call, number of the tensor
             in its result).
-        returned: for each call whose result had no known shape: its shape, its objects, and how
-            many tensors it has.
+        returned: for each call whose result had no known structure: its structure, its objects,
+            and how many tensors it has.
         places: of the outputs of the autograd node, in their order.
         ticket: done when all values have arrived.
         missing: how many edges to SINK have not brought their values yet.
         gradients: of the inputs. The key is i * n + s for the gradient of input i from segment s,
             where n is the number of segments.
         backward_ticket, backward_missing: the same as `ticket` and `missing`, for gradients.
-        sunk: by segment, all places of its edge to SINK, if that has results of unknown shape.
+        sunk: by segment, all places of its edge to SINK, if that has results of unknown structure.
         abandoned: no gradients will come. The owners are told so when all values have arrived.
     """
 
     def __init__(
-        self, number: int, graph: Graph, identity: int, inputs: list[torch.Tensor], mb: int
+        self, number: int, graph: Graph, graph_id: int, inputs: list[torch.Tensor], mb: int
     ) -> None:
         self.number = number
         self.graph = graph
-        self.identity = identity
+        self.graph_id = graph_id
         self.inputs = inputs
         self.microbatch = mb
         self.values: dict[tuple[int, int], torch.Tensor] = {}
@@ -119,14 +119,14 @@ class Caller:
         assert isinstance(opened, _OpenGraph)
         frame.open = None
         alive = opened.close()
-        graph, identity = self._graph(opened, alive)
-        out = Outgoing(next(self._numbers), graph, identity, opened.inputs, frame.microbatch)
+        graph, graph_id = self._graph(opened, alive)
+        out = Outgoing(next(self._numbers), graph, graph_id, opened.inputs, frame.microbatch)
         opened.sent, opened.alive = out, alive
         self._outgoing[out.number] = out
         path = (*frame.path, len(frame.sent))
         frame.sent.append(out.number)
         host, inputs = self._host, opened.inputs
-        head = (host.rank, out.number, identity, frame.microbatch, frame.depth, path)
+        head = (host.rank, out.number, graph_id, frame.microbatch, frame.depth, path)
         for edge in graph.out_of[SOURCE]:
             segment = graph.segments[edge.target]
             objects = None
@@ -143,10 +143,10 @@ class Caller:
         signature = opened.signature(alive)
         known = self._known.get(signature)
         if known is None:
-            graph, identity = opened.graph(alive), len(self._known)
-            known = self._known[signature] = graph, identity
+            graph, graph_id = opened.graph(alive), len(self._known)
+            known = self._known[signature] = graph, graph_id
             for owner in graph.owners():
-                self._host.send(owner, Kind.GRAPH, (self._host.rank, identity, graph))
+                self._host.send(owner, Kind.GRAPH, (self._host.rank, graph_id, graph))
         return known
 
     def results(
@@ -183,7 +183,7 @@ class Caller:
             number: of the graph.
             segment: from which the edge comes.
             tensors: the values.
-            extra: for each call whose result had no known shape, (shape, objects, number of
+            extra: for each call whose result had no known structure, (structure, objects, number of
                 tensors); None if there is none. The tensors of those calls come last.
         """
         out = self._outgoing.get(number)
@@ -192,8 +192,8 @@ class Caller:
         places: Sequence[tuple[int, int]] = out.graph.between[segment, SINK].values
         if extra is not None:
             more = list(places)
-            for call, (shape, objects, count) in extra.items():
-                out.returned[call] = (shape, objects, count)
+            for call, (structure, objects, count) in extra.items():
+                out.returned[call] = (structure, objects, count)
                 more += [(call, index) for index in range(count)]
             places = out.sunk[segment] = more
         out.values.update(zip(places, tensors, strict=True))
@@ -227,7 +227,7 @@ class Caller:
 
     def _drop(self, out: Outgoing) -> None:
         self._outgoing.pop(out.number, None)
-        header = (self._host.rank, out.number, out.identity, out.microbatch)
+        header = (self._host.rank, out.number, out.graph_id, out.microbatch)
         for owner in out.graph.owners():
             self._host.send(owner, Kind.DROP, header)
 
@@ -308,13 +308,13 @@ class _OpenGraph(Collector):
         return values
 
     def result_of_last(self) -> tuple[Any, Any]:
-        """Returns (shape, value) of the last call; the shape was not known before."""
+        """Returns (structure, value) of the last call; the structure was not known before."""
         call = len(self.seeds) - 1
         values = self.fetch()
         assert self.sent is not None
-        shape, objects, count = self.sent.returned[call]
+        structure, objects, count = self.sent.returned[call]
         tensors = [values[call, index] for index in range(count)]
-        return shape, rebuild(shape, tensors, objects)
+        return structure, rebuild(structure, tensors, objects)
 
 
 class _Remote(torch.autograd.Function):

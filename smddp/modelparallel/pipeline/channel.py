@@ -137,7 +137,7 @@ class _Streams(Protocol):
     def flush(self) -> None: ...
 
 
-def _head(kind: int, header: Any) -> bytes:
+def _pickled_header(kind: int, header: Any) -> bytes:
     """Returns a kind and its header as bytes; the codec in C++ calls them the head of a message."""
     return pickle.dumps((int(kind), header), pickle.HIGHEST_PROTOCOL)
 
@@ -152,7 +152,7 @@ class _Together:
         self.flush = self._mailbox.flush
 
     def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None:
-        self._mailbox.send(peer, _head(kind, header), tensors, kind == Kind.END)
+        self._mailbox.send(peer, _pickled_header(kind, header), tensors, kind == Kind.END)
 
     def take(self, block: bool) -> list[Arrival]:
         arrived: list[Arrival] = []
@@ -242,7 +242,9 @@ class _Threads:
         self._arrived.put(None)
 
     def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None:
-        front, alone = _C.encode_message(_head(kind, header), tensors, kind == Kind.END, _ENVELOPE)
+        front, alone = _C.encode_message(
+            _pickled_header(kind, header), tensors, kind == Kind.END, _ENVELOPE
+        )
         parts = [front[:_ENVELOPE]]
         if front.numel() > _ENVELOPE:
             parts.append(front[_ENVELOPE:])

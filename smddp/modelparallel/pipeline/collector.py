@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from smddp.modelparallel.common.structure import Shape, builder, constants
+from smddp.modelparallel.common.structure import Structure, builder, constants
 from smddp.modelparallel.pipeline.lazy import Lazy
 from smddp.modelparallel.pipeline.protocol import (
     SINK,
@@ -26,21 +26,23 @@ __all__ = ["Collector", "Site"]
 class Site:
     """What stays the same each time a call is made: all but its tensors, its objects and its seed.
 
-    `Modules` keeps one for each module, method, shape of arguments and mode. Sites are compared by
-    identity, so a known call graph is found without comparing shapes.
+    `Modules` keeps one for each module, method, structure of arguments and mode. Sites are compared
+    by identity, so a known call graph is found without comparing structures.
 
     Attributes:
-        module, method, shape, returns: see `Call`.
-        count: how many tensors the result has; 0 if its shape is not known.
-        build: makes the result from its tensors; None if its shape is not known.
+        module, method, structure, returns: see `Call`.
+        count: how many tensors the result has; 0 if its structure is not known.
+        build: makes the result from its tensors; None if its structure is not known.
     """
 
-    __slots__ = ("build", "count", "method", "module", "returns", "shape")
+    __slots__ = ("build", "count", "method", "module", "returns", "structure")
 
-    def __init__(self, module: int, method: str, shape: Shape, returns: Shape | None) -> None:
+    def __init__(
+        self, module: int, method: str, structure: Structure, returns: Structure | None
+    ) -> None:
         self.module = module
         self.method = method
-        self.shape = shape
+        self.structure = structure
         self.returns = returns
         self.count = count_tensors(returns) if returns is not None else 0
         self.build = builder(returns) if returns is not None else None
@@ -92,8 +94,8 @@ class Collector:
         Args:
             owner: rank of the pipeline that runs it.
             site: the call.
-            tensors: among its arguments, lazy or not, in the order of the shape.
-            objects: other values among its arguments, in the order of the shape.
+            tensors: among its arguments, lazy or not, in the order of the structure.
+            objects: other values among its arguments, in the order of the structure.
             seed: for the random numbers of the call; None if it draws none.
 
         Returns:
@@ -137,7 +139,7 @@ class Collector:
     def graph(self, alive: list[Lazy]) -> Graph:
         """Returns the graph in which the values of some lazy tensors come back to the caller."""
         calls = [
-            Call(site.module, site.method, site.shape, places, numbers, site.returns)
+            Call(site.module, site.method, site.structure, places, numbers, site.returns)
             for site, places, numbers in self._calls
         ]
         segments, of_call = self._segments()
@@ -183,18 +185,18 @@ def _connect(
         wanted.setdefault((number, SINK), [])
 
 
-def count_tensors(shape: Shape) -> int:
-    """Returns how many tensors a shape has."""
-    if shape[0] == "t":
+def count_tensors(structure: Structure) -> int:
+    """Returns how many tensors a structure has."""
+    if structure[0] == "t":
         return 1
-    if shape[0] in "co":
+    if structure[0] in "co":
         return 0
-    return sum(count_tensors(child) for child in shape[-1])
+    return sum(count_tensors(child) for child in structure[-1])
 
 
-def predictable(shape: Shape) -> bool:
-    """Says whether a caller may expect this shape of the next result of the same call.
+def predictable(structure: Structure) -> bool:
+    """Says whether a caller may expect this structure of the next result of the same call.
 
-    It may if the shape holds tensors and None only: other values may differ each time.
+    It may if the structure holds tensors and None only: other values may differ each time.
     """
-    return count_tensors(shape) > 0 and all(value is None for value in constants(shape))
+    return count_tensors(structure) > 0 and all(value is None for value in constants(structure))

@@ -110,10 +110,10 @@ class Driver:
         self._executor.wait_for_finish()
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
-        shapes = [flatten(result, tensors, objects) for result in self._results]
+        structures = [flatten(result, tensors, objects) for result in self._results]
         # Raises if the results do not match; the other ranks must not get them then.
         collect(self._results, detach=False)
-        return StepResult((shapes, objects), tensors)
+        return StepResult((structures, objects), tensors)
 
     def _run_body(self, number: int) -> None:
         """Runs the script's function for a microbatch, and keeps what it returns."""

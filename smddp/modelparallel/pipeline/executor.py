@@ -180,7 +180,7 @@ class Executor:
                 self._result = driver.drive()
                 self._send_end(*self._result)
             else:
-                self.baton.look()
+                self.baton.wake()
                 self._watch.wait(self._over, self.modules, self._name, self._steps)
         except Aborted:
             pass  # `_raise_failure` raises the failure below
@@ -190,7 +190,7 @@ class Executor:
             self.fail(-1, error)
             raise
         finally:
-            self.baton.look()
+            self.baton.wake()
             self.baton.settle()
             silent = self.channel.drain(_PATIENCE) if self.channel is not None else []
             # A peer may have given up a graph after this rank has sent END.

@@ -168,13 +168,13 @@ def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
         return [value] * count
     tensors: list[torch.Tensor] = []
     objects: list[Any] = []
-    shape = flatten(value, tensors, objects, _slices_itself)
+    structure = flatten(value, tensors, objects, _slices_itself)
     if not tensors and not any(_slices_itself(item) for item in objects):
         return [value] * count
     divided = [_divide(name, tensor, count, axis) for tensor in tensors]
     return [
         rebuild(
-            shape,
+            structure,
             [chunks[number] for chunks in divided],
             [
                 item.smp_slice(count, number, axis) if _slices_itself(item) else item
@@ -227,8 +227,8 @@ def collect(results: Sequence[Any], detach: bool) -> Any:
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
         parts.append((flatten(result, tensors, objects), tensors, objects))
-    shapes = {_outline(shape) for shape, _, _ in parts}
-    if len(shapes) > 1:
+    structures = {_outline(structure) for structure, _, _ in parts}
+    if len(structures) > 1:
         raise SMPUsageError(
             "smp.step: the microbatches returned values of different structures: "
             f"{[type(result).__name__ for result in results]}"
@@ -238,15 +238,15 @@ def collect(results: Sequence[Any], detach: bool) -> Any:
     return _combine(parts, detach)
 
 
-def _outline(shape: Any) -> Any:
-    """Returns a shape without the values of its constants."""
-    if shape[0] == "t":
+def _outline(structure: Any) -> Any:
+    """Returns a structure without the values of its constants."""
+    if structure[0] == "t":
         return "t"
-    if shape[0] in "co":
+    if structure[0] in "co":
         return "c"
-    if shape[0] in "da":
-        return (shape[0], shape[1], shape[2], tuple(_outline(child) for child in shape[3]))
-    return (shape[0], tuple(_outline(child) for child in shape[-1]))
+    if structure[0] in "da":
+        return (*structure[:3], tuple(_outline(child) for child in structure[3]))
+    return (structure[0], tuple(_outline(child) for child in structure[-1]))
 
 
 def _combine(parts: list[tuple[Any, list[torch.Tensor], list[Any]]], detach: bool) -> Any:
@@ -254,10 +254,10 @@ def _combine(parts: list[tuple[Any, list[torch.Tensor], list[Any]]], detach: boo
     first = parts[0][0]
     letter = first[0]
     if letter == "t":
-        values = [tensors[shape[1]] for shape, tensors, _ in parts]
+        values = [tensors[structure[1]] for structure, tensors, _ in parts]
         return StepOutput([value.detach() if detach else value for value in values])
     if letter == "c" or letter == "o":
-        return [rebuild(shape, tensors, objects) for shape, tensors, objects in parts]
+        return [rebuild(structure, tensors, objects) for structure, tensors, objects in parts]
     children = []
     for position in range(len(first[-1])):
         children.append(_combine([(s[-1][position], t, o) for s, t, o in parts], detach))

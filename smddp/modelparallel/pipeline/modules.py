@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
-from smddp.modelparallel.common.structure import Shape, flatten, map_tensors
+from smddp.modelparallel.common.structure import Structure, flatten, map_tensors
 from smddp.modelparallel.pipeline.calls import Caller
 from smddp.modelparallel.pipeline.collector import Site, predictable
 from smddp.modelparallel.pipeline.host import Host
@@ -38,13 +38,13 @@ class Modules:
     A module's number is its place in `root.modules()`, the same on all ranks.
 
     Attributes:
-        list: the modules.
+        by_number: the modules.
         names: by number; the root's is "model".
         owners: ranks of the pipeline, by number; None for modules without parameters and buffers,
             which run where their input is.
         forwarding: may values go directly from owner to owner? (`direct_forwarding`)
-        relying: may callers go on before a result has come, if they know its structure? Not in the
-            second pass of a step.
+        predicts_structures: may callers go on before a result has come, if they know its structure?
+            Not in the second pass of a step.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Modules:
         self._baton, self._caller = host.baton, caller
         self._rank = host.rank
         self.forwarding = forwarding
-        self.relying = True
-        self.list = list(root.modules())
+        self.predicts_structures = True
+        self.by_number = list(root.modules())
         by_id = {id(module): name for name, module in reversed(list(root.named_modules()))}
-        self.names = [by_id[id(module)] or "model" for module in self.list]
-        self._numbers = {id(module): number for number, module in enumerate(self.list)}
-        self._draws = [may_draw(module) for module in self.list]
-        self.owners: list[int | None] = [0] * len(self.list)
-        # By (module, method, shape of the arguments, train or eval, gradients on?): the call with
-        # the structure of its last result, if callers may rely on that; and those without.
+        self.names = [by_id[id(module)] or "model" for module in self.by_number]
+        self._numbers = {id(module): number for number, module in enumerate(self.by_number)}
+        self._draws = [may_draw(module) for module in self.by_number]
+        self.owners: list[int | None] = [0] * len(self.by_number)
+        # By (module, method, structure of the arguments, train or eval, gradients on?): the call
+        # with the structure of its last result, if callers may rely on that; and those without.
         self._sites: dict[Any, Site] = {}
         self._unknown: dict[Any, Site] = {}
         # Structures found in this step. They are used from the next step on, so that all
@@ -75,7 +75,7 @@ class Modules:
         self.owners = list(owners)
         for number, owner in enumerate(self.owners):
             if owner is not None and owner != self._rank:
-                module = self.list[number]
+                module = self.by_number[number]
                 object.__setattr__(module, "forward", _RemoteForward(self, number))
 
     def end_step(self) -> None:
@@ -157,20 +157,20 @@ class Modules:
         collector = self._caller.collector(frame)
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
-        shape = _flatten_arguments(args, kwargs, tensors, objects)
+        structure = _flatten_arguments(args, kwargs, tensors, objects)
         for position, tensor in enumerate(tensors):
             if type(tensor) is Lazy and (tensor.fetch is None or tensor.graph is not collector):
                 tensors[position] = force(tensor)
         seed = draw_seed() if self._draws[number] else None
         grad = collector.ambient.grad
-        key = (number, method, shape, self.list[number].training, grad)
-        site = self._sites.get(key) if self.relying else None
+        key = (number, method, structure, self.by_number[number].training, grad)
+        site = self._sites.get(key) if self.predicts_structures else None
         # Gradients are off now but were on when the frame began: this may be inside an autograd
         # function (such as a checkpoint). Autograd would take a lazy tensor for the function's
         # output, and gradients would be lost; so the call waits for its values.
         if site is not None and (grad or not frame.grad):
             return collector.add(owner, site, tensors, objects, seed)
-        site = self._unknown.setdefault(key, Site(number, method, shape, None))
+        site = self._unknown.setdefault(key, Site(number, method, structure, None))
         collector.add(owner, site, tensors, objects, seed)
         found, value = collector.result_of_last()  # type: ignore[attr-defined]
         known = self.forwarding and predictable(found) and self._learned.get(key, found) == found
@@ -178,7 +178,7 @@ class Modules:
         return value
 
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
-        module = self.list[number]
+        module = self.by_number[number]
         if method:
             return getattr(type(module), method)(module, *args, **kwargs)
         return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -221,11 +221,11 @@ class _RemoteForward:
         raise SMPUsageError("a module that lives on another rank cannot be pickled on this one")
 
 
-# The shapes of the arguments of most calls: 0 to 8 positional tensors, and nothing else.
+# The structures of the arguments of most calls: 0 to 8 positional tensors, and nothing else.
 _TENSORS_ONLY = [flatten((tuple([torch.empty(0)] * count), {}), [], []) for count in range(9)]
 
 
-def _flatten_arguments(args: Any, kwargs: Any, tensors: list[Any], objects: list[Any]) -> Shape:
+def _flatten_arguments(args: Any, kwargs: Any, tensors: list[Any], objects: list[Any]) -> Structure:
     if not kwargs and len(args) < len(_TENSORS_ONLY):
         for value in args:
             if type(value) is not torch.Tensor and type(value) is not Lazy:

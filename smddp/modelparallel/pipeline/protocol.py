@@ -46,7 +46,7 @@ class Kind(enum.IntEnum):
         FORWARD: (head, seeds of the calls, source, target, extra). `head` describes the caller:
             (caller, number of the graph in this step, number by which members know it, microbatch,
             depth, path). `extra` holds the caller's objects by number, on an edge from SOURCE; or,
-            on an edge to SINK, the results whose shape was not known; None if there is nothing.
+            on an edge to SINK, the results whose structure was not known; None if there is nothing.
         BACKWARD: (caller, number of the graph in this step, source, target).
         DONE: the number of the microbatch.
         DROP: the head without depth and path.
@@ -150,15 +150,16 @@ class Call(NamedTuple):
     Attributes:
         module: its number; see `Modules`.
         method: "forward", when that was called by name; "" when the module itself was.
-        shape: of (args, kwargs); see structure.py.
-        tensors: the place of each tensor of the shape; see `Edge.values`.
-        objects: the numbers of the shape's objects among those of the caller.
-        returns: the shape of the result that the caller relies on; None if it waits for the result.
+        structure: of (args, kwargs); see structure.py.
+        tensors: the place of each tensor of the structure; see `Edge.values`.
+        objects: the numbers of the structure's objects among those of the caller.
+        returns: the structure of the result that the caller expects; None if it waits for the
+            result.
     """
 
     module: int
     method: str
-    shape: Any
+    structure: Any
     tensors: tuple[tuple[int, int], ...]
     objects: tuple[int, ...]
     returns: Any
@@ -211,13 +212,13 @@ class Graph:
 
     @functools.cached_property
     def results(self) -> tuple[tuple[int, int], ...]:
-        """Places (call, tensor) of what comes back to the caller from calls of known shape."""
+        """Places (call, tensor) of what comes back to the caller from calls of known structure."""
         return tuple(sorted(place for edge in self.into[SINK] for place in edge.values))
 
     @functools.cached_property
     def builders(self) -> list[Callable[..., Any]]:
         """For each call, a function that makes (args, kwargs) from tensors and objects."""
-        return [builder(call.shape) for call in self.calls]
+        return [builder(call.structure) for call in self.calls]
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the fields only; the cached properties are not sent."""

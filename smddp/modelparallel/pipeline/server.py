@@ -35,15 +35,15 @@ __all__ = ["Server"]
 
 # Which tensor of a call graph: see `Edge.values`.
 Place = tuple[int, int]
-# Of a part: the caller's rank, the number of the graph in this step, the number of the segment.
+# Of a segment run: the caller's rank, the numbers of the graph in this step and of the segment.
 _Key = tuple[int, int, int]
 
 
-class _Part:
+class _SegmentRun:
     """What the owner of a segment keeps for one microbatch, until its backward pass.
 
-    A `Segment` says which calls belong together, for many microbatches and steps. A part is one
-    run of them.
+    A `Segment` says which calls belong together, for many microbatches and steps. This is
+    one run of them.
 
     Attributes:
         key: see `_Key`.
@@ -56,8 +56,8 @@ class _Part:
         arrived, gradients: values and gradients that have arrived, by the edge's other end.
         saved: inputs and outputs of the segment's autograd graph, each by place, as long as a
             backward pass may come; else None.
-        returned: for each call whose result had no known shape: its shape, its objects, and how
-            many tensors it has.
+        returned: for each call whose result had no known structure: its structure, its objects,
+            and how many tensors it has.
         sent: the numbers of the call graphs that it has sent itself.
     """
 
@@ -109,7 +109,7 @@ class _Part:
         return self.caller if end < 0 else self.graph.segments[end].owner
 
     def places(self, edge: Edge) -> Sequence[Place]:
-        """Returns the places of an edge out of it, with those of results of unknown shape."""
+        """Returns the places of an edge out of it, with those of results of unknown structure."""
         if edge.target != SINK or not self.returned:
             return edge.values
         more = [(call, i) for call, (*_, count) in self.returned.items() for i in range(count)]
@@ -127,18 +127,18 @@ class Server:
         self._host, self._caller = host, caller
         self._modules: Modules | None = None
         self._graphs: dict[tuple[int, int], Graph] = {}
-        self._parts: dict[_Key, _Part] = {}
+        self._runs: dict[_Key, _SegmentRun] = {}
         # Values that have come before their graph.
         self._early: dict[tuple[int, int], list[Message]] = {}
         # The microbatches that are under way here: how many segments of each have begun, and have
         # not had their backward pass.
-        self._flying: dict[int, int] = {}
+        self._under_way: dict[int, int] = {}
         self.limit = 1 << 30
 
     def clear(self) -> None:
         """Forgets what belongs to the step; the graphs stay known."""
-        self._flying.clear()
-        self._parts.clear()
+        self._under_way.clear()
+        self._runs.clear()
         self._early.clear()
 
     def adopt(self, modules: Modules) -> None:
@@ -155,23 +155,23 @@ class Server:
 
     def drop(self, microbatch: int) -> None:
         """Frees what is left here of a microbatch that has ended."""
-        for key in [k for k, part in self._parts.items() if part.microbatch == microbatch]:
-            self._caller.abandon(self._parts.pop(key).sent)
-        self._flying.pop(microbatch, None)
-        self._host.baton.look()
+        for key in [k for k, run in self._runs.items() if run.microbatch == microbatch]:
+            self._caller.abandon(self._runs.pop(key).sent)
+        self._under_way.pop(microbatch, None)
+        self._host.baton.wake()
 
     # --- messages that arrive; on the thread that has the baton -----------------------------------
 
-    def take_graph(self, caller: int, identity: int, graph: Graph) -> None:
+    def take_graph(self, caller: int, graph_id: int, graph: Graph) -> None:
         """Stores a call graph, and takes the values that have come before it.
 
         Args:
             caller: rank of the pipeline.
-            identity: the number by which the caller's messages name it.
+            graph_id: the number by which the caller's messages name it.
             graph: the graph.
         """
-        self._graphs[caller, identity] = graph
-        for message in self._early.pop((caller, identity), []):
+        self._graphs[caller, graph_id] = graph
+        for message in self._early.pop((caller, graph_id), []):
             self.take_forward(message)
 
     def take_forward(self, message: Message) -> None:
@@ -181,20 +181,20 @@ class Server:
             self._caller.take_values(head[1], source, message.tensors, extra)
             return
         key = (head[0], head[1], target)
-        part = self._parts.get(key)
-        if part is None:
+        run = self._runs.get(key)
+        if run is None:
             graph = self._graphs.get((head[0], head[2]))
             if graph is None:
                 self._early.setdefault((head[0], head[2]), []).append(message)
                 return
-            part = self._parts[key] = _Part(key, head, seeds, graph)
+            run = self._runs[key] = _SegmentRun(key, head, seeds, graph)
         if extra is not None:
-            part.objects = extra
-        part.arrived[source] = message.tensors  # type: ignore[assignment]
-        if len(part.arrived) == len(part.into):
-            depth, grad = head[4] + part.graph.depths[target], part.graph.ambient.grad
+            run.objects = extra
+        run.arrived[source] = message.tensors  # type: ignore[assignment]
+        if len(run.arrived) == len(run.into):
+            depth, grad = head[4] + run.graph.depths[target], run.graph.ambient.grad
             frame = Frame(head[3], True, (*head[5], target), "", depth, grad)
-            self._begin(frame, part, self._forward, self._admits if grad else None)
+            self._begin(frame, run, self._forward, self._admits if grad else None)
 
     def take_backward(self, message: Message) -> None:
         """Takes the gradients of an edge; begins the backward pass if no others are missing."""
@@ -202,32 +202,32 @@ class Server:
         if target == SOURCE:
             self._caller.take_gradients(number, source, message.tensors)
             return
-        part = self._parts.get((caller, number, target))
-        if part is None:  # dropped: its step has failed
+        run = self._runs.get((caller, number, target))
+        if run is None:  # dropped: its step has failed
             return
-        part.gradients[source] = message.tensors
-        if len(part.gradients) == len(part.out_of):
-            frame = Frame(part.head[3], False, (*part.head[5], target), "", 0, True)
-            self._begin(frame, part, self._backward, None)
+        run.gradients[source] = message.tensors
+        if len(run.gradients) == len(run.out_of):
+            frame = Frame(run.head[3], False, (*run.head[5], target), "", 0, True)
+            self._begin(frame, run, self._backward, None)
 
-    def take_drop(self, caller: int, number: int, identity: int, microbatch: int) -> None:
+    def take_drop(self, caller: int, number: int, graph_id: int, microbatch: int) -> None:
         """Forgets a call graph that gets no gradients.
 
         Args:
             caller: rank of the pipeline.
             number: of the graph in this step.
-            identity: the number by which this rank knows the graph.
+            graph_id: the number by which this rank knows the graph.
             microbatch: for which it was sent.
         """
-        graph = self._graphs[caller, identity]
+        graph = self._graphs[caller, graph_id]
         frame = Frame(microbatch, False, (), "", 0, True)
 
         def drop() -> None:
             for target in range(len(graph.segments)):
-                part = self._parts.pop((caller, number, target), None)
-                if part is not None:
-                    self._land(part)
-                    self._caller.abandon(part.sent)
+                run = self._runs.pop((caller, number, target), None)
+                if run is not None:
+                    self._end_under_way(run)
+                    self._caller.abandon(run.sent)
 
         # In a task, because only the holder of the baton may change what is under way.
         task = Task(Priority(False, microbatch), drop)
@@ -242,114 +242,114 @@ class Server:
         A microbatch that is under way here, or that is older than all of those, may always begin;
         so the oldest microbatch of all is never held back.
         """
-        flying = self._flying
-        if not flying or frame.microbatch in flying or frame.microbatch < min(flying):
+        under_way = self._under_way
+        if not under_way or frame.microbatch in under_way or frame.microbatch < min(under_way):
             return True
-        return len(flying) < max(1, self.limit - frame.depth)
+        return len(under_way) < max(1, self.limit - frame.depth)
 
-    def _land(self, part: _Part) -> None:
+    def _end_under_way(self, run: _SegmentRun) -> None:
         """Notes that a segment waits for its backward pass no longer."""
-        if part.saved is None:
+        if run.saved is None:
             return
-        part.saved = None
-        left = self._flying.get(part.microbatch, 0) - 1
+        run.saved = None
+        left = self._under_way.get(run.microbatch, 0) - 1
         if left > 0:
-            self._flying[part.microbatch] = left
+            self._under_way[run.microbatch] = left
         else:
-            self._flying.pop(part.microbatch, None)
+            self._under_way.pop(run.microbatch, None)
 
-    def _begin(self, frame: Frame, part: _Part, work: Any, admits: Any) -> None:
-        """Submits the task that does `work` for a part as soon as `admits` allows it."""
+    def _begin(self, frame: Frame, run: _SegmentRun, work: Any, admits: Any) -> None:
+        """Submits the task that does `work` for a run as soon as `admits` allows it."""
         priority = Priority(frame.forward, frame.microbatch, frame.order)
         admitted = functools.partial(admits, frame) if admits is not None else None
-        task = Task(priority, functools.partial(self._run, work, frame, part), admitted)
+        task = Task(priority, functools.partial(self._run, work, frame, run), admitted)
         task.local = frame
         self._host.baton.submit(task)
 
-    def _run(self, work: Any, frame: Frame, part: _Part) -> None:
+    def _run(self, work: Any, frame: Frame, run: _SegmentRun) -> None:
         timeline = self._host.timeline
         timeline.enter(frame, frame.forward)
         try:
-            work(frame, part)
+            work(frame, run)
         finally:
             timeline.leave()
 
     # --- the work of tasks ------------------------------------------------------------------------
 
-    def _forward(self, frame: Frame, part: _Part) -> None:
-        graph = part.graph
+    def _forward(self, frame: Frame, run: _SegmentRun) -> None:
+        graph = run.graph
         # Counted before the calls, which may wait: `_admits` is asked meanwhile.
-        self._flying[frame.microbatch] = self._flying.get(frame.microbatch, 0) + 1
+        self._under_way[frame.microbatch] = self._under_way.get(frame.microbatch, 0) + 1
         leaves: dict[Place, torch.Tensor] = {}
-        for edge in part.into:
-            leaves.update(zip(edge.values, part.arrived[edge.source], strict=True))
-        part.arrived = {}
-        part.saved = leaves, {}
+        for edge in run.into:
+            leaves.update(zip(edge.values, run.arrived[edge.source], strict=True))
+        run.arrived = {}
+        run.saved = leaves, {}
         surroundings = graph.ambient
         if ambient() == surroundings:
-            outputs = self._calls(frame, part, leaves)
+            outputs = self._calls(frame, run, leaves)
         else:
             with surroundings.entered():
-                outputs = self._calls(frame, part, leaves)
+                outputs = self._calls(frame, run, leaves)
         if surroundings.grad and any(tensor.requires_grad for tensor in outputs.values()):
-            part.saved = leaves, outputs
-            part.sent = frame.sent
+            run.saved = leaves, outputs
+            run.sent = frame.sent
         else:
-            self._land(part)
+            self._end_under_way(run)
             self._caller.abandon(frame.sent)
         if not surroundings.grad:
-            del self._parts[part.key]
-        for edge in part.out_of:
-            extra = part.returned or None if edge.target == SINK else None
-            header = (part.head, part.seeds, part.number, edge.target, extra)
-            tensors = [outputs[place] for place in part.places(edge)]
-            self._host.send(part.owner(edge.target), Kind.FORWARD, header, tensors)
+            del self._runs[run.key]
+        for edge in run.out_of:
+            extra = run.returned or None if edge.target == SINK else None
+            header = (run.head, run.seeds, run.number, edge.target, extra)
+            tensors = [outputs[place] for place in run.places(edge)]
+            self._host.send(run.owner(edge.target), Kind.FORWARD, header, tensors)
 
     def _calls(
-        self, frame: Frame, part: _Part, leaves: dict[Place, torch.Tensor]
+        self, frame: Frame, run: _SegmentRun, leaves: dict[Place, torch.Tensor]
     ) -> dict[Place, torch.Tensor]:
         """Runs the calls of a segment; returns the tensors of their results, by place."""
-        modules, graph = self.modules, part.graph
+        modules, graph = self.modules, run.graph
         values = {place: _entrance(tensor) for place, tensor in leaves.items()}
         outputs: dict[Place, torch.Tensor] = {}
-        for index in graph.segments[part.number].calls:
+        for index in graph.segments[run.number].calls:
             call = graph.calls[index]
             arguments = [values[place] for place in call.tensors]
-            objects = [part.objects[number] for number in call.objects]
+            objects = [run.objects[number] for number in call.objects]
             args, kwargs = graph.builders[index](arguments, objects)
             frame.name = modules.names[call.module]
-            result = modules.run(call.module, call.method, part.seeds[index], args, kwargs)
+            result = modules.run(call.module, call.method, run.seeds[index], args, kwargs)
             tensors: list[torch.Tensor] = []
             found: list[Any] = []
-            shape = flatten(result, tensors, found)
+            structure = flatten(result, tensors, found)
             if call.returns is None:
-                part.returned[index] = (shape, found, len(tensors))
-            elif shape != call.returns:
+                run.returned[index] = (structure, found, len(tensors))
+            elif structure != call.returns:
                 raise StructureChangedError(frame.name)
             for position, tensor in enumerate(tensors):
                 values[index, position] = outputs[index, position] = force(tensor)
         return outputs
 
-    def _backward(self, frame: Frame, part: _Part) -> None:
-        graph = part.graph
-        leaves, outputs = part.saved if part.saved is not None else ({}, {})
-        self._land(part)
-        del self._parts[part.key]
+    def _backward(self, frame: Frame, run: _SegmentRun) -> None:
+        graph = run.graph
+        leaves, outputs = run.saved if run.saved is not None else ({}, {})
+        self._end_under_way(run)
+        del self._runs[run.key]
         sums: dict[Place, torch.Tensor] = {}
-        for edge in part.out_of:
-            for place, gradient in zip(part.places(edge), part.gradients[edge.target], strict=True):
+        for edge in run.out_of:
+            for place, gradient in zip(run.places(edge), run.gradients[edge.target], strict=True):
                 if gradient is not None and place in outputs and outputs[place].requires_grad:
                     sums[place] = sums[place] + gradient if place in sums else gradient
-        part.gradients = {}
-        frame.name = self.modules.names[graph.calls[graph.segments[part.number].calls[-1]].module]
+        run.gradients = {}
+        frame.name = self.modules.names[graph.calls[graph.segments[run.number].calls[-1]].module]
         run_backward([outputs[place] for place in sums], list(sums.values()))
         # Graphs that it has sent and that got no gradient; and those that a checkpoint sent again.
-        if part.sent or frame.sent:
-            self._caller.abandon([*part.sent, *frame.sent])
-        for edge in part.into:
+        if run.sent or frame.sent:
+            self._caller.abandon([*run.sent, *frame.sent])
+        for edge in run.into:
             gradients = [leaves[place].grad if place in leaves else None for place in edge.values]
-            header = (part.head[0], part.head[1], part.number, edge.source)
-            self._host.send(part.owner(edge.source), Kind.BACKWARD, header, gradients)
+            header = (run.head[0], run.head[1], run.number, edge.source)
+            self._host.send(run.owner(edge.source), Kind.BACKWARD, header, gradients)
 
 
 class _Entrance(torch.autograd.Function):

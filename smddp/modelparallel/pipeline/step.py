@@ -73,8 +73,8 @@ class StepResult(NamedTuple):
     """What the body has returned, for all microbatches; END carries it from rank 0 to the others.
 
     Attributes:
-        header: (shapes, objects): the shape of each microbatch's result, see structure.py, and the
-            values in them that are not tensors.
+        header: (structures, objects): the structure of each microbatch's result, see structure.py,
+            and the values in them that are not tensors.
         tensors: of all results, of any shape and dtype.
     """
 

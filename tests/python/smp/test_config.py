@@ -114,7 +114,7 @@ def test_wrong_values(config: dict[str, object], text: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:smp accepts sharded_data_parallel_degree")
-@pytest.mark.parametrize("key", [key for key in KEYS if key.later], ids=lambda key: key.name)
+@pytest.mark.parametrize("key", [key for key in KEYS if key.instead], ids=lambda key: key.name)
 def test_features_of_later_versions_are_accepted_and_named(key) -> None:
     value = {"bool": not key.default, "positive": 2, "count": 7}[key.kind]
     config = {key.name: value, "ddp": True}
@@ -124,7 +124,7 @@ def test_features_of_later_versions_are_accepted_and_named(key) -> None:
     assert ("RESULTS WILL DIFFER" in text) == (key.name == "fp16_params")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        configure({**config, "nonsense": 1}, {}, speak=False)  # as the other ranks do
+        configure({**config, "nonsense": 1}, {}, warn=False)  # as the other ranks do
 
 
 def test_every_key_is_an_attribute_and_silent_by_default() -> None:

@@ -203,9 +203,9 @@ def replica_fails_at_first(where: str, dp: int) -> list[tuple[str, bool]]:
     elif where == "no call":
         attempt(called_by_some, x, not faulty)
     elif where == "trace":
-        model.runtime.placement.preset = Unusable() if faulty else None
+        model.runtime.placement.from_checkpoint = Unusable() if faulty else None
         attempt(train, x, "")
-        model.runtime.placement.preset = None
+        model.runtime.placement.from_checkpoint = None
     else:
         parts[1].fault = "forward 1" if faulty else ""
         attempt(train, x, "")
@@ -219,7 +219,7 @@ def replica_fails_at_first(where: str, dp: int) -> list[tuple[str, bool]]:
 
 
 class Unusable:
-    """A preset decision whose methods raise."""
+    """Stands for the decision of a checkpoint; its methods raise."""
 
     def fits(self, names: list[str], parts: int) -> bool:
         raise ZeroDivisionError("in the decision")
@@ -310,7 +310,7 @@ def swallowed() -> list[str]:
     model = smp.DistributedModel(nn.Sequential(*parts))
     smp.set_partition(parts[1], 1)
     if smp.dp_rank() == 0:
-        model.runtime.placement.preset = Unusable()
+        model.runtime.placement.from_checkpoint = Unusable()
     seen: list[str] = []
 
     @smp.step
@@ -324,7 +324,7 @@ def swallowed() -> list[str]:
     with pytest.raises((SMPMicrobatchError, SMPPeerError)) as caught:
         stubborn(model, torch.ones(8, 4))
     seen.append(str(caught.value).splitlines()[0])
-    model.runtime.placement.preset = None
+    model.runtime.placement.from_checkpoint = None
     stubborn(model, torch.ones(8, 4))
     return seen
 

@@ -144,7 +144,7 @@ def test_zoo_is_divided_within_five_percent_of_the_best(name: str, parts: int) -
     owners = units.owners(starts)
     assert owners[0] == 0
     used: dict[int, int] = {}
-    for module, owner in zip(modules.list, owners, strict=True):
+    for module, owner in zip(modules.by_number, owners, strict=True):
         for parameter in module._parameters.values():
             if parameter is not None:
                 assert used.setdefault(id(parameter), owner) == owner, "shared, but on two ranks"
@@ -223,7 +223,7 @@ def test_modules_inside_stateless_ones_count_where_they_run() -> None:
     modules = modules_of(model)
     trace = trace_model(model, (torch.ones(512, 64),), {}, False)
     units = Units(modules, trace, 0.5)
-    softmax = next(n for n, m in enumerate(modules.list) if isinstance(m, nn.Softmax))
+    softmax = next(n for n, m in enumerate(modules.by_number) if isinstance(m, nn.Softmax))
     assert trace.activations[softmax] > 0
     assert units.unit_of(softmax) == units.unit_of(modules.names.index("1")) == 1
 
