@@ -15,7 +15,8 @@ namespace smddp::process_group {
 namespace {
 
 constexpr auto kEnvelope = static_cast<size_t>(engine::Matcher::kShortBytes);
-// A front up to this length is sent in buffered messages.
+// A front up to this length is sent in parts that are as long as the envelope, and so short enough for buffered
+// messages. A longer one is sent as the envelope and one ordinary message.
 constexpr size_t kShortFront = 8 * kEnvelope;
 // How long a thread that waits polls, yielding the processor, before it sleeps. Sleeping and waking costs 30 to 100 us,
 // which is as long as the call of a small module takes at the other end.

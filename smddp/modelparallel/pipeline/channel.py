@@ -173,9 +173,9 @@ class _Threads:
     The threads end with the process. Between steps each waits for `open`.
     """
 
-    # With more pending messages than this, `send` first waits for the oldest. Some backends report
-    # that a send is complete only to a thread that waits for it. As the peers receive all the time,
-    # that takes no longer than the network.
+    # At most so many messages are pending: before one more, `send` waits for the oldest. Some
+    # backends report that a send is complete only to a thread that waits for it. As the peers
+    # receive all the time, that takes no longer than the network.
     _PENDING = 8
 
     def __init__(self, group: dist.ProcessGroup, peers: list[int]) -> None:
@@ -250,7 +250,7 @@ class _Threads:
             parts.append(front[_ENVELOPE:])
         parts += alone
         with self._lock:
-            while len(self._sending) > self._PENDING:
+            while len(self._sending) >= self._PENDING:
                 self._finish_one()
             works = [self._group.send([part], peer, 0) for part in parts]
             self._sending.append((works, parts))

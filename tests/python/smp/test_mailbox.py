@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import check_ranks
 
 from smddp import _C
-from smddp.modelparallel.pipeline.channel import Channel, Ended
+from smddp.modelparallel.pipeline.channel import Channel, Ended, _Threads
 from smddp.modelparallel.pipeline.protocol import Kind, Message
 
 pytestmark = pytest.mark.multiprocess
@@ -153,6 +153,30 @@ def exchange_over_channel(backend: str) -> int:
 def test_a_channel_brings_the_same_over_any_backend(backend: str) -> None:
     counts = check_ranks(exchange_over_channel, "2", backend)
     assert counts == [2 * len(messages(0))] * 2
+
+
+class Unread:
+    """A group whose sends end only when somebody waits for them."""
+
+    pending = most = 0
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Unread:
+        self.pending += 1
+        self.most = max(self.most, self.pending)
+        return self
+
+    def wait(self) -> None:
+        self.pending -= 1
+
+
+def test_over_other_backends_few_sends_are_pending() -> None:
+    group = Unread()
+    streams = _Threads(group, [])  # type: ignore[arg-type]
+    for number in range(3 * _Threads._PENDING):
+        streams.send(1, Kind.FORWARD, number, [])
+    assert group.most == _Threads._PENDING
+    streams.flush()
+    assert group.pending == 0
 
 
 def interrupted() -> None:
