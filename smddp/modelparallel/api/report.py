@@ -19,6 +19,10 @@ from smddp.modelparallel.pipeline.timeline import Span
 __all__ = ["StepReport", "explain", "timeline"]
 
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
+_NO_TIMELINE = (
+    "there is a timeline only after a step in which a microbatch has begun: call smp.timeline "
+    "after a step function"
+)
 
 
 def explain(file: str | None = None) -> str:
@@ -114,7 +118,7 @@ class StepReport:
     Attributes:
         spans: for each rank of the pipeline, its pieces of work; see `Span`.
         seconds: from the beginning of the first span to the end of the last one.
-        busy: the share of all ranks' time in which they worked, from 0 to 1; 0 before any step.
+        busy: the share of all ranks' time in which they worked, from 0 to 1.
         ideal: the same for a pipeline without delays, which is as fast as its slowest rank.
     """
 
@@ -143,13 +147,15 @@ def timeline(file: str | None = None) -> StepReport:
         so ranks on different hosts cannot be compared.
 
     Raises:
-        SMPUsageError: no smp.DistributedModel has been made yet.
+        SMPUsageError: no step has been made yet, or the last one failed before any work.
     """
     executor = state.kept(Executor)
     if executor is None:
-        raise SMPUsageError("there is a timeline only after a step")
+        raise SMPUsageError(_NO_TIMELINE)
     mine = executor.timeline.spans
     spans: list[list[Span]] = Messenger(state).allgather(mine, CommGroup.PP_GROUP)
+    if not any(spans):
+        raise SMPUsageError(_NO_TIMELINE)
     report = _report(spans)
     if file is not None and state.topology.rank_in("pp") == 0:
         path, replica = Path(file), state.topology.rank_in("dp")
@@ -162,8 +168,6 @@ def timeline(file: str | None = None) -> StepReport:
 
 def _report(spans: list[list[Span]]) -> StepReport:
     everything = [span for rank in spans for span in rank]
-    if not everything:
-        return StepReport(spans, 0.0, 0.0, 0.0)
     seconds = max(span.end for span in everything) - min(span.start for span in everything)
     work = [sum(span.end - span.start for span in rank) for rank in spans]
     count = len({span.microbatch for span in everything})

@@ -15,6 +15,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.api.report import _partition_svg
+from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.partition.placement import Decision
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -99,10 +100,21 @@ def test_a_picture_of_nothing() -> None:
 
 def timelines(pp: int, folder: str) -> None:
     smp.init({"partitions": pp, "microbatches": 2, "ddp": True})
+    names = [None, f"{folder}/step.svg", f"{folder}/step.json"]
+
+    def refused() -> None:
+        for name in names:
+            with pytest.raises(SMPUsageError, match="only after a step"):
+                smp.timeline(name)
+
+    refused()
     model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    refused()
+    assert not any(Path(folder).iterdir())
+    smp.barrier()
     train(model, torch.ones(4, 4))
-    for name in ("step.svg", "step.json"):
-        smp.timeline(f"{folder}/{name}")
+    for name in names:
+        smp.timeline(name)
 
 
 @pytest.mark.multiprocess
