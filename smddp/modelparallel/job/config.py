@@ -201,6 +201,7 @@ def _complete(values: dict[str, Any], known: Mapping[str, Any]) -> None:
 def _say_what_is_missing(values: Mapping[str, Any]) -> None:
     """Warns of each feature that is configured and that this version does not have."""
     for key in KEYS:
-        if not key.instead or values[key.name] == key.default:
-            continue
-        warnings.warn(key.missing(f"{key.name}={values[key.name]!r}"), stacklevel=4)
+        value = values[key.name]
+        asked = value in key.asking if key.asking else value != key.default
+        if key.instead and asked:
+            warnings.warn(key.missing(f"{key.name}={value!r}"), stacklevel=4)

@@ -39,8 +39,9 @@ class Key:
         doc: one sentence.
         values: the allowed ones, for kind "one of".
         instead: for a key of a feature that this version does not have, what happens instead. A
-            warning says so once, if the key has another value than the default. Else empty.
+            warning says so once, if the configuration asks for the feature. Else empty.
         differs: the results are then not those that the feature would give.
+        asking: the values that ask for the feature; if empty, all but the default do.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Key:
     values: tuple[Any, ...] = ()
     instead: str = ""
     differs: bool = False
+    asking: tuple[Any, ...] = ()
 
     def missing(self, used: str) -> str:
         """Returns the warning that this version does not have the feature.
@@ -85,6 +87,9 @@ KEYS: tuple[Key, ...] = (
         "interleaved",
         "`interleaved` prefers backward work; `simple` runs all forward passes first.",
         ("simple", "interleaved", "_only_forward"),
+        "`_only_forward` is `interleaved`, with backward passes",
+        True,
+        ("_only_forward",),
     ),
     Key(
         "optimize", "one of", "memory", "What the partitioner balances first.", ("speed", "memory")

@@ -39,7 +39,7 @@ class Schedule(NamedTuple):
         """Returns the schedule that a configuration asks for.
 
         Args:
-            pipeline: "simple" or "interleaved".
+            pipeline: "simple", or anything else for interleaved.
             microbatches: how many a step has.
             active: `active_microbatches` of the configuration. The simple pipeline takes
                 partitions + 2 for the default, and begins all microbatches at once then.

@@ -116,12 +116,13 @@ def test_wrong_values(config: dict[str, object], text: str) -> None:
 @pytest.mark.filterwarnings("ignore:smp accepts sharded_data_parallel_degree")
 @pytest.mark.parametrize("key", [key for key in KEYS if key.instead], ids=lambda key: key.name)
 def test_features_of_later_versions_are_accepted_and_named(key) -> None:
-    value = {"bool": not key.default, "positive": 2, "count": 7}[key.kind]
+    values = {"bool": not key.default, "positive": 2, "count": 7, "one of": "_only_forward"}
+    value = values[key.kind]
     config = {key.name: value, "ddp": True}
     with pytest.warns(UserWarning, match=f"smp accepts {key.name}=") as said:
         assert getattr(configure(config, {}), key.name) == value
     text = next(str(w.message) for w in said if f"accepts {key.name}=" in str(w.message))
-    assert ("RESULTS WILL DIFFER" in text) == (key.name == "fp16_params")
+    assert ("RESULTS WILL DIFFER" in text) == (key.name in ("fp16_params", "pipeline"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         configure({**config, "nonsense": 1}, {}, warn=False)  # as the other ranks do
@@ -131,6 +132,7 @@ def test_every_key_is_an_attribute_and_silent_by_default() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cfg = configure({key.name: key.default for key in KEYS if key.default is not None}, {})
+        configure({"pipeline": "simple"}, {})
     for key in KEYS:
         assert hasattr(cfg, key.name)
         assert f"| `{key.name}` |" in markdown()
