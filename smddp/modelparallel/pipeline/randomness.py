@@ -16,7 +16,7 @@ from torch import nn
 
 from smddp import _C
 
-__all__ = ["RandomState", "draw_seed", "may_draw", "mix", "stream"]
+__all__ = ["RandomState", "draw_seed", "may_draw", "mix", "seed_all", "stream"]
 
 _RANDOM_CLASSES = (
     nn.modules.dropout._DropoutNd,
