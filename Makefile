@@ -46,7 +46,7 @@ test-all: export ALL_SEEDS := 1
 test-all: export FUZZ_SECONDS := 120
 test-all:  ## everything, for hours: every case and seed, torch's own tests, fuzzers for minutes, all releases of torch
 	@tools/stages.sh build test-cpp test-python-all test-torch sanitize-address,undefined sanitize-thread fuzz
-	for release in $(OTHER_TORCHES); do TORCH=$$release tools/stages.sh test-cpp test-python || exit 1; done
+	for release in $(OTHER_TORCHES); do TORCH=$$release tools/stages.sh test-python || exit 1; done
 
 .PHONY: test-fast
 test-fast: build setup  ## the tests that take less than three minutes together
@@ -58,11 +58,13 @@ test-cpp: build  ## the C++ tests
 	$(CTEST) --test-dir $(BUILD) $(if $(ALL_SEEDS),,--label-exclude exhaustive)
 
 .PHONY: test-python
-test-python: setup  ## the Python tests
+test-python:  ## the Python tests
+	@tools/setup.sh python-tests
 	$(PYTEST) $(WORKERS) -m "not exhaustive"
 
 .PHONY: test-python-all
-test-python-all: setup  ## the Python tests, one at a time, with all their cases and what each one costs
+test-python-all:  ## the Python tests, one at a time, with all their cases and what each one costs
+	@tools/setup.sh python-tests
 	$(PYTEST) --durations=30
 
 .PHONY: test-torch

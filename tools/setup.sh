@@ -5,6 +5,7 @@
 #   tools/setup.sh environment   + the virtual environment .venv with torch
 #   tools/setup.sh build         + the C++ core, its tests and the module, in build/torch-<release>
 #   tools/setup.sh               + `import smddp` works in .venv
+#   tools/setup.sh python-tests  + the device of the Python tests
 #   tools/setup.sh core <folder> <target> [cmake option...]   one target of the core, without torch
 #   tools/setup.sh fuzzers <folder>   the fuzzers, compiled by clang
 #   tools/setup.sh lint          + the programs for `make lint`
@@ -58,8 +59,8 @@ environment() {
   echo "$key" >$stamp
 }
 
-# The target that compile() builds.
-target=all
+# The targets that compile() builds.
+targets=(all)
 
 # BASEDIR and NOHASHDIR: the cache does not depend on the folder of the clone, so another clone can use it.
 # SLOPPINESS: ccache requires it for files that are compiled with a precompiled header.
@@ -69,7 +70,7 @@ compile() {
   [ -f "$folder/build.ninja" ] || cmake -S . -B "$folder" -G Ninja \
     -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DSMDDP_QUICK_BUILD=ON "$@"
   CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_defines,time_macros \
-    cmake --build "$folder" --target "$target"
+    cmake --build "$folder" --target "${targets[@]}"
 }
 
 build() {
@@ -80,7 +81,7 @@ build() {
 core() {
   packages
   local folder=$1
-  target=$2
+  targets=("$2")
   shift 2
   compile "$folder" "$@"
 }
@@ -89,13 +90,13 @@ fuzzers() {
   packages
   # The package `clang` alone leaves the fuzzer's run-time library out.
   install_packages clang libclang-rt-dev
-  target=fuzzers
+  targets=(fuzzers)
   compile "$1" -DCMAKE_CXX_COMPILER=clang++ -DSMDDP_FUZZ=ON -DSMDDP_SANITIZE=address,undefined \
     -DSMDDP_BUILD_TESTS=OFF
 }
 
 develop() {
-  target=_C
+  targets=(_C "$@")
   build
   local key stamp=$venv/.development-install module
   key=$({ ls -d smddp smdistributed; cat setup.py pyproject.toml cmake/torch_facts.py; } | sha256sum)
@@ -120,5 +121,6 @@ lint() {
 
 case "${1:-develop}" in
   packages | environment | build | core | fuzzers | develop | lint) "${@:-develop}" ;;
+  python-tests) develop fake_device ;;
   *) die "unknown step $1" ;;
 esac
