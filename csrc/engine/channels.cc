@@ -42,7 +42,7 @@ void Channels::open(Track& track, const plan::Plan& plan) {
       ends->send = &peer.table->send(
           membership_.channelKey(membership_.me(), use.peer, number, use.stream), peer.id);
     }
-    if (use.arrivals > 0 && ends->receive == nullptr) {
+    if (use.receives > 0 && ends->receive == nullptr) {
       ends->receive =
           &openReceiver(use.peer, number, use.stream, limits_.window, limits_.messageBytes);
     }

@@ -138,7 +138,7 @@ void DeferredCalls::serve(State& state, Call& head) {
   }
   Call call;
   {
-    // Unless close() has come: it ends what is in the line.
+    // Unless close() has come: it ends what is in the queue.
     const MutexLock lock(state.mutex);
     if (state.stop) return;
     call = std::move(state.calls.front());

@@ -1,10 +1,12 @@
-// Calls that may not begin yet because a device still fills their buffers. They begin in the order made.
+// Calls that may not begin yet, such as those whose buffers a device still fills. Each brings a test that says when it
+// may. They begin in the order made.
 //
-// One line per group: what is called while a call waits has to queue behind it, or ranks would number their
-// calls differently.
+// One queue per group: what is called while a call waits has to wait behind it, or ranks would number their calls
+// differently.
 //
-// Threads: public functions from any. ready(), begin() and end() run on a thread of the line's own, which starts
-// with the first call and is parked while there is none. It looks again and again: devices ring nobody.
+// Threads: public functions from any. ready(), begin() and end() run on a thread of the queue's own, which starts
+// with the first call and is parked while there is none. It calls ready() of the first call again and again, because
+// nobody wakes it when the answer changes.
 // Ends: close() (or the destructor) ends what waits, on the caller's thread. The child of a fork has the object,
 // but no thread, and is refused.
 #pragma once
@@ -43,7 +45,7 @@ class DeferredCalls {
 
   // Whether a call made now has to queue.
   bool busy() const { return state_->waiting.load(std::memory_order_acquire) > 0; }
-  // Blocks until nothing waits: at the latest, when the last deadline has passed.
+  // Blocks until no call waits: at the latest, when the last deadline has passed.
   void drain();
   // After close() the call ends at once.
   void add(Call call);
@@ -62,7 +64,7 @@ class DeferredCalls {
   };
   static void run(const std::shared_ptr<State>& state);
   static void serve(State& state, Call& head);
-  // So many calls more do not wait any longer.
+  // `begun` calls more do not wait any longer.
   static void count(State& state, size_t begun);
   void start() SMDDP_REQUIRES(state_->mutex);
 

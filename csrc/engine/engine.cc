@@ -266,14 +266,14 @@ void Engine::fail(Group& group, const Error& error) {
   callOn(group, [&] { group.fail(error); });
 }
 
-void Engine::watch(Group& group, std::function<void(const Error&)> action) {
+void Engine::onBreak(Group& group, std::function<void(const Error&)> action) {
   requireUsable();
-  auto onFailure = [this, action = std::move(action)](const Error& error) {
+  auto report = [this, action = std::move(action)](const Error& error) {
     progress_.runBlocking([action, error] { action(error); });
   };
   callOn(group, [&] {
-    groups_.watchIdle();
-    group.watch(std::move(onFailure));
+    groups_.checkIdleGroups();
+    group.onBreak(std::move(report));
   });
 }
 

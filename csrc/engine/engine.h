@@ -79,11 +79,12 @@ class Engine {
   void abort(Group& group, const std::string& reason);
   // The same with an error that somebody above the engine has found.
   void fail(Group& group, const Error& error);
+  // `action` runs once, with the first error that breaks the group, unless this rank leaves it before. It runs on a
+  // progress thread while another one stands by: it may block, and may run until shutdown(), also after destroyGroup():
+  // it has to own what it touches.
   // For ranks that wait for one another elsewhere, too, such as in NCCL: from now on one that dies breaks the group
-  // although nobody waits for it here; that is noticed within 0.25 s. `action` runs once, with the first error that
-  // breaks the group, unless this rank leaves it before. It runs on a progress thread while another one stands by: it
-  // may block, and may run until shutdown(), also after destroyGroup(): it has to own what it touches.
-  void watch(Group& group, std::function<void(const Error&)> action);
+  // although nobody waits for it here; that is noticed within 0.25 s.
+  void onBreak(Group& group, std::function<void(const Error&)> action);
   // What has broken the group, as a sentence for the user.
   std::optional<Error> failureOf(const Group& group);
   // Ends an operation that was made of several, as seen by those who wait for it.

@@ -39,7 +39,7 @@ CachedPlan::CachedPlan(plan::Plan made)
   }
   for (size_t i = 0; i < plan.refs.size(); ++i) {
     const Ref& ref = plan.refs[i];
-    if (ref.space == Space::Arrival) channelOfRef[i] = find(ref.owner, ref.pool);
+    if (ref.space == Space::Message) channelOfRef[i] = find(ref.owner, ref.pool);
   }
   const auto slotsEnd = [&](const Step& step, int64_t trips) {
     int64_t end = 0;
@@ -72,15 +72,18 @@ CachedPlan::CachedPlan(plan::Plan made)
 }
 
 void Executor::copyIn(const CachedPlan& plan) {
+  ownership_.assertOwned();
   plan_ = &plan;
   move(plan.plan.steps[plan.plan.preamble.firstStep], 0);
 }
 
 void Executor::sum() {
+  ownership_.assertOwned();
   move(plan_->plan.steps[plan_->plan.lanes.front().blocks.front().firstStep], 0);
 }
 
 void Executor::start(const CachedPlan& plan, bool arrived) {
+  ownership_.assertOwned();
   plan_ = &plan;
   preambleNext_ = arrived ? plan.plan.preamble.numSteps : 0;
   positions_.assign(plan.plan.lanes.size(), {});
@@ -98,13 +101,14 @@ void Executor::bindChannels() {
       return c.peer == use.peer && c.stream == use.stream;
     });
     SMDDP_CHECK(found != track_.channels.end(), "no channel to rank {}", use.peer);
-    bound_.push_back({&*found, found->putsBefore, found->arrivalsBefore});
+    bound_.push_back({&*found, found->putsBefore, found->receivesBefore});
     found->putsBefore += static_cast<uint64_t>(use.puts);
-    found->arrivalsBefore += static_cast<uint64_t>(use.arrivals);
+    found->receivesBefore += static_cast<uint64_t>(use.receives);
   }
 }
 
 bool Executor::advance() {
+  ownership_.assertOwned();
   if (done_) return false;
   bool advanced = false;
   const plan::Block& preamble = plan_->plan.preamble;
@@ -168,7 +172,7 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
     case Op::Receive: return received(step, stepIndex, trip);
     case Op::Release: {
       const Bound& channel = bound(stepIndex);
-      channel.ends->receive->release(channel.arrivals + static_cast<uint64_t>(value));
+      channel.ends->receive->release(channel.receives + static_cast<uint64_t>(value));
       return true;
     }
     case Op::Flush: {
@@ -207,10 +211,10 @@ Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip, int
       std::byte* staging = track_.stagingOf(ref.owner);
       return {staging + pool.offset + slot * pool.slotBytes + offset, length};
     }
-    case Space::Arrival: {
+    case Space::Message: {
       const Bound& channel = bound_[plan_->channelOfRef[refIndex]];
       const auto payload = channel.ends->receive->payload(
-          channel.arrivals + static_cast<uint64_t>(ref.index.at(trip)) + 1);
+          channel.receives + static_cast<uint64_t>(ref.index.at(trip)) + 1);
       SMDDP_CHECK(offset + length <= static_cast<int64_t>(payload.size()),
                   "a step reads {} bytes of a message of {}", offset + length, payload.size());
       return {const_cast<std::byte*>(payload.data()) + offset, length};
@@ -342,7 +346,7 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
 
 bool Executor::received(const Step& step, uint32_t stepIndex, int64_t trip) {
   const Bound& channel = bound(stepIndex);
-  const uint64_t number = channel.arrivals + static_cast<uint64_t>(step.value.at(trip));
+  const uint64_t number = channel.receives + static_cast<uint64_t>(step.value.at(trip));
   if (channel.ends->receive->arrived() < number) return false;
   const transport::PutHeader& header = channel.ends->receive->header(number);
   if (!sameCall(header.call, binding_.call)) {
@@ -382,6 +386,7 @@ void Executor::addAwaited(const Step& step, int64_t trip, std::set<Rank>& awaite
 }
 
 Stall Executor::stall() const {
+  ownership_.assertOwned();
   Stall found;
   if (plan_ == nullptr || done_) return found;
   const plan::Plan& plan = plan_->plan;

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "common/ownership.h"
 #include "engine/buffer.h"
 #include "engine/request.h"
 #include "engine/team_bell.h"
@@ -53,8 +54,8 @@ struct Stall {
 
 class Executor {
  public:
-  Executor(const plan::Topology& topology, Track& track, TeamBell& bell)
-      : topology_(topology), track_(track), bell_(bell) {}
+  Executor(const Ownership& ownership, const plan::Topology& topology, Track& track, TeamBell& bell)
+      : ownership_(ownership), topology_(topology), track_(track), bell_(bell) {}
 
   // What the next execution is to be bound to: filled in before start(), in the memory of the last one's.
   Binding& binding() { return binding_; }
@@ -80,7 +81,7 @@ class Executor {
   struct Bound {
     ChannelEnds* ends;
     uint64_t puts;  // put number 0 of this execution is message puts + 1
-    uint64_t arrivals;
+    uint64_t receives;
   };
 
   bool advanceLane(size_t lane);
@@ -99,6 +100,7 @@ class Executor {
   const Bound& bound(uint32_t stepIndex) const { return bound_[plan_->channelOfStep[stepIndex]]; }
   void bindChannels();
 
+  const Ownership& ownership_;
   const plan::Topology& topology_;
   Track& track_;
   TeamBell& bell_;

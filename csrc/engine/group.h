@@ -78,7 +78,7 @@ class Group final {
     sentinel_->expire(completion, waited);
   }
   void fail(const Error& cause) { sentinel_->fail(cause); }
-  void watch(std::function<void(const Error&)> action) { sentinel_->watch(std::move(action)); }
+  void onBreak(std::function<void(const Error&)> action) { sentinel_->onBreak(std::move(action)); }
   bool checkMembers() { return sentinel_->checkMembers(); }
   // What an operation called now would end with; null while all is well.
   const Error* error() const;

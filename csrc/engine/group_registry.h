@@ -55,13 +55,13 @@ class GroupRegistry {
   // Does what can be done now for what is in flight; true when anything advanced.
   bool advance();
   // From now on the slow path looks for ranks that have died in groups that are idle, too.
-  void watchIdle() {
+  void checkIdleGroups() {
     ownership_.assertOwned();
-    watchesIdle_ = true;
+    checksIdleGroups_ = true;
   }
-  bool watchesIdle() const {
+  bool checksIdleGroups() const {
     ownership_.assertOwned();
-    return watchesIdle_;
+    return checksIdleGroups_;
   }
   // The slow path: looks for everything that can have gone wrong.
   void checkHealth();
@@ -84,7 +84,7 @@ class GroupRegistry {
   std::vector<std::shared_ptr<Group>> left_ SMDDP_GUARDED_BY(ownership_);  // until abandoned by all
   // By group: messages to groups that this rank has yet to make.
   std::map<uint64_t, std::deque<EarlyMessage>> early_ SMDDP_GUARDED_BY(ownership_);
-  bool watchesIdle_ SMDDP_GUARDED_BY(ownership_) = false;
+  bool checksIdleGroups_ SMDDP_GUARDED_BY(ownership_) = false;
   bool hasLeftAll_ SMDDP_GUARDED_BY(ownership_) = false;
 };
 

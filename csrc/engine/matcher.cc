@@ -54,6 +54,7 @@ void copy(const Buffer& from, const Buffer& to, int64_t bytes) {
 }  // namespace
 
 void Matcher::submit(Exchange exchange) {
+  ownership_.assertOwned();
   exchange.bytes = totalBytes(exchange.message.buffer);
   if (!exchange.message.send) {
     post(std::move(exchange));
@@ -90,6 +91,7 @@ void Matcher::sendBuffered(Exchange send) {
 }
 
 bool Matcher::withdraw(const Completion& receive) {
+  ownership_.assertOwned();
   const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Exchange& exchange) {
     return exchange.completion.get() == &receive;
   });
@@ -124,6 +126,7 @@ void Matcher::post(Exchange exchange) {
 }
 
 bool Matcher::onControl(Rank from, Bytes message) {
+  ownership_.assertOwned();
   OfferMessage offer;
   if (message.size() < sizeof offer) return false;
   std::memcpy(&offer, message.data(), sizeof offer);
@@ -226,6 +229,7 @@ void Matcher::copyToSelf(Exchange& send, Exchange& receive) {
 }
 
 bool Matcher::advance() {
+  ownership_.assertOwned();
   bool advanced = false;
   for (auto& [peer, queue] : sending_) {
     if (!queue.empty()) advanced |= pumpSend(peer, queue);
@@ -299,6 +303,7 @@ bool Matcher::pumpReceive(Rank peer, Queue& queue) {
 }
 
 bool Matcher::idle() const {
+  ownership_.assertOwned();
   const auto empty = [](const auto& queues) {
     return std::all_of(queues.begin(), queues.end(),
                        [](const auto& entry) { return entry.second.empty(); });
@@ -308,6 +313,7 @@ bool Matcher::idle() const {
 }
 
 void Matcher::forEach(const std::function<void(Exchange&)>& visit) {
+  ownership_.assertOwned();
   for (Exchange& exchange : posted_) visit(exchange);
   for (Exchange& exchange : toSelf_) visit(exchange);
   for (Exchange& exchange : leaving_) visit(exchange);
@@ -322,6 +328,7 @@ void Matcher::forEach(const std::function<void(Exchange&)>& visit) {
 }
 
 void Matcher::clear() {
+  ownership_.assertOwned();
   posted_.clear();
   toSelf_.clear();
   leaving_.clear();

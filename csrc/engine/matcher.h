@@ -16,6 +16,7 @@
 #include <map>
 #include <vector>
 
+#include "common/ownership.h"
 #include "engine/buffer.h"
 #include "engine/completion.h"
 #include "engine/request.h"
@@ -51,8 +52,8 @@ class Matcher {
   // The longest message that is sent as buffered.
   static constexpr int64_t kShortBytes = 960;
 
-  Matcher(Host& host, uint64_t group, Rank me, int64_t messageBytes)
-      : host_(host), group_(group), me_(me), messageBytes_(messageBytes) {}
+  Matcher(const Ownership& ownership, Host& host, uint64_t group, Rank me, int64_t messageBytes)
+      : ownership_(ownership), host_(host), group_(group), me_(me), messageBytes_(messageBytes) {}
 
   void submit(Exchange exchange);
   // A control message of the kinds below. False when it is none of ours.
@@ -86,6 +87,7 @@ class Matcher {
   bool pumpSend(Rank peer, Queue& queue);
   bool pumpReceive(Rank peer, Queue& queue);
 
+  const Ownership& ownership_;
   Host& host_;
   const uint64_t group_;
   const Rank me_;

@@ -10,7 +10,8 @@ Messages::Messages(Process& process, const Membership& membership, Channels& cha
       membership_(membership),
       channels_(channels),
       endings_(endings),
-      matcher_(*this, membership.group, membership.me(), Channels::kMessageBytes) {}
+      matcher_(process.ownership(), *this, membership.group, membership.me(),
+               Channels::kMessageBytes) {}
 
 void Messages::submit(Message message, CompletionPtr completion) {
   process_.ownership().assertOwned();

@@ -25,7 +25,7 @@ struct Operations::Transition {
 //
 //   Idle        nothing runs on the track
 //   Taken       has its operations
-//   Arriving    has arrived without a plan: which one it is depends on the buffers of the others
+//   Arriving    has arrived; the rest of its plan is chosen when all have, since it depends on the others' buffers
 //   Preamble    runs the part of its plan that ends with the arrival of all
 //   Running     runs the rest
 const Operations::Transition Operations::kTransitions[] = {
@@ -50,7 +50,8 @@ Operations::Operations(Process& process, const Membership& membership, Team& tea
       sentinel_(sentinel),
       endings_(endings) {
   for (int64_t index = 0; index < numTracks; ++index) {
-    executions_.push_back(std::make_unique<Execution>(membership_, team_, index));
+    executions_.push_back(
+        std::make_unique<Execution>(process_.ownership(), membership_, team_, index));
   }
 }
 

@@ -61,8 +61,9 @@ class Operations final : public Watched {
   enum class Phase { Idle, Taken, Arriving, Preamble, Running };
   // What runs on a track.
   struct Execution {
-    Execution(const Membership& membership, Team& team, int64_t index)
-        : track(team.makeTrack(index)), executor(membership.topology, track, team.bell()) {}
+    Execution(const Ownership& ownership, const Membership& membership, Team& team, int64_t index)
+        : track(team.makeTrack(index)),
+          executor(ownership, membership.topology, track, team.bell()) {}
     Execution(const Execution&) = delete;
     Execution& operator=(const Execution&) = delete;
 

@@ -165,7 +165,7 @@ void Progress::runUnattendedWork() {
   if (!ownership_.tryAcquire()) return;
   guarded([this] {
     ownership_.assertOwned();
-    if (process_->onFabric() || groups_.watchesIdle()) checkHealth();
+    if (process_->onFabric() || groups_.checksIdleGroups()) checkHealth();
     runUntil([this] { return groups_.idle(); }, Waiter::ProgressThread);
   });
   if (!continuations_.empty()) threads_.keepOneIdle();

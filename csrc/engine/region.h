@@ -76,7 +76,7 @@ inline constexpr uint32_t kMaxBreaks = 4;
 // Zeroed memory is a valid header: it is never constructed, since mates that have not noticed yet that the
 // region was given up may look at it at any time (RegionPool).
 struct alignas(kCacheLine) RegionHeader {
-  // Whose region this is: what GroupBlob::groupId says. Another value once its owner has given it up.
+  // Whose region this is: what GroupEntry::groupId says. Another value once its owner has given it up.
   std::atomic<uint64_t> group{0};
   std::atomic<uint32_t> numBreaks{0};  // stored after the record
   std::atomic<uint32_t> left{0};       // this rank has destroyed the group

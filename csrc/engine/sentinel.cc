@@ -147,7 +147,7 @@ void Sentinel::expire(const Completion& completion, Nanoseconds waited) {
 
 void Sentinel::fail(const Error& cause) {
   process_.ownership().assertOwned();
-  if (watchesMembers_) {
+  if (checksMembers_) {
     // A rank's death is the cause of what it has led to elsewhere.
     process_.checkPeers();
     checkMembers();
@@ -158,21 +158,21 @@ void Sentinel::fail(const Error& cause) {
   breakFrom(oldest, cause, Origin::Here);
 }
 
-void Sentinel::watch(std::function<void(const Error&)> action) {
+void Sentinel::onBreak(std::function<void(const Error&)> action) {
   process_.ownership().assertOwned();
-  watchesMembers_ = true;
+  checksMembers_ = true;
   if (left_) return;
   if (broken_) {
     endings_.add([action = std::move(action), cause = broken_->cause] { action(cause); });
   } else {
-    actions_.push_back(std::move(action));
+    breakActions_.push_back(std::move(action));
   }
 }
 
 // Who leaves in order has done its part. What is in flight is let be: it finds out itself whether it needs the dead.
 bool Sentinel::checkMembers() {
   process_.ownership().assertOwned();
-  if (!watchesMembers_ || left_ || broken_) return false;
+  if (!checksMembers_ || left_ || broken_) return false;
   if (hearMates()) return true;
   for (Rank rank = 0; rank < membership_.size(); ++rank) {
     const Peer* peer = membership_.peers[rank];
@@ -187,13 +187,13 @@ bool Sentinel::checkMembers() {
 void Sentinel::breakFrom(uint64_t from, const Error& cause, Origin origin) {
   if (isBroken(from)) return;
   broken_.emplace(Break{from, cause});
-  for (auto& action : std::exchange(actions_, {})) {
+  for (auto& action : std::exchange(breakActions_, {})) {
     endings_.add([action = std::move(action), cause] { action(cause); });
   }
   SMDDP_LOG(Debug, "engine", "group \"{}\" is broken from #{} on: {}", membership_.name, from,
             cause.what());
   team_.publishBreak(*broken_);
-  // Who hears of it tells nobody on other nodes: we do, and whoever waits for us asks (onInquiry).
+  // A rank that receives the break tells no other node: we do, and whoever waits for us asks (onInquiry).
   if (origin == Origin::Here) tellOtherNodes();
   for (Watched* watched : watched_) watched->endFrom(*broken_);
 }
@@ -270,7 +270,7 @@ void Sentinel::leave(bool isIdle) {
   process_.ownership().assertOwned();
   if (left_) return;
   left_ = true;
-  actions_.clear();
+  breakActions_.clear();
   if (!isIdle) {
     fail(Error(ErrorKind::Aborted, fmt::format("rank {} left the group", membership_.me())));
   }

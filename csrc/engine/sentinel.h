@@ -51,10 +51,11 @@ class Sentinel {
   // Breaks the group from the oldest operation in flight on.
   void fail(const Error& cause);
 
-  // From now on a rank that dies breaks the group, awaited or not. `action` runs with the first error that breaks it, as
-  // a continuation, unless this rank leaves before.
-  void watch(std::function<void(const Error&)> action);
-  // The look at a group with such an action, also while it is idle; true when it has been broken.
+  // `action` runs with the first error that breaks the group, as a continuation, unless this rank leaves before. From now
+  // on a rank that dies breaks the group, awaited or not.
+  void onBreak(std::function<void(const Error&)> action);
+  // Looks for such ranks, also while the group is idle; true when the group has been broken. Does nothing before
+  // onBreak().
   bool checkMembers();
 
   // This rank calls nothing more; with what is in flight it breaks the group.
@@ -98,8 +99,8 @@ class Sentinel {
   Deadline spreadingUntil_{0};
   std::map<uint64_t, Wait> waits_;  // by sequence
   Nanoseconds messagesAskedAt_ = 0;
-  bool watchesMembers_ = false;
-  std::vector<std::function<void(const Error&)>> actions_;  // until the group is broken
+  bool checksMembers_ = false;
+  std::vector<std::function<void(const Error&)>> breakActions_;  // until the group is broken
   bool left_ = false;
 };
 

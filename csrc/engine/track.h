@@ -26,7 +26,7 @@ struct ChannelEnds {
   transport::SendChannel* send = nullptr;        // null until a plan puts on it
   transport::ReceiveChannel* receive = nullptr;  // null until a plan receives from it
   uint64_t putsBefore = 0;  // messages of the executions that have ended, or been started, before
-  uint64_t arrivalsBefore = 0;
+  uint64_t receivesBefore = 0;
 };
 
 struct Track {

@@ -28,10 +28,10 @@
 // * The progress thread, while nothing is in flight that nobody waits for: sleeps. Whoever leaves work in flight wakes it,
 //   unless callers are predicted to return for such work at once (return_predictor.h): then it polls every kParkedPoll,
 //   and takes over what nobody has returned for. Ranks of other nodes may wait for an answer from this one, so it takes
-//   the engine every kAnswerPeriod in any case, where there are other nodes or watched groups.
+//   the engine every kAnswerPeriod in any case, where there are other nodes or groups with Engine::onBreak().
 //
-// * The thread for calls on a device (PollingBackoff): devices wake nobody, so it yields first and then polls, less and
-//   less often.
+// * The thread of DeferredCalls (PollingBackoff): nobody wakes it when a call may begin, so it yields first and then
+//   polls, less and less often.
 //
 // Threads: spinUntil() and PollingBackoff anywhere; leftInFlight(), returned() and ended() on any thread; beginPoll(),
 // takesWork() and endPoll() on a progress thread; the rest on the thread that owns the engine. Ends with the engine.

@@ -148,7 +148,7 @@ void Builder::put(Rank peer, int stream, Ref source, int64_t length) {
 Ref Builder::receive(Rank peer, int stream, int64_t length) {
   const int64_t number = ++channels_[{peer, stream}].receives;
   write(channelStep(Op::Receive, peer, stream, number, length), {});
-  return {Space::Arrival, static_cast<uint8_t>(stream), peer, {number - 1, 0}, {}};
+  return {Space::Message, static_cast<uint8_t>(stream), peer, {number - 1, 0}, {}};
 }
 
 void Builder::release(Rank peer, int stream) {

@@ -187,7 +187,7 @@ std::string disagreement(const Execution& execution) {
   for (Rank r = 0; r < static_cast<Rank>(execution.plans.size()); ++r) {
     for (const ChannelUse& use : execution.plans[r].channels) {
       messages[{r, use.peer, use.stream}].first += use.puts;
-      messages[{use.peer, r, use.stream}].second += use.arrivals;
+      messages[{use.peer, r, use.stream}].second += use.receives;
     }
   }
   for (const auto& [key, count] : messages) {

@@ -52,10 +52,10 @@ enum class Space : uint8_t {
   MateInput,   // the input of a rank on my node (zero-copy plans only)
   MateOutput,  // the output of a rank on my node (zero-copy plans only)
   Slot,        // slot `index` of staging pool `pool` of a rank on my node; only its owner writes it
-  Arrival,     // a received message: number `index` of the channel from `owner`, stream `pool`
+  Message,     // a received message: number `index` of the channel from `owner`, stream `pool`
 };
 
-// A range of bytes; the step has its length. owner: a local index for Mate* and Slot, a group rank for Arrival,
+// A range of bytes; the step has its length. owner: a local index for Mate* and Slot, a group rank for Message,
 // unused for Input and Output.
 struct Ref {
   Space space = Space::Input;
@@ -123,7 +123,7 @@ struct ChannelUse {
   Rank peer = 0;
   uint8_t stream = 0;
   int64_t puts = 0;
-  int64_t arrivals = 0;
+  int64_t receives = 0;
 };
 
 struct Plan {  // everything that one rank does in one execution

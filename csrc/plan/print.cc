@@ -35,7 +35,7 @@ std::string memory(const Plan& plan, const Ref& ref) {
       return fmt::format("mate {}'s {} slot {} ", ref.owner,
                          known ? plan.pools[ref.pool].name : "unknown", slotNumber(plan, ref));
     }
-    case Space::Arrival: {
+    case Space::Message: {
       const std::string stream = ref.pool == 0 ? "" : fmt::format(" stream {}", ref.pool);
       return fmt::format("rank {}{} message {} ", ref.owner, stream, messageNumber(ref.index));
     }
@@ -164,7 +164,7 @@ std::string print(const Plan& plan, const Topology& topology) {
   }
   for (const ChannelUse& use : plan.channels) {
     text += fmt::format("  channel with rank {}, stream {}, messages: {} out, {} in\n", use.peer,
-                        use.stream, use.puts, use.arrivals);
+                        use.stream, use.puts, use.receives);
   }
   text += "  preamble\n" + printBlock(plan, plan.preamble, "    ");
   for (const Lane& lane : plan.lanes) {

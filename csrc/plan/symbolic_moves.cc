@@ -29,7 +29,7 @@ SymbolicRun::Place SymbolicRun::resolve(const Thread& t, const Ref& ref, int64_t
     const Pool& pool = planOf(t).pools[ref.pool];
     requireInside(pool.slotBytes);
     place = {&ranks_[owner].halves[e % 2], pool.offset + index % pool.slots * pool.slotBytes};
-  } else if (ref.space == Space::Arrival) {
+  } else if (ref.space == Space::Message) {
     const auto found = channels_.find({ref.owner, t.rank, ref.pool});
     if (found == channels_.end() || index >= found->second.base[e + 1] - found->second.base[e]) {
       fail(Verdict::Kind::Malformed, nameOf(t) + ": no such message is declared");

@@ -146,7 +146,7 @@ void SymbolicRun::requireChannelsMoved(Rank rank) {
            fmt::format("rank {} ends execution {} after {} puts to rank {} and {} releases, "
                        "declared are {} and {} (stream {})",
                        rank, e, put - out.base[e], use.peer, released - in.base[e], use.puts,
-                       use.arrivals, use.stream));
+                       use.receives, use.stream));
     }
   }
 }

@@ -158,7 +158,7 @@ void SymbolicRun::receive(Thread& t, const Step& step, int64_t value) {
   Channel& channel = incoming(t, step);
   const int64_t count = channel.base[ranks_[t.rank].execution] + value;
   if (value < 1 || count > channel.base[ranks_[t.rank].execution + 1]) {
-    fail(Verdict::Kind::Malformed, nameOf(t) + ": the plan declares fewer arrivals");
+    fail(Verdict::Kind::Malformed, nameOf(t) + ": the plan declares fewer receives");
   }
   const Message& message = messages_[channel.messages[count - 1]];
   if (message.length != step.length) {

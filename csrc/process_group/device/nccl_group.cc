@@ -15,7 +15,7 @@ std::shared_ptr<NcclGroup> NcclGroup::make(std::shared_ptr<engine::Engine> engin
                                            c10::intrusive_ptr<c10d::Backend> backend,
                                            Action before) {
   auto made = std::make_shared<NcclGroup>(engine, group, std::move(backend));
-  engine->watch(*group, [weak = std::weak_ptr(made), before](const Error& error) {
+  engine->onBreak(*group, [weak = std::weak_ptr(made), before](const Error& error) {
     const auto nccl = weak.lock();
     if (!nccl) return;
     if (before) before(error);

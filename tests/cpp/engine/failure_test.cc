@@ -325,13 +325,13 @@ TEST_P(FailureTest, TheFirstErrorIsTheAnswerToAllLaterCalls) {
 }
 
 // The group is idle on all ranks, and the callback may block for any time.
-TEST_P(FailureTest, WatchersAreToldOnAThreadThatMayBlock) {
+TEST_P(FailureTest, BreakActionsRunOnAThreadThatMayBlock) {
   runRanks(GetParam(), [](RankContext& rank) {
     const auto other =
         rank.engine.createGroup(rank.store, {"other", rank.rank, rank.size}, kTimeout);
     std::promise<std::pair<std::string, std::thread::id>> told;
     std::promise<void> noted, released;
-    rank.engine.watch(*rank.group, [&](const Error& error) {
+    rank.engine.onBreak(*rank.group, [&](const Error& error) {
       told.set_value({error.what(), std::this_thread::get_id()});
       released.get_future().wait();
       noted.set_value();
@@ -354,15 +354,15 @@ TEST_P(FailureTest, WatchersAreToldOnAThreadThatMayBlock) {
   });
 }
 
-TEST_P(FailureTest, WatchersHearOfAFailureBeforeThemButNotOfLeaving) {
+TEST_P(FailureTest, BreakActionsRunForABreakBeforeThemButNotForLeaving) {
   runRanks(GetParam(), [](RankContext& rank) {
     const auto left = rank.engine.createGroup(rank.store, {"left", rank.rank, rank.size}, kTimeout);
     std::atomic<bool> heard{false};
-    rank.engine.watch(*left, [&](const Error&) { heard = true; });
+    rank.engine.onBreak(*left, [&](const Error&) { heard = true; });
     rank.engine.destroyGroup(left);
     rank.engine.fail(*rank.group, Error(ErrorKind::Transport, "made up"));
     std::promise<void> told;
-    rank.engine.watch(*rank.group, [&](const Error&) { told.set_value(); });
+    rank.engine.onBreak(*rank.group, [&](const Error&) { told.set_value(); });
     told.get_future().wait();
     EXPECT_FALSE(heard);
   });

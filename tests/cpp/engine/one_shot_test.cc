@@ -28,7 +28,7 @@ int64_t valueOf(int rank, int call, size_t i) {
 
 class OneShotTest : public testing::TestWithParam<int> {};
 
-// Lengths are the same on all ranks; who waits, who leaves calls in flight, and who comes late is not.
+// Lengths are equal on all ranks. Ranks differ in whether they wait, leave calls in flight, or come late.
 TEST_P(OneShotTest, SumsAreRightHoweverRanksCall) {
   const int size = GetParam();
   constexpr int kCalls = 4000;

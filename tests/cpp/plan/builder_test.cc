@@ -179,14 +179,14 @@ TEST(Builder, CountsMessagesThroughChunksAndTail) {
   const Lane& send = laneOf(plan, "send");
   const int64_t chunks = send.blocks[0].trips + 1;
   EXPECT_EQ(plan.channels[0].puts, 2 * chunks);
-  EXPECT_EQ(plan.channels[0].arrivals, 2 * chunks);
+  EXPECT_EQ(plan.channels[0].receives, 2 * chunks);
   EXPECT_EQ(plan.steps[send.blocks[0].firstStep].value, (Affine{1, 2}));
   EXPECT_EQ(plan.steps[send.blocks[0].firstStep + 1].value, (Affine{2, 2}));
   ASSERT_EQ(send.blocks.size(), 3u);
   EXPECT_EQ(plan.steps[send.blocks[1].firstStep].value.base, 2 * chunks - 1);
   EXPECT_EQ(plan.steps[send.blocks[2].firstStep].value.base, 2 * chunks);
   const Step& copy = plan.steps[laneOf(plan, "receive").blocks[0].firstStep + 1];
-  EXPECT_EQ(plan.source(copy, 0).space, Space::Arrival);
+  EXPECT_EQ(plan.source(copy, 0).space, Space::Message);
   EXPECT_EQ(plan.source(copy, 0).index, (Affine{0, 2}));
 }
 

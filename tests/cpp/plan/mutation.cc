@@ -61,7 +61,7 @@ bool editStaged(Plan& plan, size_t i, int r, const std::function<bool(Ref&)>& ed
   const Step& step = plan.steps[i];
   if (r >= step.numDestinations + step.numSources) return false;
   Ref& ref = plan.refs[step.firstRef + r];
-  return (ref.space == Space::Slot || ref.space == Space::Arrival) && edit(ref);
+  return (ref.space == Space::Slot || ref.space == Space::Message) && edit(ref);
 }
 
 bool nextIndex(const Plan& plan, Ref& ref) {

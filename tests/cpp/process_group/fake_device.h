@@ -3,6 +3,7 @@
 
 #include <c10/core/Stream.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <array>
 #include <atomic>
@@ -70,6 +71,14 @@ inline c10::StreamId streamOf(void* handle) { return reinterpret_cast<intptr_t>(
 // Whether that is device memory. If it has been freed, that is counted.
 bool expectLive(const void* data);
 c10::StreamId currentStreamId();
+
+// What a call of a stand-in for NCCL returns: as with NCCL, the call has been enqueued.
+class Enqueued final : public c10d::Work {
+ public:
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds) override { return true; }
+};
 
 // Adds a stand-in for NCCL to the module, see recording_nccl.cc.
 void bindRecordingNccl(pybind11::module_& m);

@@ -9,13 +9,6 @@
 namespace fake_device {
 namespace {
 
-class Enqueued final : public c10d::Work {
- public:
-  bool isCompleted() override { return true; }
-  bool isSuccess() const override { return true; }
-  bool wait(std::chrono::milliseconds) override { return true; }
-};
-
 class RecordingNccl final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
