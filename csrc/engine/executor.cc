@@ -172,13 +172,13 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
     case Op::Receive: return received(step, stepIndex, trip);
     case Op::Release: {
       const Bound& channel = bound(stepIndex);
-      channel.ends->receive->release(channel.receives + static_cast<uint64_t>(value));
+      channel.ends->receive->release(channel.receivesBefore + static_cast<uint64_t>(value));
       return true;
     }
     case Op::Flush: {
       const Bound& channel = bound(stepIndex);
       return value <= 0 ||
-             channel.ends->send->flushed() >= channel.puts + static_cast<uint64_t>(value);
+             channel.ends->send->flushed() >= channel.putsBefore + static_cast<uint64_t>(value);
     }
   }
   return false;
@@ -214,7 +214,7 @@ Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip, int
     case Space::Message: {
       const Bound& channel = bound_[plan_->channelOfRef[refIndex]];
       const auto payload = channel.ends->receive->payload(
-          channel.receives + static_cast<uint64_t>(ref.index.at(trip)) + 1);
+          channel.receivesBefore + static_cast<uint64_t>(ref.index.at(trip)) + 1);
       SMDDP_CHECK(offset + length <= static_cast<int64_t>(payload.size()),
                   "a step reads {} bytes of a message of {}", offset + length, payload.size());
       return {const_cast<std::byte*>(payload.data()) + offset, length};
@@ -319,7 +319,7 @@ transport::Payload Executor::payloadOf(const Step& step, int64_t trip) const {
 
 bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
   const Bound& channel = bound(stepIndex);
-  const uint64_t number = channel.puts + static_cast<uint64_t>(step.value.at(trip));
+  const uint64_t number = channel.putsBefore + static_cast<uint64_t>(step.value.at(trip));
   // Another lane may share the channel: messages leave in the order of their numbers.
   if (channel.ends->send->sent() + 1 != number) return false;
   transport::Payload payload;
@@ -346,7 +346,7 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
 
 bool Executor::received(const Step& step, uint32_t stepIndex, int64_t trip) {
   const Bound& channel = bound(stepIndex);
-  const uint64_t number = channel.receives + static_cast<uint64_t>(step.value.at(trip));
+  const uint64_t number = channel.receivesBefore + static_cast<uint64_t>(step.value.at(trip));
   if (channel.ends->receive->arrived() < number) return false;
   const transport::PutHeader& header = channel.ends->receive->header(number);
   if (!sameCall(header.call, binding_.call)) {
@@ -367,7 +367,7 @@ bool Executor::received(const Step& step, uint32_t stepIndex, int64_t trip) {
 bool Executor::flushed() const {
   for (size_t i = 0; i < bound_.size(); ++i) {
     const auto puts = static_cast<uint64_t>(plan_->plan.channels[i].puts);
-    if (puts > 0 && bound_[i].ends->send->flushed() < bound_[i].puts + puts) return false;
+    if (puts > 0 && bound_[i].ends->send->flushed() < bound_[i].putsBefore + puts) return false;
   }
   return true;
 }
@@ -408,7 +408,7 @@ Stall Executor::stall() const {
   found.where = "for the last bytes to leave";
   for (size_t i = 0; i < bound_.size(); ++i) {
     const auto puts = static_cast<uint64_t>(plan.channels[i].puts);
-    if (puts > 0 && bound_[i].ends->send->flushed() < bound_[i].puts + puts) {
+    if (puts > 0 && bound_[i].ends->send->flushed() < bound_[i].putsBefore + puts) {
       found.awaited.insert(bound_[i].ends->peer);
     }
   }

@@ -80,8 +80,9 @@ class Executor {
   };
   struct Bound {
     ChannelEnds* ends;
-    uint64_t puts;  // put number 0 of this execution is message puts + 1
-    uint64_t receives;
+    // Messages of earlier executions on the channel: the first put of this one is message putsBefore + 1.
+    uint64_t putsBefore;
+    uint64_t receivesBefore;
   };
 
   bool advanceLane(size_t lane);

@@ -34,7 +34,7 @@ const Operations::Transition Operations::kTransitions[] = {
     {Phase::Taken, Phase::Arriving, &Operations::mustAskMates, &Operations::arrive},
     {Phase::Taken, Phase::Preamble, &Operations::always, &Operations::begin},
     {Phase::Arriving, Phase::Running, &Operations::allArrived, &Operations::agree},
-    {Phase::Preamble, Phase::Running, &Operations::hasArrived, &Operations::agree},
+    {Phase::Preamble, Phase::Running, &Operations::isPreambleDone, &Operations::agree},
     {Phase::Running, Phase::Idle, &Operations::isDone, &Operations::finish},
 };
 
@@ -94,8 +94,8 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
     execution.track.late = false;
     execution.operations.clear();
     execution.shape = shape;
-    execution.plan = entry;
-    team_.prepareStaging(execution.track, static_cast<size_t>(entry->plan.plan.poolBytes),
+    execution.entry = entry;
+    team_.prepareStaging(execution.track, static_cast<size_t>(entry->cached.plan.poolBytes),
                          /*isSent=*/false);
     // Before the first store to the cache line of the arrival, which the mates hold: that store leaves the store buffer
     // late. A load that it cannot be forwarded to, as one that is wider, waits until it and all stores before it have
@@ -105,8 +105,8 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
     binding.input = binding.output;
     team_.publish(
         execution.track,
-        {.fingerprint = call, .ends = {}, .buffers = nullptr, .isNear = entry->plan.fitsNear});
-    execution.executor.copyIn(entry->plan);
+        {.fingerprint = call, .ends = {}, .buffers = nullptr, .isNear = entry->cached.fitsNear});
+    execution.executor.copyIn(entry->cached);
     team_.arrive(execution.track);
     if (!WaitPolicy::spinUntil([&] { return allArrived(execution); })) return true;
     team_.agree(execution.track);
@@ -121,7 +121,7 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
   } else {
     const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
     execution.operations.push_back({std::move(request), completion, deadline, sequence, call});
-    gather(execution);
+    combine(execution);
     execution.phase = Phase::Arriving;
     if (sentinel_.isBroken(sequence)) endFrom(*sentinel_.broken());
   }
@@ -151,8 +151,8 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
   }
 }
 
-// A rank that has more requests ready than the others has copied all of them before it knows. What it copied must
-// serve fewer, too.
+// Whether the plans for `one` and for `several` bytes copy alike before the arrival. A rank that has more requests ready
+// than the others has copied all of them before it knows: what it copied must serve fewer, too.
 bool Operations::copyAlike(int64_t one, int64_t several) {
   const auto& first = plans_.get({Collective::AllReduce, one});
   return first.choice->preamble != collectives::Preamble::Arrive &&
@@ -206,10 +206,10 @@ void Operations::take(Execution& execution) {
   execution.operations.push_back(std::move(pending_.front()));
   pending_.pop_front();
   takeFusable(execution.operations);
-  gather(execution);
-  execution.plan = &plans_.get(execution.shape);
+  combine(execution);
+  execution.entry = &plans_.get(execution.shape);
   execution.buffers.reset();
-  if (execution.plan->start == Start::AskMates) execution.buffers = locate(execution);
+  if (execution.entry->start == Start::AskMates) execution.buffers = locate(execution);
 }
 
 // With private buffers a rank runs the plan for them at once. If mates' buffers are shared it learns of that when it has
@@ -239,15 +239,15 @@ void Operations::agree(Execution& execution) {
   }
   if (takesFewer) {
     if (sentinel_.broken()) endFrom(*sentinel_.broken());
-    gather(execution);
+    combine(execution);
   }
   const bool copiedInVain =
-      agreement.late && execution.plan->choice->preamble != collectives::Preamble::Arrive;
+      agreement.late && execution.entry->choice->preamble != collectives::Preamble::Arrive;
   execution.track.late = agreement.late;
   if (execution.phase == Phase::Preamble && !takesFewer && !copiedInVain) return;
   execution.shape.shared = agreement.shared;
   execution.shape.late = agreement.late;
-  execution.plan = &plans_.get(execution.shape);
+  execution.entry = &plans_.get(execution.shape);
   run(execution, /*arrived=*/true);
 }
 
@@ -258,7 +258,7 @@ void Operations::finish(Execution& execution) {
   std::atomic_thread_fence(std::memory_order_acquire);
   if (sentinel_.hearMates() && execution.phase == Phase::Idle) return;
   team_.clearBlame();
-  execution.plan->count(execution.operations.size(), execution.shape.bytes);
+  execution.entry->count(execution.operations.size(), execution.shape.bytes);
   for (Operation& operation : execution.operations) {
     endings_.end(*operation.completion, std::nullopt);
   }
@@ -267,8 +267,8 @@ void Operations::finish(Execution& execution) {
 
 // --- buffers and plans ------------------------------------------------------------------------------------
 
-// Takes the operations of an execution together.
-void Operations::gather(Execution& execution) {
+// Lines up the buffers of the execution's operations: its shape is that of all of them together.
+void Operations::combine(Execution& execution) {
   const Request& first = execution.operations.front().request;
   execution.shape = {first.collective, 0, first.root, /*shared=*/false};
   execution.input.clear();
@@ -313,12 +313,12 @@ void Operations::publish(Execution& execution) {
   team_.publish(execution.track, {.fingerprint = operations.front().call,
                                   .ends = std::span(ends).first(fusable),
                                   .buffers = execution.buffers ? &*execution.buffers : nullptr,
-                                  .isNear = execution.plan->plan.fitsNear});
+                                  .isNear = execution.entry->cached.fitsNear});
 }
 
-// The one start of a plan but for the fast path.
+// Starts the execution's plan, behind its preamble if all have `arrived`. (runOneShot() starts none.)
 void Operations::run(Execution& execution, bool arrived) {
-  const CachedPlan& cached = execution.plan->plan;
+  const CachedPlan& cached = execution.entry->cached;
   team_.prepareStaging(execution.track, static_cast<size_t>(cached.plan.poolBytes),
                        cached.putsStaging);
   channels_.open(execution.track, cached.plan);
@@ -331,7 +331,7 @@ void Operations::run(Execution& execution, bool arrived) {
   execution.executor.start(cached, arrived);
 }
 
-// What does not depend on buffers.
+// Fills in what does not depend on buffers. The caller adds input and output.
 Binding& Operations::bind(Execution& execution, const Request& request,
                           const transport::CallFingerprint& call, uint64_t sequence) const {
   Binding& binding = execution.executor.binding();

@@ -36,8 +36,8 @@ class Operations final : public Watched {
   // Takes the operation's place in the order. It begins in advance().
   void submit(Request request, CompletionPtr completion);
   // The fast path, for a caller who waits while nothing is in flight: a small vector that all ranks reduce at about the
-  // same time never becomes an operation in flight. False where it is not such a call, which is then to be submitted.
-  // If true and it has not ended, it is in flight.
+  // same time never becomes an operation in flight. True: it has ended, or the others came late and it is in flight like
+  // any other. False: it is not such a call, and has to be submitted.
   bool runOneShot(Request& request, const CompletionPtr& completion);
   bool idle() const;
   size_t numTracks() const { return executions_.size(); }
@@ -73,9 +73,9 @@ class Operations final : public Watched {
     std::vector<Operation> operations;  // several when fused
     collectives::Shape shape;           // of all of them together
     Pieces input, output;
-    const PlanCache::Entry* plan = nullptr;
-    std::optional<BufferLocations>
-        buffers;  // if they are shared, and the choice of the plan depends on that
+    const PlanCache::Entry* entry = nullptr;  // its plan
+    // If they are shared, and the choice of the plan depends on that.
+    std::optional<BufferLocations> buffers;
   };
   struct Transition;
   static const Transition kTransitions[];
@@ -88,7 +88,7 @@ class Operations final : public Watched {
   bool mustAskMates(Execution& execution);
   bool always(Execution&) { return true; }
   bool allArrived(Execution& execution) { return team_.allArrived(execution.track); }
-  bool hasArrived(Execution& execution) { return execution.executor.preambleDone(); }
+  bool isPreambleDone(Execution& execution) { return execution.executor.preambleDone(); }
   bool isDone(Execution& execution) { return execution.executor.done(); }
   // Their actions.
   void take(Execution& execution);
@@ -100,7 +100,7 @@ class Operations final : public Watched {
   Execution& next() { return *executions_[started_ % executions_.size()]; }
   void takeFusable(std::vector<Operation>& taken);
   bool copyAlike(int64_t one, int64_t several);
-  void gather(Execution& execution);
+  void combine(Execution& execution);
   std::optional<BufferLocations> locate(const Execution& execution) const;
   void publish(Execution& execution);
   void run(Execution& execution, bool arrived);

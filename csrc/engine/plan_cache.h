@@ -26,10 +26,10 @@ struct AlgorithmUse {
   uint64_t zeroCopy = 0;     // calls that staged nothing
 };
 
-// How an execution begins for which a plan for private buffers was found.
+// How an execution begins, once the plan for private buffers has been found.
 enum class Start : uint8_t {
-  AskMates,  // a rank with shared buffers arrives without a plan: another one serves if all have such
-  RunPlan,  // the same plan serves shared buffers
+  AskMates,  // a rank with shared buffers arrives without running it: another plan serves if all have such
+  RunPlan,  // every rank runs it, since it serves shared buffers, too
   OneShot,  // the same, and it is one copy, the arrival and one sum (Operations::runOneShot)
 };
 
@@ -41,7 +41,7 @@ class PlanCache {
 
   struct Entry {
     AlgorithmUse* use;  // of all entries with this algorithm
-    CachedPlan plan;
+    CachedPlan cached;
     const collectives::Choice* choice;
     Start start = Start::AskMates;
 
@@ -49,9 +49,9 @@ class PlanCache {
     void count(uint64_t calls, int64_t bytes) const {
       use->calls += calls;
       use->bytes += static_cast<uint64_t>(bytes);
-      use->memoryBytes += static_cast<uint64_t>(plan.moveBytes);
-      use->fabricBytes += static_cast<uint64_t>(plan.putBytes);
-      use->zeroCopy += plan.plan.zeroCopy ? calls : 0;
+      use->memoryBytes += static_cast<uint64_t>(cached.moveBytes);
+      use->fabricBytes += static_cast<uint64_t>(cached.putBytes);
+      use->zeroCopy += cached.plan.zeroCopy ? calls : 0;
     }
   };
 
@@ -62,7 +62,7 @@ class PlanCache {
       slot = std::make_unique<Entry>(build(shape));
       slot->start = startOf(shape, *slot->choice);
       SMDDP_LOG(Debug, "engine", "{} of {} bytes: {}", toString(shape.collective), shape.bytes,
-                slot->plan.plan.name);
+                slot->cached.plan.name);
     }
     lastShape_ = shape;
     last_ = slot.get();

@@ -3,7 +3,7 @@
 //
 //   RegionHeader | tracks x TrackHeader | tracks x 2 halves of staging memory (page aligned)
 //
-// A *track* is what one operation at a time runs on; a group has as many tracks as operations in flight.
+// A *track* is what one execution at a time runs on (track.h).
 #pragma once
 
 #include <array>

@@ -82,15 +82,15 @@ Track Team::makeTrack(int64_t index) const {
 
 // --- executions -------------------------------------------------------------------------------------------
 
-void Team::publish(const Track& track, const Call& call) {
+void Team::publish(const Track& track, const Descriptor& descriptor) {
   process_.ownership().assertOwned();
   Arrival& mine = track.arrivalOf(topology().myLocal());
-  mine.call = call.fingerprint;
-  mine.ready = std::max<uint32_t>(1, static_cast<uint32_t>(call.ends.size()));
-  mine.shared = call.buffers != nullptr ? 1 : 0;
-  mine.isNear = call.isNear ? 1 : 0;
-  std::copy(call.ends.begin(), call.ends.end(), mine.ends.begin());
-  if (call.buffers != nullptr) mine.buffers = *call.buffers;
+  mine.call = descriptor.fingerprint;
+  mine.ready = std::max<uint32_t>(1, static_cast<uint32_t>(descriptor.ends.size()));
+  mine.shared = descriptor.buffers != nullptr ? 1 : 0;
+  mine.isNear = descriptor.isNear ? 1 : 0;
+  std::copy(descriptor.ends.begin(), descriptor.ends.end(), mine.ends.begin());
+  if (descriptor.buffers != nullptr) mine.buffers = *descriptor.buffers;
 }
 
 bool Team::allArrived(const Track& track) const {

@@ -25,8 +25,8 @@
 
 namespace smddp::engine {
 
-// What a rank tells its mates about an execution when it arrives.
-struct Call {
+// What a rank publishes for its mates when it arrives at an execution (Arrival has it in shared memory).
+struct Descriptor {
   transport::CallFingerprint fingerprint;
   // Where the bytes of each request that could be fused end; empty when there is one request only.
   std::span<const uint32_t> ends;
@@ -37,10 +37,11 @@ struct Call {
 
 // What the ranks of a node decide alike once all have arrived.
 struct Agreement {
-  uint32_t fused =
-      1;  // requests that run as one execution: as many as the rank with the fewest has
+  // Requests that run as one execution: as many as the rank with the fewest has.
+  uint32_t fused = 1;
   bool shared = true;  // all ranks' buffers lie in communication memory
-  bool late = false;   // some rank's do: it waited for this agreement and copied nothing
+  // Some rank's do: it copied nothing before the arrival, so the plan must not need that.
+  bool late = false;
 };
 
 class Team {
@@ -61,7 +62,7 @@ class Team {
   // --- executions -----------------------------------------------------------------------------------------
 
   // Writes what mates read when this rank has arrived at the track's execution.
-  void publish(const Track& track, const Call& call);
+  void publish(const Track& track, const Descriptor& descriptor);
   void arrive(Track& track) {
     track.arrive(topology().myLocal());
     bell_.signalled();

@@ -1,4 +1,4 @@
-// What one operation at a time of a group runs on: the team's counters and staging halves, and the channels to other
+// What one execution at a time of a group runs on: the team's counters and staging halves, and the channels to other
 // nodes, each with how far earlier executions have moved it.
 //
 // Made by Team. Its memory lies in the regions (region.h) of the node's ranks: each rank writes its own words, and the
@@ -32,7 +32,7 @@ struct ChannelEnds {
 struct Track {
   int64_t index = 0;
   uint64_t execution = 0;  // number of the one that runs, or ran last; the first is 1
-  // The plan of this execution was chosen when all had arrived, not when this rank did (Shape::late).
+  // Shape::late of this execution's plan: it was chosen when all had arrived, and copies nothing before.
   bool late = false;
   // By local index, mine included.
   std::vector<TrackHeader*> headers;

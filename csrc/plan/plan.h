@@ -52,7 +52,7 @@ enum class Space : uint8_t {
   MateInput,   // the input of a rank on my node (zero-copy plans only)
   MateOutput,  // the output of a rank on my node (zero-copy plans only)
   Slot,        // slot `index` of staging pool `pool` of a rank on my node; only its owner writes it
-  Message,     // a received message: number `index` of the channel from `owner`, stream `pool`
+  Message,     // message `index`, counted from 0, of the channel from `owner` with stream `pool`
 };
 
 // A range of bytes; the step has its length. owner: a local index for Mate* and Slot, a group rank for Message,
@@ -71,8 +71,8 @@ enum class Op : uint8_t {
   Reduce,  // every destination = source 0 (op) source 1 (op) … in this order
   Signal,  // my counter := value
   Wait,  // wait until the counter of `who` (a local index, or kTeam: all other ranks of my node) >= value
-  Put,      // send `length` bytes of the one source as message value-1 of channel (who, stream)
-  Receive,  // wait until message value-1 of channel (who, stream) has arrived; it has `length` bytes
+  Put,  // send `length` bytes of the one source as message `value`, counted from 1, of channel (who, stream)
+  Receive,  // wait until message `value`, counted from 1, of channel (who, stream) has arrived; it has `length` bytes
   Release,  // give the slots of the first `value` messages of channel (who, stream) back to the sender
   Flush,  // wait until the sources of the first `value` puts on channel (who, stream) may be overwritten
 };

@@ -91,7 +91,7 @@ engine::Message ProcessGroup::newMessage(bool send, Rank peer, int32_t tag, engi
   message.peer = peer;
   message.tag = tag;
   message.buffer = std::move(buffer);
-  message.timeout = nanoseconds(timeout);
+  message.timeout = effectiveTimeout(timeout);
   return message;
 }
 
@@ -188,12 +188,12 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_sparse(std::vector<at::Tensor>
   devices_->drain();
   const uint64_t sequence = ++sequence_;
   auto sum = std::make_shared<SparseSum>(engine_, group(), tensor, tagOfCall(sequence),
-                                         nanoseconds(options.timeout));
+                                         effectiveTimeout(options.timeout));
   Work::Call call(c10d::OpType::ALLREDUCE, "smddp:sparse_all_reduce", tensors, {tensors});
   call.sequence = sequence;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, group(), std::move(call));
   translated([&] { work->start({sum->begin()}); });
-  record(work);
+  noteCoalesced(work);
   return work;
 }
 

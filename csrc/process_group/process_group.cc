@@ -167,12 +167,13 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
   const engine::Group::Spec spec{options ? options->group_name : "",
                                  static_cast<Rank>(me - members.begin()),
                                  static_cast<int>(members.size()), parent->spec().algorithm};
-  auto child = translated(
-      [&] { return engine::splitGroup(*engine_, parent, spec, members, nanoseconds(timeout)); });
+  auto child = translated([&] {
+    return engine::splitGroup(*engine_, parent, spec, members, effectiveTimeout(timeout));
+  });
   return {std::move(child), timeout};
 }
 
-Nanoseconds ProcessGroup::nanoseconds(std::chrono::milliseconds timeout) const {
+Nanoseconds ProcessGroup::effectiveTimeout(std::chrono::milliseconds timeout) const {
   if (timeout == c10d::kUnsetTimeout) timeout = std::chrono::milliseconds(timeoutMs_.load());
   return std::chrono::nanoseconds(timeout).count();
 }
@@ -181,7 +182,7 @@ Request ProcessGroup::newRequest(Collective collective, std::chrono::millisecond
                                  bool asyncOp) const {
   Request request;
   request.collective = collective;
-  request.timeout = nanoseconds(timeout);
+  request.timeout = effectiveTimeout(timeout);
   request.willWait = !asyncOp;
   return request;
 }
@@ -192,7 +193,7 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
   if (!requests.empty() && call.sequence == 0) call.sequence = ++sequence_;
   if (call.staging.device() || devices_->busy()) {
     auto work = devices_->submit(std::move(call), std::move(requests), std::move(messages));
-    record(work);
+    noteCoalesced(work);
     return work;
   }
   const bool willWait =
@@ -218,7 +219,7 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
     }
   });
   work->start(std::move(completions));
-  record(work);
+  noteCoalesced(work);
   return work;
 }
 
@@ -247,7 +248,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
   return work;
 }
 
-void ProcessGroup::record(const intrusive_ptr<Work>& work) {
+void ProcessGroup::noteCoalesced(const intrusive_ptr<Work>& work) {
   auto& groups = coalescing();
   if (groups.empty()) return;
   if (const auto found = groups.find(this); found != groups.end()) found->second.push_back(work);

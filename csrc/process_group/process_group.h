@@ -131,7 +131,7 @@ class ProcessGroup : public c10d::Backend {
   std::shared_ptr<engine::Group> group() const;
   bool isShutDown() const { return shutDown_.load(); }
   // A call's time-out, or that of the group where the call has none.
-  Nanoseconds nanoseconds(std::chrono::milliseconds timeout) const;
+  Nanoseconds effectiveTimeout(std::chrono::milliseconds timeout) const;
   const std::shared_ptr<engine::Engine>& engine() const { return engine_; }
   DeviceCalls& devices() { return *devices_; }
   // The engine's group for split(), and its time-out; null on ranks that are not in it.
@@ -159,7 +159,8 @@ class ProcessGroup : public c10d::Backend {
   // An all-to-all of blocks, one for each rank, of which only sender and receiver know the size.
   c10::intrusive_ptr<Work> exchange(Work::Call call, engine::Pieces to, engine::Pieces from,
                                     const c10d::AllToAllOptions& options);
-  void record(const c10::intrusive_ptr<Work>& work);
+  // If this thread is between startCoalescing() and endCoalescing(), the call is one of theirs.
+  void noteCoalesced(const c10::intrusive_ptr<Work>& work);
 
   const std::shared_ptr<engine::Engine> engine_;
   std::shared_ptr<engine::Group> group_;

@@ -326,7 +326,7 @@ cuda::Choice GpuProcessGroup::connect(std::chrono::milliseconds timeout) {
   // So that all ranks come to it after the same calls.
   devices().drain();
   memory_ = std::make_shared<GpuMemoryPath>(engine(), group(), *device_, support_.library);
-  const std::string refusal = memory_->connect(nanoseconds(timeout));
+  const std::string refusal = memory_->connect(effectiveTimeout(timeout));
   if (refusal.empty()) return {cuda::Path::Ipc, "SMDDP_GPU_PATH=ipc"};
   memory_.reset();
   return {cuda::Path::Host, "SMDDP_GPU_PATH=ipc is not possible: " + refusal};
@@ -337,7 +337,7 @@ GpuProcessGroup::State GpuProcessGroup::decide(std::chrono::milliseconds timeout
   std::vector<int> all(static_cast<size_t>(getSize()));
   for (int rank = 0; rank < getSize(); ++rank) all[static_cast<size_t>(rank)] = rank;
   auto choice = cuda::choosePath(settings().gpuPath, static_cast<bool>(support_.makeNccl),
-                                 placesOf(all, nanoseconds(timeout)));
+                                 placesOf(all, effectiveTimeout(timeout)));
   if (choice.path == cuda::Path::Ipc) choice = connect(timeout);
   announce(getRank(), choice);
   if (choice.path == cuda::Path::Nccl) makeNccl();
@@ -354,7 +354,7 @@ GpuProcessGroup::State GpuProcessGroup::decideFor(int rank) {
                    cuda::decidesAlone(settings().gpuPath, static_cast<bool>(support_.makeNccl));
   auto path = cuda::Path::Host;
   if (may) {
-    const auto places = placesOf({getRank(), rank}, nanoseconds(c10d::kUnsetTimeout));
+    const auto places = placesOf({getRank(), rank}, effectiveTimeout(c10d::kUnsetTimeout));
     path = cuda::choosePath(settings().gpuPath, static_cast<bool>(support_.makeNccl), places).path;
   }
   if (path == cuda::Path::Nccl) {
@@ -425,9 +425,10 @@ void GpuProcessGroup::makeNccl() {
   if (made_) return;
   const auto store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("smddp/nccl/{:x}", group()->id()), store_);
-  auto backend = support_.makeNccl(store, getRank(), getSize(),
-                                   std::chrono::duration_cast<std::chrono::milliseconds>(
-                                       std::chrono::nanoseconds(nanoseconds(c10d::kUnsetTimeout))));
+  auto backend =
+      support_.makeNccl(store, getRank(), getSize(),
+                        std::chrono::duration_cast<std::chrono::milliseconds>(
+                            std::chrono::nanoseconds(effectiveTimeout(c10d::kUnsetTimeout))));
   backend->setBoundDeviceId(getBoundDeviceId());
   made_ = NcclGroup::make(engine(), group(), std::move(backend));
   nccl_.store(made_.get(), std::memory_order_release);
@@ -443,7 +444,7 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
   devices().drain();
   const auto& topology = group()->topology();
   const auto patience = std::chrono::duration_cast<std::chrono::milliseconds>(
-      std::chrono::nanoseconds(nanoseconds(timeout)));
+      std::chrono::nanoseconds(effectiveTimeout(timeout)));
   std::vector<Rank> members;
   for (int node = 0; node < topology.numNodes(); ++node) members.push_back(topology.railPeer(node));
   std::vector<std::shared_ptr<engine::Group>> railGroups;
@@ -456,7 +457,7 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
         fmt::format("{}, {} {}", group()->spec().name, name, topology.myLocal()), topology.myNode(),
         topology.numNodes(), group()->spec().algorithm};
     railGroups.push_back(
-        engine::splitGroup(*engine(), group(), spec, members, nanoseconds(timeout)));
+        engine::splitGroup(*engine(), group(), spec, members, effectiveTimeout(timeout)));
     auto calls = std::make_unique<Calls>();
     sendDirectly(*calls);
     rails.push_back(
@@ -533,9 +534,9 @@ void GpuProcessGroup::chooseSum(const std::vector<intrusive_ptr<ProcessGroup>>& 
     sumPlace_ = cuda::SumPlace::Gpu;
     return rails_->use(onGpu());
   }
-  const int64_t onCpu = rails_->measure(nanoseconds(timeout));
+  const int64_t onCpu = rails_->measure(effectiveTimeout(timeout));
   rails_->use(onGpu());
-  const at::Tensor took = gathered({onCpu, rails_->measure(nanoseconds(timeout))}, timeout);
+  const at::Tensor took = gathered({onCpu, rails_->measure(effectiveTimeout(timeout))}, timeout);
   std::vector<cuda::SumTimes> ranks;
   for (int rank = 0; rank < getSize(); ++rank) {
     ranks.push_back({took[rank][0].item<int64_t>(), took[rank][1].item<int64_t>()});
