@@ -75,6 +75,7 @@ def load(
     pickle_module: Any = pickle,
     partial: bool = True,
     back_compat: bool = False,
+    weights_only: bool = True,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads what `save` has written; with `partial`, the object of this rank.
@@ -82,15 +83,17 @@ def load(
     Args:
         f: as for `save`.
         map_location: as for torch.load.
-        pickle_module: as for torch.load; used only if a file holds more than tensors and plain
-            containers.
+        pickle_module: as for torch.load; used only if `weights_only` is False.
         partial: as for `save`.
         back_compat: try the names of the original's versions before 1.10 first, which end in the
             rank within the model. They are tried in any case.
+        weights_only: as for torch.load: load only tensors and plain containers. False loads any
+            object, and lets the file run any code: only for files that you trust.
         pickle_load_args: as for torch.load.
 
     Raises:
         ValueError: the file is damaged.
+        UnpicklingError: with `weights_only`, the file holds other objects.
         FileNotFoundError: there is no such file; the text lists the names that were tried.
     """
     names = [f]
@@ -102,7 +105,19 @@ def load(
         names = list(dict.fromkeys([old, *names] if back_compat else names))
     for name in names:
         if os.path.exists(name):
-            return read(Path(name), map_location, pickle_module, **pickle_load_args)
+            try:
+                return read(
+                    Path(name), map_location, pickle_module, weights_only, **pickle_load_args
+                )
+            except pickle.UnpicklingError as error:
+                if weights_only is False:
+                    raise
+                raise pickle.UnpicklingError(
+                    f"smp.load: {name} holds more than tensors and plain containers. To load "
+                    "other objects means to run code from the file. If you trust the file, call "
+                    "smp.load with weights_only=False, or name the classes that you trust with "
+                    f"torch.serialization.add_safe_globals. torch says: {error}"
+                ) from None
     raise FileNotFoundError(
         f"smp.load: there is no checkpoint {' or '.join(names)}"
         + ("; was it saved with partial=True, and with as many partitions?" if partial else "")
@@ -169,6 +184,9 @@ def resume_from_checkpoint(
     translate_function: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Loads a checkpoint into the model and the optimizer, which must exist.
+
+    The user_content may be any object, so its file can run any code: load only checkpoints that you
+    trust.
 
     Args:
         path: the folder.
@@ -367,7 +385,8 @@ def _user_content(file: Path) -> Any:
     # Some tools leave an empty file.
     if not file.exists() or file.stat().st_size == 0:
         return {}
-    content = read(file, "cpu")
+    # It may be any object.
+    content = read(file, "cpu", weights_only=False)
     return {} if content is None else content
 
 

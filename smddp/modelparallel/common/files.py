@@ -1,9 +1,8 @@
-"""Writes files so that none is ever half written; reads files, without running code if possible."""
+"""Writes files so that none is ever half written; reads files, without running their code."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -13,8 +12,6 @@ from typing import Any
 import torch
 
 __all__ = ["hash_of", "read", "write"]
-
-log = logging.getLogger("smddp.modelparallel")
 
 
 def write(file: Path, fill: Callable[[Any], Any]) -> str:
@@ -57,35 +54,41 @@ def hash_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def read(file: Path, map_location: Any, pickle_module: Any = pickle, **options: Any) -> Any:
-    """Loads a file of torch.save; unpickles arbitrary objects only if the file holds such.
+def read(
+    file: Path,
+    map_location: Any,
+    pickle_module: Any = pickle,
+    weights_only: bool = True,
+    **options: Any,
+) -> Any:
+    """Loads a file of torch.save.
 
     Args:
         file: its path.
         map_location: as for torch.load.
-        pickle_module: as for torch.load; used for arbitrary objects only.
-        options: of torch.load; `weights_only` decides about arbitrary objects.
+        pickle_module: as for torch.load; used only if `weights_only` is False.
+        weights_only: as for torch.load; False lets the file run any code.
+        options: of torch.load.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged.
+        UnpicklingError: with `weights_only`, it holds more than tensors and plain containers.
     """
     try:
-        return _read(file, map_location, pickle_module, **options)
+        return _read(file, map_location, pickle_module, weights_only, **options)
     except (EOFError, RuntimeError) as error:
         raise ValueError(f"{file} is damaged, or was not written by torch: {error}") from error
 
 
-def _read(file: Path, map_location: Any, pickle_module: Any, **options: Any) -> Any:
+def _read(
+    file: Path, map_location: Any, pickle_module: Any, weights_only: bool, **options: Any
+) -> Any:
+    # torch refuses any module together with weights_only.
+    options["pickle_module"] = pickle_module if weights_only is False else None
+    options["weights_only"] = weights_only
     if options.get("mmap"):
         return torch.load(file, map_location, **options)
     # A stream, because torch takes files with some name endings for other formats.
     with open(file, "rb") as stream:
-        if "weights_only" in options:
-            return torch.load(stream, map_location, **options)
-        try:
-            return torch.load(stream, map_location, weights_only=True, **options)
-        except pickle.UnpicklingError:
-            log.debug("%s holds more than tensors and plain containers", file)
-            stream.seek(0)
-            return torch.load(stream, map_location, pickle_module, weights_only=False, **options)
+        return torch.load(stream, map_location, **options)

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import os
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ def state_of(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]
     return dict(model.state_dict()), optimizer.state_dict()
 
 
+class Traces:
+    """Notes that unpickling has run its code."""
+
+    run = False
+
+    def __setstate__(self, state: Any) -> None:
+        Traces.run = True
+
+    def __getstate__(self) -> Any:
+        return "anything"
+
+
 def saving(pp: int, path: str) -> Any:
     model, optimizer = begin(pp)
     train(model, optimizer, range(2))
@@ -85,6 +98,14 @@ def saving(pp: int, path: str) -> Any:
     assert smp.resume_from_checkpoint(path, partial=False) == {}
     smp.save({"rank": smp.pp_rank(), "sets": {1}}, f"{path}/mine.pt")
     assert smp.load(f"{path}/mine.pt") == {"rank": smp.pp_rank(), "sets": {1}}
+    smp.save(Traces(), f"{path}/object.pt")
+    Traces.run = False
+    for options in ({}, {"pickle_module": pickle}, {"weights_only": True}, {"weights_only": None}):
+        with pytest.raises(pickle.UnpicklingError, match=r"smp.load: .*object.pt_.*weights_only=F"):
+            smp.load(f"{path}/object.pt", **options)  # type: ignore[arg-type]
+    assert not Traces.run
+    assert isinstance(smp.load(f"{path}/object.pt", weights_only=False), Traces)
+    assert Traces.run
     smp.save({"rank": -1}, f"{path}/one.pt", partial=False)
     assert smp.load(f"{path}/one.pt", partial=False) == {"rank": -1}
     if smp.rank() == 0:
