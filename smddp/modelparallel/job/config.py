@@ -189,7 +189,9 @@ def _complete(values: dict[str, Any], known: Mapping[str, Any]) -> None:
     count = values["pipeline_parallel_degree"] or values["partitions"] or 1
     values["pipeline_parallel_degree"] = values["partitions"] = count
     if values["active_microbatches"] is None:
-        values["active_microbatches"] = count + 2
+        # The simple pipeline begins all microbatches before the first backward pass.
+        least = values["microbatches"] if values["pipeline"] == "simple" else 0
+        values["active_microbatches"] = max(count + 2, least)
     if values["memory_weight"] is None:
         values["memory_weight"] = 0.8 if values["optimize"] == "memory" else 0.2
     if values["default_partition"] is None:

@@ -79,7 +79,8 @@ KEYS: tuple[Key, ...] = (
         "active_microbatches",
         "positive",
         None,
-        "How many microbatches may be under way at a time; partitions + 2 by default.",
+        "How many microbatches may be under way at a time; by default partitions + 2, and at least "
+        "all of a step with `simple`.",
     ),
     Key(
         "pipeline",

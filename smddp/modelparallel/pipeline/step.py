@@ -41,8 +41,7 @@ class Schedule(NamedTuple):
         Args:
             pipeline: "simple", or anything else for interleaved.
             microbatches: how many a step has.
-            active: `active_microbatches` of the configuration. The simple pipeline takes
-                partitions + 2 for the default, and begins all microbatches at once then.
+            active: `active_microbatches` of the configuration.
             partitions: how many the model has.
         """
         simple = pipeline == "simple"
@@ -50,8 +49,6 @@ class Schedule(NamedTuple):
         if partitions == 1:
             # Nobody else works meanwhile.
             active = 1
-        elif simple and active == partitions + 2:
-            active = max(microbatches, active)
         return Schedule(microbatches, simple, active, limit)
 
 

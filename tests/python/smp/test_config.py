@@ -17,6 +17,10 @@ def test_defaults_follow_from_other_keys() -> None:
     cfg = configure({"partitions": 4, "optimize": "speed"}, {})
     assert (cfg.pipeline_parallel_degree, cfg.partitions) == (4, 4)
     assert cfg.active_microbatches == 6
+    simple = {"partitions": 2, "pipeline": "simple", "microbatches": 8}
+    assert configure(simple, {}).active_microbatches == 8
+    assert configure({**simple, "microbatches": 3}, {}).active_microbatches == 4
+    assert configure({**simple, "active_microbatches": 4}, {}).active_microbatches == 4
     assert cfg.memory_weight == 0.2
     assert configure({}, {}).memory_weight == 0.8
     assert configure({}, {}).partitions == 1
