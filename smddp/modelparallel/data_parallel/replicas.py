@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from smddp.modelparallel.common.errors import SMPPeerError
+from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.pipeline.failure import summary
+from smddp.modelparallel.pipeline.modules import difference
 
 __all__ = ["abstain", "agree", "tell_replicas"]
 
@@ -41,7 +42,7 @@ def tell_replicas(group: dist.ProcessGroup, failure: str, note: Any = None) -> d
     return {rank: value for rank, (_, value) in by_rank.items()}
 
 
-def agree(group: dist.ProcessGroup, make: Callable[[], _Decision]) -> _Decision:
+def agree(group: dist.ProcessGroup, modules: list[str], make: Callable[[], _Decision]) -> _Decision:
     """Returns the first replica's decision on all replicas; only that one makes it.
 
     As long as there is no decision, rank 0 of each pipeline calls either this, in its first
@@ -50,10 +51,12 @@ def agree(group: dist.ProcessGroup, make: Callable[[], _Decision]) -> _Decision:
 
     Args:
         group: of the replicas.
+        modules: the names of the model's modules.
         make: makes the decision, which has to pickle.
 
     Raises:
         SMPPeerError: the step failed on another replica.
+        SMPUsageError: another replica has another model.
     """
     box: list[_Decision | None] = [None]
     several = group.size() > 1
@@ -62,10 +65,10 @@ def agree(group: dist.ProcessGroup, make: Callable[[], _Decision]) -> _Decision:
             box[0] = make()
         except BaseException as error:
             if several:
-                _meet(group, summary(error), called=True)
+                _meet(group, summary(error), modules)
             raise
     if several:
-        _meet(group, "", called=True)
+        _meet(group, "", modules)
         dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
     assert box[0] is not None
     return box[0]
@@ -81,17 +84,32 @@ def abstain(group: dist.ProcessGroup, failure: str) -> None:
     Raises:
         SMPPeerError: it has not failed here, and other replicas have called the model.
     """
-    _meet(group, failure, called=False)
+    _meet(group, failure, None)
 
 
-def _meet(group: dist.ProcessGroup, failure: str, called: bool) -> None:
-    """Raises unless the step goes on, on all replicas, and has called the model on all or none."""
-    said = tell_replicas(group, failure, called)
-    if not failure and len(set(said.values())) > 1:
-        with_call, without = (
-            next(rank for rank, value in said.items() if value is wanted)
-            for wanted in (True, False)
-        )
+def _meet(group: dist.ProcessGroup, failure: str, modules: list[str] | None) -> None:
+    """Raises unless the step goes on, on all replicas, and has called the model on all or none.
+
+    Args:
+        group: of the replicas.
+        failure: why the step has failed here; empty if it has not.
+        modules: the names of the modules of the model that was called; None if none was.
+    """
+    said = tell_replicas(group, failure, modules)
+    if failure:
+        return
+    called = [rank for rank, names in said.items() if names is not None]
+    for rank in called:
+        if said[rank] != said[called[0]]:
+            who, other = f"rank {called[0]}", f"rank {rank}"
+            raise SMPUsageError(
+                f"the models of {who} and {other} of the job differ: "
+                f"{difference(said[called[0]], said[rank], who, other)}. All ranks have to create "
+                "the same model"
+            )
+    if 0 < len(called) < len(said):
+        with_call = called[0]
+        without = next(rank for rank, names in said.items() if names is None)
         raise SMPPeerError(
             f"the step has called the model on rank {with_call} of the job, and not on rank "
             f"{without}: all replicas have to make the first call of the model in the same step"

@@ -23,7 +23,7 @@ from smddp.modelparallel.partition.decide import decide_and_report
 from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.failure import Redo, summary
-from smddp.modelparallel.pipeline.modules import Modules
+from smddp.modelparallel.pipeline.modules import Modules, difference
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.step import StepBegin
 
@@ -107,7 +107,8 @@ class ModelRuntime:
             kwargs: of the model's first call.
 
         Raises:
-            SMPUsageError: the other replicas have given up this step already.
+            SMPUsageError: the other replicas have given up this step already, or have another
+                model.
             SMPPartitionError: the model cannot be divided as asked.
             SMPPeerError: the step failed on another replica.
         """
@@ -130,7 +131,7 @@ class ModelRuntime:
                 "given it up. Let the error end the step"
             )
         self._undecided = False
-        decision = agree(self.data_parallel.group, make)
+        decision = agree(self.data_parallel.group, executor.modules.names, make)
         for peer in executor.peers:
             executor.send(peer, Kind.PARTITION, decision)
         self.apply(decision)
@@ -230,12 +231,19 @@ class ModelRuntime:
         """Takes over what rank 0 of the pipeline says at the beginning of a step.
 
         Raises:
-            SMPUsageError: rank 0 is in another step than this rank.
+            SMPUsageError: rank 0 is in another step than this rank, or has another model.
         """
         if begin.number != self.steps:
             raise SMPUsageError(
                 f"rank 0 of the pipeline is in step {begin.number} ({begin.name}), this rank in "
                 f"step {self.steps}: every rank has to make the same calls"
+            )
+        rank, names = self.executor.rank, self.executor.modules.names
+        if begin.modules is not None and begin.modules != names:
+            raise SMPUsageError(
+                f"the models of ranks 0 and {rank} of the pipeline differ: "
+                f"{difference(begin.modules, names, 'rank 0', f'rank {rank}')}. All ranks have to "
+                "create the same model"
             )
         if begin.modes is not None:
             for module, mode in zip(self.executor.modules.by_number, begin.modes, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smddp.modelparallel.common.errors import SMPPartitionError
-from smddp.modelparallel.pipeline.modules import Modules
+from smddp.modelparallel.pipeline.modules import Modules, difference
 
 __all__ = ["MARKER", "Decision", "Placement", "costs_by_size", "own_bytes"]
 
@@ -81,7 +81,8 @@ class Decision:
         """
         if self.names != names:
             raise SMPPartitionError(
-                "the partition decision belongs to another model: it names other modules"
+                "the partition decision belongs to another model: "
+                + difference(self.names, names, "the decision", "the model")
             )
 
     def fits(self, names: list[str], parts: int) -> bool:

@@ -173,7 +173,8 @@ class Executor:
             self.channel.open()
         try:
             if driver is not None:
-                begin = StepBegin(model.steps, name, model.changed_modes())
+                names = None if self.partitioned else self.modules.names
+                begin = StepBegin(model.steps, name, model.changed_modes(), names)
                 for peer in self.peers:
                     self.send(peer, Kind.BEGIN, begin)
                 self._begin_step()

@@ -24,12 +24,39 @@ from smddp.modelparallel.pipeline.host import Host
 from smddp.modelparallel.pipeline.lazy import Lazy, force, install
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, stream
 
-__all__ = ["Modules"]
+__all__ = ["Modules", "difference"]
 
 _original_call = nn.Module._call_impl
+# `difference` names at most so many modules of each side.
+_NAMED = 5
 # If the structure of a call's result has changed this often, callers always wait for the result
 # from then on, because each change means that a step is made twice.
 _MAX_CHANGES = 2
+
+
+def difference(names: Sequence[str], others: Sequence[str], who: str, other: str) -> str:
+    """Says how the modules of two models differ, for the text of an error.
+
+    Args:
+        names: of the modules of one model, in their order.
+        others: those of the other model.
+        who: has the one model.
+        other: has the other model.
+
+    Returns:
+        A text; empty if the names are the same, in the same order.
+    """
+    found = []
+    for mine, theirs, owner in ((names, others, who), (others, names, other)):
+        only = sorted(set(mine) - set(theirs), key=list(mine).index)
+        if only:
+            more = f" and {len(only) - _NAMED} more" if len(only) > _NAMED else ""
+            found.append(f"only {owner} has {', '.join(map(repr, only[:_NAMED]))}{more}")
+    if not found and list(names) != list(others):
+        pairs = zip(names, others, strict=False)
+        first, second = next(((a, b) for a, b in pairs if a != b), ("", ""))
+        found.append(f"the order differs: {who} has {first!r} where {other} has {second!r}")
+    return "; ".join(found)
 
 
 class Modules:

@@ -59,11 +59,13 @@ class StepBegin(NamedTuple):
         number: of the step, counted from 1 on every rank; a step that is made again counts twice.
         name: of the step function.
         modes: one byte per module, 1 for train and 0 for eval; None if none has changed.
+        modules: the names of the modules, as long as there is no partition; then None.
     """
 
     number: int
     name: str
     modes: bytes | None
+    modules: list[str] | None
 
 
 class StepResult(NamedTuple):
@@ -98,7 +100,7 @@ class StepModel(Protocol):
         """Takes over what rank 0 says at the beginning of the step; called on the other ranks.
 
         Raises:
-            SMPUsageError: rank 0 is in another step.
+            SMPUsageError: rank 0 is in another step, or has another model.
         """
 
     def apply(self, decision: Any) -> None:

@@ -279,7 +279,7 @@ def wrong_partition_file(file: str, text: str) -> None:
     [
         (None, "load_partition: there is no file"),
         ("[1, 2]", "holds no decision"),
-        ('{"names": ["model"], "owners": [0]}', "belongs to another model"),
+        ('{"names": ["model"], "owners": [0]}', "another model: only the model has "),
         ('{"names": ["model"], "owners": [2]}', "into 3 partitions, the configuration asks for 2"),
     ],
 )

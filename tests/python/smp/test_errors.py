@@ -134,6 +134,32 @@ def test_ranks_in_steps_of_different_names() -> None:
         assert "rank 0 of the pipeline is in the step train, rank 1 in evaluate" in text
 
 
+def other_modules(different: tuple[int, ...]) -> str:
+    """Some ranks have another model than the others."""
+    smp.init({"partitions": 2, **MANUAL})
+    parts = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    if smp.rank() in different:
+        parts.append(nn.Sequential(*(nn.ReLU() for _ in range(6))))
+    model = smp.DistributedModel(nn.Sequential(*parts))
+    with pytest.raises((SMPUsageError, SMPMicrobatchError, SMPPeerError)) as caught:
+        train(model, torch.ones(8, 4), "")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "different", "text"),
+    [
+        (2, (0,), "ranks 0 and 1 of the pipeline differ: only rank 0 has {}. All"),
+        (2, (1,), "ranks 0 and 1 of the pipeline differ: only rank 1 has {}. All"),
+        (4, (2, 3), "rank 0 and rank 2 of the job differ: only rank 2 has {}. All"),
+    ],
+)
+def test_ranks_with_other_modules(ranks: int, different: tuple[int, ...], text: str) -> None:
+    wanted = text.format("'2', '2.0', '2.1', '2.2', '2.3' and 2 more")
+    for found in check_ranks(other_modules, str(ranks), different):
+        assert wanted in found
+
+
 def pinning_in_vain() -> None:
     smp.init({"partitions": 2, "ddp": True})
     with pytest.warns(UserWarning, match="no effect while auto_partition is on"), smp.partition(0):
