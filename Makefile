@@ -17,7 +17,7 @@ export TORCH
 CTEST := ctest --output-on-failure --no-tests=error -j2
 PYTEST := $(PYTHON) -m pytest -q
 # Several tests at a time: many wait for something, or start a program.
-WORKERS := -n 2 --dist worksteal
+WORKERS := -n 3 --dist worksteal
 # Tests with random cases take others with each turn, which is the day. `make test-all` takes all of them.
 TEST_TURN ?= $(shell expr $$(date +%s) / 86400)
 export TEST_TURN
