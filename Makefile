@@ -14,7 +14,7 @@ BUILD := build/torch-$(TORCH)
 PYTHON := $(VENV)/bin/python
 export TORCH
 
-CTEST := ctest --output-on-failure --no-tests=error -j2
+CTEST := ctest --output-on-failure --no-tests=error
 PYTEST := $(PYTHON) -m pytest -q
 # Several tests at a time: many wait for something, or start a program.
 WORKERS := -n 3 --dist worksteal
@@ -39,23 +39,23 @@ build:  ## compile the C++ core, its tests and the module
 .PHONY: test
 test:  ## all kinds of test in half an hour: C++, Python, C++ again under sanitizers, fuzzers
 	@echo "TEST_TURN=$(TEST_TURN)"
-	@tools/stages.sh build test-cpp test-python sanitize-address,undefined sanitize-thread fuzz
+	@tools/stages.sh build test-cpp test-python sanitize-address,undefined fuzz sanitize-thread
 
 .PHONY: test-all
 test-all: export ALL_SEEDS := 1
 test-all: export FUZZ_SECONDS := 120
 test-all:  ## everything, for hours: every case and seed, torch's own tests, fuzzers for minutes, all releases of torch
-	@tools/stages.sh build test-cpp test-python-all test-torch sanitize-address,undefined sanitize-thread fuzz
+	@tools/stages.sh build test-cpp test-python-all test-torch sanitize-address,undefined fuzz sanitize-thread
 	for release in $(OTHER_TORCHES); do TORCH=$$release tools/stages.sh test-python || exit 1; done
 
 .PHONY: test-fast
 test-fast: build setup  ## the tests that take less than three minutes together
-	$(CTEST) --test-dir $(BUILD) --label-exclude 'slow|exhaustive'
+	$(CTEST) -j2 --test-dir $(BUILD) --label-exclude 'slow|exhaustive'
 	$(PYTEST) $(WORKERS) -m "not slow and not exhaustive"
 
 .PHONY: test-cpp
 test-cpp: build  ## the C++ tests
-	$(CTEST) --test-dir $(BUILD) $(if $(ALL_SEEDS),,--label-exclude exhaustive)
+	$(CTEST) -j2 --test-dir $(BUILD) $(if $(ALL_SEEDS),,--label-exclude exhaustive)
 
 .PHONY: test-python
 test-python:  ## the Python tests
@@ -76,19 +76,17 @@ test-torch: setup  ## torch's own tests of a backend, in every configuration (do
 .PHONY: sanitize
 sanitize: sanitize-address,undefined sanitize-thread  ## the C++ tests under ASan with UBSan, and under TSan
 
-# The core without torch, which is not instrumented. setarch -R: ThreadSanitizer of g++ 12 cannot lay out
-# its shadow memory where the kernel randomises addresses with more than 28 bits. Tests with one thread
-# have nothing for it to find.
+# setarch -R: sanitizers cannot lay out their shadow memory where the kernel randomises addresses with more than
+# 28 bits. Tests with one thread have nothing for ThreadSanitizer to find. -j3: the longest tests wait.
 sanitize-%:
-	@tools/setup.sh packages
-	@tools/setup.sh core build/$* $(if $(filter thread,$*),threaded_tests,all) -DSMDDP_SANITIZE=$*
-	setarch -R $(CTEST) --test-dir build/$* \
+	@tools/setup.sh sanitized $* $(if $(filter thread,$*),threaded_tests,all)
+	setarch -R $(CTEST) -j3 --test-dir build/$* \
 	  --label-exclude '$(if $(filter thread,$*),sequential|)$(if $(ALL_SEEDS),none,exhaustive)'
 
 .PHONY: fuzz
 fuzz:  ## each parser of bytes from peers or the store under libFuzzer, FUZZ_SECONDS=10 each
-	@tools/setup.sh fuzzers build/fuzz
-	setarch -R tests/fuzz/run.sh build/fuzz $(FUZZ_SECONDS)
+	@tools/setup.sh sanitized address,undefined fuzzers
+	setarch -R tests/fuzz/run.sh build/address,undefined $(FUZZ_SECONDS)
 
 .PHONY: demo
 demo: setup  ## train a real model on 2 nodes x 2 ranks of this machine, beside gloo

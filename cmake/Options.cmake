@@ -9,7 +9,6 @@ endif()
 
 option(SMDDP_WITH_TORCH "Build process_group and the module smddp._C" ${SMDDP_TORCH_DEFAULT})
 option(SMDDP_BUILD_TESTS "Build the C++ tests (needs GoogleTest)" ON)
-option(SMDDP_FUZZ "Build the libFuzzer targets of tests/fuzz (needs clang)" OFF)
 option(SMDDP_WARNINGS_AS_ERRORS "Treat compiler warnings as errors" ON)
 # Not for builds for other machines, which contain fmt.
 option(SMDDP_QUICK_BUILD "Compile in half the time: precompiled headers, and the shared library of fmt" OFF)
@@ -42,8 +41,10 @@ set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -g1")
 add_compile_options(-Wall -Wextra -ffp-contract=off)
 if(NOT SMDDP_QUICK_BUILD)
   set(CMAKE_DISABLE_PRECOMPILE_HEADERS ON)
-elseif(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  add_compile_options(-fpch-preprocess)                             # ccache needs it
+elseif(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")                         # ccache needs either
+  add_compile_options(-fpch-preprocess)
+else()
+  add_compile_options("SHELL:-Xclang -fno-pch-timestamp")
 endif()
 if(SMDDP_WARNINGS_AS_ERRORS)
   add_compile_options(-Werror)

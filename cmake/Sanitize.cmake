@@ -11,17 +11,23 @@ if(SMDDP_SANITIZE)
   add_compile_options(-fsanitize=${SMDDP_SANITIZE} -fno-sanitize-recover=all
                       -fno-omit-frame-pointer -O1 -g1)
   add_link_options(-fsanitize=${SMDDP_SANITIZE})
-  if(SMDDP_SANITIZE MATCHES "thread")
+  if(SMDDP_SANITIZE MATCHES "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # g++ warns that TSan does not model std::atomic_thread_fence; our code pairs fences with atomics.
     add_compile_options(-Wno-tsan)
   endif()
+  # For tests; g++ and clang have different names for it.
+  string(REPLACE "," ";" sanitizers "${SMDDP_SANITIZE}")
+  foreach(sanitizer IN LISTS sanitizers)
+    string(TOUPPER "${sanitizer}" sanitizer)
+    add_compile_definitions(SMDDP_SANITIZE_${sanitizer})
+  endforeach()
   message(STATUS "smddp: sanitizers: ${SMDDP_SANITIZE}")
 endif()
 
-# The fuzzer needs the coverage of the whole core, not only of its entry point.
-if(SMDDP_FUZZ)
-  if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
-    message(FATAL_ERROR "SMDDP_FUZZ needs clang: configure with -DCMAKE_CXX_COMPILER=clang++")
-  endif()
+# Fuzzers are built where there is AddressSanitizer of clang. They need the coverage of the whole core, not only of their
+# entry points.
+set(SMDDP_FUZZ OFF)
+if(SMDDP_SANITIZE MATCHES "address" AND CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  set(SMDDP_FUZZ ON)
   add_compile_options(-fsanitize=fuzzer-no-link)
 endif()

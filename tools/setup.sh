@@ -6,8 +6,7 @@
 #   tools/setup.sh build         + the C++ core, its tests and the module, in build/torch-<release>
 #   tools/setup.sh               + `import smddp` works in .venv
 #   tools/setup.sh python-tests  + the device of the Python tests
-#   tools/setup.sh core <folder> <target> [cmake option...]   one target of the core, without torch
-#   tools/setup.sh fuzzers <folder>   the fuzzers, compiled by clang
+#   tools/setup.sh sanitized <sanitizers> <target>   a target of build/<sanitizers>: the core, its tests, the fuzzers
 #   tools/setup.sh lint          + the programs for `make lint`
 #
 # TORCH=2.11 selects another torch release, with its own environment and build folder.
@@ -78,21 +77,17 @@ build() {
   compile $build -DPYTHON_EXECUTABLE="$PWD/$venv/bin/python"
 }
 
-core() {
+# The core without torch, which is not instrumented. AddressSanitizer is that of clang, whose libFuzzer needs it.
+sanitized() {
   packages
-  local folder=$1
+  local options=(-DSMDDP_SANITIZE="$1")
+  if [[ $1 = address* ]]; then
+    # The package `clang` alone leaves the run-time libraries out.
+    install_packages clang libclang-rt-dev
+    options+=(-DCMAKE_CXX_COMPILER=clang++)
+  fi
   targets=("$2")
-  shift 2
-  compile "$folder" "$@"
-}
-
-fuzzers() {
-  packages
-  # The package `clang` alone leaves the fuzzer's run-time library out.
-  install_packages clang libclang-rt-dev
-  targets=(fuzzers)
-  compile "$1" -DCMAKE_CXX_COMPILER=clang++ -DSMDDP_FUZZ=ON -DSMDDP_SANITIZE=address,undefined \
-    -DSMDDP_BUILD_TESTS=OFF
+  compile "build/$1" "${options[@]}"
 }
 
 develop() {
@@ -120,7 +115,7 @@ lint() {
 }
 
 case "${1:-develop}" in
-  packages | environment | build | core | fuzzers | develop | lint) "${@:-develop}" ;;
+  packages | environment | build | sanitized | develop | lint) "${@:-develop}" ;;
   python-tests) develop fake_device ;;
   *) die "unknown step $1" ;;
 esac

@@ -1,5 +1,9 @@
 #include "reduction/reduce.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstring>
 
 #include "common/config.h"
@@ -35,6 +39,14 @@ void copy(const KernelTable& kernels, std::span<void* const> dsts, const void* s
   kernelAt(kernels, DataType::uint8,
            ReduceOp::SUM)({dsts.data(), dsts.size(), &src, 1, bytes, 1.0, 1});
 }
+
+#if defined(__x86_64__)
+// __builtin_cpu_supports() of clang does not know f16c.
+bool hasF16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
 
 SimdLevel bestLevel() {
   SimdLevel best = SimdLevel::Scalar;
@@ -80,7 +92,7 @@ const KernelTable* kernelsOf(SimdLevel level) {
   if (level == SimdLevel::Scalar) return &kScalarKernels;
 #if defined(__x86_64__)
   // These are exactly the extensions that CMakeLists.txt enables for the respective file.
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && hasF16c();
   if (level == SimdLevel::Avx2) return avx2 ? &kAvx2Kernels : nullptr;
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&

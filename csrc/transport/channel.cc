@@ -8,12 +8,6 @@
 #include "transport/channel_table.h"
 
 namespace smddp::transport {
-namespace {
-
-constexpr const char* kTag = "transport";
-
-}  // namespace
-
 std::string toString(const ChannelKey& key) {
   return fmt::format("group {:x} track {} stream {} rank {} -> {}", key.group, key.track,
                      key.stream, key.source, key.destination);
@@ -61,7 +55,8 @@ void SendChannel::onOpen(const OpenMessage& message) {
 void SendChannel::onPutDone(uint32_t lowBits) {
   const uint64_t number = flushed_ + (lowBits - static_cast<uint32_t>(flushed_));
   if (number <= flushed_ || number > sent_ || done_[number % window_]) {
-    SMDDP_LOG(Debug, kTag, "{}: second completion of put {} ignored", toString(key_), number);
+    SMDDP_LOG(Debug, "transport", "{}: second completion of put {} ignored", toString(key_),
+              number);
     return;
   }
   done_[number % window_] = true;
@@ -121,7 +116,7 @@ void ReceiveChannel::onPut(uint32_t immediate) {
   const uint64_t number = numberOf(immediate, arrived_);
   // The sender may send at most `window` messages beyond those that were granted.
   if (number <= arrived_ || number > granted_ + window_ || early_[number % window_]) {
-    SMDDP_LOG(Debug, kTag, "{}: message {} ignored, it is here or beyond the window",
+    SMDDP_LOG(Debug, "transport", "{}: message {} ignored, it is here or beyond the window",
               toString(key_), number);
     return;
   }

@@ -9,7 +9,6 @@
 namespace smddp::transport {
 namespace {
 
-constexpr const char* kTag = "transport";
 constexpr uint32_t kNumIds = 1u << 16;
 
 ChannelKey keyOf(const OpenMessage& m) {
@@ -163,8 +162,8 @@ void ChannelTable::onControl(PeerId from, Bytes message) {
 
 void ChannelTable::onOpen(PeerId from, const OpenMessage& message) {
   const ChannelKey key = keyOf(message);
-  SMDDP_LOG(Debug, kTag, "{} opened by its receiver: id {}, {} slots of {} bytes", toString(key),
-            message.header.channel, message.window, message.slotBytes);
+  SMDDP_LOG(Debug, "transport", "{} opened by its receiver: id {}, {} slots of {} bytes",
+            toString(key), message.header.channel, message.window, message.slotBytes);
   if (closedGroups_.contains(key.group)) {
     return sendClose(from, message.header.channel, key.group, 0);
   }
@@ -188,7 +187,7 @@ void ChannelTable::bind(SendChannel& channel, PeerId from, const OpenMessage& me
 void ChannelTable::onGrant(PeerId from, const GrantMessage& message) {
   const auto found = sendByRemoteId_.find({from, message.header.channel});
   if (found == sendByRemoteId_.end() || found->second->key_.group != message.group) {
-    SMDDP_LOG(Debug, kTag, "grant for channel id {}, which is closed, ignored",
+    SMDDP_LOG(Debug, "transport", "grant for channel id {}, which is closed, ignored",
               message.header.channel);
     return;
   }
@@ -205,7 +204,7 @@ void ChannelTable::onClose(PeerId from, const CloseMessage& message) {
   const auto found = receiving_.find(message.header.channel);
   if (found == receiving_.end() || found->second->peer_ != from ||
       found->second->key_.group != message.group) {
-    SMDDP_LOG(Debug, kTag, "close of channel id {}, which is not open, ignored",
+    SMDDP_LOG(Debug, "transport", "close of channel id {}, which is not open, ignored",
               message.header.channel);
     return;
   }
@@ -218,7 +217,7 @@ void ChannelTable::onClose(PeerId from, const CloseMessage& message) {
 void ChannelTable::onPut(uint32_t immediate) {
   const auto found = receiving_.find(channelOf(immediate));
   if (found == receiving_.end()) {
-    SMDDP_LOG(Debug, kTag, "arrival on channel id {}, which is closed, ignored",
+    SMDDP_LOG(Debug, "transport", "arrival on channel id {}, which is closed, ignored",
               channelOf(immediate));
     return;
   }
@@ -232,7 +231,7 @@ void ChannelTable::onPut(uint32_t immediate) {
 void ChannelTable::onPutDone(uint64_t token) {
   const auto found = sending_.find(static_cast<uint32_t>(token >> 32));
   if (found == sending_.end()) {
-    SMDDP_LOG(Debug, kTag, "second completion of a put on a closed channel ignored");
+    SMDDP_LOG(Debug, "transport", "second completion of a put on a closed channel ignored");
     return;
   }
   SendChannel& channel = *found->second;

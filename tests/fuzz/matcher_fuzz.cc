@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/error.h"
+#include "common/ownership.h"
 #include "engine/call.h"
 #include "engine/matcher.h"
 #include "script.h"
@@ -48,6 +49,7 @@ class Wire final : public transport::Transport {
 
 class Peer final : public Matcher::Host, public transport::ControlSink {
  public:
+  Peer() { (void)ownership.tryAcquire(); }
   void sendControl(Rank, Bytes) override {}
   transport::SendChannel& sendChannel(Rank) override { return table.send({kGroup, 0, 0, 0, 1}, 0); }
   transport::ReceiveChannel& receiveChannel(Rank) override {
@@ -61,12 +63,13 @@ class Peer final : public Matcher::Host, public transport::ControlSink {
   void onControl(transport::PeerId, Bytes message) override { (void)matcher.onControl(1, message); }
   void onPeerFailed(transport::PeerId, const std::string&) override {}
 
+  Ownership ownership;
   bool full = false;  // the transport has no room
   Wire wire;
   transport::ChannelTable table{wire, *this};
   std::vector<std::byte> window =
       std::vector<std::byte>(kWindow * transport::slotStride(kMessageBytes));
-  Matcher matcher{*this, kGroup, 0, kMessageBytes};
+  Matcher matcher{ownership, *this, kGroup, 0, kMessageBytes};
 };
 
 void play(Script& script, Peer& peer, std::vector<std::vector<std::byte>>& buffers) {

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <set>
 
+#include "support/effort.h"
 #include "support/watchdog.h"
 
 namespace smddp::test {
@@ -16,27 +17,19 @@ namespace {
 
 using Trouble = Simulation::Trouble;
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr uint64_t kParts = 20;
-#else
-constexpr uint64_t kParts = 4;
-#endif
+constexpr uint64_t kParts = kSanitized ? 20 : 4;
 
 class SimulationTest : public testing::Test {
  protected:
   // Stops at the first seed that fails. Returns the number of calls that ended with an error.
   int runSeeds(uint64_t first, uint64_t count, Trouble trouble) {
-    if (std::getenv("ALL_SEEDS") == nullptr) {
-      const char* turn = std::getenv("TEST_TURN");
-      count /= kParts;
-      first += count * ((turn != nullptr ? std::strtoull(turn, nullptr, 10) : 0) % kParts);
-    }
-    uint64_t last = first + count - 1;
+    Share share = shareOf(kParts);
     if (const char* one = std::getenv("SIMULATION_SEED"))
-      first = last = std::strtoull(one, nullptr, 10);
-    fmt::print("seeds {} to {}\n", first, last);
+      first = std::strtoull(one, nullptr, 10), count = 1, share = {};
+    fmt::print("seeds {} to {}, every {}th\n", first + share.first, first + count - 1, share.step);
     int numErrors = 0;
-    for (uint64_t seed = first; seed <= last && !HasFailure(); ++seed) {
+    for (uint64_t seed = first + share.first; seed < first + count && !HasFailure();
+         seed += share.step) {
       Simulation simulation(seed, trouble);
       SCOPED_TRACE(fmt::format("SIMULATION_SEED={}: {}", seed, simulation.describe()));
       simulation.run();

@@ -9,6 +9,7 @@
 #include "reduction/float_mode.h"
 #include "reduction/oracle.h"
 #include "reduction/reduce_one.h"
+#include "support/effort.h"
 
 namespace smddp::reduction {
 namespace {
@@ -24,7 +25,8 @@ TYPED_TEST_SUITE(HalfTest, HalfFormats);
 
 // In both formats non-negative numbers have the same order as their bits.
 TYPED_TEST(HalfTest, EveryValueSurvivesARoundTrip) {
-  for (uint32_t bits = 0; bits <= 0xffff; ++bits) {
+  const test::Share share = test::shareUnderSanitizers();
+  for (uint64_t bits = share.first; bits <= 0xffff; bits += share.step) {
     const bool isNaN = (bits & 0x7fff) > TypeParam::kInfinity;
     const uint16_t expected = isNaN ? TypeParam::kNaN : bits;
     const Scale computed{.post = true,
@@ -35,9 +37,10 @@ TYPED_TEST(HalfTest, EveryValueSurvivesARoundTrip) {
 }
 
 TYPED_TEST(HalfTest, EveryValueAddsAsTheOracleSays) {
+  const test::Share share = test::shareUnderSanitizers();
   for (float second : {-0.0f, 1.0f, -1.0f, 0x1p-24f, 0x1p-14f, 0x1p-133f, 3.14159f, 65504.0f}) {
     const uint16_t other = TypeParam::encode(second);
-    for (uint32_t bits = 0; bits <= 0xffff; ++bits) {
+    for (uint64_t bits = share.first; bits <= 0xffff; bits += share.step) {
       const std::vector<uint16_t> inputs{uint16_t(bits), other};
       ASSERT_EQ(reduceOne<uint16_t>(this->kType, inputs, ReduceOp::SUM),
                 oracle::element<TypeParam>(inputs, ReduceOp::SUM, {}))
@@ -48,12 +51,13 @@ TYPED_TEST(HalfTest, EveryValueAddsAsTheOracleSays) {
 
 // The value half-way between two neighbours is rounded to the even one; a float32 next to it to the nearer one.
 TYPED_TEST(HalfTest, RoundsToNearestEven) {
+  const test::Share share = test::shareUnderSanitizers();
   const uint16_t one = TypeParam::encode(1.0f);
   const auto round = [&](float value) {
     const Scale scale{.pre = true, .factor = value};
     return reduceOne<uint16_t>(this->kType, {one}, ReduceOp::PREMUL_SUM, scale);
   };
-  for (uint32_t bits = 0; bits < TypeParam::kInfinity; ++bits) {
+  for (uint64_t bits = share.first; bits < TypeParam::kInfinity; bits += share.step) {
     const uint16_t lower = bits, upper = bits + 1;
     // The largest number has no upper neighbour. Rounding continues with the same distance as below it.
     const float from = TypeParam::decode(lower);

@@ -6,6 +6,8 @@
 
 #include <unistd.h>
 
+#include "support/effort.h"
+
 namespace smddp::test {
 
 class Watchdog {
@@ -23,11 +25,7 @@ class Watchdog {
   Watchdog& operator=(const Watchdog&) = delete;
 
  private:
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-  static constexpr unsigned kSeconds = 150;
-#else
-  static constexpr unsigned kSeconds = 60;
-#endif
+  static constexpr unsigned kSeconds = kSanitized ? 150 : 60;
 };
 
 }  // namespace smddp::test

@@ -319,7 +319,7 @@ cudaError_t lastError() { return last; }
 cudaStream_t newStream(int device) {
   World& all = world();
   const std::lock_guard lock(all.mutex);
-  all.streams.push_back(std::make_unique<CUstream_st>(device));
+  all.streams.push_back(std::make_unique<CUstream_st>(CUstream_st{device, {}}));
   return all.streams.back().get();
 }
 

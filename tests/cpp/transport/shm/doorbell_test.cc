@@ -16,7 +16,7 @@ using testing::Child;
 using testing::eventually;
 using testing::kSecond;
 
-#if defined(__SANITIZE_THREAD__)
+#if defined(SMDDP_SANITIZE_THREAD)
 constexpr uint32_t kRounds = 20'000;
 #else
 constexpr uint32_t kRounds = 100'000;

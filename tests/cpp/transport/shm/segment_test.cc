@@ -129,7 +129,7 @@ TEST(Segment, RefusesAnUnsealedFileOfTheRightSize) {
 }
 
 TEST(Segment, SaysWhatIsMissing) {
-#if defined(__SANITIZE_THREAD__)
+#if defined(SMDDP_SANITIZE_THREAD)
   constexpr size_t kMoreThanThereIs = size_t{1} << 40;  // TSan leaves little address space
 #else
   constexpr size_t kMoreThanThereIs = size_t{1} << 45;

@@ -133,7 +133,7 @@ TEST(Slab, RefusesForeignPointers) {
   EXPECT_THROW(slab->offsetOf(&local), Error);
 }
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if !defined(SMDDP_SANITIZE_ADDRESS) && !defined(SMDDP_SANITIZE_THREAD)
 TEST(Slab, TakesLessWhereAddressSpaceIsLimited) {
   Child child([](const Child::Line&) {
     const rlimit space{size_t{3} << 30, size_t{3} << 30};
