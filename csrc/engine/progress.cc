@@ -38,9 +38,10 @@ void Progress::leaveForOwner(Inbox::Action action) {
   process_->doorbell().ringSelf();
 }
 
+// Each action by itself: what one throws concerns neither the others nor the thread that happens to be the owner.
 void Progress::drainInbox() {
   while (!inbox_.empty()) {
-    for (const auto& action : inbox_.take()) action();
+    for (const auto& action : inbox_.take()) guarded(action);
     if (waiters_.any()) waiters_.wake();
   }
 }
@@ -48,8 +49,8 @@ void Progress::drainInbox() {
 void Progress::call(const std::function<void()>& action) {
   if (ownership_.tryAcquire()) {
     std::exception_ptr error;
+    drainInbox();
     try {
-      drainInbox();
       action();
     } catch (...) {
       error = std::current_exception();

@@ -10,8 +10,8 @@
 //
 // Threads: public functions from any thread, except where marked. Ends: stop() joins the progress threads; from then on
 // only call() and wakeWaiters() may be used.
-// Errors: an action that throws while the engine runs ends what is in flight, and its thread goes on. Those of call()
-// pass through.
+// Errors: an action that throws while the engine runs ends what is in flight, and its thread goes on. What the action
+// of call() throws passes through to its caller.
 #pragma once
 
 #include <atomic>
