@@ -57,7 +57,7 @@ transport::ReceiveChannel& Channels::openReceiver(Rank from, uint8_t track, uint
   windows_.push_back({memory, from});
   const auto key = process_.registerMemory(peer, memory);
   return peer.table->receive(membership_.channelKey(from, membership_.me(), track, stream), peer.id,
-                             memory, key, 0, messageBytes, window);
+                             memory, key, messageBytes, window);
 }
 
 void Channels::flushGrants(const Track& track) {

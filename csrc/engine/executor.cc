@@ -336,7 +336,7 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
       payload = transport::Bytes(whole);
     }
   }
-  const bool sent = channel.ends->send->put(number, payload, binding_.call, binding_.sequence);
+  const bool sent = channel.ends->send->put(number, payload, binding_.call);
   if (!sent && payload.size() > 0 && !gathered_.empty() &&
       payload.data() == gathered_.back().data()) {
     gathered_.pop_back();

@@ -43,7 +43,6 @@ struct Binding {
   ReduceOp op = ReduceOp::SUM;
   reduction::Scale scale;  // factor and divisor
   transport::CallFingerprint call;
-  uint64_t sequence = 0;
 };
 
 // Why nothing advances: where the first blocked lane stands, and whom any lane awaits.

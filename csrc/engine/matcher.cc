@@ -254,7 +254,7 @@ bool Matcher::pumpSend(Rank peer, Queue& queue) {
     while (exchange.moved < exchange.bytes) {
       const int64_t wanted = std::min(messageBytes_, exchange.bytes - exchange.moved);
       const transport::Payload payload = buffer.payload(exchange.moved, wanted);
-      if (!channel.put(channel.sent() + 1, payload, {}, exchange.id)) break;
+      if (!channel.put(channel.sent() + 1, payload, {})) break;
       exchange.moved += static_cast<int64_t>(payload.size());
       exchange.lastPut = channel.sent();
       advanced = true;

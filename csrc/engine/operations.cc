@@ -100,7 +100,7 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
     // Before the first store to the cache line of the arrival, which the mates hold: that store leaves the store buffer
     // late. A load that it cannot be forwarded to, as one that is wider, waits until it and all stores before it have
     // left.
-    Binding& binding = bind(execution, request, call, sequence);
+    Binding& binding = bind(execution, request, call);
     binding.output = Buffer(request.output.front().data());
     binding.input = binding.output;
     team_.publish(
@@ -323,7 +323,7 @@ void Operations::run(Execution& execution, bool arrived) {
                        cached.putsStaging);
   channels_.open(execution.track, cached.plan);
   const Operation& first = execution.operations.front();
-  Binding& binding = bind(execution, first.request, first.call, first.sequence);
+  Binding& binding = bind(execution, first.request, first.call);
   binding.output = Buffer(execution.output);
   const auto buffers = buffersOf(execution.shape, membership_.me(), membership_.size());
   binding.input = Buffer(buffers.inPlace ? execution.output : execution.input);
@@ -333,14 +333,13 @@ void Operations::run(Execution& execution, bool arrived) {
 
 // Fills in what does not depend on buffers. The caller adds input and output.
 Binding& Operations::bind(Execution& execution, const Request& request,
-                          const transport::CallFingerprint& call, uint64_t sequence) const {
+                          const transport::CallFingerprint& call) const {
   Binding& binding = execution.executor.binding();
   binding.type = request.type;
   binding.op = request.op;
   binding.scale.factor = request.factor;
   binding.scale.divisor = membership_.size();
   binding.call = call;
-  binding.sequence = sequence;
   binding.mateOutputs.clear();
   binding.mateInputs.clear();
   return binding;

@@ -105,7 +105,7 @@ class Operations final : public Watched {
   void publish(Execution& execution);
   void run(Execution& execution, bool arrived);
   Binding& bind(Execution& execution, const Request& request,
-                const transport::CallFingerprint& call, uint64_t sequence) const;
+                const transport::CallFingerprint& call) const;
   void bindMates(Execution& execution, Binding& binding) const;
   void giveUp(Operation& operation, const Break& broken);
   Standstill standstillOf(const Execution& execution) const;

@@ -13,8 +13,7 @@ std::string toString(const ChannelKey& key) {
                      key.stream, key.source, key.destination);
 }
 
-bool SendChannel::put(uint64_t number, Payload payload, const CallFingerprint& call,
-                      uint64_t operation) {
+bool SendChannel::put(uint64_t number, Payload payload, const CallFingerprint& call) {
   SMDDP_CHECK(number == sent_ + 1, "{}: message {} after {}", toString(key_), number, sent_);
   if (!open()) return false;
   if (payload.size() > static_cast<uint64_t>(slotBytes_)) {
@@ -24,16 +23,15 @@ bool SendChannel::put(uint64_t number, Payload payload, const CallFingerprint& c
           toString(key_), payload.size(), key_.destination, slotBytes_);
   }
   // A grant can come before the completions of its puts. The second bound makes sure that done_ has room for them.
-  if (sent_ - consumed_ >= window_ || sent_ - flushed_ >= window_) return false;
+  if (sent_ - released_ >= window_ || sent_ - flushed_ >= window_) return false;
 
   PutHeader header;
   header.length = static_cast<uint32_t>(payload.size());
   header.group = key_.group;
   header.number = number;
   header.call = call;
-  header.operation = operation;
   const uint64_t slot = (number - 1) % window_;
-  const RemoteSlot where{region_, offset_ + slot * static_cast<uint64_t>(slotStride(slotBytes_))};
+  const RemoteSlot where{region_, slot * static_cast<uint64_t>(slotStride(slotBytes_))};
   const uint64_t token = uint64_t{serial_} << 32 | static_cast<uint32_t>(number);
   if (!transport_.put(peer_, where, makeImmediate(remoteId_, number), bytesOf(header), payload,
                       token)) {
@@ -46,13 +44,13 @@ bool SendChannel::put(uint64_t number, Payload payload, const CallFingerprint& c
 void SendChannel::onOpen(const OpenMessage& message) {
   remoteId_ = message.header.channel;
   region_ = message.region;
-  offset_ = message.offset;
   slotBytes_ = static_cast<int64_t>(message.slotBytes);
   window_ = message.window;
   done_.assign(window_, false);
 }
 
 void SendChannel::onPutDone(uint32_t lowBits) {
+  // Restores the upper bits: flushed_ = 2^32 − 1 and lowBits = 2 give 2^32 + 2.
   const uint64_t number = flushed_ + (lowBits - static_cast<uint32_t>(flushed_));
   if (number <= flushed_ || number > sent_ || done_[number % window_]) {
     SMDDP_LOG(Debug, "transport", "{}: second completion of put {} ignored", toString(key_),

@@ -55,8 +55,7 @@ class SendChannel {
   // Sends message `number`, which must be sent() + 1. The caller keeps the payload untouched until flushed() >= number.
   // False: not now, because the channel is not open, has no credit, or the transport is full; poll the table and try
   // again. Throws Mismatch for a payload longer than the receiver's slots.
-  [[nodiscard]] bool put(uint64_t number, Payload payload, const CallFingerprint& call,
-                         uint64_t operation);
+  [[nodiscard]] bool put(uint64_t number, Payload payload, const CallFingerprint& call);
 
  private:
   friend class ChannelTable;
@@ -72,11 +71,10 @@ class SendChannel {
       serial_;  // upper half of our tokens; never reused, so that a late token finds no other channel
   uint16_t remoteId_ = 0;  // the receiver's channel id
   RemoteKey region_;
-  uint64_t offset_ = 0;
   int64_t slotBytes_ = 0;
   uint64_t window_ = 0;  // 0: not open yet
   uint64_t sent_ = 0;
-  uint64_t consumed_ = 0;  // the messages that the receiver released, by its last grant
+  uint64_t released_ = 0;  // the messages that the receiver released, by its last grant
   uint64_t flushed_ = 0;
   std::vector<bool> done_;  // puts above flushed_ whose payload is free, by number % window
   bool closed_ = false;     // by closeGroup(); the object stays while puts are in flight

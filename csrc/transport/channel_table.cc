@@ -38,7 +38,7 @@ SendChannel& ChannelTable::send(const ChannelKey& key, PeerId peer) {
 
 ReceiveChannel& ChannelTable::receive(const ChannelKey& key, PeerId peer,
                                       std::span<std::byte> memory, RemoteKey region,
-                                      uint64_t offset, int64_t slotBytes, int64_t window) {
+                                      int64_t slotBytes, int64_t window) {
   SMDDP_CHECK(!closedGroups_.contains(key.group), "{} after closeGroup()", toString(key));
   if (const auto known = receiveByKey_.find(key); known != receiveByKey_.end()) {
     SMDDP_CHECK(known->second->peer_ == peer, "{} has another peer", toString(key));
@@ -66,7 +66,6 @@ ReceiveChannel& ChannelTable::receive(const ChannelKey& key, PeerId peer,
   open.window = static_cast<uint32_t>(window);
   open.slotBytes = static_cast<uint64_t>(slotBytes);
   open.region = region;
-  open.offset = offset;
   control(peer, bytesOf(open));
   return channel;
 }
@@ -116,7 +115,7 @@ bool ChannelTable::sendGrant(ReceiveChannel& channel) {
   GrantMessage grant;
   grant.header.channel = channel.id_;
   grant.group = channel.key_.group;
-  grant.consumed = channel.released_;
+  grant.released = channel.released_;
   // A refused grant does not go to the outbox: a later grant covers more messages.
   const bool gone = failed_.contains(channel.peer_);
   if (!gone && !transport_.control(channel.peer_, bytesOf(grant))) return false;
@@ -192,12 +191,12 @@ void ChannelTable::onGrant(PeerId from, const GrantMessage& message) {
     return;
   }
   SendChannel& channel = *found->second;
-  if (message.consumed > channel.sent_ || message.consumed < channel.consumed_) {
-    return fail(from, fmt::format("{}: it consumed {} messages after {}, {} were sent",
-                                  toString(channel.key_), message.consumed, channel.consumed_,
+  if (message.released > channel.sent_ || message.released < channel.released_) {
+    return fail(from, fmt::format("{}: it released {} messages after {}, {} were sent",
+                                  toString(channel.key_), message.released, channel.released_,
                                   channel.sent_));
   }
-  channel.consumed_ = message.consumed;
+  channel.released_ = message.released;
 }
 
 void ChannelTable::onClose(PeerId from, const CloseMessage& message) {

@@ -19,7 +19,7 @@ namespace smddp::transport {
 
 static_assert(std::endian::native == std::endian::little, "the wire is little-endian");
 
-inline constexpr uint8_t kWireVersion = 2;
+inline constexpr uint8_t kWireVersion = 3;
 
 // The parts of a call that must be equal on all ranks. The engine fills it in and compares it with its own; the
 // transport does not interpret it.
@@ -47,7 +47,7 @@ inline constexpr uint32_t kPutMagic = 0x00444D53u | (uint32_t{kWireVersion} << 2
 //        16                               24                              32
 //         | number                        | collective…, root             |
 //        32                               40                              48
-//         | bytes                         | operation                     |
+//         | bytes                         | reserved                      |
 //        48                                                              64
 //         | reserved                                                      |
 struct PutHeader {
@@ -56,8 +56,7 @@ struct PutHeader {
   uint64_t group = 0;
   uint64_t number = 0;  // of the message on its channel, from 1
   CallFingerprint call;
-  uint64_t operation = 0;  // sequence number of the operation in its group
-  uint64_t reserved[2] = {};
+  uint64_t reserved[3] = {};
 };
 static_assert(sizeof(PutHeader) == kHeaderBytes && std::is_trivially_copyable_v<PutHeader>);
 static_assert(std::has_unique_object_representations_v<PutHeader>);
@@ -78,14 +77,14 @@ struct ControlHeader {
 };
 static_assert(sizeof(ControlHeader) == 8 && std::is_trivially_copyable_v<ControlHeader>);
 
-// Receiver to sender: the receiver's window for the channel lies here.
+// Receiver to sender: the window of the channel is this region; its first slot lies at the beginning.
 //
 //   byte  0               8               16              20              24
 //         | header        | group         | source        | destination   |
 //        24      25       26         28       32          40
 //         | track | stream | reserved | window | slotBytes |
-//        40               48              56              64
-//         | region.address | region.key   | offset        |
+//        40               48              56
+//         | region.address | region.key   |
 struct OpenMessage {
   ControlHeader header{.kind = static_cast<uint8_t>(ControlKind::Open)};
   uint64_t group = 0;
@@ -97,19 +96,18 @@ struct OpenMessage {
   uint32_t window = 0;     // slots
   uint64_t slotBytes = 0;  // longest payload
   RemoteKey region;
-  uint64_t offset = 0;  // of the first slot in the region
 };
-static_assert(sizeof(OpenMessage) == 64 && std::is_trivially_copyable_v<OpenMessage>);
+static_assert(sizeof(OpenMessage) == 56 && std::is_trivially_copyable_v<OpenMessage>);
 static_assert(std::has_unique_object_representations_v<OpenMessage>);
 
-// Receiver to sender: the slots of the first `consumed` messages are free again.
+// Receiver to sender: the slots of the first `released` messages are free again.
 //
 //   byte  0               8               16              24
-//         | header        | group         | consumed      |
+//         | header        | group         | released      |
 struct GrantMessage {
   ControlHeader header{.kind = static_cast<uint8_t>(ControlKind::Grant)};
   uint64_t group = 0;
-  uint64_t consumed = 0;
+  uint64_t released = 0;
 };
 static_assert(sizeof(GrantMessage) == 24 && std::is_trivially_copyable_v<GrantMessage>);
 

@@ -4,7 +4,7 @@
 
 #include "common/error.h"
 #include "script.h"
-#include "transport/fabric/inbox.h"
+#include "transport/fabric/early_messages.h"
 #include "transport/fabric/reassembly.h"
 
 namespace {
@@ -31,7 +31,7 @@ void addresses(Script& script) {
 }
 
 void order(Script& script) {
-  Inbox inbox;
+  EarlyMessages early;
   Nobody sink;
   PeerId peers = 0;
   while (!script.done()) {
@@ -40,14 +40,14 @@ void order(Script& script) {
     switch (what % 4) {
       case 0:
         // Each sender is introduced once.
-        if (peers <= 3) inbox.introduce(static_cast<uint64_t>(peers), peers), ++peers;
+        if (peers <= 3) early.introduce(static_cast<uint64_t>(peers), peers), ++peers;
         break;
-      case 1: inbox.deliverIntroduced(sink); break;
-      case 2: inbox.arrived(script.number<uint64_t>(), script.byte(), script.piece(), sink); break;
-      default: inbox.arrived(sender, script.byte(), script.piece(), sink);
+      case 1: early.deliverIntroduced(sink); break;
+      case 2: early.arrived(script.number<uint64_t>(), script.byte(), script.piece(), sink); break;
+      default: early.arrived(sender, script.byte(), script.piece(), sink);
     }
   }
-  (void)inbox.takeOverflowed();
+  (void)early.takeOverflowed();
 }
 
 void puts(Script& script) {

@@ -53,7 +53,7 @@ class Peer final : public Matcher::Host, public transport::ControlSink {
   void sendControl(Rank, Bytes) override {}
   transport::SendChannel& sendChannel(Rank) override { return table.send({kGroup, 0, 0, 0, 1}, 0); }
   transport::ReceiveChannel& receiveChannel(Rank) override {
-    return table.receive({kGroup, 0, 0, 1, 0}, 0, window, {}, 0, kMessageBytes, kWindow);
+    return table.receive({kGroup, 0, 0, 1, 0}, 0, window, {}, kMessageBytes, kWindow);
   }
   void finish(Exchange& exchange) override {
     if (exchange.moved > exchange.bytes) std::abort();

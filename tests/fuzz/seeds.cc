@@ -77,7 +77,7 @@ void transportSeeds() {
   open.slotBytes = 64;
   GrantMessage grant;
   grant.group = 1;
-  grant.consumed = 1;
+  grant.released = 1;
   CloseMessage close;
   close.group = 1;
   write("wire_fuzz", "open", message(open));

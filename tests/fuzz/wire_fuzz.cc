@@ -66,12 +66,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   ChannelTable table(transport, nobody);
   constexpr int64_t kWindow = 4, kSlotBytes = 64;
   std::vector<std::byte> memory(kWindow * slotStride(kSlotBytes), std::byte{0x5A});
-  ReceiveChannel& in = table.receive({1, 0, 0, 1, 0}, 0, memory, {}, 0, kSlotBytes, kWindow);
+  ReceiveChannel& in = table.receive({1, 0, 0, 1, 0}, 0, memory, {}, kSlotBytes, kWindow);
   SendChannel& out = table.send({1, 0, 0, 0, 1}, 0);
   const std::vector<std::byte> payload(8);
   try {
     while (table.poll() != 0) {
-      (void)out.put(out.sent() + 1, payload, {}, 0);
+      (void)out.put(out.sent() + 1, payload, {});
       in.release(in.arrived());
       if (out.flushed() > out.sent() || in.released() > in.arrived()) std::abort();
     }

@@ -22,7 +22,7 @@ constexpr Nanoseconds kSettling = 200'000'000;
 // One read of the completion queue may process a part of a message and find no completion, although there is more.
 constexpr int kReadsBeforeSleep = 3;
 
-static_assert(offsetof(Operation, context) == 0);
+static_assert(offsetof(PostedOperation, context) == 0);
 
 }  // namespace
 
@@ -42,7 +42,7 @@ Endpoint::~Endpoint() {
 
 void Endpoint::postReceives() {
   while (!unposted_.empty()) {
-    Operation* const operation = unposted_.back();
+    PostedOperation* const operation = unposted_.back();
     const ssize_t result = fi_recv(endpoint_.get(), operation->slot, messageBytes_,
                                    operation->slotDescriptor, FI_ADDR_UNSPEC, &operation->context);
     if (result == -FI_EAGAIN) return;
@@ -69,11 +69,11 @@ fi_addr_t Endpoint::insert(Bytes name) {
   return address;
 }
 
-Operation* Endpoint::acquire(Operation::Kind kind) {
+PostedOperation* Endpoint::acquire(PostedOperation::Kind kind) {
   const size_t reserved =
-      kind == Operation::Kind::Put ? std::min(kReservedForControl, sends_.size() / 2) : 0;
+      kind == PostedOperation::Kind::Put ? std::min(kReservedForControl, sends_.size() / 2) : 0;
   if (freeSends_.size() + failedSends_.size() <= reserved) return nullptr;
-  Operation* operation = nullptr;
+  PostedOperation* operation = nullptr;
   if (!freeSends_.empty()) {
     operation = freeSends_.back();
     freeSends_.pop_back();
@@ -85,12 +85,12 @@ Operation* Endpoint::acquire(Operation::Kind kind) {
   return operation;
 }
 
-void Endpoint::release(Operation& operation) {
+void Endpoint::release(PostedOperation& operation) {
   operation.put.reset();
   freeSends_.push_back(&operation);
 }
 
-ssize_t Endpoint::send(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail,
+ssize_t Endpoint::send(fi_addr_t to, PostedOperation& operation, size_t headBytes, Bytes tail,
                        void* tailDescriptor) {
   if (provider_.iovLimit < 2 && !tail.empty()) {
     std::memcpy(operation.slot + headBytes, tail.data(), tail.size());
@@ -111,7 +111,7 @@ ssize_t Endpoint::send(fi_addr_t to, Operation& operation, size_t headBytes, Byt
   return result;
 }
 
-ssize_t Endpoint::write(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail,
+ssize_t Endpoint::write(fi_addr_t to, PostedOperation& operation, size_t headBytes, Bytes tail,
                         void* tailDescriptor, uint64_t address, uint64_t key, uint32_t immediate) {
   const std::array<iovec, 2> both = {
       {{operation.slot, headBytes}, {const_cast<std::byte*>(tail.data()), tail.size()}}};
@@ -133,19 +133,20 @@ ssize_t Endpoint::write(fi_addr_t to, Operation& operation, size_t headBytes, By
   return result;
 }
 
-Operation* Endpoint::takeBack(void* context) {
-  const auto lies = [context](std::vector<Operation>& operations) -> Operation* {
+PostedOperation* Endpoint::takeBack(void* context) {
+  const auto lies = [context](std::vector<PostedOperation>& operations) -> PostedOperation* {
     const auto offset =
         reinterpret_cast<uintptr_t>(context) - reinterpret_cast<uintptr_t>(operations.data());
-    if (offset >= operations.size() * sizeof(Operation)) return nullptr;
-    return offset % sizeof(Operation) == 0 ? &operations[offset / sizeof(Operation)] : nullptr;
+    if (offset >= operations.size() * sizeof(PostedOperation)) return nullptr;
+    return offset % sizeof(PostedOperation) == 0 ? &operations[offset / sizeof(PostedOperation)]
+                                                 : nullptr;
   };
-  Operation* operation = lies(sends_);
+  PostedOperation* operation = lies(sends_);
   if (operation == nullptr) operation = lies(receives_);
   return operation != nullptr && std::exchange(operation->posted, false) ? operation : nullptr;
 }
 
-size_t Endpoint::poll(Completions& handler) {
+size_t Endpoint::poll(CompletionHandler& handler) {
   postReceives();
   if (events_) readEvents();
   size_t total = std::exchange(numFound_, 0);
@@ -168,13 +169,13 @@ size_t Endpoint::poll(Completions& handler) {
   return total;
 }
 
-void Endpoint::dispatch(const fi_cq_data_entry& entry, Completions& handler) {
+void Endpoint::dispatch(const fi_cq_data_entry& entry, CompletionHandler& handler) {
   // Only remote writes carry data. Do not use their context: it differs between providers.
   if (entry.flags & FI_REMOTE_CQ_DATA)
     return handler.onRemoteWrite(static_cast<uint32_t>(entry.data));
-  Operation* const operation = takeBack(entry.op_context);
+  PostedOperation* const operation = takeBack(entry.op_context);
   if (operation == nullptr) return;
-  if (operation->kind == Operation::Kind::Receive) {
+  if (operation->kind == PostedOperation::Kind::Receive) {
     failures_ = 0;
     handler.onReceived({operation->slot, entry.len});
     unposted_.push_back(operation);
@@ -185,7 +186,7 @@ void Endpoint::dispatch(const fi_cq_data_entry& entry, Completions& handler) {
   release(*operation);
 }
 
-void Endpoint::readError(Completions& handler) {
+void Endpoint::readError(CompletionHandler& handler) {
   fi_cq_err_entry error{};
   const ssize_t count = fi_cq_readerr(queue_.get(), &error, 0);
   if (count == -FI_EAGAIN) return;
@@ -196,8 +197,8 @@ void Endpoint::readError(Completions& handler) {
   const std::string cause = fmt::format("{} ({}: {})", library().describeError(error.err),
                                         provider_.provider, words ? words : "no detail");
 
-  Operation* const operation = takeBack(error.op_context);
-  if (operation != nullptr && operation->kind != Operation::Kind::Receive) {
+  PostedOperation* const operation = takeBack(error.op_context);
+  if (operation != nullptr && operation->kind != PostedOperation::Kind::Receive) {
     handler.onSendFailed(*operation, cause);
     operation->put.reset();
     failedSends_.push_back(operation);
@@ -223,11 +224,11 @@ void Endpoint::readEvents() {
 
 bool Endpoint::settle() noexcept {
   if (!provider_.quirks.closeBlocks) return true;
-  struct Nobody final : Completions {
-    void onSent(Operation&) override {}
+  struct Nobody final : CompletionHandler {
+    void onSent(PostedOperation&) override {}
     void onReceived(Bytes) override {}
     void onRemoteWrite(uint32_t) override {}
-    void onSendFailed(Operation&, const std::string&) override {}
+    void onSendFailed(PostedOperation&, const std::string&) override {}
   } nobody;
   const auto settled = [this] { return freeSends_.size() + failedSends_.size() == sends_.size(); };
   try {

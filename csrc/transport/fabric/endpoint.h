@@ -14,22 +14,22 @@
 #include "transport/fabric/discovery.h"
 #include "transport/fabric/fid.h"
 #include "transport/fabric/memory.h"
-#include "transport/fabric/operation.h"
+#include "transport/fabric/posted_operation.h"
 #include "transport/fabric/provider.h"
 
 namespace smddp::transport::fabric {
 
 // Receives the completions that Endpoint::poll() finds.
-class Completions {
+class CompletionHandler {
  public:
-  virtual ~Completions() = default;
+  virtual ~CompletionHandler() = default;
   // A Control or Put operation has completed. It returns to the pool after the call.
-  virtual void onSent(Operation& operation) = 0;
+  virtual void onSent(PostedOperation& operation) = 0;
   // `message` is valid during the call only; then its buffer is posted again.
   virtual void onReceived(Bytes message) = 0;
   virtual void onRemoteWrite(uint32_t immediate) = 0;
   // A Control or Put operation has failed. It returns to the pool after the call.
-  virtual void onSendFailed(Operation& operation, const std::string& cause) = 0;
+  virtual void onSendFailed(PostedOperation& operation, const std::string& cause) = 0;
 };
 
 // Owns fabric, domain, address vector, queues, endpoint, registrations and the pool of operations.
@@ -56,18 +56,18 @@ class Endpoint {
 
   // Takes an unused operation; null if all are in flight. Some are reserved for control messages, so that grants can be
   // sent while bulk data waits.
-  Operation* acquire(Operation::Kind kind);
-  void release(Operation& operation);
+  PostedOperation* acquire(PostedOperation::Kind kind);
+  void release(PostedOperation& operation);
 
   // Both return 0, -FI_EAGAIN if the provider has no room, or an error. The message consists of the first headBytes of
   // the operation's slot, and of `tail`.
-  ssize_t send(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail,
+  ssize_t send(fi_addr_t to, PostedOperation& operation, size_t headBytes, Bytes tail,
                void* tailDescriptor);
-  ssize_t write(fi_addr_t to, Operation& operation, size_t headBytes, Bytes tail,
+  ssize_t write(fi_addr_t to, PostedOperation& operation, size_t headBytes, Bytes tail,
                 void* tailDescriptor, uint64_t address, uint64_t key, uint32_t immediate);
 
   // Makes progress. Returns the number of completions.
-  size_t poll(Completions& handler);
+  size_t poll(CompletionHandler& handler);
 
   // Called before the destruction; waits at most 0.2 s for what is in flight. True: the destructor will not block.
   // False: it might, so the endpoint must live until the process ends.
@@ -86,9 +86,9 @@ class Endpoint {
   void createOperations();
   void postReceives();
   // The operation of a completion, now no longer posted. Null if the completion names no posted operation of ours.
-  Operation* takeBack(void* context);
-  void dispatch(const fi_cq_data_entry& entry, Completions& handler);
-  void readError(Completions& handler);
+  PostedOperation* takeBack(void* context);
+  void dispatch(const fi_cq_data_entry& entry, CompletionHandler& handler);
+  void readError(CompletionHandler& handler);
   void readEvents();
 
   ProviderInfo provider_;
@@ -103,7 +103,7 @@ class Endpoint {
   Pages slab_;  // the slots of all operations
   std::optional<BouncePool> bounces_;
   std::optional<Registry> registry_;
-  std::vector<Operation> sends_, receives_;
+  std::vector<PostedOperation> sends_, receives_;
   AddressVector addresses_;
   CompletionQueue queue_;
   EventQueue events_;  // null if none is needed
@@ -116,10 +116,10 @@ class Endpoint {
   std::array<fi_cq_data_entry, kBatch> found_{};
   size_t numFound_ = 0;
 
-  std::vector<Operation*> freeSends_;
+  std::vector<PostedOperation*> freeSends_;
   // Oldest first. Reused as late as possible, because a provider may report a failure several times.
-  std::deque<Operation*> failedSends_;
-  std::vector<Operation*> unposted_;  // receives that the provider had no room for
+  std::deque<PostedOperation*> failedSends_;
+  std::vector<PostedOperation*> unposted_;  // receives that the provider had no room for
 };
 
 }  // namespace smddp::transport::fabric

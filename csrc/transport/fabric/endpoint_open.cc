@@ -16,7 +16,7 @@ constexpr size_t kMaxSends = 256;
 constexpr size_t kSmallReceives = 256;
 constexpr size_t kLargeReceives = 64;  // 4 MiB in all
 constexpr size_t kLargeMessageBytes = 64 * 1024;
-constexpr size_t kSmallMessageBytes = sizeof(ControlHeader) + kMaxControlBytes;
+constexpr size_t kSmallMessageBytes = sizeof(FabricControlHeader) + kMaxControlBytes;
 // Remote writes complete here without a posted receive, so the peers determine how many entries are used.
 constexpr size_t kQueueEntries = 12288;
 
@@ -123,12 +123,12 @@ void Endpoint::createOperations() {
   registry_->addLocal({slab_.get(), bytes});
   void* const descriptor = registry_->descriptorOf({slab_.get(), bytes}).value();
   std::byte* next = slab_.get();
-  for (Operation& operation : sends_) {
+  for (PostedOperation& operation : sends_) {
     operation.slot = std::exchange(next, next + sendSlot);
     operation.slotDescriptor = descriptor;
     freeSends_.push_back(&operation);
   }
-  for (Operation& operation : receives_) {
+  for (PostedOperation& operation : receives_) {
     operation.slot = std::exchange(next, next + receiveSlot);
     operation.slotDescriptor = descriptor;
     unposted_.push_back(&operation);

@@ -100,7 +100,7 @@ PeerId FabricTransport::connect(Bytes bytes, const std::string& description) {
   const auto id = static_cast<PeerId>(peers_.size());
   peers_.push_back(std::move(peer));
   peerById_.emplace(address.id, id);
-  inbox_.introduce(address.id, id);
+  earlyMessages_.introduce(address.id, id);
   SMDDP_LOG(Debug, kTag, "peer {} is {}", id, description);
   return id;
 }
@@ -115,7 +115,7 @@ bool FabricTransport::control(PeerId id, Bytes message) {
   SMDDP_CHECK(message.size() <= kMaxControlBytes, "control message of {} bytes", message.size());
   Peer& peer = peerOf(id);
   if (peer.failed || peer.controls.size() >= kMaxQueued) return false;
-  const ControlHeader header{MessageKind::Control, 0, id_, peer.nextSequence};
+  const FabricControlHeader header{MessageKind::Control, 0, id_, peer.nextSequence};
   std::vector<std::byte> bytes(sizeof(header) + message.size());
   std::memcpy(bytes.data(), &header, sizeof(header));
   std::copy(message.begin(), message.end(), bytes.begin() + sizeof(header));
@@ -180,7 +180,7 @@ bool FabricTransport::prepare(OutgoingPut& put, Bytes header, Payload payload) {
 }
 
 ssize_t FabricTransport::postControl(Peer& peer, PeerId id, Bytes message) {
-  Operation* const operation = endpoint_->acquire(Operation::Kind::Control);
+  PostedOperation* const operation = endpoint_->acquire(PostedOperation::Kind::Control);
   if (operation == nullptr) return -FI_EAGAIN;
   operation->peer = id;
   std::memcpy(operation->slot, message.data(), message.size());
@@ -191,7 +191,7 @@ ssize_t FabricTransport::postControl(Peer& peer, PeerId id, Bytes message) {
 
 // Posts the next part of the put: all of it in one write, one of two writes, or one fragment.
 ssize_t FabricTransport::postPut(Peer& peer, const std::shared_ptr<OutgoingPut>& put) {
-  Operation* const operation = endpoint_->acquire(Operation::Kind::Put);
+  PostedOperation* const operation = endpoint_->acquire(PostedOperation::Kind::Put);
   if (operation == nullptr) return -FI_EAGAIN;
   operation->peer = put->peer;
   operation->put = put;
@@ -204,7 +204,7 @@ ssize_t FabricTransport::postPut(Peer& peer, const std::shared_ptr<OutgoingPut>&
   return result;
 }
 
-ssize_t FabricTransport::postWrite(Peer& peer, Operation& operation) {
+ssize_t FabricTransport::postWrite(Peer& peer, PostedOperation& operation) {
   OutgoingPut& put = *operation.put;
   const bool second = put.twoWrites && put.posted > 0;
   const size_t headBytes = put.headerInBounce || second ? 0 : kHeaderBytes;
@@ -232,7 +232,7 @@ void FabricTransport::onRemoteWrite(uint32_t immediate) {
   sink_->onPut(immediate & kMaxImmediate);
 }
 
-ssize_t FabricTransport::postFragment(Peer& peer, Operation& operation) {
+ssize_t FabricTransport::postFragment(Peer& peer, PostedOperation& operation) {
   OutgoingPut& put = *operation.put;
   const FragmentHeader fragment{MessageKind::Fragment, put.immediate, id_, put.number, put.slot,
                                 put.totalBytes(),      put.posted};
@@ -291,9 +291,9 @@ void FabricTransport::pumpAll() {
 
 size_t FabricTransport::poll(Sink& sink) {
   sink_ = &sink;
-  inbox_.deliverIntroduced(sink);
+  earlyMessages_.deliverIntroduced(sink);
   size_t events = endpoint_->poll(*this);
-  for (const PeerId peer : inbox_.takeOverflowed())
+  for (const PeerId peer : earlyMessages_.takeOverflowed())
     fail(peer, "it sent more control messages than a rank may have in flight");
   if (!queued_.empty()) pumpAll();
   events += reportFailures();
@@ -303,31 +303,32 @@ size_t FabricTransport::poll(Sink& sink) {
 
 bool FabricTransport::prepareWait() {
   // No event will tell when there is room for what is queued, so do not sleep.
-  if (!queued_.empty() || !failures_.empty() || inbox_.hasIntroduced()) return false;
+  if (!queued_.empty() || !failures_.empty() || earlyMessages_.hasIntroduced()) return false;
   return endpoint_->prepareWait();
 }
 
-void FabricTransport::onSent(Operation& operation) {
-  if (operation.kind != Operation::Kind::Put) return;
+void FabricTransport::onSent(PostedOperation& operation) {
+  if (operation.kind != PostedOperation::Kind::Put) return;
   OutgoingPut& put = *operation.put;
   if (--put.inFlight == 0 && put.posted == put.totalBytes() && !peerOf(put.peer).failed)
     sink_->onPutDone(put.token);
 }
 
-void FabricTransport::onSendFailed(Operation& operation, const std::string& cause) {
-  if (operation.kind == Operation::Kind::Put) --operation.put->inFlight;
-  const char* const what = operation.kind == Operation::Kind::Put ? "a put" : "a control message";
+void FabricTransport::onSendFailed(PostedOperation& operation, const std::string& cause) {
+  if (operation.kind == PostedOperation::Kind::Put) --operation.put->inFlight;
+  const char* const what =
+      operation.kind == PostedOperation::Kind::Put ? "a put" : "a control message";
   fail(operation.peer, fmt::format("{} to it failed: {}", what, cause));
 }
 
 void FabricTransport::onReceived(Bytes message) {
   const auto kind = readStruct<MessageKind>(message);
   if (kind == MessageKind::Control) {
-    if (const auto header = readStruct<ControlHeader>(message)) {
+    if (const auto header = readStruct<FabricControlHeader>(message)) {
       const auto known = peerById_.find(header->sender);
       if (known != peerById_.end() && peerOf(known->second).failed) return;
-      return inbox_.arrived(header->sender, header->sequence, message.subspan(sizeof(*header)),
-                            *sink_);
+      return earlyMessages_.arrived(header->sender, header->sequence,
+                                    message.subspan(sizeof(*header)), *sink_);
     }
   }
   if (kind == MessageKind::Fragment && endpoint_->protocol() == Protocol::Send) {

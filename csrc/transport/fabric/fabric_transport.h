@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "transport/fabric/early_messages.h"
 #include "transport/fabric/endpoint.h"
-#include "transport/fabric/inbox.h"
 #include "transport/fabric/reassembly.h"
 #include "transport/fabric/wire.h"
 #include "transport/transport.h"
@@ -20,7 +20,7 @@
 namespace smddp::transport::fabric {
 
 // Owns one endpoint and its peers; peers are kept until the end. Threads, errors and ownership are those of Transport.
-class FabricTransport final : public Transport, private Completions {
+class FabricTransport final : public Transport, private CompletionHandler {
  public:
   // `raw` is libfabric's description of `chosen`.
   FabricTransport(const fi_info& raw, ProviderInfo chosen, std::string why, const Options& options);
@@ -50,10 +50,10 @@ class FabricTransport final : public Transport, private Completions {
   const Traffic& traffic() const { return traffic_; }
 
  private:
-  void onSent(Operation& operation) override;
+  void onSent(PostedOperation& operation) override;
   void onReceived(Bytes message) override;
   void onRemoteWrite(uint32_t immediate) override;
-  void onSendFailed(Operation& operation, const std::string& cause) override;
+  void onSendFailed(PostedOperation& operation, const std::string& cause) override;
 
   struct Peer {
     fi_addr_t address = FI_ADDR_UNSPEC;
@@ -70,8 +70,8 @@ class FabricTransport final : public Transport, private Completions {
   bool prepare(OutgoingPut& put, Bytes header, Payload payload);
   ssize_t postControl(Peer& peer, PeerId id, Bytes message);
   ssize_t postPut(Peer& peer, const std::shared_ptr<OutgoingPut>& put);
-  ssize_t postWrite(Peer& peer, Operation& operation);
-  ssize_t postFragment(Peer& peer, Operation& operation);
+  ssize_t postWrite(Peer& peer, PostedOperation& operation);
+  ssize_t postFragment(Peer& peer, PostedOperation& operation);
   void pump(Peer& peer, PeerId id);
   void pumpAll();
   void receiveFragment(const FragmentHeader& fragment, Bytes bytes);
@@ -80,7 +80,7 @@ class FabricTransport final : public Transport, private Completions {
   size_t reportFailures();
 
   std::unique_ptr<Endpoint> endpoint_;
-  Inbox inbox_;
+  EarlyMessages earlyMessages_;
   Reassembly reassembly_;
   std::string why_;
   uint64_t id_;

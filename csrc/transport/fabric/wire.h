@@ -20,7 +20,7 @@ namespace smddp::transport::fabric {
 enum class MessageKind : uint32_t { Control = 0x73634301, Fragment = 0x73634601 };
 
 // The header of a control message. The messages of a sender are numbered from 0, because fabrics reorder them.
-struct ControlHeader {
+struct FabricControlHeader {
   MessageKind kind;
   uint32_t unused;
   uint64_t sender;
@@ -38,7 +38,7 @@ struct FragmentHeader {
   uint64_t offset;      // of this fragment, from the beginning of the slot
 };
 
-static_assert(sizeof(ControlHeader) == 24 && sizeof(FragmentHeader) == 64);
+static_assert(sizeof(FabricControlHeader) == 24 && sizeof(FragmentHeader) == 64);
 
 // Reads the struct at the beginning of `message`; nullopt if that is too short.
 template <typename T>

@@ -185,7 +185,7 @@ CommMemory::Chunks::iterator CommMemory::drop(Chunks::iterator chunk, std::vecto
   return chunks_.erase(chunk);
 }
 
-// Takes the oldest free blocks out until `limit` is kept, and all empty arenas but one (none for
+// Takes the oldest free blocks out until `limit` is kept, and all empty arenas except one (none for
 // limit 0).
 std::vector<CommMemory::Chunk> CommMemory::trimCache(size_t limit) {
   std::vector<Chunk> dropped;

@@ -97,14 +97,13 @@ class ChannelTest : public ::testing::Test {
     open.window = window;
     open.slotBytes = kSlotBytes;
     open.region = {11, 22};
-    open.offset = 640;
     return open;
   }
-  std::vector<std::byte> grantOf(uint16_t id, uint64_t consumed) {
+  std::vector<std::byte> grantOf(uint16_t id, uint64_t released) {
     GrantMessage grant;
     grant.header.channel = id;
     grant.group = key_.group;
-    grant.consumed = consumed;
+    grant.released = released;
     return copyOf(grant);
   }
   std::vector<std::byte> closeOf(uint16_t id, uint64_t group, uint64_t sent) {
@@ -117,7 +116,7 @@ class ChannelTest : public ::testing::Test {
   ReceiveChannel& receive(int64_t window) { return receive(key_, window); }
   ReceiveChannel& receive(const ChannelKey& key, int64_t window) {
     memory_.assign(static_cast<size_t>(window * slotStride(kSlotBytes)), std::byte{0});
-    return table_.receive(key, kPeer, memory_, {1, 2}, 0, kSlotBytes, window);
+    return table_.receive(key, kPeer, memory_, {1, 2}, kSlotBytes, window);
   }
   uint16_t lastOpenedId() const {
     return parseOpen(transport_.controls.back().second)->header.channel;
@@ -134,7 +133,7 @@ class ChannelTest : public ::testing::Test {
   std::vector<uint64_t> grantsSent() const {
     std::vector<uint64_t> grants;
     for (const auto& [peer, message] : transport_.controls) {
-      if (const auto grant = parseGrant(message)) grants.push_back(grant->consumed);
+      if (const auto grant = parseGrant(message)) grants.push_back(grant->released);
     }
     return grants;
   }
@@ -148,25 +147,24 @@ class ChannelTest : public ::testing::Test {
 
 TEST_F(ChannelTest, PutWaitsForTheWindowAndNamesSlotAndMessage) {
   SendChannel& channel = table_.send(key_, kPeer);
-  EXPECT_FALSE(channel.put(1, payload_, {}, 3));
+  EXPECT_FALSE(channel.put(1, payload_, {}));
   hear(copyOf(openFor(key_, 2, 300)));
   ASSERT_TRUE(channel.open());
   const CallFingerprint call{1, 2, 3, 4, 5, 6};
-  EXPECT_TRUE(channel.put(1, payload_, call, 3));
-  EXPECT_TRUE(channel.put(2, {}, call, 3));
-  EXPECT_FALSE(channel.put(3, payload_, call, 3)) << "no credit is left";
+  EXPECT_TRUE(channel.put(1, payload_, call));
+  EXPECT_TRUE(channel.put(2, {}, call));
+  EXPECT_FALSE(channel.put(3, payload_, call)) << "no credit is left";
   ASSERT_EQ(transport_.puts.size(), 2u);
   const auto& [slot, immediate, header, payload, token] = transport_.puts[0];
   EXPECT_EQ(slot.region.address, 11u);
   EXPECT_EQ(slot.region.key, 22u);
-  EXPECT_EQ(slot.offset, 640u);
-  EXPECT_EQ(transport_.puts[1].slot.offset, 640u + 192);
+  EXPECT_EQ(slot.offset, 0u);
+  EXPECT_EQ(transport_.puts[1].slot.offset, 192u);
   EXPECT_EQ(immediate, makeImmediate(300, 1));
   EXPECT_EQ(header.group, key_.group);
   EXPECT_EQ(header.number, 1u);
   EXPECT_EQ(header.length, 10u);
   EXPECT_EQ(header.call, call);
-  EXPECT_EQ(header.operation, 3u);
   EXPECT_EQ(payload, payload_);
 }
 
@@ -179,36 +177,36 @@ TEST_F(ChannelTest, AnOpenThatCameFirstIsKept) {
 TEST_F(ChannelTest, GrantsGiveCreditAndFlushedIsAPrefix) {
   SendChannel& channel = table_.send(key_, kPeer);
   hear(copyOf(openFor(key_, 2, 9)));
-  ASSERT_TRUE(channel.put(1, payload_, {}, 0));
-  ASSERT_TRUE(channel.put(2, payload_, {}, 0));
+  ASSERT_TRUE(channel.put(1, payload_, {}));
+  ASSERT_TRUE(channel.put(2, payload_, {}));
   complete(transport_.puts[1].token);
   EXPECT_EQ(channel.flushed(), 0u);
   complete(transport_.puts[1].token);
   EXPECT_EQ(channel.flushed(), 0u) << "a second completion moved it";
   hear(grantOf(9, 1));
-  EXPECT_FALSE(channel.put(3, payload_, {}, 0)) << "the payload of put 1 is still in flight";
+  EXPECT_FALSE(channel.put(3, payload_, {})) << "the payload of put 1 is still in flight";
   complete(transport_.puts[0].token);
   EXPECT_EQ(channel.flushed(), 2u);
-  EXPECT_TRUE(channel.put(3, payload_, {}, 0));
-  EXPECT_EQ(transport_.puts[2].slot.offset, 640u) << "slot 0 again";
-  EXPECT_FALSE(channel.put(4, payload_, {}, 0));
+  EXPECT_TRUE(channel.put(3, payload_, {}));
+  EXPECT_EQ(transport_.puts[2].slot.offset, 0u) << "slot 0 again";
+  EXPECT_FALSE(channel.put(4, payload_, {}));
 }
 
 TEST_F(ChannelTest, RefusedPutsChangeNothing) {
   SendChannel& channel = table_.send(key_, kPeer);
   hear(copyOf(openFor(key_, 2, 9)));
   transport_.full = true;
-  EXPECT_FALSE(channel.put(1, payload_, {}, 0));
+  EXPECT_FALSE(channel.put(1, payload_, {}));
   EXPECT_EQ(channel.sent(), 0u);
   transport_.full = false;
-  EXPECT_TRUE(channel.put(1, payload_, {}, 0));
+  EXPECT_TRUE(channel.put(1, payload_, {}));
 }
 
 TEST_F(ChannelTest, APayloadLongerThanTheSlotIsAMismatch) {
   SendChannel& channel = table_.send(key_, kPeer);
   hear(copyOf(openFor(key_, 2, 9)));
   try {
-    (void)channel.put(1, std::vector<std::byte>(kSlotBytes + 1), {}, 0);
+    (void)channel.put(1, std::vector<std::byte>(kSlotBytes + 1), {});
     FAIL();
   } catch (const Error& e) {
     EXPECT_EQ(e.kind(), ErrorKind::Mismatch) << e.what();
@@ -348,7 +346,7 @@ TEST_F(ChannelTest, APeerThatBreaksTheProtocolFailsOnce) {
 TEST_F(ChannelTest, CreditForMessagesThatWereNeverSentFailsThePeer) {
   SendChannel& channel = table_.send(key_, kPeer);
   hear(copyOf(openFor(key_, 2, 9)));
-  ASSERT_TRUE(channel.put(1, payload_, {}, 0));
+  ASSERT_TRUE(channel.put(1, payload_, {}));
   hear(grantOf(9, 2));
   EXPECT_EQ(above_.failed.size(), 1u);
 }
@@ -367,7 +365,7 @@ TEST_F(ChannelTest, AFailedPeerLeavesNoBacklog) {
 TEST_F(ChannelTest, ClosingASenderTellsHowMuchWasSentAndWaitsForItsPuts) {
   SendChannel& channel = table_.send(key_, kPeer);
   hear(copyOf(openFor(key_, 2, 9)));
-  ASSERT_TRUE(channel.put(1, payload_, {}, 0));
+  ASSERT_TRUE(channel.put(1, payload_, {}));
   table_.closeGroup(key_.group);
   const auto close = parseClose(transport_.controls.back().second);
   ASSERT_TRUE(close);

@@ -23,7 +23,6 @@ OpenMessage someOpen() {
   open.window = 4;
   open.slotBytes = 262144;
   open.region = {0xAABB, 0xCCDD};
-  open.offset = 4096;
   return open;
 }
 
@@ -34,24 +33,22 @@ TEST(Wire, PutHeaderLayout) {
   header.group = 0x18;
   header.number = 0x28;
   header.call = {7, 6, 5, 4, -2, 0x38};
-  header.operation = 0x48;
   const auto bytes = copyOf(bytesOf(header));
   ASSERT_EQ(bytes.size(), 64u);
-  EXPECT_EQ(std::memcmp(bytes.data(), "SMD\x02\x01\x02\x03\x04\x18", 9), 0);
+  EXPECT_EQ(std::memcmp(bytes.data(), "SMD\x03\x01\x02\x03\x04\x18", 9), 0);
   EXPECT_EQ(bytes[16], std::byte{0x28});
   EXPECT_EQ(std::memcmp(&bytes[24], "\x07\x06\x05\x04\xFE\xFF\xFF\xFF\x38", 9), 0);
-  EXPECT_EQ(bytes[40], std::byte{0x48});
-  for (size_t i = 48; i < 64; ++i) EXPECT_EQ(bytes[i], std::byte{0}) << i;
+  for (size_t i = 40; i < 64; ++i) EXPECT_EQ(bytes[i], std::byte{0}) << i;
 }
 
 TEST(Wire, OpenLayout) {
   const auto bytes = copyOf(bytesOf(someOpen()));
-  ASSERT_EQ(bytes.size(), 64u);
+  ASSERT_EQ(bytes.size(), 56u);
   EXPECT_EQ(
-      std::memcmp(bytes.data(), "\x01\x02\x01\x02\0\0\0\0\x88\x77\x66\x55\x44\x33\x22\x11", 16), 0);
+      std::memcmp(bytes.data(), "\x01\x03\x01\x02\0\0\0\0\x88\x77\x66\x55\x44\x33\x22\x11", 16), 0);
   EXPECT_EQ(std::memcmp(&bytes[16], "\x03\0\0\0\x05\0\0\0\x02\x01\0\0\x04\0\0\0", 16), 0);
   EXPECT_EQ(std::memcmp(&bytes[32], "\0\0\x04\0\0\0\0\0\xBB\xAA", 10), 0);
-  EXPECT_EQ(std::memcmp(&bytes[48], "\xDD\xCC\0\0\0\0\0\0\0\x10", 10), 0);
+  EXPECT_EQ(std::memcmp(&bytes[48], "\xDD\xCC\0\0\0\0\0\0", 8), 0);
 }
 
 TEST(Wire, ControlMessagesSurviveTheTrip) {
@@ -62,7 +59,7 @@ TEST(Wire, ControlMessagesSurviveTheTrip) {
   GrantMessage grant;
   grant.header.channel = 9;
   grant.group = 8;
-  grant.consumed = 7;
+  grant.released = 7;
   ASSERT_TRUE(parseGrant(bytesOf(grant)));
   EXPECT_EQ(copyOf(bytesOf(*parseGrant(bytesOf(grant)))), copyOf(bytesOf(grant)));
 
@@ -108,7 +105,6 @@ TEST(Wire, ValuesThatWouldBeUsedAsSizesAreChecked) {
   EXPECT_TRUE(refused([](OpenMessage& m) { m.slotBytes = kMaxSlotBytes + 1; }));
   EXPECT_TRUE(refused([](OpenMessage& m) { m.source = -1; }));
   EXPECT_TRUE(refused([](OpenMessage& m) { m.destination = -1; }));
-  EXPECT_TRUE(refused([](OpenMessage& m) { m.offset = UINT64_MAX; }));
   EXPECT_TRUE(refused([](OpenMessage& m) { m.reserved = 1; }));
   EXPECT_TRUE(refused([](OpenMessage& m) { m.header.version = kWireVersion + 1; }));
   EXPECT_TRUE(refused([](OpenMessage& m) { m.header.kind = 2; }));

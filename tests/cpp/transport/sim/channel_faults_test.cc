@@ -148,12 +148,10 @@ class World {
 
   bool openReceiver(Stream& s) {
     Process& p = processes_[static_cast<size_t>(s.key.destination)];
-    const auto offset = static_cast<uint64_t>(64 * random_.between(0, 3));
-    auto& memory = p.memory.emplace_back(offset + s.window * slotStride(s.slotBytes));
+    auto& memory = p.memory.emplace_back(s.window * slotStride(s.slotBytes));
     const RemoteKey region = p.transport->registerMemory(memory);
-    s.receive =
-        &p.table->receive(s.key, p.peerOf[static_cast<size_t>(s.key.source)],
-                          std::span(memory).subspan(offset), region, offset, s.slotBytes, s.window);
+    s.receive = &p.table->receive(s.key, p.peerOf[static_cast<size_t>(s.key.source)], memory,
+                                  region, s.slotBytes, s.window);
     return true;
   }
 
@@ -168,7 +166,7 @@ class World {
         s.sources.push_back(payloadOf(s.key, number, s.sizes[number - 1]));
       }
       const CallFingerprint call{1, 2, 3, 4, s.key.source, number};
-      if (!s.send->put(number, s.sources[number - 1], call, number * 3)) break;
+      if (!s.send->put(number, s.sources[number - 1], call)) break;
       moved = true;
       const uint64_t released = s.receive == nullptr ? 0 : s.receive->released();
       EXPECT_LE(number, released + static_cast<uint64_t>(s.window))
@@ -199,7 +197,6 @@ class World {
     const PutHeader& header = s.receive->header(number);
     ASSERT_EQ(header.length, s.sizes[number - 1]) << toString(s.key) << " message " << number;
     ASSERT_EQ(header.call, (CallFingerprint{1, 2, 3, 4, s.key.source, number}));
-    ASSERT_EQ(header.operation, number * 3);
     const auto payload = s.receive->payload(number);
     ASSERT_TRUE(std::ranges::equal(payload, payloadOf(s.key, number, header.length)))
         << toString(s.key) << " message " << number << " has wrong bytes";
@@ -266,7 +263,7 @@ TEST(ChannelFaults, ALongStreamOutlivesTheImmediate) {
   const ChannelKey key{1, 0, 0, 0, 1};
   SendChannel& send = a.table->send(key, toB);
   ReceiveChannel& receive =
-      b.table->receive(key, toA, memory, b.transport->registerMemory(memory), 0, 8, kWindow);
+      b.table->receive(key, toA, memory, b.transport->registerMemory(memory), 8, kWindow);
   constexpr uint64_t kMessages = 140'000;
   std::vector<uint64_t> numbers(kMessages + 1);
   bool more = true;
@@ -277,7 +274,7 @@ TEST(ChannelFaults, ALongStreamOutlivesTheImmediate) {
     while (send.sent() < kMessages) {
       const uint64_t n = send.sent() + 1;
       numbers[n] = n * n;
-      if (!send.put(n, std::as_bytes(std::span(&numbers[n], 1)), {}, 0)) break;
+      if (!send.put(n, std::as_bytes(std::span(&numbers[n], 1)), {})) break;
     }
     for (uint64_t n = receive.released() + 1; n <= receive.arrived(); ++n) {
       uint64_t value = 0;

@@ -1,4 +1,4 @@
-#include "transport/fabric/inbox.h"
+#include "transport/fabric/early_messages.h"
 
 #include <utility>
 
@@ -6,7 +6,7 @@
 
 namespace smddp::transport::fabric {
 
-void Inbox::introduce(uint64_t id, PeerId peer) {
+void EarlyMessages::introduce(uint64_t id, PeerId peer) {
   const auto [it, isNew] = senders_.try_emplace(id);
   Sender& sender = it->second;
   if (!isNew) --unknownSenders_;
@@ -15,7 +15,7 @@ void Inbox::introduce(uint64_t id, PeerId peer) {
   if (!sender.early.empty()) introduced_.push_back(id);
 }
 
-void Inbox::arrived(uint64_t id, uint64_t sequence, Bytes message, Sink& sink) {
+void EarlyMessages::arrived(uint64_t id, uint64_t sequence, Bytes message, Sink& sink) {
   auto it = senders_.find(id);
   if (it == senders_.end()) {
     if (unknownSenders_ >= kMaxUnknownSenders) {
@@ -42,7 +42,7 @@ void Inbox::arrived(uint64_t id, uint64_t sequence, Bytes message, Sink& sink) {
   if (sender.peer >= 0) deliverReady(sender, sink);
 }
 
-void Inbox::deliverReady(Sender& sender, Sink& sink) {
+void EarlyMessages::deliverReady(Sender& sender, Sink& sink) {
   while (!sender.early.empty() && sender.early.begin()->first == sender.next) {
     const auto message = sender.early.extract(sender.early.begin());
     ++sender.next;
@@ -50,10 +50,10 @@ void Inbox::deliverReady(Sender& sender, Sink& sink) {
   }
 }
 
-void Inbox::deliverIntroduced(Sink& sink) {
+void EarlyMessages::deliverIntroduced(Sink& sink) {
   for (const uint64_t id : std::exchange(introduced_, {})) deliverReady(senders_.at(id), sink);
 }
 
-std::vector<PeerId> Inbox::takeOverflowed() { return std::exchange(overflowed_, {}); }
+std::vector<PeerId> EarlyMessages::takeOverflowed() { return std::exchange(overflowed_, {}); }
 
 }  // namespace smddp::transport::fabric

@@ -1,4 +1,4 @@
-// The inbox delivers control messages to the Sink in order per sender, and not before the sender is known.
+// Delivers control messages to the Sink in order per sender, and not before the sender is known.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace smddp::transport::fabric {
 //
 // It is bounded. A sender with more early messages than a correct one can have is reported once. Used by the thread
 // that owns the engine.
-class Inbox {
+class EarlyMessages {
  public:
   static constexpr size_t kMaxUnknownSenders = 1024;
   static constexpr size_t kMaxFromUnknown = 256;

@@ -32,7 +32,7 @@ struct OutgoingPut {
 };
 
 // One send, write or receive. The provider owns it from the post to the completion.
-struct Operation {
+struct PostedOperation {
   enum class Kind : uint8_t { Receive, Control, Put };
 
   fi_context2 context{};  // the provider's scratch memory; must come first
