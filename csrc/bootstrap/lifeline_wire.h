@@ -50,7 +50,7 @@ std::vector<std::byte> serialise(const Hello& hello);
 // nullopt if it is not a hello of our version. `bytes` has kHelloBytes.
 std::optional<Hello> parseHello(std::span<const std::byte> bytes);
 
-// The only bytes that may follow the hello. A probe needs no answer but the kernel's acknowledgement.
+// The only bytes that may follow the hello. A probe needs no answer except the kernel's acknowledgement.
 inline constexpr std::byte kGoodbye{0x67};
 inline constexpr std::byte kProbe{0x70};
 

@@ -34,7 +34,7 @@ void gatherInputs(plan::Builder& b, const Shape& shape) {
 void gatherThroughSlots(plan::Builder& b, const Shape& shape) {
   const plan::Topology& t = b.topology();
   const int64_t chunkBytes =
-      clipChunk(std::min(b.limits().chunkBytes, b.limits().poolBytes / kSlots), shape.bytes);
+      clipChunk(std::min(b.limits().chunkBytes, b.limits().halfBytes / kSlots), shape.bytes);
   const uint8_t pool = b.pool("chunks", kSlots, chunkBytes);
   b.eachChunk(shape.bytes, chunkBytes, [&](const plan::Chunk& c) {
     b.stage("copy in");

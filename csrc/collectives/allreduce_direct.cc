@@ -1,9 +1,9 @@
 // Two-level allreduce with the direct exchange (direct_exchange.h).
 //
-// For each chunk, cut into one share per rail, and each share into one shard per *server*:
+// Each chunk is cut into one share per rail, and each share into one shard per *server*. The stages for a chunk are:
 //
 //   1. sum       The rank on each rail gets its node's sum of its share (node_stages.h)
-//      scatter   and sends each server its shard.
+//                and sends each server its shard.
 //   2. serve     If its node is a server, it waits for the other nodes' shards, sums them in the order
 //                of nodes, and sends the result back to all of them.
 //   3. collect   It waits for the results of the other servers.

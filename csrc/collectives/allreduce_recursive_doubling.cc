@@ -1,7 +1,7 @@
 // Two-level allreduce by recursive doubling. It is for vectors so short that their bytes cost nothing beside a network
 // step. Only the first rank of each node, the leader, talks to other nodes, in lg N steps.
 //
-//   1. copy in    Before it arrives, every rank but the leader copies its input to its slot.
+//   1. copy in    Before it arrives, every rank except the leader copies its input to its slot.
 //   2. exchange   When all have arrived, the leader sums the inputs, local ranks ascending. Then, in step d, it
 //                 exchanges its sum with the leader 2^d nodes away, and both add the two, the lower node's first. So
 //                 all get the same bits. Folded nodes (hypercube.h) send their sum to a corner before the exchange
@@ -25,7 +25,7 @@ class RecursiveDoubling {
   RecursiveDoubling(plan::Builder& b, const Shape& shape) : b_(b), t_(b.topology()), cube_(t_) {
     // The whole vector lies in one slot. The rest of the staging memory is for the intermediate sums.
     const plan::Limits& limits = b.limits();
-    const int64_t left = limits.poolBytes - granulesIn(shape.bytes) * kGranule;
+    const int64_t left = limits.halfBytes - granulesIn(shape.bytes) * kGranule;
     const int64_t numSums = cube_.dimensions() + 1;
     chunkBytes_ = clipChunk(std::min(limits.messageBytes, left / numSums), shape.bytes);
     vectors_ = b.pool("vectors", 1, shape.bytes);

@@ -27,7 +27,7 @@ plan::Plan allreduceTwoPhase(const plan::Topology& t, const plan::Limits& limits
   const int me = t.myLocal();
   const int team = t.teamSize();
   const int64_t chunkBytes =
-      clipChunk(std::min(limits.chunkBytes, limits.poolBytes / kSlots), shape.bytes);
+      clipChunk(std::min(limits.chunkBytes, limits.halfBytes / kSlots), shape.bytes);
   plan::Builder b(t, limits, "two-phase allreduce");
   const uint8_t pool = b.pool("chunks", kSlots, chunkBytes);
   b.arrive();

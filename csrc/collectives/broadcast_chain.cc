@@ -33,7 +33,7 @@ class Chain {
     const int rootNode = t_.nodeOf(shape.root);
     position_ = (t_.myNode() - rootNode + t_.numNodes()) % t_.numNodes();
     const int64_t rails = t_.numRails();
-    chunkBytes_ = std::min({b.limits().fabricChunkBytes, b.limits().poolBytes / depth_,
+    chunkBytes_ = std::min({b.limits().fabricChunkBytes, b.limits().halfBytes / depth_,
                             rails * wholeGranules(b.limits().messageBytes)});
     chunkBytes_ = clipChunk(chunkBytes_, shape.bytes);
     if (shape.shared) b.shareBuffers();

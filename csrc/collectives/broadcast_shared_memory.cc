@@ -5,7 +5,7 @@
 //   2. copy out  The others copy it to their outputs.
 //
 // Shared buffers:
-//   1. copy out  Every rank but the root copies the root's buffer to its own.
+//   1. copy out  Every rank except the root copies the root's buffer to its own.
 //   2. finish    The root waits until they have.
 //
 // 2 synchronisations a chunk, or 2 in all; the root copies M bytes or none, the others M.
@@ -33,7 +33,7 @@ void copyFromRoot(plan::Builder& b, const Shape& shape, int root) {
 void copyThroughSlots(plan::Builder& b, const Shape& shape, int root) {
   const plan::Limits& limits = b.limits();
   const int64_t chunkBytes =
-      clipChunk(std::min(limits.chunkBytes, limits.poolBytes / kSlots), shape.bytes);
+      clipChunk(std::min(limits.chunkBytes, limits.halfBytes / kSlots), shape.bytes);
   const uint8_t pool = b.pool("chunks", kSlots, chunkBytes);
   b.eachChunk(shape.bytes, chunkBytes, [&](const plan::Chunk& c) {
     const plan::Ref slot = b.slot(pool, root, c.index, 0);

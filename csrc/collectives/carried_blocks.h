@@ -69,7 +69,7 @@ class BlockExchange {
   void cutFor(int64_t pieces) {
     const plan::Limits& limits = b_.limits();
     const int64_t underWay = t_.numNodes() > 1 ? limits.fabricChunkBytes : limits.chunkBytes;
-    chunkBytes_ = clipChunk(std::min({underWay, limits.messageBytes, limits.poolBytes / pieces}),
+    chunkBytes_ = clipChunk(std::min({underWay, limits.messageBytes, limits.halfBytes / pieces}),
                             blockBytes_);
   }
 

@@ -76,7 +76,7 @@ struct Shape {
   bool shared = false;
   // The plan is chosen after the ranks of the node have arrived. It starts behind its preamble, so the preamble must
   // not copy anything.
-  bool late = false;
+  bool afterArrival = false;
   friend bool operator==(const Shape&, const Shape&) = default;
 };
 

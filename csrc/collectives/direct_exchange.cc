@@ -11,6 +11,8 @@ int64_t shardFloor(const plan::Limits& limits) { return wholeGranules(limits.mes
 
 }  // namespace
 
+// A shard is between 64 and 256 KiB. Example 2 nodes × 2 ranks: 4 shards, so a chunk is between 256 KiB and 1 MiB; the
+// default of 1 MiB is kept, and 25 MiB are 25 chunks.
 int64_t DirectExchange::preferredChunk(const plan::Topology& t, const plan::Limits& limits) {
   const int64_t shards = int64_t{t.numRails()} * t.numNodes();
   return std::clamp(limits.fabricChunkBytes, shards * shardFloor(limits),

@@ -17,9 +17,11 @@ NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes)
   if (!everybodyReads_ && t_.nodeOf(shape.root) == t_.myNode())
     soleReader_ = t_.localOf(shape.root);
   // All nodes must cut alike, also those that do not stage. So this counts the staging memory as if every node staged.
+  // A half holds 2 contributions (a whole chunk = `rails` shares each) and `depth` partial slots (one share each).
+  // 8 MiB, 2 rails, depth 4: 8 MiB / (2·2 + 4) = 1 MiB per share.
   const int64_t rails = t_.numRails();
   const int64_t largestShare =
-      wholeGranules(b.limits().poolBytes / (kContributionSlots * rails + depth_));
+      wholeGranules(b.limits().halfBytes / (kContributionSlots * rails + depth_));
   chunkBytes_ = clipChunk(std::min(chunkBytes, largestShare * rails), shape.bytes);
   shareBytes_ = divideUp(granulesIn(chunkBytes_), rails) * kGranule;
   partials_ = b.pool("partials", depth_, shareBytes_);

@@ -1,6 +1,6 @@
 // One-shot reduce: the root sums all inputs.
 //
-//   1. copy in   Before it arrives, every rank but the root copies its input to its slot.
+//   1. copy in   Before it arrives, every rank except the root copies its input to its slot.
 //   2. sum       When all have arrived, the root sums the slots and its own input, local ranks ascending, into
 //                its output, which is the same buffer as its input.
 //

@@ -39,7 +39,7 @@ void sumThroughSlots(plan::Builder& b, const Shape& shape) {
   const int me = t.myLocal();
   // The slot holds a chunk of every block, so each block gets its part of chunkBytes.
   const int64_t chunkBytes = clipChunk(
-      std::min(b.limits().chunkBytes, b.limits().poolBytes / kSlots) / t.teamSize(), shape.bytes);
+      std::min(b.limits().chunkBytes, b.limits().halfBytes / kSlots) / t.teamSize(), shape.bytes);
   const uint8_t pool = b.pool("contributions", kSlots, t.teamSize() * chunkBytes);
   b.eachChunk(shape.bytes, chunkBytes, [&](const plan::Chunk& c) {
     b.stage("copy in");

@@ -43,7 +43,7 @@ void sumThroughSlots(plan::Builder& b, const Shape& shape, int root) {
   const plan::Topology& t = b.topology();
   const int me = t.myLocal(), team = t.teamSize();
   const int64_t chunkBytes =
-      clipChunk(std::min(b.limits().chunkBytes, b.limits().poolBytes / kSlots), shape.bytes);
+      clipChunk(std::min(b.limits().chunkBytes, b.limits().halfBytes / kSlots), shape.bytes);
   const uint8_t pool = b.pool("chunks", kSlots, chunkBytes);
   b.eachChunk(shape.bytes, chunkBytes, [&](const plan::Chunk& c) {
     const int64_t reached = c.index + 1;

@@ -96,10 +96,10 @@ bool canServe(const Row& row, const plan::Topology& t, const plan::Limits& limit
               const Shape& shape) {
   return row.collective == shape.collective && (row.nodes == Nodes::Any || t.numNodes() == 1) &&
          (row.buffers == Buffers::Any || shape.shared) &&
-         (row.choice.preamble == Preamble::Arrive || !shape.late) &&
+         (row.choice.preamble == Preamble::Arrive || !shape.afterArrival) &&
          // The whole vector lies in one slot; recursive doubling (Tiny) needs more slots beside it.
          (row.size == Size::Any ||
-          shape.bytes <= (row.size == Size::Tiny ? limits.poolBytes / 2 : limits.poolBytes));
+          shape.bytes <= (row.size == Size::Tiny ? limits.halfBytes / 2 : limits.halfBytes));
 }
 
 bool isPreferred(const Row& row, const plan::Topology& t, const Shape& shape,
@@ -205,8 +205,8 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
   for (const Row* row : asked) {
     if (canServe(*row, t, limits, shape)) return row->choice;
   }
-  // A late shape rules out algorithms because of other ranks' buffers. That is not the user's mistake: no error.
-  if (!asked.empty() && !shape.late) {
+  // Shape::afterArrival rules out algorithms because of other ranks' buffers. That is not the user's mistake: no error.
+  if (!asked.empty() && !shape.afterArrival) {
     std::string able;
     for (const Row& row : kTable) {
       if (!canServe(row, t, limits, shape)) continue;

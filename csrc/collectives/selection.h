@@ -12,8 +12,8 @@ namespace smddp::collectives {
 
 // What an algorithm's ranks do before the others have arrived.
 enum class Preamble : uint8_t {
-  Arrive,   // nothing
-  CopyIn,   // some rank copies, so the algorithm cannot be chosen after the arrival (Shape::late)
+  Arrive,  // nothing
+  CopyIn,  // some rank copies, so the algorithm cannot be chosen after the arrival (Shape::afterArrival)
   OneShot,  // every rank copies once; when all have arrived each makes one sum, and that is all
 };
 

@@ -2,12 +2,12 @@
 // somebody on another node. So ranks that wait tell each other whom they blame, inside a node in shared memory
 // (RegionHeader), between nodes by asking:
 //
-//   who waits                            whom it waits for
+//   rank that waits                      rank that it waits for
 //   Inquiry(my call, its number) ────►   compares the call with its own: Abort if they differ
 //                                ◄────   Answer(whom it blames)
 //
-// An engine answers within a quarter of a second whatever its process computes, so who does not answer is
-// stopped or cut off. The first inquiry of a wait is also how calls that never exchange a message, because each
+// An engine answers within a quarter of a second whatever its process computes, so a rank that does not answer
+// is stopped or cut off. The first inquiry of a wait is also how calls that never exchange a message, because each
 // side expects the other to begin, are found to differ.
 #pragma once
 

@@ -21,8 +21,8 @@ inline transport::CallFingerprint fingerprint(const Request& request) {
   call.flags = static_cast<uint8_t>(request.partOf);
   call.root = request.root;
   call.bytes = static_cast<uint64_t>(request.bytes);
-  // Ranks that scale by different factors would get a sum that nobody asked for. The factor takes the place
-  // of the root, and a root that there is (of a reduce) goes into bits of the length that no vector needs.
+  // Ranks that scale by different factors would get a sum that nobody asked for. Then `root` holds the factor, and the
+  // root moves to bits 42–63 of `bytes`: a vector has less than 2^42 bytes (4 TiB), and a rank less than 2^22.
   if (request.op == ReduceOp::PREMUL_SUM) {
     call.root = std::bit_cast<int32_t>(static_cast<float>(request.factor));
     call.bytes |= static_cast<uint64_t>(request.root) << kLengthBits;

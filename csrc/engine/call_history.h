@@ -1,6 +1,6 @@
 // The collective calls of this rank, in order: their numbers, and what the last of them were.
 //
-// Ranks of one node compare their calls when they arrive. Those of other nodes, who may wait for a message that never
+// Ranks of one node compare their calls when they arrive. Those of other nodes, which may wait for a message that never
 // comes, tell in an Inquiry (blame.h) which call they are in, and this is what it is compared with: with calls made
 // already, or, when this rank is behind, with the call of that number as soon as it is made.
 // Used by the thread that owns the engine.

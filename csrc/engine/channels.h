@@ -46,7 +46,7 @@ class Channels {
   void close();
   // Whether nothing that the peer was sent, or may send, is still on its way. After close().
   bool isDrained(Rank peer) const { return peerOf(peer).table->drained(membership_.group); }
-  // No peer writes to the windows any more, but for what may still be on its way from peers that are lost.
+  // No peer writes to the windows any more, except for what may still be on its way from peers that are lost.
   void release();
 
  private:

@@ -1,4 +1,4 @@
-// Who is at fault when this rank waits: looks at mates, asks ranks of other nodes (blame.h).
+// Which rank is at fault when this rank waits: looks at mates, asks ranks of other nodes (blame.h).
 //
 // Used by the thread that owns the engine.
 #pragma once

@@ -12,11 +12,11 @@
 namespace smddp::engine {
 namespace {
 
-// What a peer that is still computing may delay our exit by.
+// How long our exit may wait for peers that are still computing.
 constexpr Nanoseconds kFarewell = 2'000'000'000;
 
-// While all ranks are here: a rank that goes on to compute answers no handshake, and would be taken for dead by those
-// who wait for it. A rank that fails now is reported by the first operation.
+// Called while all ranks still wait here. A rank that has gone on to compute would not answer the handshake and would
+// look dead. A rank that fails now is reported by the first operation.
 void awaitLifelines(Engine& engine, Nanoseconds timeout) {
   Process& process = engine.process();
   const Deadline deadline = Deadline::after(process.clock(), timeout);
@@ -60,7 +60,7 @@ void Engine::shutdown() {
     return;
   }
   progress_.callAndContinue([this] { groups_.leaveAll(); });
-  // Peers may not have read the last bytes we sent; they have when they left, too.
+  // Peers may not have read the last bytes that we sent. Wait until they have read them, or have left.
   const Deadline deadline = Deadline::after(process_->clock(), kFarewell);
   bool done = false;
   while (!done && progress_.hasThreads() && !deadline.passed(process_->clock())) {
@@ -87,7 +87,7 @@ std::pair<std::shared_ptr<Group>, bootstrap::Introduction> Engine::beginGroup(
   call([&] {
     if (groups_.hasLeftAll()) raise(ErrorKind::Usage, "smddp has been shut down");
     groups_.reap();
-    mine = process_->introduce(group->publish());
+    mine = process_->introduce(group->makeEntry());
   });
   return {group, mine};
 }
@@ -153,7 +153,7 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
   requireUsable();
   auto completion = std::make_shared<Completion>();
   const bool willWait = operation.willWait;
-  if (willWait) progress_.callerReturned();
+  if (willWait) progress_.callerBeginsToWait();
   const bool ran = progress_.tryRun([&] {
     bool isOneShot = false;
     if constexpr (std::is_same_v<Operation, Request>) {
@@ -178,7 +178,7 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
 
 template <typename Operation>
 void Engine::post(Group& group, Operation operation, CompletionPtr completion) {
-  // A function can be copied, an operation need not be.
+  // std::function may be copied; the shared pointer avoids copying the operation.
   const auto shared = std::make_shared<Operation>(std::move(operation));
   progress_.post([this, &group, shared, completion = std::move(completion)] {
     group.submit(std::move(*shared), completion);
@@ -205,7 +205,7 @@ void Engine::enqueue(Group& group, Message message, CompletionPtr completion) {
 }
 
 void Engine::wait(const Completion& completion) {
-  progress_.callerReturned();
+  progress_.callerBeginsToWait();
   if (completion.done()) return;
   requireUsable();
   progress_.waitUntil([&] { return completion.done(); });
@@ -279,7 +279,7 @@ void Engine::onBreak(Group& group, std::function<void(const Error&)> action) {
 
 std::optional<Error> Engine::failureOf(const Group& group) {
   std::optional<Error> error;
-  call([&] { error = group.failure(); });
+  call([&] { error = group.breakAsUserError(); });
   return error;
 }
 

@@ -2,7 +2,7 @@
 //
 // A façade. Each part says itself what it does:
 //   GroupRegistry    the groups, and which of them have something in flight
-//   Progress         who runs what is in flight: callers who wait, and the progress thread
+//   Progress         which thread runs what is in flight: callers that wait, and the progress thread
 //   WaitPolicy       how threads wait
 //   ForkHold         what happens around a fork
 //
@@ -10,8 +10,8 @@
 // engine's owner: docs/threads.md.
 // Ends: shutdown() (or the destructor) leaves all groups and joins the threads. After fork() the child's copy refuses
 // every call.
-// Errors: an operation's error is in its Completion. What is thrown here is a Usage error, or the end of what a caller
-// asked for himself.
+// Errors: an operation's error is in its Completion. These functions throw Usage errors; createGroup() also throws the
+// errors of making a group.
 #pragma once
 
 #include <atomic>
@@ -35,7 +35,7 @@ class Engine {
  public:
   struct Options {
     Process::Options process;
-    // Without it nothing runs but in step() and in callers who wait: the simulator's tests.
+    // Without it the engine runs only in step() and in callers that wait: for the simulator's tests.
     bool progressThread = true;
   };
   explicit Engine(Options options);
@@ -70,7 +70,7 @@ class Engine {
                   Nanoseconds yieldFor);
   // Takes back receives for which nobody has sent anything yet. Returns those that cannot be taken back.
   std::vector<CompletionPtr> withdraw(Group& group, std::vector<CompletionPtr> receives);
-  // Those who wait look again at what they wait for.
+  // Threads that wait look again at what they wait for.
   void wakeWaiters();
   // A caller has waited this long for an operation and will not any longer: ends everything in flight on the
   // group, on all ranks, as the operation's own deadline does.
@@ -82,12 +82,12 @@ class Engine {
   // `action` runs once, with the first error that breaks the group, unless this rank leaves it before. It runs on a
   // progress thread while another one stands by: it may block, and may run until shutdown(), also after destroyGroup():
   // it has to own what it touches.
-  // For ranks that wait for one another elsewhere, too, such as in NCCL: from now on one that dies breaks the group
-  // although nobody waits for it here; that is noticed within 0.25 s.
+  // Use it if ranks also wait for one another outside the engine, as in NCCL. From then on, the death of a member
+  // breaks the group within 0.25 s, although nobody here waits for it.
   void onBreak(Group& group, std::function<void(const Error&)> action);
   // What has broken the group, as a sentence for the user.
   std::optional<Error> failureOf(const Group& group);
-  // Ends an operation that was made of several, as seen by those who wait for it.
+  // Finishes a completion that was not given to submit(), runs its continuations and wakes waiters.
   void finish(Completion& completion, std::optional<Error> error);
   // Throws Usage after shutdown(), and in a child of fork().
   void requireUsable() const;

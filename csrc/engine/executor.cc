@@ -14,7 +14,7 @@ using plan::Space;
 using plan::Step;
 
 namespace {
-// Mates that sleep are not left so while bytes are moved.
+// Before it moves at least this many bytes, a rank wakes its sleeping mates.
 constexpr int64_t kLongMove = 4096;
 }  // namespace
 
@@ -39,14 +39,14 @@ CachedPlan::CachedPlan(plan::Plan made)
   }
   for (size_t i = 0; i < plan.refs.size(); ++i) {
     const Ref& ref = plan.refs[i];
-    if (ref.space == Space::Message) channelOfRef[i] = find(ref.owner, ref.pool);
+    if (ref.space == Space::Message) channelOfRef[i] = find(ref.owner, ref.poolOrStream);
   }
   const auto slotsEnd = [&](const Step& step, int64_t trips) {
     int64_t end = 0;
     for (uint32_t i = 0; i < step.numDestinations + uint32_t{step.numSources}; ++i) {
       const Ref& ref = plan.refs[step.firstRef + i];
       if (ref.space != Space::Slot) continue;
-      const plan::Pool& pool = plan.pools[ref.pool];
+      const plan::Pool& pool = plan.pools[ref.poolOrStream];
       end = std::max(end, pool.offset + (pool.slots - 1) * pool.slotBytes +
                               std::max(ref.offset.at(0), ref.offset.at(trips - 1)) + step.length);
     }
@@ -71,37 +71,37 @@ CachedPlan::CachedPlan(plan::Plan made)
   }
 }
 
-void Executor::copyIn(const CachedPlan& plan) {
+void Executor::copyIn(const CachedPlan& cached) {
   ownership_.assertOwned();
-  plan_ = &plan;
-  move(plan.plan.steps[plan.plan.preamble.firstStep], 0);
+  cached_ = &cached;
+  move(cached.plan.steps[cached.plan.preamble.firstStep], 0);
 }
 
 void Executor::sum() {
   ownership_.assertOwned();
-  move(plan_->plan.steps[plan_->plan.lanes.front().blocks.front().firstStep], 0);
+  move(cached_->plan.steps[cached_->plan.lanes.front().blocks.front().firstStep], 0);
 }
 
-void Executor::start(const CachedPlan& plan, bool arrived) {
+void Executor::start(const CachedPlan& cached, bool arrived) {
   ownership_.assertOwned();
-  plan_ = &plan;
-  preambleNext_ = arrived ? plan.plan.preamble.numSteps : 0;
-  positions_.assign(plan.plan.lanes.size(), {});
+  cached_ = &cached;
+  preambleNext_ = arrived ? cached.plan.preamble.numSteps : 0;
+  positions_.assign(cached.plan.lanes.size(), {});
   gathered_.clear();
   done_ = false;
   bindChannels();
 }
 
-// Moves the channels on by what this execution declares, so that the next one on the track can be bound
-// whatever became of the bytes of this one.
+// Reserves message numbers on each channel, even if this execution fails. Example: after 50 puts, a plan with 25 puts
+// gets 51 to 75, and its message 1 is message 51 of the channel.
 void Executor::bindChannels() {
-  bound_.clear();
-  for (const plan::ChannelUse& use : plan_->plan.channels) {
+  channels_.clear();
+  for (const plan::ChannelUse& use : cached_->plan.channels) {
     const auto found = std::find_if(track_.channels.begin(), track_.channels.end(), [&](auto& c) {
       return c.peer == use.peer && c.stream == use.stream;
     });
     SMDDP_CHECK(found != track_.channels.end(), "no channel to rank {}", use.peer);
-    bound_.push_back({&*found, found->putsBefore, found->receivesBefore});
+    channels_.push_back({&*found, found->putsBefore, found->receivesBefore});
     found->putsBefore += static_cast<uint64_t>(use.puts);
     found->receivesBefore += static_cast<uint64_t>(use.receives);
   }
@@ -111,7 +111,7 @@ bool Executor::advance() {
   ownership_.assertOwned();
   if (done_) return false;
   bool advanced = false;
-  const plan::Block& preamble = plan_->plan.preamble;
+  const plan::Block& preamble = cached_->plan.preamble;
   while (preambleNext_ < preamble.numSteps) {
     if (!execute(preamble.firstStep + preambleNext_, 0)) return advanced;
     ++preambleNext_;
@@ -122,7 +122,7 @@ bool Executor::advance() {
   bool finished = true;
   for (size_t lane = 0; lane < positions_.size(); ++lane) {
     advanced |= advanceLane(lane);
-    finished &= positions_[lane].block == plan_->plan.lanes[lane].blocks.size();
+    finished &= positions_[lane].block == cached_->plan.lanes[lane].blocks.size();
   }
   // The sources of puts may be user memory: the operation ends when the network has let go of them.
   if (finished && flushed()) {
@@ -133,7 +133,7 @@ bool Executor::advance() {
 }
 
 bool Executor::advanceLane(size_t lane) {
-  const auto& blocks = plan_->plan.lanes[lane].blocks;
+  const auto& blocks = cached_->plan.lanes[lane].blocks;
   Position& at = positions_[lane];
   bool advanced = false;
   while (at.block < blocks.size()) {
@@ -150,7 +150,7 @@ bool Executor::advanceLane(size_t lane) {
 }
 
 bool Executor::execute(uint32_t stepIndex, int64_t trip) {
-  const Step& step = plan_->plan.steps[stepIndex];
+  const Step& step = cached_->plan.steps[stepIndex];
   const int64_t value = step.value.at(trip);
   switch (step.op) {
     case Op::Copy:
@@ -171,12 +171,12 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
     case Op::Put: bell_.ring(); return put(step, stepIndex, trip);
     case Op::Receive: return received(step, stepIndex, trip);
     case Op::Release: {
-      const Bound& channel = bound(stepIndex);
+      const BoundChannel& channel = channelOf(stepIndex);
       channel.ends->receive->release(channel.receivesBefore + static_cast<uint64_t>(value));
       return true;
     }
     case Op::Flush: {
-      const Bound& channel = bound(stepIndex);
+      const BoundChannel& channel = channelOf(stepIndex);
       return value <= 0 ||
              channel.ends->send->flushed() >= channel.putsBefore + static_cast<uint64_t>(value);
     }
@@ -198,7 +198,7 @@ bool Executor::counterReached(const Step& step, int64_t value) const {
 }
 
 Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip, int64_t length) const {
-  const Ref& ref = plan_->plan.refs[refIndex];
+  const Ref& ref = cached_->plan.refs[refIndex];
   const int64_t offset = ref.offset.at(trip) + skip;
   switch (ref.space) {
     case Space::Input: return binding_.input.at(offset, length);
@@ -206,13 +206,13 @@ Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip, int
     case Space::MateInput: return {binding_.mateInputs[ref.owner] + offset, length};
     case Space::MateOutput: return {binding_.mateOutputs[ref.owner] + offset, length};
     case Space::Slot: {
-      const plan::Pool& pool = plan_->plan.pools[ref.pool];
+      const plan::Pool& pool = cached_->plan.pools[ref.poolOrStream];
       const int64_t slot = ref.index.at(trip) % pool.slots;
       std::byte* staging = track_.stagingOf(ref.owner);
       return {staging + pool.offset + slot * pool.slotBytes + offset, length};
     }
     case Space::Message: {
-      const Bound& channel = bound_[plan_->channelOfRef[refIndex]];
+      const BoundChannel& channel = channels_[cached_->channelOfRef[refIndex]];
       const auto payload = channel.ends->receive->payload(
           channel.receivesBefore + static_cast<uint64_t>(ref.index.at(trip)) + 1);
       SMDDP_CHECK(offset + length <= static_cast<int64_t>(payload.size()),
@@ -233,9 +233,9 @@ void Executor::move(const Step& step, int64_t trip) {
   scale.post = step.postScale && binding_.op == ReduceOp::AVG;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
   constexpr int64_t kLongBytes = transport::shm::StoreChoice::kLongBytes;
-  bool stages = false;
+  bool writesToStaging = false;
   if (step.length >= kLongBytes) {
-    for (uint32_t i = 0; i < step.numDestinations; ++i) stages |= writesStaging(step, i);
+    for (uint32_t i = 0; i < step.numDestinations; ++i) writesToStaging |= isStaging(step, i);
   }
   for (int64_t moved = 0; moved < step.length;) {
     int64_t run = step.length - moved;
@@ -253,7 +253,7 @@ void Executor::move(const Step& step, int64_t trip) {
     }
     const auto write = [&](bool streams) {
       if (streams) {
-        stream(step, run, copies, scale);
+        writeStreaming(step, run, copies, scale);
       } else if (copies) {
         for (void* destination : destinations_) {
           if (destination != sources_.front()) {
@@ -265,7 +265,7 @@ void Executor::move(const Step& step, int64_t trip) {
                           binding_.type, binding_.op, scale);
       }
     };
-    if (stages && run >= kLongBytes) {
+    if (writesToStaging && run >= kLongBytes) {
       track_.stores.write(&step, run, write);
     } else {
       write(false);
@@ -274,51 +274,52 @@ void Executor::move(const Step& step, int64_t trip) {
   }
 }
 
-bool Executor::writesStaging(const Step& step, uint32_t destination) const {
-  return plan_->plan.refs[step.firstRef + destination].space == Space::Slot;
+bool Executor::isStaging(const Step& step, uint32_t destination) const {
+  return cached_->plan.refs[step.firstRef + destination].space == Space::Slot;
 }
 
-// What goes to staging memory leaves the caches on its way, block by block: a sum stays in the first one just long
-// enough to be copied from there. Advances destinations_ and sources_.
-void Executor::stream(const Step& step, int64_t bytes, bool copies, const reduction::Scale& scale) {
-  constexpr int64_t kBlockBytes = 16384;
+// Writes staging memory with streaming stores, which bypass the caches, piece by piece: a sum stays in the first-level
+// cache only until it is copied from there. Advances destinations_ and sources_.
+void Executor::writeStreaming(const Step& step, int64_t bytes, bool copies,
+                              const reduction::Scale& scale) {
+  constexpr int64_t kPieceBytes = 16384;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
-  sums_.resize(kBlockBytes);
+  sums_.resize(kPieceBytes);
   uint32_t kept = 0;  // the first destination that is no staging memory
-  while (kept < step.numDestinations && writesStaging(step, kept)) ++kept;
-  for (int64_t left = bytes; left > 0; left -= kBlockBytes) {
-    const auto block = static_cast<size_t>(std::min(kBlockBytes, left));
+  while (kept < step.numDestinations && isStaging(step, kept)) ++kept;
+  for (int64_t left = bytes; left > 0; left -= kPieceBytes) {
+    const auto piece = static_cast<size_t>(std::min(kPieceBytes, left));
     const void* result = sources_.front();
     if (!copies) {
       void* sum = kept == step.numDestinations ? sums_.data() : destinations_[kept];
-      reduction::reduce({&sum, 1}, sources_, block / elementBytes, binding_.type, binding_.op,
+      reduction::reduce({&sum, 1}, sources_, piece / elementBytes, binding_.type, binding_.op,
                         scale);
       result = sum;
     }
     for (uint32_t i = 0; i < step.numDestinations; ++i) {
       if (destinations_[i] == result) continue;
-      if (writesStaging(step, i)) {
-        streamCopy(destinations_[i], result, block);
+      if (isStaging(step, i)) {
+        streamCopy(destinations_[i], result, piece);
       } else {
-        std::memcpy(destinations_[i], result, block);
+        std::memcpy(destinations_[i], result, piece);
       }
     }
     for (void*& destination : destinations_)
-      destination = static_cast<std::byte*>(destination) + block;
-    for (const void*& source : sources_) source = static_cast<const std::byte*>(source) + block;
+      destination = static_cast<std::byte*>(destination) + piece;
+    for (const void*& source : sources_) source = static_cast<const std::byte*>(source) + piece;
   }
 }
 
 // What a put carries, as far as it lies in one run of bytes.
 transport::Payload Executor::payloadOf(const Step& step, int64_t trip) const {
-  const Ref& ref = plan_->plan.source(step, 0);
+  const Ref& ref = cached_->plan.source(step, 0);
   if (ref.space == Space::Input) return binding_.input.payload(ref.offset.at(trip), step.length);
   const auto run = resolve(step.firstRef, trip, 0, step.length);
   return transport::Bytes(run.data, static_cast<size_t>(run.bytes));
 }
 
 bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
-  const Bound& channel = bound(stepIndex);
+  const BoundChannel& channel = channelOf(stepIndex);
   const uint64_t number = channel.putsBefore + static_cast<uint64_t>(step.value.at(trip));
   // Another lane may share the channel: messages leave in the order of their numbers.
   if (channel.ends->send->sent() + 1 != number) return false;
@@ -345,7 +346,7 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
 }
 
 bool Executor::received(const Step& step, uint32_t stepIndex, int64_t trip) {
-  const Bound& channel = bound(stepIndex);
+  const BoundChannel& channel = channelOf(stepIndex);
   const uint64_t number = channel.receivesBefore + static_cast<uint64_t>(step.value.at(trip));
   if (channel.ends->receive->arrived() < number) return false;
   const transport::PutHeader& header = channel.ends->receive->header(number);
@@ -364,10 +365,15 @@ bool Executor::received(const Step& step, uint32_t stepIndex, int64_t trip) {
   return true;
 }
 
+bool Executor::isFlushed(size_t channel) const {
+  const BoundChannel& bound = channels_[channel];
+  const auto puts = static_cast<uint64_t>(cached_->plan.channels[channel].puts);
+  return puts == 0 || bound.ends->send->flushed() >= bound.putsBefore + puts;
+}
+
 bool Executor::flushed() const {
-  for (size_t i = 0; i < bound_.size(); ++i) {
-    const auto puts = static_cast<uint64_t>(plan_->plan.channels[i].puts);
-    if (puts > 0 && bound_[i].ends->send->flushed() < bound_[i].putsBefore + puts) return false;
+  for (size_t i = 0; i < channels_.size(); ++i) {
+    if (!isFlushed(i)) return false;
   }
   return true;
 }
@@ -388,8 +394,8 @@ void Executor::addAwaited(const Step& step, int64_t trip, std::set<Rank>& awaite
 Stall Executor::stall() const {
   ownership_.assertOwned();
   Stall found;
-  if (plan_ == nullptr || done_) return found;
-  const plan::Plan& plan = plan_->plan;
+  if (cached_ == nullptr || done_) return found;
+  const plan::Plan& plan = cached_->plan;
   if (!preambleDone()) {
     addAwaited(plan.steps[plan.preamble.firstStep + preambleNext_], 0, found.awaited);
     found.where = "at the arrival";
@@ -406,11 +412,8 @@ Stall Executor::stall() const {
   }
   if (!found.where.empty()) return found;
   found.where = "for the last bytes to leave";
-  for (size_t i = 0; i < bound_.size(); ++i) {
-    const auto puts = static_cast<uint64_t>(plan.channels[i].puts);
-    if (puts > 0 && bound_[i].ends->send->flushed() < bound_[i].putsBefore + puts) {
-      found.awaited.insert(bound_[i].ends->peer);
-    }
+  for (size_t i = 0; i < channels_.size(); ++i) {
+    if (!isFlushed(i)) found.awaited.insert(channels_[i].ends->peer);
   }
   return found;
 }

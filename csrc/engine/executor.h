@@ -1,6 +1,6 @@
 // Runs a plan: binds its symbols to addresses and advances its lanes, without ever blocking.
 //
-// Owns nothing but positions; the track, the plan and the buffers outlive it. Runs on the thread that owns the
+// Owns only positions; the track, the plan and the buffers outlive it. Runs on the thread that owns the
 // engine. An exception (mismatch, broken channel) leaves it where it was; the group then fails the operation
 // and does not run it again.
 #pragma once
@@ -37,7 +37,7 @@ struct CachedPlan {
 struct Binding {
   Buffer input;
   Buffer output;
-  std::vector<std::byte*> mateInputs;  // by local index; empty but for zero-copy plans
+  std::vector<std::byte*> mateInputs;  // by local index; empty except for zero-copy plans
   std::vector<std::byte*> mateOutputs;
   DataType type = DataType::uint8;
   ReduceOp op = ReduceOp::SUM;
@@ -58,16 +58,16 @@ class Executor {
 
   // What the next execution is to be bound to: filled in before start(), in the memory of the last one's.
   Binding& binding() { return binding_; }
-  // Begins an execution at its preamble, or behind it when the arrival has already been seen. The
-  // track's execution number and channels must be those of this execution.
-  void start(const CachedPlan& plan, bool arrived);
+  // Begins an execution at its preamble, or behind it when the arrival has already been seen. The track's execution
+  // number and channels must be those of this execution.
+  void start(const CachedPlan& cached, bool arrived);
   // The two moves of a plan with collectives::Preamble::OneShot, for a caller who does the rest itself: before it
   // arrives, and when all have.
-  void copyIn(const CachedPlan& plan);
+  void copyIn(const CachedPlan& cached);
   void sum();
   // Does what can be done now. True when anything advanced.
   bool advance();
-  bool preambleDone() const { return preambleNext_ == plan_->plan.preamble.numSteps; }
+  bool preambleDone() const { return preambleNext_ == cached_->plan.preamble.numSteps; }
   bool done() const { return done_; }
   Stall stall() const;
 
@@ -77,7 +77,7 @@ class Executor {
     uint32_t step = 0;
     int64_t trip = 0;
   };
-  struct Bound {
+  struct BoundChannel {
     ChannelEnds* ends;
     // Messages of earlier executions on the channel: the first put of this one is message putsBefore + 1.
     uint64_t putsBefore;
@@ -87,26 +87,30 @@ class Executor {
   bool advanceLane(size_t lane);
   bool execute(uint32_t stepIndex, int64_t trip);
   void move(const plan::Step& step, int64_t trip);
-  bool writesStaging(const plan::Step& step, uint32_t destination) const;
-  void stream(const plan::Step& step, int64_t bytes, bool copies, const reduction::Scale& scale);
+  bool isStaging(const plan::Step& step, uint32_t destination) const;
+  void writeStreaming(const plan::Step& step, int64_t bytes, bool copies,
+                      const reduction::Scale& scale);
   Buffer::Run resolve(uint32_t refIndex, int64_t trip, int64_t skip, int64_t length) const;
   bool counterReached(const plan::Step& step, int64_t value) const;
   transport::Payload payloadOf(const plan::Step& step, int64_t trip) const;
   bool put(const plan::Step& step, uint32_t stepIndex, int64_t trip);
   bool received(const plan::Step& step, uint32_t stepIndex, int64_t trip);
+  // Whether the network no longer reads what this execution has put: on one of its channels, on all of them.
+  bool isFlushed(size_t channel) const;
   bool flushed() const;
   void addAwaited(const plan::Step& step, int64_t trip, std::set<Rank>& awaited) const;
-  Bound& bound(uint32_t stepIndex) { return bound_[plan_->channelOfStep[stepIndex]]; }
-  const Bound& bound(uint32_t stepIndex) const { return bound_[plan_->channelOfStep[stepIndex]]; }
+  const BoundChannel& channelOf(uint32_t stepIndex) const {
+    return channels_[cached_->channelOfStep[stepIndex]];
+  }
   void bindChannels();
 
   const Ownership& ownership_;
   const plan::Topology& topology_;
   Track& track_;
   TeamBell& bell_;
-  const CachedPlan* plan_ = nullptr;
+  const CachedPlan* cached_ = nullptr;
   Binding binding_;
-  std::vector<Bound> bound_;
+  std::vector<BoundChannel> channels_;
   std::vector<Position> positions_;
   uint32_t preambleNext_ = 0;
   bool done_ = true;
@@ -115,7 +119,8 @@ class Executor {
   // Scratch of move(), kept to save allocations.
   std::vector<void*> destinations_;
   std::vector<const void*> sources_;
-  std::vector<std::byte> sums_;  // of one block, on their way to memory only
+  // Holds one summed piece whose only destinations are staging memory.
+  std::vector<std::byte> sums_;
 };
 
 }  // namespace smddp::engine

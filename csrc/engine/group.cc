@@ -16,7 +16,7 @@ constexpr int64_t kTracksAcrossNodes = 4;
 
 RegionLayout layoutFor(const plan::Limits& limits) {
   return {.tracks = std::max(settings().inFlight, kTracksAcrossNodes),
-          .halfBytes = limits.poolBytes};
+          .halfBytes = limits.halfBytes};
 }
 
 // "2 + 2"
@@ -67,7 +67,7 @@ Group::Group(Process& process, Spec spec)
   collectives::checkOverrides(spec_.algorithm, "algorithm");
 }
 
-std::vector<std::byte> Group::publish() {
+std::vector<std::byte> Group::makeEntry() {
   GroupEntry entry = team_.lease();
   entry.algorithmDigest = collectives::tuningFromSettings().digest(spec_.algorithm);
   return entry.encode();
@@ -96,13 +96,13 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
   channels_.emplace(process_, *membership_, limits_);
   plans_.emplace(membership_->topology, limits_, spec_.algorithm);
   calls_.emplace(*membership_, team_);
-  sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, endings_);
-  messages_.emplace(process_, *membership_, *channels_, endings_);
+  sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, continuations_);
+  messages_.emplace(process_, *membership_, *channels_, continuations_);
   const int64_t numTracks = settings().inFlight > 0 ? settings().inFlight
                             : spansNodes()          ? kTracksAcrossNodes
                                                     : 1;
   operations_.emplace(process_, *membership_, team_, *channels_, *plans_, *calls_, *sentinel_,
-                      endings_, numTracks);
+                      continuations_, numTracks);
   sentinel_->attach(*operations_, *messages_);
 }
 
@@ -120,13 +120,11 @@ void Group::submit(Request request, CompletionPtr completion) {
 
 void Group::submit(Message message, CompletionPtr completion) {
   if (sentinel_->broken()) {
-    endings_.end(*completion, sentinel_->broken()->cause);
+    continuations_.finish(*completion, sentinel_->broken()->cause);
     return;
   }
-  sentinel_->attempt(calls_->last() + 1, [&] {
-    messages_->submit(std::move(message), std::move(completion));
-    return true;
-  });
+  sentinel_->attempt(calls_->last() + 1,
+                     [&] { messages_->submit(std::move(message), std::move(completion)); });
 }
 
 bool Group::advance() {
@@ -145,17 +143,14 @@ bool Group::idle() const {
 void Group::onControl(Peer& from, transport::Bytes message) {
   const auto rank = membership_->rankOf(from);
   if (!rank || sentinel_->onControl(*rank, message) || sentinel_->broken()) return;
-  sentinel_->attempt(calls_->last() + 1, [&] {
-    messages_->onControl(*rank, message);
-    return true;
-  });
+  sentinel_->attempt(calls_->last() + 1, [&] { messages_->onControl(*rank, message); });
 }
 
-const Error* Group::error() const {
+const Error* Group::errorOfNextOperation() const {
   return sentinel_->isBroken(calls_->last() + 1) ? &sentinel_->broken()->cause : nullptr;
 }
 
-std::optional<Error> Group::failure() const {
+std::optional<Error> Group::breakAsUserError() const {
   if (!sentinel_->broken()) return std::nullopt;
   return membership_->failed(fmt::format("group \"{}\"", spec_.name), sentinel_->broken()->cause);
 }

@@ -2,7 +2,7 @@
 //
 // A façade. What a group does is in its parts, each of which uses only those above it in this list:
 //
-//   Membership   who is in the group, as a value
+//   Membership   which ranks are in the group, as a value
 //   Team         what the ranks of this node tell one another in shared memory
 //   Channels     what ranks send to one another
 //   CallHistory  the numbers of this rank's calls, and what the last of them were
@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "engine/channels.h"
-#include "engine/endings.h"
+#include "engine/continuation_queue.h"
 #include "engine/membership.h"
 #include "engine/messages.h"
 #include "engine/operations.h"
@@ -42,9 +42,9 @@ class Group final {
   };
 
   // Two halves, so that something else than a store can stand between them (the simulator's tests):
-  // what this rank publishes, then what everybody published and who shares a node.
+  // what this rank publishes, then what everybody published and which ranks share a node.
   Group(Process& process, Spec spec);
-  std::vector<std::byte> publish();
+  std::vector<std::byte> makeEntry();
   void join(const std::vector<bootstrap::Introduction>& introductions,
             const std::vector<std::string>& nodeOfRank);
   Group(const Group&) = delete;
@@ -81,12 +81,12 @@ class Group final {
   void onBreak(std::function<void(const Error&)> action) { sentinel_->onBreak(std::move(action)); }
   bool checkMembers() { return sentinel_->checkMembers(); }
   // What an operation called now would end with; null while all is well.
-  const Error* error() const;
-  // The same for what has no place in the order of operations, as the user reads it.
-  std::optional<Error> failure() const;
+  const Error* errorOfNextOperation() const;
+  // The error that broke the group, in the text for the user; also for messages, which have no number.
+  std::optional<Error> breakAsUserError() const;
 
   // Operations that ended since the last call: their continuations are to be run.
-  std::vector<std::function<void()>> takeContinuations() { return endings_.take(); }
+  std::vector<std::function<void()>> takeContinuations() { return continuations_.take(); }
   // No operation follows: mates need not wait for us, peers are told.
   void leave() { sentinel_->leave(idle()); }
   // Whether no mate and no peer can still touch the group's memory, which is then given back when the group ends.
@@ -101,7 +101,7 @@ class Group final {
   Process& process_;  // gone when the engine has been shut down
   const Spec spec_;
   const plan::Limits limits_;
-  Endings endings_;
+  ContinuationQueue continuations_;
   Team team_;
   // Since join().
   std::optional<const Membership> membership_;

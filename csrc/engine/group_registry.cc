@@ -14,7 +14,8 @@ constexpr size_t kMaxEarly = 1024;
 
 GroupRegistry::GroupRegistry(const Ownership& ownership, Process& process)
     : ownership_(ownership), process_(process) {
-  process_.onControl([this](Peer& from, transport::Bytes message) { dispatch(from, message); });
+  process_.setControlHandler(
+      [this](Peer& from, transport::Bytes message) { dispatch(from, message); });
 }
 
 void GroupRegistry::add(const std::shared_ptr<Group>& group) {
@@ -88,13 +89,13 @@ bool GroupRegistry::isActiveAcrossNodes() const {
 bool GroupRegistry::advance() {
   ownership_.assertOwned();
   bool advanced = false;
-  bool messages = false;
+  bool needsPolling = false;
   // By index: what advances may make another group active.
   for (size_t i = 0; i < active_.size(); ++i) {
     advanced |= active_[i]->advance();
-    messages |= active_[i]->needsPolling();
+    needsPolling |= active_[i]->needsPolling();
   }
-  if (messages && process_.poll() > 0) advanced = true;
+  if (needsPolling && process_.poll() > 0) advanced = true;
   return advanced;
 }
 

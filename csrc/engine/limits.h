@@ -15,7 +15,7 @@ inline plan::Limits limitsFromSettings() {
   // Windows have room for the longest message, and none need be longer than a chunk.
   limits.messageBytes = std::min(limits.messageBytes, limits.fabricChunkBytes);
   limits.window = settings().fabricWindow;
-  limits.poolBytes = settings().poolBytes;
+  limits.halfBytes = settings().poolBytes;
   return limits;
 }
 

@@ -1,4 +1,4 @@
-// Send and recv between two ranks of a group. Not a plan, because who meets whom is not known beforehand.
+// Send and recv between two ranks of a group. Not a plan, because it is not known beforehand which ranks meet.
 //
 //   sender                               receiver
 //   Announce(tag, id, bytes)   ────►     kept until a recv of this source and tag is posted

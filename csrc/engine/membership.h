@@ -1,8 +1,7 @@
-// Who a group consists of, as a value.
+// Which ranks a group consists of, as a value.
 //
-// Team, channel keys, control messages and errors take from here which group this is, who is in it and where each
-// rank lies. Nothing else keeps a copy, so a later version can replace the membership of a living group: `epoch` is the
-// place for the number of that replacement. Nothing replaces it yet.
+// Team, channel keys, control messages and errors take from here which group this is, which ranks are in it and
+// where each lies. Nothing else keeps a copy.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +33,7 @@ struct GroupEntry {
 struct Membership {
   std::string name;
   uint64_t group = 0;  // no other group of any process has this number
+  // Always 0 today; a group whose members change will count here.
   uint64_t epoch = 0;
   plan::Topology topology;
   std::vector<Peer*> peers;  // by rank; null for this rank

@@ -5,11 +5,11 @@
 namespace smddp::engine {
 
 Messages::Messages(Process& process, const Membership& membership, Channels& channels,
-                   Endings& endings)
+                   ContinuationQueue& continuations)
     : process_(process),
       membership_(membership),
       channels_(channels),
-      endings_(endings),
+      continuations_(continuations),
       matcher_(process.ownership(), *this, membership.group, membership.me(),
                Channels::kMessageBytes) {}
 
@@ -60,10 +60,10 @@ Standstill Messages::standstillOf(const Exchange& exchange) const {
 void Messages::endFrom(const Break& broken) {
   process_.ownership().assertOwned();
   matcher_.forEach([&](Exchange& exchange) {
-    endings_.keep(std::move(exchange.message.keepAlive));
+    continuations_.keep(std::move(exchange.message.keepAlive));
     const std::string what =
         fmt::format("{} (group \"{}\")", exchange.message.send ? "send" : "recv", membership_.name);
-    endings_.end(*exchange.completion, membership_.failed(what, broken.cause));
+    continuations_.finish(*exchange.completion, membership_.failed(what, broken.cause));
   });
   matcher_.clear();
 }

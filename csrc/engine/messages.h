@@ -5,7 +5,7 @@
 #pragma once
 
 #include "engine/channels.h"
-#include "engine/endings.h"
+#include "engine/continuation_queue.h"
 #include "engine/matcher.h"
 #include "engine/membership.h"
 #include "engine/standstill.h"
@@ -15,7 +15,8 @@ namespace smddp::engine {
 class Messages final : public Watched, private Matcher::Host {
  public:
   // What is referred to outlives this.
-  Messages(Process& process, const Membership& membership, Channels& channels, Endings& endings);
+  Messages(Process& process, const Membership& membership, Channels& channels,
+           ContinuationQueue& continuations);
 
   // Throws what ends the group.
   void submit(Message message, CompletionPtr completion);
@@ -43,13 +44,15 @@ class Messages final : public Watched, private Matcher::Host {
   transport::ReceiveChannel& receiveChannel(Rank peer) override {
     return channels_.messageReceiver(peer);
   }
-  void finish(Exchange& exchange) override { endings_.end(*exchange.completion, std::nullopt); }
+  void finish(Exchange& exchange) override {
+    continuations_.finish(*exchange.completion, std::nullopt);
+  }
   bool backlogged(Rank peer) override { return channels_.hasBacklog(peer); }
 
   Process& process_;
   const Membership& membership_;
   Channels& channels_;
-  Endings& endings_;
+  ContinuationQueue& continuations_;
   Matcher matcher_;
 };
 

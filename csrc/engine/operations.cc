@@ -40,7 +40,7 @@ const Operations::Transition Operations::kTransitions[] = {
 
 Operations::Operations(Process& process, const Membership& membership, Team& team,
                        Channels& channels, PlanCache& plans, CallHistory& calls, Sentinel& sentinel,
-                       Endings& endings, int64_t numTracks)
+                       ContinuationQueue& continuations, int64_t numTracks)
     : process_(process),
       membership_(membership),
       team_(team),
@@ -48,7 +48,7 @@ Operations::Operations(Process& process, const Membership& membership, Team& tea
       plans_(plans),
       calls_(calls),
       sentinel_(sentinel),
-      endings_(endings) {
+      continuations_(continuations) {
   for (int64_t index = 0; index < numTracks; ++index) {
     executions_.push_back(
         std::make_unique<Execution>(process_.ownership(), membership_, team_, index));
@@ -64,42 +64,34 @@ void Operations::submit(Request request, CompletionPtr completion) {
   const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
   pending_.push_back({std::move(request), std::move(completion), deadline, sequence, call});
   if (sentinel_.isBroken(sequence)) return endFrom(*sentinel_.broken());
-  sentinel_.attempt(sequence, [&] {
-    calls_.record(sequence, call);
-    return false;
-  });
+  sentinel_.attempt(sequence, [&] { calls_.record(sequence, call); });
 }
 
 bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
   process_.ownership().assertOwned();
   Execution& execution = *executions_.front();
+  // Fused and one-shot calls need one track: with several, another execution may still run beside this one.
   if (numTracks() > 1 || sentinel_.broken() || request.collective != Collective::AllReduce ||
       request.output.size() != 1) {
     return false;
   }
   const collectives::Shape shape{request.collective, request.bytes};
   const PlanCache::Entry* entry = nullptr;
-  // Where there is none the operation is to end with the reason.
-  sentinel_.attempt(calls_.last() + 1, [&] {
-    entry = &plans_.get(shape);
-    return false;
-  });
+  // If no algorithm fits, attempt() breaks the group; submit() then ends the operation with that error.
+  sentinel_.attempt(calls_.last() + 1, [&] { entry = &plans_.get(shape); });
   if (entry == nullptr || entry->start != Start::OneShot) return false;
   const uint64_t sequence = calls_.begin(*completion);
   const auto call = fingerprint(request);
   bool isSummed = false;
   sentinel_.attempt(sequence, [&] {
-    ++started_;
-    ++execution.track.execution;
-    execution.track.late = false;
-    execution.operations.clear();
+    beginExecution(execution);
     execution.shape = shape;
     execution.entry = entry;
-    team_.prepareStaging(execution.track, static_cast<size_t>(entry->cached.plan.poolBytes),
+    team_.prepareStaging(execution.track, static_cast<size_t>(entry->cached.plan.stagingBytes),
                          /*isSent=*/false);
-    // Before the first store to the cache line of the arrival, which the mates hold: that store leaves the store buffer
-    // late. A load that it cannot be forwarded to, as one that is wider, waits until it and all stores before it have
-    // left.
+    // bind() must come before publish(). publish() stores into a cache line that the mates hold, so these stores wait
+    // in the store buffer. A later load that is wider than one of them cannot be served from the buffer and would wait
+    // as well.
     Binding& binding = bind(execution, request, call);
     binding.output = Buffer(request.output.front().data());
     binding.input = binding.output;
@@ -108,13 +100,12 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
         {.fingerprint = call, .ends = {}, .buffers = nullptr, .isNear = entry->cached.fitsNear});
     execution.executor.copyIn(entry->cached);
     team_.arrive(execution.track);
-    if (!WaitPolicy::spinUntil([&] { return allArrived(execution); })) return true;
+    if (!WaitPolicy::spinUntil([&] { return allArrived(execution); })) return;
     team_.agree(execution.track);
     execution.executor.sum();
     isSummed = true;
-    return true;
   });
-  sentinel_.hearMates();
+  sentinel_.takeMatesBreaks();
   if (!sentinel_.isBroken(sequence) && isSummed) {
     entry->count(1, request.bytes);
     completion->finishUnseen();
@@ -129,8 +120,9 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
   return true;
 }
 
-// Small allreduces that wait behind one of the same kind join it. Only inside one node, where the arrival
-// tells how many the others have; between nodes that would cost a round trip.
+// Small allreduces that wait behind one of the same kind join it. Only inside one node, where the arrival tells how
+// many the others have; between nodes that would cost a round trip. Fused and one-shot calls need one track: with
+// several, another execution may still run beside this one.
 void Operations::takeFusable(std::vector<Operation>& taken) {
   taken.reserve(kMaxFused);  // `first` stays where it is
   const Request& first = taken.front().request;
@@ -152,7 +144,7 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
 }
 
 // Whether the plans for `one` and for `several` bytes copy alike before the arrival. A rank that has more requests ready
-// than the others has copied all of them before it knows: what it copied must serve fewer, too.
+// than the others has copied all of them before it knows: what it copied must also do for fewer.
 bool Operations::copyAlike(int64_t one, int64_t several) {
   const auto& first = plans_.get({Collective::AllReduce, one});
   return first.choice->preamble != collectives::Preamble::Arrive &&
@@ -169,8 +161,8 @@ bool Operations::advance() {
     advanced |= sentinel_.attempt(execution->operations.front().sequence,
                                   [&] { return advance(*execution); });
   }
-  while (!pending_.empty() && next().phase == Phase::Idle) {
-    advanced |= sentinel_.attempt(pending_.front().sequence, [&] { return advance(next()); });
+  while (!pending_.empty() && nextTrack().phase == Phase::Idle) {
+    advanced |= sentinel_.attempt(pending_.front().sequence, [&] { return advance(nextTrack()); });
   }
   return advanced;
 }
@@ -198,11 +190,15 @@ bool Operations::step(Execution& execution) {
   return advanced;
 }
 
-void Operations::take(Execution& execution) {
+void Operations::beginExecution(Execution& execution) {
   ++started_;
   ++execution.track.execution;
-  execution.track.late = false;
+  execution.track.afterArrival = false;
   execution.operations.clear();
+}
+
+void Operations::take(Execution& execution) {
+  beginExecution(execution);
   execution.operations.push_back(std::move(pending_.front()));
   pending_.pop_front();
   takeFusable(execution.operations);
@@ -229,7 +225,7 @@ void Operations::begin(Execution& execution) {
 // All have arrived: from here on all ranks of the node take the same decisions.
 void Operations::agree(Execution& execution) {
   // A mate that has given up may have left, and its buffers with it.
-  if (sentinel_.hearMates() && execution.phase == Phase::Idle) return;
+  if (sentinel_.takeMatesBreaks() && execution.phase == Phase::Idle) return;
   const Agreement agreement = team_.agree(execution.track);
   auto& operations = execution.operations;
   const bool takesFewer = agreement.fused < operations.size();
@@ -238,29 +234,30 @@ void Operations::agree(Execution& execution) {
     operations.pop_back();
   }
   if (takesFewer) {
+    // Operations that went back to the queue may lie behind a break that was met earlier; nobody ends them otherwise.
     if (sentinel_.broken()) endFrom(*sentinel_.broken());
     combine(execution);
   }
   const bool copiedInVain =
-      agreement.late && execution.entry->choice->preamble != collectives::Preamble::Arrive;
-  execution.track.late = agreement.late;
+      agreement.afterArrival && execution.entry->choice->preamble != collectives::Preamble::Arrive;
+  execution.track.afterArrival = agreement.afterArrival;
   if (execution.phase == Phase::Preamble && !takesFewer && !copiedInVain) return;
   execution.shape.shared = agreement.shared;
-  execution.shape.late = agreement.late;
+  execution.shape.afterArrival = agreement.afterArrival;
   execution.entry = &plans_.get(execution.shape);
   run(execution, /*arrived=*/true);
 }
 
 void Operations::finish(Execution& execution) {
   if (membership_.spansNodes()) channels_.flushGrants(execution.track);
-  // What a mate has given up ends with its error here, too, even if all we need was there when we came late; and
-  // with zero copy its buffers may have been overwritten while we read them.
+  // If a mate has ended this operation with an error, it ends with that error here too, even if we have all data: with
+  // zero copy the mate may have overwritten its buffer while we read it.
   std::atomic_thread_fence(std::memory_order_acquire);
-  if (sentinel_.hearMates() && execution.phase == Phase::Idle) return;
+  if (sentinel_.takeMatesBreaks() && execution.phase == Phase::Idle) return;
   team_.clearBlame();
   execution.entry->count(execution.operations.size(), execution.shape.bytes);
   for (Operation& operation : execution.operations) {
-    endings_.end(*operation.completion, std::nullopt);
+    continuations_.finish(*operation.completion, std::nullopt);
   }
   execution.operations.clear();
 }
@@ -319,7 +316,7 @@ void Operations::publish(Execution& execution) {
 // Starts the execution's plan, behind its preamble if all have `arrived`. (runOneShot() starts none.)
 void Operations::run(Execution& execution, bool arrived) {
   const CachedPlan& cached = execution.entry->cached;
-  team_.prepareStaging(execution.track, static_cast<size_t>(cached.plan.poolBytes),
+  team_.prepareStaging(execution.track, static_cast<size_t>(cached.plan.stagingBytes),
                        cached.putsStaging);
   channels_.open(execution.track, cached.plan);
   const Operation& first = execution.operations.front();
@@ -401,7 +398,7 @@ std::optional<Standstill> Operations::standstillOf(const Completion& completion)
     if (std::any_of(operations.begin(), operations.end(), is)) return standstillOf(*execution);
   }
   // What has not begun waits for what runs on the next track.
-  if (std::any_of(pending_.begin(), pending_.end(), is)) return standstillOf(next());
+  if (std::any_of(pending_.begin(), pending_.end(), is)) return standstillOf(nextTrack());
   return std::nullopt;
 }
 
@@ -433,10 +430,10 @@ Standstill Operations::standstillOf(const Execution& execution) const {
 }
 
 void Operations::giveUp(Operation& operation, const Break& broken) {
-  endings_.keep(std::move(operation.request.keepAlive));
+  continuations_.keep(std::move(operation.request.keepAlive));
   const std::string what = fmt::format("{} #{} (group \"{}\")", describe(operation.call),
                                        operation.sequence, membership_.name);
-  endings_.end(*operation.completion, membership_.failed(what, broken.cause));
+  continuations_.finish(*operation.completion, membership_.failed(what, broken.cause));
 }
 
 void Operations::endFrom(const Break& broken) {

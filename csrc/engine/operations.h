@@ -5,8 +5,8 @@
 // tensors are read where they lie, and how many waiting requests are fused. kTransitions in operations.cc is the life of
 // an execution.
 //
-// Ends an operation with its result; errors go to the sentinel, who ends what they concern (endFrom()). What is referred
-// to outlives this. Used by the thread that owns the engine.
+// Ends an operation with its result; errors go to the sentinel, which ends what they concern (endFrom()). What is
+// referred to outlives this. Used by the thread that owns the engine.
 #pragma once
 
 #include <deque>
@@ -16,7 +16,7 @@
 
 #include "engine/call_history.h"
 #include "engine/channels.h"
-#include "engine/endings.h"
+#include "engine/continuation_queue.h"
 #include "engine/executor.h"
 #include "engine/membership.h"
 #include "engine/plan_cache.h"
@@ -30,12 +30,12 @@ namespace smddp::engine {
 class Operations final : public Watched {
  public:
   Operations(Process& process, const Membership& membership, Team& team, Channels& channels,
-             PlanCache& plans, CallHistory& calls, Sentinel& sentinel, Endings& endings,
-             int64_t numTracks);
+             PlanCache& plans, CallHistory& calls, Sentinel& sentinel,
+             ContinuationQueue& continuations, int64_t numTracks);
 
   // Takes the operation's place in the order. It begins in advance().
   void submit(Request request, CompletionPtr completion);
-  // The fast path, for a caller who waits while nothing is in flight: a small vector that all ranks reduce at about the
+  // The fast path, for a caller that waits while nothing is in flight: a small vector that all ranks reduce at about the
   // same time never becomes an operation in flight. True: it has ended, or the others came late and it is in flight like
   // any other. False: it is not such a call, and has to be submitted.
   bool runOneShot(Request& request, const CompletionPtr& completion);
@@ -74,7 +74,7 @@ class Operations final : public Watched {
     collectives::Shape shape;           // of all of them together
     Pieces input, output;
     const PlanCache::Entry* entry = nullptr;  // its plan
-    // If they are shared, and the choice of the plan depends on that.
+    // Where this rank's buffers lie. Set only if they are shared and the choice of the plan depends on it.
     std::optional<BufferLocations> buffers;
   };
   struct Transition;
@@ -97,7 +97,8 @@ class Operations final : public Watched {
   void agree(Execution& execution);
   void finish(Execution& execution);
 
-  Execution& next() { return *executions_[started_ % executions_.size()]; }
+  Execution& nextTrack() { return *executions_[started_ % executions_.size()]; }
+  void beginExecution(Execution& execution);
   void takeFusable(std::vector<Operation>& taken);
   bool copyAlike(int64_t one, int64_t several);
   void combine(Execution& execution);
@@ -117,7 +118,7 @@ class Operations final : public Watched {
   PlanCache& plans_;
   CallHistory& calls_;
   Sentinel& sentinel_;
-  Endings& endings_;
+  ContinuationQueue& continuations_;
   std::vector<std::unique_ptr<Execution>> executions_;  // by track
   std::deque<Operation> pending_;
   uint64_t started_ = 0;  // executions

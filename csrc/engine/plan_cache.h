@@ -28,8 +28,10 @@ struct AlgorithmUse {
 
 // How an execution begins, once the plan for private buffers has been found.
 enum class Start : uint8_t {
-  AskMates,  // a rank with shared buffers arrives without running it: another plan serves if all have such
-  RunPlan,  // every rank runs it, since it serves shared buffers, too
+  // If another plan would be used when all ranks have shared buffers, a rank with shared buffers arrives without
+  // copying.
+  AskMates,
+  RunPlan,  // every rank runs it, since it is used for shared buffers, too
   OneShot,  // the same, and it is one copy, the arrival and one sum (Operations::runOneShot)
 };
 
@@ -45,7 +47,7 @@ class PlanCache {
     const collectives::Choice* choice;
     Start start = Start::AskMates;
 
-    // Operations that this plan has served, and the bytes of their vectors.
+    // Operations that this plan was used for, and the bytes of their vectors.
     void count(uint64_t calls, int64_t bytes) const {
       use->calls += calls;
       use->bytes += static_cast<uint64_t>(bytes);
@@ -110,7 +112,7 @@ class PlanCache {
             CachedPlan(choice.build(topology_, limits_, shape)), &choice};
   }
   Start startOf(collectives::Shape shape, const collectives::Choice& choice) const {
-    if (shape.shared || shape.late) return Start::RunPlan;
+    if (shape.shared || shape.afterArrival) return Start::RunPlan;
     if (topology_.teamSize() == 1 || shape.collective == collectives::Collective::Barrier) {
       return Start::RunPlan;
     }
@@ -127,7 +129,7 @@ class PlanCache {
       size_t hash = static_cast<size_t>(shape.bytes) * 0x9e3779b97f4a7c15;
       hash ^= static_cast<size_t>(shape.root) << 8 | static_cast<size_t>(shape.collective) << 1 |
               static_cast<size_t>(shape.shared);
-      hash ^= static_cast<size_t>(shape.late) << 40;
+      hash ^= static_cast<size_t>(shape.afterArrival) << 40;
       return hash;
     }
   };

@@ -46,7 +46,7 @@ struct Peer {
   std::optional<std::string> lost;
   bool died = false;  // lost without having left in order
   Nanoseconds lostAt = 0;
-  // Of a mate, as far as looked at.
+  // Valid for mates; as of `lookedAt`.
   bool stopped = false;
   Nanoseconds lookedAt = 0;
 
@@ -102,7 +102,8 @@ class Process {
   const NodeMemory& memory() const { return memory_; }
   transport::shm::Doorbell& doorbell() { return doorbell_; }
 
-  // By what the nodes of groups were agreed on (bootstrap::Locality): part of what we publish from now on.
+  // A number that says how the ranks were divided into nodes (bootstrap::Locality). Introductions contain it from now
+  // on.
   void setNodeAgreement(uint64_t agreement);
   // What we publish. The addresses between nodes are in it only after openFabric().
   bootstrap::Introduction introduce(std::vector<std::byte> group);
@@ -112,7 +113,7 @@ class Process {
   // Creates the endpoint and the lifelines; once. Throws Usage when built without libfabric.
   // Throws Resource when there are not enough descriptors for `remotePeers` as well.
   void openFabric(size_t remotePeers);
-  bool onFabric() const {
+  bool hasFabric() const {
     ownership_.assertOwned();
     return fabric_ != nullptr;
   }
@@ -126,7 +127,7 @@ class Process {
   std::string addDeviceSource(const transport::DeviceMemory& memory);
   void removeDeviceSource(std::span<std::byte> memory);
 
-  void onControl(ControlHandler handler) { handler_ = std::move(handler); }
+  void setControlHandler(ControlHandler handler) { handler_ = std::move(handler); }
 
   // Moves messages. Returns how many events there were.
   size_t poll();

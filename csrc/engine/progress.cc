@@ -27,7 +27,7 @@ void Progress::stop() {
 
 void Progress::post(Inbox::Action action) {
   leaveForOwner(std::move(action));
-  // The owner may have let go between our look and the push: then somebody must take it up.
+  // The owner may have let go between our look and the push. Then this thread takes the action up.
   if (!ownership_.tryAcquire()) return;
   drainInbox();
   release();
@@ -141,7 +141,7 @@ void Progress::runUntil(const std::function<bool()>& done, Waiter waiter, Nanose
     drainInbox();
     const bool advanced = turn();
     if (done() || !continuations_.empty()) return;
-    // The progress thread lets go for a caller who waits, who pays no hand-over from then on.
+    // The progress thread lets go for a caller that waits, which pays no hand-over from then on.
     const bool isThread = waiter == Waiter::ProgressThread;
     if (isThread && (waiters_.any() || threads_.hasBlocking())) return;
     if (advanced) {
@@ -166,7 +166,7 @@ void Progress::runUnattendedWork() {
   if (!ownership_.tryAcquire()) return;
   guarded([this] {
     ownership_.assertOwned();
-    if (process_->onFabric() || groups_.checksIdleGroups()) checkHealth();
+    if (process_->hasFabric() || groups_.checksIdleGroups()) checkHealth();
     runUntil([this] { return groups_.idle(); }, Waiter::ProgressThread);
   });
   if (!continuations_.empty()) threads_.keepOneIdle();
@@ -218,7 +218,7 @@ bool Progress::runSomeContinuations() {
 // --- waiting ----------------------------------------------------------------------------------------------
 
 void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor) {
-  callerReturned();
+  callerBeginsToWait();
   bool asked = false;
   while (!done()) {
     if (tryRun([&] { runUntil(done, Waiter::Caller, yieldFor); })) continue;
@@ -237,7 +237,7 @@ void Progress::endWaiting() {
 }
 
 void Progress::wakeWaiters() {
-  // Who waits sleeps as the owner or beside it.
+  // A thread that waits sleeps as the owner or beside it.
   if (process_ != nullptr) process_->doorbell().ringSelf();
   waiters_.wake();
 }

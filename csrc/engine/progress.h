@@ -5,8 +5,8 @@
 // leaves his action in the inbox, which the owner empties at every turn.
 //
 // Owns the inbox, the progress threads and the continuations that are to be run. Continuations run on the thread that
-// completed the operation, without ownership; they may submit and wait, also for futures, which drives nothing: so a
-// progress thread has another one stand by before it runs any.
+// completed the operation, without ownership, and may submit and wait. A continuation may wait for a future of torch.
+// That does not run the engine, so a progress thread first makes sure that another one is idle.
 //
 // Threads: public functions from any thread, except where marked. Ends: stop() joins the progress threads; from then on
 // only call() and wakeWaiters() may be used.
@@ -33,7 +33,7 @@ class Progress {
  public:
   using Waiter = WaitPolicy::Waiter;
 
-  // Without threads nothing runs but in step() and in callers who wait: the simulator's tests.
+  // Without threads the engine runs only in step() and in callers that wait: for the simulator's tests.
   Progress(Ownership& ownership, Process& process, GroupRegistry& groups, bool hasThreads);
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
@@ -60,20 +60,20 @@ class Progress {
   bool step();
 
   // A caller begins to wait, or would if his operation had not ended.
-  void callerReturned() { policy_.returned(); }
+  void callerBeginsToWait() { policy_.returned(); }
   // Until `done`. Yields for `yieldFor`, if that is given, before it sleeps.
   void waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor = 0);
   // Between them a caller counts as one who waits, whatever he does.
   void beginWaiting() { waiters_.add(); }
   void endWaiting();
-  // Those who wait look again at what they wait for.
+  // Threads that wait look again at what they wait for.
   void wakeWaiters();
   void runContinuations() {
     while (hasContinuations_.load() && runSomeContinuations()) {
     }
   }
 
-  // The owner: runs what is in flight until `done`, or until there is something to let go of ownership for.
+  // The owner: runs what is in flight until `done`, or until continuations must run or another thread needs the engine.
   void runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor = 0);
   // The owner: does what can be done now.
   void advanceOnce();

@@ -98,7 +98,7 @@ bool ProgressThreads::awaitWork() {
   MutexLock lock(mutex_);
   ++idle_;
   while (!isStopping_ && blocking_.empty() && std::chrono::steady_clock::now() < answer) {
-    // Said before we look for work: what is left at this moment is seen by us, or by who leaves it.
+    // Said before we look for work: what is left at this moment is seen by us, or by the thread that leaves it.
     const bool polls = policy_.beginPoll();
     if (progress_.hasUnattendedWork() && policy_.takesWork(polls)) break;
     changed_.waitUntil(lock,

@@ -1,7 +1,8 @@
 // The threads that run what callers leave in flight: one, and more when continuations or blocking actions keep it busy.
 //
 // The first thread starts with the engine, since it holds the lifeline by which the ranks of this node see that the
-// process lives. A thread is parked on a condition variable while there is nothing to do, and costs nothing then.
+// process lives. A thread is parked on a condition variable while there is nothing to do. It wakes four times a second;
+// with several nodes it then also checks health.
 //
 // Threads: public functions from any thread. Ends with join(), which beginStop() comes before; in the child of a fork
 // with forget(). Errors: what actions throw is logged; a thread that cannot be started is logged.

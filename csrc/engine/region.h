@@ -3,7 +3,7 @@
 //
 //   RegionHeader | tracks x TrackHeader | tracks x 2 halves of staging memory (page aligned)
 //
-// A *track* is what one execution at a time runs on (track.h).
+// A *track* is the set of resources (counters, staging memory, channels) that one execution uses (track.h).
 #pragma once
 
 #include <array>
@@ -21,12 +21,12 @@ inline constexpr size_t kCacheLine = 64;
 inline constexpr size_t kPage = 4096;
 // Requests that one execution may fuse.
 inline constexpr int kMaxFused = 16;
-// Staging memory beside an arrival.
+// Staging memory beside an arrival: 96 = 2 cache lines − 32 bytes of fields before it.
 inline constexpr size_t kNearBytes = 96;
 
 // A team counter. The value is (execution << kValueBits) | value relative to the execution: counters
-// restart with every execution and yet never go back, and whoever has gone further satisfies every wait of
-// an earlier execution.
+// restart with every execution and yet never go back. Example: chunk 5 in execution 3 is 3·2^24 + 5; a rank already in
+// execution 4 has at least 4·2^24, so every wait of execution 3 is satisfied.
 struct alignas(kCacheLine) Counter {
   std::atomic<uint64_t> value{0};
 };
@@ -41,11 +41,11 @@ struct BufferLocations {
   transport::shm::Location output;
 };
 
-// What a rank publishes when it arrives at an execution: all that the ranks of a node must agree on. Release:
-// `number` is stored last; a mate that read it reads the rest. Executions use the two records in turn: a record is
-// written again only after everyone has arrived at the execution in between, hence has read it.
+// What a rank publishes when it arrives at an execution: all that the ranks of a node must agree on. `number` is stored
+// last, with release order: a mate that has seen it sees all other fields. Executions use the two records in turn: a
+// record is written again only after everyone has arrived at the execution in between, hence has read it.
 struct alignas(2 * kCacheLine) Arrival {
-  std::atomic<uint64_t> number{0};  // of the execution, from 1
+  std::atomic<uint64_t> number{0};  // Track::execution: counts the executions of this track
   transport::CallFingerprint call;
   uint32_t ready = 1;   // requests this rank could fuse, the first included
   uint16_t shared = 0;  // 1: `buffers` is valid
@@ -70,7 +70,7 @@ struct BreakRecord {
   uint32_t kind = 0;
   char text[1000] = {};
 };
-// A later error of an earlier operation takes precedence. Few errors have time to.
+// A rank can publish several breaks, each from an earlier operation than the last; more than kMaxBreaks are dropped.
 inline constexpr uint32_t kMaxBreaks = 4;
 
 // Zeroed memory is a valid header: it is never constructed, since mates that have not noticed yet that the
@@ -95,11 +95,11 @@ struct RegionLayout {
     return roundUp(sizeof(RegionHeader), alignof(TrackHeader)) +
            static_cast<size_t>(track) * sizeof(TrackHeader);
   }
-  size_t poolOffset(int64_t track, int half) const {
+  size_t halfOffset(int64_t track, int half) const {
     return roundUp(trackOffset(tracks), kPage) +
            static_cast<size_t>(track * 2 + half) * roundUp(static_cast<size_t>(halfBytes), kPage);
   }
-  size_t bytes() const { return poolOffset(tracks, 0); }
+  size_t bytes() const { return halfOffset(tracks, 0); }
 };
 
 }  // namespace smddp::engine

@@ -5,7 +5,7 @@ namespace smddp::engine {
 std::span<std::byte> RegionPool::take(const RegionLayout& layout) {
   std::span<std::byte> region = spare_.take(layout.bytes());
   if (region.empty()) region = slab_->allocate(layout.bytes());
-  slab_->commit(region.first(layout.poolOffset(0, 0)));
+  slab_->commit(region.first(layout.halfOffset(0, 0)));
   auto& header = *reinterpret_cast<RegionHeader*>(region.data());
   header.numBreaks.store(0, std::memory_order_relaxed);
   header.left.store(0, std::memory_order_relaxed);
@@ -19,7 +19,7 @@ std::span<std::byte> RegionPool::take(const RegionLayout& layout) {
 void RegionPool::giveBack(std::span<std::byte> region, const RegionLayout& layout) {
   // Release: what we did with the region of a mate has happened before it takes ours for given up.
   reinterpret_cast<RegionHeader*>(region.data())->group.store(0, std::memory_order_release);
-  slab_->discard(region.subspan(layout.poolOffset(0, 0)));
+  slab_->discard(region.subspan(layout.halfOffset(0, 0)));
   spare_.add(region);
 }
 

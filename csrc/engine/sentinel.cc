@@ -12,9 +12,9 @@ namespace {
 constexpr Nanoseconds kSpreading = 1'000'000'000;
 // Between two inquiries of one wait.
 constexpr Nanoseconds kAskPeriod = 100'000'000;
-// Waits are reported in the log after so long, when a rank is at fault that cannot help it …
+// Waits are reported in the log after so long, when a rank is at fault that is stopped or does not answer …
 constexpr Nanoseconds kReportStopped = 1'000'000'000;
-// … and when one is merely late.
+// … and when it has not made the call yet.
 constexpr Nanoseconds kReportLate = 10'000'000'000;
 
 // An Abort's text begins with the kind of the error.
@@ -25,13 +25,13 @@ std::string encode(const Error& error) {
 }  // namespace
 
 Sentinel::Sentinel(Process& process, const Membership& membership, Team& team, Channels& channels,
-                   CallHistory& calls, Endings& endings)
+                   CallHistory& calls, ContinuationQueue& continuations)
     : process_(process),
       membership_(membership),
       team_(team),
       channels_(channels),
       calls_(calls),
-      endings_(endings),
+      continuations_(continuations),
       diagnosis_(process, membership, team, channels) {}
 
 // --- looking ----------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ std::vector<Standstill> Sentinel::standstills() {
 void Sentinel::checkHealth() {
   process_.ownership().assertOwned();
   if (left_) return;
-  hearMates();
+  takeMatesBreaks();
   const auto waits = standstills();
   followUp(waits);
   const bool changed = checkLost(waits);
@@ -81,7 +81,7 @@ void Sentinel::followUp(const std::vector<Standstill>& standstills) {
   team_.publishBlame(blame);
 }
 
-// Asks the awaited ranks, and says in the log who holds up an operation that has waited for long.
+// Asks the awaited ranks, and says in the log which rank holds up an operation that has waited for long.
 void Sentinel::follow(Wait& wait, const Standstill& at) {
   const Nanoseconds now = process_.clock().now();
   if (wait.askedAt == 0 || now - wait.askedAt >= kAskPeriod) {
@@ -108,7 +108,7 @@ bool Sentinel::checkLost(const std::vector<Standstill>& standstills) {
   };
   if (std::none_of(standstills.begin(), standstills.end(), lostOf)) return false;
   // What the lost rank still said, its reason for one, may have arrived since we looked at it.
-  bool advanced = hearMates() || process_.poll() > 0;
+  bool advanced = takeMatesBreaks() || process_.poll() > 0;
   for (Watched* watched : watched_) {
     advanced |= attempt(calls_.last() + 1, [&] { return watched->advance(); });
   }
@@ -163,17 +163,18 @@ void Sentinel::onBreak(std::function<void(const Error&)> action) {
   checksMembers_ = true;
   if (left_) return;
   if (broken_) {
-    endings_.add([action = std::move(action), cause = broken_->cause] { action(cause); });
+    continuations_.add([action = std::move(action), cause = broken_->cause] { action(cause); });
   } else {
     breakActions_.push_back(std::move(action));
   }
 }
 
-// Who leaves in order has done its part. What is in flight is let be: it finds out itself whether it needs the dead.
+// A rank that leaves in order has done its part. Operations in flight are not ended: each finds out whether it needs
+// the rank that died.
 bool Sentinel::checkMembers() {
   process_.ownership().assertOwned();
   if (!checksMembers_ || left_ || broken_) return false;
-  if (hearMates()) return true;
+  if (takeMatesBreaks()) return true;
   for (Rank rank = 0; rank < membership_.size(); ++rank) {
     const Peer* peer = membership_.peers[rank];
     if (peer == nullptr || !peer->died || !diagnosis_.isLost(rank)) continue;
@@ -188,12 +189,12 @@ void Sentinel::breakFrom(uint64_t from, const Error& cause, Origin origin) {
   if (isBroken(from)) return;
   broken_.emplace(Break{from, cause});
   for (auto& action : std::exchange(breakActions_, {})) {
-    endings_.add([action = std::move(action), cause] { action(cause); });
+    continuations_.add([action = std::move(action), cause] { action(cause); });
   }
   SMDDP_LOG(Debug, "engine", "group \"{}\" is broken from #{} on: {}", membership_.name, from,
             cause.what());
   team_.publishBreak(*broken_);
-  // A rank that receives the break tells no other node: we do, and whoever waits for us asks (onInquiry).
+  // A rank that receives the break tells no other node: we do, and a rank that waits for us asks (onInquiry).
   if (origin == Origin::Here) tellOtherNodes();
   for (Watched* watched : watched_) watched->endFrom(*broken_);
 }
@@ -208,7 +209,7 @@ void Sentinel::tellOtherNodes() {
   }
 }
 
-bool Sentinel::hearMates() {
+bool Sentinel::takeMatesBreaks() {
   process_.ownership().assertOwned();
   bool heard = false;
   while (const auto broken = team_.nextBreak()) {
@@ -245,10 +246,7 @@ void Sentinel::onInquiry(Rank from, const InquiryMessage& inquiry) {
   const uint64_t sequence = inquiry.sequence;
   const bool isMessage = sequence == 0;
   if (!isMessage) {
-    attempt(sequence, [&] {
-      calls_.onTold(from, sequence, inquiry.call);
-      return false;
-    });
+    attempt(sequence, [&] { calls_.onTold(from, sequence, inquiry.call); });
   }
   // Messages have no place in the order: any error ends them. But what we sent before we left still arrives.
   const bool leftInOrder = broken_ && broken_->cause.kind() == ErrorKind::Usage;
@@ -274,7 +272,7 @@ void Sentinel::leave(bool isIdle) {
   if (!isIdle) {
     fail(Error(ErrorKind::Aborted, fmt::format("rank {} left the group", membership_.me())));
   }
-  // For whoever calls it still; others are not told, they may be busy with what we have done our part of.
+  // Later calls of this rank end with this error. Other ranks are not told: they may still use what we have sent.
   if (!isBroken(calls_.last() + 1)) {
     broken_.emplace(
         Break{calls_.last() + 1, Error(ErrorKind::Usage, "the group has been destroyed")});

@@ -2,8 +2,8 @@
 // group when something is wrong, and leaves it in the end.
 //
 // The first error breaks the group for good, from the operation that met it on: that one and all behind it end with
-// the error, on every rank, now or when they are called. Operations before it run on: whoever is done with them may have
-// left for good, and others still take in what it sent.
+// the error, on every rank, now or when they are called. Operations before it run on: a rank that is done with them may
+// have left for good, and others still take in what it sent.
 //
 // Sees what runs in the group as Watched only. Used by the thread that owns the engine.
 #pragma once
@@ -14,13 +14,14 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "engine/break.h"
 #include "engine/call_history.h"
 #include "engine/channels.h"
+#include "engine/continuation_queue.h"
 #include "engine/diagnosis.h"
-#include "engine/endings.h"
 #include "engine/membership.h"
 #include "engine/standstill.h"
 #include "engine/team.h"
@@ -31,17 +32,18 @@ class Sentinel {
  public:
   // What is referred to outlives the sentinel.
   Sentinel(Process& process, const Membership& membership, Team& team, Channels& channels,
-           CallHistory& calls, Endings& endings);
+           CallHistory& calls, ContinuationQueue& continuations);
   // What runs in the group; before anything does.
   void attach(Watched& operations, Watched& messages) { watched_ = {&operations, &messages}; }
 
   const std::optional<Break>& broken() const { return broken_; }
   bool isBroken(uint64_t sequence) const { return broken_ && broken_->concerns(sequence); }
-  // Runs `step`; what it throws breaks the group from operation `from` on. True: something changed.
+  // Runs `step`; what it throws breaks the group from operation `from` on. True: something changed, as `step` returns
+  // or because it threw.
   template <typename Step>
   bool attempt(uint64_t from, Step step);
-  // Takes in what mates have broken; true when there was anything.
-  bool hearMates();
+  // Takes over breaks that mates have published; true when there was any.
+  bool takeMatesBreaks();
   // The slow look at deadlines, peers and mates.
   void checkHealth();
   // False when the message is not for the sentinel.
@@ -92,7 +94,7 @@ class Sentinel {
   Team& team_;
   Channels& channels_;
   CallHistory& calls_;
-  Endings& endings_;
+  ContinuationQueue& continuations_;
   Diagnosis diagnosis_;
   std::array<Watched*, 2> watched_{};
   std::optional<Break> broken_;
@@ -107,7 +109,12 @@ class Sentinel {
 template <typename Step>
 bool Sentinel::attempt(uint64_t from, Step step) {
   try {
-    return step();
+    if constexpr (std::is_void_v<decltype(step())>) {
+      step();
+      return false;
+    } else {
+      return step();
+    }
   } catch (const Error& error) {
     breakFrom(from, error, Origin::Here);
   } catch (const std::exception& error) {

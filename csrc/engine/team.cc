@@ -75,7 +75,7 @@ Track Team::makeTrack(int64_t index) const {
     auto* region = reinterpret_cast<std::byte*>(mate.region);
     track.headers.push_back(reinterpret_cast<TrackHeader*>(region + layout_.trackOffset(index)));
     track.halves.push_back(
-        {region + layout_.poolOffset(index, 0), region + layout_.poolOffset(index, 1)});
+        {region + layout_.halfOffset(index, 0), region + layout_.halfOffset(index, 1)});
   }
   return track;
 }
@@ -112,7 +112,8 @@ Agreement Team::agree(const Track& track) const {
   process_.ownership().assertOwned();
   Arrival& mine = track.arrivalOf(topology().myLocal());
   const transport::CallFingerprint call = copyShared(mine.call);
-  Agreement agreement{.fused = mine.ready, .shared = mine.shared != 0, .late = mine.shared != 0};
+  Agreement agreement{
+      .fused = mine.ready, .shared = mine.shared != 0, .afterArrival = mine.shared != 0};
   for (int local = 0; local < topology().teamSize(); ++local) {
     if (local == topology().myLocal()) continue;
     Arrival& theirs = track.arrivalOf(local);
@@ -120,7 +121,7 @@ Agreement Team::agree(const Track& track) const {
     agreement.fused = std::clamp<uint32_t>(loadShared(theirs.ready), 1, agreement.fused);
     const bool isShared = loadShared(theirs.shared) != 0;
     agreement.shared &= isShared;
-    agreement.late |= isShared;
+    agreement.afterArrival |= isShared;
   }
   for (int local = 0; agreement.fused > 1 && local < topology().teamSize(); ++local) {
     Arrival& theirs = track.arrivalOf(local);

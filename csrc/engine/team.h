@@ -2,7 +2,7 @@
 //
 // Each rank has a region (region.h) that only it writes. This class writes ours and is, with Track, the only code
 // that reads those of our mates. A mate may write anything at any time, so every word of it is read once, atomically,
-// and what it decides goes by that copy.
+// and only that copy is checked and used.
 //
 // Owns this rank's region: taken in lease(), given back when mates can no longer read it (releaseRegion()), or kept
 // until the process ends. Used by the thread that owns the engine.
@@ -40,8 +40,8 @@ struct Agreement {
   // Requests that run as one execution: as many as the rank with the fewest has.
   uint32_t fused = 1;
   bool shared = true;  // all ranks' buffers lie in communication memory
-  // Some rank's do: it copied nothing before the arrival, so the plan must not need that.
-  bool late = false;
+  // At least one rank has shared buffers and copied nothing before the arrival. So the plan must not need such a copy.
+  bool afterArrival = false;
 };
 
 class Team {

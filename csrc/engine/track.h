@@ -1,5 +1,5 @@
-// What one execution at a time of a group runs on: the team's counters and staging halves, and the channels to other
-// nodes, each with how far earlier executions have moved it.
+// A track is the set of resources (counters, staging memory, channels) that one execution uses. It keeps how far
+// earlier executions have moved each channel.
 //
 // Made by Team. Its memory lies in the regions (region.h) of the node's ranks: each rank writes its own words, and the
 // functions here are how it reads those of its mates. Used by the thread that owns the engine.
@@ -14,7 +14,7 @@
 
 namespace smddp::engine {
 
-// A word that another process may change at any time. Every check and use must go by one load.
+// A word that another process may change at any time. Load it once; check and use that copy.
 template <typename T>
 T loadShared(T& word) {
   return std::atomic_ref<T>(word).load(std::memory_order_relaxed);
@@ -25,15 +25,16 @@ struct ChannelEnds {
   uint8_t stream = 0;
   transport::SendChannel* send = nullptr;        // null until a plan puts on it
   transport::ReceiveChannel* receive = nullptr;  // null until a plan receives from it
-  uint64_t putsBefore = 0;  // messages of the executions that have ended, or been started, before
+  uint64_t putsBefore = 0;                       // messages of all earlier executions
   uint64_t receivesBefore = 0;
 };
 
 struct Track {
   int64_t index = 0;
-  uint64_t execution = 0;  // number of the one that runs, or ran last; the first is 1
-  // Shape::late of this execution's plan: it was chosen when all had arrived, and copies nothing before.
-  bool late = false;
+  // Counts the executions of *this track*, from 1. Its lowest bit chooses the half.
+  uint64_t execution = 0;
+  // Shape::afterArrival of this execution's plan: it was chosen when all had arrived, and copies nothing before.
+  bool afterArrival = false;
   // By local index, mine included.
   std::vector<TrackHeader*> headers;
   std::vector<std::array<std::byte*, 2>> halves;
@@ -57,12 +58,12 @@ struct Track {
     return headers[local]->counters[counter].value.load(std::memory_order_acquire) >=
            counterValue(execution, value);
   }
-  // Where the slots of a rank are. A late plan is another one than that for which the arrival was written, so it does
-  // not use the memory beside the arrival.
+  // Where the slots of a rank are. A plan that was chosen after the arrival is another one than that for which the
+  // arrival was written, so it does not use the memory beside the arrival.
   std::byte* stagingOf(int local) const {
     Arrival& arrival = arrivalOf(local);
-    return loadShared(arrival.isNear) != 0 && !late ? arrival.near.data()
-                                                    : halves[local][execution & 1];
+    return loadShared(arrival.isNear) != 0 && !afterArrival ? arrival.near.data()
+                                                            : halves[local][execution & 1];
   }
 };
 

@@ -27,8 +27,9 @@
 //
 // * The progress thread, while nothing is in flight that nobody waits for: sleeps. Whoever leaves work in flight wakes it,
 //   unless callers are predicted to return for such work at once (return_predictor.h): then it polls every kParkedPoll,
-//   and takes over what nobody has returned for. Ranks of other nodes may wait for an answer from this one, so it takes
-//   the engine every kAnswerPeriod in any case, where there are other nodes or groups with Engine::onBreak().
+//   and takes over what nobody has returned for. It wakes every kAnswerPeriod
+//   in any case. Where there are other nodes or groups with Engine::onBreak() it then also checks health, because ranks
+//   of other nodes may wait for an answer from this one.
 //
 // * The thread of DeferredCalls (PollingBackoff): nobody wakes it when a call may begin, so it yields first and then
 //   polls, less and less often.

@@ -16,7 +16,7 @@ class Waiters {
   void remove() { count_.fetch_sub(1); }
   bool any() const { return count_.load() > 0; }
 
-  // Something has advanced, or the owner has let go: those who wait look again.
+  // Something has advanced, or the owner has let go: threads that wait look again.
   void wake() {
     const MutexLock lock(mutex_);
     changed_.notifyAll();

@@ -41,11 +41,11 @@ Ref Builder::mateOut(int local, int64_t offset) {
 uint8_t Builder::pool(std::string name, int64_t slots, int64_t slotBytes) {
   SMDDP_CHECK(slots > 0 && slotBytes >= 0, "pool {} of {} x {} bytes", name, slots, slotBytes);
   const int64_t stride = std::max(roundUp(slotBytes, kGranule), kGranule);
-  plan_.pools.push_back({std::move(name), slots, stride, plan_.poolBytes});
-  plan_.poolBytes += slots * stride;
-  if (plan_.poolBytes > limits_.poolBytes) {
+  plan_.pools.push_back({std::move(name), slots, stride, plan_.stagingBytes});
+  plan_.stagingBytes += slots * stride;
+  if (plan_.stagingBytes > limits_.halfBytes) {
     raise(ErrorKind::Resource, "{} needs {} bytes of staging memory, of {}: raise SMDDP_POOL_BYTES",
-          plan_.name, plan_.poolBytes, limits_.poolBytes);
+          plan_.name, plan_.stagingBytes, limits_.halfBytes);
   }
   return static_cast<uint8_t>(plan_.pools.size() - 1);
 }

@@ -42,11 +42,11 @@ class Inspection {
   void inspectPools() {
     for (const Pool& pool : plan_.pools) {
       require(pool.slots > 0 && pool.slotBytes >= 0 && pool.offset >= 0 &&
-                  pool.offset + pool.slots * pool.slotBytes <= plan_.poolBytes,
-              "pool {} exceeds the {} bytes of all pools", pool.name, plan_.poolBytes);
+                  pool.offset + pool.slots * pool.slotBytes <= plan_.stagingBytes,
+              "pool {} exceeds the {} bytes of all pools", pool.name, plan_.stagingBytes);
     }
-    require(plan_.poolBytes <= limits_.poolBytes, "pools of {} bytes, {} are allowed",
-            plan_.poolBytes, limits_.poolBytes);
+    require(plan_.stagingBytes <= limits_.halfBytes, "pools of {} bytes, {} are allowed",
+            plan_.stagingBytes, limits_.halfBytes);
     // A rank computes the addresses of its mates' slots from the pools of its own plan.
     const Plan& first = execution_.plans[topology_.team().front()];
     const auto equal = [](const Pool& a, const Pool& b) {
@@ -139,7 +139,7 @@ class Inspection {
         (ref.owner < 0 || ref.owner >= topology_.teamSize())) {
       return "no such mate";
     }
-    if (ref.space == Space::Slot && ref.pool >= plan_.pools.size()) return "no such pool";
+    if (ref.space == Space::Slot && ref.poolOrStream >= plan_.pools.size()) return "no such pool";
     if (ref.offset.base % execution_.elementBytes != 0 ||
         ref.offset.perTrip % execution_.elementBytes != 0) {
       return "an offset inside an element";

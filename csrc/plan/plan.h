@@ -51,17 +51,18 @@ enum class Space : uint8_t {
   Output,      // my output
   MateInput,   // the input of a rank on my node (zero-copy plans only)
   MateOutput,  // the output of a rank on my node (zero-copy plans only)
-  Slot,        // slot `index` of staging pool `pool` of a rank on my node; only its owner writes it
-  Message,     // message `index`, counted from 0, of the channel from `owner` with stream `pool`
+  Slot,        // slot `index` of a staging pool of a rank on my node; only its owner writes it
+  Message,     // message `index` of the channel from `owner` with a stream
 };
 
 // A range of bytes; the step has its length. owner: a local index for Mate* and Slot, a group rank for Message,
 // unused for Input and Output.
 struct Ref {
   Space space = Space::Input;
-  uint8_t pool = 0;
+  uint8_t poolOrStream = 0;  // Slot: index in Plan::pools; Message: the stream
   Rank owner = 0;
-  Affine index;   // slot or message number; slot i of a pool of n slots is slot i % n
+  // Slot: i is slot i % n of a pool of n slots. Message: counts from 0, so i is the message i + 1 of Step::value.
+  Affine index;
   Affine offset;  // bytes from the start of that memory
   friend bool operator==(const Ref&, const Ref&) = default;
 };
@@ -84,7 +85,7 @@ inline constexpr int kNumCounters = 8;
 // Streams tell apart the channels between the same two ranks.
 inline constexpr int kNumStreams = 4;
 
-struct Step {  // one operation of a lane; the comments say which operations use a field
+struct Step {  // one action of a lane; the comments say which kinds of step use a field
   Op op = Op::Copy;
   bool preScale = false;   // Reduce, Copy: the sources are raw inputs (PREMUL_SUM multiplies them)
   bool postScale = false;  // Reduce, Copy: the result is final (AVG divides it)
@@ -133,7 +134,7 @@ struct Plan {  // everything that one rank does in one execution
   std::vector<Ref> refs;
   std::vector<Lane> lanes;
   std::vector<Pool> pools;
-  int64_t poolBytes = 0;  // the bytes of all pools in one half
+  int64_t stagingBytes = 0;  // the bytes of all pools in one half
   std::vector<ChannelUse> channels;
   bool zeroCopy = false;  // reads or writes the buffers of other ranks of the node
 
@@ -148,7 +149,7 @@ struct Limits {
       1 << 20;                       // how much of the vector is exchanged at a time between nodes
   int64_t messageBytes = 256 << 10;  // the longest put
   int64_t window = 4;                // messages that a channel can hold before one is released
-  int64_t poolBytes = 8 << 20;       // the size of a staging half
+  int64_t halfBytes = 8 << 20;       // the size of a staging half
 };
 
 }  // namespace smddp::plan

@@ -17,7 +17,8 @@ std::string number(Affine a) {
 std::string messageNumber(Affine index) { return number({index.base + 1, index.perTrip}); }
 
 std::string slotNumber(const Plan& plan, const Ref& ref) {
-  const int64_t slots = ref.pool < plan.pools.size() ? plan.pools[ref.pool].slots : 0;
+  const int64_t slots =
+      ref.poolOrStream < plan.pools.size() ? plan.pools[ref.poolOrStream].slots : 0;
   if (slots <= 0) return number(ref.index);
   if (ref.index.perTrip == 0) return fmt::format("{}", ref.index.base % slots);
   const bool isSum = ref.index.base != 0;
@@ -31,12 +32,14 @@ std::string memory(const Plan& plan, const Ref& ref) {
     case Space::MateInput: return fmt::format("mate {}'s in", ref.owner);
     case Space::MateOutput: return fmt::format("mate {}'s out", ref.owner);
     case Space::Slot: {
-      const bool known = ref.pool < plan.pools.size();
+      const bool known = ref.poolOrStream < plan.pools.size();
       return fmt::format("mate {}'s {} slot {} ", ref.owner,
-                         known ? plan.pools[ref.pool].name : "unknown", slotNumber(plan, ref));
+                         known ? plan.pools[ref.poolOrStream].name : "unknown",
+                         slotNumber(plan, ref));
     }
     case Space::Message: {
-      const std::string stream = ref.pool == 0 ? "" : fmt::format(" stream {}", ref.pool);
+      const std::string stream =
+          ref.poolOrStream == 0 ? "" : fmt::format(" stream {}", ref.poolOrStream);
       return fmt::format("rank {}{} message {} ", ref.owner, stream, messageNumber(ref.index));
     }
   }

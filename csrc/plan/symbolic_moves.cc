@@ -26,11 +26,11 @@ SymbolicRun::Place SymbolicRun::resolve(const Thread& t, const Ref& ref, int64_t
   const Rank owner = isMate || ref.space == Space::Slot ? team[ref.owner] : t.rank;
   Place place;
   if (ref.space == Space::Slot) {
-    const Pool& pool = planOf(t).pools[ref.pool];
+    const Pool& pool = planOf(t).pools[ref.poolOrStream];
     requireInside(pool.slotBytes);
     place = {&ranks_[owner].halves[e % 2], pool.offset + index % pool.slots * pool.slotBytes};
   } else if (ref.space == Space::Message) {
-    const auto found = channels_.find({ref.owner, t.rank, ref.pool});
+    const auto found = channels_.find({ref.owner, t.rank, ref.poolOrStream});
     if (found == channels_.end() || index >= found->second.base[e + 1] - found->second.base[e]) {
       fail(Verdict::Kind::Malformed, nameOf(t) + ": no such message is declared");
     }

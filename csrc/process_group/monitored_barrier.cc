@@ -11,7 +11,7 @@
 namespace smddp::process_group {
 namespace {
 
-// A rank waits so much longer than its time-out, for rank 0 to say who is missing.
+// A rank waits so much longer than its time-out, for rank 0 to say which ranks are missing.
 constexpr Nanoseconds kVerdict = 5'000'000'000;
 
 }  // namespace

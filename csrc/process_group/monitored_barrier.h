@@ -1,4 +1,4 @@
-// The barrier that knows who is missing: every rank sends rank 0 a message, and rank 0 answers all of them.
+// The barrier that knows which ranks are missing: every rank sends rank 0 a message, and rank 0 answers all of them.
 //
 // Blocks the caller; one object serves one call. Owns a share of engine and group. When a rank does not come, rank 0
 // makes the group fail with an error that names it, which every rank throws.

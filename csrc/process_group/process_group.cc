@@ -120,7 +120,7 @@ c10d::ErrorType ProcessGroup::getError() {
   if (shutDown_) return c10d::ErrorType::SUCCESS;
   std::optional<Error> error;
   engine_->call([&] {
-    if (const Error* found = group_->error()) error = *found;
+    if (const Error* found = group_->errorOfNextOperation()) error = *found;
   });
   if (!error) return c10d::ErrorType::SUCCESS;
   return error->kind() == ErrorKind::Timeout    ? c10d::ErrorType::TIMEOUT
@@ -218,7 +218,7 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
       completions.push_back(engine_->submit(*target, std::move(message)));
     }
   });
-  work->start(std::move(completions));
+  work->setOperations(std::move(completions));
   noteCoalesced(work);
   return work;
 }
@@ -244,7 +244,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
     completions.insert(completions.end(), part->completions().begin(), part->completions().end());
   }
   auto work = c10::make_intrusive<Work>(getRank(), engine_, group(), std::move(call));
-  work->start(std::move(completions));
+  work->setOperations(std::move(completions));
   return work;
 }
 

@@ -33,7 +33,7 @@ Work::Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<eng
       group_(std::move(group)),
       call_(std::move(call)) {}
 
-void Work::start(std::vector<engine::CompletionPtr> completions) {
+void Work::setOperations(std::vector<engine::CompletionPtr> completions) {
   completions_ = std::move(completions);
   // A profiler's range must end, and staged tensors must get their values, when the operation ends, not when somebody
   // asks.

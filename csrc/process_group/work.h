@@ -46,7 +46,7 @@ class Work final : public c10d::Work {
   Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
        Call call);
   // Sets the operations of this call. Once, before anybody else sees the object.
-  void start(std::vector<engine::CompletionPtr> completions);
+  void setOperations(std::vector<engine::CompletionPtr> completions);
 
   bool isCompleted() override;
   bool isSuccess() const override;

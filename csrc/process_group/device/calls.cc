@@ -186,7 +186,7 @@ intrusive_ptr<Work> Calls::submitThroughHost(Work::Call call, std::vector<engine
   const auto deadline = Deadline::after(MonotonicClock(), operations->timeout());
   const std::string title = call.title;
   auto work = newWork(std::move(call));
-  work->start(operations->completions());
+  work->setOperations(operations->completions());
   if (copies && collective) remember(work, copies);
   // A caller that waits for the result waits for the device itself. So no other thread has to take over.
   if (willWait && copies && !deferred_.busy() && arrives(*copies, deadline)) {
@@ -225,7 +225,7 @@ intrusive_ptr<Work> Calls::submitOnDevice(Work::Call call,
     }
   });
   auto work = newWork(std::move(call));
-  work->start(std::move(completions));
+  work->setOperations(std::move(completions));
   remember(work, copies);
   // A caller that waits for the result drives the call itself. So no other thread has to take over.
   if (willWait && !deferred_.busy()) {

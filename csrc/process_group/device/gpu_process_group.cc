@@ -218,7 +218,7 @@ at::Tensor GpuProcessGroup::allocateTensor(long size, at::TensorOptions options)
   return ProcessGroup::allocateTensor(size, options);
 }
 
-// --- who serves a call ------------------------------------------------------------------------------------
+// --- the way that a call takes -----------------------------------------------------------------------------
 
 bool GpuProcessGroup::isOnGpu(const at::Tensor& tensor) const {
   return tensor.defined() && tensor.device().type() == support_.type &&

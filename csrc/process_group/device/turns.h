@@ -10,7 +10,7 @@
 namespace smddp::process_group::device {
 
 // Threads: one at a time; giveUp() from any, and the other functions may still be called after it. Errors are
-// exceptions; who catches one calls giveUp().
+// exceptions; the thread that catches one calls giveUp().
 class DeviceTurns {
  public:
   virtual ~DeviceTurns() = default;

@@ -84,9 +84,9 @@ std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << c.algorithm << ", nodes " << testing::PrintToString(c.nodes) << ", shared "
              << testing::PrintToString(c.sharedOnNode)
              << fmt::format(
-                    ", {} bytes, root {}; window {}, pool {}, chunk {}, fabric chunk {}, "
+                    ", {} bytes, root {}; window {}, half {}, chunk {}, fabric chunk {}, "
                     "message {}",
-                    c.bytes, c.root, c.limits.window, c.limits.poolBytes, c.limits.chunkBytes,
+                    c.bytes, c.root, c.limits.window, c.limits.halfBytes, c.limits.chunkBytes,
                     c.limits.fabricChunkBytes, c.limits.messageBytes);
 }
 
@@ -107,7 +107,7 @@ plan::Limits smallLimits(int64_t window) {
           .fabricChunkBytes = 512,
           .messageBytes = 128,
           .window = window,
-          .poolBytes = 32 << 10};
+          .halfBytes = 32 << 10};
 }
 
 plan::Verdict checkRepeated(const Case& c, int times) {

@@ -73,7 +73,7 @@ TEST(Selection, TakesTheAllreduceForTheNumberOfNodes) {
 
 TEST(Selection, NeverTakesRecursiveDoublingBeyondTheStagingMemory) {
   plan::Limits limits;
-  limits.poolBytes = 8 << 10;
+  limits.halfBytes = 8 << 10;
   const Shape shape = shapeOf(Collective::AllReduce, 8 << 10);
   EXPECT_THAT(select(kTwoNodes, {}, shape, kOneShot, "").name, StrEq("recursive_doubling"));
   EXPECT_THAT(select(kTwoNodes, limits, shape, kOneShot, "").name, StrEq("direct"));
@@ -104,7 +104,7 @@ TEST(Selection, TakesNothingThatCopiesFirstAfterTheArrival) {
     for (const int64_t bytes : {0, 4, 1024, 1025, 1 << 20}) {
       for (const bool shared : {false, true}) {
         Shape shape = shapeOf(Collective::AllReduce, bytes, shared);
-        shape.late = true;
+        shape.afterArrival = true;
         const Choice& choice = select(kOneNode, {}, shape, kOneShot, overrides);
         EXPECT_THAT(choice.name, StrEq(shared ? "zero_copy" : "two_phase"));
       }
@@ -180,7 +180,7 @@ TEST(Selection, KnowsWhatIsOneCopyAndOneSum) {
 
 TEST(Selection, NeverTakesOneShotBeyondTheStagingMemory) {
   plan::Limits limits;
-  limits.poolBytes = 512 << 10;
+  limits.halfBytes = 512 << 10;
   const Shape shape = shapeOf(Collective::AllReduce, 1 << 20);
   EXPECT_THAT(select(kOneNode, limits, shape, 2 << 20, "").name, StrEq("two_phase"));
 }

@@ -31,7 +31,7 @@ plan::Limits randomLimits(std::mt19937_64& random) {
           .fabricChunkBytes = granules(16),
           .messageBytes = granules(8) + static_cast<int64_t>(random() % 64),
           .window = 1 + static_cast<int64_t>(random() % 5),
-          .poolBytes = granules(256) + (16 << 10)};
+          .halfBytes = granules(256) + (16 << 10)};
 }
 
 Case randomCase(std::mt19937_64& random, const Nodes& nodes, const plan::Limits& limits) {

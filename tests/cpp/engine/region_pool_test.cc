@@ -50,15 +50,15 @@ TEST_F(RegionPoolTest, ARegionGivenUpBelongsToNobodyUntilItIsARegionAgain) {
   EXPECT_EQ(header.blame.load(), 0u);
   EXPECT_EQ(track->counters[3].value.load(), 0u);
   EXPECT_EQ(track->arrivals[1].number.load(), 0u);
-  const auto staging = again.subspan(layout_.poolOffset(0, 0));
+  const auto staging = again.subspan(layout_.halfOffset(0, 0));
   EXPECT_TRUE(
       std::all_of(staging.begin(), staging.end(), [](std::byte b) { return b == std::byte{}; }));
 }
 
 TEST_F(RegionPoolTest, StagingThatTheNetworkKnowsKeepsItsPages) {
   const auto region = pool_.take(layout_);
-  const auto half = region.subspan(layout_.poolOffset(1, 0), kPage);
-  const auto next = region.subspan(layout_.poolOffset(1, 1), kPage);
+  const auto half = region.subspan(layout_.halfOffset(1, 0), kPage);
+  const auto next = region.subspan(layout_.halfOffset(1, 1), kPage);
   slab_->commit(region);
   half.front() = next.front() = std::byte{7};
   slab_->keep(half);

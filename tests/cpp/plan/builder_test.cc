@@ -225,7 +225,7 @@ TEST(Builder, PutsStepsBeforeTheArrivalFirst) {
 
 TEST(Builder, RefusesBrokenRules) {
   Limits limits;
-  limits.poolBytes = 1024;
+  limits.halfBytes = 1024;
   limits.messageBytes = 64;
   EXPECT_THROW(Builder(kPair, limits, "no arrival").done(), Error);
   Builder b(kTwoNodes, limits, "rules");

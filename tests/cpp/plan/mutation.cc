@@ -65,7 +65,7 @@ bool editStaged(Plan& plan, size_t i, int r, const std::function<bool(Ref&)>& ed
 }
 
 bool nextIndex(const Plan& plan, Ref& ref) {
-  if (ref.space == Space::Slot && plan.pools[ref.pool].slots == 1) return false;
+  if (ref.space == Space::Slot && plan.pools[ref.poolOrStream].slots == 1) return false;
   ++ref.index.base;
   return true;
 }

@@ -12,7 +12,7 @@ Limits smallLimits() {
   limits.chunkBytes = 128;
   limits.messageBytes = 128;
   limits.window = 2;
-  limits.poolBytes = 4096;
+  limits.halfBytes = 4096;
   return limits;
 }
 

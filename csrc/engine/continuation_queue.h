@@ -1,7 +1,7 @@
-// Where the operations of a group end.
+// Finishes completions, and collects their continuations until the engine can run them.
 //
-// A completion that ends leaves continuations, which are the user's code. They are collected here until the engine
-// takes them, because they must not run while a thread owns the engine. Used by the thread that owns the engine.
+// Continuations are the user's code, so they must not run while a thread owns the engine. Used by the thread that owns
+// the engine.
 #pragma once
 
 #include <functional>
@@ -14,9 +14,9 @@
 
 namespace smddp::engine {
 
-class Endings {
+class ContinuationQueue {
  public:
-  void end(Completion& completion, std::optional<Error> error) {
+  void finish(Completion& completion, std::optional<Error> error) {
     for (auto& action : completion.finish(std::move(error))) add(std::move(action));
   }
   void add(std::function<void()> continuation) {
