@@ -2,7 +2,7 @@
 
     python benchmarks/summary.py
 
-tests/python/test_bench.py compares that page with what this script makes.
+tests/python/test_bench_figures.py compares that page with what this script makes.
 """
 
 from __future__ import annotations

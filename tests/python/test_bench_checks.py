@@ -1,0 +1,79 @@
+"""The benchmark's checks of results: right ones pass, and a wrong element is noticed."""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+import torch.distributed as dist
+
+from smddp.bench.contender import PLACES
+from smddp.bench.operations import OPERATIONS, Task, contribution, result
+from smddp.bench.torch_calls import TorchContender
+
+
+def test_right_results_by_hand() -> None:
+    given = [[contribution(Task("all_to_all", 1), s, b, 0)[5] for b in (0, 1)] for s in (0, 1)]
+    moved = [result(Task("all_to_all", 1), 2, rank, 0) for rank in (0, 1)]
+    assert [[block[5] for block in blocks or []] for blocks in moved] == [
+        [given[0][0], given[1][0]],
+        [given[0][1], given[1][1]],
+    ]
+    for op, combine in {"sum": sum, "max": max, "avg": lambda v: sum(v) / 3}.items():
+        task = Task("allreduce", 1, op=op)
+        values = [contribution(task, rank, 0, shift=1) for rank in range(3)]
+        (block,) = result(task, 3, 0, shift=1) or []
+        assert block == [combine(column) for column in zip(*values, strict=True)]
+    assert result(Task("gather", 1, root=1), 2, 0, 0) is None
+    # All ranks, blocks and shifts have different data; otherwise a swap of two would not be
+    # noticed.
+    task = Task("all_to_all", 1)
+    several = {
+        tuple(contribution(task, r, b, s)) for r in range(4) for b in range(4) for s in (0, 1)
+    }
+    assert len(several) == 32
+
+
+def _damage(collective: str, place: str) -> tuple[int | None, int | None]:
+    dist.init_process_group("gloo")
+    contender = TorchContender("gloo", "ordinary")
+    contender.prepare(Task(collective, 1000, root=0))
+    before = contender.wrong(place, shift=0)
+    call, (_, out) = contender._calls[place], contender._buffers[place]
+
+    def damaging() -> None:
+        call()
+        if dist.get_rank() == 0:
+            out[17] += 1
+
+    contender._calls[place] = damaging
+    after = contender.wrong(place, shift=0)
+    dist.destroy_process_group()
+    return before, after
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("collective", [name for name in OPERATIONS if name != "barrier"])
+def test_one_wrong_element_is_noticed(collective: str) -> None:
+    place = "in_place" if OPERATIONS[collective].in_place else "out_of_place"
+    assert ranks.check_ranks(_damage, "2", collective, place) == [(0, 1), (0, 1)]
+
+
+def _do_nothing(place: str) -> list[int | None]:
+    dist.init_process_group("gloo")
+    contender = TorchContender("gloo", "ordinary")
+    found = []
+    for collective in OPERATIONS:
+        contender.prepare(Task(collective, 1000))
+        if place in contender._calls:
+            contender._calls[place] = lambda: None
+            found.append(contender.wrong(place, shift=0))
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("place", PLACES)
+def test_a_backend_that_does_nothing_is_noticed(place: str) -> None:
+    for found in ranks.check_ranks(_do_nothing, "2", place):
+        assert all(wrong is None or wrong > 100 for wrong in found), found
+        assert found.count(None) == (1 if place == "out_of_place" else 0)
