@@ -61,6 +61,37 @@ void requireStorage(OpName op, const at::Tensor& tensor) {
   }
 }
 
+// Whether two elements of a tensor lie in the same place.
+bool sharesElements(const at::Tensor& tensor) {
+  const at::MemOverlap overlap = at::has_internal_overlap(tensor);
+  if (overlap != at::MemOverlap::TooHard) return overlap == at::MemOverlap::Yes;
+  // Dimensions by their strides. If each steps over all that the smaller ones reach, all elements are apart: sizes (2, 3)
+  // with strides (10, 3) reach elements 0 to 6, then 10 to 16.
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 1;
+  bool areApart = true;
+  for (const auto& [stride, size] : dims) {
+    areApart = areApart && stride >= reach;
+    reach += (size - 1) * stride;
+  }
+  if (areApart || tensor.numel() == 0) return false;
+  if (tensor.numel() > reach) return true;
+  // Rare: (2, 3) with strides (3, 2) has elements 0, 2, 4, 3, 5, 7, which are apart.
+  std::vector<int64_t> offsets{0};
+  for (const auto& [stride, size] : dims) {
+    const size_t before = offsets.size();
+    for (int64_t i = 1; i < size; ++i) {
+      for (size_t o = 0; o < before; ++o) offsets.push_back(offsets[o] + i * stride);
+    }
+  }
+  std::sort(offsets.begin(), offsets.end());
+  return std::adjacent_find(offsets.begin(), offsets.end()) != offsets.end();
+}
+
 }  // namespace
 
 void notImplemented(OpName op, const std::string& detail) {
@@ -83,7 +114,7 @@ void requireDense(OpName op, const at::Tensor& tensor) {
 
 void requireWritable(OpName op, const at::Tensor& tensor) {
   requireDense(op, tensor);
-  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+  if (sharesElements(tensor)) {
     invalid(op, "elements of a {} share memory (strides {}); pass tensor.contiguous()",
             shapeOf(tensor), c10::str(tensor.strides()));
   }

@@ -171,17 +171,15 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
   std::vector<Request> requests;
   for (Rank root = 0; root < getSize(); ++root) {
     const at::Tensor& block = input[static_cast<size_t>(root)];
-    Request one = request;
+    Request& one = requests.emplace_back(request);
     one.collective = Collective::Reduce;
     one.root = root;
     one.bytes = numBytes(block);
-    if (root == getRank()) {
-      one.output = {call.staging.placeThrough(own, output, Access::Read)};
-    } else {
-      one.input = {call.staging.read(block)};
-    }
-    requests.push_back(std::move(one));
+    if (root != getRank()) one.input = {call.staging.read(block)};
   }
+  // At last, because it writes to `output`, which may have the memory of a block.
+  requests[static_cast<size_t>(getRank())].output = {
+      call.staging.placeThrough(own, output, Access::Read)};
   return submit(std::move(call), std::move(requests));
 }
 

@@ -5,6 +5,30 @@
 #include "process_group/device_calls.h"
 
 namespace smddp::process_group {
+namespace {
+
+// The tensor that has this rank's own block, and where the block begins. No address if the block is empty, or if its
+// elements are not together.
+struct OwnBlock {
+  size_t holder = 0;
+  const void* address = nullptr;
+};
+
+OwnBlock ownBlockOf(const Blocks& blocks) {
+  int64_t begin = 0;
+  for (size_t i = 0; i < blocks.tensors.size(); ++i) {
+    const at::Tensor& tensor = blocks.tensors[i];
+    if (blocks.count > 0 && blocks.begin < begin + tensor.numel()) {
+      if (!usableInPlace(tensor)) return {};
+      const auto offset = static_cast<size_t>(blocks.begin - begin) * tensor.itemsize();
+      return {i, static_cast<const std::byte*>(tensor.const_data_ptr()) + offset};
+    }
+    begin += tensor.numel();
+  }
+  return {};
+}
+
+}  // namespace
 
 bool usableInPlace(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
@@ -27,30 +51,45 @@ DeviceCall* Staging::deviceOf(at::TensorList tensors) {
   return device_.get();
 }
 
-engine::Piece Staging::place(const at::Tensor& tensor, Access access) {
+engine::Piece Staging::place(const at::Tensor& tensor, Access access, const at::Tensor* except) {
   if (DeviceCall* const device = deviceOf(tensor)) return device->place(tensor, access);
-  if (usableInPlace(tensor)) return bytesOf(tensor);
+  return placeAt(tensor, access, overlaps_.add(tensor, access, except));
+}
+
+engine::Piece Staging::placeAt(const at::Tensor& tensor, Access access, bool mustCopy) {
+  if (!mustCopy && usableInPlace(tensor)) return bytesOf(tensor);
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
-  const at::Tensor& copy =
-      kept_.emplace_back(reads(access) ? tensor.resolve_conj().resolve_neg().contiguous()
-                                       : at::empty(tensor.sizes(), tensor.options()));
+  at::Tensor copy;
+  if (reads(access)) {
+    copy = tensor.resolve_conj().resolve_neg().contiguous();
+    if (copy.is_alias_of(tensor)) copy = copy.clone();
+  } else {
+    copy = at::empty(tensor.sizes(), tensor.options());
+  }
   if (writes(access)) back_.emplace_back(tensor, copy);
-  return bytesOf(copy);
+  return bytesOf(kept_.emplace_back(std::move(copy)));
 }
 
 engine::Pieces Staging::place(at::TensorList tensors, Access access) {
   if (DeviceCall* const device = deviceOf(tensors)) return device->place(tensors, access);
   engine::Pieces pieces;
   pieces.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) pieces.push_back(place(tensor, access));
+  const bool areApart = overlaps_.addIfNone(tensors, access);
+  for (const at::Tensor& tensor : tensors) {
+    pieces.push_back(placeAt(tensor, access, !areApart && overlaps_.add(tensor, access)));
+  }
   return pieces;
 }
 
 engine::Piece Staging::placeThrough(const at::Tensor& from, const at::Tensor& into, Access access) {
   deviceOf(into);
   if (DeviceCall* const device = deviceOf(from)) return device->placeThrough(from, into, access);
-  const engine::Piece bytes = write(into);
-  const at::Tensor& place = usableInPlace(into) ? into : kept_.back();
+  const bool areSame = usableInPlace(from) && from.nbytes() == into.nbytes() &&
+                       from.const_data_ptr() == into.const_data_ptr();
+  overlaps_.add(from, access);
+  const engine::Piece bytes = place(into, Access::Write, areSame ? &from : nullptr);
+  const bool isCopied = bytes.data() != into.const_data_ptr();
+  const at::Tensor& place = isCopied ? kept_.back() : into;
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   place.view(-1).copy_(from.reshape(-1));
   return bytes;
@@ -62,7 +101,19 @@ std::pair<engine::Pieces, engine::Pieces> Staging::placeBlocks(const Blocks& sen
   if (DeviceCall* const device = deviceOf(received.tensors)) {
     return device->placeBlocks(sent, received);
   }
-  return {read(sent.tensors), write(received.tensors)};
+  const OwnBlock from = ownBlockOf(sent), into = ownBlockOf(received);
+  engine::Pieces input = read(sent.tensors);
+  // The own block may lie in both: nobody else writes it.
+  const bool isInPlace = from.address != nullptr && from.address == into.address &&
+                         sent.tensors[from.holder].numel() == sent.count &&
+                         sent.count == received.count && usableInPlace(sent.tensors[from.holder]);
+  if (!isInPlace) return {std::move(input), write(received.tensors)};
+  engine::Pieces output;
+  for (size_t i = 0; i < received.tensors.size(); ++i) {
+    const at::Tensor* const except = i == into.holder ? &sent.tensors[from.holder] : nullptr;
+    output.push_back(place(received.tensors[i], Access::Write, except));
+  }
+  return {std::move(input), std::move(output)};
 }
 
 void Staging::finish(bool well) const {

@@ -1,8 +1,8 @@
 // Tensors as the runs of bytes that requests want.
 //
-// A tensor in row-major order is used where it lies. Any other (strides, a pending conjugation) is copied: when it is
-// read, before the operation; when it is written, after it. So ranks may pass different layouts, and every rank sees
-// the same elements. Tensors on a device are staged by its DeviceCall (device_call.h).
+// A tensor in row-major order is used where it lies. Any other (strides, a pending conjugation, memory that another tensor
+// of the call has, too) is copied: when it is read, before the operation; when it is written, after it. So ranks may pass
+// different layouts, and every rank sees the same elements. Tensors on a device are staged by its DeviceCall (device_call.h).
 //
 // Owns the copies until it is dropped. Threads: filled before the call is submitted; finish() once, on the thread that
 // sees the operation's end.
@@ -17,6 +17,7 @@
 
 #include "engine/pieces.h"
 #include "process_group/device_call.h"
+#include "process_group/overlaps.h"
 
 namespace smddp::process_group {
 
@@ -65,8 +66,11 @@ class Staging {
   const std::vector<at::Tensor>& kept() const { return device_ ? device_->kept() : kept_; }
 
  private:
-  engine::Piece place(const at::Tensor& tensor, Access access);
+  // `except`: see Overlaps::add().
+  engine::Piece place(const at::Tensor& tensor, Access access, const at::Tensor* except = nullptr);
   engine::Pieces place(at::TensorList tensors, Access access);
+  // The bytes of a tensor, where it lies or, if it must be copied, in a copy.
+  engine::Piece placeAt(const at::Tensor& tensor, Access access, bool mustCopy);
   // All tensors of a call are in one place. Null: the CPU.
   DeviceCall* deviceOf(const at::Tensor& tensor);
   DeviceCall* deviceOf(at::TensorList tensors);
@@ -75,6 +79,7 @@ class Staging {
   CallKind kind_;
   std::shared_ptr<DeviceCall> device_;
   std::optional<c10::Device> place_;
+  Overlaps overlaps_;
   std::vector<at::Tensor> kept_;
   std::vector<std::pair<at::Tensor, at::Tensor>> back_;  // into, from
 };
