@@ -101,14 +101,14 @@ void bindMailbox(py::module& m) {
             }
             py::list result;
             for (auto& arrival : arrived) {
-              result.append(py::make_tuple(arrival.peer, py::bytes(arrival.head),
+              result.append(py::make_tuple(arrival.peer, py::bytes(arrival.header),
                                            std::move(arrival.tensors), arrival.error));
             }
             return result;
           },
           py::arg("block"))
       .def("interrupt", &Mailbox::interrupt, Release())
-      .def("send", &Mailbox::send, py::arg("peer"), py::arg("head"), py::arg("tensors"),
+      .def("send", &Mailbox::send, py::arg("peer"), py::arg("header"), py::arg("tensors"),
            py::arg("last"), Release())
       .def("flush", &Mailbox::flush, Release());
 }
@@ -120,16 +120,16 @@ void bindMessageCodec(py::module& m) {
   };
   m.def(
       "encode_message",
-      [](const std::string& head, const std::vector<std::optional<at::Tensor>>& tensors, bool last,
-         size_t least) {
+      [](const std::string& header, const std::vector<std::optional<at::Tensor>>& tensors,
+         bool last, size_t least) {
         smddp::process_group::EncodedMessage message;
         {
           const py::gil_scoped_release release;
-          message = smddp::process_group::encodeMessage(head, tensors, last, least);
+          message = smddp::process_group::encodeMessage(header, tensors, last, least);
         }
         return py::make_tuple(std::move(message.front), std::move(message.alone));
       },
-      py::arg("head"), py::arg("tensors"), py::arg("last"), py::arg("least"));
+      py::arg("header"), py::arg("tensors"), py::arg("last"), py::arg("least"));
   m.def(
       "front_length",
       [bytesIn](const at::Tensor& begin) {
@@ -140,7 +140,7 @@ void bindMessageCodec(py::module& m) {
       "decode_front",
       [bytesIn](const at::Tensor& front) {
         auto message = smddp::process_group::decodeFront(bytesIn(front));
-        return py::make_tuple(py::bytes(message.head), std::move(message.tensors),
+        return py::make_tuple(py::bytes(message.header), std::move(message.tensors),
                               std::move(message.alone));
       },
       py::arg("front"));

@@ -16,11 +16,11 @@ namespace {
 
 constexpr auto kEnvelope = static_cast<size_t>(engine::Matcher::kShortBytes);
 // A front up to this length is sent in parts that are as long as the envelope, and so short enough for buffered
-// messages. A longer one is sent as the envelope and one ordinary message.
+// core messages. A longer one is sent as the envelope and one ordinary core message.
 constexpr size_t kShortFront = 8 * kEnvelope;
 // How long a thread that waits polls, yielding the processor, before it sleeps. Sleeping and waking costs 30 to 100 us,
 // which is as long as the call of a small module takes at the other end.
-constexpr Nanoseconds kPatience = 200'000;
+constexpr Nanoseconds kPollTime = 200'000;
 
 std::span<const std::byte> bytesIn(const at::Tensor& bytes) {
   return {static_cast<const std::byte*>(bytes.const_data_ptr()), bytes.nbytes()};
@@ -83,7 +83,7 @@ void Mailbox::waitForStreams() {
     // Receives of a stream end in order.
     receives.push_back(stream.receives.back());
   }
-  group_->engine_->waitForAny(receives, interrupted_, kPatience);
+  group_->engine_->waitForAny(receives, interrupted_, kPollTime);
 }
 
 void Mailbox::withdraw() {
@@ -150,17 +150,17 @@ void Mailbox::readEnvelope(Stream& stream) {
 void Mailbox::readFront(Stream& stream) {
   DecodedMessage message = decodeFront(bytesIn(stream.front));
   stream.arriving = {
-      stream.peer, std::move(message.head), std::move(message.tensors), message.last, {}};
+      stream.peer, std::move(message.header), std::move(message.tensors), message.last, {}};
   for (at::Tensor& bytes : message.alone) {
     stream.receives.push_back(submit(false, stream.peer, std::move(bytes), false));
   }
   stream.expects = Stream::Tensors;
 }
 
-void Mailbox::send(int peer, const std::string& head,
+void Mailbox::send(int peer, const std::string& header,
                    const std::vector<std::optional<at::Tensor>>& tensors, bool last) {
   const c10::InferenceMode guard(false);
-  EncodedMessage message = encodeMessage(head, tensors, last, kEnvelope);
+  EncodedMessage message = encodeMessage(header, tensors, last, kEnvelope);
   const auto gone = [](const Sending& sending) {
     return std::all_of(sending.begin(), sending.end(),
                        [](const auto& completion) { return completion->done(); });

@@ -16,22 +16,24 @@
 
 namespace smddp::process_group {
 
-// There is one stream to, and one from, every other rank. Messages of a stream arrive in order; between streams there
-// is no order. The first part of a message, the envelope, has a fixed size; the rest of the front and the large tensors
-// follow as messages of their own. Short fronts are sent buffered: they arrive although the receiver does nothing.
+// There is one stream per ordered pair of ranks, for the whole job. open() begins a step on it, and the message marked
+// `last` ends that step. Messages of a stream arrive in order; between streams there is no order. A message travels as
+// one or more core messages, which is what the engine calls a message. The first one, the envelope, has a fixed size;
+// the rest of the front and the large tensors follow in others. Short fronts are sent buffered: they arrive although
+// the receiver does nothing.
 //
-// take() posts the receives and, before it returns, withdraws those that have not been matched. So while a rank
-// computes, nothing is under way that would wake its progress thread. take() polls for a while before it sleeps, because
-// most answers come sooner than a sleeping process wakes.
+// take() posts the receives and, before it returns, withdraws the receives of messages that have not begun to arrive.
+// Only a message of which a part has come keeps its receives. So while a rank computes, nothing else wakes its progress
+// thread. take() polls for a while before it sleeps, because most answers come sooner than a sleeping process wakes.
 //
 // One thread at a time may call take(); any thread may send and interrupt. The mailbox holds what is sent until it has
-// left; the caller must not change it. A stream begins with open() and ends with the message that its sender has marked
-// as the last. A stream that fails ends with an Arrival that says why; the other streams go on.
+// left; the caller must not change it. A step also ends on a stream that fails, with an Arrival that says why; the
+// other streams go on.
 class Mailbox {
  public:
   struct Arrival {
     int peer = 0;
-    std::string head;
+    std::string header;
     std::vector<std::optional<at::Tensor>> tensors;
     bool last = false;
     std::string error;  // why the stream has failed; the other fields but `peer` are then empty
@@ -39,20 +41,20 @@ class Mailbox {
 
   explicit Mailbox(c10::intrusive_ptr<ProcessGroup> group);
 
-  // Begins a stream from each other rank. All streams that were begun before must have ended.
+  // Begins a step on the streams from all other ranks. The last step must have ended on all of them.
   void open();
   // Returns the messages that have arrived completely. With `block` it waits for one, or for interrupt().
   std::vector<Arrival> take(bool block);
   // Ends the take() that waits, or else the next one.
   void interrupt();
-  // Returns at once. `last` marks the end of the stream.
-  void send(int peer, const std::string& head,
+  // Returns at once. `last` ends the step on the stream to that peer.
+  void send(int peer, const std::string& header,
             const std::vector<std::optional<at::Tensor>>& tensors, bool last);
   // Waits until everything that was sent has left, or has failed.
   void flush();
 
  private:
-  // The stream from one peer. It expects an envelope, then the rest of the front, then the large tensors.
+  // The stream from one peer, in a step. It expects an envelope, then the rest of the front, then the large tensors.
   struct Stream {
     explicit Stream(int peer) : peer(peer) {}
     int peer;
@@ -68,7 +70,7 @@ class Mailbox {
   void receiveFront(Stream& stream, int64_t first);
   // Waits until something has arrived on a stream, or interrupt() is called.
   void waitForStreams();
-  // Appends the messages that have arrived on a stream; returns false when it has ended.
+  // Appends the messages that have arrived on a stream; returns false when the step has ended on it.
   bool advance(Stream& stream, std::vector<Arrival>& arrived);
   // Read a part of the front that has arrived, and post receives for what follows it.
   void readEnvelope(Stream& stream);
@@ -77,7 +79,7 @@ class Mailbox {
 
   const c10::intrusive_ptr<ProcessGroup> group_;
   std::atomic<bool> interrupted_{false};
-  std::vector<Stream> streams_;  // that have not ended
+  std::vector<Stream> streams_;  // on which the step has not ended
   std::mutex mutex_;
   std::deque<Sending> sending_;  // guarded by mutex_
 };

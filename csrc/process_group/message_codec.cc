@@ -10,12 +10,11 @@ namespace smddp::process_group {
 
 namespace {
 
-// A tensor up to this is copied into the front, as long as all of those together stay below it; a larger one travels
-// alone.
+// Tensors are copied into the front as long as they have at most this many bytes together; any other travels alone.
 constexpr size_t kInside = 4096;
 
 struct Front {
-  uint32_t head = 0;     // bytes
+  uint32_t header = 0;   // bytes
   uint32_t tensors = 0;  // how many
   uint32_t total = 0;    // bytes of all of the front
   uint32_t last = 0;
@@ -99,15 +98,15 @@ at::Tensor bytesOf(const at::Tensor& tensor, int64_t begin, int64_t length) {
   return bytes;
 }
 
-EncodedMessage encodeMessage(const std::string& head,
+EncodedMessage encodeMessage(const std::string& header,
                              const std::vector<std::optional<at::Tensor>>& tensors, bool last,
                              size_t least) {
   const c10::InferenceMode guard(false);
   Writer writer;
   writer.bytes().reserve(kInside + least);
-  Front front{static_cast<uint32_t>(head.size()), static_cast<uint32_t>(tensors.size()), 0, last};
+  Front front{static_cast<uint32_t>(header.size()), static_cast<uint32_t>(tensors.size()), 0, last};
   writer.value(front);
-  writer.raw(head.data(), head.size());
+  writer.raw(header.data(), header.size());
   EncodedMessage message;
   size_t inside = 0;
   for (const auto& tensor : tensors) {
@@ -145,9 +144,9 @@ DecodedMessage decodeFront(std::span<const std::byte> bytes) {
   const c10::InferenceMode guard(false);
   Reader reader(bytes);
   const auto front = reader.value<Front>();
-  const auto head = reader.raw(front.head);
+  const auto header = reader.raw(front.header);
   DecodedMessage message;
-  message.head.assign(reinterpret_cast<const char*>(head.data()), head.size());
+  message.header.assign(reinterpret_cast<const char*>(header.data()), header.size());
   message.last = front.last != 0;
   for (uint32_t i = 0; i < front.tensors; ++i) {
     const auto about = reader.value<Description>();

@@ -79,14 +79,15 @@ KEYS: tuple[Key, ...] = (
         "active_microbatches",
         "positive",
         None,
-        "How many microbatches may be under way at a time; by default partitions + 2, and at least "
-        "all of a step with `simple`.",
+        "How many microbatches may be active (begun and not ended) at a time; by default "
+        "partitions + 2, and at least all of a step with `simple`.",
     ),
     Key(
         "pipeline",
         "one of",
         "interleaved",
-        "`interleaved` prefers backward work; `simple` runs all forward passes first.",
+        "`interleaved` takes forward and backward work in turns; `simple` runs the forward passes "
+        "of all active microbatches first.",
         ("simple", "interleaved", "_only_forward"),
         "`_only_forward` is `interleaved`, with backward passes",
         True,

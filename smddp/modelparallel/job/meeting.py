@@ -22,7 +22,7 @@ __all__ = ["together"]
 log = logging.getLogger("smddp.modelparallel")
 
 # The warning comes after this time. The call itself waits as long as its group allows.
-_PATIENCE = timedelta(seconds=10)
+_LOG_AFTER = timedelta(seconds=10)
 # Numbers the calls of this process. They are the same on all ranks as long as all make all calls.
 _numbers = itertools.count()
 
@@ -49,14 +49,14 @@ def together(what: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _meet(what: str, group: dist.ProcessGroup) -> None:
-    """Waits for the other ranks for `_PATIENCE`, and warns if some have not come."""
+    """Waits for the other ranks for `_LOG_AFTER`, and warns if some have not come."""
     store = distributed_c10d._get_process_group_store(group)
     me, size = group.rank(), group.size()
     number = next(_numbers)
     keys = [f"smp/meeting{number}/{rank}" for rank in range(size)]
     store.set(keys[me], "")
     try:
-        store.wait(keys, _PATIENCE)
+        store.wait(keys, _LOG_AFTER)
     except RuntimeError:
         late = [rank for rank in range(size) if not store.check([keys[rank]])]
         if late:

@@ -169,7 +169,7 @@ class DistributedModel(ModelQueries):
             if self.runtime.masters is not None:
                 self.runtime.masters.renew()
             return
-        frame = task.local
+        frame = task.frame
         roots = self._scaled([force(root) for root in roots])
         self.runtime.executor.reach_backward(frame)
         frame.forward = False

@@ -78,7 +78,7 @@ class ModelRuntime:
             "partition": OrderedDict(),
             "step": OrderedDict(),
         }
-        self._modes: bytes | None = None
+        self._training_flags: bytes | None = None
         self.steps = 0
         # Does this rank still have to call `agree` or `abstain` in this step?
         self._undecided = False
@@ -219,15 +219,15 @@ class ModelRuntime:
                 self.masters.renew()
             self._run_hooks("step")
 
-    def changed_modes(self) -> bytes | None:
+    def changed_training_flags(self) -> bytes | None:
         """Returns train (1) or eval (0) of every module; None if no mode has changed."""
-        modes = bytes(module.training for module in self.executor.modules.by_number)
-        if modes == self._modes:
+        flags = bytes(module.training for module in self.executor.modules.by_number)
+        if flags == self._training_flags:
             return None
-        self._modes = modes
-        return modes
+        self._training_flags = flags
+        return flags
 
-    def follow(self, begin: StepBegin) -> None:
+    def accept_begin(self, begin: StepBegin) -> None:
         """Takes over what rank 0 of the pipeline says at the beginning of a step.
 
         Raises:
@@ -245,9 +245,10 @@ class ModelRuntime:
                 f"{difference(begin.modules, names, 'rank 0', f'rank {rank}')}. All ranks have to "
                 "create the same model"
             )
-        if begin.modes is not None:
-            for module, mode in zip(self.executor.modules.by_number, begin.modes, strict=True):
-                module.training = bool(mode)
+        if begin.training_flags is not None:
+            flags = begin.training_flags
+            for module, flag in zip(self.executor.modules.by_number, flags, strict=True):
+                module.training = bool(flag)
 
     def end_microbatch(self, microbatch: int) -> None:
         """Notes that a microbatch gives no more gradients here."""
@@ -261,7 +262,7 @@ class ModelRuntime:
             return
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        frame = task.local
+        frame = task.frame
         self._sum.add(parameter, frame.microbatch, gradient, frame.path)
 
     # --- hooks ------------------------------------------------------------------------------------

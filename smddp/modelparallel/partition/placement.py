@@ -159,7 +159,7 @@ class Placement:
         decision.check(self._modules.names)
         owners = self._owners_of_parameters(decision)
         self.decision, self.device = decision, device
-        self._modules.place(decision.owners)
+        self._modules.set_owners(decision.owners)
         for prefix, module in self._root.named_modules(remove_duplicate=False):
             number = self._modules.number_of(module)
             assert number is not None

@@ -63,10 +63,11 @@ class Task:
         admitted: says whether the task may begin now; None if it always may. It is not asked again
             once the task has begun.
         worker: the thread, once the task has begun.
-        local: the task's `Frame`; the driver and the server set it, and the baton does not use it.
+        frame: where its code stands in the program, a `Frame`; the driver and the server set it,
+            and the baton does not use it.
     """
 
-    __slots__ = ("admitted", "function", "local", "priority", "worker")
+    __slots__ = ("admitted", "frame", "function", "priority", "worker")
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Task:
         self.function = function
         self.admitted = admitted
         self.worker: _Worker | None = None
-        self.local: Any = None
+        self.frame: Any = None
 
 
 class Inbox(Protocol):
@@ -112,19 +113,20 @@ class Baton:
         self,
         failed: Callable[[Task, BaseException], None],
         inbox: Inbox,
-        keep: Callable[[], Callable[[], None]],
+        save_state: Callable[[], Callable[[], None]],
     ) -> None:
         """Begins without threads.
 
         Args:
             failed: called with a task and what it has raised.
             inbox: where messages come from.
-            keep: saves what other tasks may change while a task waits, such as the state of random
-                generators; returns a function that restores it. Called only if another task runs.
+            save_state: saves what other tasks may change while a task waits, such as the state of
+                random generators; returns a function that restores it. Called only if another task
+                runs.
         """
         self._failed = failed
         self._inbox = inbox
-        self._keep = keep
+        self._save_state = save_state
         self._lock = threading.Lock()
         # Heaps: forward tasks that go on after a wait, forward tasks that have not begun, and
         # backward tasks.
@@ -262,7 +264,7 @@ class Baton:
             The task to go on with: `own`, or a new one.
         """
         inbox = self._inbox
-        put_back: Callable[[], None] | None = None
+        restore_state: Callable[[], None] | None = None
         looked = False
         while True:
             if not looked and self._has_ready() and inbox.expects:
@@ -274,20 +276,20 @@ class Baton:
                 if task is not None and (task is own or (own is None and task.worker is None)):
                     self._running = task
                     break
-                keeps = task is None and inbox.expects
-                self._blocked = keeps
-                if not keeps and own is not None and put_back is None:
-                    put_back = self._keep()
+                keeps_baton = task is None and inbox.expects
+                self._blocked = keeps_baton
+                if not keeps_baton and own is not None and restore_state is None:
+                    restore_state = self._save_state()
                 if task is not None:
                     self._pass_on(task)
                 elif self._settling and not self._waiting:
                     self._quiet.notify_all()
-                if not keeps:
+                if not keeps_baton:
                     self._held = task is not None
                     if own is None:
                         self._idle.append(worker)
             del task
-            if keeps:
+            if keeps_baton:
                 arrived = inbox.take(True)
                 self._blocked = False
                 inbox.deliver(arrived)
@@ -298,8 +300,8 @@ class Baton:
             task, worker.task = worker.task, None
             if task is not None:
                 break
-        if put_back is not None:
-            put_back()
+        if restore_state is not None:
+            restore_state()
         return task
 
     def _pass_on(self, task: Task) -> None:
@@ -312,36 +314,33 @@ class Baton:
     def _next(self) -> Task | None:
         """Takes the next task off its heap; returns None if no task can run.
 
-        Forward work that goes on after a wait comes first: it is often the loss, for which all
-        other ranks wait. Then forward and backward work take turns, as in a 1F1B schedule; if only
-        one kind is there, that runs.
+        Forward work that goes on after a wait comes first: it is often the loss, for which the
+        owner of the last segment waits. Then forward and backward work take turns, as in a 1F1B
+        schedule; if only one kind is there, that runs.
         """
         if self._resumed:
             return heapq.heappop(self._resumed)[2]
-        if self._backward and (self._last_forward or not self._admissible()):
+        entry = None if self._backward and self._last_forward else self._admissible()
+        if entry is not None:
+            self._last_forward = True
+            if entry is self._forward[0]:
+                heapq.heappop(self._forward)
+            else:
+                self._forward.remove(entry)
+                heapq.heapify(self._forward)
+            return entry[2]
+        if self._backward:
             self._last_forward = False
             return heapq.heappop(self._backward)[2]
-        number = self._admissible()
-        if number:
-            self._last_forward = True
-            if number == 1:
-                return heapq.heappop(self._forward)[2]
-            entry = self._forward.pop(number - 1)
-            heapq.heapify(self._forward)
-            return entry[2]
         return None
 
-    def _admissible(self) -> int:
-        """Returns 1 + the position in the heap of the best task that may begin; 0 if none may."""
+    def _admissible(self) -> _Entry | None:
+        """Returns the best of the forward tasks that may begin; None if none may."""
         forward = self._forward
-        if not forward:
-            return 0
-        if forward[0][2].admitted is None or forward[0][2].admitted():
-            return 1
-        for entry in sorted(forward, key=lambda entry: entry[:2])[1:]:
-            if entry[2].admitted is None or entry[2].admitted():
-                return 1 + self._forward.index(entry)
-        return 0
+        if forward and _may_begin(forward[0][2]):
+            return forward[0]
+        rest = sorted(forward, key=lambda entry: entry[:2])[1:]
+        return next((entry for entry in rest if _may_begin(entry[2])), None)
 
     def _run(self, worker: _Worker) -> None:
         """The life of a worker thread."""
@@ -365,6 +364,10 @@ class Baton:
             self._current.task = task = None
             with self._lock:
                 self._running = None
+
+
+def _may_begin(task: Task) -> bool:
+    return task.admitted is None or task.admitted()
 
 
 # Of a heap: the number decides between equal priorities; it is the order of submission.

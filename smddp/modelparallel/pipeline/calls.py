@@ -10,7 +10,6 @@ autograd runs in the calling thread (see `Baton._run`).
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -29,6 +28,8 @@ from smddp.modelparallel.pipeline.protocol import (
     Ambient,
     Graph,
     Kind,
+    Origin,
+    TensorId,
     ambient,
 )
 
@@ -39,21 +40,19 @@ class Outgoing:
     """A call graph that has been sent.
 
     Attributes:
-        number: of the graph among those that this rank has sent in this step.
-        graph, graph_id: the calls and edges, and the number by which its members know them.
+        number, graph_id: see `Origin`.
+        graph: the calls and edges.
         inputs: the caller's tensors that enter the graph, in the order of their numbers.
         microbatch: for which it was sent.
-        values: the results that have arrived, by place: (number of the call, number of the tensor
-            in its result).
+        values: the results that have arrived.
         returned: for each call whose result had no known structure: its structure, its objects,
             and how many tensors it has.
-        places: of the outputs of the autograd node, in their order.
+        results: which tensors the outputs of the autograd node are, in their order.
         ticket: done when all values have arrived.
         missing: how many edges to SINK have not brought their values yet.
-        gradients: of the inputs. The key is i * n + s for the gradient of input i from segment s,
-            where n is the number of segments.
+        gradients: by the number of the input, and that of the segment from which it comes.
         backward_ticket, backward_missing: the same as `ticket` and `missing`, for gradients.
-        sunk: by segment, all places of its edge to SINK, if that has results of unknown structure.
+        sunk: by segment, all values of its edge to SINK, if that has results of unknown structure.
         abandoned: no gradients will come. The owners are told so when all values have arrived.
     """
 
@@ -65,29 +64,33 @@ class Outgoing:
         self.graph_id = graph_id
         self.inputs = inputs
         self.microbatch = mb
-        self.values: dict[tuple[int, int], torch.Tensor] = {}
+        self.values: dict[TensorId, torch.Tensor] = {}
         self.returned: dict[int, tuple[Any, list[Any], int]] = {}
-        self.places: Sequence[tuple[int, int]] = graph.results
+        self.results: Sequence[TensorId] = graph.results
         self.ticket = Ticket()
         self.missing = len(graph.into[SINK])
-        self.gradients: dict[int, torch.Tensor] = {}
+        self.gradients: dict[tuple[int, int], torch.Tensor] = {}
         self.backward_ticket = Ticket()
         self.backward_missing = len(graph.out_of[SOURCE])
-        self.sunk: dict[int, list[tuple[int, int]]] = {}
+        self.sunk: dict[int, list[TensorId]] = {}
         self.abandoned = False
 
 
 class Caller:
-    """The graphs that frames of this rank have sent in this step."""
+    """The graphs that frames of this rank have sent in this step.
+
+    Only the holder of the baton calls its methods; between tasks, also the thread in
+    `Executor.run`.
+    """
 
     def __init__(self, host: Host) -> None:
         self._host = host
         # By number; those that have had their backward pass, or need none, are taken out.
         self._outgoing: dict[int, Outgoing] = {}
         self._numbers = itertools.count()
-        # By the signature of a graph: the graph, and the number by which its members know it.
+        # By the signature of a graph: the graph, and the number by which all its members know it.
         self._known: dict[Hashable, tuple[Graph, int]] = {}
-        self._lock = threading.Lock()
+        self._graph_ids = itertools.count()
         # An extra input of each node. Its outputs then require gradients even if no real input
         # does; parameters on other ranks need them.
         self._anchor = torch.zeros((), requires_grad=True)
@@ -110,15 +113,15 @@ class Caller:
             self.send(frame)
             opened = None
         if opened is None:
-            opened = frame.open = _OpenGraph(self, frame, now)
+            opened = frame.open = _CallerCollector(self, frame, now)
         return opened
 
     def send(self, frame: Frame) -> Outgoing:
         """Sends the frame's open graph to the owners."""
         opened = frame.open
-        assert isinstance(opened, _OpenGraph)
+        assert isinstance(opened, _CallerCollector)
         frame.open = None
-        alive = opened.close()
+        alive = opened.lazies_in_use()
         graph, graph_id = self._graph(opened, alive)
         out = Outgoing(next(self._numbers), graph, graph_id, opened.inputs, frame.microbatch)
         opened.sent, opened.alive = out, alive
@@ -126,7 +129,7 @@ class Caller:
         path = (*frame.path, len(frame.sent))
         frame.sent.append(out.number)
         host, inputs = self._host, opened.inputs
-        head = (host.rank, out.number, graph_id, frame.microbatch, frame.depth, path)
+        origin = Origin(host.rank, out.number, graph_id, frame.microbatch, frame.depth, path)
         for edge in graph.out_of[SOURCE]:
             segment = graph.segments[edge.target]
             objects = None
@@ -134,7 +137,7 @@ class Caller:
                 numbers = [i for c in segment.calls for i in graph.calls[c].objects]
                 objects = {i: opened.objects[i] for i in numbers} or None
             tensors = [inputs[number] for _, number in edge.values]
-            header = (head, opened.seeds, SOURCE, edge.target, objects)
+            header = (tuple(origin), opened.seeds, SOURCE, edge.target, objects)
             host.send(segment.owner, Kind.FORWARD, header, tensors)
         return out
 
@@ -143,26 +146,26 @@ class Caller:
         signature = opened.signature(alive)
         known = self._known.get(signature)
         if known is None:
-            graph, graph_id = opened.graph(alive), len(self._known)
-            known = self._known[signature] = graph, graph_id
-            for owner in graph.owners():
-                self._host.send(owner, Kind.GRAPH, (self._host.rank, graph_id, graph))
+            # A number is never used again: a member may know another graph by it, if that was sent
+            # to some of its members only.
+            known = graph, graph_id = opened.graph(alive), next(self._graph_ids)
+            header = self._host.rank, graph_id, graph
+            if all(self._host.send(member, Kind.GRAPH, header) for member in graph.members()):
+                self._known[signature] = known
         return known
 
-    def results(
-        self, frame: Frame, out: Outgoing, surroundings: Ambient
-    ) -> dict[tuple[int, int], torch.Tensor]:
+    def results(self, frame: Frame, out: Outgoing) -> dict[TensorId, torch.Tensor]:
         """Waits for the values of a graph and makes them outputs of one autograd node.
 
         Returns:
-            The values by place. `out` does not keep them: they refer to the autograd node, and the
+            The values. `out` does not keep them: they refer to the autograd node, and the
             node refers to `out`. Python could not free such a cycle of references.
         """
         self._host.wait(out.ticket, frame, frame.forward)
         if out.returned:
-            out.places = sorted(out.values)
-        values: Sequence[torch.Tensor] = [out.values[place] for place in out.places]
-        if not surroundings.grad:
+            out.results = sorted(out.values)
+        values: Sequence[torch.Tensor] = [out.values[result] for result in out.results]
+        if not out.graph.ambient.grad:
             self._outgoing.pop(out.number, None)
         elif any(value.requires_grad for value in values):
             if torch.is_grad_enabled():
@@ -172,11 +175,11 @@ class Caller:
                     values = _apply_remote(self, frame, out, self._anchor, *out.inputs)
         out.values = {}
         out.inputs = []
-        return dict(zip(out.places, values, strict=True))
+        return dict(zip(out.results, values, strict=True))
 
     # --- messages that arrive; on the thread that has the baton -----------------------------------
 
-    def take_values(self, number: int, segment: int, tensors: list[Any], extra: Any) -> None:
+    def on_values(self, number: int, segment: int, tensors: list[Any], extra: Any) -> None:
         """Takes the values of an edge to SINK.
 
         Args:
@@ -189,21 +192,19 @@ class Caller:
         out = self._outgoing.get(number)
         if out is None:
             return
-        places: Sequence[tuple[int, int]] = out.graph.between[segment, SINK].values
+        ids: Sequence[TensorId] = out.graph.between[segment, SINK].values
         if extra is not None:
-            more = list(places)
+            more = list(ids)
             for call, (structure, objects, count) in extra.items():
                 out.returned[call] = (structure, objects, count)
                 more += [(call, index) for index in range(count)]
-            places = out.sunk[segment] = more
-        out.values.update(zip(places, tensors, strict=True))
-        with self._lock:
-            out.missing -= 1
-            complete, abandoned = out.missing == 0, out.abandoned
-        if complete:
+            ids = out.sunk[segment] = more
+        out.values.update(zip(ids, tensors, strict=True))
+        out.missing -= 1
+        if out.missing == 0:
             self._host.baton.complete(out.ticket)
-        if complete and abandoned:
-            self._drop(out)
+            if out.abandoned:
+                self._drop(out)
 
     def abandon(self, numbers: Sequence[int]) -> None:
         """Drops those of the given graphs that have had no gradients: none will come any more.
@@ -219,29 +220,26 @@ class Caller:
             out = self._outgoing.get(number)
             if out is None or not out.graph.ambient.grad:
                 continue
-            with self._lock:
-                out.abandoned = True
-                complete = out.missing == 0
-            if complete:
+            out.abandoned = True
+            if out.missing == 0:
                 self._drop(out)
 
     def _drop(self, out: Outgoing) -> None:
         self._outgoing.pop(out.number, None)
         header = (self._host.rank, out.number, out.graph_id, out.microbatch)
-        for owner in out.graph.owners():
-            self._host.send(owner, Kind.DROP, header)
+        for member in out.graph.members():
+            self._host.send(member, Kind.DROP, header)
 
-    def take_gradients(self, number: int, segment: int, tensors: list[Any]) -> None:
+    def on_gradients(self, number: int, segment: int, tensors: list[Any]) -> None:
         """Takes the gradients of an edge from SOURCE; None stands for "no gradient"."""
         out = self._outgoing.get(number)
         if out is None:
             return
-        graph = out.graph
-        values = graph.between[SOURCE, segment].values
+        values = out.graph.between[SOURCE, segment].values
         for (_, index), gradient in zip(values, tensors, strict=True):
             if gradient is not None:
                 # Kept apart by segment, because the sum must not depend on who answers first.
-                out.gradients[index * len(graph.segments) + segment] = gradient
+                out.gradients[index, segment] = gradient
         out.backward_missing -= 1
         if out.backward_missing == 0:
             self._host.baton.complete(out.backward_ticket)
@@ -252,7 +250,7 @@ class Caller:
         Args:
             frame: that runs the backward pass.
             out: the graph.
-            gradients: of the node's outputs, in the order of `out.places`.
+            gradients: of the node's outputs, in the order of `out.results`.
 
         Returns:
             The gradients of the inputs, in their order; None where there is none. Inputs at the end
@@ -268,47 +266,45 @@ class Caller:
                 "a second backward pass through a call of a module on another rank: what it needs "
                 "is gone. Add up the losses, and make one backward pass."
             )
-        by_place = dict(zip(out.places, gradients, strict=True))
+        of_result = dict(zip(out.results, gradients, strict=True))
         for edge in graph.into[SINK]:
             header = (host.rank, out.number, SINK, edge.source)
-            places = out.sunk.get(edge.source, edge.values)
+            results = out.sunk.get(edge.source, edge.values)
             owner = graph.segments[edge.source].owner
-            host.send(owner, Kind.BACKWARD, header, [by_place[place] for place in places])
+            host.send(owner, Kind.BACKWARD, header, [of_result[result] for result in results])
         host.wait(out.backward_ticket, frame, False)
         self._outgoing.pop(out.number, None)
-        count = len(graph.segments)
         sums: dict[int, torch.Tensor] = {}
-        for key in sorted(out.gradients):
-            index = key // count
-            gradient = out.gradients[key]
+        for index, segment in sorted(out.gradients):
+            gradient = out.gradients[index, segment]
             sums[index] = sums[index] + gradient if index in sums else gradient
         return [sums.get(index) for index in range(len(sums) and max(sums) + 1)]
 
 
-class _OpenGraph(Collector):
+class _CallerCollector(Collector):
     """A collector that can send its graph and fetch the values."""
 
-    def __init__(self, caller: Caller, frame: Frame, surroundings: Ambient) -> None:
-        super().__init__(surroundings)
+    def __init__(self, caller: Caller, frame: Frame, ambient: Ambient) -> None:
+        super().__init__(ambient)
         self._caller = caller
         self._frame = frame
         self.sent: Outgoing | None = None
         self.alive: list[Lazy] = []
 
-    def fetch(self) -> dict[tuple[int, int], torch.Tensor]:
+    def fetch(self) -> dict[TensorId, torch.Tensor]:
         """Sends the graph if that has not been done, and fills in all lazy tensors."""
         if self.sent is None:
             self._caller.send(self._frame)
         assert self.sent is not None
-        values = self._caller.results(self._frame, self.sent, self.ambient)
+        values = self._caller.results(self._frame, self.sent)
         for lazy in self.alive:
-            lazy.value = values[lazy.place]
+            lazy.value = values[lazy.tensor_id]
             lazy.fetch = None
         self.alive, self.inputs = [], []
         return values
 
     def result_of_last(self) -> tuple[Any, Any]:
-        """Returns (structure, value) of the last call; the structure was not known before."""
+        """Fetches; returns structure and value of the last call, whose structure was unknown."""
         call = len(self.seeds) - 1
         values = self.fetch()
         assert self.sent is not None
@@ -329,7 +325,7 @@ class _Remote(torch.autograd.Function):
     ) -> Any:
         ctx.caller, ctx.frame, ctx.out, ctx.count = caller, frame, out, len(inputs)
         ctx.set_materialize_grads(False)
-        values = [out.values[place] for place in out.places]
+        values = [out.values[result] for result in out.results]
         ctx.mark_non_differentiable(*[value for value in values if not value.requires_grad])
         return tuple([value.detach() if value.requires_grad else value for value in values])
 

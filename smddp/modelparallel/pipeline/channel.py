@@ -1,14 +1,15 @@
 """Streams of messages between the ranks of a pipeline.
 
-There is one stream per ordered pair of ranks. Messages of one stream arrive in order; between
-streams there is no order. END is the last message of a rank to each other rank in a step, whether
-the step failed or not. So between steps no receive is posted, and a failed step leaves no message
-behind.
+There is one stream per ordered pair of ranks, for the whole job. `Channel.open` begins a step on
+all streams, and END, the message marked `last`, ends the step on one, whether the step failed or
+not. Messages of one stream arrive in order; between streams there is no order. Between steps no
+receive is posted, and a failed step leaves no message behind.
 
-Sending does not wait for the receiver. `Channel.take` returns the messages that have come. Over
-smddp, the thread that calls it waits for all streams at once. torch.distributed has no such wait,
-so over other backends each stream has a thread, which fills a queue. In both cases the bytes are
-those of csrc/process_group/message_codec.h.
+Over smddp a sender never waits. Over other backends it waits for the oldest of 8 pending messages,
+which the receiving thread of the peer takes without the peer's computation. `Channel.take` returns
+the messages that have come. Over smddp, the thread that calls it waits for all streams at once.
+torch.distributed has no such wait, so over other backends each stream has a thread, which fills a
+queue. In both cases the bytes are those of csrc/process_group/message_codec.h.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["Arrival", "Channel", "Ended"]
 
 
 class Ended(NamedTuple):
-    """The end of a stream in this step.
+    """The end of a step on one stream.
 
     Attributes:
         error: why the stream is broken; None if END has come.
@@ -43,15 +44,15 @@ class Ended(NamedTuple):
 # What has come, and the rank of its sender in the pipeline.
 Arrival = tuple[int, Message | Ended]
 
-# How many bytes of a message `_Threads` receives before it knows the length.
+# How many bytes of a message `_ThreadStreams` receives before it knows the length.
 _ENVELOPE = 8192
 
 
 class Channel:
     """This rank's ends of all streams of its pipeline.
 
-    One thread at a time takes; any thread may send and interrupt. Once a stream has ended with an
-    error it stays broken, and later steps raise.
+    One thread at a time takes; any thread may send and interrupt. A stream that has failed stays
+    broken, and later steps raise.
 
     Attributes:
         peers: the other ranks of the pipeline.
@@ -59,7 +60,7 @@ class Channel:
         take: returns what has come; with True it waits until something has come, or somebody
             interrupts. The caller passes each `Ended` to `end`, after the messages before it.
         interrupt: ends the `take` that waits, or else the next one.
-        send: sends a message and returns at once. Its tensors must not change any more.
+        send: sends a message; see the top of this file. Its tensors must not change any more.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -77,9 +78,9 @@ class Channel:
         backend: Any = group._get_backend(torch.device("cpu"))
         self._streams: _Streams
         if isinstance(backend, _C.ProcessGroup):
-            self._streams = _Together(backend)
+            self._streams = _MailboxStreams(backend)
         else:
-            self._streams = _Threads(group, self.peers)
+            self._streams = _ThreadStreams(group, self.peers)
         self.take = self._streams.take
         self.interrupt = self._streams.interrupt
         self.send = self._streams.send
@@ -96,25 +97,25 @@ class Channel:
         return len(self._ended_peers) < len(self.peers)
 
     def end(self, peer: int, ended: Ended) -> None:
-        """Notes the end of a stream in this step."""
+        """Notes the end of the step on a stream."""
         if ended.error is not None:
             self.broken[peer] = ended.error
         self._ended_peers.add(peer)
         if not self.expects:
             self._all_ended.set()
 
-    def drain(self, patience: float) -> list[int]:
+    def drain(self, timeout: float) -> list[int]:
         """Waits until every peer has sent END and every send of this rank is complete.
 
         Another thread has to call `take` meanwhile.
 
         Args:
-            patience: seconds to wait for END.
+            timeout: seconds to wait for END.
 
         Returns:
-            The peers whose END has not come within `patience` seconds.
+            The peers whose END has not come within `timeout` seconds.
         """
-        if not self._all_ended.wait(patience):
+        if not self._all_ended.wait(timeout):
             return [peer for peer in self.peers if peer not in self._ended_peers]
         self._streams.flush()
         return []
@@ -138,11 +139,11 @@ class _Streams(Protocol):
 
 
 def _pickled_header(kind: int, header: Any) -> bytes:
-    """Returns a kind and its header as bytes; the codec in C++ calls them the head of a message."""
+    """Returns a kind and its header as bytes; for the codec in C++ they are the header."""
     return pickle.dumps((int(kind), header), pickle.HIGHEST_PROTOCOL)
 
 
-class _Together:
+class _MailboxStreams:
     """Over smddp: the thread that takes waits for all streams at once."""
 
     def __init__(self, backend: _C.ProcessGroup) -> None:
@@ -156,26 +157,26 @@ class _Together:
 
     def take(self, block: bool) -> list[Arrival]:
         arrived: list[Arrival] = []
-        for peer, head, tensors, error in self._mailbox.take(block):
+        for peer, pickled, tensors, error in self._mailbox.take(block):
             if error:
                 arrived.append((peer, Ended(RuntimeError(error))))
                 continue
-            kind, header = pickle.loads(head)
+            kind, header = pickle.loads(pickled)
             arrived.append((peer, Message(kind, header, tensors)))
             if kind == Kind.END:
                 arrived.append((peer, Ended(None)))
         return arrived
 
 
-class _Threads:
+class _ThreadStreams:
     """Over any other backend: one thread for each stream receives its messages.
 
     The threads end with the process. Between steps each waits for `open`.
     """
 
     # At most so many messages are pending: before one more, `send` waits for the oldest. Some
-    # backends report that a send is complete only to a thread that waits for it. As the peers
-    # receive all the time, that takes no longer than the network.
+    # backends report that a send is complete only to a thread that waits for it. The peers' threads
+    # receive all the time, so that takes no longer than the network.
     _PENDING = 8
 
     def __init__(self, group: dist.ProcessGroup, peers: list[int]) -> None:
@@ -220,10 +221,10 @@ class _Threads:
         if length > _ENVELOPE:
             front = torch.cat([front, torch.empty(length - _ENVELOPE, dtype=torch.uint8)])
             self._receive_into(peer, front[_ENVELOPE:])
-        head, tensors, alone = _C.decode_front(front)
+        pickled, tensors, alone = _C.decode_front(front)
         for part in alone:
             self._receive_into(peer, part)
-        kind, header = pickle.loads(head)
+        kind, header = pickle.loads(pickled)
         return Message(kind, header, tensors)
 
     def _receive_into(self, peer: int, data: torch.Tensor) -> None:

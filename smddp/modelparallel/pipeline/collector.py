@@ -18,6 +18,7 @@ from smddp.modelparallel.pipeline.protocol import (
     Edge,
     Graph,
     Segment,
+    TensorId,
 )
 
 __all__ = ["Collector", "Site"]
@@ -67,18 +68,22 @@ class Collector:
         self.lazies: list[weakref.ref[Lazy]] = []
         self._numbers: dict[int, int] = {}
         # Sites, where their tensors come from, numbers of their objects.
-        self._calls: list[tuple[Site, tuple[tuple[int, int], ...], tuple[int, ...]]] = []
+        self._calls: list[tuple[Site, tuple[TensorId, ...], tuple[int, ...]]] = []
         self._owners: list[int] = []
 
     def fetch(self) -> object:
         """Sends the graph, waits for its values, and sets those of the lazy tensors."""
         raise NotImplementedError
 
+    def result_of_last(self) -> tuple[Structure, Any]:
+        """Fetches; returns structure and value of the last call, whose structure was unknown."""
+        raise NotImplementedError
+
     def owner_of(self, lazy: Lazy) -> int | None:
         """Returns the rank that computes a lazy tensor; None if it is not of this graph."""
-        if lazy.fetch is None or lazy.graph is not self:
+        if lazy.fetch is None or lazy.collector is not self:
             return None
-        owner: int = self._owners[lazy.place[0]]
+        owner: int = self._owners[lazy.tensor_id[0]]
         return owner
 
     def add(
@@ -103,12 +108,12 @@ class Collector:
             is not known.
         """
         number = len(self._calls)
-        places = tuple([self._place(tensor) for tensor in tensors])
+        ids = tuple([self._id_of(tensor) for tensor in tensors])
         numbers: tuple[int, ...] = ()
         if objects:
             numbers = tuple(range(len(self.objects), len(self.objects) + len(objects)))
             self.objects.extend(objects)
-        self._calls.append((site, places, numbers))
+        self._calls.append((site, ids, numbers))
         self._owners.append(owner)
         self.seeds.append(seed)
         if site.build is None:
@@ -117,43 +122,43 @@ class Collector:
         self.lazies.extend([weakref.ref(lazy) for lazy in stand_ins])
         return site.build(stand_ins, ())
 
-    def _place(self, tensor: torch.Tensor) -> tuple[int, int]:
+    def _id_of(self, tensor: torch.Tensor) -> TensorId:
         if type(tensor) is Lazy and tensor.fetch is not None:
-            assert tensor.graph is self, "a frame has one open graph at a time"
-            return tensor.place
+            assert tensor.collector is self, "a frame has one open graph at a time"
+            return tensor.tensor_id
         number = self._numbers.setdefault(id(tensor), len(self.inputs))
         if number == len(self.inputs):
             # Held as long as the graph is open, so that no other tensor can get its id.
             self.inputs.append(tensor)
         return (-1, number)
 
-    def close(self) -> list[Lazy]:
+    def lazies_in_use(self) -> list[Lazy]:
         """Returns the lazy tensors that are still in use; only their values have to come back."""
         return [lazy for ref in self.lazies if (lazy := ref()) is not None]
 
     def signature(self, alive: list[Lazy]) -> Hashable:
         """Returns a key: graphs with equal signatures are equal."""
-        places = tuple([lazy.place for lazy in alive])
-        return self.ambient, tuple(self._owners), tuple(self._calls), places
+        wanted = tuple([lazy.tensor_id for lazy in alive])
+        return self.ambient, tuple(self._owners), tuple(self._calls), wanted
 
     def graph(self, alive: list[Lazy]) -> Graph:
         """Returns the graph in which the values of some lazy tensors come back to the caller."""
         calls = [
-            Call(site.module, site.method, site.structure, places, numbers, site.returns)
-            for site, places, numbers in self._calls
+            Call(site.module, site.method, site.structure, ids, numbers, site.returns)
+            for site, ids, numbers in self._calls
         ]
         segments, of_call = self._segments()
-        wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        wanted: dict[tuple[int, int], list[TensorId]] = {}  # by the ends of the edge
         for number, call in enumerate(calls):
             target = of_call[number]
-            for place in call.tensors:
-                source = SOURCE if place[0] == -1 else of_call[place[0]]
+            for value in call.tensors:
+                source = SOURCE if value[0] == -1 else of_call[value[0]]
                 if source != target:
                     values = wanted.setdefault((source, target), [])
-                    if place not in values:
-                        values.append(place)
+                    if value not in values:
+                        values.append(value)
         for lazy in alive:
-            wanted.setdefault((of_call[lazy.place[0]], SINK), []).append(lazy.place)
+            wanted.setdefault((of_call[lazy.tensor_id[0]], SINK), []).append(lazy.tensor_id)
         for number, segment in enumerate(segments):
             _connect(wanted, number, segment, calls)
         edges = tuple(Edge(*ends, tuple(wanted[ends])) for ends in sorted(wanted))
@@ -171,7 +176,7 @@ class Collector:
 
 
 def _connect(
-    wanted: dict[tuple[int, int], list[tuple[int, int]]],
+    wanted: dict[tuple[int, int], list[TensorId]],
     number: int,
     segment: Segment,
     calls: list[Call],

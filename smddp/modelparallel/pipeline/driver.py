@@ -51,8 +51,9 @@ class Body:
 class Driver:
     """Runs one step; see `StepDriver`.
 
-    At most `schedule.active` microbatches run at a time, each in a task of its own. In the simple
-    pipeline a microbatch that reaches its backward pass waits until all that run have reached it.
+    A microbatch is *active* from its beginning to its end, and has a task of its own. At most
+    `schedule.active` of them are active at a time. In the simple pipeline a microbatch that reaches
+    its backward pass waits until all active microbatches have reached it.
 
     Attributes:
         backward: has a microbatch of this step called `model.backward`?
@@ -77,10 +78,10 @@ class Driver:
         self._args, self._kwargs = args, kwargs
         self._lock = threading.Lock()
         self._started = self._ended = 0
-        self._forward = 0  # microbatches under way that have not reached their backward pass
+        self._in_forward = 0  # active microbatches that have not reached their backward pass
         # Of microbatches in the simple pipeline that wait before their backward pass.
         self._parked: list[Ticket] = []
-        self._passed: set[int] = set()  # microbatches that have reached their backward pass
+        self._reached_backward: set[int] = set()  # microbatches
         self._results: list[Any] = [None] * schedule.microbatches
         self.backward = False
         self.random_state: RandomState | None = None
@@ -102,10 +103,10 @@ class Driver:
             body.axes,
         )
         self._compare_lengths()
-        # One number of the script's stream per step; the rest comes from seeds.
+        # Draws one number from the script's random generator per step; the rest comes from seeds.
         self._seed = draw_seed()
         self.random_state = RandomState()
-        self._surroundings, self._context = ambient(), contextvars.copy_context()
+        self._ambient, self._context = ambient(), contextvars.copy_context()
         self._start_more()
         self._executor.wait_for_finish()
         tensors: list[torch.Tensor] = []
@@ -119,7 +120,7 @@ class Driver:
         """Runs the script's function for a microbatch, and keeps what it returns."""
         args, kwargs = self._parts[number]
         seed_all(mix(self._seed, number))
-        with self._surroundings.entered():
+        with self._ambient.entered():
             try:
                 result = self._context.copy().run(self._body.function, *args, **kwargs)
             except Exception as error:
@@ -160,15 +161,14 @@ class Driver:
             Aborted: the step has failed meanwhile.
         """
         self.backward = True
-        if frame.microbatch in self._passed:
+        if frame.microbatch in self._reached_backward:
             return
-        self._passed.add(frame.microbatch)
+        self._reached_backward.add(frame.microbatch)
         ticket = Ticket()
         with self._lock:
-            self._forward -= 1
+            self._in_forward -= 1
             if self._schedule.simple:
                 self._parked.append(ticket)
-        self._start_more()
         if not self._schedule.simple:
             return
         self._release()
@@ -185,17 +185,24 @@ class Driver:
             ):
                 numbers.append(self._started)
                 self._started += 1
-                self._forward += 1
+                self._in_forward += 1
         for number in numbers:
-            frame = Frame(number, True, (), "", 0, self._surroundings.grad)
+            frame = Frame(
+                microbatch=number,
+                forward=True,
+                path=(),
+                name="",
+                depth=0,
+                grad=self._ambient.grad,
+            )
             task = Task(Priority(True, number), functools.partial(self._microbatch, frame))
-            task.local = frame
+            task.frame = frame
             self._executor.baton.submit(task)
 
     def _release(self) -> None:
-        """Lets the parked microbatches go on once all that run have reached their backward pass."""
+        """Lets parked microbatches go on once all active ones have reached their backward pass."""
         with self._lock:
-            if self._schedule.simple and self._forward > 0:
+            if self._schedule.simple and self._in_forward > 0:
                 return
             parked, self._parked = self._parked, []
         for ticket in parked:
@@ -211,12 +218,15 @@ class Driver:
         finally:
             timeline.leave()
         self._executor.caller.abandon(frame.sent)
-        had_backward = number in self._passed
-        idle = torch.is_grad_enabled() and not had_backward
-        self._executor.microbatch_done(number, idle or not self._body.trains)
+        reached_backward = number in self._reached_backward
+        skipped_backward = torch.is_grad_enabled() and not reached_backward
+        # In a training step the backward pass itself ends the microbatch on other ranks. DONE is
+        # needed if this microbatch made no backward pass, or as long as we do not know that this
+        # function trains.
+        self._executor.microbatch_done(number, skipped_backward or not self._body.trains)
         with self._lock:
-            if not had_backward:
-                self._forward -= 1
+            if not reached_backward:
+                self._in_forward -= 1
             self._ended += 1
             last = self._ended == self._schedule.microbatches
         if last:

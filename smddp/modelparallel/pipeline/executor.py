@@ -37,7 +37,7 @@ __all__ = ["Executor"]
 
 # Seconds that a rank waits for the others' END once it has sent its own. They answer at once,
 # unless they hang.
-_PATIENCE = 120.0
+_END_TIMEOUT = 120.0
 
 
 class Executor:
@@ -80,12 +80,12 @@ class Executor:
         self._model: StepModel | None = None
         self._driver: StepDriver | None = None
         # What to do with messages that begin or end work.
-        self._work: dict[int, Callable[[Message], None]] = {
-            Kind.GRAPH: lambda message: self.server.take_graph(*message.header),
-            Kind.FORWARD: self.server.take_forward,
-            Kind.BACKWARD: self.server.take_backward,
-            Kind.DROP: lambda message: self.server.take_drop(*message.header),
-            Kind.DONE: self._take_done,
+        self._handlers: dict[int, Callable[[Message], None]] = {
+            Kind.GRAPH: lambda message: self.server.on_graph(*message.header),
+            Kind.FORWARD: self.server.on_forward,
+            Kind.BACKWARD: self.server.on_backward,
+            Kind.DROP: lambda message: self.server.on_drop(*message.header),
+            Kind.DONE: self._on_done,
         }
         self.partitioned = size == 1
         self._mutex = threading.RLock()
@@ -164,17 +164,18 @@ class Executor:
         self._reset()
         self._name = name
         self._model, self._driver = model, driver
-        self.server.limit = schedule.limit
+        self.server.under_way_limit = schedule.under_way_limit
         self._steps += 1
         self.timeline.begin()
-        # Not at the end of the last step: failures of other ranks may still have come then.
+        # We clear the abort here, because after the last step's end more failures could still
+        # arrive.
         self.baton.begin()
         if self.channel is not None:
             self.channel.open()
         try:
             if driver is not None:
                 names = None if self.partitioned else self.modules.names
-                begin = StepBegin(model.steps, name, model.changed_modes(), names)
+                begin = StepBegin(model.steps, name, model.changed_training_flags(), names)
                 for peer in self.peers:
                     self.send(peer, Kind.BEGIN, begin)
                 self._begin_step()
@@ -182,7 +183,7 @@ class Executor:
                 self._send_end(*self._result)
             else:
                 self.baton.wake()
-                self._watch.wait(self._over, self.modules, self._name, self._steps)
+                self.wait_for_finish()
         except Aborted:
             pass  # `_raise_failure` raises the failure below
         except Exception as error:
@@ -193,14 +194,16 @@ class Executor:
         finally:
             self.baton.wake()
             self.baton.settle()
-            silent = self.channel.drain(_PATIENCE) if self.channel is not None else []
+            silent = self.channel.drain(_END_TIMEOUT) if self.channel is not None else []
             # A peer may have given up a graph after this rank has sent END.
             self.baton.settle()
             self._keep_partition()
             self._end_step()
             self._model = self._driver = None
         if silent and not self._failures:
-            raise SMPPeerError(f"{self._who(silent[0])} did not end its step within {_PATIENCE} s")
+            raise SMPPeerError(
+                f"{self._who(silent[0])} did not end its step within {_END_TIMEOUT} s"
+            )
         self._raise_failure()
         result, self._result = self._result, None
         assert result is not None
@@ -209,7 +212,7 @@ class Executor:
     def _keep_partition(self) -> None:
         """Applies a decision that came before a failure: rank 0 has applied it already."""
         try:
-            self._take_partition()
+            self._apply_partition()
         except Exception as error:
             self.fail(-1, error)
 
@@ -263,25 +266,29 @@ class Executor:
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> None:
+    def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> bool:
         """Sends a message to a rank of the pipeline, which may be this one.
-
-        It does nothing once this rank has sent END.
 
         Args:
             peer: rank of the pipeline.
             kind: of the message.
             header: anything that pickles and holds no tensors.
             tensors: see `Message`.
+
+        Returns:
+            Whether it was sent: not if this rank has sent END in this step.
         """
         if peer == self.rank:
-            if not self._end_sent:
-                detached = [t if t is None else _leaf(t) for t in tensors]
-                self._deliver(peer, Message(kind, header, detached))
-            return
+            if self._end_sent:
+                return False
+            detached = [t if t is None else _leaf(t) for t in tensors]
+            self._handle(peer, Message(kind, header, detached))
+            return True
         with self._send_lock:
-            if not self._end_sent:
-                self.channel.send(peer, kind, header, tensors)  # type: ignore[union-attr]
+            if self._end_sent:
+                return False
+            self.channel.send(peer, kind, header, tensors)  # type: ignore[union-attr]
+            return True
 
     @property
     def expects(self) -> bool:
@@ -298,7 +305,7 @@ class Executor:
         assert self.channel is not None
         for peer, item in arrived:
             if type(item) is Message:
-                self._deliver(peer, item)
+                self._handle(peer, item)
                 continue
             assert isinstance(item, Ended)
             if item.error is not None:
@@ -310,51 +317,50 @@ class Executor:
         assert self.channel is not None
         self.channel.interrupt()
 
-    def _deliver(self, peer: int, message: Message) -> None:
+    def _handle(self, peer: int, message: Message) -> None:
         """Acts upon a message; an error in that ends the step."""
         try:
-            self._take_in(peer, message)
+            with self._mutex:
+                handler = self._handlers.get(message.kind)
+                # A graph stays known after the step, even if that fails before it has begun here.
+                ready = message.kind == Kind.GRAPH or (self._begun and self.partitioned)
+                if handler is not None and ready:
+                    handler(message)
+                elif message.kind == Kind.END:
+                    self._on_end(peer, message)
+                elif message.kind == Kind.BEGIN:
+                    self._on_begin(message.header)
+                elif message.kind == Kind.PARTITION:
+                    self._decision = message.header
+                    # In a task, because hooks of the user and collectives run in it.
+                    self.baton.submit(Task(Priority(False, -1), self._apply_partition))
+                else:
+                    # There is no order between streams: this message has come before rank 0's.
+                    self._held.append((peer, message))
         except Exception as error:
             self.fail(-1, error)
 
-    def _take_in(self, peer: int, message: Message) -> None:
-        with self._mutex:
-            work = self._work.get(message.kind)
-            if work is not None and self._begun and self.partitioned:
-                work(message)
-            elif message.kind == Kind.END:
-                self._take_end(peer, message)
-            elif message.kind == Kind.BEGIN:
-                self._take_begin(message.header)
-            elif message.kind == Kind.PARTITION:
-                self._decision = message.header
-                # In a task, because hooks of the user and collectives run in it.
-                self.baton.submit(Task(Priority(False, -1), self._take_partition))
-            else:
-                # There is no order between streams: this message has come before rank 0's.
-                self._held.append((peer, message))
-
-    def _take_done(self, message: Message) -> None:
-        self.server.drop(message.header)
+    def _on_done(self, message: Message) -> None:
+        self.server.end_microbatch(message.header)
         assert self._model is not None
         self._model.end_microbatch(message.header)
 
     def _release_held(self) -> None:
         held, self._held = self._held, []
         for peer, message in held:
-            self._deliver(peer, message)
+            self._handle(peer, message)
 
-    def _take_begin(self, begin: StepBegin) -> None:
+    def _on_begin(self, begin: StepBegin) -> None:
         if begin.name != self._name:
             raise SMPUsageError(
                 f"rank 0 of the pipeline is in the step {begin.name}, rank {self.rank} in "
                 f"{self._name}: all ranks have to call the same steps in the same order"
             )
         assert self._model is not None
-        self._model.follow(begin)
+        self._model.accept_begin(begin)
         self._begin_step()
 
-    def _take_partition(self) -> None:
+    def _apply_partition(self) -> None:
         decision, self._decision = self._decision, None
         if decision is not None:
             assert self._model is not None
@@ -385,12 +391,12 @@ class Executor:
             self._stop()
 
     def _task_failed(self, task: Task, error: BaseException) -> None:
-        frame: Frame | None = task.local
+        frame: Frame | None = task.frame
         if frame is not None and isinstance(error, Exception):
-            self._confirm(frame)
+            self._fetch_lazy_values(frame)
         self.fail(frame.microbatch if frame is not None else -1, error)
 
-    def _confirm(self, frame: Frame) -> None:
+    def _fetch_lazy_values(self, frame: Frame) -> None:
         """Fetches the values of a failed task's lazy tensors.
 
         The task has relied on their structure, and that may be the cause of its failure. If the
@@ -410,7 +416,7 @@ class Executor:
             self._send_end(self._failures[-1], [])
             self._stop()
 
-    def _take_end(self, peer: int, message: Message) -> None:
+    def _on_end(self, peer: int, message: Message) -> None:
         if isinstance(message.header, Failure):
             self._failures.append(message.header)
             self._send_end(None, [])

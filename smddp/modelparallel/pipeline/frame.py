@@ -8,20 +8,21 @@ __all__ = ["Frame"]
 
 
 class Frame:
-    """Where a task stands in the program: its microbatch, its place, and its open call graph.
+    """Where a task stands in the program: its microbatch, its path, and its open call graph.
 
     Attributes:
         microbatch: its number.
         forward: true while it does forward work, false while it does backward work.
-        path: where its call stands in the program: for each caller on the way from the body, the
-            numbers of the call graph and of the segment. It does not depend on timing.
+        path: where its call stands in the program: for each caller on the way from the body, how
+            many graphs the caller had sent before this one, and the number of the segment. It does
+            not depend on timing.
         order: among tasks of one microbatch, the one with the smaller tuple runs first.
         name: of the module that runs, for timelines; empty for the body.
-        depth: 0 for the body. For a segment, its caller's depth plus its place, counted from 1, in
-            the longest chain of segments of its graph that leads to it. Backward tasks have 0.
+        depth: 0 for the body. For a segment, its caller's depth plus its position, counted from 1,
+            in the longest chain of segments of its graph that leads to it. Backward tasks have 0.
         grad: were gradients enabled when it began?
         open: the call graph that has not been sent yet; None if there is none.
-        sent: numbers of the call graphs that it has sent.
+        sent: numbers of the call graphs that it has sent; see `Origin.number`.
     """
 
     __slots__ = ("depth", "forward", "grad", "microbatch", "name", "open", "order", "path", "sent")

@@ -26,8 +26,8 @@ class Host(Protocol):
     baton: Baton
     timeline: Timeline
 
-    def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> None:
-        """Sends a message to a rank of the pipeline, which may be this one; see `Message`."""
+    def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> bool:
+        """Sends a message to a rank of the pipeline, which may be this one; see `Executor.send`."""
 
     def wait(self, ticket: Ticket, frame: Frame, forward: bool) -> None:
         """Lets other tasks run until a ticket is done; see `Executor.wait`."""

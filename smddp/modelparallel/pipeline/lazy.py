@@ -1,9 +1,9 @@
 """Values that another rank has not computed yet.
 
-A call of a module on another rank returns at once, with `Lazy` tensors. If the code only passes
-them to further remote modules, the values never come here: they go from owner to owner. As soon as
-the code uses a lazy tensor in any other way (any function, method or attribute of a tensor), smp
-fetches the value, and the code goes on with that.
+A call of a module on another rank returns at once, with `Lazy` tensors. If the code passes them on
+and then drops them, the values never come here: they go from owner to owner. As soon as the code
+uses a lazy tensor in any other way (any function, method or attribute of a tensor), smp fetches the
+value, and the code goes on with that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-__all__ = ["Lazy", "force", "install"]
+__all__ = ["Lazy", "force", "patch_function_apply"]
 
 # Where a lazy tensor may be inside the arguments of a function of torch.
 _CONTAINERS = (list, tuple, dict)
@@ -31,41 +31,43 @@ def _misused(_: torch.Tensor) -> None:
     )
 
 
-# The value that `register_hook` would give to each lazy tensor.
+# What `register_hook(_misused)` would store in each lazy tensor.
 _HOOKS: Any = collections.OrderedDict({0: _misused})
 
 
 class Lazy(torch.Tensor):
-    """Stands for tensor number `place[1]` of call number `place[0]` of an open call graph.
+    """Stands for a tensor that a call of an open call graph returns.
 
     Attributes:
-        place: (number of the call, number of the tensor in its result).
-        graph: the call graph, a `Collector`.
+        tensor_id: which tensor of the call graph; see `TensorId`.
+        collector: the call graph, a `Collector`.
         fetch: gets the value from its owner, and sets `value`; None once that is done.
         value: the tensor, once it is fetched.
     """
 
     fetch: Callable[[], object] | None
-    place: tuple[int, int]
-    graph: Any
+    tensor_id: tuple[int, int]
+    collector: Any
     value: torch.Tensor
 
     @staticmethod
-    def __new__(cls, graph: Any, place: tuple[int, int], fetch: Callable[[], object]) -> Lazy:
+    def __new__(
+        cls, collector: Any, tensor_id: tuple[int, int], fetch: Callable[[], object]
+    ) -> Lazy:
         """Returns a tensor without memory that stands for a value."""
         with _WITHOUT():
             self = torch.Tensor._make_wrapper_subclass(cls, (0,), requires_grad=True)
             # If autograd ever reaches it, smp has not seen its use. The hook raises then, because
             # the gradient would be lost.
             self._backward_hooks = _HOOKS
-            self.graph, self.place, self.fetch = graph, place, fetch
+            self.collector, self.tensor_id, self.fetch = collector, tensor_id, fetch
         return self
 
     def __init__(self, *_: Any) -> None:
         pass
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Lazy{self.place}"
+        return f"Lazy{self.tensor_id}"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,6 +108,6 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _original_apply.__get__(None, cls)(*args, **kwargs)
 
 
-def install() -> None:
+def patch_function_apply() -> None:
     """Makes `torch.autograd.Function.apply` fetch lazy tensors, too."""
     torch.autograd.Function.apply = classmethod(_apply)

@@ -1,8 +1,8 @@
 """Sends every call of a module to the rank that owns the module.
 
 `nn.Module._call_impl` is replaced once, for all modules of the process. If a task of a step calls a
-module of the partitioned model, the call is handled here; all other calls go on as usual. Nothing
-is stored in the modules, so copies of them (for averaging weights, say) are ordinary modules.
+module of the partitioned model, the call is handled here; all other calls go on as usual. Only
+modules that live elsewhere get a `forward` of their own; copies share it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from smddp.modelparallel.common.structure import Structure, flatten, map_tensors
 from smddp.modelparallel.pipeline.calls import Caller
 from smddp.modelparallel.pipeline.collector import Site, predictable
 from smddp.modelparallel.pipeline.host import Host
-from smddp.modelparallel.pipeline.lazy import Lazy, force, install
-from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, stream
+from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
+from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 
 __all__ = ["Modules", "difference"]
 
@@ -97,7 +97,7 @@ class Modules:
         # How often the structure of a call's result has changed.
         self._changes: collections.Counter[Any] = collections.Counter()
 
-    def place(self, owners: Sequence[int | None]) -> None:
+    def set_owners(self, owners: Sequence[int | None]) -> None:
         """Sets the owners; from now on `module.forward(...)` of a remote module is a call, too."""
         self.owners = list(owners)
         for number, owner in enumerate(self.owners):
@@ -119,7 +119,7 @@ class Modules:
         """Begins to handle the calls of these modules."""
         _installed.append(weakref.ref(self))
         nn.Module._call_impl = _call  # type: ignore[method-assign,assignment]
-        install()
+        patch_function_apply()
 
     def number_of(self, module: nn.Module) -> int | None:
         """Returns the number of a module; None if it is not of the model."""
@@ -141,7 +141,7 @@ class Modules:
             SMPUsageError: it lives elsewhere, and the call is not in a step.
         """
         task = self._baton.task
-        frame = task.local if task is not None else None
+        frame = task.frame if task is not None else None
         owner = self.owners[number]
         if frame is None:
             if owner is not None and owner != self._rank:
@@ -151,12 +151,12 @@ class Modules:
                 )
             return self._original(number, method, args, kwargs)
         if owner is None:
-            owner = self._follow(frame, args, kwargs)
+            owner = self._owner_by_input(frame, args, kwargs)
         if owner == self._rank:
             args, kwargs = _forced(args), _forced(kwargs)
             if not self._draws[number]:
                 return self._original(number, method, args, kwargs)
-            with stream(draw_seed()):
+            with seeded(draw_seed()):
                 return self._original(number, method, args, kwargs)
         return self._remote(frame, owner, number, method, args, kwargs)
 
@@ -168,7 +168,7 @@ class Modules:
             seed_all(seed)
         return self._original(number, method, args, kwargs)
 
-    def _follow(self, frame: Any, args: Any, kwargs: Any) -> int:
+    def _owner_by_input(self, frame: Any, args: Any, kwargs: Any) -> int:
         """Returns the rank that runs a module without an owner: the one that has its input."""
         if frame.open is not None:
             for value in (*args, *kwargs.values()):
@@ -186,7 +186,7 @@ class Modules:
         objects: list[Any] = []
         structure = _flatten_arguments(args, kwargs, tensors, objects)
         for position, tensor in enumerate(tensors):
-            if type(tensor) is Lazy and (tensor.fetch is None or tensor.graph is not collector):
+            if type(tensor) is Lazy and (tensor.fetch is None or tensor.collector is not collector):
                 tensors[position] = force(tensor)
         seed = draw_seed() if self._draws[number] else None
         grad = collector.ambient.grad
@@ -199,7 +199,7 @@ class Modules:
             return collector.add(owner, site, tensors, objects, seed)
         site = self._unknown.setdefault(key, Site(number, method, structure, None))
         collector.add(owner, site, tensors, objects, seed)
-        found, value = collector.result_of_last()  # type: ignore[attr-defined]
+        found, value = collector.result_of_last()
         known = self.forwarding and predictable(found) and self._learned.get(key, found) == found
         self._learned[key] = found if known else None
         return value

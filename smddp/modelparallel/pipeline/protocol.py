@@ -1,10 +1,10 @@
 """What the ranks of a pipeline send each other in a step: kinds of messages, and call graphs.
 
 A *call graph* is a group of calls of modules on other ranks that a frame has made and whose values
-it has not needed yet. Consecutive calls of one owner form a *segment*. Values flow along the edges
-of the graph: from the caller (`SOURCE`) to segments, between segments directly, and from segments
-back to the caller (`SINK`). Gradients flow along the same edges backwards. So the work itself needs
-only two kinds of messages: FORWARD and BACKWARD values of one edge.
+it has not needed yet. Consecutive calls to modules of one owner form a *segment*. Values flow along
+the edges of the graph: from the caller (`SOURCE`) to segments, between segments directly, and from
+segments back to the caller (`SINK`). Gradients flow along the same edges backwards. So the work
+itself needs only two kinds of messages: FORWARD and BACKWARD values of one edge.
 """
 
 from __future__ import annotations
@@ -29,27 +29,32 @@ __all__ = [
     "Graph",
     "Kind",
     "Message",
+    "Origin",
     "Segment",
+    "TensorId",
     "ambient",
 ]
 
 SOURCE, SINK = -1, -2
 
+# Names a tensor in a call graph: (number of the call, number of the tensor in its result). For the
+# caller's tensors: (-1, number of the tensor among the caller's inputs).
+TensorId = tuple[int, int]
+
 
 class Kind(enum.IntEnum):
-    """Kinds of messages. Ranks are numbers in the pipeline; members of a graph are its owners.
+    """Kinds of messages. Ranks are numbers in the pipeline.
 
     The headers, which hold no tensors:
         BEGIN: a `StepBegin`.
         PARTITION: a `Decision`.
         GRAPH: (caller, number by which members know the graph, `Graph`).
-        FORWARD: (head, seeds of the calls, source, target, extra). `head` describes the caller:
-            (caller, number of the graph in this step, number by which members know it, microbatch,
-            depth, path). `extra` holds the caller's objects by number, on an edge from SOURCE; or,
-            on an edge to SINK, the results whose structure was not known; None if there is nothing.
-        BACKWARD: (caller, number of the graph in this step, source, target).
+        FORWARD: (the fields of the `Origin`, seeds of the calls, source, target, extra). `extra`
+            holds the caller's objects by number, on an edge from SOURCE; or, on an edge to SINK,
+            the results whose structure was not known; None if there is nothing.
+        BACKWARD: (caller, number of the graph in this step, end that sends, end that receives).
         DONE: the number of the microbatch.
-        DROP: the head without depth and path.
+        DROP: the fields of the `Origin` but depth and path.
         END: a `Failure`; from rank 0 after a success, `StepResult.header`; else None.
     """
 
@@ -76,6 +81,29 @@ class Message(NamedTuple):
     kind: int
     header: Any
     tensors: list[torch.Tensor | None]
+
+
+class Origin(NamedTuple):
+    """Says which call graph a message is about, and where in the program its caller stands.
+
+    It is sent as a plain tuple, which is shorter.
+
+    Attributes:
+        caller: rank of the pipeline that has sent the graph.
+        number: of the graph among those that the caller has sent in this step.
+        graph_id: the number by which the members know the graph.
+        microbatch: for which it was sent.
+        depth: of the caller's frame.
+        path: of the graph: that of the caller's frame, and how many graphs the frame had sent
+            before this one; see `Frame.path`.
+    """
+
+    caller: int
+    number: int
+    graph_id: int
+    microbatch: int
+    depth: int
+    path: tuple[int, ...]
 
 
 class Ambient(NamedTuple):
@@ -134,14 +162,12 @@ class Edge(NamedTuple):
     Attributes:
         source: number of a segment, or SOURCE.
         target: number of a segment, or SINK.
-        values: the place of each value, in the order of the message: (number of the call, number of
-            the tensor in its result); from SOURCE, (-1, number of the tensor among the caller's
-            inputs).
+        values: in the order of the message.
     """
 
     source: int
     target: int
-    values: tuple[tuple[int, int], ...]
+    values: tuple[TensorId, ...]
 
 
 class Call(NamedTuple):
@@ -151,7 +177,7 @@ class Call(NamedTuple):
         module: its number; see `Modules`.
         method: "forward", when that was called by name; "" when the module itself was.
         structure: of (args, kwargs); see structure.py.
-        tensors: the place of each tensor of the structure; see `Edge.values`.
+        tensors: of the structure, in its order.
         objects: the numbers of the structure's objects among those of the caller.
         returns: the structure of the result that the caller expects; None if it waits for the
             result.
@@ -160,13 +186,13 @@ class Call(NamedTuple):
     module: int
     method: str
     structure: Any
-    tensors: tuple[tuple[int, int], ...]
+    tensors: tuple[TensorId, ...]
     objects: tuple[int, ...]
     returns: Any
 
 
 class Segment(NamedTuple):
-    """Consecutive calls of one owner.
+    """Consecutive calls to modules of one owner.
 
     Attributes:
         owner: rank of the pipeline.
@@ -181,7 +207,7 @@ class Segment(NamedTuple):
 class Graph:
     """The calls, segments and edges of a call graph; the same for many microbatches and steps.
 
-    It is sent to its members once. Then messages name it by a number.
+    It is sent to its members once for each model. Then messages name it by a number.
 
     Attributes:
         ambient: the state in which all its calls run.
@@ -211,9 +237,9 @@ class Graph:
         return {(edge.source, edge.target): edge for edge in self.edges}
 
     @functools.cached_property
-    def results(self) -> tuple[tuple[int, int], ...]:
-        """Places (call, tensor) of what comes back to the caller from calls of known structure."""
-        return tuple(sorted(place for edge in self.into[SINK] for place in edge.values))
+    def results(self) -> tuple[TensorId, ...]:
+        """What comes back to the caller from calls of known structure."""
+        return tuple(sorted(value for edge in self.into[SINK] for value in edge.values))
 
     @functools.cached_property
     def builders(self) -> list[Callable[..., Any]]:
@@ -239,6 +265,6 @@ class Graph:
             found[end(edge)].append(edge)
         return found
 
-    def owners(self) -> list[int]:
-        """Returns the ranks that take part, ascending."""
+    def members(self) -> list[int]:
+        """Returns the ranks that own a segment, ascending."""
         return sorted({segment.owner for segment in self.segments})

@@ -16,7 +16,7 @@ from torch import nn
 
 from smddp import _C
 
-__all__ = ["RandomState", "draw_seed", "may_draw", "mix", "seed_all", "stream"]
+__all__ = ["RandomState", "draw_seed", "may_draw", "mix", "seed_all", "seeded"]
 
 _RANDOM_CLASSES = (
     nn.modules.dropout._DropoutNd,
@@ -75,15 +75,8 @@ def seed_all(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def stream(seed: int | None) -> Iterator[None]:
-    """Seeds the generators for the code inside, and restores them afterwards.
-
-    Args:
-        seed: None leaves the generators as they are.
-    """
-    if seed is None:
-        yield
-        return
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds the generators for the code inside, and restores them afterwards."""
     before = RandomState()
     seed_all(seed)
     try:

@@ -28,13 +28,13 @@ from smddp.modelparallel.pipeline.protocol import (
     Graph,
     Kind,
     Message,
+    Origin,
+    TensorId,
     ambient,
 )
 
 __all__ = ["Server"]
 
-# Which tensor of a call graph: see `Edge.values`.
-Place = tuple[int, int]
 # Of a segment run: the caller's rank, the numbers of the graph in this step and of the segment.
 _Key = tuple[int, int, int]
 
@@ -42,20 +42,20 @@ _Key = tuple[int, int, int]
 class _SegmentRun:
     """What the owner of a segment keeps for one microbatch, until its backward pass.
 
-    A `Segment` says which calls belong together, for many microbatches and steps. This is
-    one run of them.
+    A `Segment` says which calls belong together, for many microbatches and steps. This is one
+    execution of it.
 
     Attributes:
         key: see `_Key`.
         number: of the segment.
-        head: what the messages say of the caller; see `Kind`.
+        origin: what the messages say of the caller and the graph.
         seeds: of the graph's calls; None for those that draw no random numbers.
         graph: the call graph of the segment.
         into, out_of: the edges into the segment and out of it.
         objects: the caller's values that are not tensors, by number.
         arrived, gradients: values and gradients that have arrived, by the edge's other end.
-        saved: inputs and outputs of the segment's autograd graph, each by place, as long as a
-            backward pass may come; else None.
+        saved: inputs and outputs of the segment's autograd graph, while a backward pass may come.
+        counted: does it count for what is under way? From its beginning to its backward pass.
         returned: for each call whose result had no known structure: its structure, its objects,
             and how many tensors it has.
         sent: the numbers of the call graphs that it has sent itself.
@@ -63,13 +63,14 @@ class _SegmentRun:
 
     __slots__ = (
         "arrived",
+        "counted",
         "gradients",
         "graph",
-        "head",
         "into",
         "key",
         "number",
         "objects",
+        "origin",
         "out_of",
         "returned",
         "saved",
@@ -77,10 +78,10 @@ class _SegmentRun:
         "sent",
     )
 
-    def __init__(self, key: _Key, head: tuple[Any, ...], seeds: list[Any], graph: Graph) -> None:
+    def __init__(self, key: _Key, origin: Origin, seeds: list[Any], graph: Graph) -> None:
         self.key = key
         self.number = key[2]
-        self.head = head
+        self.origin = origin
         self.seeds = seeds
         self.graph = graph
         self.into = graph.into[self.number]
@@ -88,28 +89,17 @@ class _SegmentRun:
         self.objects: dict[int, Any] = {}
         self.arrived: dict[int, list[torch.Tensor]] = {}
         self.gradients: dict[int, list[torch.Tensor | None]] = {}
-        self.saved: tuple[dict[Place, torch.Tensor], dict[Place, torch.Tensor]] | None = None
+        self.saved: tuple[dict[TensorId, torch.Tensor], dict[TensorId, torch.Tensor]] | None = None
+        self.counted = False
         self.returned: dict[int, tuple[Any, list[Any], int]] = {}
         self.sent: list[int] = []
 
-    @property
-    def caller(self) -> int:
-        """The caller's rank in the pipeline."""
-        rank: int = self.head[0]
-        return rank
-
-    @property
-    def microbatch(self) -> int:
-        """The number of the microbatch."""
-        number: int = self.head[3]
-        return number
-
     def owner(self, end: int) -> int:
         """Returns the rank at the other end of an edge."""
-        return self.caller if end < 0 else self.graph.segments[end].owner
+        return self.origin.caller if end < 0 else self.graph.segments[end].owner
 
-    def places(self, edge: Edge) -> Sequence[Place]:
-        """Returns the places of an edge out of it, with those of results of unknown structure."""
+    def values(self, edge: Edge) -> Sequence[TensorId]:
+        """Returns the values of an edge out of it, with those of results of unknown structure."""
         if edge.target != SINK or not self.returned:
             return edge.values
         more = [(call, i) for call, (*_, count) in self.returned.items() for i in range(count)]
@@ -120,7 +110,7 @@ class Server:
     """The segments that this rank owns, in the call graphs of any rank.
 
     Attributes:
-        limit: see `Schedule.limit`.
+        under_way_limit: see `Schedule.under_way_limit`.
     """
 
     def __init__(self, host: Host, caller: Caller) -> None:
@@ -133,7 +123,7 @@ class Server:
         # The microbatches that are under way here: how many segments of each have begun, and have
         # not had their backward pass.
         self._under_way: dict[int, int] = {}
-        self.limit = 1 << 30
+        self.under_way_limit = 1 << 30
 
     def clear(self) -> None:
         """Forgets what belongs to the step; the graphs stay known."""
@@ -153,16 +143,16 @@ class Server:
         assert self._modules is not None
         return self._modules
 
-    def drop(self, microbatch: int) -> None:
+    def end_microbatch(self, microbatch: int) -> None:
         """Frees what is left here of a microbatch that has ended."""
-        for key in [k for k, run in self._runs.items() if run.microbatch == microbatch]:
+        for key in [k for k, run in self._runs.items() if run.origin.microbatch == microbatch]:
             self._caller.abandon(self._runs.pop(key).sent)
         self._under_way.pop(microbatch, None)
         self._host.baton.wake()
 
     # --- messages that arrive; on the thread that has the baton -----------------------------------
 
-    def take_graph(self, caller: int, graph_id: int, graph: Graph) -> None:
+    def on_graph(self, caller: int, graph_id: int, graph: Graph) -> None:
         """Stores a call graph, and takes the values that have come before it.
 
         Args:
@@ -172,45 +162,61 @@ class Server:
         """
         self._graphs[caller, graph_id] = graph
         for message in self._early.pop((caller, graph_id), []):
-            self.take_forward(message)
+            self.on_forward(message)
 
-    def take_forward(self, message: Message) -> None:
+    def on_forward(self, message: Message) -> None:
         """Takes the values of an edge; begins the segment if no others are missing."""
-        head, seeds, source, target, extra = message.header
+        fields, seeds, source, target, extra = message.header
+        origin = Origin(*fields)
         if target == SINK:
-            self._caller.take_values(head[1], source, message.tensors, extra)
+            self._caller.on_values(origin.number, source, message.tensors, extra)
             return
-        key = (head[0], head[1], target)
+        key = (origin.caller, origin.number, target)
         run = self._runs.get(key)
         if run is None:
-            graph = self._graphs.get((head[0], head[2]))
+            graph = self._graphs.get((origin.caller, origin.graph_id))
             if graph is None:
-                self._early.setdefault((head[0], head[2]), []).append(message)
+                self._early.setdefault((origin.caller, origin.graph_id), []).append(message)
                 return
-            run = self._runs[key] = _SegmentRun(key, head, seeds, graph)
+            run = self._runs[key] = _SegmentRun(key, origin, seeds, graph)
         if extra is not None:
             run.objects = extra
         run.arrived[source] = message.tensors  # type: ignore[assignment]
         if len(run.arrived) == len(run.into):
-            depth, grad = head[4] + run.graph.depths[target], run.graph.ambient.grad
-            frame = Frame(head[3], True, (*head[5], target), "", depth, grad)
-            self._begin(frame, run, self._forward, self._admits if grad else None)
+            grad = run.graph.ambient.grad
+            frame = Frame(
+                microbatch=origin.microbatch,
+                forward=True,
+                path=(*origin.path, target),
+                name="",
+                depth=origin.depth + run.graph.depths[target],
+                grad=grad,
+            )
+            self._submit(frame, run, self._forward, self._admits if grad else None)
 
-    def take_backward(self, message: Message) -> None:
+    def on_backward(self, message: Message) -> None:
         """Takes the gradients of an edge; begins the backward pass if no others are missing."""
         caller, number, source, target = message.header
         if target == SOURCE:
-            self._caller.take_gradients(number, source, message.tensors)
+            self._caller.on_gradients(number, source, message.tensors)
             return
         run = self._runs.get((caller, number, target))
-        if run is None:  # dropped: its step has failed
+        if run is None:  # freed by DONE or DROP
             return
         run.gradients[source] = message.tensors
         if len(run.gradients) == len(run.out_of):
-            frame = Frame(run.head[3], False, (*run.head[5], target), "", 0, True)
-            self._begin(frame, run, self._backward, None)
+            origin = run.origin
+            frame = Frame(
+                microbatch=origin.microbatch,
+                forward=False,
+                path=(*origin.path, target),
+                name="",
+                depth=0,
+                grad=True,
+            )
+            self._submit(frame, run, self._backward, None)
 
-    def take_drop(self, caller: int, number: int, graph_id: int, microbatch: int) -> None:
+    def on_drop(self, caller: int, number: int, graph_id: int, microbatch: int) -> None:
         """Forgets a call graph that gets no gradients.
 
         Args:
@@ -220,7 +226,7 @@ class Server:
             microbatch: for which it was sent.
         """
         graph = self._graphs[caller, graph_id]
-        frame = Frame(microbatch, False, (), "", 0, True)
+        frame = Frame(microbatch=microbatch, forward=False, path=(), name="", depth=0, grad=True)
 
         def drop() -> None:
             for target in range(len(graph.segments)):
@@ -231,39 +237,40 @@ class Server:
 
         # In a task, because only the holder of the baton may change what is under way.
         task = Task(Priority(False, microbatch), drop)
-        task.local = frame
+        task.frame = frame
         self._host.baton.submit(task)
 
     def _admits(self, frame: Frame) -> bool:
         """Says whether forward work of a microbatch may begin here.
 
-        The later a segment comes in the pipeline, the fewer microbatches may wait there for their
-        backward pass. With more of them, work would come in bursts and leave gaps on other ranks.
+        The later a segment comes in the pipeline, the fewer microbatches may be under way there.
+        With more of them, work would come in bursts and leave gaps on other ranks.
         A microbatch that is under way here, or that is older than all of those, may always begin;
         so the oldest microbatch of all is never held back.
         """
         under_way = self._under_way
         if not under_way or frame.microbatch in under_way or frame.microbatch < min(under_way):
             return True
-        return len(under_way) < max(1, self.limit - frame.depth)
+        return len(under_way) < max(1, self.under_way_limit - frame.depth)
 
     def _end_under_way(self, run: _SegmentRun) -> None:
-        """Notes that a segment waits for its backward pass no longer."""
-        if run.saved is None:
+        """Notes that a segment has had its backward pass, or gets none."""
+        if not run.counted:
             return
-        run.saved = None
-        left = self._under_way.get(run.microbatch, 0) - 1
+        run.counted, run.saved = False, None
+        microbatch = run.origin.microbatch
+        left = self._under_way.get(microbatch, 0) - 1
         if left > 0:
-            self._under_way[run.microbatch] = left
+            self._under_way[microbatch] = left
         else:
-            self._under_way.pop(run.microbatch, None)
+            self._under_way.pop(microbatch, None)
 
-    def _begin(self, frame: Frame, run: _SegmentRun, work: Any, admits: Any) -> None:
-        """Submits the task that does `work` for a run as soon as `admits` allows it."""
+    def _submit(self, frame: Frame, run: _SegmentRun, work: Any, admits: Any) -> None:
+        """Submits the task that does `work` for a run; it begins when `admits` allows it."""
         priority = Priority(frame.forward, frame.microbatch, frame.order)
         admitted = functools.partial(admits, frame) if admits is not None else None
         task = Task(priority, functools.partial(self._run, work, frame, run), admitted)
-        task.local = frame
+        task.frame = frame
         self._host.baton.submit(task)
 
     def _run(self, work: Any, frame: Frame, run: _SegmentRun) -> None:
@@ -280,41 +287,40 @@ class Server:
         graph = run.graph
         # Counted before the calls, which may wait: `_admits` is asked meanwhile.
         self._under_way[frame.microbatch] = self._under_way.get(frame.microbatch, 0) + 1
-        leaves: dict[Place, torch.Tensor] = {}
+        run.counted = True
+        leaves: dict[TensorId, torch.Tensor] = {}
         for edge in run.into:
             leaves.update(zip(edge.values, run.arrived[edge.source], strict=True))
         run.arrived = {}
-        run.saved = leaves, {}
-        surroundings = graph.ambient
-        if ambient() == surroundings:
+        if ambient() == graph.ambient:
             outputs = self._calls(frame, run, leaves)
         else:
-            with surroundings.entered():
+            with graph.ambient.entered():
                 outputs = self._calls(frame, run, leaves)
-        if surroundings.grad and any(tensor.requires_grad for tensor in outputs.values()):
+        if graph.ambient.grad and any(tensor.requires_grad for tensor in outputs.values()):
             run.saved = leaves, outputs
             run.sent = frame.sent
         else:
             self._end_under_way(run)
             self._caller.abandon(frame.sent)
-        if not surroundings.grad:
+        if not graph.ambient.grad:
             del self._runs[run.key]
         for edge in run.out_of:
-            extra = run.returned or None if edge.target == SINK else None
-            header = (run.head, run.seeds, run.number, edge.target, extra)
-            tensors = [outputs[place] for place in run.places(edge)]
+            extra = (run.returned or None) if edge.target == SINK else None
+            header = (tuple(run.origin), run.seeds, run.number, edge.target, extra)
+            tensors = [outputs[value] for value in run.values(edge)]
             self._host.send(run.owner(edge.target), Kind.FORWARD, header, tensors)
 
     def _calls(
-        self, frame: Frame, run: _SegmentRun, leaves: dict[Place, torch.Tensor]
-    ) -> dict[Place, torch.Tensor]:
-        """Runs the calls of a segment; returns the tensors of their results, by place."""
+        self, frame: Frame, run: _SegmentRun, leaves: dict[TensorId, torch.Tensor]
+    ) -> dict[TensorId, torch.Tensor]:
+        """Runs the calls of a segment; returns the tensors of their results."""
         modules, graph = self.modules, run.graph
-        values = {place: _entrance(tensor) for place, tensor in leaves.items()}
-        outputs: dict[Place, torch.Tensor] = {}
+        values = {tensor_id: _entrance(tensor) for tensor_id, tensor in leaves.items()}
+        outputs: dict[TensorId, torch.Tensor] = {}
         for index in graph.segments[run.number].calls:
             call = graph.calls[index]
-            arguments = [values[place] for place in call.tensors]
+            arguments = [values[tensor_id] for tensor_id in call.tensors]
             objects = [run.objects[number] for number in call.objects]
             args, kwargs = graph.builders[index](arguments, objects)
             frame.name = modules.names[call.module]
@@ -332,23 +338,23 @@ class Server:
 
     def _backward(self, frame: Frame, run: _SegmentRun) -> None:
         graph = run.graph
-        leaves, outputs = run.saved if run.saved is not None else ({}, {})
+        leaves, outputs = ({}, {}) if run.saved is None else run.saved
         self._end_under_way(run)
         del self._runs[run.key]
-        sums: dict[Place, torch.Tensor] = {}
+        sums: dict[TensorId, torch.Tensor] = {}
         for edge in run.out_of:
-            for place, gradient in zip(run.places(edge), run.gradients[edge.target], strict=True):
-                if gradient is not None and place in outputs and outputs[place].requires_grad:
-                    sums[place] = sums[place] + gradient if place in sums else gradient
+            for value, gradient in zip(run.values(edge), run.gradients[edge.target], strict=True):
+                if gradient is not None and value in outputs and outputs[value].requires_grad:
+                    sums[value] = sums[value] + gradient if value in sums else gradient
         run.gradients = {}
         frame.name = self.modules.names[graph.calls[graph.segments[run.number].calls[-1]].module]
-        run_backward([outputs[place] for place in sums], list(sums.values()))
+        run_backward([outputs[value] for value in sums], list(sums.values()))
         # Graphs that it has sent and that got no gradient; and those that a checkpoint sent again.
         if run.sent or frame.sent:
             self._caller.abandon([*run.sent, *frame.sent])
         for edge in run.into:
-            gradients = [leaves[place].grad if place in leaves else None for place in edge.values]
-            header = (run.head[0], run.head[1], run.number, edge.source)
+            gradients = [leaves[value].grad if value in leaves else None for value in edge.values]
+            header = (run.origin.caller, run.origin.number, run.number, edge.source)
             self._host.send(run.owner(edge.source), Kind.BACKWARD, header, gradients)
 
 

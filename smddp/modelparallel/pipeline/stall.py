@@ -29,16 +29,16 @@ class StallWatch:
     """Waits for the end of a step, and warns in two cases.
 
     First, a piece of work on this rank does not end. That is said once. Second, other ranks have
-    not called the step. A rank that has been in a step for a tenth of `patience` writes that into
-    the store of the group; when `patience` is over, the ranks that wait look there, and say which
-    ranks are missing. Short steps write nothing.
+    not called the step. A rank that has been in a step for a tenth of `stall_seconds` writes that
+    into the store of the group; after `stall_seconds`, the ranks that wait look there, and say
+    which ranks are missing. Short steps write nothing.
 
     The thread that has called the step function waits here; it has nothing else to do. It goes on
     waiting after a warning, because nobody can know that work will never end.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, rank: int, timeline: Timeline, patience: float
+        self, group: dist.ProcessGroup | None, rank: int, timeline: Timeline, stall_seconds: float
     ) -> None:
         """Begins.
 
@@ -46,10 +46,10 @@ class StallWatch:
             group: of the pipeline; None without other ranks.
             rank: in the pipeline.
             timeline: says what runs.
-            patience: seconds after which it warns; 0 for never.
+            stall_seconds: seconds after which it warns; 0 for never.
         """
-        self._rank, self._timeline, self._patience = rank, timeline, patience
-        self._attendance = _Attendance(group) if group is not None and patience > 0 else None
+        self._rank, self._timeline, self._stall_seconds = rank, timeline, stall_seconds
+        self._attendance = _Attendance(group) if group is not None and stall_seconds > 0 else None
         self._said = False  # has it been said where this rank is stuck?
 
     def wait(self, over: threading.Event, modules: Modules, name: str, step: int) -> None:
@@ -68,25 +68,25 @@ class StallWatch:
         noted = asked = False
         while not over.wait(self._left(begun, noted, asked)):
             passed = time.monotonic() - begun
-            if not noted and passed >= self._patience / 10:
+            if not noted and passed >= self._stall_seconds / 10:
                 noted = True
                 self._attendance.note(step)
-            # A tenth later: by then, every rank that has come within the patience has noted it.
-            if not asked and passed >= self._patience * 1.1:
+            # A tenth later: by then, every rank that has come within `stall_seconds` has noted it.
+            if not asked and passed >= self._stall_seconds * 1.1:
                 asked = True
                 self._ask(name, step)
             work = self._timeline.work
-            if not self._said and work is not None and self._age(work) >= self._patience:
+            if not self._said and work is not None and self._age(work) >= self._stall_seconds:
                 self._said = True
                 self._warn(work, modules)
 
     def _left(self, begun: float, noted: bool, asked: bool) -> float | None:
         """Returns the seconds until there may be something to do; None for never."""
         passed = time.monotonic() - begun
-        waits = [] if asked else [self._patience * (1.1 if noted else 0.1) - passed]
+        waits = [] if asked else [self._stall_seconds * (1.1 if noted else 0.1) - passed]
         if not self._said:
             work = self._timeline.work
-            waits.append(self._patience - (self._age(work) if work is not None else 0.0))
+            waits.append(self._stall_seconds - (self._age(work) if work is not None else 0.0))
         return max(min(waits), 0.0) if waits else None
 
     @staticmethod
@@ -100,7 +100,7 @@ class StallWatch:
             log.warning(
                 "smp: rank %d of the pipeline has waited for %g s in the step %s, which rank %s of "
                 "the pipeline has not called. All of them have to call the same steps",
-                *(self._rank, self._patience, name, ", ".join(map(str, missing))),
+                *(self._rank, self._stall_seconds, name, ", ".join(map(str, missing))),
             )
 
     def _warn(self, work: Work, modules: Modules) -> None:
@@ -112,7 +112,7 @@ class StallWatch:
         log.warning(
             "smp: rank %d of the pipeline has worked for %g s on the %s pass of microbatch %d, in "
             "%s; other ranks wait for it. It is at\n%s",
-            *(self._rank, self._patience, "forward" if work.forward else "backward"),
+            *(self._rank, self._stall_seconds, "forward" if work.forward else "backward"),
             *(work.frame.microbatch, f"module {module!r}" if module else "the step function"),
             "".join(traceback.format_list(stack[::-1])),
         )

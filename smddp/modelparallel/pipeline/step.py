@@ -19,20 +19,22 @@ _UNLIMITED = 1 << 30
 
 
 class Schedule(NamedTuple):
-    """How many microbatches a step has, and how many of them may be under way at a time.
+    """How many microbatches a step has, and how many of them may be worked on at a time.
 
     Attributes:
         microbatches: how many the step has.
-        simple: all forward passes come before the first backward pass.
-        active: for how many microbatches at a time rank 0 may run the body.
-        limit: how many microbatches may wait on a rank for their backward pass. For a segment of
-            depth d, d fewer are allowed, but at least one (see `Server._admits`).
+        simple: a microbatch begins its backward pass when all active ones have ended their forward
+            pass.
+        active: how many microbatches may be active (begun and not ended) on rank 0 at a time.
+        under_way_limit: a rank begins a segment of depth d only if fewer than
+            `under_way_limit - d` microbatches are under way on it; see `Server._admits`. (`depth`
+            and *under way*: see the glossary of docs/model-parallel-design.md.)
     """
 
     microbatches: int
     simple: bool
     active: int
-    limit: int
+    under_way_limit: int
 
     @staticmethod
     def of(pipeline: str, microbatches: int, active: int, partitions: int) -> Schedule:
@@ -45,11 +47,11 @@ class Schedule(NamedTuple):
             partitions: how many the model has.
         """
         simple = pipeline == "simple"
-        limit = _UNLIMITED if simple else active
+        under_way_limit = _UNLIMITED if simple else active
         if partitions == 1:
             # Nobody else works meanwhile.
             active = 1
-        return Schedule(microbatches, simple, active, limit)
+        return Schedule(microbatches, simple, active, under_way_limit)
 
 
 class StepBegin(NamedTuple):
@@ -58,13 +60,13 @@ class StepBegin(NamedTuple):
     Attributes:
         number: of the step, counted from 1 on every rank; a step that is made again counts twice.
         name: of the step function.
-        modes: one byte per module, 1 for train and 0 for eval; None if none has changed.
+        training_flags: one byte per module, 1 for train and 0 for eval; None if none has changed.
         modules: the names of the modules, as long as there is no partition; then None.
     """
 
     number: int
     name: str
-    modes: bytes | None
+    training_flags: bytes | None
     modules: list[str] | None
 
 
@@ -93,10 +95,10 @@ class StepModel(Protocol):
 
     steps: int
 
-    def changed_modes(self) -> bytes | None:
+    def changed_training_flags(self) -> bytes | None:
         """Returns train or eval of every module, as in `StepBegin`; called on rank 0 only."""
 
-    def follow(self, begin: StepBegin) -> None:
+    def accept_begin(self, begin: StepBegin) -> None:
         """Takes over what rank 0 says at the beginning of the step; called on the other ranks.
 
         Raises:

@@ -658,10 +658,10 @@ def test_ranks_with_different_configurations() -> None:
 class Stuck(nn.Module):
     """Works until a warning has come, and then for longer than a warning needs."""
 
-    def __init__(self, said: list[str], patience: float) -> None:
+    def __init__(self, said: list[str], stall_seconds: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
-        self.said, self.patience = said, patience
+        self.said, self.stall_seconds = said, stall_seconds
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -669,7 +669,7 @@ class Stuck(nn.Module):
         while not self.said:
             time.sleep(0.01)
         if self.calls == 2:
-            time.sleep(2 * self.patience)
+            time.sleep(2 * self.stall_seconds)
         return x * self.weight
 
 
@@ -692,15 +692,15 @@ def ask_when_noted(executor: Any, count: int) -> None:
     watch._attendance.note, watch._ask = note_and_tell, wait_and_ask
 
 
-def stuck(where: int, patience: float) -> list[str]:
+def stuck(where: int, stall_seconds: float) -> list[str]:
     said = listen()
-    smp.init({"partitions": 2, **MANUAL, "stall_warning_seconds": patience})
+    smp.init({"partitions": 2, **MANUAL, "stall_warning_seconds": stall_seconds})
     parts: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    parts[where] = Stuck(said if patience else ["nothing to wait for"], patience)
+    parts[where] = Stuck(said if stall_seconds else ["nothing to wait for"], stall_seconds)
     model = smp.DistributedModel(nn.Sequential(*parts))
     smp.set_partition(parts[1], 1)
     executor = model.runtime.executor
-    if patience:
+    if stall_seconds:
         ask_when_noted(executor, 2)
         # Ignores warnings about other work, which may come on a slow machine.
         age = executor._watch._age

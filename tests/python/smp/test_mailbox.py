@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import check_ranks
 
 from smddp import _C
-from smddp.modelparallel.pipeline.channel import Channel, Ended, _Threads
+from smddp.modelparallel.pipeline.channel import Channel, Ended, _ThreadStreams
 from smddp.modelparallel.pipeline.protocol import Kind, Message
 
 pytestmark = pytest.mark.multiprocess
@@ -52,21 +52,21 @@ def same(found: torch.Tensor | None, value: torch.Tensor | None) -> bool:
 
 @pytest.mark.parametrize("least", [0, 960, 8192])
 def test_what_is_encoded_is_decoded(least: int) -> None:
-    for head, tensors in messages(0):
-        front, alone = _C.encode_message(head, tensors, False, least)
+    for header, tensors in messages(0):
+        front, alone = _C.encode_message(header, tensors, False, least)
         length = _C.front_length(front[:16])
         assert front.numel() == max(length, least)
-        found_head, found, places = _C.decode_front(front)
+        found_header, found, places = _C.decode_front(front)
         for place, part in zip(places, alone, strict=True):
             place.copy_(part)
-        assert found_head == head
+        assert found_header == header
         assert len(found) == len(tensors)
         assert all(map(same, found, tensors))
         with pytest.raises(RuntimeError, match="damaged"):
             _C.decode_front(front[: length - 1])
 
 
-# Behind the 16 bytes that every front begins with: kind, dtype, ... of a tensor, and its size.
+# After the 16 bytes that every front begins with: kind, dtype, ... of a tensor, and its size.
 @pytest.mark.parametrize(("place", "value"), [(0, 3), (1, 127), (1, 200), (11, 128)])
 def test_a_wrong_description_of_a_tensor_is_refused(place: int, value: int) -> None:
     front, _ = _C.encode_message(b"", [torch.zeros(2)], False, 0)
@@ -93,14 +93,14 @@ def exchange() -> int:
         mailbox.open()
         for peer in range(size):
             mine = messages(me)
-            for number, (head, tensors) in enumerate(mine if peer != me else []):
-                mailbox.send(peer, head, tensors, number == len(mine) - 1)
+            for number, (header, tensors) in enumerate(mine if peer != me else []):
+                mailbox.send(peer, header, tensors, number == len(mine) - 1)
         expected = {peer: messages(peer) for peer in range(size) if peer != me}
         while any(expected.values()):
-            for peer, head, tensors, error in mailbox.take(True):
+            for peer, header, tensors, error in mailbox.take(True):
                 assert error == ""
                 wanted, values = expected[peer].pop(0)
-                assert head == wanted
+                assert header == wanted
                 assert len(tensors) == len(values)
                 assert all(map(same, tensors, values))
                 count += 1
@@ -127,8 +127,8 @@ def exchange_over_channel(backend: str) -> int:
     for _ in range(2):
         channel.open()
         for peer in channel.peers:
-            for head, tensors in messages(me):
-                channel.send(peer, Kind.FORWARD, (head, me), tensors)
+            for header, tensors in messages(me):
+                channel.send(peer, Kind.FORWARD, (header, me), tensors)
             channel.send(peer, Kind.END, None, [])
         expected = {peer: messages(peer) for peer in channel.peers}
         while channel.expects:
@@ -138,9 +138,9 @@ def exchange_over_channel(backend: str) -> int:
                     assert not expected[peer]
                     channel.end(peer, item)
                 elif item.kind != Kind.END:
-                    head, values = expected[peer].pop(0)
+                    header, values = expected[peer].pop(0)
                     assert isinstance(item, Message)
-                    assert item.header == (head, peer)
+                    assert item.header == (header, peer)
                     assert len(item.tensors) == len(values)
                     assert all(map(same, item.tensors, values))
                     count += 1
@@ -171,10 +171,10 @@ class Unread:
 
 def test_over_other_backends_few_sends_are_pending() -> None:
     group = Unread()
-    streams = _Threads(group, [])  # type: ignore[arg-type]
-    for number in range(3 * _Threads._PENDING):
+    streams = _ThreadStreams(group, [])  # type: ignore[arg-type]
+    for number in range(3 * _ThreadStreams._PENDING):
         streams.send(1, Kind.FORWARD, number, [])
-    assert group.most == _Threads._PENDING
+    assert group.most == _ThreadStreams._PENDING
     streams.flush()
     assert group.pending == 0
 
@@ -191,8 +191,8 @@ def interrupted() -> None:
     dist.barrier()
     mailbox.send(1 - dist.get_rank(), b"end", [], True)
     with torch.inference_mode():
-        ((_, head, _, _),) = mailbox.take(True)
-    assert head == b"end"
+        ((_, header, _, _),) = mailbox.take(True)
+    assert header == b"end"
     with pytest.raises(RuntimeError, match="lives on another rank"):
         mailbox.send(1 - dist.get_rank(), b"", [torch.empty(1, device="meta")], False)
 
