@@ -118,17 +118,31 @@ def evaluate(model: Any, x: torch.Tensor) -> Any:
 
 def differing() -> str:
     smp.init({"partitions": 2, **MANUAL})
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    with smp.partition(1):
+        last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    executor = model.runtime.executor
+    store, take = dist.distributed_c10d._get_default_store(), executor.take
     x = torch.ones(8, 4)
     train(model, x, "")
+
+    def watched(block: bool) -> Any:
+        if block and smp.rank() == 0:
+            store.set("rank 0 has sent its call graphs", "")
+        return take(block)
+
+    executor.take = watched
+    if smp.rank() == 1:
+        store.wait(["rank 0 has sent its call graphs"])
     with pytest.raises(SMPUsageError) as caught:
         train(model, x, "") if smp.rank() == 0 else evaluate(model, x)
+    # The graphs that have come before the failure are known.
     train(model, x, "")
     return str(caught.value)
 
 
 def test_ranks_in_steps_of_different_names() -> None:
-    first, second = check_ranks(differing, "2")
+    first, second = check_ranks(differing, "2", timeout=20)
     assert first == second
     for text in (first, second):
         assert "rank 0 of the pipeline is in the step train, rank 1 in evaluate" in text

@@ -1,0 +1,64 @@
+"""What the caller of a remote module knows of its owners."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smddp.modelparallel.common.structure import flatten
+from smddp.modelparallel.pipeline.calls import Caller
+from smddp.modelparallel.pipeline.collector import Site
+from smddp.modelparallel.pipeline.frame import Frame
+from smddp.modelparallel.pipeline.protocol import Kind
+
+
+class Host:
+    """The host of a caller; it records what it sends, unless its step is over."""
+
+    rank = 0
+    baton: Any = None
+    timeline: Any = None
+
+    def __init__(self) -> None:
+        self.over = False
+        self.sent: list[tuple[Kind, Any]] = []
+
+    def send(self, peer: int, kind: Kind, header: Any, tensors: Any = ()) -> bool:
+        if not self.over:
+            self.sent.append((kind, header))
+        return not self.over
+
+    def wait(self, ticket: Any, frame: Frame, forward: bool) -> None:
+        raise AssertionError("nothing is to wait for")
+
+
+def test_a_graph_that_did_not_leave_is_sent_in_the_next_step() -> None:
+    host = Host()
+    caller = Caller(host)
+    tensor = torch.ones(1)
+    site = Site(1, "", flatten(((tensor,), {}), [], []), ("t", 0))
+    other = Site(2, "", flatten(((tensor,), {}), [], []), ("t", 0))
+
+    def call(made: Site) -> list[tuple[Kind, int]]:
+        """Makes a call, in a step; returns what was sent, and which graph it was."""
+        host.sent.clear()
+        frame = Frame(microbatch=0, forward=True, path=(), name="", depth=0, grad=True)
+        value = caller.collector(frame).add(1, made, [tensor], [], None)
+        caller.send(frame)
+        del value
+        caller.clear()
+        graph_ids = {
+            Kind.GRAPH: lambda header: header[1],
+            Kind.FORWARD: lambda header: header[0][2],
+        }
+        return [(kind, graph_ids[kind](header)) for kind, header in host.sent]
+
+    # A task may still compute after its step has failed. It calls, and nothing leaves.
+    host.over = True
+    assert call(site) == []
+    host.over = False
+    # The number of the graph that did not leave stays unused.
+    assert call(other) == [(Kind.GRAPH, 1), (Kind.FORWARD, 1)]
+    assert call(site) == [(Kind.GRAPH, 2), (Kind.FORWARD, 2)]
+    assert call(site) == [(Kind.FORWARD, 2)]
