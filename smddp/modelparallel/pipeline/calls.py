@@ -29,6 +29,7 @@ from smddp.modelparallel.pipeline.protocol import (
     Graph,
     Kind,
     Origin,
+    Pass,
     TensorId,
     ambient,
 )
@@ -94,6 +95,7 @@ class Caller:
         # An extra input of each node. Its outputs then require gradients even if no real input
         # does; parameters on other ranks need them.
         self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
 
     def clear(self) -> None:
         """Forgets the graphs that were sent in this step."""
@@ -244,40 +246,66 @@ class Caller:
         if out.backward_missing == 0:
             self._host.baton.complete(out.backward_ticket)
 
-    def backward(self, frame: Frame, out: Outgoing, gradients: Sequence[Any]) -> list[Any]:
+    def this_pass(self) -> Pass:
+        """Returns which kind of backward pass runs on this thread."""
+        # Autograd executes the node of the anchor unless certain gradients were asked for.
+        return Pass(
+            torch._C._will_engine_execute_node(self._anchor_node),
+            torch._C._autograd._get_current_graph_task_keep_graph(),
+        )
+
+    def names(self, out: Outgoing) -> str:
+        """Returns which modules a graph calls, and where they live, for the text of an error."""
+        modules, calls = self._host.modules, out.graph.calls
+        return ", ".join(
+            dict.fromkeys(
+                f"{modules.names[call.module]!r} (on rank {modules.owners[call.module]})"
+                for call in calls
+            )
+        )
+
+    def backward(
+        self, frame: Frame, out: Outgoing, gradients: Sequence[Any], this: Pass
+    ) -> list[Any]:
         """Sends the gradients of a graph's outputs, and waits for those of its inputs.
 
         Args:
             frame: that runs the backward pass.
             out: the graph.
             gradients: of the node's outputs, in the order of `out.results`.
+            this: the kind of backward pass.
 
         Returns:
             The gradients of the inputs, in their order; None where there is none. Inputs at the end
             that have none are left out.
 
         Raises:
-            SMPUsageError: it is the second backward pass through this graph.
+            SMPUsageError: an earlier backward pass through this graph has freed it.
             Aborted: the step has failed meanwhile.
         """
         host, graph = self._host, out.graph
         if out.backward_ticket.done:
             raise SMPUsageError(
                 "a second backward pass through a call of a module on another rank: what it needs "
-                "is gone. Add up the losses, and make one backward pass."
+                "is gone. Add up the losses, and make one backward pass; or give the first one "
+                f"retain_graph=True. It is a call of {self.names(out)}"
             )
         of_result = dict(zip(out.results, gradients, strict=True))
         for edge in graph.into[SINK]:
-            header = (host.rank, out.number, SINK, edge.source)
+            header = (host.rank, out.number, SINK, edge.source, tuple(this))
             results = out.sunk.get(edge.source, edge.values)
             owner = graph.segments[edge.source].owner
             host.send(owner, Kind.BACKWARD, header, [of_result[result] for result in results])
         host.wait(out.backward_ticket, frame, False)
-        self._outgoing.pop(out.number, None)
         sums: dict[int, torch.Tensor] = {}
         for index, segment in sorted(out.gradients):
             gradient = out.gradients[index, segment]
             sums[index] = sums[index] + gradient if index in sums else gradient
+        out.gradients = {}
+        if this.keeps:
+            out.backward_ticket, out.backward_missing = Ticket(), len(graph.out_of[SOURCE])
+        else:
+            self._outgoing.pop(out.number, None)
         return [sums.get(index) for index in range(len(sums) and max(sums) + 1)]
 
 
@@ -331,16 +359,34 @@ class _Remote(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():  # with create_graph=True: using that graph has to fail
-            return _Remote._once_only(ctx, *gradients)
-        return _Remote._backward(ctx, *gradients)
-
-    @staticmethod
-    def _backward(ctx: Any, *gradients: Any) -> Any:
-        found = ctx.caller.backward(ctx.frame, ctx.out, gradients)
+        caller, out = ctx.caller, ctx.out
+        this = caller.this_pass()
+        if not torch.is_grad_enabled():
+            found = caller.backward(ctx.frame, out, gradients, this)
+        else:  # with create_graph=True
+            with torch.no_grad():
+                found = caller.backward(ctx.frame, out, gradients, this)
+            found = _FirstDerivative.apply(caller, out, caller._anchor, *found)
         return (None, None, None, None, *found, *([None] * (ctx.count - len(found))))
 
-    _once_only = staticmethod(torch.autograd.function.once_differentiable(_backward))
+
+class _FirstDerivative(torch.autograd.Function):
+    """Returns gradients that came from another rank, and refuses to differentiate them again."""
+
+    @staticmethod
+    def forward(ctx: Any, caller: Any, out: Outgoing, _anchor: Any, *gradients: Any) -> Any:
+        ctx.caller, ctx.out = caller, out
+        return tuple([None if one is None else one.detach() for one in gradients])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise SMPUsageError(
+            "a gradient that was made with create_graph=True goes through modules on another rank, "
+            "and is differentiated again; smp does not send second derivatives. Call "
+            "smp.set_partition(module, 0) before the first step for these modules, if the body "
+            "differentiates twice, or use a penalty that needs first derivatives only: "
+            f"{ctx.caller.names(ctx.out)}"
+        )
 
 
 # `Function.apply` would search the arguments for lazy tensors and functorch; there are none.
@@ -348,14 +394,35 @@ _apply_remote: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Remote
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
-def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
-    """Does what `torch.autograd.backward` does, without its checks, in the calling thread.
+def run_backward(
+    tensors: Sequence[torch.Tensor],
+    gradients: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    this: Pass,
+) -> list[torch.Tensor | None]:
+    """Does what `torch.autograd.backward` or `grad` does, without checks, in the calling thread.
 
     The thread matters: see `Baton._run`.
 
     Args:
         tensors: the roots.
         gradients: of the roots, of the same shapes and dtypes.
+        inputs: leaves.
+        this: the kind of backward pass.
+
+    Returns:
+        The gradients of the inputs.
     """
-    if tensors:
-        _engine.run_backward(tuple(tensors), tuple(gradients), False, False, (), True, True)
+    if not tensors or not (inputs or this.accumulates):
+        return [None] * len(inputs)
+    only = () if this.accumulates else tuple(inputs)
+    found = _engine.run_backward(
+        tuple(tensors), tuple(gradients), this.keeps, False, only, True, this.accumulates
+    )
+    if not this.accumulates:
+        return list(found)
+    taken = []
+    for leaf in inputs:
+        taken.append(leaf.grad)
+        leaf.grad = None
+    return taken

@@ -20,11 +20,16 @@ class Host(Protocol):
         rank: in the pipeline.
         baton: runs the tasks.
         timeline: records them.
+        modules: those of the model, a `Modules`.
     """
 
     rank: int
     baton: Baton
     timeline: Timeline
+
+    @property
+    def modules(self) -> Any:
+        """The modules of the model."""
 
     def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> bool:
         """Sends a message to a rank of the pipeline, which may be this one; see `Executor.send`."""

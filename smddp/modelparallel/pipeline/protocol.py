@@ -30,6 +30,7 @@ __all__ = [
     "Kind",
     "Message",
     "Origin",
+    "Pass",
     "Segment",
     "TensorId",
     "ambient",
@@ -52,7 +53,8 @@ class Kind(enum.IntEnum):
         FORWARD: (the fields of the `Origin`, seeds of the calls, source, target, extra). `extra`
             holds the caller's objects by number, on an edge from SOURCE; or, on an edge to SINK,
             the results whose structure was not known; None if there is nothing.
-        BACKWARD: (caller, number of the graph in this step, end that sends, end that receives).
+        BACKWARD: (caller, number of the graph in this step, end that sends, end that receives,
+            fields of the `Pass`).
         DONE: the number of the microbatch.
         DROP: the fields of the `Origin` but depth and path.
         END: a `Failure`; from rank 0 after a success, `StepResult.header`; else None.
@@ -104,6 +106,19 @@ class Origin(NamedTuple):
     microbatch: int
     depth: int
     path: tuple[int, ...]
+
+
+class Pass(NamedTuple):
+    """Which kind of backward pass it is; sent as a plain tuple.
+
+    Attributes:
+        accumulates: parameters get gradients. Not if the script has asked for certain gradients,
+            as `torch.autograd.grad` does.
+        keeps: there may be another backward pass through the same graph (`retain_graph`).
+    """
+
+    accumulates: bool
+    keeps: bool
 
 
 class Ambient(NamedTuple):

@@ -29,6 +29,7 @@ from smddp.modelparallel.pipeline.protocol import (
     Kind,
     Message,
     Origin,
+    Pass,
     TensorId,
     ambient,
 )
@@ -196,7 +197,7 @@ class Server:
 
     def on_backward(self, message: Message) -> None:
         """Takes the gradients of an edge; begins the backward pass if no others are missing."""
-        caller, number, source, target = message.header
+        caller, number, source, target, this = message.header
         if target == SOURCE:
             self._caller.on_gradients(number, source, message.tensors)
             return
@@ -214,7 +215,8 @@ class Server:
                 depth=0,
                 grad=True,
             )
-            self._submit(frame, run, self._backward, None)
+            work = functools.partial(self._backward, this=Pass(*this))
+            self._submit(frame, run, work, None)
 
     def on_drop(self, caller: int, number: int, graph_id: int, microbatch: int) -> None:
         """Forgets a call graph that gets no gradients.
@@ -336,11 +338,12 @@ class Server:
                 values[index, position] = outputs[index, position] = force(tensor)
         return outputs
 
-    def _backward(self, frame: Frame, run: _SegmentRun) -> None:
+    def _backward(self, frame: Frame, run: _SegmentRun, this: Pass) -> None:
         graph = run.graph
         leaves, outputs = ({}, {}) if run.saved is None else run.saved
-        self._end_under_way(run)
-        del self._runs[run.key]
+        if not this.keeps:
+            self._end_under_way(run)
+            del self._runs[run.key]
         sums: dict[TensorId, torch.Tensor] = {}
         for edge in run.out_of:
             for value, gradient in zip(run.values(edge), run.gradients[edge.target], strict=True):
@@ -348,13 +351,17 @@ class Server:
                     sums[value] = sums[value] + gradient if value in sums else gradient
         run.gradients = {}
         frame.name = self.modules.names[graph.calls[graph.segments[run.number].calls[-1]].module]
-        run_backward([outputs[value] for value in sums], list(sums.values()))
+        inputs = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
+        roots = [outputs[value] for value in sums]
+        found = run_backward(roots, list(sums.values()), list(inputs.values()), this)
+        of_input = dict(zip(inputs, found, strict=True))
         # Graphs that it has sent and that got no gradient; and those that a checkpoint sent again.
-        if run.sent or frame.sent:
-            self._caller.abandon([*run.sent, *frame.sent])
+        sent = frame.sent if this.keeps else [*run.sent, *frame.sent]
+        if sent:
+            self._caller.abandon(sent)
         for edge in run.into:
-            gradients = [leaves[value].grad if value in leaves else None for value in edge.values]
-            header = (run.origin.caller, run.origin.number, run.number, edge.source)
+            gradients = [of_input.get(value) for value in edge.values]
+            header = (run.origin.caller, run.origin.number, run.number, edge.source, tuple(this))
             self._host.send(run.owner(edge.source), Kind.BACKWARD, header, gradients)
 
 

@@ -576,7 +576,7 @@ def test_what_cannot_be_divided() -> None:
 @smp.step
 def backward_twice(model: Any, x: torch.Tensor) -> Any:
     loss = model(x).sum()
-    loss.backward(retain_graph=True)
+    loss.backward()
     loss.backward()
     return loss
 

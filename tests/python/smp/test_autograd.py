@@ -1,0 +1,185 @@
+"""What scripts do with autograd besides one backward pass per microbatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import check_ranks
+from torch import Tensor, nn
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.common.errors import SMPMicrobatchError
+
+pytestmark = pytest.mark.multiprocess
+
+WIDTH = 4
+
+
+class Inner(nn.Module):
+    """Calls a module of another rank from within a remote module."""
+
+    def __init__(self, pp: int) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        with smp.partition(0):
+            self.nested = nn.Linear(WIDTH, WIDTH)
+        with smp.partition(pp - 1):
+            self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Has a skip connection around the nested module."""
+        x = torch.tanh(self.before(x))
+        return self.last(x + torch.tanh(self.nested(x)))
+
+
+class Net(nn.Module):
+    """The first part on rank 0, the second on rank 1, which calls rank 0 and the last rank."""
+
+    def __init__(self, pp: int) -> None:
+        super().__init__()
+        with smp.partition(0):
+            self.first = nn.Linear(WIDTH, WIDTH)
+        with smp.partition(min(1, pp - 1)):
+            self.inner = Inner(pp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns one number per row."""
+        return self.inner(torch.tanh(self.first(x))).square().sum(1)
+
+
+def saliency(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Gradients of the input only."""
+    x = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(F.mse_loss(model(x), y), x)
+    return found
+
+
+def adversarial(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Trains on inputs that are moved along their gradient."""
+    moved = x + 0.1 * saliency(model, x, y).sign()
+    loss = F.mse_loss(model(moved), y)
+    model.backward(loss)
+    return loss.detach()
+
+
+def kept(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Both from one forward pass."""
+    x = x.clone().requires_grad_()
+    loss = F.mse_loss(model(x), y)
+    (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+    model.backward(loss)
+    return found
+
+
+def kept_in_vain(model: Any, x: Tensor, y: Tensor) -> Any:
+    """A graph is kept for a pass that never comes; only half of the input is asked for."""
+    left, right = (half.clone().requires_grad_() for half in x.chunk(2, 1))
+    loss = F.mse_loss(model(torch.cat([left, right], 1)), y)
+    torch.autograd.grad(loss, right, retain_graph=True)
+    return torch.autograd.grad(loss, left, retain_graph=True)[0]
+
+
+def twice(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Two backward passes through one graph add up."""
+    loss = F.mse_loss(model(x), y)
+    loss.backward(retain_graph=True)
+    model.backward(2 * loss)
+    return loss.detach()
+
+
+def chosen(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Only the given leaf gets a gradient."""
+    x = x.clone().requires_grad_()
+    F.mse_loss(model(x), y).backward(inputs=[x])
+    return x.grad
+
+
+BODIES = [saliency, adversarial, kept, kept_in_vain, twice, chosen]
+
+
+def run(pp: int, pipeline: str) -> Any:
+    """Returns what each body returns, and the gradients that it leaves."""
+    smp.init(
+        {
+            "partitions": pp,
+            "microbatches": 4,
+            "auto_partition": False,
+            "default_partition": 0,
+            "pipeline": pipeline,
+        }
+    )
+    torch.manual_seed(0)
+    module = Net(pp)
+    model = smp.DistributedModel(module)
+    x, y = torch.randn(8, WIDTH), torch.randn(8)
+    found = {}
+    for body in BODIES:
+
+        @smp.step
+        def step(model: Any, x: Tensor, y: Tensor, body: Any = body) -> Any:
+            return body(model, x, y)
+
+        for _ in range(3):
+            for parameter in model.local_parameters() if model.partitioned else ():
+                parameter.grad = None
+            result = step(model, x, y)
+        assert not model.runtime.executor.server._runs
+        grads = {
+            name: None if parameter.grad is None else parameter.grad.clone()
+            for name, parameter in model.local_named_parameters()
+        }
+        found[body.__name__] = torch.stack([one.sum() for one in result.outputs]), grads
+    return found
+
+
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
+def test_only_what_is_asked_for_gets_gradients(pipeline: str) -> None:
+    (expected,) = check_ranks(run, "1", 1, pipeline)
+    for body in ("saliency", "kept_in_vain", "chosen"):
+        assert all(gradient is None for gradient in expected[body][1].values())
+    for pp in (2, 3):
+        for rank in check_ranks(run, str(pp), pp, pipeline):
+            for body, (result, grads) in rank.items():
+                torch.testing.assert_close(
+                    result, expected[body][0], msg=lambda m, b=body: f"{b}: {m}"
+                )
+                for name, gradient in grads.items():
+                    wanted = expected[body][1][name]
+                    assert (gradient is None) == (wanted is None), (body, name)
+                    if wanted is not None:
+                        torch.testing.assert_close(gradient, wanted)
+
+
+def penalty() -> str:
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    model = smp.DistributedModel(Net(2))
+
+    @smp.step
+    def unused(model: Any, x: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        (found,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return found
+
+    @smp.step
+    def second(model: Any, x: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        loss = model(x).sum()
+        (found,) = torch.autograd.grad(loss, x, create_graph=True)
+        model.backward(loss + found.square().sum())
+
+    unused(model, torch.ones(4, WIDTH))  # the gradients are right; only their graph is missing
+    with pytest.raises(SMPMicrobatchError) as caught:
+        second(model, torch.ones(4, WIDTH))
+    unused(model, torch.ones(4, WIDTH))
+    return str(caught.value)
+
+
+def test_second_derivatives_through_a_remote_module_are_refused() -> None:
+    for text in check_ranks(penalty, "2"):
+        assert "SMPUsageError" in text
+        assert "create_graph=True" in text
+        assert "'inner'" in text
+        assert "smp.set_partition" in text
