@@ -273,6 +273,11 @@ class DistributedModel(ModelQueries):
             self.runtime.model_state.gather_in_place()
         return self
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise SMPUsageError(
+            "a smp.DistributedModel cannot be copied; copy model.get_module(), the model itself"
+        )
+
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
         """Moves what lives here; has no effect before the partition, which chooses the device."""
         return super().to(*args, **kwargs) if self.partitioned else self

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -138,6 +139,26 @@ class ModelRuntime:
 
     def apply(self, decision: Decision) -> None:
         """Applies a decision on this rank."""
+        with self._outside_the_program():
+            self._apply(decision)
+
+    @contextlib.contextmanager
+    def _outside_the_program(self) -> Iterator[None]:
+        """Returns a context in which the task that runs, if any, reads no remote parameters.
+
+        It would have to wait, and other microbatches would begin before hooks have ended.
+        """
+        task = self.executor.baton.task
+        if task is None:
+            yield
+            return
+        frame, task.frame = task.frame, None
+        try:
+            yield
+        finally:
+            task.frame = frame
+
+    def _apply(self, decision: Decision) -> None:
         self.placement.apply(decision, self.device)
         local = self.placement.parameters()
         for parameter in local:

@@ -13,6 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from smddp.modelparallel.job.meeting import together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.partition.placement import MARKER, Placement
+from smddp.modelparallel.pipeline.remote_parameter import fill
 
 __all__ = ["ModelState"]
 
@@ -125,12 +126,7 @@ class ModelState:
         """Gives every rank all parameters and buffers, in memory of the host."""
         full = self.full(False)
         for name, parameter in self._module.named_parameters():
-            value = full[name].cpu()
-            if parameter.is_meta:
-                fresh = nn.Parameter(value, parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
-            else:
-                parameter.data = value
+            fill(parameter, full[name].cpu())
         for name, buffer in self._module.named_buffers():
             if name in full:
                 buffer.data = full[name].cpu()

@@ -11,6 +11,7 @@ from torch import nn
 
 from smddp.modelparallel.common.errors import SMPPartitionError
 from smddp.modelparallel.pipeline.modules import Modules, difference
+from smddp.modelparallel.pipeline.remote_parameter import Home, empty
 
 __all__ = ["MARKER", "Decision", "Placement", "costs_by_size", "own_bytes"]
 
@@ -157,7 +158,8 @@ class Placement:
             SMPPartitionError: the decision belongs to another model, or divides a shared parameter.
         """
         decision.check(self._modules.names)
-        owners = self._owners_of_parameters(decision)
+        homes = self._homes(decision, device)
+        owners = {number: home.owner for number, home in homes.items()}
         self.decision, self.device = decision, device
         self._modules.set_owners(decision.owners)
         for prefix, module in self._root.named_modules(remove_duplicate=False):
@@ -180,23 +182,24 @@ class Placement:
                 self._local.add(id(parameter))
                 parameter.data = parameter.data.to(device)
             else:
-                _empty(parameter)
+                empty(parameter, homes[id(parameter)])
 
-    def _owners_of_parameters(self, decision: Decision) -> dict[int, int]:
-        owners: dict[int, int] = {}
+    def _homes(self, decision: Decision, device: torch.device) -> dict[int, Home]:
+        homes: dict[int, Home] = {}
         for number, module in enumerate(self._modules.by_number):
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
                 owner = decision.owners[number]
                 assert owner is not None
-                if owners.setdefault(id(parameter), owner) != owner:
+                home = self._modules.home(number, name, owner, device)
+                if (first := homes.setdefault(id(parameter), home).owner) != owner:
                     raise SMPPartitionError(
                         f"parameter {name!r} of {self._modules.names[number]!r} is shared with a "
-                        f"module of partition {owners[id(parameter)]}, but would live on {owner}: "
+                        f"module of partition {first}, but would live on {owner}: "
                         "modules that share parameters have to be on the same partition"
                     )
-        return owners
+        return homes
 
     def is_local(self, module: nn.Module) -> bool:
         """Says whether a module lives here; one without an owner counts for rank 0."""
@@ -221,19 +224,3 @@ class Placement:
     def owner_of_entry(self, name: str) -> int:
         """Returns the partition of an entry of the state dict."""
         return self._entries.get(name, 0)
-
-
-def _empty(parameter: nn.Parameter) -> None:
-    """Frees the memory of a parameter. Shape and dtype stay; using the values is an error."""
-    hollow = nn.Parameter(
-        torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-    )
-    parameter.grad = None
-    try:
-        torch.utils.swap_tensors(parameter, hollow)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        # There are weak references to it, as in recurrent layers. Its memory can still be freed:
-        # one element, NaN if possible, stands for all of them.
-        value = float("nan") if parameter.is_floating_point() else 0
-        one = torch.full((1,) * parameter.dim(), value, dtype=parameter.dtype)
-        parameter.data = one.to(parameter.device).expand(parameter.shape)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-__all__ = ["Lazy", "force", "patch_function_apply"]
+__all__ = ["Lazy", "force", "patch_function_apply", "substitute"]
 
 # Where a lazy tensor may be inside the arguments of a function of torch.
 _CONTAINERS = (list, tuple, dict)
@@ -82,10 +82,28 @@ class Lazy(torch.Tensor):
         _misused(args[0])
 
 
+# By class: what returns the values of a tensor that has none itself.
+_substitutes: dict[type, Callable[[Any], Any]] = {}
+
+
+def substitute(kind: type) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Returns a decorator: `force` calls the decorated function for tensors of a class."""
+
+    def register(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        _substitutes[kind] = function
+        return function
+
+    return register
+
+
 def force(value: Any) -> Any:
-    """Returns the value of a lazy tensor, fetching it if needed; anything else as it is."""
-    if type(value) is not Lazy:
-        return value
+    """Returns the values of a tensor that has none itself, fetched if needed; else the argument."""
+    function = _substitutes.get(type(value))
+    return value if function is None else function(value)
+
+
+@substitute(Lazy)
+def _value_of(value: Lazy) -> torch.Tensor:
     if value.fetch is not None:
         with _WITHOUT():
             if value.grad_fn is not None:
@@ -103,7 +121,7 @@ _original_apply: Any = (
 
 @functools.wraps(torch.autograd.Function.apply)
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if any(type(arg) is Lazy for arg in args):
+    if any(type(arg) in _substitutes for arg in args):
         args = tuple(map(force, args))
     return _original_apply.__get__(None, cls)(*args, **kwargs)
 

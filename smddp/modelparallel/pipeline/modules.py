@@ -2,7 +2,7 @@
 
 `nn.Module._call_impl` is replaced once, for all modules of the process. If a task of a step calls a
 module of the partitioned model, the call is handled here; all other calls go on as usual. Only
-modules that live elsewhere get a `forward` of their own; copies share it.
+modules that live elsewhere get a `forward` of their own; in copies of them it raises.
 """
 
 from __future__ import annotations
@@ -23,10 +23,17 @@ from smddp.modelparallel.pipeline.collector import Site, predictable
 from smddp.modelparallel.pipeline.host import Host
 from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
+from smddp.modelparallel.pipeline.remote_parameter import (
+    Home,
+    RemoteParameter,
+    patch_averaged_model,
+)
 
 __all__ = ["Modules", "difference"]
 
 _original_call = nn.Module._call_impl
+# What a call has in place of a method if it reads a parameter; the name follows.
+_PARAMETER = "parameter "
 # `difference` names at most so many modules of each side.
 _NAMED = 5
 # If the structure of a call's result has changed this often, callers always wait for the result
@@ -105,6 +112,32 @@ class Modules:
                 module = self.by_number[number]
                 object.__setattr__(module, "forward", _RemoteForward(self, number))
 
+    def home(self, number: int, name: str, owner: int, device: torch.device) -> Home:
+        """Returns where a parameter lives.
+
+        Args:
+            number: of the module that has it.
+            name: in that module.
+            owner: rank of the pipeline.
+            device: of what lives on this rank.
+        """
+        prefix = self.names[number] if number else ""
+        full = f"{prefix}.{name}" if prefix else name
+        mine = weakref.ref(self)
+
+        def read(wanted: str) -> Any:
+            modules = mine()
+            task = modules._baton.task if modules is not None else None
+            if modules is None or task is None or task.frame is None:
+                return None
+            return modules._read(task.frame, owner, number, name) if wanted else True
+
+        return Home(full, owner, device, read)
+
+    def _read(self, frame: Any, owner: int, number: int, name: str) -> Any:
+        """Returns the values of a parameter that lives elsewhere: as a call of its module."""
+        return self._remote(frame, owner, number, _PARAMETER + name, (), {})
+
     def end_step(self) -> None:
         """Lets the next steps use the structures that this step has found."""
         for key, returns in self._learned.items():
@@ -120,6 +153,7 @@ class Modules:
         _installed.append(weakref.ref(self))
         nn.Module._call_impl = _call  # type: ignore[method-assign,assignment]
         patch_function_apply()
+        patch_averaged_model()
 
     def number_of(self, module: nn.Module) -> int | None:
         """Returns the number of a module; None if it is not of the model."""
@@ -181,14 +215,21 @@ class Modules:
     def _remote(
         self, frame: Any, owner: int, number: int, method: str, args: Any, kwargs: Any
     ) -> Any:
-        collector = self._caller.collector(frame)
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
         structure = _flatten_arguments(args, kwargs, tensors, objects)
         for position, tensor in enumerate(tensors):
+            if type(tensor) is RemoteParameter:
+                values = tensor.home.read(tensor.home.name)
+                if values is None:
+                    raise tensor.home.error()
+                tensors[position] = values
+        collector = self._caller.collector(frame)
+        for position, tensor in enumerate(tensors):
             if type(tensor) is Lazy and (tensor.fetch is None or tensor.collector is not collector):
                 tensors[position] = force(tensor)
-        seed = draw_seed() if self._draws[number] else None
+        draws = self._draws[number] and not method.startswith(_PARAMETER)
+        seed = draw_seed() if draws else None
         grad = collector.ambient.grad
         key = (number, method, structure, self.by_number[number].training, grad)
         site = self._sites.get(key) if self.predicts_structures else None
@@ -206,6 +247,10 @@ class Modules:
 
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         module = self.by_number[number]
+        if method.startswith(_PARAMETER):
+            parameter = module._parameters[method[len(_PARAMETER) :]]
+            assert parameter is not None
+            return parameter.view_as(parameter)
         if method:
             return getattr(type(module), method)(module, *args, **kwargs)
         return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -229,11 +274,12 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _RemoteForward:
-    """The `forward` of a module that lives elsewhere; copies of the module share it."""
+    """The `forward` of a module that lives elsewhere."""
 
     def __init__(self, modules: Modules, number: int) -> None:
         self._modules = weakref.ref(modules)
         self._number = number
+        self._name, self._owner = modules.names[number], modules.owners[number]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         modules = self._modules()
@@ -241,11 +287,25 @@ class _RemoteForward:
             raise SMPUsageError("the model that this module belonged to is gone")
         return modules.enter(self._number, "forward", args, kwargs)
 
-    def __deepcopy__(self, memo: Any) -> _RemoteForward:
-        return self
+    def __deepcopy__(self, memo: Any) -> _CopiedForward:
+        return _CopiedForward(self._name, self._owner)
 
     def __reduce__(self) -> Any:
         raise SMPUsageError("a module that lives on another rank cannot be pickled on this one")
+
+
+class _CopiedForward:
+    """The `forward` of a copy of a module that lives elsewhere."""
+
+    def __init__(self, name: str, owner: int | None) -> None:
+        self._name, self._owner = name, owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise SMPUsageError(
+            f"this is a copy of module {self._name!r}, which lives on rank {self._owner} of the "
+            "pipeline, and so do the parameters of the copy. Copy them back into the model's, on "
+            "all ranks, and call the model"
+        )
 
 
 # The structures of the arguments of most calls: 0 to 8 positional tensors, and nothing else.

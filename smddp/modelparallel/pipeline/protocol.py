@@ -190,7 +190,8 @@ class Call(NamedTuple):
 
     Attributes:
         module: its number; see `Modules`.
-        method: "forward", when that was called by name; "" when the module itself was.
+        method: "forward", when that was called by name; "" when the module itself was. Or
+            "parameter weight" to read the parameter `weight`.
         structure: of (args, kwargs); see structure.py.
         tensors: of the structure, in its order.
         objects: the numbers of the structure's objects among those of the caller.

@@ -1,0 +1,260 @@
+"""Parameters that live on another rank: read in a step, refused outside, copied."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import check_ranks
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPUsageError
+
+pytestmark = pytest.mark.multiprocess
+
+MANUAL = {"microbatches": 4, "auto_partition": False, "default_partition": 0}
+
+
+class Scaled(nn.Module):
+    """Takes a weight of somebody else as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Projects with that weight."""
+        return F.linear(x, weight, self.bias)
+
+
+class Tied(nn.Module):
+    """A language model whose output layer uses the weight of the embedding by hand."""
+
+    def __init__(self, pp: int) -> None:
+        super().__init__()
+        with smp.partition(pp - 1):
+            self.words = nn.Embedding(6, 4)
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+            self.rnn = nn.GRU(4, 4, batch_first=True)
+        with smp.partition(0):
+            self.body = nn.Linear(4, 4)
+            self.head = Scaled()
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Returns logits."""
+        x = torch.tanh(self.body(self.words(words)))
+        x = x + torch.zeros(4, dtype=self.words.weight.dtype, device=self.words.weight.device)
+        x = self.rnn(self.frozen(x))[0]
+        return self.head(x, self.words.weight) + F.linear(x, self.words.weight)
+
+
+class Net(nn.Module):
+    """A part on each rank, the first on rank 0."""
+
+    def __init__(self, pp: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        with smp.partition(pp - 1):
+            self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Runs both."""
+        return self.last(self.first(x))
+
+
+def trained(pp: int) -> Any:
+    smp.init({"partitions": pp, **MANUAL})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Tied(pp))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    words = torch.randint(6, (8, 5))
+
+    @smp.step
+    def train(model: Any, words: Tensor) -> Any:
+        logits = model(words)
+        loss = F.cross_entropy(logits.flatten(0, 1), words.flatten())
+        loss = loss + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
+        with torch.no_grad():
+            norms = torch.stack([p.norm() for p in model.parameters()])
+        model.backward(loss)
+        return loss, norms
+
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss, norms = train(model, words)
+        losses.append([*loss.stack().tolist(), *norms.reduce_mean().tolist()])
+        optimizer.step()
+    return losses, {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def test_they_are_read_in_a_step_and_get_gradients() -> None:
+    (expected,) = check_ranks(trained, "1", 1)
+    for pp in (2, 3):
+        for losses, state in check_ranks(trained, str(pp), pp):
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]))
+            for name, value in state.items():
+                torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[1][name]))
+
+
+def refused() -> None:
+    smp.init({"partitions": 2, **MANUAL})
+    module = Net(2)
+    model = smp.DistributedModel(module)
+    change: Any = None
+
+    @smp.step
+    def train(model: Any, x: Tensor) -> Any:
+        loss = model(x).sum()
+        if change is not None:
+            change(module.last.weight)
+        model.backward(loss)
+
+    train(model, torch.ones(4, 4))
+    remote, local = module.last, module.first
+    name = "last"
+    if smp.rank() == 1:
+        remote, local, name = local, remote, "first"
+    # Code that treats all parameters alike runs on every rank, and changes what lives there.
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.mul_(2)
+            parameter.data.clamp_(-1, 1)
+            parameter.add_(parameter.detach().clone(), alpha=0.1)
+    assert remote.weight.is_meta
+    assert remote.weight.shape == (4, 4)
+    assert str(remote.weight.device) == "meta"
+    needs: list[Any] = [
+        lambda p: p.norm().item(),
+        lambda p: float(p.pow(2).sum()),
+        lambda p: bool((p > 0).all()),
+        lambda p: p.detach().numpy(),
+        lambda p: p.detach().cpu().numpy(),
+        lambda p: p.tolist(),
+        lambda p: p @ torch.ones(4),
+        lambda p: local.weight.data.copy_(p),
+        lambda p: torch.cat([local.weight, p]),
+        lambda p: torch.equal(p, p),
+        lambda p: nn.utils.parameters_to_vector([local.weight, p]),
+    ]
+    for need in needs:
+        with pytest.raises(SMPUsageError) as caught:
+            need(remote.weight)
+        text = str(caught.value)
+        assert f"parameter '{name}.weight' lives on rank {1 - smp.rank()}" in text
+        assert "smp.step" in text
+        assert "state_dict()" in text
+    # An error that has nothing to do with that stays as it is.
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        remote.weight.view(5)
+    changes: list[Any] = [
+        lambda p: p.mul_(2),
+        nn.init.zeros_,
+        lambda p: setattr(p, "data", torch.ones(4, 4)),
+        lambda p: torch._foreach_mul_([p], 2.0),
+    ]
+    for change in changes:  # noqa: B007  the step uses it
+        with torch.no_grad(), pytest.raises(SMPMicrobatchError, match="would change a copy of it"):
+            train(model, torch.ones(4, 4))
+    change = None
+    train(model, torch.ones(4, 4))
+
+
+def test_outside_a_step_an_error_names_them() -> None:
+    check_ranks(refused, "2")
+
+
+def used_too_early() -> str:
+    smp.init({"partitions": 2, **MANUAL})
+    module = Net(2)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def train(model: Any, x: Tensor) -> Any:
+        penalty = sum(p.pow(2).sum() for p in module.parameters())
+        model.backward(model(x).sum() + penalty)
+
+    with pytest.raises(SMPMicrobatchError) as caught:
+        train(model, torch.ones(4, 4))
+    train(model, torch.ones(4, 4))
+    return str(caught.value)
+
+
+def test_a_use_before_the_first_call_of_the_model_is_refused() -> None:
+    for text in check_ranks(used_too_early, "2"):
+        assert "parameter 'last." in text
+        assert "which lives on rank 1" in text
+        assert "call the model first" in text
+
+
+def copied(pp: int) -> Any:
+    smp.init({"partitions": pp, **MANUAL})
+    torch.manual_seed(0)
+    module = Net(pp)
+    before, after = {}, {}
+
+    def averages() -> dict[str, Any]:
+        return {
+            "swa": AveragedModel(module),
+            "ema": AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+            "own": AveragedModel(module, avg_fn=lambda a, p, n: a + (p - a) / (n + 1)),
+            "buffers": AveragedModel(module, use_buffers=True),
+        }
+
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = averages()
+    full = copy.deepcopy(module)
+
+    @smp.step
+    def train(model: Any, x: Tensor) -> Any:
+        model.backward(model(x).square().sum())
+
+    for number in range(3):
+        optimizer.zero_grad()
+        train(model, torch.ones(4, 4))
+        optimizer.step()
+        for average in before.values():
+            average.update_parameters(module)
+        if number == 0:
+            after = averages()
+        for average in after.values():
+            average.update_parameters(module)
+    # A copy from before the first step is an ordinary module.
+    assert not any(parameter.is_meta for parameter in full.parameters())
+    full(torch.ones(4, 4)).sum().backward()
+    partial = copy.deepcopy(module)
+    if pp > 1:
+        remote, name = (partial.last, "last") if smp.rank() == 0 else (partial.first, "first")
+        with pytest.raises(SMPUsageError, match=f"copy of module '{name}', which lives on rank"):
+            remote(torch.ones(4))
+        with pytest.raises(SMPUsageError, match=f"copy of parameter '{name}.weight', which lives"):
+            remote.weight.sum().item()
+        with pytest.raises(SMPUsageError, match=r"copy model.get_module\(\)"):
+            copy.deepcopy(model)
+    # Averages go back into the model as in plain torch.
+    found = {}
+    for when, models in (("before", before), ("after", after)):
+        for kind, average in models.items():
+            with torch.no_grad():
+                for mine, averaged in zip(
+                    module.parameters(), average.module.parameters(), strict=True
+                ):
+                    mine.copy_(averaged)
+            found[when, kind] = {name: v.tolist() for name, v in model.state_dict().items()}
+    return found
+
+
+def test_copies_and_averages_have_on_each_rank_what_lives_there() -> None:
+    (expected,) = check_ranks(copied, "1", 1)
+    for rank in check_ranks(copied, "2", 2):
+        for key, state in rank.items():
+            for name, value in state.items():
+                torch.testing.assert_close(
+                    torch.tensor(value), torch.tensor(expected[key][name]), msg=f"{key} {name}"
+                )
