@@ -27,12 +27,13 @@ class _Account:
         counts: contributions so far, by microbatch.
         waiting: contributions that have not been added yet, by microbatch.
         turn: the microbatch whose contributions are added next.
-        total: the sum so far; None if there is nothing.
+        used: has anything been added to the sum?
+        total: the sum so far; None if there is nothing, or it was taken.
         late: the sum of contributions that came after those of their microbatch had been added,
             because there were more than expected; None if there are none.
     """
 
-    __slots__ = ("counts", "expected", "late", "parameter", "total", "turn", "waiting")
+    __slots__ = ("counts", "expected", "late", "parameter", "total", "turn", "used", "waiting")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
@@ -44,6 +45,7 @@ class _Account:
         self.counts: dict[int, int] = {}
         self.waiting: dict[int, list[_Contribution]] = {}
         self.turn = 0
+        self.used = False
         self.total: torch.Tensor | None = None
         self.late: torch.Tensor | None = None
 
@@ -72,6 +74,16 @@ class GradientSum:
     def total(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Returns the sum of a parameter, not divided by anything; None if there is none."""
         return self._account(parameter).total
+
+    def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Returns the same once, and keeps it no longer; the caller may change it."""
+        account = self._account(parameter)
+        total, account.total = account.total, None
+        return total
+
+    def used(self, parameter: nn.Parameter) -> bool:
+        """Says whether a parameter has a sum, or had one that was taken."""
+        return self._account(parameter).used
 
     def late(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Returns the sum of what came after the sum of a parameter was final; None if nothing."""
@@ -127,6 +139,11 @@ class GradientSum:
             if microbatch in account.waiting:
                 self._advance(account)
 
+    def release(self) -> None:
+        """Frees what is left of a step; what is expected of the next one stays."""
+        for account in self._accounts.values():
+            account.begin()
+
     def end(self) -> None:
         """Ends the step: makes all sums final, and expects the same counts in the next step."""
         self._ended = set(range(self._microbatches))
@@ -156,6 +173,7 @@ class GradientSum:
                 waiting.sort(key=lambda contribution: contribution[0])
                 gradient = functools.reduce(_added, [one for _, one in waiting])
                 account.total = _added(account.total, gradient)
+                account.used = True
             turn += 1
         account.turn = turn
         if turn != begun and turn == self._microbatches and self._final is not None:

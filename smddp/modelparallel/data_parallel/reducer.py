@@ -226,9 +226,9 @@ class DataParallel:
             self._steps += 1
             totals, redo = self._reduce(failure, redo)
             self._steps -= redo
+        self._old = {}
         for parameter, total in totals.items():
             parameter.grad = total
-        self._old = {}
         if redo:
             raise Redo
 
@@ -236,13 +236,17 @@ class DataParallel:
         return self.size > 1 and self._with_gradients and (self._steps + 1) % self._passes == 0
 
     def _total(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns this replica's gradient, added to what was there before the step."""
-        gradient = self._sums.total(parameter)
+        """Returns this replica's gradient, with what was there before the step; only once."""
+        gradient = self._sums.take(parameter)
         old = self._old[parameter]
         if gradient is None:
             return old
         gradient = self._averaged(gradient)
-        return gradient if old is None else old + gradient
+        if old is None:
+            return gradient
+        if gradient.is_sparse or old.is_sparse or gradient.dtype != old.dtype:
+            return old + gradient
+        return gradient.add_(old)  # the memory of `old` is the script's
 
     def _own(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Returns the same with late additions, in a step that does not reduce."""
@@ -253,9 +257,11 @@ class DataParallel:
         return total + late
 
     def _averaged(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the mean over the microbatches; the sum, if a hook will divide it."""
+        """Makes a sum the mean over the microbatches, in place; not if a hook will divide it."""
         hooked = self.hook is not None and self.size > 1
-        return gradient if hooked or self._divisor == 1 else gradient / self._divisor
+        if hooked or self._divisor == 1:
+            return gradient
+        return gradient / self._divisor if gradient.is_sparse else gradient.div_(self._divisor)
 
     def _reduce(
         self, failure: str, redo: bool
@@ -267,7 +273,7 @@ class DataParallel:
         reduced = self._collected()
         # The flags: has the step failed here, has it to be made again, are there late additions,
         # and which parameters were used.
-        used = [self._total(p) is not None for p in self.parameters]
+        used = [self._sums.used(p) or self._old[p] is not None for p in self.parameters]
         flags = torch.tensor([bool(failure), redo, self._sums.any_late, *used], dtype=torch.int32)
         flags = flags.to(self.parameters[0].device) if self.parameters else flags
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)

@@ -233,6 +233,8 @@ class ModelRuntime:
         except Redo:
             self.buffers.restore()
             raise
+        finally:
+            self._sum.release()
         if apart is not None:
             raise apart
         if succeeded:

@@ -1,4 +1,4 @@
-"""A pipeline keeps activations of only the microbatches that are under way."""
+"""A rank needs memory for what it owns, and activations of only the active microbatches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import pytest
 import torch
 from ranks import check_ranks
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import smdistributed.modelparallel.torch as smp
 
@@ -112,3 +115,105 @@ def test_without_that_limit_they_are_all_kept() -> None:
     for *seen, left in check_ranks(kept_activations, "2", 2, "simple", MICROBATCHES):
         assert left == 0
         assert seen[1:] == [MICROBATCHES, MICROBATCHES]
+
+
+class Census(TorchDispatchMode):
+    """Counts the bytes of all storages that operations of this process have touched and that live.
+
+    It sees the threads on which it is entered; its lists are those of the process.
+    """
+
+    storages: ClassVar[dict[int, tuple[Any, int]]] = {}
+    peak = 0
+    guard: ClassVar[Any] = threading.RLock()
+
+    @classmethod
+    def live(cls) -> int:
+        """Returns the bytes that live now."""
+        with cls.guard:
+            expired = torch.UntypedStorage._expired
+            dead = [key for key, (weak, _) in cls.storages.items() if expired(weak.cdata)]
+            for key in dead:
+                del cls.storages[key]
+            return sum(size for _, size in cls.storages.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes arguments and results of an operation."""
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                storage = value.untyped_storage()
+                weak = StorageWeakRef(storage)
+                with Census.guard:
+                    Census.storages.setdefault(weak.cdata, (weak, storage.nbytes()))
+        Census.peak = max(Census.peak, Census.live())
+        return result
+
+
+LAYERS, WIDTH, ROWS = 24, 32, 8
+
+
+def measured(active: int) -> Any:
+    """Returns the peak of each step, what lives between steps, and the bytes of the parameters."""
+    smp.init(
+        {
+            "partitions": 2,
+            "microbatches": MICROBATCHES,
+            "active_microbatches": active,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    parts = []
+    for index in range(2):
+        with smp.partition(index):
+            layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+            parts.append(nn.Sequential(*layers))
+    model = smp.DistributedModel(nn.Sequential(*parts))
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=False)
+    )
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).square().sum())
+
+    baton = model.runtime.executor.baton
+    submit = baton.submit
+
+    def counted(task: Any) -> None:
+        function = task.function
+
+        def run() -> None:
+            with Census():
+                function()
+
+        task.function = run
+        submit(task)
+
+    baton.submit = counted
+    peaks, between = [], []
+    x = torch.ones(MICROBATCHES * ROWS, WIDTH)
+    for _ in range(4):
+        with Census():
+            optimizer.zero_grad()
+            Census.peak = 0
+            train(model, x)
+            peaks.append(Census.peak)
+            optimizer.step()
+        between.append(Census.live())
+    parameters = sum(p.numel() * p.element_size() for p in model.local_parameters())
+    given = x.nbytes if smp.pp_rank() == 0 else 0
+    return peaks[1:], between[1:], parameters, given
+
+
+@pytest.mark.parametrize("active", [1, 4])
+def test_memory_is_that_of_the_model_and_the_active_microbatches(active: int) -> None:
+    # Each layer keeps its output; the first one its input, too.
+    activations = (LAYERS + 1) * ROWS * WIDTH * 4
+    for peaks, between, parameters, given in check_ranks(measured, "2", active):
+        model = 3 * parameters + given  # with gradients and momentum
+        for peak in peaks:
+            assert peak <= 1.05 * (model + active * activations), (peak, model, activations)
+        for live in between:
+            assert 3 * parameters <= live <= 1.05 * model, (live, model)
