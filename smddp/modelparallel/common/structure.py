@@ -21,12 +21,22 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["CONSTANTS", "Structure", "builder", "constants", "flatten", "rebuild", "tensors_in"]
+__all__ = [
+    "CONSTANTS",
+    "Structure",
+    "builder",
+    "constants",
+    "flatten",
+    "rebuild",
+    "tensors_in",
+    "unpicklable",
+]
 
 Structure = tuple[Any, ...]
 
@@ -181,6 +191,38 @@ def constants(structure: Structure) -> list[Any]:
     if structure[0] == "o":
         return [structure]
     return [item for child in structure[-1] for item in constants(child)]
+
+
+def unpicklable(structure: Structure, objects: Any) -> tuple[str, Any, Exception] | None:
+    """Finds an object that does not pickle.
+
+    Args:
+        structure: of a value.
+        objects: those of the value, by number.
+
+    Returns:
+        Where it is in the value, in Python's notation; the object; and the error. None if all of
+        them pickle.
+    """
+    if structure[0] == "o":
+        try:
+            pickle.dumps(objects[structure[1]], pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            return "", objects[structure[1]], error
+        return None
+    if structure[0] in "tc":
+        return None
+    for position, child in enumerate(structure[-1]):
+        found = unpicklable(child, objects)
+        if found is not None:
+            if structure[0] == "d":
+                step = f"[{structure[2][position]!r}]"
+            elif structure[0] == "a":
+                step = f".{structure[2][position]}"
+            else:
+                step = f"[{position}]"
+            return (step + found[0], *found[1:])
+    return None
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
@@ -273,6 +274,11 @@ class DistributedModel(ModelQueries):
             self.runtime.model_state.gather_in_place()
         return self
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        # DistributedDataParallel asks for it.
+        raise SMPUsageError(_NO_DDP)
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise SMPUsageError(
             "a smp.DistributedModel cannot be copied; copy model.get_module(), the model itself"
@@ -310,19 +316,42 @@ def _name_original_forwards(module: nn.Module) -> None:
             kind._orig_forward = kind.forward  # type: ignore[attr-defined]
 
 
+_NO_DDP = "smp.DistributedModel reduces gradients itself: do not use DistributedDataParallel"
+
+
+def _check_parts(root: nn.Module) -> None:
+    for name, part in root.named_modules():
+        what = f"module {name!r}" if name else "the model"
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            raise SMPUsageError(f"{what} is a DistributedDataParallel. {_NO_DDP}")
+        if isinstance(part, torch.jit.ScriptModule):
+            raise SMPUsageError(f"{what} is of torch.jit, and cannot be divided")
+        if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():  # type: ignore[misc]
+            raise SMPUsageError(
+                f"{what} is a {type(part).__name__}, whose parameters have no shape yet. Call the "
+                "model on an example before smp.DistributedModel, on all ranks"
+            )
+    for kind, tensors in (
+        ("parameter", root.named_parameters()),
+        ("buffer", root.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if tensor.is_meta:
+                raise SMPUsageError(
+                    f"{kind} {name!r} is on the device meta, and has no values. Before "
+                    'smp.DistributedModel, call module.to_empty(device="cpu"), and initialise or '
+                    "load its state"
+                )
+
+
 def _check(module: nn.Module, device: str, times: bool, passes: int) -> None:
     if not state.initialized:
         raise SMPInitializationError("call smp.init() before smp.DistributedModel")
     if isinstance(module, DistributedModel):
         raise SMPUsageError("the module is a smp.DistributedModel already")
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise SMPUsageError(
-            "smp.DistributedModel reduces gradients itself: do not use DistributedDataParallel"
-        )
     if state.current_model() is not None:
         raise SMPUsageError("there is a smp.DistributedModel already; a script can have one")
-    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-        raise SMPUsageError("modules of torch.jit cannot be divided")
+    _check_parts(module)
     if device not in ("cpu", "gpu"):
         raise SMPUsageError(f"trace_device must be 'cpu' or 'gpu', not {device!r}")
     if times and device == "cpu":

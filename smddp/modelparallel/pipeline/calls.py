@@ -32,6 +32,7 @@ from smddp.modelparallel.pipeline.protocol import (
     Pass,
     TensorId,
     ambient,
+    raise_if_unpicklable,
 )
 
 __all__ = ["Caller", "Outgoing", "run_backward"]
@@ -140,7 +141,14 @@ class Caller:
                 objects = {i: opened.objects[i] for i in numbers} or None
             tensors = [inputs[number] for _, number in edge.values]
             header = (tuple(origin), opened.seeds, SOURCE, edge.target, objects)
-            host.send(segment.owner, Kind.FORWARD, header, tensors)
+            try:
+                host.send(segment.owner, Kind.FORWARD, header, tensors)
+            except Exception:
+                for call in [graph.calls[number] for number in segment.calls]:
+                    who = f"module {host.modules.names[call.module]!r} gets"
+                    values = [opened.objects[number] for number in call.objects]
+                    raise_if_unpicklable(who, call.structure, values, named=True)
+                raise
         return out
 
     def _graph(self, opened: Collector, alive: list[Lazy]) -> tuple[Graph, int]:

@@ -20,7 +20,7 @@ from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
 from smddp.modelparallel.pipeline.failure import Failure, Redo, choose, describe, raise_as_error
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.modules import Modules
-from smddp.modelparallel.pipeline.protocol import Kind, Message
+from smddp.modelparallel.pipeline.protocol import Kind, Message, raise_if_unpicklable
 from smddp.modelparallel.pipeline.randomness import RandomState
 from smddp.modelparallel.pipeline.server import Server
 from smddp.modelparallel.pipeline.stall import StallWatch
@@ -180,7 +180,13 @@ class Executor:
                     self.send(peer, Kind.BEGIN, begin)
                 self._begin_step()
                 self._result = driver.drive()
-                self._send_end(*self._result)
+                try:
+                    self._send_end(*self._result)
+                except Exception:
+                    structures, objects = self._result.header
+                    for structure in structures:
+                        raise_if_unpicklable("the step function returns", structure, objects)
+                    raise
             else:
                 self.baton.wake()
                 self.wait_for_finish()

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smddp.modelparallel.common.structure import builder
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.common.structure import Structure, builder, unpicklable
 
 __all__ = [
     "SINK",
@@ -34,6 +35,7 @@ __all__ = [
     "Segment",
     "TensorId",
     "ambient",
+    "raise_if_unpicklable",
 ]
 
 SOURCE, SINK = -1, -2
@@ -284,3 +286,33 @@ class Graph:
     def members(self) -> list[int]:
         """Returns the ranks that own a segment, ascending."""
         return sorted({segment.owner for segment in self.segments})
+
+
+def raise_if_unpicklable(who: str, structure: Structure, objects: Any, named: bool = False) -> None:
+    """Raises an error that names an object, if one cannot be sent.
+
+    Args:
+        who: gets or returns the value, for the text.
+        structure: of the value.
+        objects: those of the value, by number.
+        named: the value is (args, kwargs).
+
+    Raises:
+        SMPUsageError: an object does not pickle.
+    """
+    found = unpicklable(structure, objects)
+    if found is None:
+        return
+    where, value, error = found
+    if named:
+        where = where[3:]
+        if where.startswith("['"):
+            name, _, rest = where[2:].partition("']")
+            where = name + rest
+        else:
+            where = f"argument {where[1:].replace(']', '', 1)}"
+    as_what = f" as {where}" if where else ""
+    raise SMPUsageError(
+        f"{who} a {type(value).__name__}{as_what}, which cannot be sent to another rank, "
+        f"because it does not pickle: {error}"
+    ) from error

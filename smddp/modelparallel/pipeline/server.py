@@ -32,6 +32,7 @@ from smddp.modelparallel.pipeline.protocol import (
     Pass,
     TensorId,
     ambient,
+    raise_if_unpicklable,
 )
 
 __all__ = ["Server"]
@@ -311,7 +312,13 @@ class Server:
             extra = (run.returned or None) if edge.target == SINK else None
             header = (tuple(run.origin), run.seeds, run.number, edge.target, extra)
             tensors = [outputs[value] for value in run.values(edge)]
-            self._host.send(run.owner(edge.target), Kind.FORWARD, header, tensors)
+            try:
+                self._host.send(run.owner(edge.target), Kind.FORWARD, header, tensors)
+            except Exception:
+                for index, (structure, objects, _) in run.returned.items():
+                    name = self.modules.names[graph.calls[index].module]
+                    raise_if_unpicklable(f"module {name!r} returns", structure, objects)
+                raise
 
     def _calls(
         self, frame: Frame, run: _SegmentRun, leaves: dict[TensorId, torch.Tensor]

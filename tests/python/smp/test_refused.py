@@ -1,0 +1,113 @@
+"""What cannot be divided or sent is refused by name."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from ranks import check_ranks
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPUsageError
+
+pytestmark = pytest.mark.multiprocess
+
+
+def models() -> None:
+    smp.init({"partitions": 2, "auto_partition": False, "default_partition": 0, "ddp": True})
+    plain = nn.Linear(2, 2)
+    with torch.device("meta"):
+        bare = nn.Sequential(nn.Linear(2, 2))
+    cases: list[tuple[nn.Module, str]] = [
+        (nn.Sequential(plain, nn.LazyLinear(2)), r"module '1' is a LazyLinear.*example"),
+        (nn.LazyBatchNorm1d(), r"the model is a LazyBatchNorm1d.*example"),
+        (nn.Sequential(plain, bare), r"parameter '1.0.weight'.*meta.*to_empty"),
+        (
+            nn.Sequential(plain, nn.BatchNorm1d(2, affine=False, device="meta")),
+            r"buffer '1.running_mean'.*meta.*to_empty",
+        ),
+        (
+            nn.Sequential(plain, nn.parallel.DistributedDataParallel(nn.Linear(2, 2))),
+            r"module '1' is a DistributedDataParallel",
+        ),
+    ]
+    for model, text in cases:
+        with pytest.raises(SMPUsageError, match=text):
+            smp.DistributedModel(model)
+    lazy = nn.LazyLinear(2)
+    lazy(torch.ones(1, 2))
+    model = smp.DistributedModel(nn.Sequential(plain, lazy))
+    with pytest.raises(SMPUsageError, match="do not use DistributedDataParallel"):
+        nn.parallel.DistributedDataParallel(model)
+
+
+def test_models_that_cannot_be_divided() -> None:
+    check_ranks(models, "2")
+
+
+class Talkative(nn.Module):
+    """Returns an object with its tensor, and takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.bad = False
+
+    def forward(self, x: torch.Tensor, *, options: Any = None) -> Any:
+        """The object pickles unless it is bad."""
+        return {"y": self.linear(x), "info": [1.5, threading.Lock() if self.bad else "fine"]}
+
+
+def objects() -> list[str]:
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.ones(()))
+            with smp.partition(1):
+                self.part = Talkative()
+
+        def forward(self, x: torch.Tensor, options: Any) -> Any:
+            return self.part(x, options={"hook": options})
+
+    root = Root()
+    model = smp.DistributedModel(root)
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor, options: Any, result: Any) -> Any:
+        out = model(x, options)
+        model.backward(out["y"].sum() * root.own)
+        return {"loss": out["y"].sum().detach(), "extra": (2.5, result)}
+
+    x = torch.ones(4, 2)
+    texts = []
+    for _ in range(2):
+        train(model, x, "fine", "fine")
+        with pytest.raises(SMPUsageError) as refused:
+            train(model, x, "fine", threading.Lock())
+        texts.append(str(refused.value))
+        with pytest.raises(SMPMicrobatchError) as caught:
+            train(model, x, lambda: 0, "fine")
+        texts.append(str(caught.value))
+        root.part.bad = True
+        with pytest.raises(SMPMicrobatchError) as caught:
+            train(model, x, "fine", "fine")
+        texts.append(str(caught.value))
+        root.part.bad = False
+    train(model, x, "fine", "fine")
+    return texts
+
+
+def test_objects_that_do_not_pickle() -> None:
+    zero, one = check_ranks(objects, "2")
+    assert [text.partition("\n")[0] for text in zero] == [text.partition("\n")[0] for text in one]
+    for result, argument, output in (zero[:3], zero[3:]):
+        assert "the step function returns a lock as ['extra'][1]" in result
+        assert "module 'part' gets a function as options['hook']" in argument
+        assert "module 'part' returns a lock as ['info'][1]" in output
+        for text in (result, argument, output):
+            assert "cannot be sent" in text
