@@ -221,9 +221,10 @@ class Modules:
         for position, tensor in enumerate(tensors):
             if type(tensor) is RemoteParameter:
                 values = tensor.home.read(tensor.home.name)
-                if values is None:
-                    raise tensor.home.error()
+                assert values is not None, "it is within a step"
                 tensors[position] = values
+            elif tensor.is_meta and hasattr(tensor, "home"):  # computed outside a step
+                raise tensor.home.error()
         collector = self._caller.collector(frame)
         for position, tensor in enumerate(tensors):
             if type(tensor) is Lazy and (tensor.fetch is None or tensor.collector is not collector):

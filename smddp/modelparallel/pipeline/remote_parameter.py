@@ -25,19 +25,28 @@ __all__ = ["Home", "RemoteParameter", "empty", "fill", "patch_averaged_model"]
 
 _WITHOUT = torch._C.DisableTorchFunctionSubclass
 
-# What does not depend on the values; besides names that begin with "is_".
-_DESCRIPTIONS = frozenset(
+# What does not depend on the values: attributes, besides those that begin with "is_" or "_"; and
+# methods.
+_ATTRIBUTES = frozenset(
     (  # noqa: SIM905
         "shape dtype device ndim requires_grad grad grad_fn grad_dtype layout names output_nr "
-        "retains_grad itemsize nbytes numel nelement dim ndimension size stride element_size "
-        "storage_offset get_device has_names type data_ptr register_hook requires_grad_ "
+        "retains_grad itemsize nbytes"
+    ).split()
+)
+_METHODS = frozenset(
+    (  # noqa: SIM905
+        "is_floating_point is_complex is_signed is_inference is_contiguous is_same_size is_tensor "
+        "is_storage is_conj is_neg is_shared is_pinned numel nelement dim ndimension size stride "
+        "element_size storage_offset get_device has_names data_ptr register_hook requires_grad_ "
         "register_post_accumulate_grad_hook retain_grad _use_count _is_view __len__ __hash__ "
         "__repr__ __format__ __dir__ __deepcopy__ __reduce_ex__ __copy__"
     ).split()
 )
 # What needs values and is not an operation.
 _READS = frozenset(
-    "item tolist numpy __array__ __bool__ __int__ __float__ __index__ equal".split()  # noqa: SIM905
+    (  # noqa: SIM905
+        "item tolist numpy is_nonzero __array__ __bool__ __int__ __float__ __index__ equal"
+    ).split()
 )
 # What changes its first argument; besides names that end with "_".
 _CHANGES = frozenset(
@@ -91,6 +100,18 @@ class Home(NamedTuple):
         )
 
 
+@functools.lru_cache(1024)
+def _kind(func: Any) -> tuple[str, bool, bool]:
+    """Returns the name of a function of torch; does it not need values; does it change them?"""
+    name: str = getattr(func, "__name__", "")
+    if name not in ("__get__", "__set__", "__delete__"):
+        changes = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
+        return name, name in _METHODS, changes
+    attribute: str = getattr(func.__self__, "__name__", "")
+    describes = attribute in _ATTRIBUTES or attribute.startswith(("is_", "_"))
+    return attribute, describes, name == "__set__"
+
+
 class RemoteParameter(nn.Parameter):
     """A parameter of a module on another rank.
 
@@ -104,24 +125,25 @@ class RemoteParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch with the values if they can be had, else without."""
         kwargs = kwargs or {}
-        attribute = getattr(func, "__self__", None)
-        access = func.__name__ if func.__name__ in ("__get__", "__set__", "__delete__") else ""
-        name = getattr(attribute, "__name__", "") if access else func.__name__
-        remote = next(
-            value for value in tree_leaves((args, kwargs)) if type(value) is RemoteParameter
-        )
-        private = bool(access) and name.startswith("_")
-        if name in _DESCRIPTIONS or name.startswith("is_") or private:
-            if name == "device" and remote.home.read(""):
-                return remote.home.device
+        name, describes, changes = _kind(func)
+        if describes:
+            if name == "device" and args[0].home.read(""):
+                return args[0].home.device
             with _WITHOUT():
                 return func(*args, **kwargs)
-        if remote.home.read("") is None:
-            return _without_values(remote.home, name, func, args, kwargs)
-        changes = name.endswith("_") and not name.endswith("__")
-        changes = changes or access == "__set__" or name in _CHANGES
+        home = next(
+            value.home for value in tree_leaves((args, kwargs)) if type(value) is RemoteParameter
+        )
+        if func is torch.autograd.grad:
+            raise SMPUsageError(
+                f"torch.autograd.grad cannot return the gradient of parameter {home.name!r}, which "
+                f"lives on rank {home.owner} of the pipeline: call model.backward, and read its "
+                "`grad` on that rank after the step"
+            )
+        if home.read("") is None:
+            return _without_values(home, name, func, args, kwargs)
         if changes and any(type(one) is RemoteParameter for one in tree_leaves(args[:1])):
-            raise remote.home.refusal(name)
+            raise home.refusal(name)
         args, kwargs = tree_map(_lazily, (args, kwargs))
         args, kwargs = tree_map(force, (args, kwargs))
         return func(*args, **kwargs)

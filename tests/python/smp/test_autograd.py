@@ -100,7 +100,7 @@ def chosen(model: Any, x: Tensor, y: Tensor) -> Any:
 BODIES = [saliency, adversarial, kept, kept_in_vain, twice, chosen]
 
 
-def run(pp: int, pipeline: str) -> Any:
+def run(pp: int, pipeline: str, active: int) -> Any:
     """Returns what each body returns, and the gradients that it leaves."""
     smp.init(
         {
@@ -109,6 +109,7 @@ def run(pp: int, pipeline: str) -> Any:
             "auto_partition": False,
             "default_partition": 0,
             "pipeline": pipeline,
+            "active_microbatches": active,
         }
     )
     torch.manual_seed(0)
@@ -135,13 +136,15 @@ def run(pp: int, pipeline: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
-def test_only_what_is_asked_for_gets_gradients(pipeline: str) -> None:
-    (expected,) = check_ranks(run, "1", 1, pipeline)
+@pytest.mark.parametrize(
+    ("pipeline", "active"), [("interleaved", 1), ("interleaved", 4), ("simple", 4)]
+)
+def test_only_what_is_asked_for_gets_gradients(pipeline: str, active: int) -> None:
+    (expected,) = check_ranks(run, "1", 1, pipeline, active)
     for body in ("saliency", "kept_in_vain", "chosen"):
         assert all(gradient is None for gradient in expected[body][1].values())
     for pp in (2, 3):
-        for rank in check_ranks(run, str(pp), pp, pipeline):
+        for rank in check_ranks(run, str(pp), pp, pipeline, active):
             for body, (result, grads) in rank.items():
                 torch.testing.assert_close(
                     result, expected[body][0], msg=lambda m, b=body: f"{b}: {m}"

@@ -162,6 +162,29 @@ def refused() -> None:
         with torch.no_grad(), pytest.raises(SMPMicrobatchError, match="would change a copy of it"):
             train(model, torch.ones(4, 4))
     change = None
+    empty = remote.weight * 2
+
+    @smp.step
+    def passes(model: Any, x: Tensor) -> Any:
+        return module.last(empty)
+
+    with pytest.raises(SMPMicrobatchError, match=r"parameter 'last.weight' lives on rank 1"):
+        passes(model, torch.ones(4, 4))
+
+    @smp.step
+    def asks(model: Any, x: Tensor) -> Any:
+        return torch.autograd.grad(model(x).sum(), list(module.parameters()), allow_unused=True)
+
+    with pytest.raises(SMPMicrobatchError, match=r"torch.autograd.grad cannot return"):
+        asks(model, torch.ones(4, 4))
+
+    # With its gradients a value may be returned, too.
+    @smp.step(detach_outputs=False)
+    def returns(model: Any, x: Tensor) -> Any:
+        return module.last.weight, x
+
+    values, _ = returns(model, torch.ones(4, 4))
+    assert values.outputs[0].shape == (4, 4)
     train(model, torch.ones(4, 4))
 
 
