@@ -63,9 +63,9 @@ test-python:  ## the Python tests
 	$(PYTEST) $(WORKERS) -m "not exhaustive"
 
 .PHONY: test-python-all
-test-python-all:  ## the Python tests, one at a time, with all their cases and what each one costs
+test-python-all:  ## the Python tests with all their cases
 	@tools/setup.sh python-tests
-	$(PYTEST) --durations=30
+	$(PYTEST) $(WORKERS) --durations=30
 
 .PHONY: test-torch
 test-torch: setup  ## torch's own tests of a backend, in every configuration (docs/torch-suite.md)

@@ -10,7 +10,6 @@ from pathlib import Path
 from smddp.bench import Case, Measurement, Timing
 from smddp.bench.operations import Task
 
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

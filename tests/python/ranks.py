@@ -217,8 +217,14 @@ class _Nursery:
 
     def close(self) -> None:
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.stdout.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:  # the machine is busy, and no test needs it any longer
+            self.process.kill()
+            self.process.wait()
 
 
 @functools.cache

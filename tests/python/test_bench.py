@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_runs import bench, rows_of
 import pytest
 import torch.distributed as dist
+from bench_runs import bench, rows_of
 
 from smddp.bench import numa
 from smddp.bench.__main__ import main

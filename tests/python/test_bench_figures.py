@@ -1,14 +1,13 @@
-"""The benchmark's figures: what is measured, computed, printed, drawn and kept in benchmarks/results."""
+"""The benchmark's figures: measured, computed, printed, drawn, and kept in benchmarks/results."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from bench_runs import ROOT, bench, measurement
 import pytest
-import ranks
 import torch
+from bench_runs import ROOT, measurement
 
 from smddp.bench import Case, numa, table
 from smddp.bench.about import RunStart, json_text

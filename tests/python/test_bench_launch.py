@@ -1,4 +1,4 @@
-"""Where the benchmark runs: under launchers, on hosts, beside MPI; and the times of training steps."""
+"""Where the benchmark runs: under launchers, on hosts, beside MPI; times of training steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench_runs import ROOT, bench, rows_of, run
 import hosts
 import pytest
+from bench_runs import ROOT, bench, rows_of, run
 
 from smddp.bench import mpi
 from smddp.bench.operations import OPERATIONS
