@@ -37,7 +37,7 @@ build:  ## compile the C++ core, its tests and the module
 	@tools/setup.sh build
 
 .PHONY: test
-test:  ## all kinds of test in half an hour: C++, Python, C++ again under sanitizers, fuzzers
+test:  ## all kinds of test in 25 minutes: C++, Python, C++ again under sanitizers, fuzzers
 	@echo "TEST_TURN=$(TEST_TURN)"
 	@tools/stages.sh build test-cpp test-python sanitize-address,undefined fuzz sanitize-thread
 
