@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import logging
@@ -265,6 +266,8 @@ def serve() -> None:
     """Runs the nursery: forks ranks until the standard input ends."""
     for module in _IMPORTED_ONCE:
         importlib.import_module(module)
+    # Otherwise each collection of garbage in a rank would write to these objects, and so copy pages.
+    gc.freeze()
 
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     while True:
