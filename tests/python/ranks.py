@@ -266,7 +266,7 @@ def serve() -> None:
     """Runs the nursery: forks ranks until the standard input ends."""
     for module in _IMPORTED_ONCE:
         importlib.import_module(module)
-    # Otherwise each collection of garbage in a rank would write to these objects, and so copy pages.
+    # Otherwise each collection of garbage in a rank would write to these, and copy their pages.
     gc.freeze()
 
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
