@@ -77,9 +77,9 @@ class WithOldName(build_py):
 
 def describe() -> tuple[str, list[str]]:
     """Returns the version of the package and what it requires."""
-    cmake = (ROOT / "CMakeLists.txt").read_text()
-    found = re.search(r"project\(smddp VERSION ([0-9.]+)", cmake)
-    assert found is not None, "CMakeLists.txt names no version"
+    text = (ROOT / "smddp/_version.py").read_text()
+    found = re.search(r'^__version__ = "([0-9.]+)"$', text, re.MULTILINE)
+    assert found is not None, "smddp/_version.py names no version"
     # A source distribution fits any torch; a wheel fits exactly one release.
     if "sdist" in sys.argv:
         return found[1], ["torch"]

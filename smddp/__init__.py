@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from smddp import _load
 from smddp._environment import complete_from_launcher
+from smddp._version import __version__
 from smddp.backend import BACKEND_NAME, GroupOptions, register_backend
 from smddp.errors import (
     AbortedError,
@@ -39,6 +40,7 @@ __all__ = [
     "PeerLostError",
     "ResourceError",
     "TransportError",
+    "__version__",
     "describe",
     "empty",
     "statistics",
