@@ -21,7 +21,7 @@ void translate(std::exception_ptr thrown) {
     const py::object type = errorTypes().contains(name)
                                 ? errorTypes()[name].cast<py::object>()
                                 : py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
-    PyErr_SetString(type.ptr(), error.what_without_backtrace());
+    PyErr_SetString(type.ptr(), error.text());
   } catch (const Error& error) {
     PyErr_SetString(error.kind() == ErrorKind::Usage ? PyExc_ValueError : PyExc_RuntimeError,
                     error.what());

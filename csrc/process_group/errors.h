@@ -5,20 +5,27 @@
 
 #include <exception>
 
+#include <fmt/format.h>
+
 #include "common/error.h"
 
 namespace smddp::process_group {
 
-// Seen in Python as smddp.PeerLostError and its siblings, all of them torch.distributed.DistBackendError.
+// Seen in Python as smddp.errors.SMDDPPeerLostError and its siblings, all torch.distributed.DistBackendError.
+// DDP keeps only c10's text of it. Launchers search the log for the name of the class, so that text begins
+// with it.
 class BackendError : public c10::DistBackendError {
  public:
   explicit BackendError(const smddp::Error& error)
-      : c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error.what()),
-        kind_(error.kind()) {}
-  ErrorKind kind() const { return kind_; }
+      : c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                              fmt::format("SMDDP{}: {}", toString(error.kind()), error.what())),
+        error_(error) {}
+  ErrorKind kind() const { return error_.kind(); }
+  // Without the name of the class.
+  const char* text() const { return error_.what(); }
 
  private:
-  ErrorKind kind_;
+  smddp::Error error_;  // "Error" alone would be that of c10
 };
 
 // Usage errors become ValueError, all others BackendError.

@@ -61,7 +61,7 @@ def test_values_straight_from_memory(cases: Callable[[str], None]) -> None:
 def test_absent_rank() -> None:
     first, second, _ = ranks.check_ranks(device_cases.times_out, "3", "cuda", env=HOST)
     for said in (first, second):
-        assert said.startswith("CollectiveTimeoutError")
+        assert said.startswith("SMDDPCollectiveTimeoutError")
 
 
 def test_refused_calls() -> None:
@@ -127,7 +127,7 @@ def _sends_too_much() -> str:
 
 def test_different_blocks_in_memory() -> None:
     for said in ranks.check_ranks(_sends_too_much, "2", env=IPC, timeout=60):
-        assert said.startswith("CollectiveMismatchError"), said
+        assert said.startswith("SMDDPCollectiveMismatchError"), said
         assert "rank 1 sends 16 bytes to rank 0, which expects 12" in said
 
 
@@ -175,7 +175,7 @@ def _dies() -> str:
 
 def test_rank_that_dies_in_memory() -> None:
     outcomes = ranks.run_ranks(_dies, "2", env=IPC, timeout=60)
-    assert str(outcomes[0].value).startswith("PeerLostError"), str(outcomes[0])
+    assert str(outcomes[0].value).startswith("SMDDPPeerLostError"), str(outcomes[0])
 
 
 def _captured() -> str:

@@ -42,7 +42,7 @@ def test_refused_calls() -> None:
 def test_absent_rank() -> None:
     first, second, _ = ranks.check_ranks(device_cases.times_out, "3", "fake")
     for said in (first, second):
-        assert said.startswith("CollectiveTimeoutError")
+        assert said.startswith("SMDDPCollectiveTimeoutError")
         assert "rank 2" in said
 
 
@@ -61,7 +61,7 @@ def _device_that_never_comes() -> list[str]:
 def test_device_that_never_comes() -> None:
     """A call whose stream hangs ends with the timeout, on this rank and on the others."""
     for said in ranks.check_ranks(_device_that_never_comes, "2"):
-        assert all(text.startswith("CollectiveTimeoutError: smddp") for text in said), said
+        assert all(text.startswith("SMDDPCollectiveTimeoutError: smddp") for text in said), said
         assert "before the device had come to this call" in said[0]
 
 
@@ -83,7 +83,7 @@ def _device_that_breaks() -> str:
 def test_device_that_breaks() -> None:
     """wait() raises an error of the copies back to the device."""
     for said in ranks.check_ranks(_device_that_breaks, "2"):
-        assert said.startswith("TransportError")
+        assert said.startswith("SMDDPTransportError")
         assert "the device is broken" in said
 
 
@@ -110,4 +110,4 @@ def _leaving(how: str) -> list[str]:
 def test_leaving_while_the_device_is_busy(how: str) -> None:
     """Calls that have not begun end with the group."""
     for said in ranks.check_ranks(_leaving, "2", how):
-        assert all(text.startswith("AbortedError") for text in said), said
+        assert all(text.startswith("SMDDPAbortedError") for text in said), said

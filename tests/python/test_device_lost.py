@@ -91,9 +91,9 @@ def _loses_a_rank(stage: int, how: str) -> tuple[list[str], int]:
 
 LOST = {
     # The connection may break before the lifeline does.
-    "dies": "PeerLostError: smddp.*rank {} .*(its process (died|ended)|its connection broke)",
-    "breaks": "TransportError: smddp.*rank {} could not do its part.*unhandled error",
-    "aborts": "AbortedError: smddp.*rank {} called abort",
+    "dies": "SMDDPPeerLostError: smddp.*rank {} .*(its process (died|ended)|its connection broke)",
+    "breaks": "SMDDPTransportError: smddp.*rank {} could not do its part.*unhandled error",
+    "aborts": "SMDDPAbortedError: smddp.*rank {} called abort",
 }
 
 
@@ -147,7 +147,7 @@ def test_script_ends_nccl_itself(how: str) -> None:
     """NCCL is aborted only once, and not again after a shutdown that ended by itself."""
     for said, aborts in ranks.check_ranks(_ends_in_order, "2", how):
         if how == "abort":
-            assert re.match("AbortedError: smddp.*rank . called abort", said), said
+            assert re.match("SMDDPAbortedError: smddp.*rank . called abort", said), said
         assert aborts == "1"
 
 

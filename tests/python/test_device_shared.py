@@ -250,19 +250,19 @@ def _dying_in_an_exchange(device: Any) -> list[str]:
 
 def test_absent_rank_in_shared_memory() -> None:
     for said in ranks.check_ranks(in_shared_job, "2", _absent, env=IPC)[0]:
-        assert said.startswith("CollectiveTimeoutError")
+        assert said.startswith("SMDDPCollectiveTimeoutError")
         assert "rank 1" in said
 
 
 def test_device_that_never_comes_in_shared_memory() -> None:
     for said in ranks.check_ranks(in_shared_job, "2", _stuck, env=IPC):
-        assert said[0].startswith("CollectiveTimeoutError"), said
+        assert said[0].startswith("SMDDPCollectiveTimeoutError"), said
         assert "before the device had come to this call" in said[0]
 
 
 def test_different_calls_in_shared_memory() -> None:
     for said in ranks.check_ranks(in_shared_job, "2", _differing, env=IPC):
-        assert said[0].startswith("CollectiveMismatchError"), said
+        assert said[0].startswith("SMDDPCollectiveMismatchError"), said
         assert "MAX" in said[0]
         assert "SUM" in said[0]
 
@@ -270,10 +270,10 @@ def test_different_calls_in_shared_memory() -> None:
 def test_different_blocks_in_shared_memory() -> None:
     """All ranks get an error that names the two that differ, also the third."""
     for said in ranks.check_ranks(in_shared_job, "3", _differing_blocks, env=IPC):
-        assert said[0].startswith("CollectiveMismatchError"), said
+        assert said[0].startswith("SMDDPCollectiveMismatchError"), said
         assert "rank 1 sends 16 bytes to rank 0, which expects 12" in said[0]
     for said in ranks.check_ranks(in_shared_job, "2", _differing_moves, env=IPC):
-        assert said[0].startswith("CollectiveMismatchError"), said
+        assert said[0].startswith("SMDDPCollectiveMismatchError"), said
         assert "rank 0 is in call 2 (gather" in said[0]
         assert "rank 1 in call 2 (all_to_all)" in said[0]
 
@@ -283,14 +283,14 @@ def test_rank_that_dies_in_an_exchange_in_shared_memory() -> None:
     for outcome in (outcomes[0], outcomes[2]):
         first, second = outcome.value
         # Rank 1 may have finished its part.
-        assert first == "no error" or first.startswith("PeerLostError"), str(outcome)
-        assert second.startswith("PeerLostError"), str(outcome)
+        assert first == "no error" or first.startswith("SMDDPPeerLostError"), str(outcome)
+        assert second.startswith("SMDDPPeerLostError"), str(outcome)
         assert "rank 1" in second
 
 
 def test_rank_that_dies_in_shared_memory() -> None:
     outcomes = ranks.run_ranks(in_shared_job, "2", _dying, 30, env=IPC)
-    assert outcomes[0].value[0].startswith("PeerLostError"), str(outcomes[0])
+    assert outcomes[0].value[0].startswith("SMDDPPeerLostError"), str(outcomes[0])
     assert "rank 1" in outcomes[0].value[0]
 
 

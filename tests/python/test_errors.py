@@ -307,5 +307,5 @@ def _different_settings(variable: str, value: str) -> str:
 )
 def test_settings_that_differ_between_ranks(variable: str, value: str, common: str) -> None:
     for text in ranks.check_ranks(_different_settings, "3", variable, value):
-        assert text.startswith("CollectiveMismatchError: rank 0 (")
+        assert text.startswith("SMDDPCollectiveMismatchError: rank 0 (")
         assert f"{variable} is {common} on ranks 0, 2 and {value} on rank 1" in text

@@ -68,7 +68,7 @@ def _be_cut_off(network: hosts.Network) -> Failure:
 def test_host_that_is_cut_off(network: hosts.Network) -> None:
     outcomes = ranks.check_ranks(_be_cut_off, "2x2", network, network=network)
     for rank, failure in enumerate(outcomes):
-        assert failure.kind == "PeerLostError", failure
+        assert failure.kind == "SMDDPPeerLostError", failure
         others = (2, 3) if rank < 2 else (0, 1)
         assert any(f"rank {other} (pid " in failure.text for other in others), failure
         assert "has not answered" in failure.text, failure
@@ -134,7 +134,7 @@ def test_process_that_is_stopped_on_another_host(network: hosts.Network) -> None
     for rank in (0, 2, 3):
         outcome = outcomes[rank]
         assert outcome.returned, "\n".join(map(str, outcomes))
-        assert outcome.value.kind == "CollectiveTimeoutError", outcome.value
+        assert outcome.value.kind == "SMDDPCollectiveTimeoutError", outcome.value
         assert f"rank 1 (pid {outcomes[1].pid} on " in outcome.value.text, outcome.value
         # Another host cannot distinguish a stopped process from one that is disconnected.
         assert "stopped" in outcome.value.text, outcome.value

@@ -42,7 +42,7 @@ def test_ranks_with_the_token_meet(layout: str) -> None:
 def test_whoever_has_another_is_named(layout: str, token: str, seen: str) -> None:
     first, second, third = ranks.check_ranks(_join, layout, ["secret", "secret", token])
     for text in (first, second):
-        assert text.startswith("CollectiveMismatchError"), text
+        assert text.startswith("SMDDPCollectiveMismatchError"), text
         assert f"rank 2 has {seen}" in text
     assert "ranks 0-1 have a" in third
     assert not any("secret" in text or "guess" in text for text in (first, second, third))

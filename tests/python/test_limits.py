@@ -72,12 +72,12 @@ def test_few_descriptors(layout: str) -> None:
     for spare in (0, 1, 2, 4, 8, 16, 22, 30):
         rich, poor = ranks.check_ranks(_limited, layout, spare)
         if poor[0]:
-            assert poor[0] == "ResourceError", poor
+            assert poor[0] == "SMDDPResourceError", poor
             assert "ulimit -n" in poor[1]
             # Either it ended before it could report, and is missing; or it reported.
-            assert rich[0] in ("ResourceError", "CollectiveTimeoutError"), rich
+            assert rich[0] in ("SMDDPResourceError", "SMDDPCollectiveTimeoutError"), rich
             assert "rank 1" in rich[1]
-            assert spare == 0 or rich[0] == "ResourceError", rich
+            assert spare == 0 or rich[0] == "SMDDPResourceError", rich
         else:
             assert not rich[0]
         # The failed attempt has leaked no descriptors.

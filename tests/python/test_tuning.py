@@ -223,7 +223,7 @@ def test_different_files_end_init(tmp_path: Path) -> None:
     for file, size in zip(files, (8, 9), strict=True):
         file.write_text(f"smddp-tuning 1\nallreduce 1x2 any {size} two_phase\n")
     for failure in ranks.check_ranks(_fail, "2", [str(file) for file in files]):
-        assert failure.kind == "CollectiveMismatchError"
+        assert failure.kind == "SMDDPCollectiveMismatchError"
         assert "would choose different algorithms" in failure.text
         assert "SMDDP_TUNING_FILE" in failure.text
 
