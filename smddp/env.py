@@ -31,6 +31,9 @@ You do not need these to use smddp. Their defaults were measured.
 # Read by the build, not by the library.
 _BUILD_ONLY = ("SMDDP_CMAKE_ARGS",)
 
+# Sizes of buffers that SageMaker's library has. Job scripts set them; here they have no effect.
+_OF_THE_ORIGINAL = ("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES")
+
 
 def settings() -> list[Setting]:
     """Returns every setting with its current value.
@@ -43,13 +46,15 @@ def settings() -> list[Setting]:
 
 
 def misspelt(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
-    """Returns one sentence for each variable that begins with SMDDP_ but is not a setting.
+    """Returns one sentence for each variable that begins with SMDDP_ but means nothing.
+
+    Variables of SageMaker's library mean nothing here either, but they are not misspelt.
 
     Args:
         environ: the variables and their values.
         known: the names of all settings.
     """
-    names = [*known, *_BUILD_ONLY]
+    names = [*known, *_BUILD_ONLY, *_OF_THE_ORIGINAL]
     sentences = []
     for name in sorted(environ):
         if not name.startswith("SMDDP_") or name in names:

@@ -32,6 +32,18 @@ def test_a_variable_like_no_other_points_to_the_list() -> None:
     assert said.endswith("see `python -m smddp.env`.")
 
 
+def test_variables_of_the_original_library_are_not_misspelt() -> None:
+    known = [row["name"] for row in env.settings()]
+    original = {
+        "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": "8192",
+        "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "8192",
+        "SMDATAPARALLEL_OPTIMIZE_SDP": "true",
+    }
+    assert env.misspelt(original, known) == []
+    (said,) = env.misspelt({"SMDDP_AG_SCRATCH_BUFFER_BYTES": "8192"}, known)
+    assert "did you mean SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES?" in said
+
+
 def test_insert_replaces_only_what_is_between_the_markers() -> None:
     text = f"before\n{env.BEGIN}\nold\n{env.END}\nafter\n"
     assert env.insert(text, "new\n") == f"before\n{env.BEGIN}\nnew\n{env.END}\nafter\n"
