@@ -253,7 +253,14 @@ KEYS: tuple[Key, ...] = (
         (),
         "modules keep their weights in any case",
     ),
-    Key("task_level_activation_checkpointing", "bool", False, "Accepted; without effect."),
+    Key(
+        "task_level_activation_checkpointing",
+        "bool",
+        False,
+        "Recompute activations.",
+        (),
+        "use torch.utils.checkpoint in the model",
+    ),
 )
 
 
