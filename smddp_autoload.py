@@ -1,14 +1,23 @@
 """The functions of the entry points through which torch registers the backend by itself.
 
-`autoload` runs at the end of every `import torch` (entry points of the group ``torch.backends``).
-It must be quick: it registers a function that creates groups, and does not load the compiled
-module. It must not raise, because that would break every `import torch` on the machine. Therefore
-this module is not part of the package smddp, whose import raises if it was built for another torch.
+`autoload` runs at the end of every `import torch` (entry points of the group ``torch.backends``),
+also in programs that never use smddp. For these nothing may change: it registers a function that
+creates groups, imports no more of smddp, and sets no environment variable. It must not raise,
+because that would break every `import torch` on the machine. Therefore this module is not part of
+the package smddp, whose import raises if it was built for another torch.
 """
 
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING, Any
+
+from smddp_registration import register_backend
+
+if TYPE_CHECKING:
+    from smddp._C import ProcessGroup
+
+__all__ = ["autoload", "register"]
 
 
 def autoload() -> None:
@@ -21,6 +30,10 @@ def autoload() -> None:
 
 def register() -> None:
     """Registers backend "smddp". Called by torch when the name is first asked for (2.14 on)."""
-    from smddp.backend import register_backend
+    register_backend(_create_process_group)
 
-    register_backend()
+
+def _create_process_group(options: Any, group_options: Any) -> ProcessGroup:
+    from smddp.backend import create_process_group
+
+    return create_process_group(options, group_options)

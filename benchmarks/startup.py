@@ -62,7 +62,7 @@ def trial(backend: str, size: int) -> dict[str, float]:
         **os.environ,
         # Lets Python cache bytecode, as for an installed package. Empty means unset.
         "PYTHONDONTWRITEBYTECODE": "",
-        # Otherwise `import torch` would import smddp, before the clock starts.
+        # So that `import smddp` registers the backend, after the clock starts.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),

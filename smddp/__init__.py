@@ -1,7 +1,7 @@
 """smddp: collective communication for PyTorch, as the c10d backend "smddp".
 
-Importing the package registers the backend. Where torch loads backends by itself (entry points of
-the group ``torch.backends``) the import is not needed::
+Importing the package registers the backend, and sets no environment variable. Where torch loads
+backends by itself (entry points of the group ``torch.backends``) the import is not needed::
 
     torch.distributed.init_process_group(backend="smddp")
 """
@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from smddp import _load
-from smddp._environment import complete_from_launcher
 from smddp._version import __version__
-from smddp.backend import BACKEND_NAME, GroupOptions, register_backend
+from smddp.backend import GroupOptions, create_process_group
 from smddp.errors import (
     AbortedError,
     CollectiveMismatchError,
@@ -27,6 +26,7 @@ from smddp.errors import (
     ResourceError,
     TransportError,
 )
+from smddp_registration import BACKEND_NAME, register_backend
 
 if TYPE_CHECKING:
     from smddp._C import AlgorithmUse, ProcessGroup
@@ -47,8 +47,7 @@ __all__ = [
 ]
 
 _load.check()
-complete_from_launcher()
-register_backend()
+register_backend(create_process_group)
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

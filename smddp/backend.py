@@ -1,4 +1,4 @@
-"""The one place where backend "smddp" is registered with torch.distributed."""
+"""Creates groups of backend "smddp" for torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from smddp._environment import complete_environment
+from smddp_launch import complete_environment
+from smddp_registration import BACKEND_NAME
 
 if TYPE_CHECKING:
     from smddp._C import ProcessGroup
 
-__all__ = ["BACKEND_NAME", "GroupOptions", "register_backend"]
-
-BACKEND_NAME = "smddp"
+__all__ = ["GroupOptions", "create_process_group"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,26 +46,14 @@ class GroupOptions:
             )
 
 
-def register_backend() -> None:
-    """Registers "smddp" for CPU and CUDA tensors. Idempotent; does not load the compiled module."""
-    if not dist.is_available() or BACKEND_NAME.upper() in dist.Backend._plugins:
-        return
-    dist.Backend.register_backend(
-        BACKEND_NAME, _create_process_group, extended_api=True, devices=["cpu", "cuda"]
-    )
-    # DDP allocates its gradient buckets in the process group's memory if this variable is 0. It
-    # reads the variable when a model is wrapped. A value that the user has set stays.
-    if os.environ.get("SMDDP_COMM_MEMORY", "1") not in ("0", "false", "off"):
-        os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
-
-
-def _create_process_group(options: Any, group_options: Any) -> ProcessGroup:
+def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     """Creates one rank of a group; c10d calls it in init_process_group() and new_group()."""
     from smddp import _load
 
     module = _load.load()
-    _warn_of_misspelt_settings(module)
     complete_environment(options.group_rank, options.group_size)
+    _let_ddp_share_memory()
+    _warn_of_misspelt_settings(module)
     _leave_at_exit(module)
     timeout = options.timeout
     if not isinstance(timeout, timedelta):
@@ -80,6 +67,16 @@ def _create_process_group(options: Any, group_options: Any) -> ProcessGroup:
         group: ProcessGroup = module.ProcessGroup(*arguments)
         return group
     return module.GpuProcessGroup(*arguments, *gpus)  # type: ignore[no-any-return]
+
+
+def _let_ddp_share_memory() -> None:
+    """Lets DDP allocate its gradient buckets in the process group's memory.
+
+    DDP does so if this variable is 0, which it reads when a model is wrapped. A value that the user
+    has set stays.
+    """
+    if os.environ.get("SMDDP_COMM_MEMORY", "1") not in ("0", "false", "off"):
+        os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 
 
 def _algorithm_of(group_options: Any) -> str:

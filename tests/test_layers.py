@@ -76,12 +76,14 @@ OPTIMIZER, CHECKPOINT = "smddp.modelparallel.optimizer", "smddp.modelparallel.ch
 ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
 COMPATIBILITY = "smddp.modelparallel.compatibility"
 MAY_IMPORT: dict[str, set[str]] = {
-    "smddp": set(),
-    "smddp_autoload": {"smddp"},
-    "smddp.bench": {"smddp"},
+    "smddp_launch": set(),
+    "smddp_registration": {"smddp_launch"},
+    "smddp": {"smddp_launch", "smddp_registration"},
+    "smddp_autoload": {"smddp", "smddp_registration"},
+    "smddp.bench": {"smddp", "smddp_launch"},
     "smddp.cli": {"smddp", "smddp.bench"},
     COMMON: set(),
-    JOB: {"smddp", COMMON},
+    JOB: {"smddp", "smddp_launch", COMMON},
     PIPELINE: {"smddp", COMMON},
     PARTITION: {COMMON, JOB, PIPELINE},
     DATA_PARALLEL: {COMMON, PIPELINE},
@@ -95,7 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *(COMMON, JOB, PARTITION, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
     },
     "smdistributed": set(),
-    "smdistributed.dataparallel": {"smddp"},
+    "smdistributed.dataparallel": {"smddp", "smddp_launch"},
     "smdistributed.modelparallel": {
         *("smddp.modelparallel", COMMON, JOB, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT),
         *(ACTIVATIONS, API),
@@ -186,7 +188,7 @@ def python_modules() -> dict[str, Path]:
             if path.suffix in {".py", ".pyi"}:
                 parts = path.relative_to(ROOT).with_suffix("").parts
                 found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {**found, "smddp_autoload": ROOT / "smddp_autoload.py"}
+    return {**found, **{path.stem: path for path in ROOT.glob("smddp_*.py")}}
 
 
 MODULES = python_modules()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from smddp.plan import parse_nodes
+from smddp_launch import complete_from_launcher
 
 __all__ = [
     "DEFAULT_RANKS",
@@ -45,7 +46,8 @@ def reserved_port() -> Iterator[int]:
 
 
 def is_rank() -> bool:
-    """Returns whether a launcher started this process (import smddp sets RANK for mpirun, too)."""
+    """Returns whether a launcher started this process: torchrun, mpirun or srun."""
+    complete_from_launcher()
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

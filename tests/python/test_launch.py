@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from smddp import _environment, launch
+import smddp_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 # An environment of its own, because some programs behave differently if they find mpi4py.
@@ -29,8 +29,8 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def completed(monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[bool, list[str | None]]:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    _environment.complete_from_launcher()
-    found = _environment.complete_rendezvous()
+    smddp_launch.complete_from_launcher()
+    found = smddp_launch.complete_rendezvous()
     return found, [os.environ.get(name) for name in NAMES[:5]]
 
 
@@ -78,7 +78,7 @@ def test_several_hosts_that_nobody_names(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not found
     assert values[4] is None, "a guess would let the ranks wait for each other in vain"
     with pytest.raises(SystemExit, match="set MASTER_ADDR, for instance by mpirun -x"):
-        launch.main(["true"])
+        smddp_launch.main(["true"])
 
 
 def test_mpi_is_asked_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +100,11 @@ def test_jobs_on_one_host_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatc
 
 def test_options_of_the_wrapper() -> None:
     command = ["python", "-m", "mpi4py", "train.py", "-i", "3"]
-    assert launch.command_of(["-i", "ml.p4d.24xlarge", "--allow-bypass", *command]) == command
+    assert smddp_launch.command_of(["-i", "ml.p4d.24xlarge", "--allow-bypass", *command]) == command
     with pytest.raises(SystemExit, match="name the command"):
-        launch.main(["--allow-bypass"])
+        smddp_launch.main(["--allow-bypass"])
     with pytest.raises(SystemExit, match="has no rank"):
-        launch.main(["true"])
+        smddp_launch.main(["true"])
 
 
 _SCRIPT = """
@@ -122,12 +122,15 @@ sys.stdout.write(f"pipeline {smp.pp_rank()} {smp.allgather(smp.rank(), smp.PP_GR
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "wrapper", [["-m", "smddp.launch", sys.executable], []], ids=["smddprun", "bare"]
+)
 @pytest.mark.parametrize("launcher", ["prterun", "mpiexec.hydra", "variables"])
-def test_a_script_under_mpirun(launcher: str, tmp_path: Path) -> None:
+def test_a_script_under_mpirun(launcher: str, wrapper: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "smddp.launch", sys.executable, str(script)]
+    command = [sys.executable, *wrapper, str(script)]
     if launcher == "variables":
         # This sets the variables of MPI's ranks, so no MPI is needed.
         jobs = [

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-import torch
-from ranks import ROOT
-
-
-def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
-    # The tests must not depend on an installed package with entry points.
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(ROOT)}
-    for name in ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK", "DDP_DISABLE_COMM_MEM"):
-        environment.pop(name, None)
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        env={**environment, **env},
-        cwd="/",  # the current folder, which Python searches before PYTHONPATH
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-
-
-def succeed(script: str, **env: str) -> None:
-    ended = run(script, **env)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == ""
+from interpreters import RELEASE, install, run, succeed
 
 
 def test_import_by_the_original_name_registers_the_backend() -> None:
     succeed(
         """
         import os
-        import torch.distributed as dist
 
+        from smdistributed.dataparallel import exceptions
+
+        # Launchers import this in a process that is no rank, and pass on its environment.
+        assert "SMDATAPARALLEL_LOCAL_RANK" not in os.environ
+
+        import torch.distributed as dist
         import smdistributed.dataparallel.torch.torch_smddp
         import smdistributed.dataparallel.torch.torch_smddp as again
         import smddp
@@ -52,15 +29,16 @@ def test_import_by_the_original_name_registers_the_backend() -> None:
         assert dist.Backend.SMDDP == "smddp"
         assert dist.is_backend_available("smddp")
         assert os.environ["SMDATAPARALLEL_LOCAL_RANK"] == "3"
-        assert os.environ["DDP_DISABLE_COMM_MEM"] == "0"
-
-        from smdistributed.dataparallel import exceptions
 
         for name in exceptions.__all__:
             assert name.startswith("SMDDP"), name
             error = getattr(exceptions, name)
             assert issubclass(error, dist.DistBackendError), name
             assert error is getattr(smddp, name.removeprefix("SMDDP")), name
+            assert error.__qualname__ == name, "what a stack trace says"
+        assert {name for name in dir(exceptions) if not name.startswith("__")} == (
+            set(exceptions.__all__)
+        )
         """,
         LOCAL_RANK="3",
     )
@@ -75,8 +53,10 @@ def test_import_smddp_is_enough_for_a_job_of_one() -> None:
         import torch
         import torch.distributed as dist
 
+        before = dict(os.environ)
         import smddp
 
+        assert os.environ == before
         # Importing starts no thread and loads nothing compiled: fork is still safe.
         assert len(os.listdir("/proc/self/task")) == 1
         with tempfile.TemporaryDirectory() as folder:
@@ -85,6 +65,7 @@ def test_import_smddp_is_enough_for_a_job_of_one() -> None:
             )
             assert dist.get_backend() == "smddp"
             assert os.environ["SMDATAPARALLEL_LOCAL_RANK"] == "0"
+            assert os.environ["DDP_DISABLE_COMM_MEM"] == "0"
             tensor = torch.ones(3)
             dist.all_reduce(tensor)
             assert tensor.sum() == 3
@@ -98,9 +79,11 @@ def test_settings_of_the_user_stay() -> None:
     succeed(
         """
         import os
+        import torch.distributed as dist
+        import smdistributed.dataparallel.torch.torch_smddp
 
-        import smddp
-
+        dist.init_process_group("smddp", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
         assert os.environ["DDP_DISABLE_COMM_MEM"] == "1"
         assert os.environ["SMDATAPARALLEL_LOCAL_RANK"] == "5"
         """,
@@ -130,14 +113,13 @@ def test_autoload_never_breaks_import_torch() -> None:
         """
         import warnings
 
-        import torch
-        import smddp.backend
+        import torch.distributed as dist
         import smddp_autoload
 
-        def broken():
+        def broken(*arguments, **options):
             raise RuntimeError("no such thing")
 
-        smddp.backend.register_backend = broken
+        dist.Backend.register_backend = broken
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             smddp_autoload.autoload()
@@ -145,30 +127,6 @@ def test_autoload_never_breaks_import_torch() -> None:
         """
     )
     assert ended.returncode == 0, ended.stderr
-
-
-def _installed(folder: Path, built_for: str | None) -> str:
-    """Makes a folder look as if smddp were installed there; returns a value for PYTHONPATH."""
-    package = folder / "smddp"
-    package.mkdir()
-    for file in (ROOT / "smddp").iterdir():
-        if file.name != "_build.py":
-            (package / file.name).symlink_to(file)
-    if built_for is not None:
-        (package / "_build.py").write_text(f'TORCH_VERSION = "{built_for}"\n')
-    (folder / "smddp_autoload.py").symlink_to(ROOT / "smddp_autoload.py")
-    # Python uses the first folder of its search path that has a distribution of this name.
-    metadata = folder / "smddp-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: smddp\nVersion: 0.1\n")
-    lines = []
-    for line in (ROOT / "pyproject.toml").read_text().splitlines():
-        if group := re.fullmatch(r'\[project\.entry-points\."(.+)"\]', line):
-            lines.append(f"[{group[1]}]")
-        elif line.startswith("smddp = ") and lines:
-            lines.append(line.replace('"', ""))
-    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -179,33 +137,40 @@ def test_import_torch_survives_an_smddp_that_does_not_fit(
     built_for: str | None, text: str, tmp_path: Path
 ) -> None:
     script = f"""
-        import sys, warnings
+        import sys
 
         # A development install would complete what is missing.
         sys.meta_path[:] = [each for each in sys.meta_path if "Editable" not in repr(each)]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            import torch
-        (said,) = [str(each.message) for each in caught if "smddp" in str(each.message)]
-        assert said.startswith("smddp: the backend could not be registered: ")
-        assert {text!r} in said, said
-        try:
-            import smddp
-        except ImportError as error:
-            assert {text!r} in str(error)
-        else:
-            raise AssertionError("the import succeeded")
+        import torch.distributed as dist  # silently
+
+        store = dist.HashStore()
+        for wanted in (
+            lambda: dist.init_process_group("smddp", store=store, rank=0, world_size=1),
+            lambda: __import__("smddp"),
+        ):
+            try:
+                wanted()
+            except ImportError as error:
+                assert {text!r} in str(error)
+            else:
+                raise AssertionError("nothing was raised")
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     """
-    succeed(script, TORCH_DEVICE_BACKEND_AUTOLOAD="1", PYTHONPATH=_installed(tmp_path, built_for))
+    succeed(script, TORCH_DEVICE_BACKEND_AUTOLOAD="1", PYTHONPATH=install(tmp_path, built_for))
 
 
 def test_import_torch_makes_the_backend_known(tmp_path: Path) -> None:
-    release = ".".join(torch.__version__.split(".")[:2])
-    path = _installed(tmp_path, release)
-    script = """
+    path = install(tmp_path)
+    script = f"""
         import torch.distributed as dist
 
         assert dist.Backend.SMDDP == "smddp"
+        for name in ("smddp", "cpu:smddp,cuda:gloo"):
+            dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+            dist.destroy_process_group()
+        import smddp, smddp._load
+        assert smddp._build.TORCH_VERSION == {RELEASE!r}
+        assert smddp.__version__ == smddp._load.load().build_info()["version"]
     """
     succeed(script, TORCH_DEVICE_BACKEND_AUTOLOAD="1", PYTHONPATH=path)
 

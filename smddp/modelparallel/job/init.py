@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp._environment import complete_from_launcher, complete_rendezvous
 from smddp.modelparallel.common.errors import SMPInitializationError
 from smddp.modelparallel.job.config import Configuration, configure
 from smddp.modelparallel.job.groups import Groups
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.job.topology import Topology
+from smddp_launch import complete_from_launcher, complete_rendezvous
 
 __all__ = ["init", "is_initialized", "shutdown"]
 

@@ -1,13 +1,34 @@
-"""Sets the variables that torch and scripts read, such as RANK, if the launcher did not."""
+"""Ranks that mpirun or srun start: the variables that torch reads, and the command smddprun.
+
+    mpirun -n 8 smddprun python train.py
+
+`smddprun` sets the variables that `torch.distributed` reads from those that mpirun or srun set.
+Then it replaces itself by the command that follows on its command line. `smddpmprun` is the same
+program. Both accept and ignore -i and --allow-bypass, options of SageMaker's launcher about the
+instance type.
+
+This module is not part of the package smddp, whose import takes as long as that of torch: the
+command runs on every rank, before the script imports torch.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import socket
 import sys
 import zlib
+from collections.abc import Sequence
+from typing import NoReturn
+
+__all__ = [
+    "UNKNOWN_HOST",
+    "command_of",
+    "complete_environment",
+    "complete_from_launcher",
+    "complete_rendezvous",
+    "is_bare_rank",
+    "main",
+    "prepare_rendezvous",
+]
 
 # init_process_group() reads torchrun's names. mpirun and srun set the variables on the right; the
 # first one that is set counts.
@@ -21,6 +42,22 @@ _FROM_LAUNCHERS = {
 # host.
 _JOB_NAMES = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "TRAINING_JOB_NAME")
 _PORTS = range(20000, 28192)  # below the kernel's range of ephemeral ports
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+UNKNOWN_HOST = (
+    "the job has several hosts, and nothing says where rank 0 is: "
+    "set MASTER_ADDR, for instance by mpirun -x MASTER_ADDR=host"
+)
+
+_WITH_VALUE = ("-i", "--instance-type")
+_FLAGS = ("--allow-bypass",)
+
+
+def is_bare_rank() -> bool:
+    """Returns whether mpirun or srun started this process, and it lacks variables of torch."""
+    return any(name in os.environ for name in _FROM_LAUNCHERS["RANK"]) and not all(
+        name in os.environ for name in _RENDEZVOUS
+    )
 
 
 def complete_from_launcher() -> None:
@@ -72,6 +109,26 @@ def complete_rendezvous(port: int | None = None) -> bool:
     return True
 
 
+def prepare_rendezvous(rank: int = -1, size: int = -1) -> None:
+    """Sets what `init_process_group` is about to read from the environment.
+
+    Args:
+        rank: what the script passes to `init_process_group`; -1 if it leaves that to the
+            environment.
+        size: the same for world_size.
+
+    Raises:
+        ValueError: the job has several hosts, and nothing tells that of rank 0.
+    """
+    complete_from_launcher()
+    found = [int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE")]
+    # Otherwise the script divides the launcher's ranks into jobs of its own: only it knows where
+    # they meet.
+    of_the_launcher = -1 not in found and rank in (-1, found[0]) and size in (-1, found[1])
+    if of_the_launcher and not complete_rendezvous():
+        raise ValueError(f"smddp: {UNKNOWN_HOST}")
+
+
 def _host_of_rank_0() -> str | None:
     size = os.environ.get("WORLD_SIZE", "1")
     if size in ("1", os.environ.get("LOCAL_WORLD_SIZE")):
@@ -79,6 +136,8 @@ def _host_of_rank_0() -> str | None:
     if server := os.environ.get("SMDATAPARALLEL_SERVER_ADDR"):
         return server
     if os.environ.get("SM_HOSTS"):
+        import json
+
         hosts = json.loads(os.environ["SM_HOSTS"])
         if hosts:
             return str(hosts[0])
@@ -87,6 +146,8 @@ def _host_of_rank_0() -> str | None:
             return _first_node(os.environ[name])
     # Some launchers run `python -m mpi4py script.py`. Then MPI is loaded and can tell.
     if "mpi4py.MPI" in sys.modules:
+        import socket
+
         world = sys.modules["mpi4py.MPI"].COMM_WORLD
         return str(world.bcast(socket.gethostname() if world.rank == 0 else None))
     return None
@@ -94,6 +155,8 @@ def _host_of_rank_0() -> str | None:
 
 def _first_node(nodes: str) -> str:
     """Returns the first host of a list in Slurm's notation, such as "node[03-05,9],other"."""
+    import re
+
     found = re.match(r"([^,\[]+)(?:\[([^\]]*)\])?([^,]*)", nodes)
     if found is None:
         return nodes
@@ -103,6 +166,8 @@ def _first_node(nodes: str) -> str:
 
 def _tasks_of_this_node() -> str | None:
     """Returns how many tasks of the job step this node has, from a list such as "4(x2),3"."""
+    import re
+
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE")
     if not text:
         return os.environ.get("SLURM_NTASKS_PER_NODE")
@@ -116,3 +181,37 @@ def _tasks_of_this_node() -> str | None:
 def _port_of_job() -> int:
     name = next((os.environ[n] for n in _JOB_NAMES if os.environ.get(n)), "")
     return _PORTS[zlib.crc32(name.encode()) % len(_PORTS)]
+
+
+def command_of(arguments: Sequence[str]) -> list[str]:
+    """Returns the command line without the launcher's own options, which come first."""
+    rest = list(arguments)
+    while rest and (rest[0] in _WITH_VALUE or rest[0] in _FLAGS):
+        del rest[: 2 if rest[0] in _WITH_VALUE else 1]
+    return rest
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Sets the environment, then replaces this process by the command.
+
+    Raises:
+        SystemExit: there is no command, or it cannot be run, or the ranks cannot be known.
+    """
+    command = command_of(sys.argv[1:] if arguments is None else arguments)
+    if not command:
+        raise SystemExit("smddprun: name the command to run: mpirun -n 8 smddprun python train.py")
+    complete_from_launcher()
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise SystemExit(
+            "smddprun: this process has no rank: start it by mpirun or srun, or use torchrun"
+        )
+    if not complete_rendezvous():
+        raise SystemExit(f"smddprun: {UNKNOWN_HOST}")
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise SystemExit(f"smddprun: {command[0]}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    main()
