@@ -6,6 +6,7 @@ setup.py imports this file, too, so that both report the same facts and the same
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 import sysconfig
 
@@ -38,6 +39,8 @@ def installed_release() -> str:
 def print_facts() -> None:
     """Prints version, module suffix, include folders, library folders and CUDA version of torch."""
     installed_release()
+    # An smddp of earlier sources may be installed, which cannot be loaded until this build is done.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     import torch
     from torch.utils import cpp_extension
 
