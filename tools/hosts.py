@@ -88,6 +88,29 @@ class Network:
         """Connects a host again after unplug()."""
         self.switch.run(f"ip link set port{host} up")
 
+    def cut(self, host: int, how: str) -> None:
+        """Drops packets silently: those "to" a host, those "from" it, or "both".
+
+        One direction only is for links without a rate. Then "from" a host means to all others.
+        """
+        if how == "both":
+            return self.unplug(host)
+        for port in self._deaf(host, how):
+            # A bucket that is too small for any packet.
+            self.switch.run(f"tc qdisc add dev port{port} root tbf rate 8bit burst 10 limit 100")
+        return None
+
+    def join(self, host: int, how: str) -> None:
+        """Lets packets pass again after cut()."""
+        if how == "both":
+            return self.plug(host)
+        for port in self._deaf(host, how):
+            self.switch.run(f"tc qdisc del dev port{port} root")
+        return None
+
+    def _deaf(self, host: int, how: str) -> list[int]:
+        return [port for port in range(len(self.hosts)) if (port == host) == (how == "to")]
+
 
 class Hosts:
     """A context manager that creates hosts and a network between them.

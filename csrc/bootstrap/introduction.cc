@@ -27,10 +27,10 @@ constexpr size_t kMaxOpaqueBytes = 1024;
 constexpr size_t kMaxTroubleBytes = 512;
 
 // These settings determine plans, slot sizes, the order of operations and the path of calls. With different values two
-// ranks would wait for messages that the other never sends.
-constexpr std::array<std::string_view, 10> kMustAgree = {
-    "algorithm", "oneShotBytes", "chunkBytes",  "fabricChunkBytes", "fabricWindow",
-    "poolBytes", "inFlight",     "fusionBytes", "gpuPath",          "gpuSum"};
+// ranks would wait for messages that the other never sends, or would give each other up at different times.
+constexpr std::array<std::string_view, 11> kMustAgree = {
+    "algorithm", "oneShotBytes", "chunkBytes", "fabricChunkBytes", "fabricWindow", "poolBytes",
+    "inFlight",  "fusionBytes",  "gpuPath",    "gpuSum",           "hostTimeout"};
 
 bool mustAgree(std::string_view field) {
   return std::find(kMustAgree.begin(), kMustAgree.end(), field) != kMustAgree.end();

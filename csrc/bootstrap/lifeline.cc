@@ -1,6 +1,6 @@
 #include "bootstrap/lifeline.h"
 
-#include <netinet/tcp.h>
+#include <linux/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
@@ -20,7 +20,8 @@ namespace {
 constexpr uint64_t kListenerId = 0;
 constexpr uint64_t kTimerId = 1;
 constexpr Nanoseconds kSecond = 1'000'000'000;
-constexpr Nanoseconds kProbePeriod = kSecond / 10;
+// Between attempts to connect, if the network lets none through.
+constexpr Nanoseconds kDialPeriod = kSecond / 4;
 
 std::string textOf(int error) { return std::generic_category().message(error); }
 
@@ -30,10 +31,12 @@ bool sendAll(const FileDescriptor& socket, std::span<const std::byte> bytes) {
   return sent == static_cast<ssize_t>(bytes.size());
 }
 
-// Lets the kernel detect a vanished host. It sends a keep-alive probe after 2 s of silence and then every 2 s, and ends
-// the connection after 10 s without an answer. A shorter limit could end the connection to a kernel that is short of
-// time or socket memory and drops a probe or two.
-void enableKeepAlive(const FileDescriptor& socket) {
+// Lets the kernel detect a vanished host for which nobody waits. It sends a keep-alive probe after 2 s of silence and then
+// every 2 s, and ends the connection after 10 s without an answer. A shorter limit could end the connection to a kernel
+// that is short of time or socket memory and drops a probe or two. After an interruption shorter than `hostTimeout` the
+// kernel may send again only when twice that time is over.
+void enableKeepAlive(const FileDescriptor& socket, Nanoseconds hostTimeout) {
+  const auto limit = std::max<int64_t>(10'000, 3 * hostTimeout / 1'000'000);
   const auto option = [&](int level, int name, int value) {
     if (::setsockopt(socket.get(), level, name, &value, sizeof(value)) != 0) {
       SMDDP_LOG(Debug, "bootstrap", "socket option {}/{}: {}", level, name, textOf(errno));
@@ -43,7 +46,7 @@ void enableKeepAlive(const FileDescriptor& socket) {
   option(IPPROTO_TCP, TCP_KEEPIDLE, 2);
   option(IPPROTO_TCP, TCP_KEEPINTVL, 2);
   option(IPPROTO_TCP, TCP_KEEPCNT, 5);
-  option(IPPROTO_TCP, TCP_USER_TIMEOUT, 10'000);
+  option(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(limit));
 }
 
 }  // namespace
@@ -76,6 +79,10 @@ void Lifeline::listen(const std::string& localAddress) {
       ::getsockname(listener_.get(), endpoint_.address(), &size) != 0) {
     raiseErrno(ErrorKind::Transport, "cannot listen on {}", localAddress);
   }
+  // Connections without a hello stay in the kernel for a second, and those that end by then are never seen here. Else they
+  // would fill the queue of a process that is stopped. Without the option accept() drops them.
+  const int second = 1;
+  (void)::setsockopt(listener_.get(), IPPROTO_TCP, TCP_DEFER_ACCEPT, &second, sizeof second);
   setEpoll(kListenerId, listener_.get(), EPOLL_CTL_ADD, EPOLLIN);
 }
 
@@ -90,7 +97,7 @@ void Lifeline::connect(std::span<const std::byte> address, const std::string& de
     return;
   }
   if (self_ < peer.process) {
-    dial(peer.process, peer.endpoint);
+    dial(peer.process);
   } else if (const auto early = find(peer.process); early != connections_.end()) {
     setEpoll(early->first, early->second.socket.get(), EPOLL_CTL_ADD, EPOLLIN);
     admit(early);
@@ -98,15 +105,15 @@ void Lifeline::connect(std::span<const std::byte> address, const std::string& de
   rearm();
 }
 
-void Lifeline::dial(const ProcessId& process, const Endpoint& endpoint) {
+void Lifeline::dial(const ProcessId& process) {
+  Peer& peer = peers_.at(process);
+  peer.nextDial = Deadline::never();
+  Endpoint& endpoint = peer.endpoint;
   const int family = endpoint.storage.ss_family;
   FileDescriptor socket(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket ||
       (::connect(socket.get(), endpoint.address(), endpoint.size()) != 0 && errno != EINPROGRESS)) {
-    const bool ours = errno == EMFILE || errno == ENFILE;
-    depart(process, false,
-           fmt::format("cannot connect: {}{}", textOf(errno), ours ? "; raise ulimit -n" : ""));
-    return;
+    return onDialError(process, errno);
   }
   const ConnectionId id = nextId_++;
   setEpoll(id, socket.get(), EPOLL_CTL_ADD, EPOLLOUT);
@@ -114,6 +121,22 @@ void Lifeline::dial(const ProcessId& process, const Endpoint& endpoint) {
   Connection connection{std::move(socket), State::Connecting, false, process};
   connection.mayBeDropped = Deadline::after(clock_, options_.handshakeTimeout / 2);
   connections_.emplace(id, std::move(connection));
+}
+
+// A link or a route that is missing may come back.
+void Lifeline::onDialError(const ProcessId& process, int error) {
+  Peer& peer = peers_.at(process);
+  if (error == ENETUNREACH || error == EHOSTUNREACH || error == ENETDOWN || error == EHOSTDOWN) {
+    const Nanoseconds now = clock_.now();
+    if (!peer.unreachableSince) peer.unreachableSince = now;
+    if (now - *peer.unreachableSince < options_.hostTimeout) {
+      peer.nextDial = Deadline::after(clock_, kDialPeriod);
+      return;
+    }
+  }
+  const bool ours = error == EMFILE || error == ENFILE;
+  depart(process, false,
+         fmt::format("cannot connect: {}{}", textOf(error), ours ? "; raise ulimit -n" : ""));
 }
 
 size_t Lifeline::poll(const std::function<void(const Departure&)>& onDeparture) {
@@ -179,7 +202,11 @@ void Lifeline::onWritable(Connections::iterator it) {
   socklen_t size = sizeof(error);
   if (::getsockopt(connection.socket.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0)
     error = errno;
-  if (error != 0) return failHandshake(it, "cannot connect: " + textOf(error));
+  if (error != 0) {
+    const ProcessId process = connection.peer;
+    drop(it);
+    return onDialError(process, error);
+  }
   if (!sendAll(connection.socket, serialise(signedHello(self_, connection.peer, options_.seal)))) {
     return failHandshake(it, "cannot send the hello: " + textOf(errno));
   }
@@ -229,7 +256,7 @@ void Lifeline::confirm(Connections::iterator it) {
   Peer& peer = peers_.at(it->second.peer);
   it->second.state = State::Connected;
   peer.state = Peer::Connected;
-  enableKeepAlive(it->second.socket);
+  enableKeepAlive(it->second.socket, options_.hostTimeout);
   SMDDP_LOG(Debug, "bootstrap", "lifeline to {}", peer.description);
 }
 
@@ -239,9 +266,21 @@ void Lifeline::onLaterBytes(Connections::iterator it) {
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (got < 0) return fail(it, "its connection broke: " + textOf(errno));
   if (got == 0) return fail(it, "its process ended");
-  const auto other = std::find_if(bytes.begin(), bytes.begin() + got,
-                                  [](std::byte byte) { return byte != kProbe; });
-  if (other == bytes.begin() + got) return;
+  const std::span<const std::byte> heard(bytes.data(), static_cast<size_t>(got));
+  const auto other = std::find_if(heard.begin(), heard.end(),
+                                  [](std::byte byte) { return byte != kProbe && byte != kEcho; });
+  if (std::find(heard.begin(), other, kEcho) != other) it->second.watch.onEcho();
+  if (other == heard.end()) {
+    // One echo answers all probes before it. If it finds no room, the peer has others to read.
+    if (std::find(heard.begin(), heard.end(), kProbe) != heard.end()) {
+      sendAll(it->second.socket, std::span(&kEcho, 1));
+    }
+    return;
+  }
+  if (*other == kGivenUp) {
+    return fail(it, fmt::format("it had no answer from the other host for {:.1f} s, and gave it up",
+                                static_cast<double>(options_.hostTimeout) * 1e-9));
+  }
   if (*other != kGoodbye) return fail(it, "it sent bytes that no lifeline carries");
   depart(it->second.peer, true, "it left the group");
   drop(it);
@@ -250,28 +289,19 @@ void Lifeline::onLaterBytes(Connections::iterator it) {
 void Lifeline::probe(const ProcessId& process) {
   const auto it = find(process);
   if (it == connections_.end() || it->second.state != State::Connected) return;
-  Connection& connection = it->second;
-  if (!connection.nextProbe.passed(clock_)) return;
-  connection.nextProbe = Deadline::after(clock_, kProbePeriod);
-  const bool silent = isSilent(connection);
-  // A stopped process reads nothing, so its buffer may be full. Then the bytes in the queue serve as the probe.
-  (void)::send(connection.socket.get(), &kProbe, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-  if (silent) {
-    fail(it, fmt::format("its host has not answered for {:.1f} s: it is down or cut off",
-                         static_cast<double>(options_.hostTimeout) * 1e-9));
-    rearm();
-  }
+  HostWatch& watch = it->second.watch;
+  watch.look(it->second.socket, peers_.at(process).endpoint, clock_.now());
+  const Nanoseconds silent = watch.silence().host;
+  if (silent < options_.hostTimeout) return;
+  sendAll(it->second.socket, std::span(&kGivenUp, 1));
+  fail(it, fmt::format("its host has not answered for {:.1f} s: it is down or cut off",
+                       static_cast<double>(silent) * 1e-9));
+  rearm();
 }
 
-// True if all probes within hostTimeout are unanswered. The time since the last acknowledgement alone is not enough: a
-// peer that was not probed sends none, and while this process, or the machine, was stopped, none were received.
-bool Lifeline::isSilent(Connection& connection) const {
-  tcp_info info{};
-  socklen_t size = sizeof info;
-  if (::getsockopt(connection.socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
-  connection.unansweredProbes = info.tcpi_unacked > 0 ? connection.unansweredProbes + 1 : 0;
-  return connection.unansweredProbes * kProbePeriod >= options_.hostTimeout &&
-         int64_t{info.tcpi_last_ack_recv} * 1'000'000 > options_.hostTimeout;
+Silence Lifeline::silenceOf(const ProcessId& process) const {
+  const auto it = find(process);
+  return it != connections_.end() ? it->second.watch.silence() : Silence{};
 }
 
 void Lifeline::fail(Connections::iterator it, const std::string& cause) {
@@ -288,7 +318,7 @@ void Lifeline::failHandshake(Connections::iterator it, const std::string& cause)
   if (connection.accepted || !connection.mayBeDropped.passed(clock_)) return fail(it, cause);
   const ProcessId process = connection.peer;
   drop(it);
-  dial(process, peers_.at(process).endpoint);
+  dial(process);
 }
 
 void Lifeline::depart(const ProcessId& process, bool orderly, const std::string& cause) {
@@ -310,6 +340,11 @@ void Lifeline::drop(Connections::iterator it) {
 }
 
 Lifeline::Connections::iterator Lifeline::find(const ProcessId& process) {
+  return std::find_if(connections_.begin(), connections_.end(),
+                      [&](const auto& entry) { return entry.second.peer == process; });
+}
+
+Lifeline::Connections::const_iterator Lifeline::find(const ProcessId& process) const {
   return std::find_if(connections_.begin(), connections_.end(),
                       [&](const auto& entry) { return entry.second.peer == process; });
 }
@@ -336,7 +371,9 @@ void Lifeline::expire() {
     if (current->second.deadline.passed(clock_)) drop(current);
   }
   for (auto& [process, peer] : peers_) {
-    if (peer.state != Peer::Expected || !peer.deadline.passed(clock_)) continue;
+    if (peer.state != Peer::Expected) continue;
+    if (peer.nextDial.passed(clock_)) dial(process);
+    if (!peer.deadline.passed(clock_)) continue;
     const auto it = find(process);
     const bool ours = self_ < process;
     if (it != connections_.end()) drop(it);
@@ -367,7 +404,10 @@ void Lifeline::leave() {
 }
 
 void Lifeline::closeInChild() noexcept {
-  for (auto& [id, connection] : connections_) connection.socket = FileDescriptor();
+  for (auto& [id, connection] : connections_) {
+    connection.socket = FileDescriptor();
+    connection.watch.close();
+  }
   for (FileDescriptor* fd : {&listener_, &timer_, &epoll_}) *fd = FileDescriptor();
 }
 
@@ -393,7 +433,8 @@ void Lifeline::rearm() {
     earliest = std::min(earliest, connection.deadline.at);
   }
   for (const auto& [process, peer] : peers_) {
-    if (peer.state == Peer::Expected) earliest = std::min(earliest, peer.deadline.at);
+    if (peer.state != Peer::Expected) continue;
+    earliest = std::min({earliest, peer.deadline.at, peer.nextDial.at});
   }
   itimerspec when{};
   if (earliest != Deadline::never().at) {

@@ -1,15 +1,17 @@
 // Lifelines: idle TCP connections between processes on different nodes. If a connection ends, the other process is
 // dead.
 //
-// When a process dies, the kernel closes its sockets, and the peer's poll() sees that at once. If a host vanishes,
-// keep-alive probes find it in about ten seconds, and a process that waits for it and calls probe() in less than two.
-// A process that leaves in order sends a goodbye first.
+// When a process dies, the kernel closes its sockets, and the peer's poll() sees that at once. If a host vanishes, a
+// process that waits for it and calls probe() gives it up after Options::hostTimeout (host_watch.h says how it is asked);
+// otherwise the kernel's keep-alive probes find it, after ten seconds or more. A process that leaves in order sends a
+// goodbye first.
 //
 // There is one connection per pair: the process with the smaller id connects. Both sides send a hello with both ids.
 // So a process is accepted only if it has read our address in the store (and has the job token, if there is one), and
 // a stale port that now belongs to another program is recognised. A connection without a hello is half open. It is
 // dropped without an answer after 3 s. At most 64 are half open at a time; others wait in the kernel's queue. A peer
-// that was dropped because it did not get to run within these 3 s connects again.
+// that was dropped because it did not get to run within these 3 s connects again. A connection that is closed before it
+// has sent anything, as those of a host watch, does not leave the kernel (TCP_DEFER_ACCEPT).
 //
 // Threads: none of its own; all calls come from one thread (except closeInChild). Nothing blocks. Owns its sockets.
 // If it is destroyed without leave(), the peers take that for a death. Errors: the constructor and connect() throw;
@@ -20,10 +22,12 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "bootstrap/host_watch.h"
 #include "bootstrap/lifeline_wire.h"
 #include "bootstrap/process_id.h"
 #include "common/clock.h"
@@ -39,8 +43,8 @@ class Lifeline {
     // The time limit for the connection to an introduced peer.
     Nanoseconds connectTimeout = 30'000'000'000;
     size_t maxHalfOpen = 64;
-    // If sent bytes are not acknowledged for this long, the host is down or cut off.
-    Nanoseconds hostTimeout = 1'500'000'000;
+    // A host that answers no probe for this long is down or cut off.
+    Nanoseconds hostTimeout = 4'000'000'000;
     Seal seal{};
   };
   // The end of a peer; reported once per peer.
@@ -70,9 +74,11 @@ class Lifeline {
   // The number of introduced peers that are neither connected nor departed.
   size_t numExpected() const;
 
-  // Sends a byte, unless one was sent a moment ago. The peer's kernel acknowledges it, also if the process is stopped.
-  // If acknowledgements fail to come, the peer departs. Call it repeatedly while waiting for the peer.
+  // Makes sure that the peer's host is still reached: if it is silent for too long, the peer departs. Call it repeatedly
+  // while waiting for the peer.
   void probe(const ProcessId& process);
+  // As the last probes have found it.
+  Silence silenceOf(const ProcessId& process) const;
 
   // Serves all connections and reports departures. The callback may call any method except poll(). Returns the number
   // of departures.
@@ -104,20 +110,23 @@ class Lifeline {
     std::vector<std::byte> received{};  // the bytes of its hello so far
     // If we connected: from then on the peer may have dropped the connection because our hello was late.
     Deadline mayBeDropped{};
-    Deadline nextProbe{0};
-    int unansweredProbes = 0;
+    HostWatch watch{};
   };
   struct Peer {
     std::string description;
     Endpoint endpoint;
     Deadline deadline;
+    // If the network has let no connection through: since when, and when to try again.
+    std::optional<Nanoseconds> unreachableSince{};
+    Deadline nextDial = Deadline::never();
     enum { Expected, Connected, Departed } state = Expected;
   };
   using ConnectionId = uint64_t;
   using Connections = std::map<ConnectionId, Connection>;
 
   void listen(const std::string& localAddress);
-  void dial(const ProcessId& process, const Endpoint& endpoint);
+  void dial(const ProcessId& process);
+  void onDialError(const ProcessId& process, int error);
   void accept();
   void serve(Connections::iterator it);
   void onWritable(Connections::iterator it);
@@ -129,8 +138,8 @@ class Lifeline {
   void failHandshake(Connections::iterator it, const std::string& cause);
   void depart(const ProcessId& process, bool orderly, const std::string& cause);
   void drop(Connections::iterator it);
-  bool isSilent(Connection& connection) const;
   Connections::iterator find(const ProcessId& process);
+  Connections::const_iterator find(const ProcessId& process) const;
   size_t numHalfOpen() const;
   void expire();
   void setEpoll(ConnectionId id, int fd, int operation, uint32_t events);

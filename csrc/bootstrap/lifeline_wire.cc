@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint8_t kAddressVersion = 1;
 constexpr uint32_t kHelloMagic = 0x4c444d53;  // "SMDL"
-constexpr uint32_t kHelloVersion = 2;
+constexpr uint32_t kHelloVersion = 3;
 
 // The parts of an endpoint that are sent: 4 or 16 address bytes and the port, both in network order.
 struct Parts {

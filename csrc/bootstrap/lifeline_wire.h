@@ -1,4 +1,4 @@
-// The bytes of lifelines: the published address, the hello, the goodbye and the probe.
+// The bytes of lifelines: the published address, the hello, the goodbye, the probe and its echo, the verdict on a silent host.
 #pragma once
 
 #include <netinet/in.h>
@@ -50,8 +50,11 @@ std::vector<std::byte> serialise(const Hello& hello);
 // nullopt if it is not a hello of our version. `bytes` has kHelloBytes.
 std::optional<Hello> parseHello(std::span<const std::byte> bytes);
 
-// The only bytes that may follow the hello. A probe needs no answer except the kernel's acknowledgement.
+// The only bytes that may follow the hello. The kernel acknowledges a probe, and the process answers it with an echo.
 inline constexpr std::byte kGoodbye{0x67};
 inline constexpr std::byte kProbe{0x70};
+inline constexpr std::byte kEcho{0x65};
+// The sender had no answer from the receiver's host, and takes it for lost. Arrives if only one direction is cut off.
+inline constexpr std::byte kGivenUp{0x75};
 
 }  // namespace smddp::bootstrap

@@ -26,7 +26,7 @@ uint64_t Blame::pack() const {
 Blame Blame::unpack(uint64_t packed, int size) {
   const auto rank = static_cast<int64_t>(packed >> 40) - 1;
   const auto why = static_cast<uint8_t>(packed >> 32);
-  if (rank < 0 || rank >= size || why > static_cast<uint8_t>(Why::Silent)) return {};
+  if (rank < 0 || rank >= size || why > static_cast<uint8_t>(Why::Unreachable)) return {};
   return {static_cast<Rank>(rank), static_cast<Why>(why), static_cast<uint32_t>(packed)};
 }
 
@@ -38,6 +38,7 @@ std::string Blame::describe() const {
                           : fmt::format("has not made this call yet (its last was #{})", reached);
     case Why::Stopped: return "is stopped (SIGSTOP, a debugger or a frozen container)";
     case Why::Silent: return "does not answer (stopped, or its host is cut off)";
+    case Why::Unreachable: return "cannot be reached: its host does not answer (down or cut off)";
   }
   return "";
 }
@@ -60,14 +61,16 @@ void Inquiries::answered(Rank rank, const Blame& blame) {
   if (entry != entries_.end()) entry->second = {std::nullopt, blame};
 }
 
-Blame Inquiries::of(Rank rank, Nanoseconds now) const {
+Blame Inquiries::of(Rank rank) const {
   const auto found = entries_.find(rank);
-  if (found == entries_.end()) return {rank};
-  const Entry& entry = found->second;
-  if (entry.unansweredSince && now - *entry.unansweredSince > kSilence) {
-    return {rank, Blame::Why::Silent};
-  }
-  return entry.blame.definite() ? entry.blame : Blame{rank};
+  return found != entries_.end() && found->second.blame.definite() ? found->second.blame
+                                                                   : Blame{rank};
+}
+
+bool Inquiries::isSilent(Rank rank, Nanoseconds now) const {
+  const auto found = entries_.find(rank);
+  return found != entries_.end() && found->second.unansweredSince &&
+         now - *found->second.unansweredSince > kSilence;
 }
 
 }  // namespace smddp::engine

@@ -7,7 +7,8 @@
 //                                ◄────   Answer(whom it blames)
 //
 // An engine answers within a quarter of a second whatever its process computes, so a rank that does not answer
-// is stopped or cut off. The first inquiry of a wait is also how calls that never exchange a message, because each
+// is stopped or cut off. But inquiries and answers travel behind the data between two ranks, and take as long as that does
+// on a slow link. So a rank whose process answers on its lifeline (bootstrap/host_watch.h) is not silent. The first inquiry of a wait is also how calls that never exchange a message, because each
 // side expects the other to begin, are found to differ.
 #pragma once
 
@@ -23,10 +24,11 @@ namespace smddp::engine {
 
 struct Blame {
   enum class Why : uint8_t {
-    Unknown,    // it is waited for, nothing more is known
-    NotCalled,  // it has yet to make the call; its last one was number `reached`
-    Stopped,    // its process does not run (SIGSTOP, a debugger, a frozen container)
-    Silent,     // it does not answer
+    Unknown,      // it is waited for, nothing more is known
+    NotCalled,    // it has yet to make the call; its last one was number `reached`
+    Stopped,      // its process does not run (SIGSTOP, a debugger, a frozen container)
+    Silent,       // it does not answer
+    Unreachable,  // its host does not answer
   };
   Rank rank = -1;
   Why why = Why::Unknown;
@@ -69,7 +71,7 @@ std::optional<AnswerMessage> parseAnswer(transport::Bytes message);
 // What remote ranks answered, and since when they do not. Used by the thread that owns the engine.
 class Inquiries {
  public:
-  // A rank that owes an answer for so long is silent.
+  // A rank that owes an answer for so long may be silent.
   static constexpr Nanoseconds kSilence = 1'000'000'000;
 
   void asked(Rank rank, Nanoseconds now);
@@ -80,7 +82,8 @@ class Inquiries {
     std::erase_if(entries_, [&](const auto& entry) { return !awaited.contains(entry.first); });
   }
   // Its own blame, or itself.
-  Blame of(Rank rank, Nanoseconds now) const;
+  Blame of(Rank rank) const;
+  bool isSilent(Rank rank, Nanoseconds now) const;
 
  private:
   struct Entry {

@@ -4,12 +4,17 @@
 #include <cstdint>
 
 #include "common/error.h"
+#include "common/types.h"
 
 namespace smddp::engine {
 
 struct Break {
   uint64_t from;  // sequence number
   Error cause;
+  // If the cause is that a rank was lost: which, who noticed it, and `cause` says only how. Each rank puts that into
+  // words of its own (Sentinel::inWords): the rank that was lost may be alive, and receive this.
+  Rank lost = -1;
+  Rank noticedBy = -1;
 
   bool concerns(uint64_t sequence) const { return sequence >= from; }
 };

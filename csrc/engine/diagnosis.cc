@@ -5,6 +5,8 @@ namespace {
 
 // The end of a remote process may be known before its last bytes are here.
 constexpr Nanoseconds kLastBytes = 10'000'000;
+// A host that answers nothing for so long is blamed; the lifeline gives it up later.
+constexpr Nanoseconds kHostSilence = 600'000'000;
 
 }  // namespace
 
@@ -36,8 +38,18 @@ Blame Diagnosis::blameFor(const std::set<Rank>& awaited, uint64_t sequence) cons
 Blame Diagnosis::blameOn(Rank rank, uint64_t sequence) const {
   const Rank me = membership_.me();
   if (!membership_.isMate(rank)) {
-    const Blame theirs = inquiries_.of(rank, process_.clock().now());
-    return theirs.rank == me ? Blame{rank} : theirs;
+    const auto silence = process_.silenceOf(*membership_.peers[rank]);
+    if (silence && silence->host >= kHostSilence) return {rank, Blame::Why::Unreachable};
+    if (inquiries_.isSilent(rank, process_.clock().now()) &&
+        (!silence || silence->process >= Inquiries::kSilence)) {
+      return {rank, Blame::Why::Silent};
+    }
+    const Blame theirs = inquiries_.of(rank);
+    // A rank of this node that another node does not hear is here all the same.
+    const bool isHeardHere =
+        theirs.rank >= 0 && membership_.isMate(theirs.rank) &&
+        (theirs.why == Blame::Why::Silent || theirs.why == Blame::Why::Unreachable);
+    return theirs.rank == me || isHeardHere ? Blame{rank} : theirs;
   }
   if (process_.isStopped(*membership_.peers[rank])) return {rank, Blame::Why::Stopped};
   const uint64_t called = team_.calledBy(rank);
@@ -58,11 +70,9 @@ bool Diagnosis::isLost(Rank rank) const {
   return peer->lost && process_.clock().now() - peer->lostAt >= kLastBytes;
 }
 
-Error Diagnosis::lossOf(Rank rank) const {
+std::string Diagnosis::howLost(Rank rank) const {
   const Peer* peer = membership_.peers[rank];
-  return Error(ErrorKind::PeerLost,
-               fmt::format("{} is gone: {}", membership_.nameOf(rank),
-                           peer != nullptr && peer->lost ? *peer->lost : "it left the group"));
+  return peer != nullptr && peer->lost ? *peer->lost : "it left the group";
 }
 
 }  // namespace smddp::engine

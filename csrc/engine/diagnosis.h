@@ -36,7 +36,8 @@ class Diagnosis {
 
   // Nothing more will come from this rank: it left, or it is gone.
   bool isLost(Rank rank) const;
-  Error lossOf(Rank rank) const;
+  // "its process died"
+  std::string howLost(Rank rank) const;
 
  private:
   Blame blameOn(Rank rank, uint64_t sequence) const;

@@ -59,6 +59,7 @@ CachedPlan::CachedPlan(plan::Plan made)
         putBytes += step.length * block.trips;
         putsStaging |= step.length > 0 && plan.source(step, 0).space == Space::Slot;
       }
+      if (step.op == Op::Receive) receiveBytes += step.length * block.trips;
       if (step.op == Op::Copy || step.op == Op::Reduce) {
         moveBytes += step.length * step.numSources * block.trips;
         fitsNear &= slotsEnd(step, block.trips) <= static_cast<int64_t>(kNearBytes);
@@ -89,6 +90,7 @@ void Executor::start(const CachedPlan& cached, bool arrived) {
   positions_.assign(cached.plan.lanes.size(), {});
   gathered_.clear();
   done_ = false;
+  exchanged_ = 0;
   bindChannels();
 }
 
@@ -168,8 +170,17 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
       return true;
     }
     case Op::Wait: return counterReached(step, value);
-    case Op::Put: bell_.ring(); return put(step, stepIndex, trip);
-    case Op::Receive: return received(step, stepIndex, trip);
+    case Op::Put: {
+      bell_.ring();
+      const bool isSent = put(step, stepIndex, trip);
+      if (isSent) exchanged_ += step.length;
+      return isSent;
+    }
+    case Op::Receive: {
+      const bool isHere = received(step, stepIndex, trip);
+      if (isHere) exchanged_ += step.length;
+      return isHere;
+    }
     case Op::Release: {
       const BoundChannel& channel = channelOf(stepIndex);
       channel.ends->receive->release(channel.receivesBefore + static_cast<uint64_t>(value));
@@ -396,6 +407,8 @@ Stall Executor::stall() const {
   Stall found;
   if (cached_ == nullptr || done_) return found;
   const plan::Plan& plan = cached_->plan;
+  found.moved = exchanged_;
+  found.toMove = cached_->putBytes + cached_->receiveBytes;
   if (!preambleDone()) {
     addAwaited(plan.steps[plan.preamble.firstStep + preambleNext_], 0, found.awaited);
     found.where = "at the arrival";

@@ -27,6 +27,7 @@ struct CachedPlan {
   std::vector<uint16_t> channelOfStep;  // index into plan.channels; kNone where there is none
   std::vector<uint16_t> channelOfRef;
   int64_t putBytes = 0;      // sent to other nodes by one execution
+  int64_t receiveBytes = 0;  // received from them
   int64_t moveBytes = 0;     // read by its copies and reductions
   bool putsStaging = false;  // some of what it sends lies in staging memory
   bool fitsNear = true;      // its slots find room in Arrival::near
@@ -49,6 +50,7 @@ struct Binding {
 struct Stall {
   std::string where;
   std::set<Rank> awaited;
+  int64_t moved = 0, toMove = 0;  // bytes exchanged with other nodes so far, and in all
 };
 
 class Executor {
@@ -114,6 +116,7 @@ class Executor {
   std::vector<Position> positions_;
   uint32_t preambleNext_ = 0;
   bool done_ = true;
+  int64_t exchanged_ = 0;  // bytes, with other nodes
   // Messages whose source was not one run of bytes; kept until the execution ends.
   std::vector<std::vector<std::byte>> gathered_;
   // Scratch of move(), kept to save allocations.

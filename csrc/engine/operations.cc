@@ -405,7 +405,8 @@ std::optional<Standstill> Operations::standstillOf(const Completion& completion)
 Standstill Operations::standstillOf(const Execution& execution) const {
   Stall stall;
   if (execution.phase == Phase::Arriving) {
-    stall = {"at the arrival", team_.absent(execution.track)};
+    stall.where = "at the arrival";
+    stall.awaited = team_.absent(execution.track);
   } else if (execution.phase != Phase::Idle) {
     stall = execution.executor.stall();
   }
@@ -417,6 +418,8 @@ Standstill Operations::standstillOf(const Execution& execution) const {
   at.wait =
       fmt::format("{} for rank{} {}", stall.where, stall.awaited.size() == 1 ? "" : "s", ranks);
   at.awaited = std::move(stall.awaited);
+  at.moved = stall.moved;
+  at.toMove = stall.toMove;
   for (const Operation& operation : execution.operations) {
     if (at.sequence == 0) {
       at.sequence = operation.sequence;

@@ -145,6 +145,7 @@ void Process::openFabric(size_t remotePeers) {
   if (options_.lifelines) {
     bootstrap::Lifeline::Options options;
     options.seal = bootstrap::Seal(settings().jobToken.text);
+    options.hostTimeout = settings().hostTimeout * 1'000'000'000;
     lifeline = std::make_unique<bootstrap::Lifeline>(
         id_, bootstrap::localAddress(settings(), environment("MASTER_ADDR")), options);
   }
@@ -240,6 +241,12 @@ void Process::lose(Peer& peer, bool died, const std::string& cause) {
 void Process::probeHost(const Peer& peer) {
   ownership_.assertOwned();
   if (lifeline_) lifeline_->probe(peer.introduction.processId);
+}
+
+std::optional<bootstrap::Silence> Process::silenceOf(const Peer& peer) const {
+  ownership_.assertOwned();
+  if (!lifeline_) return std::nullopt;
+  return lifeline_->silenceOf(peer.introduction.processId);
 }
 
 bool Process::isStopped(Peer& mate) const {

@@ -135,6 +135,8 @@ class Process {
   void checkPeers();
   // Somebody waits for this remote peer: makes sure that its host is still reached (checkPeers()).
   void probeHost(const Peer& peer);
+  // What the probes have found; nothing without lifelines.
+  std::optional<bootstrap::Silence> silenceOf(const Peer& peer) const;
   // Whether a mate's process is stopped by a signal or a debugger. Looks a few times a second.
   bool isStopped(Peer& mate) const;
   // Every remote peer is connected, or known to be gone. checkPeers() brings it about.

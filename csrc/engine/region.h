@@ -68,6 +68,8 @@ static_assert(offsetof(Arrival, ends) == 2 * kCacheLine);
 struct BreakRecord {
   uint64_t from = 0;
   uint32_t kind = 0;
+  int32_t lost = 0;
+  int32_t noticedBy = 0;
   char text[1000] = {};
 };
 // A rank can publish several breaks, each from an earlier operation than the last; more than kMaxBreaks are dropped.

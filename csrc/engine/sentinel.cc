@@ -1,6 +1,7 @@
 #include "engine/sentinel.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "common/log.h"
 #include "engine/call.h"
@@ -12,14 +13,28 @@ namespace {
 constexpr Nanoseconds kSpreading = 1'000'000'000;
 // Between two inquiries of one wait.
 constexpr Nanoseconds kAskPeriod = 100'000'000;
-// Waits are reported in the log after so long, when a rank is at fault that is stopped or does not answer …
-constexpr Nanoseconds kReportStopped = 1'000'000'000;
-// … and when it has not made the call yet.
-constexpr Nanoseconds kReportLate = 10'000'000'000;
+// How long an operation has waited when the log says so. That a host is out of reach, or a rank silent, takes time to be
+// found out.
+Nanoseconds reportAfter(const Blame& blame) {
+  switch (blame.why) {
+    case Blame::Why::NotCalled: return 10'000'000'000;
+    case Blame::Why::Stopped: return 1'000'000'000;
+    default: return 0;
+  }
+}
 
-// An Abort's text begins with the kind of the error.
-std::string encode(const Error& error) {
-  return std::string(1, static_cast<char>('0' + static_cast<int>(error.kind()))) + error.what();
+// What an Abort's text begins with.
+struct AbortHead {
+  uint32_t kind = 0;
+  int32_t lost = -1;
+  int32_t noticedBy = -1;
+};
+
+std::vector<std::byte> makeAbort(uint64_t group, const Break& broken) {
+  const AbortHead head{static_cast<uint32_t>(broken.cause.kind()), broken.lost, broken.noticedBy};
+  std::string text(sizeof head, '\0');
+  std::memcpy(text.data(), &head, sizeof head);
+  return transport::makeAbort(group, broken.from, text + broken.cause.what());
 }
 
 }  // namespace
@@ -84,14 +99,17 @@ void Sentinel::followUp(const std::vector<Standstill>& standstills) {
 // Asks the awaited ranks, and says in the log which rank holds up an operation that has waited for long.
 void Sentinel::follow(Wait& wait, const Standstill& at) {
   const Nanoseconds now = process_.clock().now();
+  if (wait.moved != at.moved) {
+    wait.moved = at.moved;
+    wait.movedAt = now;
+  }
   if (wait.askedAt == 0 || now - wait.askedAt >= kAskPeriod) {
     wait.askedAt = now;
     diagnosis_.inquire(at.awaited, at.sequence, at.call);
   }
-  if (wait.isReported || now - wait.since < kReportStopped) return;
+  if (wait.isReported) return;
   const Blame blame = diagnosis_.blameFor(at.awaited, at.sequence);
-  const bool isLate = blame.why == Blame::Why::NotCalled;
-  if (!blame.definite() || (isLate && now - wait.since < kReportLate)) return;
+  if (!blame.definite() || now - wait.since < reportAfter(blame)) return;
   wait.isReported = true;
   SMDDP_LOG(Warn, "engine", "{} #{} (group \"{}\") has waited for {:.1f} s: {} {}",
             describe(at.call), at.sequence, membership_.name,
@@ -116,7 +134,7 @@ bool Sentinel::checkLost(const std::vector<Standstill>& standstills) {
   if (advanced) return true;
   for (const Standstill& at : this->standstills()) {
     if (const auto lost = lostOf(at)) {
-      breakFrom(placeOf(at), diagnosis_.lossOf(*lost), Origin::Here);
+      take(lossOf(placeOf(at), *lost), Origin::Here);
     }
   }
   return true;
@@ -124,15 +142,26 @@ bool Sentinel::checkLost(const std::vector<Standstill>& standstills) {
 
 void Sentinel::checkDeadlines(const std::vector<Standstill>& standstills) {
   for (const Standstill& at : standstills) {
-    if (at.expired) breakFrom(placeOf(at), timeout(at, *at.expired), Origin::Here);
+    if (at.expired) breakFrom(placeOf(at), timeout(at, *at.expired));
   }
 }
 
 Error Sentinel::timeout(const Standstill& at, Nanoseconds waited) const {
   const Blame blame = diagnosis_.blameFor(at.awaited, at.sequence);
-  return Error(ErrorKind::Timeout, fmt::format("Timed out after {:.1f} s, rank {} waits {}{}",
+  return Error(ErrorKind::Timeout, fmt::format("Timed out after {:.1f} s, rank {} waits {}{}{}",
                                                static_cast<double>(waited) * 1e-9, membership_.me(),
-                                               at.wait, diagnosis_.culprit(blame)));
+                                               at.wait, diagnosis_.culprit(blame), progressOf(at)));
+}
+
+// A call that merely needs more time is not stuck.
+std::string Sentinel::progressOf(const Standstill& at) const {
+  const auto wait = waits_.find(at.sequence);
+  if (at.moved == 0 || wait == waits_.end()) return "";
+  constexpr double kMiB = 1 << 20;
+  return fmt::format(
+      "; it has exchanged {:.1f} of {:.1f} MiB with other nodes, the last {:.1f} s ago",
+      static_cast<double>(at.moved) / kMiB, static_cast<double>(at.toMove) / kMiB,
+      static_cast<double>(process_.clock().now() - wait->second.movedAt) * 1e-9);
 }
 
 void Sentinel::expire(const Completion& completion, Nanoseconds waited) {
@@ -155,7 +184,7 @@ void Sentinel::fail(const Error& cause) {
   uint64_t oldest = calls_.last() + 1;
   for (const Watched* watched : watched_)
     oldest = std::min(oldest, watched->oldest().value_or(oldest));
-  breakFrom(oldest, cause, Origin::Here);
+  breakFrom(oldest, cause);
 }
 
 void Sentinel::onBreak(std::function<void(const Error&)> action) {
@@ -179,29 +208,60 @@ bool Sentinel::checkMembers() {
     const Peer* peer = membership_.peers[rank];
     if (peer == nullptr || !peer->died || !diagnosis_.isLost(rank)) continue;
     if (membership_.isMate(rank) && team_.hasLeft(rank)) continue;
-    breakFrom(calls_.last() + 1, diagnosis_.lossOf(rank), Origin::Here);
+    take(lossOf(calls_.last() + 1, rank), Origin::Here);
     return true;
   }
   return false;
 }
 
-void Sentinel::breakFrom(uint64_t from, const Error& cause, Origin origin) {
-  if (isBroken(from)) return;
-  broken_.emplace(Break{from, cause});
+Break Sentinel::lossOf(uint64_t from, Rank lost) const {
+  return {from, Error(ErrorKind::PeerLost, diagnosis_.howLost(lost)), lost, membership_.me()};
+}
+
+// Another process has written its numbers, which may be any.
+Break Sentinel::checked(Break broken) const {
+  const auto isRank = [&](Rank rank) { return rank >= 0 && rank < membership_.size(); };
+  if (!isRank(broken.lost) || !isRank(broken.noticedBy)) broken.lost = broken.noticedBy = -1;
+  return broken;
+}
+
+// A rank that others have lost, and its mates, know better than that it is gone.
+Error Sentinel::inWords(const Break& broken) const {
+  if (broken.lost < 0) return broken.cause;
+  const bool isHere = broken.lost == membership_.me() ||
+                      (membership_.isMate(broken.lost) && !diagnosis_.isLost(broken.lost));
+  const std::string lost = membership_.nameOf(broken.lost);
+  const std::string how = broken.cause.what();
+  if (!isHere || broken.noticedBy < 0 || broken.noticedBy == membership_.me()) {
+    return Error(broken.cause.kind(), fmt::format("{} is gone: {}", lost, how));
+  }
+  return Error(broken.cause.kind(),
+               fmt::format("{} has given up {}, which is alive, and ended the group: {}",
+                           membership_.nameOf(broken.noticedBy),
+                           broken.lost == membership_.me() ? "this rank" : lost, how));
+}
+
+void Sentinel::take(const Break& broken, Origin origin) {
+  if (isBroken(broken.from)) return;
+  // A mate's death shows here before other hosts can know of it.
+  if (broken.lost >= 0 && membership_.isMate(broken.lost)) process_.checkPeers();
+  told_.emplace(broken);
+  broken_.emplace(broken);
+  broken_->cause = inWords(broken);
+  const Error& cause = broken_->cause;
   for (auto& action : std::exchange(breakActions_, {})) {
     continuations_.add([action = std::move(action), cause] { action(cause); });
   }
-  SMDDP_LOG(Debug, "engine", "group \"{}\" is broken from #{} on: {}", membership_.name, from,
-            cause.what());
-  team_.publishBreak(*broken_);
+  SMDDP_LOG(Debug, "engine", "group \"{}\" is broken from #{} on: {}", membership_.name,
+            broken.from, cause.what());
+  team_.publishBreak(broken);
   // A rank that receives the break tells no other node: we do, and a rank that waits for us asks (onInquiry).
   if (origin == Origin::Here) tellOtherNodes();
   for (Watched* watched : watched_) watched->endFrom(*broken_);
 }
 
 void Sentinel::tellOtherNodes() {
-  const auto message =
-      transport::makeAbort(membership_.group, broken_->from, encode(broken_->cause));
+  const auto message = makeAbort(membership_.group, *told_);
   for (Rank rank = 0; rank < membership_.size(); ++rank) {
     if (membership_.reachable(rank) == nullptr) continue;
     channels_.control(rank, message);
@@ -213,7 +273,7 @@ bool Sentinel::takeMatesBreaks() {
   process_.ownership().assertOwned();
   bool heard = false;
   while (const auto broken = team_.nextBreak()) {
-    breakFrom(broken->from, broken->cause, Origin::Elsewhere);
+    take(checked(*broken), Origin::Elsewhere);
     heard = true;
   }
   return heard;
@@ -236,10 +296,11 @@ bool Sentinel::onControl(Rank from, transport::Bytes message) {
 }
 
 void Sentinel::onAbort(const transport::ParsedAbort& abort) {
-  if (abort.text.empty()) return;
-  const Error cause(errorKindOf(static_cast<uint32_t>(abort.text.front() - '0')),
-                    std::string(abort.text.substr(1)));
-  breakFrom(abort.from, cause, Origin::Elsewhere);
+  AbortHead head;
+  if (abort.text.size() <= sizeof head) return;
+  std::memcpy(&head, abort.text.data(), sizeof head);
+  const Error cause(errorKindOf(head.kind), std::string(abort.text.substr(sizeof head)));
+  take(checked({abort.from, cause, head.lost, head.noticedBy}), Origin::Elsewhere);
 }
 
 void Sentinel::onInquiry(Rank from, const InquiryMessage& inquiry) {
@@ -251,8 +312,9 @@ void Sentinel::onInquiry(Rank from, const InquiryMessage& inquiry) {
   // Messages have no place in the order: any error ends them. But what we sent before we left still arrives.
   const bool leftInOrder = broken_ && broken_->cause.kind() == ErrorKind::Usage;
   if (isMessage ? broken_ && !leftInOrder : isBroken(sequence)) {
-    const Error cause = leftInOrder ? diagnosis_.lossOf(membership_.me()) : broken_->cause;
-    channels_.control(from, transport::makeAbort(membership_.group, broken_->from, encode(cause)));
+    const Rank me = membership_.me();
+    channels_.control(
+        from, makeAbort(membership_.group, leftInOrder ? lossOf(broken_->from, me) : *told_));
     return;
   }
   AnswerMessage answer;
@@ -274,8 +336,9 @@ void Sentinel::leave(bool isIdle) {
   }
   // Later calls of this rank end with this error. Other ranks are not told: they may still use what we have sent.
   if (!isBroken(calls_.last() + 1)) {
-    broken_.emplace(
+    told_.emplace(
         Break{calls_.last() + 1, Error(ErrorKind::Usage, "the group has been destroyed")});
+    broken_ = told_;
   }
   team_.publishLeft();
   channels_.close();

@@ -36,6 +36,7 @@ class Sentinel {
   // What runs in the group; before anything does.
   void attach(Watched& operations, Watched& messages) { watched_ = {&operations, &messages}; }
 
+  // Its cause is in the words of this rank.
   const std::optional<Break>& broken() const { return broken_; }
   bool isBroken(uint64_t sequence) const { return broken_ && broken_->concerns(sequence); }
   // Runs `step`; what it throws breaks the group from operation `from` on. True: something changed, as `step` returns
@@ -72,9 +73,15 @@ class Sentinel {
     Nanoseconds since = 0;
     Nanoseconds askedAt = 0;
     bool isReported = false;
+    int64_t moved = 0;  // Standstill::moved, and when it changed
+    Nanoseconds movedAt = 0;
   };
 
-  void breakFrom(uint64_t from, const Error& cause, Origin origin);
+  void breakFrom(uint64_t from, const Error& cause) { take({from, cause}, Origin::Here); }
+  Break lossOf(uint64_t from, Rank lost) const;
+  void take(const Break& broken, Origin origin);
+  Break checked(Break broken) const;
+  Error inWords(const Break& broken) const;
   void tellOtherNodes();
   std::vector<Standstill> standstills();
   void followUp(const std::vector<Standstill>& standstills);
@@ -82,6 +89,7 @@ class Sentinel {
   bool checkLost(const std::vector<Standstill>& standstills);
   void checkDeadlines(const std::vector<Standstill>& standstills);
   Error timeout(const Standstill& at, Nanoseconds waited) const;
+  std::string progressOf(const Standstill& at) const;
   void onAbort(const transport::ParsedAbort& abort);
   void onInquiry(Rank from, const InquiryMessage& inquiry);
   // Where a break because of it begins: a message has no place in the order of operations.
@@ -97,7 +105,8 @@ class Sentinel {
   ContinuationQueue& continuations_;
   Diagnosis diagnosis_;
   std::array<Watched*, 2> watched_{};
-  std::optional<Break> broken_;
+  std::optional<Break> broken_;  // its cause in the words of this rank
+  std::optional<Break> told_;    // the same as other ranks are told
   Deadline spreadingUntil_{0};
   std::map<uint64_t, Wait> waits_;  // by sequence
   Nanoseconds messagesAskedAt_ = 0;
@@ -116,9 +125,9 @@ bool Sentinel::attempt(uint64_t from, Step step) {
       return step();
     }
   } catch (const Error& error) {
-    breakFrom(from, error, Origin::Here);
+    breakFrom(from, error);
   } catch (const std::exception& error) {
-    breakFrom(from, Error(ErrorKind::Internal, error.what()), Origin::Here);
+    breakFrom(from, Error(ErrorKind::Internal, error.what()));
   }
   return true;
 }

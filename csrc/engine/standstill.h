@@ -21,6 +21,8 @@ struct Standstill {
   transport::CallFingerprint call;  // unless it is a message
   std::string wait;        // "at the arrival for ranks 1, 2", "to send to rank 3 with tag 0"
   std::set<Rank> awaited;  // never this rank
+  int64_t moved = 0;       // bytes that it has exchanged with other nodes
+  int64_t toMove = 0;      // … in all
   std::optional<Nanoseconds> expired;  // the time-out of an operation here whose deadline is over
 };
 

@@ -195,6 +195,8 @@ void Team::publishBreak(const Break& broken) {
   text.copy(record.text, sizeof record.text - 1);
   record.kind = static_cast<uint32_t>(broken.cause.kind());
   record.from = broken.from;
+  record.lost = broken.lost;
+  record.noticedBy = broken.noticedBy;
   mine().numBreaks.store(number + 1, std::memory_order_release);
   bell_.signalled();
   bell_.ring();
@@ -211,7 +213,8 @@ std::optional<Break> Team::nextBreak() {
     const BreakRecord& record = mate.region->breaks[mate.breaksRead++];
     return Break{record.from,
                  Error(errorKindOf(record.kind),
-                       std::string(record.text, strnlen(record.text, sizeof record.text)))};
+                       std::string(record.text, strnlen(record.text, sizeof record.text))),
+                 record.lost, record.noticedBy};
   }
   return std::nullopt;
 }

@@ -54,61 +54,178 @@ def test_hosts_meet_on_their_network(network: hosts.Network) -> None:
             assert set(listening) == {network.address(rank // 2)}
 
 
-def _be_cut_off(network: hosts.Network) -> Failure:
+def _be_cut_off(network: hosts.Network, how: str) -> tuple[Failure, float]:
     dist.init_process_group("smddp", timeout=timedelta(seconds=60))
     tensor = torch.ones(10_000)
     dist.all_reduce(tensor)
+    started = time.monotonic()
     if dist.get_rank() == 1:
-        threading.Timer(0.5, network.unplug, [1]).start()
+        threading.Timer(0.5, network.cut, [1, how]).start()
     # The class of the error shows that no timeout ended the call. benchmarks/faults.py measures how
     # long it takes.
-    return failure_of(lambda: [dist.all_reduce(tensor) for _ in range(10_000_000)])
+    failure = failure_of(lambda: [dist.all_reduce(tensor) for _ in range(10_000_000)])
+    return failure, time.monotonic() - started
 
 
-def test_host_that_is_cut_off(network: hosts.Network) -> None:
-    outcomes = ranks.check_ranks(_be_cut_off, "2x2", network, network=network)
-    for rank, failure in enumerate(outcomes):
+@pytest.mark.parametrize("how", ["both", "to", "from"])
+def test_host_that_is_cut_off(network: hosts.Network, how: str) -> None:
+    outcomes = ranks.run_ranks(
+        _be_cut_off, "2x2", network, how, network=network, env={"SMDDP_HOST_TIMEOUT": "2"}
+    )
+    waited = []
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.returned, "\n".join(map(str, outcomes))
+        failure, seconds = outcome.value
+        waited.append(seconds)
         assert failure.kind == "SMDDPPeerLostError", failure
         others = (2, 3) if rank < 2 else (0, 1)
-        assert any(f"rank {other} (pid " in failure.text for other in others), failure
-        assert "has not answered" in failure.text, failure
+        # A rank that the verdict of the other side reaches does not read that itself is gone.
+        verdict = failure.text.partition(" failed on ")[2]
+        assert any(f"rank {other} (pid " in verdict for other in others), failure
+        assert "answer" in failure.text, failure
+        assert f"rank {rank} (pid" not in verdict, failure
+        assert f"rank {rank ^ 1} (pid" not in verdict or "which is alive" in verdict, failure
+        # The log says it before.
+        lines = [line for line in outcome.stderr.splitlines() if "cannot be reached" in line]
+        assert any(f"rank {other} (pid " in line for line in lines for other in others), outcome
+    assert max(waited) < 2 * min(waited), waited
 
 
-def _see_it_heal(network: hosts.Network, idle: bool) -> int:
+def _see_it_heal(network: hosts.Network, how: str, seconds: float, count: int) -> tuple[int, int]:
     dist.init_process_group("smddp", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     dist.barrier()
+    healed = 0
 
-    def cut() -> None:
-        network.unplug(1)
-        time.sleep(4 if idle else 0.5)
-        network.plug(1)
-        ranks.arrive("healed")
+    def interrupt() -> None:
+        nonlocal healed
+        for _ in range(count):
+            time.sleep(0.3)
+            network.cut(1, how)
+            time.sleep(seconds)
+            network.join(1, how)
+            time.sleep(0.5 + seconds)
+            healed += 1
 
-    wrong = 0
+    interrupter = threading.Thread(target=interrupt)
     if rank == 0:
-        cutter = threading.Timer(0 if idle else 0.3, cut)
-        cutter.start()
-    if idle:
-        # No rank waits for another one, so a host that does not answer is not an error.
-        ranks.await_ranks("healed", 1)
-    end = torch.tensor([time.monotonic() + 2])
-    dist.broadcast(end, 0)
+        interrupter.start()
+    wrong = 0
     tensor = torch.empty(10_000)
     more = torch.ones(1)
     while more:
         tensor.fill_(rank + 1)
         dist.all_reduce(tensor)
         wrong += int((tensor != 10).sum())
-        more.fill_(time.monotonic() < end.item())
+        more.fill_(healed < count)
         dist.broadcast(more, 0)
     dist.destroy_process_group()
-    return wrong
+    return wrong, healed
 
 
-@pytest.mark.parametrize("idle", [False, True], ids=["busy", "idle"])
-def test_link_that_heals(network: hosts.Network, idle: bool) -> None:
-    assert ranks.check_ranks(_see_it_heal, "2x2", network, idle, network=network) == [0] * 4
+def _check_healing(network: hosts.Network, how: str, seconds: float, count: int) -> None:
+    limit = 30 + count * (10 + 5 * seconds)
+    outcomes = ranks.check_ranks(
+        _see_it_heal, "2x2", network, how, seconds, count, network=network, timeout=limit
+    )
+    assert outcomes == [(0, count)] + [(0, 0)] * 3
+
+
+@pytest.mark.parametrize(("how", "seconds"), [("both", 2), ("to", 1), ("from", 1)])
+def test_link_that_heals(network: hosts.Network, how: str, seconds: float) -> None:
+    _check_healing(network, how, seconds, 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["both", "to", "from"])
+@pytest.mark.parametrize("seconds", [0.5, 1, 2])
+def test_link_that_heals_again_and_again(network: hosts.Network, how: str, seconds: float) -> None:
+    _check_healing(network, how, seconds, 20)
+
+
+def _be_idle_meanwhile(network: hosts.Network) -> float:
+    dist.init_process_group("smddp", timeout=timedelta(seconds=60))
+    tensor = torch.ones(10_000)
+    dist.all_reduce(tensor)
+    if dist.get_rank() == 0:
+        network.unplug(1)
+        # No rank waits for another one, so a host that does not answer is not an error.
+        time.sleep(5)
+        network.plug(1)
+        ranks.arrive("healed")
+    ranks.await_ranks("healed", 1)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return float(tensor.unique())
+
+
+def test_link_that_heals_while_nobody_waits(network: hosts.Network) -> None:
+    outcomes = ranks.check_ranks(_be_idle_meanwhile, "2x2", network, network=network)
+    assert outcomes == [16.0] * 4
+
+
+def _meet_on_a_bad_link(network: hosts.Network) -> float:
+    if os.environ["RANK"] == "1":
+        # Before the ranks connect to each other, and while they do.
+        threading.Thread(target=_interrupt_once, args=[network]).start()
+    dist.init_process_group("smddp", timeout=timedelta(seconds=60))
+    tensor = torch.ones(10_000)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    dist.destroy_process_group()
+    return float(tensor.unique())
+
+
+def _interrupt_once(network: hosts.Network) -> None:
+    network.unplug(1)
+    time.sleep(2)
+    network.plug(1)
+
+
+def test_link_that_heals_while_ranks_meet(network: hosts.Network) -> None:
+    assert ranks.check_ranks(_meet_on_a_bad_link, "2x2", network, network=network) == [4.0] * 4
+
+
+def _reduce_slowly(mebibytes: int, limit: float) -> Failure | float:
+    dist.init_process_group("smddp", timeout=timedelta(seconds=limit))
+    tensor = torch.ones(mebibytes << 18)
+    dist.barrier()
+    try:
+        dist.all_reduce(tensor)
+    except dist.DistBackendError as error:
+        return Failure(type(error).__name__, str(error), 0, 0)
+    dist.barrier()
+    dist.destroy_process_group()
+    return float(tensor.unique())
+
+
+# How the queue of a link is filled depends on the rate.
+_SLOW = [
+    pytest.param("10mbit", 16, 300, marks=pytest.mark.slow),
+    pytest.param("1mbit", 2, 300, marks=pytest.mark.slow),
+    pytest.param("10mbit", 64, 600, marks=pytest.mark.exhaustive),
+    pytest.param("1mbit", 16, 900, marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("rate", "mebibytes", "limit"), _SLOW)
+def test_slow_link_is_not_a_dead_peer(rate: str, mebibytes: int, limit: float) -> None:
+    with hosts.Hosts(2, rate) as network:
+        outcomes = ranks.run_ranks(
+            _reduce_slowly, "2x2", mebibytes, limit, network=network, timeout=limit + 60
+        )
+    for outcome in outcomes:
+        assert outcome.value == 4.0, "\n".join(map(str, outcomes))
+        assert "answer" not in outcome.stderr, outcome.stderr
+
+
+def test_time_out_of_a_call_that_makes_progress() -> None:
+    with hosts.Hosts(2, "20mbit") as network:
+        outcomes = ranks.check_ranks(_reduce_slowly, "2x2", 64, 6, network=network)
+    for failure in outcomes:
+        assert failure.kind == "CollectiveTimeoutError", failure
+        assert "answer" not in failure.text, failure
+        assert "it has exchanged" in failure.text, failure
 
 
 def _stop() -> Failure | None:

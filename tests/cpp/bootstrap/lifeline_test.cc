@@ -70,6 +70,10 @@ class RawClient {
     EXPECT_EQ(::connect(socket_.get(), address.endpoint.address(), address.endpoint.size()), 0);
     ::fcntl(socket_.get(), F_SETFL, O_NONBLOCK);
   }
+  void resetWhenClosed() {
+    const linger none{1, 0};
+    EXPECT_EQ(::setsockopt(socket_.get(), SOL_SOCKET, SO_LINGER, &none, sizeof none), 0);
+  }
   void send(std::span<const std::byte> bytes) {
     (void)::send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
   }
@@ -283,6 +287,52 @@ TEST(Lifeline, SilentVisitorsAreBoundedAndShutOutNobody) {
     EXPECT_EQ(client->numReceived, 0U);
   }
   EXPECT_TRUE(two.departures.empty());
+}
+
+// The kernel answers whoever asks whether this host is there, also while the process does not run.
+TEST(Lifeline, VisitorsThatOnlyAskTheKernelAreNotSeen) {
+  Side one(1);
+  Side two(2, {.connectTimeout = kNever, .maxHalfOpen = 4});
+  const size_t before = numOpenDescriptors();
+  for (int i = 0; i < 200; ++i) {
+    RawClient visitor(*two.line);
+    visitor.resetWhenClosed();
+  }
+  for (int i = 0; i < 20; ++i) two.poll();
+  EXPECT_EQ(numOpenDescriptors(), before);
+  one.meet(two);
+  two.meet(one);
+  ASSERT_TRUE(areConnected(one, two));
+}
+
+TEST(Lifeline, AHostIsToldFromAProcess) {
+  Side one(1), two(2);
+  one.meet(two);
+  two.meet(one);
+  ASSERT_TRUE(areConnected(one, two));
+  const auto silence = [&] {
+    one.line->probe(process(2));
+    return one.line->silenceOf(process(2));
+  };
+  // Number 2 does not run.
+  ASSERT_TRUE(pollUntil({&one}, [&] { return silence().process > HostWatch::kPeriod; }));
+  EXPECT_EQ(silence().host, 0);
+  // It runs again.
+  ASSERT_TRUE(pollUntil({&one, &two}, [&] { return silence().process == 0; }));
+  EXPECT_TRUE(one.departures.empty());
+}
+
+// As when a firewall begins to drop what comes from the peer's host.
+TEST(Lifeline, WhoWasGivenUpIsToldSo) {
+  Side one(1), two(2);
+  two.line->connect(one.line->address(), "one");
+  RawClient client(*two.line);
+  client.send(serialise(Hello{process(1), process(2)}));
+  ASSERT_TRUE(pollUntil({&two}, [&] { return two.line->numConnected() == 1; }));
+  client.send({&kGivenUp, 1});
+  ASSERT_TRUE(pollUntil({&two}, [&] { return !two.departures.empty(); }));
+  EXPECT_FALSE(two.departures[0].orderly);
+  EXPECT_THAT(two.departures[0].cause, HasSubstr("it had no answer from the other host for 4.0 s"));
 }
 
 // A rank is stopped, or gets no core, in the middle of its handshake.

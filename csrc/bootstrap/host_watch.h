@@ -1,0 +1,70 @@
+// Watches the host of a peer, and its process, while this process waits for the peer.
+//
+// The peer's kernel acknowledges what is sent on the lifeline, and its process answers with an echo. But where packets
+// were lost, TCP tries again after pauses that double: when a link has been down for two seconds, a connection may stay
+// silent for two more. So if the lifeline is silent, the host is also asked by new connections to the lifeline's port,
+// one in each period. The kernel answers them, whatever its processes do. They are reset at once and carry nothing.
+//
+// What counts as an answer has gone both ways: the host acknowledges what we have sent, or continues what our
+// acknowledgements allow. So two hosts, one of which no longer hears the other, give each other up at about the same
+// time. Any connection between this process and that host counts: a link that is busy for seconds with data in its
+// queues is slow, not broken.
+//
+// Threads: those of the lifeline. Errors: none; what cannot be asked, for want of descriptors, does not count as silence.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "bootstrap/lifeline_wire.h"
+#include "common/clock.h"
+#include "common/file_descriptor.h"
+
+namespace smddp::bootstrap {
+
+// For how long a peer has been silent, beyond the time that its answers take on this network.
+struct Silence {
+  Nanoseconds host = 0;
+  Nanoseconds process = 0;  // though its host has acknowledged a probe
+};
+
+class HostWatch {
+ public:
+  // Between two looks.
+  static constexpr Nanoseconds kPeriod = 200'000'000;
+
+  // Call it repeatedly while waiting for the peer: looks for answers, and asks again, once per period. `lifeline` is the
+  // connection to the peer, `host` the address of its lifeline.
+  void look(const FileDescriptor& lifeline, Endpoint& host, Nanoseconds now);
+  // The process has answered.
+  void onEcho() { askedAt_.reset(); }
+  Silence silence() const;
+  // In a forked child.
+  void close() noexcept {
+    for (Attempt& attempt : attempts_) attempt.socket = FileDescriptor();
+  }
+
+ private:
+  struct Attempt {
+    FileDescriptor socket;
+    Nanoseconds since;
+  };
+
+  bool hasAnswered(const FileDescriptor& lifeline, const Endpoint& host);
+  bool isAnyAttemptAnswered(Nanoseconds now);
+  bool attempt(Endpoint& host, Nanoseconds now);
+
+  Nanoseconds lookedAt_ = 0;
+  Nanoseconds hostSilence_ = 0;
+  Nanoseconds patience_ = 0;  // how long an answer may take
+  uint64_t moved_ = 0;        // on the lifeline
+  uint64_t movedInAll_ = 0;   // on all connections to the host
+  bool couldAsk_ = true;
+  std::vector<Attempt> attempts_;  // oldest first
+  // The first probe that the process has not answered, and whether its host has acknowledged one since.
+  std::optional<Nanoseconds> askedAt_;
+  bool isAcknowledged_ = false;
+};
+
+}  // namespace smddp::bootstrap
