@@ -30,6 +30,11 @@ std::string_view toText(const Store::Value& value) {
   return {reinterpret_cast<const char*>(value.data()), value.size()};
 }
 
+[[noreturn]] void raiseForeign(const std::string& key, const Store::Value& value) {
+  raise(ErrorKind::Transport, "the store has \"{}\" under {}; is another program using it?",
+        toText(value).substr(0, 40), key);
+}
+
 double seconds(Nanoseconds duration) { return static_cast<double>(duration) * 1e-9; }
 
 ProbeReport probeCandidates(const std::vector<Introduction>& introductions, Rank me,
@@ -124,15 +129,16 @@ void Rendezvous::joinEpoch(std::span<const std::byte> mine, const Deadline& dead
     // Epoch 0 is the time before the first meeting. Do not publish in a closed epoch: slow ranks may still read there.
     if (epoch_ > 0 && !store_.contains(key(kClosed, epoch_))) {
       publish(kIn, mine);
-      if (toText(await(key(kClosed, epoch_), deadline)) == kComplete) return;
+      const Store::Value end = await(key(kClosed, epoch_), deadline);
+      if (toText(end) == kComplete) return;
+      if (toText(end) != kSuperseded) raiseForeign(key(kClosed, epoch_), end);
     }
     const Store::Value next = await(key(kNext, epoch_), deadline);
     int64_t number = 0;
     const auto text = toText(next);
-    std::from_chars(text.data(), text.data() + text.size(), number);
-    if (number <= epoch_) {
-      raise(ErrorKind::Transport, "the store has \"{}\" under {}; is another program using it?",
-            text, key(kNext, epoch_));
+    const char* end = text.data() + text.size();
+    if (std::from_chars(text.data(), end, number).ptr != end || number <= epoch_) {
+      raiseForeign(key(kNext, epoch_), next);
     }
     epoch_ = number;
   }

@@ -38,7 +38,16 @@ class StoreAdapter final : public bootstrap::Store {
     return ask([&] { return convert(store_->get(key)); });
   }
   int64_t add(const std::string& key, int64_t amount) override {
-    return ask([&] { return store_->add(key, amount); });
+    try {
+      return ask([&] { return store_->add(key, amount); });
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      // The store keeps numbers as texts, and does not say which one it could not read.
+      raise(ErrorKind::Transport,
+            "the store cannot count under {} ({}): is another program using it?", key,
+            error.what());
+    }
   }
   bool contains(const std::string& key) override {
     return ask([&] { return store_->check({key}); });

@@ -335,6 +335,27 @@ TEST(Rendezvous, ACounterThatIsNotOursIsRefused) {
   }
 }
 
+TEST(Rendezvous, ValuesThatAreNotOursAreRefused) {
+  const auto value = [](std::string_view text) {
+    const auto bytes = std::as_bytes(std::span(text));
+    return Store::Value(bytes.begin(), bytes.end());
+  };
+  LocalStore next, closed;
+  next.set("smddp/g/0/next", value("1 or so"));
+  closed.add("smddp/g/epoch", 1);
+  // Rank 1 looks whether the meeting is closed, publishes in it, and waits for its end.
+  std::thread poisoner([&] {
+    closed.get("smddp/g/1/in/1", kPlenty);
+    closed.set("smddp/g/1/closed", value("poison"));
+  });
+  for (LocalStore* store : {&next, &closed}) {
+    EXPECT_THAT(runRanks({1}, [&](Rank me) { meet(*store, me, 2, "only", kPlenty); }),
+                Each(testing::AllOf(HasSubstr("the store has \""),
+                                    HasSubstr("is another program using it?"))));
+  }
+  poisoner.join();
+}
+
 // Runs a rendezvous in which every rank has its own token.
 std::vector<std::string> meetWithTokens(Store& store, const std::vector<std::string>& tokens) {
   const int size = static_cast<int>(tokens.size());
