@@ -1,6 +1,7 @@
 """Measures how long the other ranks wait for their error when one rank fails, and what it says.
 
     sudo python benchmarks/faults.py --trials 20 --json FILE
+    sudo python benchmarks/faults.py --trials 20 --interruptions --json FILE
 
 Four ranks run on two hosts, which are namespaces (tools/hosts.py, needs root). They reduce tensors
 until one of them fails. The same script runs with every backend. The figure of a trial is the time
@@ -320,6 +321,102 @@ def run(backend: str, name: str, network: hosts.Network, folder: Path) -> Trial:
     )
 
 
+class Ride(NamedTuple):
+    """What one rank saw of some interruptions of a link."""
+
+    survived: int  # interruptions during which no call failed
+    pauses: list[float]  # the longest call after each of them began, in seconds
+    is_right: bool  # all sums were right
+    text: str  # of the error
+
+
+def ride_out(backend: str, network: hosts.Network, how: str, seconds: float, count: int) -> Ride:
+    """Reduces tensors on one rank, while rank 0 interrupts the link of host 1 several times."""
+    dist.init_process_group(backend, timeout=timedelta(seconds=30))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor, more = torch.empty(ELEMENTS), torch.ones(1)
+    dist.barrier()
+    healed, pauses, is_right = 0, [0.0], True
+
+    def interrupt() -> None:
+        nonlocal healed
+        for _ in range(count):
+            time.sleep(0.3)
+            network.cut(1, how)
+            time.sleep(seconds)
+            network.join(1, how)
+            time.sleep(0.5 + 1.5 * seconds)
+            healed += 1
+
+    if rank == 0:
+        threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        while more >= 0:
+            tensor.fill_(rank + 1)
+            started = time.monotonic()
+            dist.all_reduce(tensor)
+            pauses[-1] = max(pauses[-1], time.monotonic() - started)
+            is_right &= bool((tensor == size * (size + 1) / 2).all())
+            more.fill_(healed if healed < count else -1)
+            dist.broadcast(more, 0)
+            if int(more) not in (len(pauses) - 1, -1):
+                pauses.append(0.0)
+    except Exception as error:
+        return Ride(len(pauses) - 1, pauses[:-1], is_right, str(error))
+    return Ride(count, pauses, is_right, "")
+
+
+def ride(backend: str, how: str, seconds: float, trials: int) -> dict[str, Any]:
+    """Interrupts the link of a host; a job that dies of it is followed by another one."""
+    survived, pauses, is_right, texts = 0, [], True, []
+    left = trials
+    while left > 0:
+        with hosts.Hosts(2) as network:
+            rides = ranks.check_ranks(
+                ride_out,
+                LAYOUT,
+                backend,
+                network,
+                how,
+                seconds,
+                left,
+                network=network,
+                timeout=60 + left * (5 + 4 * seconds),
+            )
+        done = min(one.survived for one in rides)
+        survived += done
+        pauses += [
+            max(several) for several in zip(*(one.pauses[:done] for one in rides), strict=False)
+        ]
+        is_right &= all(one.is_right for one in rides)
+        texts += [one.text for one in rides if one.text][:1]
+        left -= done + (done < left)
+    pauses.sort()
+    return {
+        "trials": trials,
+        "survived": survived,
+        "right": is_right,
+        "pause_p50": statistics.median(pauses) if pauses else None,
+        "pause_max": pauses[-1] if pauses else None,
+        "texts": texts[:1],
+    }
+
+
+def _interruptions(backends: list[str], trials: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for how, where in (("both", "both directions"), ("to", "to the host"), ("from", "from it")):
+        for seconds in (0.5, 1, 2):
+            row = f"{where}, {seconds} s"
+            results[row] = {backend: ride(backend, how, seconds, trials) for backend in backends}
+            cells = [
+                f"{one['survived']} of {one['trials']}, {_show(one['pause_p50'])} / "
+                f"{_show(one['pause_max'])}"
+                for one in results[row].values()
+            ]
+            print(f"| {row} | {' | '.join(cells)} |", flush=True)
+    return results
+
+
 def _summary(trials: list[Trial]) -> dict[str, Any]:
     seconds = sorted(trial.seconds for trial in trials if trial.seconds is not None)
     reports = sorted(trial.reported for trial in trials if trial.reported is not None)
@@ -375,6 +472,9 @@ def main() -> int:
     parser.add_argument("--backends", default="smddp,gloo", help="default: smddp,gloo")
     parser.add_argument("--faults", default=",".join(FAULTS), help=f"some of {', '.join(FAULTS)}")
     parser.add_argument("--trials", type=int, default=20, help="per fault and backend (default 20)")
+    parser.add_argument(
+        "--interruptions", action="store_true", help="measure links that heal instead"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     reason = hosts.unavailable()
@@ -384,14 +484,18 @@ def main() -> int:
     unknown = [name for name in names if name not in FAULTS]
     if unknown:
         parser.exit(2, f"faults.py: no such fault: {', '.join(unknown)}\n")
-    results: dict[str, dict[str, Any]] = {backend: {} for backend in backends}
+    results: dict[str, Any] = {backend: {} for backend in backends}
+    if options.interruptions:
+        names = []
+        results = _interruptions(backends, options.trials)
     for name in names:
         for backend in backends:
             with tempfile.TemporaryDirectory() as folder, hosts.Hosts(2) as network:
                 trials = [run(backend, name, network, Path(folder)) for _ in range(options.trials)]
             results[backend][name] = _summary(trials)
             print(f"{name}, {backend}: {_cells(results[backend][name])}", file=sys.stderr)
-    print(table(results))
+    if names:
+        print(table(results))
     if options.json is not None:
         about = {
             "machine": platform.platform(),
