@@ -125,8 +125,8 @@ def _swapped(scene: Scene) -> None:
     )
 
 
-def _cut(scene: Scene) -> None:
-    scene.fail_while_reducing(lambda: scene.network.unplug(1))
+def _cut(how: str) -> Callable[[Scene], Any]:
+    return lambda scene: scene.fail_while_reducing(lambda: scene.network.cut(1, how))
 
 
 def _without_descriptors(scene: Scene) -> None:
@@ -163,6 +163,8 @@ def _reduce(**changes: Any) -> Callable[[], Any]:
 
     return call
 
+
+_ANY_RANK = r"\brank [0-3] \(pid"
 
 FAULTS = {
     "kill": Fault(
@@ -212,7 +214,9 @@ FAULTS = {
         "another size",
         lambda scene: scene.mismatch(_reduce(), _reduce(count=ELEMENTS + 1)),
     ),
-    "cable": Fault("its host is cut off", _cut, culprit=r"\brank [0-3] \(pid", all_survive=True),
+    "cable": Fault("its host is cut off", _cut("both"), True, _ANY_RANK, all_survive=True),
+    "deaf": Fault("its host hears nothing", _cut("to"), True, _ANY_RANK, all_survive=True),
+    "mute": Fault("nobody hears its host", _cut("from"), True, _ANY_RANK, all_survive=True),
     "descriptors": Fault("runs out of descriptors", _without_descriptors),
     "store": Fault(
         "loses the store, then makes a group", _kill_store, culprit="the store", all_survive=True
@@ -221,7 +225,7 @@ FAULTS = {
 
 
 def _watch_log(found: list[float]) -> None:
-    """Forwards stderr, and records the time of the first line about a stopped process."""
+    """Forwards stderr, and records when a process was first called stopped or out of reach."""
     reader, writer = os.pipe()
     real = os.dup(2)
     os.dup2(writer, 2)
@@ -229,7 +233,7 @@ def _watch_log(found: list[float]) -> None:
     def pass_on() -> None:
         with os.fdopen(reader, "rb") as lines:
             for line in lines:
-                if b"stopped" in line and not found:
+                if (b"stopped" in line or b"cannot be reached" in line) and not found:
                     found.append(time.monotonic())
                 os.write(real, line)
 
@@ -291,14 +295,14 @@ class Trial:
     reported: float | None  # seconds until the last log named the rank at fault
 
 
-def run(backend: str, name: str, network: hosts.Network, folder: Path) -> Trial:
+def run(backend: str, name: str, folder: Path) -> Trial:
     """Runs one trial."""
     clock = folder / "clock"
     clock.unlink(missing_ok=True)
-    outcomes = ranks.run_ranks(
-        meet, LAYOUT, backend, name, network, clock, network=network, timeout=30
-    )
-    network.plug(1)
+    with hosts.Hosts(2) as network:
+        outcomes = ranks.run_ranks(
+            meet, LAYOUT, backend, name, network, clock, network=network, timeout=30
+        )
     started = float(clock.read_text())
     fault = FAULTS[name]
     survivors = [o for o in outcomes if o.rank != CULPRIT or fault.all_survive]
@@ -490,8 +494,8 @@ def main() -> int:
         results = _interruptions(backends, options.trials)
     for name in names:
         for backend in backends:
-            with tempfile.TemporaryDirectory() as folder, hosts.Hosts(2) as network:
-                trials = [run(backend, name, network, Path(folder)) for _ in range(options.trials)]
+            with tempfile.TemporaryDirectory() as folder:
+                trials = [run(backend, name, Path(folder)) for _ in range(options.trials)]
             results[backend][name] = _summary(trials)
             print(f"{name}, {backend}: {_cells(results[backend][name])}", file=sys.stderr)
     if names:

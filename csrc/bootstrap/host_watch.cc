@@ -16,8 +16,9 @@ namespace smddp::bootstrap {
 namespace {
 
 // After so long without a look nothing is known of the time between.
-constexpr Nanoseconds kPause = 5 * HostWatch::kPeriod;
-// After so long an attempt is given up. A bound on the descriptors, too: one attempt is made per period.
+constexpr Nanoseconds kPause = 10 * HostWatch::kPeriod;
+// After so long an attempt is given up, which bounds the descriptors: one attempt is made per period. Where answers take
+// longer, those of the lifeline come all the same.
 constexpr Nanoseconds kAttemptLife = 5 * HostWatch::kPeriod;
 
 // Fields that the kernel does not know are 0.

@@ -32,7 +32,7 @@ struct Silence {
 class HostWatch {
  public:
   // Between two looks.
-  static constexpr Nanoseconds kPeriod = 200'000'000;
+  static constexpr Nanoseconds kPeriod = 100'000'000;
 
   // Call it repeatedly while waiting for the peer: looks for answers, and asks again, once per period. `lifeline` is the
   // connection to the peer, `host` the address of its lifeline.

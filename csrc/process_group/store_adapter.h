@@ -11,17 +11,18 @@
 
 namespace smddp::process_group {
 
-// Runs a call of the store. If its connection breaks, the error says that the process of the store is gone.
+// Runs a call of the store. If its connection breaks, the error says that the process of the store is gone, or what
+// else may be the cause.
 template <typename Call>
-auto ask(Call call) {
+auto ask(Call call, const std::string& otherCause = "") {
   try {
     return call();
   } catch (const c10::DistNetworkError& error) {
     raise(ErrorKind::PeerLost,
           "the store does not answer ({}): the process that serves it, which is rank 0 or "
           "torchrun on the "
-          "first host, has ended or is cut off",
-          error.what_without_backtrace());
+          "first host, has ended or is cut off{}",
+          error.what_without_backtrace(), otherCause);
   }
 }
 
@@ -39,11 +40,13 @@ class StoreAdapter final : public bootstrap::Store {
   }
   int64_t add(const std::string& key, int64_t amount) override {
     try {
-      return ask([&] { return store_->add(key, amount); });
+      // A TCPStore that cannot read the number closes the connection.
+      return ask([&] { return store_->add(key, amount); },
+                 fmt::format("; or another program has set {} to what is no number", key));
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
-      // The store keeps numbers as texts, and does not say which one it could not read.
+      // Other stores say neither what they could not read nor where.
       raise(ErrorKind::Transport,
             "the store cannot count under {} ({}): is another program using it?", key,
             error.what());

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -306,6 +307,28 @@ def test_store_that_is_gone() -> None:
     for failure in ranks.check_ranks(_lose_the_store, "2", rank_0_serves=True):
         assert failure.kind == "SMDDPPeerLostError", failure
         assert "the store does not answer" in failure.text, failure
+
+
+def _meet_where_the_epoch_is_garbage(kind: str, path: str) -> Failure:
+    wait = timedelta(seconds=10)
+    if kind == "file":
+        store: dist.Store = dist.FileStore(path)
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # torch puts its prefix before the name.
+    store.set("0//cpu//smddp/0/epoch", "garbage")
+    return failure_of(
+        lambda: dist.init_process_group("smddp", store=store, rank=0, world_size=2, timeout=wait)
+    )
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_store_in_which_another_program_writes(kind: str, tmp_path: Path) -> None:
+    [failure] = ranks.check_ranks(
+        _meet_where_the_epoch_is_garbage, "1", kind, str(tmp_path / "store")
+    )
+    assert "smddp/0/epoch" in failure.text, failure
+    assert "another program" in failure.text, failure
 
 
 # --- different calls ------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ def test_link_that_heals(network: hosts.Network, how: str, seconds: float) -> No
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", ["both", "to", "from"])
 @pytest.mark.parametrize("seconds", [0.5, 1, 2])
 def test_link_that_heals_again_and_again(network: hosts.Network, how: str, seconds: float) -> None:
@@ -208,6 +209,7 @@ _SLOW = [
 ]
 
 
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("rate", "mebibytes", "limit"), _SLOW)
 def test_slow_link_is_not_a_dead_peer(rate: str, mebibytes: int, limit: float) -> None:
     with hosts.Hosts(2, rate) as network:
