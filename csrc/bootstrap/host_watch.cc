@@ -1,15 +1,17 @@
 #include "bootstrap/host_watch.h"
 
+#include <linux/inet_diag.h>
+#include <linux/netlink.h>
+#include <linux/rtnetlink.h>
+#include <linux/sock_diag.h>
 #include <linux/tcp.h>
 #include <poll.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
-#include <filesystem>
-#include <string>
-#include <system_error>
+#include <span>
 #include <utility>
 
 namespace smddp::bootstrap {
@@ -20,6 +22,9 @@ constexpr Nanoseconds kPause = 10 * HostWatch::kPeriod;
 // After so long an attempt is given up, which bounds the descriptors: one attempt is made per period. Where answers take
 // longer, those of the lifeline come all the same.
 constexpr Nanoseconds kAttemptLife = 5 * HostWatch::kPeriod;
+
+// TCP_ESTABLISHED, which <linux/tcp.h> lacks.
+constexpr unsigned kEstablished = 1;
 
 // Fields that the kernel does not know are 0.
 tcp_info infoOf(int socket) {
@@ -34,34 +39,63 @@ uint64_t movedOn(const tcp_info& info) {
   return uint64_t{info.tcpi_delivered} + info.tcpi_bytes_received;
 }
 
-bool isSameHost(const sockaddr_storage& a, const sockaddr_storage& b) {
-  if (a.ss_family != b.ss_family) return false;
-  if (a.ss_family == AF_INET) {
-    return reinterpret_cast<const sockaddr_in&>(a).sin_addr.s_addr ==
-           reinterpret_cast<const sockaddr_in&>(b).sin_addr.s_addr;
+// The bytes of an address, as the kernel compares them.
+std::span<const std::byte> addressOf(const Endpoint& host) {
+  if (host.storage.ss_family == AF_INET) {
+    return std::as_bytes(
+        std::span(&reinterpret_cast<const sockaddr_in&>(host.storage).sin_addr, 1));
   }
-  return a.ss_family == AF_INET6 &&
-         std::memcmp(&reinterpret_cast<const sockaddr_in6&>(a).sin6_addr,
-                     &reinterpret_cast<const sockaddr_in6&>(b).sin6_addr, sizeof(in6_addr)) == 0;
+  return std::as_bytes(
+      std::span(&reinterpret_cast<const sockaddr_in6&>(host.storage).sin6_addr, 1));
 }
 
-// On all connections of this process to the host: those that libfabric has are not accessible in another way.
-uint64_t movedBetween(const Endpoint& host) {
-  uint64_t moved = 0;
-  std::error_code unreadable;
-  const std::filesystem::directory_iterator open("/proc/self/fd", unreadable);
-  if (unreadable) return 0;
-  for (auto at = begin(open); at != end(open); at.increment(unreadable)) {
-    if (unreadable) break;
-    const std::string name = at->path().filename();
-    int fd = -1;
-    std::from_chars(name.data(), name.data() + name.size(), fd);
-    sockaddr_storage peer{};
-    socklen_t size = sizeof peer;
-    if (::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0) continue;
-    if (isSameHost(peer, host.storage)) moved += movedOn(infoOf(fd));
+// What a connection has moved, if it leads to `host`. `message` is one of the kernel's.
+uint64_t movedOn(const nlmsghdr& message, const Endpoint& host) {
+  if (message.nlmsg_len < NLMSG_LENGTH(sizeof(inet_diag_msg))) return 0;
+  const auto* socket = static_cast<const inet_diag_msg*>(NLMSG_DATA(&message));
+  const auto address = addressOf(host);
+  if (std::memcmp(socket->id.idiag_dst, address.data(), address.size()) != 0) return 0;
+  auto left = static_cast<int>(message.nlmsg_len - NLMSG_LENGTH(sizeof *socket));
+  const auto* attribute = reinterpret_cast<const rtattr*>(socket + 1);
+  for (; RTA_OK(attribute, left); attribute = RTA_NEXT(attribute, left)) {
+    if (attribute->rta_type != INET_DIAG_INFO) continue;
+    tcp_info info{};
+    std::memcpy(&info, RTA_DATA(attribute), std::min<size_t>(sizeof info, RTA_PAYLOAD(attribute)));
+    return movedOn(info);
   }
-  return moved;
+  return 0;
+}
+
+// On all connections between this host and that one: of any process, because data that others exchange may fill a slow
+// link for seconds. 0 if the kernel does not tell.
+uint64_t movedBetween(const Endpoint& host) {
+  const FileDescriptor socket(::socket(AF_NETLINK, SOCK_DGRAM | SOCK_CLOEXEC, NETLINK_SOCK_DIAG));
+  if (!socket) return 0;
+  struct {
+    nlmsghdr head{};
+    inet_diag_req_v2 request{};
+  } ask;
+  ask.head.nlmsg_len = sizeof ask;
+  ask.head.nlmsg_type = SOCK_DIAG_BY_FAMILY;
+  ask.head.nlmsg_flags = NLM_F_REQUEST | NLM_F_DUMP;
+  ask.request.sdiag_family = static_cast<uint8_t>(host.storage.ss_family);
+  ask.request.sdiag_protocol = IPPROTO_TCP;
+  ask.request.idiag_ext = 1U << (INET_DIAG_INFO - 1);
+  ask.request.idiag_states = 1U << kEstablished;
+  if (::send(socket.get(), &ask, sizeof ask, 0) < 0) return 0;
+  uint64_t moved = 0;
+  alignas(nlmsghdr) std::array<std::byte, 32768> answer;
+  // The kernel has the next part ready when the last one is read.
+  for (;;) {
+    const auto got = ::recv(socket.get(), answer.data(), answer.size(), MSG_DONTWAIT);
+    if (got <= 0) return moved;
+    auto left = static_cast<unsigned>(got);
+    const auto* message = reinterpret_cast<const nlmsghdr*>(answer.data());
+    for (; NLMSG_OK(message, left); message = NLMSG_NEXT(message, left)) {
+      if (message->nlmsg_type == NLMSG_DONE || message->nlmsg_type == NLMSG_ERROR) return moved;
+      moved += movedOn(*message, host);
+    }
+  }
 }
 
 }  // namespace
@@ -70,9 +104,7 @@ Silence HostWatch::silence() const {
   const auto beyondPatience = [&](Nanoseconds silence) {
     return std::max<Nanoseconds>(0, silence - patience_);
   };
-  Silence result{.host = beyondPatience(hostSilence_)};
-  if (askedAt_ && isAcknowledged_) result.process = beyondPatience(lookedAt_ - *askedAt_);
-  return result;
+  return {beyondPatience(hostSilence_), beyondPatience(processSilence_)};
 }
 
 void HostWatch::look(const FileDescriptor& lifeline, Endpoint& host, Nanoseconds now) {
@@ -82,32 +114,29 @@ void HostWatch::look(const FileDescriptor& lifeline, Endpoint& host, Nanoseconds
   const bool isFirst = since > kPause;
   if (isFirst) {
     attempts_.clear();
-    askedAt_.reset();
+    processSilence_ = 0;
   }
   const bool isHeard = isAnyAttemptAnswered(now);
   // All sources are looked at: the next look compares with what each says now.
-  if (hasAnswered(lifeline, host) || isHeard || isFirst) {
+  if (hasAnswered(lifeline, host, isFirst ? 0 : since) || isHeard || isFirst) {
     hostSilence_ = 0;
     attempts_.clear();
   } else if (couldAsk_) {
     hostSilence_ += since;
-  }
-  if (!askedAt_) {
-    askedAt_ = now;
-    isAcknowledged_ = false;
   }
   // A stopped process reads nothing, so its buffer may be full. Then the lifeline says nothing more of its host.
   (void)::send(lifeline.get(), &kProbe, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
   couldAsk_ = hostSilence_ == 0 || attempt(host, now);
 }
 
-bool HostWatch::hasAnswered(const FileDescriptor& lifeline, const Endpoint& host) {
+bool HostWatch::hasAnswered(const FileDescriptor& lifeline, const Endpoint& host,
+                            Nanoseconds since) {
   const tcp_info info = infoOf(lifeline.get());
   patience_ = (Nanoseconds{info.tcpi_rtt} + 4 * Nanoseconds{info.tcpi_rttvar}) * 1000;
   const uint64_t moved = movedOn(info);
   if (moved != moved_) {
     moved_ = moved;
-    isAcknowledged_ = true;
+    processSilence_ += since;
     movedInAll_ = 0;
     return true;
   }

@@ -7,14 +7,13 @@
 //
 // What counts as an answer has gone both ways: the host acknowledges what we have sent, or continues what our
 // acknowledgements allow. So two hosts, one of which no longer hears the other, give each other up at about the same
-// time. Any connection between this process and that host counts: a link that is busy for seconds with data in its
-// queues is slow, not broken.
+// time. Any TCP connection between the two hosts counts, also of other processes (the kernel lists them): a link whose
+// queues hold the data of seconds is slow, not broken.
 //
 // Threads: those of the lifeline. Errors: none; what cannot be asked, for want of descriptors, does not count as silence.
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "bootstrap/lifeline_wire.h"
@@ -26,7 +25,7 @@ namespace smddp::bootstrap {
 // For how long a peer has been silent, beyond the time that its answers take on this network.
 struct Silence {
   Nanoseconds host = 0;
-  Nanoseconds process = 0;  // though its host has acknowledged a probe
+  Nanoseconds process = 0;  // while its host has acknowledged probes
 };
 
 class HostWatch {
@@ -38,7 +37,7 @@ class HostWatch {
   // connection to the peer, `host` the address of its lifeline.
   void look(const FileDescriptor& lifeline, Endpoint& host, Nanoseconds now);
   // The process has answered.
-  void onEcho() { askedAt_.reset(); }
+  void onEcho() { processSilence_ = 0; }
   Silence silence() const;
   // In a forked child.
   void close() noexcept {
@@ -51,20 +50,19 @@ class HostWatch {
     Nanoseconds since;
   };
 
-  bool hasAnswered(const FileDescriptor& lifeline, const Endpoint& host);
+  bool hasAnswered(const FileDescriptor& lifeline, const Endpoint& host, Nanoseconds since);
   bool isAnyAttemptAnswered(Nanoseconds now);
   bool attempt(Endpoint& host, Nanoseconds now);
 
   Nanoseconds lookedAt_ = 0;
   Nanoseconds hostSilence_ = 0;
+  // Grows only while the host acknowledges probes: else the echo may be on its way.
+  Nanoseconds processSilence_ = 0;
   Nanoseconds patience_ = 0;  // how long an answer may take
   uint64_t moved_ = 0;        // on the lifeline
   uint64_t movedInAll_ = 0;   // on all connections to the host
   bool couldAsk_ = true;
   std::vector<Attempt> attempts_;  // oldest first
-  // The first probe that the process has not answered, and whether its host has acknowledged one since.
-  std::optional<Nanoseconds> askedAt_;
-  bool isAcknowledged_ = false;
 };
 
 }  // namespace smddp::bootstrap
