@@ -6,7 +6,7 @@ namespace {
 // The end of a remote process may be known before its last bytes are here.
 constexpr Nanoseconds kLastBytes = 10'000'000;
 // A host that answers nothing for so long is blamed; the lifeline gives it up later.
-constexpr Nanoseconds kHostSilence = 600'000'000;
+constexpr Nanoseconds kHostSilence = 500'000'000;
 
 }  // namespace
 
