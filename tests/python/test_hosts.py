@@ -72,11 +72,9 @@ def test_host_that_is_cut_off(network: hosts.Network, how: str) -> None:
     outcomes = ranks.run_ranks(
         _be_cut_off, "2x2", network, how, network=network, env={"SMDDP_HOST_TIMEOUT": "2"}
     )
-    waited = []
     for rank, outcome in enumerate(outcomes):
         assert outcome.returned, "\n".join(map(str, outcomes))
-        failure, seconds = outcome.value
-        waited.append(seconds)
+        failure, _ = outcome.value
         assert failure.kind == "SMDDPPeerLostError", failure
         others = (2, 3) if rank < 2 else (0, 1)
         # A rank that the verdict of the other side reaches does not read that itself is gone.
@@ -85,7 +83,6 @@ def test_host_that_is_cut_off(network: hosts.Network, how: str) -> None:
         assert "answer" in failure.text, failure
         assert f"rank {rank} (pid" not in verdict, failure
         assert f"rank {rank ^ 1} (pid" not in verdict or "which is alive" in verdict, failure
-    assert max(waited) < 2 * min(waited), waited
     # Before, whoever waits for a rank of the other host has said it in the log.
     for host, others in ((outcomes[:2], (2, 3)), (outcomes[2:], (0, 1))):
         said = [line for one in host for line in one.stderr.splitlines() if "be reached" in line]
@@ -226,7 +223,7 @@ def test_time_out_of_a_call_that_makes_progress() -> None:
     with hosts.Hosts(2, "20mbit") as network:
         outcomes = ranks.check_ranks(_reduce_slowly, "2x2", 64, 6, network=network)
     for failure in outcomes:
-        assert failure.kind == "CollectiveTimeoutError", failure
+        assert failure.kind == "SMDDPCollectiveTimeoutError", failure
         assert "answer" not in failure.text, failure
         assert "it has exchanged" in failure.text, failure
 
