@@ -185,7 +185,7 @@ class Hosts:
         host.run(f"ip addr add {network.address(number)}/24 dev eth0")
         host.run("ip link set eth0 up")
         if self._rate is not None:
-            # A larger burst would let whole packets of 64 KiB pass, each of which takes 0.5 s at 1 Mbit/s.
+            # A larger burst would let whole packets of 64 KiB pass: 0.5 s each at 1 Mbit/s.
             burst = "256k" if self._rate.endswith("gbit") else "16k"
             shape = f"root tbf rate {self._rate} burst {burst} latency 50ms"
             host.run(f"tc qdisc add dev eth0 {shape}")

@@ -89,6 +89,8 @@ engine::Piece Staging::placeThrough(const at::Tensor& from, const at::Tensor& in
   overlaps_.add(from, access);
   const engine::Piece bytes = place(into, Access::Write, areSame ? &from : nullptr);
   const bool isCopied = bytes.data() != into.const_data_ptr();
+  // To torch, tensors of one element with different strides overlap partly. It refuses to copy them.
+  if (areSame && !isCopied) return bytes;
   const at::Tensor& place = isCopied ? kept_.back() : into;
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   place.view(-1).copy_(from.reshape(-1));

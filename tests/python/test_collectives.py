@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -431,7 +432,10 @@ def test_exit_without_destroy(layout: str, rank_0_serves: bool) -> None:
     options = {"rank_0_serves": rank_0_serves, "full_exit": True}
     for outcome in ranks.run_ranks(_exit_without_destroy, layout, **options):
         assert outcome.status == 0, str(outcome)
-        assert outcome.stderr == ""
+        # An earlier test may have imported Triton, whose bindings list at exit what they leak.
+        bindings = re.compile(r"nanobind: | - |See https://nanobind")
+        said = [line for line in outcome.stderr.splitlines() if not bindings.match(line)]
+        assert said == []
 
 
 class _Numbers(torch.utils.data.Dataset[int]):

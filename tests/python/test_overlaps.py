@@ -206,6 +206,13 @@ def _in_place() -> None:
         own.fill_(me + 10)
         dist.all_gather(blocks, blocks[me])
         assert whole.tolist() == [float(r + 10) for r in range(size) for _ in range(4)]
+        # Blocks of different sizes. Torch says of one element that it overlaps itself partly if its
+        # strides differ, and refuses to copy it.
+        memory = torch.full((2 * size,), float(me))
+        uneven = [memory[r : 2 * r + 1] for r in range(size)]
+        given = memory[:2:2] if me == 0 else uneven[me].clone()
+        dist.all_gather(uneven, given)
+        assert uneven[-1].tolist() == [float(size - 1)] * size
 
 
 @layouts
