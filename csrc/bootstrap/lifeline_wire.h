@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bootstrap/process_id.h"
-#include "bootstrap/seal.h"
+#include "common/seal.h"
 
 namespace smddp::bootstrap {
 

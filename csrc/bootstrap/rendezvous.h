@@ -30,7 +30,7 @@
 
 #include "bootstrap/introduction.h"
 #include "bootstrap/locality.h"
-#include "bootstrap/seal.h"
+#include "common/seal.h"
 #include "bootstrap/store.h"
 #include "common/clock.h"
 #include "common/types.h"

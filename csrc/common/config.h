@@ -51,8 +51,9 @@ inline constexpr int64_t kMostWindow = 1 << 13;
     1, 86400, "seconds")                                                                                       \
   X(Secret, jobToken, "SMDDP_JOB_TOKEN", {},                                                                   \
     "Secret of the job, the same on all ranks. With it the ranks sign what they write about themselves to "    \
-    "the store and to their lifelines, so a process without the token cannot join the job or impersonate a "   \
-    "rank. Nothing is encrypted. Use at least 16 random bytes, for example from `openssl rand -hex 16`.")      \
+    "the store and to their lifelines, and prove in every message between nodes that they have it. So a "      \
+    "process without the token cannot join the job, and no rank reads a message of it. Nothing is encrypted. " \
+    "Use at least 16 random bytes, for example from `openssl rand -hex 16`. See docs/architecture.md.")        \
   X(std::string, log, "SMDDP_LOG", "warn",                                                                     \
     "How much to print: error, warn, info (one line about the choices made), debug or trace.",                 \
     .words = "error, warn, info, debug or trace")                                                              \

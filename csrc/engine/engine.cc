@@ -107,7 +107,7 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
   auto begun = beginGroup(spec);
   const std::shared_ptr<Group>& group = begun.first;
   bootstrap::Introduction& mine = begun.second;
-  const bootstrap::Seal seal(settings().jobToken.text);
+  const Seal seal(settings().jobToken.text);
   bootstrap::Rendezvous rendezvous(store, spec.name, spec.me, spec.size, timeout, seal);
   auto introductions = rendezvous.exchange(mine);
   const auto probe = [this](const bootstrap::Introduction& other, std::string* why) {

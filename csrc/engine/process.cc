@@ -144,7 +144,7 @@ void Process::openFabric(size_t remotePeers) {
   std::unique_ptr<bootstrap::Lifeline> lifeline;
   if (options_.lifelines) {
     bootstrap::Lifeline::Options options;
-    options.seal = bootstrap::Seal(settings().jobToken.text);
+    options.seal = Seal(settings().jobToken.text);
     options.hostTimeout = settings().hostTimeout * 1'000'000'000;
     lifeline = std::make_unique<bootstrap::Lifeline>(
         id_, bootstrap::localAddress(settings(), environment("MASTER_ADDR")), options);

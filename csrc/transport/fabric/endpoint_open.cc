@@ -6,6 +6,7 @@
 
 #include "common/error.h"
 #include "common/log.h"
+#include "common/random.h"
 #include "transport/fabric/endpoint.h"
 #include "transport/fabric/wire.h"
 
@@ -39,7 +40,10 @@ Endpoint::Endpoint(const fi_info& raw, ProviderInfo chosen, const Options& optio
   addresses_ = createAddressVector(*domain_);
   openQueue();
   openEndpoint(options);
-  registry_.emplace(*domain_, endpoint_.get(), provider_.mrMode, protocol_ == Protocol::Write);
+  // Nobody can guess a random key.
+  const uint64_t firstKey = provider_.mrKeyBytes == sizeof(uint64_t) ? randomNumber() : 1;
+  registry_.emplace(*domain_, endpoint_.get(), provider_.mrMode, protocol_ == Protocol::Write,
+                    firstKey);
   bounces_.emplace(*registry_);
   createOperations();
   postReceives();

@@ -28,6 +28,7 @@ Options optionsFromSettings() {
   options.masterAddress = environment("MASTER_ADDR");
   options.rma = settings().fabricRma;
   options.devices = settings().gpuDirect;
+  options.seal = Seal(settings().jobToken.text);
   // Without a launcher's variables this rank takes one card, and does not share the cards of the node.
   options.localRank = numberIn("LOCAL_RANK");
   options.localSize = numberIn("LOCAL_WORLD_SIZE");

@@ -1,8 +1,10 @@
 #include "transport/fabric/fabric_transport.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <mutex>
+#include <span>
 
 #include "common/error.h"
 #include "common/log.h"
@@ -37,7 +39,8 @@ FabricTransport::FabricTransport(const fi_info& raw, ProviderInfo chosen, std::s
     : endpoint_(std::make_unique<Endpoint>(raw, std::move(chosen), options)),
       reassembly_(endpoint_->registry()),
       why_(std::move(why)),
-      id_(randomNumber()) {}
+      id_(randomNumber()),
+      seal_(options.seal) {}
 
 FabricTransport::~FabricTransport() {
   if (traffic_.copied > 0) {
@@ -97,6 +100,8 @@ PeerId FabricTransport::connect(Bytes bytes, const std::string& description) {
   Peer peer;
   peer.address = endpoint_->insert(address.name);
   peer.id = address.id;
+  peer.ourProof = proofOf(id_, address.id);
+  peer.theirProof = proofOf(address.id, id_);
   const auto id = static_cast<PeerId>(peers_.size());
   peers_.push_back(std::move(peer));
   peerById_.emplace(address.id, id);
@@ -111,11 +116,33 @@ FabricTransport::Peer& FabricTransport::peerOf(PeerId peer) {
   return peers_[static_cast<size_t>(peer)];
 }
 
+uint64_t FabricTransport::proofOf(uint64_t sender, uint64_t receiver) const {
+  const std::array ids{sender, receiver};
+  const Digest digest = seal_.sign("fabric", std::as_bytes(std::span(ids)));
+  uint64_t proof = 0;
+  std::memcpy(&proof, digest.data(), sizeof proof);
+  return proof;
+}
+
+// Also of senders that we do not know yet: they may have learned of us first.
+bool FabricTransport::isGenuine(uint64_t sender, uint64_t proof) {
+  const auto known = peerById_.find(sender);
+  const uint64_t wanted =
+      known != peerById_.end() ? peerOf(known->second).theirProof : proofOf(sender, id_);
+  if (proof == wanted) return true;
+  if (!std::exchange(hasWarnedOfStrangers_, true)) {
+    SMDDP_LOG(Warn, kTag,
+              "dropped a message whose sender does not have the job's token (SMDDP_JOB_TOKEN); "
+              "another program sends to this rank's port");
+  }
+  return false;
+}
+
 bool FabricTransport::control(PeerId id, Bytes message) {
   SMDDP_CHECK(message.size() <= kMaxControlBytes, "control message of {} bytes", message.size());
   Peer& peer = peerOf(id);
   if (peer.failed || peer.controls.size() >= kMaxQueued) return false;
-  const FabricControlHeader header{MessageKind::Control, 0, id_, peer.nextSequence};
+  const FabricControlHeader header{MessageKind::Control, 0, id_, peer.ourProof, peer.nextSequence};
   std::vector<std::byte> bytes(sizeof(header) + message.size());
   std::memcpy(bytes.data(), &header, sizeof(header));
   std::copy(message.begin(), message.end(), bytes.begin() + sizeof(header));
@@ -234,7 +261,8 @@ void FabricTransport::onRemoteWrite(uint32_t immediate) {
 
 ssize_t FabricTransport::postFragment(Peer& peer, PostedOperation& operation) {
   OutgoingPut& put = *operation.put;
-  const FragmentHeader fragment{MessageKind::Fragment, put.immediate, id_, put.number, put.slot,
+  const FragmentHeader fragment{MessageKind::Fragment, put.immediate, id_,
+                                peer.ourProof,         put.number,    put.slot,
                                 put.totalBytes(),      put.posted};
   size_t headBytes = sizeof(fragment);
   std::memcpy(operation.slot, &fragment, sizeof(fragment));
@@ -325,6 +353,7 @@ void FabricTransport::onReceived(Bytes message) {
   const auto kind = readStruct<MessageKind>(message);
   if (kind == MessageKind::Control) {
     if (const auto header = readStruct<FabricControlHeader>(message)) {
+      if (!isGenuine(header->sender, header->proof)) return;
       const auto known = peerById_.find(header->sender);
       if (known != peerById_.end() && peerOf(known->second).failed) return;
       return earlyMessages_.arrived(header->sender, header->sequence,
@@ -332,8 +361,10 @@ void FabricTransport::onReceived(Bytes message) {
     }
   }
   if (kind == MessageKind::Fragment && endpoint_->protocol() == Protocol::Send) {
-    if (const auto fragment = readStruct<FragmentHeader>(message))
+    if (const auto fragment = readStruct<FragmentHeader>(message)) {
+      if (!isGenuine(fragment->sender, fragment->proof)) return;
       return receiveFragment(*fragment, message.subspan(sizeof(*fragment)));
+    }
   }
   SMDDP_LOG(Debug, kTag, "dropped {} bytes that are not a message of smddp", message.size());
 }

@@ -58,6 +58,8 @@ class FabricTransport final : public Transport, private CompletionHandler {
   struct Peer {
     fi_addr_t address = FI_ADDR_UNSPEC;
     uint64_t id = 0;
+    uint64_t ourProof = 0;    // in what we send to it
+    uint64_t theirProof = 0;  // in what it sends to us
     bool failed = false;
     bool queued = false;  // in FabricTransport::queued_
     uint64_t nextSequence = 0;
@@ -67,6 +69,8 @@ class FabricTransport final : public Transport, private CompletionHandler {
   };
 
   Peer& peerOf(PeerId peer);
+  uint64_t proofOf(uint64_t sender, uint64_t receiver) const;
+  bool isGenuine(uint64_t sender, uint64_t proof);
   bool prepare(OutgoingPut& put, Bytes header, Payload payload);
   ssize_t postControl(Peer& peer, PeerId id, Bytes message);
   ssize_t postPut(Peer& peer, const std::shared_ptr<OutgoingPut>& put);
@@ -84,6 +88,8 @@ class FabricTransport final : public Transport, private CompletionHandler {
   Reassembly reassembly_;
   std::string why_;
   uint64_t id_;
+  Seal seal_;
+  bool hasWarnedOfStrangers_ = false;
   uint64_t nextPut_ = 0;
   Traffic traffic_;
   bool registersSources_ = true;  // false after a registration has failed for lack of room

@@ -8,8 +8,8 @@
 
 namespace smddp::transport::fabric {
 
-Registry::Registry(fid_domain& domain, fid_ep* endpoint, int mrMode, bool remote)
-    : domain_(domain), endpoint_(endpoint), mrMode_(mrMode), remote_(remote) {}
+Registry::Registry(fid_domain& domain, fid_ep* endpoint, int mrMode, bool remote, uint64_t firstKey)
+    : domain_(domain), endpoint_(endpoint), mrMode_(mrMode), remote_(remote), nextKey_(firstKey) {}
 
 RemoteKey Registry::add(std::span<std::byte> memory) {
   if (memory.empty()) raise(ErrorKind::Usage, "an empty range cannot be a target of puts");

@@ -23,7 +23,8 @@ class Registry {
  public:
   // `endpoint` may be null if mrMode does not bind registrations to it (FI_MR_ENDPOINT).
   // If `remote` is false, peers do not write to our memory directly; regions are then only keys with bounds.
-  Registry(fid_domain& domain, fid_ep* endpoint, int mrMode, bool remote);
+  // Whoever has the key of a region can write to it. If the provider lets us choose keys, they count from `firstKey`.
+  Registry(fid_domain& domain, fid_ep* endpoint, int mrMode, bool remote, uint64_t firstKey = 1);
 
   // Makes memory a target of puts. The same memory gets the same key again.
   RemoteKey add(std::span<std::byte> memory);
@@ -61,7 +62,7 @@ class Registry {
   fid_ep* endpoint_;
   int mrMode_;
   bool remote_;
-  uint64_t nextKey_ = 1;
+  uint64_t nextKey_;
   std::multimap<const std::byte*, Region> regions_;  // by first byte
   size_t longest_ = 0;                               // the bytes of the longest region
   struct OnDevice {

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "common/seal.h"
+
 namespace smddp::transport::fabric {
 
 // The quirks of a provider: where it differs from libfabric's manual, or from all other providers.
@@ -35,6 +37,7 @@ struct Options {
   int localSize = 0;          // the number of ranks that share them; 0: unknown, each takes one
   bool rma = true;            // false: never use remote writes
   bool devices = false;       // prefer a provider that can send from memory of devices
+  Seal seal{};                // proves to peers that this process belongs to the job
   // For tests: the provider also demands this mr_mode, takes at most this number of pieces, and has the quirks of
   // another provider.
   int extraMrMode = 0;

@@ -17,13 +17,18 @@
 namespace smddp::transport::fabric {
 
 // The lowest byte is the version of the protocol.
-enum class MessageKind : uint32_t { Control = 0x73634301, Fragment = 0x73634601 };
+enum class MessageKind : uint32_t { Control = 0x73634302, Fragment = 0x73634602 };
+
+// `proof` in a header shows that the sender has the job's token: it is a MAC, under the token, of the ids of the sender
+// and of the receiver. It is the same in all messages between the two, so it stops whoever can reach our port, but not
+// whoever can read the network. 0 without a token.
 
 // The header of a control message. The messages of a sender are numbered from 0, because fabrics reorder them.
 struct FabricControlHeader {
   MessageKind kind;
   uint32_t unused;
   uint64_t sender;
+  uint64_t proof;
   uint64_t sequence;
 };
 
@@ -32,13 +37,14 @@ struct FragmentHeader {
   MessageKind kind;
   uint32_t immediate;
   uint64_t sender;
+  uint64_t proof;
   uint64_t number;  // of the put, at the sender
   RemoteSlot slot;
   uint64_t totalBytes;  // header and payload of the whole put
   uint64_t offset;      // of this fragment, from the beginning of the slot
 };
 
-static_assert(sizeof(FabricControlHeader) == 24 && sizeof(FragmentHeader) == 64);
+static_assert(sizeof(FabricControlHeader) == 32 && sizeof(FragmentHeader) == 72);
 
 // Reads the struct at the beginning of `message`; nullopt if that is too short.
 template <typename T>

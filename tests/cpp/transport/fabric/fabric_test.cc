@@ -149,6 +149,47 @@ TEST(FabricTransport, PeersMustUseTheSameProviderAndProtocol) {
   }
 }
 
+// Each pair of processes has a proof of its own, so that one that is known to a rank does not open another.
+TEST(FabricTransport, MessagesWithoutTheTokenReachNobody) {
+  for (const bool rma : {true, false}) {
+    SCOPED_TRACE(rma ? "remote writes" : "fragments");
+    Options ours = optionsFor("tcp", rma), none = ours, other = ours;
+    ours.seal = Seal("secret");
+    other.seal = Seal("guess");
+    Pair pair(ours);
+    const auto message = pattern(50, 1), header = pattern(kHeaderBytes, 2), data = pattern(100, 3);
+    const RemoteKey key = pair.b->registerMemory(pair.memory);
+    std::vector<std::unique_ptr<Transport>> strangers;
+    RecordingSink atStranger;
+    for (const Options& options : {none, other}) {
+      Transport& stranger = *strangers.emplace_back(fabric::create(options));
+      const PeerId toB = stranger.connect(pair.b->address(), "b");
+      ASSERT_TRUE(stranger.control(toB, message));
+      // Who has the key of a region may write to it. Fragments are for us to refuse.
+      if (!rma) {
+        ASSERT_TRUE(stranger.put(toB, {key, 128}, 5, header, data, 1));
+      }
+      EXPECT_TRUE(pair.pollUntil([&] {
+        stranger.poll(atStranger);
+        return rma || atStranger.done.count(1) == 1;
+      }));
+      // Now it is known, but it cannot prove it.
+      const PeerId atB = pair.b->connect(stranger.address(), "stranger");
+      for (int i = 0; i < 10; ++i) ASSERT_TRUE(stranger.control(toB, message));
+      EXPECT_NE(atB, pair.toA);
+    }
+    ASSERT_TRUE(pair.a->control(pair.toB, message));
+    ASSERT_TRUE(pair.a->put(pair.toB, {key, 128}, 7, header, data, 1));
+    EXPECT_TRUE(pair.pollUntil([&] {
+      for (const auto& stranger : strangers) stranger->poll(atStranger);
+      return pair.atB.puts.count(7) == 1 && !pair.atB.controls.empty();
+    }));
+    for (int i = 0; i < 1000; ++i) pair.b->poll(pair.atB);
+    EXPECT_EQ(pair.atB.controls, (decltype(pair.atB.controls){{pair.toA, message}}));
+    EXPECT_EQ(pair.atB.puts, (std::map<uint32_t, int>{{7, 1}}));
+  }
+}
+
 TEST(FabricTransport, AddressThatIsNoneIsRefused) {
   const auto tcp = fabric::create(optionsFor("tcp"));
   const auto address = tcp->address();

@@ -13,7 +13,7 @@ namespace {
 struct ReassemblyTest : ::testing::Test {
   ReassemblyTest() : key(registry.add(memory)) {}
   fabric::FragmentHeader fragment(uint64_t number, uint64_t total, uint64_t offset) const {
-    return {fabric::MessageKind::Fragment, 5, 77, number, {key, 16}, total, offset};
+    return {fabric::MessageKind::Fragment, 5, 77, 0, number, {key, 16}, total, offset};
   }
   std::vector<std::byte> memory = std::vector<std::byte>(1000);
   fid_domain unused{};

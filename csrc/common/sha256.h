@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <span>
 
-namespace smddp::bootstrap {
+namespace smddp {
 
 using Digest = std::array<std::byte, 32>;
 
@@ -32,4 +32,4 @@ Digest hmacSha256(std::span<const std::byte> key, std::span<const std::byte> mes
 // Compares in a time that does not depend on the position of a difference.
 bool sameDigest(const Digest& a, const Digest& b);
 
-}  // namespace smddp::bootstrap
+}  // namespace smddp

@@ -1,4 +1,5 @@
-// Seals: with SMDDP_JOB_TOKEN, bytes in the store and on lifelines carry a proof that they come from the job.
+// Seals: with SMDDP_JOB_TOKEN, what ranks write to the store, and what they send to other nodes, carries a proof that
+// the sender belongs to the job.
 //
 // A seal is a MAC under the token. It is bound to a purpose (the key of the bytes, or sender and receiver), so that it
 // is not valid anywhere else. It encrypts nothing. Without a token a seal is empty, and all bytes are accepted.
@@ -12,9 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "bootstrap/sha256.h"
+#include "common/sha256.h"
 
-namespace smddp::bootstrap {
+namespace smddp {
 
 class Seal {
  public:
@@ -41,4 +42,4 @@ class Seal {
   std::string token_;
 };
 
-}  // namespace smddp::bootstrap
+}  // namespace smddp

@@ -1,10 +1,10 @@
-#include "bootstrap/sha256.h"
+#include "common/sha256.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
-namespace smddp::bootstrap {
+namespace smddp {
 namespace {
 
 // The fractional parts of the cube roots of the first 64 primes.
@@ -109,4 +109,4 @@ bool sameDigest(const Digest& a, const Digest& b) {
   return difference == std::byte{0};
 }
 
-}  // namespace smddp::bootstrap
+}  // namespace smddp

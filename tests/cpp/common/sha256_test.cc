@@ -1,11 +1,11 @@
-#include "bootstrap/sha256.h"
+#include "common/sha256.h"
 
 #include <gtest/gtest.h>
 
 #include <string>
 #include <vector>
 
-namespace smddp::bootstrap {
+namespace smddp {
 namespace {
 
 std::string hex(const Digest& digest) {
@@ -81,4 +81,4 @@ TEST(SameDigest, SeesEveryBit) {
 }
 
 }  // namespace
-}  // namespace smddp::bootstrap
+}  // namespace smddp

@@ -1,8 +1,8 @@
-#include "bootstrap/seal.h"
+#include "common/seal.h"
 
 #include <algorithm>
 
-namespace smddp::bootstrap {
+namespace smddp {
 namespace {
 
 // The last byte of a seal. The signature, if there is one, is in front of it.
@@ -48,4 +48,4 @@ Seal::Verdict Seal::open(std::string_view purpose, std::vector<std::byte>& seale
   return sameDigest(signature, sign(purpose, sealed)) ? Verdict::Good : Verdict::OtherToken;
 }
 
-}  // namespace smddp::bootstrap
+}  // namespace smddp
