@@ -20,7 +20,11 @@ int64_t DirectExchange::preferredChunk(const plan::Topology& t, const plan::Limi
 }
 
 DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& shape)
-    : b_(b), t_(b.topology()), node_(node), others_(otherNodes(t_)) {
+    : b_(b),
+      t_(b.topology()),
+      node_(node),
+      isFlat_(t_.numRanks() == t_.numNodes()),
+      others_(otherNodes(t_)) {
   if (shape.collective == Collective::Reduce) resultNode_ = t_.nodeOf(shape.root);
   const int64_t most = node.shareBytes() / shardFloor(b.limits());
   numServers_ = static_cast<int>(std::clamp<int64_t>(most, 1, t_.numNodes()));
@@ -32,34 +36,53 @@ DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& 
   }
 }
 
-void DirectExchange::sumAndScatter(const plan::Chunk& c) {
-  b_.stage("sum");
+plan::Ref DirectExchange::contribution(const plan::Chunk& c, int64_t offset) const {
+  return isFlat_ ? b_.in(offset) : node_.partial(c, offset);
+}
+
+plan::Ref DirectExchange::result(const plan::Chunk& c, int64_t offset) const {
+  return putsFromOutput() ? b_.out(offset) : node_.partial(c, offset);
+}
+
+void DirectExchange::freeResultSlot(const plan::Chunk& c) {
+  if (putsFromOutput()) return;
   // Each chunk makes one put of results to each receiver. With depth 4, chunk 6 flushes 6 + 1 - 4 = 3 of them, those
   // of chunks 0 to 2: chunk 2 had this slot before (cutting.h).
   for (Rank peer : receivers_) b_.flush(peer, kResults, c.index + 1 - node_.depth());
-  node_.sum(c);
+}
+
+void DirectExchange::sumAndScatter(const plan::Chunk& c) {
+  b_.stage("sum");
+  if (!isFlat_) {
+    freeResultSlot(c);
+    node_.sum(c);
+  }
   for (int n : others_) {
     if (!serves(n)) continue;
     const plan::Range shard = shardOf(c, n);
-    b_.put(t_.railPeer(n), kShards, node_.partial(c, shard.offset), shard.length);
+    b_.put(t_.railPeer(n), kShards, contribution(c, shard.offset), shard.length);
   }
 }
 
 void DirectExchange::serve(const plan::Chunk& c) {
   if (!iServe_) return;
   const plan::Range shard = shardOf(c, t_.myNode());
-  const plan::Ref mine = node_.partial(c, shard.offset);
   b_.stage("serve");
-  node_.awaitSum(c);
-  std::vector<plan::Ref> sums(static_cast<size_t>(t_.numNodes()), mine);
+  if (isFlat_) {
+    freeResultSlot(c);
+  } else {
+    node_.awaitSum(c);
+  }
+  std::vector<plan::Ref> sums(static_cast<size_t>(t_.numNodes()), contribution(c, shard.offset));
   for (int n : others_) {
     sums[static_cast<size_t>(n)] = b_.receive(t_.railPeer(n), kShards, shard.length);
   }
   std::vector<plan::Ref> results = node_.outputs(shard.offset);
-  results.push_back(mine);
-  b_.reduce(results, sums, shard.length, {.post = true});
+  if (!putsFromOutput()) results.push_back(result(c, shard.offset));
+  // In a flat group nobody has scaled the contributions.
+  b_.reduce(results, sums, shard.length, {.pre = isFlat_, .post = true});
   for (int n : others_) b_.release(t_.railPeer(n), kShards);
-  for (Rank peer : receivers_) b_.put(peer, kResults, mine, shard.length);
+  for (Rank peer : receivers_) b_.put(peer, kResults, result(c, shard.offset), shard.length);
   b_.signal(kServed, c.index + 1);
 }
 

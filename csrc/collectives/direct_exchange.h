@@ -7,6 +7,9 @@
 // serves.
 // Example: 4 nodes, 2 rails, shares of 128 KiB. There are 2 servers: nodes 0 and 1 for rail 0, nodes 2 and 3 for
 // rail 1.
+//
+// If every node has one rank, nothing is summed before the exchange. Shards then leave from the input, and results from
+// the output, without a copy.
 #pragma once
 
 #include <vector>
@@ -23,7 +26,7 @@ class DirectExchange {
 
   DirectExchange(plan::Builder& b, NodeStages& node, const Shape& shape);
 
-  // Stage "sum": sums my share over my node and sends each server its shard.
+  // Stage "sum": sums my share over my node, if it has several ranks, and sends each server its shard.
   void sumAndScatter(const plan::Chunk& c);
   // Stage "serve": sums my shard of all nodes, in their order, and sends the result to the nodes that get results.
   void serve(const plan::Chunk& c);
@@ -37,6 +40,13 @@ class DirectExchange {
   int shardIndex(int n) const { return (n - firstServer_ + t_.numNodes()) % t_.numNodes(); }
   bool serves(int n) const { return shardIndex(n) < numServers_; }
   bool getsResults(int n) const { return resultNode_ < 0 || n == resultNode_; }
+  // Whether my results lie in my output only.
+  bool putsFromOutput() const { return isFlat_ && getsResults(t_.myNode()); }
+  // What my node contributes, and the result, at this offset of the vector.
+  plan::Ref contribution(const plan::Chunk& c, int64_t offset) const;
+  plan::Ref result(const plan::Chunk& c, int64_t offset) const;
+  // Slots for results are used again; the puts of the last use must be flushed.
+  void freeResultSlot(const plan::Chunk& c);
   plan::Range shardOf(const plan::Chunk& c, int n) const {
     return node_.shard(c, shardIndex(n), numServers_);
   }
@@ -47,6 +57,7 @@ class DirectExchange {
   int resultNode_ = -1;  // the only node that gets results, or -1 if all do
   int numServers_ = 1, firstServer_ = 0;
   bool iServe_ = false;
+  bool isFlat_;  // every node has one rank
   std::vector<int> others_;
   std::vector<Rank> receivers_;  // the ranks of other nodes that get my results
 };

@@ -6,7 +6,8 @@
 //   1. copy in   If staged, a rank copies the chunk of all blocks that other rails carry to its slot. It reads the
 //                blocks that it carries itself from its input.
 //   2. sum       The rank on each rail sums its node's contributions, local ranks ascending, for
-//                every block that it carries, and sends the sum to the block's node.
+//                every block that it carries, and sends the sum to the block's node. If every node has one rank, it
+//                sends its contributions from its input.
 //   3. serve     There the rank on the same rail adds up the sums of all nodes in the order of nodes. The result
 //                goes to its output or, for a mate without a rail, to a slot; with shared buffers, to the mate's
 //                output.
@@ -32,6 +33,7 @@ class DirectSum : public BlockExchange {
   DirectSum(plan::Builder& b, const Shape& shape) : BlockExchange(b, shape) {
     const int64_t numRanks = t_.numRanks();
     cutFor(kContributionSlots * numRanks + depth_ * (blocks_.allTurns() + blocks_.mostTurns()));
+    if (isFlat_) return;
     sums_ = b.pool("sums", depth_ * blocks_.allTurns(), chunkBytes_);
     if (!staged_) return;
     contributions_ = b.pool("contributions", kContributionSlots, numRanks * chunkBytes_);
@@ -52,6 +54,13 @@ class DirectSum : public BlockExchange {
 
   void sum(const plan::Chunk& c) {
     b_.stage("sum");
+    if (isFlat_) {
+      for (int n : others_) {
+        const Rank peer = t_.railPeer(n);
+        b_.put(peer, 0, b_.in(place(peer, c)), c.length);
+      }
+      return;
+    }
     for (int n : others_) {
       b_.flush(t_.railPeer(n), 0, (c.index + 1 - depth_) * blocks_.count(me_, n));
     }
@@ -79,8 +88,9 @@ class DirectSum : public BlockExchange {
     const int64_t mine = blocks_.count(me_, t_.myNode());
     for (int64_t turn = 0; turn < mine; ++turn) {
       const int mate = blocks_.local(me_, t_.myNode(), turn);
-      b_.waitMate(me_, kOwnSum, c.index * mine + turn + 1);
-      std::vector<plan::Ref> sums(static_cast<size_t>(t_.numNodes()), sumSlot(c, turn));
+      if (!isFlat_) b_.waitMate(me_, kOwnSum, c.index * mine + turn + 1);
+      const plan::Ref own = isFlat_ ? b_.in(place(t_.me(), c)) : sumSlot(c, turn);
+      std::vector<plan::Ref> sums(static_cast<size_t>(t_.numNodes()), own);
       for (int n : others_) {
         sums[static_cast<size_t>(n)] = b_.receive(t_.railPeer(n), 0, c.length);
       }
@@ -90,7 +100,8 @@ class DirectSum : public BlockExchange {
         b_.waitMate(mate, kGathered, c.index + 1 - depth_);
         target = resultSlot(me_, c, turn);
       }
-      b_.reduce({target}, sums, c.length, {.post = true});
+      // In a flat group nobody has scaled the contributions.
+      b_.reduce({target}, sums, c.length, {.pre = isFlat_, .post = true});
       for (int n : others_) b_.release(t_.railPeer(n), 0);
     }
     b_.signal(kServed, c.index + 1);
@@ -141,6 +152,7 @@ class DirectSum : public BlockExchange {
     b_.reduce({target}, contributions, c.length, {.pre = true});
   }
 
+  bool isFlat_ = t_.numRanks() == t_.numNodes();  // every node has one rank
   uint8_t sums_ = 0, contributions_ = 0, results_ = 0;
 };
 
