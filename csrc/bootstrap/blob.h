@@ -48,9 +48,8 @@ class BlobWriter {  // appends fields to a blob
 
  private:
   void append(const void* from, size_t count) {
-    const size_t at = out_.size();
-    out_.resize(at + count);
-    if (count > 0) std::memcpy(out_.data() + at, from, count);
+    const auto* bytes = static_cast<const std::byte*>(from);
+    out_.insert(out_.end(), bytes, bytes + count);
   }
   std::vector<std::byte> out_;
 };

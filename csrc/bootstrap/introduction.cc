@@ -18,7 +18,7 @@ namespace {
 
 // Every version writes these first and in the same way, so that a rank with another version is recognised.
 constexpr uint32_t kMagic = 0x50444d53;  // "SMDP"
-constexpr uint32_t kProtocolVersion = 1;
+constexpr uint32_t kProtocolVersion = 2;
 
 constexpr size_t kMaxVersionBytes = 64;
 constexpr size_t kMaxHostBytes = 256;
@@ -72,21 +72,21 @@ std::string printDefault(std::string_view name) {
 }
 
 // Describes the differences: "SMDDP_CHUNK_BYTES is 262144 on ranks 0-2 and 65536 on rank 3; …"
-std::string differences(const std::vector<Introduction>& introductions) {
-  std::vector<std::map<std::string, std::string>> told;
+std::string differences(const std::map<Rank, const Introduction*>& introductions) {
+  std::map<Rank, std::map<std::string, std::string>> told;
   std::set<std::string> names;
-  for (const Introduction& introduction : introductions) {
-    told.push_back(parseSettings(introduction.settings));
-    for (const auto& [name, value] : told.back()) names.insert(name);
+  for (const auto& [rank, introduction] : introductions) {
+    told[rank] = parseSettings(introduction->settings);
+    for (const auto& [name, value] : told[rank]) names.insert(name);
   }
   std::string text;
   for (const std::string& name : names) {
     const std::string byDefault = printDefault(name);
     // The values in the order of the first rank that has each.
     std::vector<std::pair<std::string, std::vector<Rank>>> values;
-    for (Rank rank = 0; rank < static_cast<Rank>(told.size()); ++rank) {
-      const auto found = told[rank].find(name);
-      const std::string& value = found == told[rank].end() ? byDefault : found->second;
+    for (const auto& [rank, itsSettings] : told) {
+      const auto found = itsSettings.find(name);
+      const std::string& value = found == itsSettings.end() ? byDefault : found->second;
       auto same = std::find_if(values.begin(), values.end(),
                                [&](const auto& known) { return known.first == value; });
       if (same == values.end()) same = values.insert(values.end(), {value, {}});
@@ -110,6 +110,7 @@ std::string hostName() {
 
 Introduction parseFields(BlobReader& reader) {
   Introduction result;
+  result.groupSize = static_cast<int32_t>(reader.number<uint32_t>("groupSize"));
   result.host = reader.text("host", kMaxHostBytes);
   result.pid = static_cast<int32_t>(reader.number<uint32_t>("pid"));
   reader.raw("processId", result.processId);
@@ -126,6 +127,30 @@ Introduction parseFields(BlobReader& reader) {
   result.troubleKind = static_cast<ErrorKind>(kind);
   reader.end();
   return result;
+}
+
+// `all` has at least these two.
+void checkPair(Rank one, const Introduction& first, Rank two, const Introduction& second,
+               const std::map<Rank, const Introduction*>& all) {
+  const bool sameVersion = first.libraryVersion == second.libraryVersion;
+  const bool sameSize = first.groupSize == second.groupSize;
+  if (sameVersion && sameSize && first.settings == second.settings) return;
+  const std::string who = describe(one, first) + " and " + describe(two, second);
+  if (!sameVersion) {
+    raise(ErrorKind::Mismatch, "{} run smddp {} and {}; install the same version on all nodes", who,
+          first.libraryVersion, second.libraryVersion);
+  }
+  if (!sameSize) {
+    raise(
+        ErrorKind::Mismatch,
+        "{} expect groups of {} and {} ranks. Give all ranks the same WORLD_SIZE, and new_group() "
+        "the same ranks",
+        who, first.groupSize, second.groupSize);
+  }
+  raise(ErrorKind::Mismatch,
+        "{} have different settings: {}. Give all ranks the same value, or none: check what the "
+        "launcher hands on to the hosts",
+        who, differences(all));
 }
 
 }  // namespace
@@ -157,11 +182,16 @@ std::string describe(Rank rank, const Introduction& introduction) {
   return fmt::format("rank {} ({}, pid {})", rank, introduction.host, introduction.pid);
 }
 
+std::string describeThisProcess(Rank rank) {
+  return fmt::format("rank {} ({}, pid {})", rank, hostName(), ::getpid());
+}
+
 std::vector<std::byte> serialise(const Introduction& introduction) {
   BlobWriter writer;
   writer.number(kMagic);
   writer.number(kProtocolVersion);
   writer.text("libraryVersion", introduction.libraryVersion, kMaxVersionBytes);
+  writer.number(static_cast<uint32_t>(introduction.groupSize));
   writer.text("host", introduction.host, kMaxHostBytes);
   writer.number(static_cast<uint32_t>(introduction.pid));
   writer.raw(introduction.processId);
@@ -213,22 +243,18 @@ void checkTrouble(const std::vector<Introduction>& introductions, Rank me) {
   }
 }
 
+void checkAgreement(Rank one, const Introduction& first, Rank two, const Introduction& second) {
+  checkPair(one, first, two, second, {{one, &first}, {two, &second}});
+}
+
 void checkAgreement(const std::vector<Introduction>& introductions) {
+  std::map<Rank, const Introduction*> all;
+  for (size_t rank = 0; rank < introductions.size(); ++rank) {
+    all[static_cast<Rank>(rank)] = &introductions[rank];
+  }
   // Compare with rank 0 in the order of ranks, so that every rank finds the same pair.
   for (size_t rank = 1; rank < introductions.size(); ++rank) {
-    const Introduction& first = introductions.front();
-    const Introduction& other = introductions[rank];
-    const bool sameVersion = first.libraryVersion == other.libraryVersion;
-    if (sameVersion && first.settings == other.settings) continue;
-    const std::string who = describe(0, first) + " and " + describe(static_cast<Rank>(rank), other);
-    if (!sameVersion) {
-      raise(ErrorKind::Mismatch, "{} run smddp {} and {}; install the same version on all nodes",
-            who, first.libraryVersion, other.libraryVersion);
-    }
-    raise(ErrorKind::Mismatch,
-          "{} have different settings: {}. Give all ranks the same value, or none: check what the "
-          "launcher hands on to the hosts",
-          who, differences(introductions));
+    checkPair(0, introductions.front(), static_cast<Rank>(rank), introductions[rank], all);
   }
   std::map<ProcessId, Rank> ranks;
   for (Rank rank = 0; rank < static_cast<Rank>(introductions.size()); ++rank) {

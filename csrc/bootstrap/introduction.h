@@ -19,6 +19,7 @@ namespace smddp::bootstrap {
 
 struct Introduction {
   std::string libraryVersion;
+  int32_t groupSize = 0;  // how many ranks this one expects
   std::string host;
   int32_t pid = 0;
   ProcessId processId{};
@@ -46,8 +47,13 @@ void checkTrouble(const std::vector<Introduction>& introductions, Rank me);
 // Lists ascending ranks: "rank 3", "ranks 0-3, 5".
 std::string listRanks(const std::vector<Rank>& ranks);
 
+// Throws Mismatch unless two ranks can work together: the same version, settings, size of the group.
+void checkAgreement(Rank one, const Introduction& first, Rank two, const Introduction& second);
+
 // Names a rank for errors: "rank 3 (node7, pid 4711)".
 std::string describe(Rank rank, const Introduction& introduction);
+// The same for this process as a rank.
+std::string describeThisProcess(Rank rank);
 
 // Throws Usage if a field is too long.
 std::vector<std::byte> serialise(const Introduction& introduction);

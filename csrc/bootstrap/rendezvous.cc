@@ -1,22 +1,35 @@
 #include "bootstrap/rendezvous.h"
 
+#include <algorithm>
 #include <atomic>
 #include <charconv>
+#include <chrono>
 #include <exception>
 #include <map>
 #include <string_view>
+#include <thread>
 #include <utility>
 
+#include "bootstrap/blob.h"
 #include "common/error.h"
 #include "common/log.h"
 
 namespace smddp::bootstrap {
 namespace {
 
-constexpr const char* kIn = "in";          // <epoch>/in/<rank>: an introduction
-constexpr const char* kNodes = "nodes";    // <epoch>/nodes/<rank>: a probe report
-constexpr const char* kClosed = "closed";  // <epoch>/closed: complete or superseded
-constexpr const char* kNext = "next";      // <epoch>/next: the epoch after it
+constexpr const char* kIn = "in";            // <epoch>/in/<rank>: an introduction
+constexpr const char* kNodes = "nodes";      // <epoch>/nodes/<rank>: a probe report
+constexpr const char* kClosed = "closed";    // <epoch>/closed: complete or superseded
+constexpr const char* kNext = "next";        // <epoch>/next: the epoch after it
+constexpr const char* kTrouble = "trouble";  // <epoch>/trouble: a note
+constexpr const char* kAfter = "after";      // <epoch>/after: a note for the epoch after it
+
+constexpr Nanoseconds kFirstPause = 200'000;
+constexpr Nanoseconds kPausePerRank = 200'000;
+constexpr Nanoseconds kLongestPause = 500'000'000;
+constexpr Nanoseconds kSlice = 50'000'000;
+constexpr Nanoseconds kGrace = 300'000'000;
+constexpr Nanoseconds kDeathIsKnown = 200'000'000;
 
 constexpr std::string_view kComplete = "complete";
 constexpr std::string_view kSuperseded = "superseded";
@@ -36,6 +49,56 @@ std::string_view toText(const Store::Value& value) {
 }
 
 double seconds(Nanoseconds duration) { return static_cast<double>(duration) * 1e-9; }
+
+std::string counterOf(const std::string& group) { return fmt::format("smddp/{}/epoch", group); }
+
+std::string keyOf(const std::string& group, int64_t epoch, const char* what) {
+  return fmt::format("smddp/{}/{}/{}", group, epoch, what);
+}
+
+// A note says why there will be no meeting, and who says so.
+struct Note {
+  Rank writer;
+  Error error;
+};
+
+constexpr size_t kMaxNoteBytes = 1024;
+
+Store::Value encode(const Note& note) {
+  BlobWriter writer;
+  writer.number(static_cast<uint32_t>(note.writer));
+  // A bug of that rank is none of those who read it.
+  const bool isBug = note.error.kind() == ErrorKind::Internal;
+  writer.number(static_cast<uint8_t>(isBug ? ErrorKind::Aborted : note.error.kind()));
+  writer.text("text", std::string_view(note.error.what()).substr(0, kMaxNoteBytes), kMaxNoteBytes);
+  return writer.take();
+}
+
+// Nothing if it was withdrawn, or if the bytes are no note.
+std::optional<Note> decodeNote(std::span<const std::byte> bytes) {
+  try {
+    BlobReader reader(bytes);
+    const auto writer = static_cast<Rank>(reader.number<uint32_t>("writer"));
+    const auto kind = reader.number<uint8_t>("kind");
+    const std::string text = reader.text("text", kMaxNoteBytes);
+    reader.end();
+    if (text.empty() || kind >= static_cast<uint8_t>(ErrorKind::Internal)) return std::nullopt;
+    return Note{writer, Error(static_cast<ErrorKind>(kind), text)};
+  } catch (const BlobError&) {
+    return std::nullopt;
+  }
+}
+
+// A note is a courtesy: if the store fails, this rank still has its own error.
+void leaveNote(Store& store, const std::string& where, const Seal& seal,
+               const Note& note) noexcept {
+  try {
+    store.set(where, seal.close(where, encode(note)));
+  } catch (const std::exception& error) {
+    SMDDP_LOG(Debug, "bootstrap", "no other rank hears of \"{}\": {}", note.error.what(),
+              error.what());
+  }
+}
 
 ProbeReport probeCandidates(const std::vector<Introduction>& introductions, Rank me,
                             const Rendezvous::Probe& probe) {
@@ -68,27 +131,62 @@ void warnOnce(const std::vector<std::string>& warnings) {
 }  // namespace
 
 Rendezvous::Rendezvous(Store& store, std::string group, Rank me, int size, Nanoseconds timeout,
-                       Seal seal)
+                       Seal seal, Watch watch)
     : store_(store),
       group_(std::move(group)),
       me_(me),
       size_(size),
       timeout_(timeout),
-      seal_(std::move(seal)) {
-  SMDDP_CHECK(me >= 0 && me < size, "rank {} of {}", me, size);
+      seal_(std::move(seal)),
+      watch_(std::move(watch)) {
+  if (me >= 0 && me < size) return;
+  const Error error(ErrorKind::Usage,
+                    fmt::format("rank {} is not a rank of group {}, which has {} rank{}; look at "
+                                "RANK and WORLD_SIZE",
+                                me, group_, size, size == 1 ? "" : "s"));
+  reportTrouble(store_, group_, me, seal_, error);
+  throw error;
+}
+
+template <typename Phase>
+auto Rendezvous::noted(const Phase& phase) {
+  try {
+    return phase();
+  } catch (const Error& error) {
+    // Whose time is over the others find out themselves.
+    if (isIn_ && error.kind() != ErrorKind::Timeout) {
+      leaveNote(store_, key(kTrouble, epoch_), seal_, {me_, error});
+      if (countsTooFew_) leaveNote(store_, key(kAfter, epoch_), seal_, {me_, error});
+    }
+    if (error.kind() == ErrorKind::PeerLost && !isCauseKnown_) raiseDeathOr(error);
+    throw;
+  } catch (...) {
+    const auto text = fmt::format("{} was interrupted by a signal", describeThisProcess(me_));
+    leaveNote(store_, key(isIn_ ? kTrouble : kAfter, epoch_), seal_,
+              {me_, Error(ErrorKind::Aborted, text)});
+    throw;
+  }
 }
 
 std::vector<Introduction> Rendezvous::exchange(const Introduction& mine) {
+  Introduction sized = mine;
+  sized.groupSize = size_;
+  return noted([&] { return meet(sized); });
+}
+
+std::vector<Introduction> Rendezvous::meet(const Introduction& mine) {
   const Deadline deadline = Deadline::after(clock_, timeout_);
-  const Store::Value blob = serialise(mine);
   std::vector<Store::Value> values;
   if (me_ == 0) {
     epoch_ = openEpoch();
-    publish(kIn, blob);
+    isIn_ = true;
+    publish(kIn, serialise(mine));
+    // Left before this rank came. Whoever waits for this epoch finds it here, too.
+    readNote(key(kAfter, epoch_ - 1));
     values = collect(kIn, deadline);
     store_.set(key(kClosed, epoch_), toValue(kComplete));
   } else {
-    joinEpoch(blob, deadline);
+    joinEpoch(mine, deadline);
     values = collect(kIn, deadline);
   }
   // Check after the meeting is closed, so that no rank waits for one that has thrown.
@@ -98,13 +196,15 @@ std::vector<Introduction> Rendezvous::exchange(const Introduction& mine) {
     // For this rank take its own introduction, not the store's copy.
     introductions.push_back(rank == me_ ? mine : parseIntroduction(values[rank], rank));
   }
+  countsTooFew_ = me_ == 0 && std::any_of(introductions.begin(), introductions.end(),
+                                          [&](const auto& one) { return one.groupSize > size_; });
   checkTrouble(introductions, me_);
   checkAgreement(introductions);
   return introductions;
 }
 
 int64_t Rendezvous::countEpoch(int64_t amount) {
-  const std::string counter = fmt::format("smddp/{}/epoch", group_);
+  const std::string counter = counterOf(group_);
   const int64_t epoch = store_.add(counter, amount);
   if (epoch < amount) {
     raise(ErrorKind::Transport, "the store counts {} under {}; is another program using it?", epoch,
@@ -123,17 +223,22 @@ int64_t Rendezvous::openEpoch() {
   return epoch;
 }
 
-void Rendezvous::joinEpoch(std::span<const std::byte> mine, const Deadline& deadline) {
+void Rendezvous::joinEpoch(const Introduction& mine, const Deadline& deadline) {
   epoch_ = countEpoch(0);
   for (;;) {
+    cameAt_ = clock_.now();
     // Epoch 0 is the time before the first meeting. Do not publish in a closed epoch: slow ranks may still read there.
     if (epoch_ > 0 && !store_.contains(key(kClosed, epoch_))) {
-      publish(kIn, mine);
-      const Store::Value end = await(key(kClosed, epoch_), deadline);
+      isIn_ = true;
+      mine_ = &mine;
+      publish(kIn, serialise(mine));
+      const Store::Value end = awaitValue(kClosed, key(kClosed, epoch_), deadline);
+      mine_ = nullptr;
       if (toText(end) == kComplete) return;
+      isIn_ = false;
       if (toText(end) != kSuperseded) raiseForeign(key(kClosed, epoch_), end);
     }
-    const Store::Value next = await(key(kNext, epoch_), deadline);
+    const Store::Value next = awaitValue(kNext, key(kNext, epoch_), deadline);
     int64_t number = 0;
     const auto text = toText(next);
     const char* end = text.data() + text.size();
@@ -150,7 +255,7 @@ Locality Rendezvous::agreeOnNodes(const std::vector<Introduction>& introductions
   if (needsProbing(introductions)) {
     const ProbeReport mine = probeCandidates(introductions, me_, probe);
     publish(kNodes, serialise(mine));
-    auto values = collect(kNodes, Deadline::after(clock_, timeout_));
+    auto values = noted([&] { return collect(kNodes, Deadline::after(clock_, timeout_)); });
     unseal(kNodes, values);
     for (Rank rank = 0; rank < size_; ++rank) {
       reports.push_back(parseProbeReport(values[rank], rank, size_));
@@ -164,12 +269,11 @@ Locality Rendezvous::agreeOnNodes(const std::vector<Introduction>& introductions
 std::vector<Store::Value> Rendezvous::collect(const char* what, const Deadline& deadline) {
   std::vector<std::string> keys;
   for (Rank rank = 0; rank < size_; ++rank) keys.push_back(key(what, epoch_, rank));
-  try {
-    return store_.multiGet(keys, left(deadline));
-  } catch (const Error& error) {
-    if (error.kind() == ErrorKind::Timeout) raiseMissing(what);
-    throw;
+  if (!store_.containsAll(keys)) {
+    // One after the other: to ask for all keys again and again would be much for the store.
+    for (const auto& key : keys) await(what, key, deadline);
   }
+  return store_.multiGet(keys, std::max(left(deadline), kSlice));
 }
 
 void Rendezvous::publish(const char* what, std::span<const std::byte> blob) {
@@ -198,13 +302,94 @@ void Rendezvous::unseal(const char* what, std::vector<Store::Value>& values) con
         seal_.isEmpty() ? "not set" : "set", me_, group_, wrong);
 }
 
-Store::Value Rendezvous::await(const std::string& awaited, const Deadline& deadline) {
-  try {
-    return store_.get(awaited, left(deadline));
-  } catch (const Error& error) {
-    if (error.kind() == ErrorKind::Timeout) raiseMissing(kIn);
-    throw;
+// Asks again and again instead of waiting in the store, whose clients write a warning whenever a wait takes too long.
+void Rendezvous::await(const char* what, const std::string& awaited, const Deadline& deadline) {
+  // One process serves the store for all ranks.
+  const Nanoseconds longest = std::clamp(size_ * kPausePerRank, kSlice, kLongestPause);
+  Nanoseconds pause = kFirstPause;
+  Nanoseconds lookAt = clock_.now() + kSlice;
+  Nanoseconds readAt = clock_.now() + longest;
+  while (!store_.contains(awaited)) {
+    if (left(deadline) == 0) raiseMissing(what == kNodes ? kNodes : kIn);
+    const Nanoseconds askAt = clock_.now() + std::min(pause, left(deadline));
+    for (Nanoseconds now = clock_.now(); now < askAt; now = clock_.now()) {
+      std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(askAt - now, kSlice)));
+      if (clock_.now() < lookAt) continue;
+      raiseLoss(what, awaited);
+      lookAt = clock_.now() + kSlice;
+    }
+    pause = std::min(pause * 3 / 2, longest);
+    if (clock_.now() < readAt) continue;
+    readNotes(what);
+    readAt = clock_.now() + longest;
   }
+}
+
+Store::Value Rendezvous::awaitValue(const char* what, const std::string& awaited,
+                                    const Deadline& deadline) {
+  await(what, awaited, deadline);
+  return store_.get(awaited, kSlice);
+}
+
+void Rendezvous::readNotes(const char* what) {
+  if (clock_.now() - cameAt_ < kGrace) return;
+  readNote(key(what == kNext ? kAfter : kTrouble, epoch_));
+  if (what == kClosed) compareWithFirst();
+}
+
+// The store may have failed because the process that serves it, a member, has died. That is known a little later.
+void Rendezvous::raiseDeathOr(const Error& error) {
+  const Deadline deadline = Deadline::after(clock_, kDeathIsKnown);
+  while (watch_ && !deadline.passed(clock_)) {
+    for (const Loss& loss : watch_()) {
+      if (loss.died) throw loss.error;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  throw error;
+}
+
+// A rank that is gone matters if it is still to come, or to close the epoch.
+void Rendezvous::raiseLoss(const char* what, const std::string& awaited) {
+  if (!watch_) return;
+  const std::vector<Loss> losses = watch_();
+  // What a rank did before it was lost counts.
+  if (losses.empty() || store_.contains(awaited)) return;
+  for (const Loss& loss : losses) {
+    const char* sign = what == kNodes ? kNodes : kIn;
+    const bool isToCome = what == kNext || !store_.contains(key(sign, epoch_, loss.rank));
+    const bool isToClose =
+        what == kClosed && loss.rank == 0 && !store_.contains(key(kClosed, epoch_));
+    if (!isToCome && !isToClose) continue;
+    // A rank that has left may have left because of another one.
+    if (!loss.died) readNote(key(what == kNext ? kAfter : kTrouble, epoch_));
+    isCauseKnown_ = true;
+    throw loss.error;
+  }
+}
+
+void Rendezvous::readNote(const std::string& where) {
+  if (!store_.contains(where)) return;
+  Store::Value sealed = store_.get(where, kSlice);
+  if (seal_.open(where, sealed) != Seal::Verdict::Good) return;
+  const auto note = decodeNote(sealed);
+  if (!note) return;
+  if (note->writer != me_) {
+    isCauseKnown_ = true;
+    throw note->error;
+  }
+  // This rank is here again.
+  store_.set(where, seal_.close(where, encode({me_, Error(note->error.kind(), "")})));
+}
+
+void Rendezvous::compareWithFirst() {
+  const std::string where = key(kIn, epoch_, 0);
+  if (mine_ == nullptr || !store_.contains(where)) return;
+  Store::Value sealed = store_.get(where, kSlice);
+  const Introduction& mine = *std::exchange(mine_, nullptr);
+  // When all have come, unseal() says who has which token.
+  if (seal_.open(where, sealed) != Seal::Verdict::Good) return;
+  checkAgreement(0, parseIntroduction(sealed, 0), me_, mine);
 }
 
 void Rendezvous::raiseMissing(const char* what) {
@@ -226,7 +411,7 @@ void Rendezvous::raiseMissing(const char* what) {
 }
 
 std::string Rendezvous::key(const char* what, int64_t epoch) const {
-  return fmt::format("smddp/{}/{}/{}", group_, epoch, what);
+  return keyOf(group_, epoch, what);
 }
 
 std::string Rendezvous::key(const char* what, int64_t epoch, Rank rank) const {
@@ -235,6 +420,20 @@ std::string Rendezvous::key(const char* what, int64_t epoch, Rank rank) const {
 
 Nanoseconds Rendezvous::left(const Deadline& deadline) const {
   return std::max<Nanoseconds>(0, deadline.at - clock_.now());
+}
+
+void reportTrouble(Store& store, const std::string& group, Rank me, const Seal& seal,
+                   const Error& error) noexcept {
+  try {
+    const int64_t epoch = store.add(counterOf(group), 0);
+    const bool isOpen = epoch > 0 && !store.contains(keyOf(group, epoch, kClosed));
+    const auto text = fmt::format("{} cannot take part: {}", describeThisProcess(me), error.what());
+    leaveNote(store, keyOf(group, epoch, isOpen ? kTrouble : kAfter), seal,
+              {me, Error(error.kind(), text)});
+  } catch (const std::exception& failure) {
+    SMDDP_LOG(Debug, "bootstrap", "no other rank hears of \"{}\": {}", error.what(),
+              failure.what());
+  }
 }
 
 }  // namespace smddp::bootstrap

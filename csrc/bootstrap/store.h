@@ -7,6 +7,7 @@
 // Threads: one caller at a time per object. Values are never empty, because some stores cannot keep empty ones.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -29,6 +30,10 @@ class Store {
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
   // True if get() would return at once.
   virtual bool contains(const std::string& key) = 0;
+  // The same for all of these keys.
+  virtual bool containsAll(const std::vector<std::string>& keys) {
+    return std::all_of(keys.begin(), keys.end(), [this](const auto& key) { return contains(key); });
+  }
 
   // Does get() for each key, in order, within one timeout. Stores that can do it in one round trip override it.
   virtual std::vector<Value> multiGet(const std::vector<std::string>& keys, Nanoseconds timeout) {

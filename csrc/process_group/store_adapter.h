@@ -55,6 +55,9 @@ class StoreAdapter final : public bootstrap::Store {
   bool contains(const std::string& key) override {
     return ask([&] { return store_->check({key}); });
   }
+  bool containsAll(const std::vector<std::string>& keys) override {
+    return ask([&] { return store_->check(keys); });
+  }
   std::vector<Value> multiGet(const std::vector<std::string>& keys, Nanoseconds timeout) override {
     if (!store_->hasExtendedApi()) return bootstrap::Store::multiGet(keys, timeout);
     await(keys, timeout);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -308,4 +309,5 @@ def _different_settings(variable: str, value: str) -> str:
 def test_settings_that_differ_between_ranks(variable: str, value: str, common: str) -> None:
     for text in ranks.check_ranks(_different_settings, "3", variable, value):
         assert text.startswith("SMDDPCollectiveMismatchError: rank 0 (")
-        assert f"{variable} is {common} on ranks 0, 2 and {value} on rank 1" in text
+        # Rank 1 says so without waiting for rank 2.
+        assert re.search(f"{variable} is {common} on ranks? 0(, 2)? and {value} on rank 1", text)

@@ -43,8 +43,10 @@ std::string errorOf(ErrorKind kind, const Call& call) {
 }
 
 TEST(Introduction, SurvivesTheStore) {
-  const Introduction before = example();
+  Introduction before = example();
+  before.groupSize = 12;
   const Introduction after = parseIntroduction(serialise(before), 3);
+  EXPECT_EQ(after.groupSize, 12);
   EXPECT_EQ(after.libraryVersion, SMDDP_VERSION);
   EXPECT_EQ(after.host, before.host);
   EXPECT_EQ(after.pid, ::getpid());
@@ -103,7 +105,7 @@ TEST(Introduction, AnotherProtocolVersionIsNamed) {
   Introduction other = example();
   other.libraryVersion = "9.9.9";
   auto blob = serialise(other);
-  blob[4] = std::byte{2};  // protocolVersion; whatever follows the library version may differ
+  blob[4] ^= std::byte{255};  // protocolVersion; whatever follows the library version may differ
   blob.resize(40);
   EXPECT_THAT(errorOf(ErrorKind::Mismatch, [&] { parseIntroduction(blob, 6); }),
               testing::AllOf(HasSubstr("rank 6"), HasSubstr("9.9.9"), HasSubstr(SMDDP_VERSION)));

@@ -9,6 +9,7 @@
 #include <latch>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "bootstrap/node_name.h"
 #include "common/error.h"
@@ -324,6 +325,119 @@ TEST(Rendezvous, TheTroubleOfOneIsRaisedByAll) {
   EXPECT_THAT(errors, Each(HasSubstr("no descriptors")));
   EXPECT_THAT(errors[0], HasSubstr("rank 1 (host1, pid 1001) cannot take part: "));
   EXPECT_THAT(errors[1], testing::Not(HasSubstr("cannot take part")));
+}
+
+TEST(Rendezvous, ARankThatCannotWorkWithRank0IsHeardOfBeforeAllHaveCome) {
+  for (const bool differsInVersion : {true, false}) {
+    LocalStore store;
+    // Rank 2 never comes.
+    const auto errors = runRanks({0, 1}, [&](Rank me) {
+      Introduction mine = introduce(me, "life");
+      if (me == 1 && differsInVersion) mine.libraryVersion = "0.0.0";
+      const int size = me == 1 && !differsInVersion ? 4 : 3;
+      Rendezvous(store, "g", me, size, kPlenty).exchange(mine);
+    });
+    const auto* what = differsInVersion ? "run smddp" : "expect groups of 3 and 4 ranks";
+    EXPECT_THAT(errors, Each(AllOf(HasSubstr(what), HasSubstr("rank 0 (life, pid 1000) and rank 1 "
+                                                              "(life, pid 1001)"))));
+  }
+}
+
+TEST(Rendezvous, ARankThatRank0DoesNotCountHearsOfItWhenItComes) {
+  LocalStore store;
+  const auto sizeOf = [](Rank me) { return me == 0 ? 2 : 3; };
+  const auto come = [&](Rank me) { meet(store, me, sizeOf(me), "life"); };
+  const auto early = runRanks({0, 1}, come);
+  const auto late = runRanks({2}, come);
+  EXPECT_THAT(early, Each(HasSubstr("expect groups of 2 and 3 ranks")));
+  EXPECT_EQ(late.front(), early.front());
+  EXPECT_THAT(runRanks(firstRanks(3), [&](Rank me) { meet(store, me, 3, "again"); }), Each(""));
+}
+
+TEST(Rendezvous, WhatTheWatchThrowsEndsTheWaitAndTheOthersHearOfIt) {
+  struct Signal {};
+  LocalStore store;
+  std::atomic<bool> interrupted{false};
+  const auto errors = runRanks({0, 1}, [&](Rank me) {
+    const auto watch = [&]() -> std::vector<Rendezvous::Loss> {
+      if (me == 1) throw Signal();
+      return {};
+    };
+    try {
+      Rendezvous(store, "g", me, 3, kPlenty, Seal(), watch).exchange(introduce(me, "life"));
+    } catch (const Signal&) {
+      interrupted.store(true);
+    }
+  });
+  EXPECT_TRUE(interrupted.load());
+  EXPECT_THAT(errors.front(), HasSubstr("was interrupted by a signal"));
+  EXPECT_EQ(errors.back(), "");
+  // That rank may come again.
+  EXPECT_THAT(runRanks(firstRanks(3), [&](Rank me) { meet(store, me, 3, "again"); }), Each(""));
+}
+
+TEST(Rendezvous, ALostRankIsAnErrorUnlessItHasCome) {
+  for (const bool hasCome : {false, true}) {
+    LocalStore store;
+    const auto errors = runRanks({0, 1, 2}, [&](Rank me) {
+      if (me == 2 && !hasCome) return;
+      // All hear of the loss at once, and rank 0 comes last.
+      if (me == 0) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      const auto watch = [] {
+        return std::vector<Rendezvous::Loss>{
+            {2, Error(ErrorKind::PeerLost, "rank 2 is gone"), true}};
+      };
+      // Before rank 0 has come nobody knows which meeting the rank came to.
+      const bool watches = me == 0 || !hasCome;
+      Rendezvous(store, "g", me, 3, kPlenty, Seal(), watches ? watch : Rendezvous::Watch())
+          .exchange(introduce(me, "life"));
+    });
+    if (hasCome) {
+      EXPECT_THAT(errors, Each(""));
+    } else {
+      EXPECT_EQ(errors, (std::vector<std::string>{"rank 2 is gone", "rank 2 is gone", ""}));
+    }
+  }
+}
+
+// Rank 0 opens the meeting, hears of a death, says so and leaves: all that between two looks of rank 1.
+TEST(Rendezvous, ARankThatLeftBecauseOfAnotherIsNotBlamed) {
+  LocalStore store;
+  const Rendezvous::Loss death{2, Error(ErrorKind::PeerLost, "rank 2 died"), true};
+  const Rendezvous::Loss leave{0, Error(ErrorKind::PeerLost, "rank 0 left"), false};
+  const auto errors = runRanks({1}, [&](Rank) {
+    bool hasLeft = false;
+    const auto watch = [&]() -> std::vector<Rendezvous::Loss> {
+      if (!std::exchange(hasLeft, true)) {
+        const auto hears = [&] { return std::vector<Rendezvous::Loss>{death}; };
+        Rendezvous first(store, "g", 0, 3, kPlenty, Seal(), hears);
+        EXPECT_THROW(first.exchange(introduce(0, "life")), Error);
+      }
+      return {leave};
+    };
+    Rendezvous(store, "g", 1, 3, kPlenty, Seal(), watch).exchange(introduce(1, "life"));
+  });
+  EXPECT_EQ(errors.front(), "rank 2 died");
+}
+
+TEST(Rendezvous, ARankThatCannotBeginTellsThoseWhoComeLater) {
+  for (const Rank troubled : {0, 1, 7}) {
+    LocalStore store;
+    meet(store, 0, 1, "an earlier meeting");
+    reportTrouble(store, "g", troubled, Seal(), Error(ErrorKind::Usage, "a setting is wrong"));
+    std::vector<Rank> others = firstRanks(3);
+    std::erase(others, troubled);
+    const auto errors = runRanks(others, [&](Rank me) { meet(store, me, 3, "first"); });
+    EXPECT_THAT(errors, Each(AllOf(HasSubstr(fmt::format("rank {} (", troubled)),
+                                   HasSubstr("cannot take part: a setting is wrong"))));
+    EXPECT_THAT(runRanks(firstRanks(3), [&](Rank me) { meet(store, me, 3, "second"); }), Each(""));
+  }
+}
+
+TEST(Rendezvous, ARankOutOfRangeIsHeardOfByAll) {
+  LocalStore store;
+  const auto errors = runRanks({0, 2}, [&](Rank me) { meet(store, me, 2, "life"); });
+  EXPECT_THAT(errors, Each(HasSubstr("rank 2 is not a rank of group g, which has 2 ranks")));
 }
 
 TEST(Rendezvous, ACounterThatIsNotOursIsRefused) {
