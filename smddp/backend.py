@@ -51,18 +51,28 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     from smddp import _load
 
     module = _load.load()
-    complete_environment(options.group_rank, options.group_size)
-    _let_ddp_share_memory()
-    _warn_of_misspelt_settings(module)
-    _leave_at_exit(module)
-    timeout = options.timeout
-    if not isinstance(timeout, timedelta):
-        timeout = timedelta(seconds=float(timeout))
-    algorithm = _algorithm_of(group_options)
     store, rank, size = options.store, options.group_rank, options.group_size
-    arguments = (store, rank, size, timeout, str(options.group_id), algorithm)
-    gpus = _gpu_support()
-    _pin_device()
+    name = str(options.group_id)
+    try:
+        complete_environment(rank, size)
+        _let_ddp_share_memory()
+        _warn_of_misspelt_settings(module)
+        _leave_at_exit(module)
+        timeout = options.timeout
+        if not isinstance(timeout, timedelta):
+            timeout = timedelta(seconds=float(timeout))
+        algorithm = _algorithm_of(group_options)
+        gpus = _gpu_support()
+        _pin_device()
+    except BaseException as error:
+        # The other ranks would wait for this one. They hear of what is raised further below.
+        is_usage = isinstance(error, (ValueError, TypeError))
+        is_signal = not isinstance(error, Exception)
+        text = "it was interrupted by a signal" if is_signal else str(error)
+        module.report_trouble(store, name, rank, is_usage, is_signal, text)
+        raise
+    members = [int(member) for member in options.global_ranks_in_group or []]
+    arguments = (store, rank, size, timeout, name, algorithm, members)
     if gpus is None:
         group: ProcessGroup = module.ProcessGroup(*arguments)
         return group
@@ -158,7 +168,7 @@ def _warn_of_misspelt_settings(module: Any) -> None:
             warnings.warn(f"smddp: {sentence}", stacklevel=2)
 
 
-_leaving = False
+_leaving: int | None = None  # the process that has registered the function below
 
 
 def _leave_at_exit(module: Any) -> None:
@@ -167,10 +177,10 @@ def _leave_at_exit(module: Any) -> None:
     So other ranks see that this rank left, even if the script did not call destroy_process_group().
     """
     global _leaving
-    if _leaving:
-        return
-    _leaving = True
     owner = os.getpid()
+    if _leaving == owner:
+        return
+    _leaving = owner
 
     def leave() -> None:
         # A forked child inherits this handler, but the groups belong to its parent.

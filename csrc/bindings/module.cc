@@ -7,6 +7,7 @@
 
 #include "bindings/bare_loop.h"
 #include "bindings/error_types.h"
+#include "bindings/interrupt.h"
 #include "bindings/plan_tool.h"
 #include "bindings/random_number.h"
 #include "common/config.h"
@@ -34,13 +35,13 @@ void bindProcessGroup(py::module& m) {
   py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>(m, "ProcessGroup")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
-                       const std::string& algorithm) {
+                       const std::string& algorithm, const std::vector<int>& ranksOfWorld) {
              return c10::make_intrusive<ProcessGroup>(
-                 store, rank, size, timeout, name, algorithm,
+                 ProcessGroup::Birth{store, rank, size, timeout, name, algorithm, ranksOfWorld},
                  std::make_unique<smddp::process_group::device::Calls>());
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
-           py::arg("algorithm") = "", Release())
+           py::arg("algorithm") = "", py::arg("ranks_of_world") = std::vector<int>{}, Release())
       .def("describe", &ProcessGroup::describe, Release())
       // If a device is bound, new_group() calls this on ranks that are not in the new group.
       .def("perform_nocolor_split", [](ProcessGroup&, const c10::Device&) {})
@@ -60,17 +61,17 @@ void bindProcessGroup(py::module& m) {
                                                                                  "GpuProcessGroup")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
-                       const std::string& algorithm, const std::string& type,
-                       decltype(GpuSupport::nameOf) nameOf, decltype(GpuSupport::makeNccl) makeNccl,
-                       const std::string& library) {
+                       const std::string& algorithm, const std::vector<int>& ranksOfWorld,
+                       const std::string& type, decltype(GpuSupport::nameOf) nameOf,
+                       decltype(GpuSupport::makeNccl) makeNccl, const std::string& library) {
              return c10::make_intrusive<GpuProcessGroup>(
-                 store, rank, size, timeout, name, algorithm,
+                 ProcessGroup::Birth{store, rank, size, timeout, name, algorithm, ranksOfWorld},
                  GpuSupport{c10::Device(type).type(), std::move(nameOf), std::move(makeNccl),
                             library});
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
-           py::arg("algorithm"), py::arg("device_type"), py::arg("name_of"), py::arg("make_nccl"),
-           py::arg("cuda_part") = "", Release())
+           py::arg("algorithm"), py::arg("ranks_of_world"), py::arg("device_type"),
+           py::arg("name_of"), py::arg("make_nccl"), py::arg("cuda_part") = "", Release())
       .def("gpu_path", &GpuProcessGroup::path)
       .def("gpu_sum", &GpuProcessGroup::sumPlace);
   m.def(
@@ -80,6 +81,17 @@ void bindProcessGroup(py::module& m) {
       },
       py::arg("sizes"), py::arg("dtype"));
   m.def("shutdown", &smddp::process_group::shutdownEngine, Release());
+  m.def(
+      "report_trouble",
+      [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,
+         bool isUsage, bool isSignal, const std::string& text) {
+        const auto kind = isUsage    ? smddp::ErrorKind::Usage
+                          : isSignal ? smddp::ErrorKind::Aborted
+                                     : smddp::ErrorKind::Resource;
+        smddp::process_group::reportTrouble(store, name, rank, smddp::Error(kind, text));
+      },
+      py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("is_usage"), py::arg("is_signal"),
+      py::arg("text"), Release());
 }
 
 void bindMailbox(py::module& m) {
@@ -169,6 +181,7 @@ void bindSettings(py::module& m) {
 
 PYBIND11_MODULE(_C, m) {
   smddp::bindings::bindErrorTypes(m);
+  smddp::bindings::installInterruptCheck();
   smddp::bindings::bindPlanTool(m);
   smddp::bindings::bindBareLoop(m);
   smddp::bindings::bindRandomNumber(m);

@@ -3,9 +3,11 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <system_error>
 #include <utility>
 
+#include "common/interrupt.h"
 #include "common/log.h"
 #include "engine/wait_policy.h"
 
@@ -66,9 +68,13 @@ void DeferredCalls::add(Call call) {
 }
 
 void DeferredCalls::drain() {
-  if (!busy()) return;
-  MutexLock lock(state_->mutex);
-  while (busy()) state_->changed.wait(lock);
+  while (busy()) {
+    checkInterrupt();
+    MutexLock lock(state_->mutex);
+    if (busy()) {
+      state_->changed.waitFor(lock, std::chrono::nanoseconds(WaitPolicy::kInterruptPeriod));
+    }
+  }
 }
 
 void DeferredCalls::close(const Error& error) {

@@ -7,6 +7,7 @@
 #include "bootstrap/locality.h"
 #include "bootstrap/rendezvous.h"
 #include "common/config.h"
+#include "common/interrupt.h"
 #include "common/log.h"
 
 namespace smddp::engine {
@@ -26,6 +27,7 @@ void awaitLifelines(Engine& engine, Nanoseconds timeout) {
       process.checkPeers();
       settled = process.lifelinesSettled();
     });
+    checkInterrupt();
     if (!settled) std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
 }
@@ -45,9 +47,15 @@ Engine::~Engine() { shutdown(); }
 void Engine::requireUsable() const {
   if (!process_) raise(ErrorKind::Usage, "smddp has been shut down");
   if (isUsable()) return;
+  const std::string open = groups_.namesInChild();
   raise(ErrorKind::Usage,
-        "smddp cannot be used in a process that was forked after init_process_group(); "
-        "initialise in the child instead, or start it with spawn");
+        "smddp cannot be used in a process that was forked after init_process_group(){}; "
+        "initialise in the child instead, or start it with spawn",
+        open.empty() ? "" : fmt::format(": its parent had not destroyed {}", open));
+}
+
+bool Engine::isOutlived() const {
+  return process_ && !isUsable() && groups_.namesInChild().empty();
 }
 
 void Engine::shutdown() {
@@ -59,14 +67,18 @@ void Engine::shutdown() {
     static_cast<void>(process_.release());
     return;
   }
+  const auto waitAMoment = [this](const std::function<bool()>& isOver) {
+    const Deadline deadline = Deadline::after(process_->clock(), kFarewell);
+    bool over = false;
+    while (!over && progress_.hasThreads() && !deadline.passed(process_->clock())) {
+      call([&] { over = isOver(); });
+      if (!over) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  };
+  waitAMoment([this] { return !groups_.owesAnything(); });
   progress_.callAndContinue([this] { groups_.leaveAll(); });
   // Peers may not have read the last bytes that we sent. Wait until they have read them, or have left.
-  const Deadline deadline = Deadline::after(process_->clock(), kFarewell);
-  bool done = false;
-  while (!done && progress_.hasThreads() && !deadline.passed(process_->clock())) {
-    call([&] { done = groups_.areRemoteRanksDone(); });
-    if (!done) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  waitAMoment([this] { return groups_.areRemoteRanksDone(); });
   // Callbacks may wait for what has just ended.
   progress_.runContinuations();
   progress_.stop();
@@ -102,13 +114,40 @@ void Engine::finishGroup(const std::shared_ptr<Group>& group,
   SMDDP_LOG(Info, "engine", "{}", group->describe());
 }
 
+std::vector<bootstrap::Rendezvous::Loss> Engine::lostOf(const Kin& kin) {
+  std::vector<bootstrap::Rendezvous::Loss> lost;
+  if (!kin.parent) return lost;
+  call([&] {
+    process_->checkPeers();
+    for (size_t rank = 0; rank < kin.ranks.size(); ++rank) {
+      if (auto error = kin.parent->lookFor(kin.ranks[rank])) {
+        // Those that died first: others may have left because of them.
+        const bool died = kin.parent->hasDied(kin.ranks[rank]);
+        lost.insert(died ? lost.begin() : lost.end(),
+                    {static_cast<Rank>(rank), *std::move(error), died});
+      }
+    }
+  });
+  return lost;
+}
+
 std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group::Spec& spec,
-                                           Nanoseconds timeout) {
-  auto begun = beginGroup(spec);
+                                           Nanoseconds timeout, const Kin& kin) {
+  const Seal seal(settings().jobToken.text);
+  std::pair<std::shared_ptr<Group>, bootstrap::Introduction> begun;
+  try {
+    begun = beginGroup(spec);
+  } catch (const Error& error) {
+    bootstrap::reportTrouble(store, spec.name, spec.me, seal, error);
+    throw;
+  }
   const std::shared_ptr<Group>& group = begun.first;
   bootstrap::Introduction& mine = begun.second;
-  const Seal seal(settings().jobToken.text);
-  bootstrap::Rendezvous rendezvous(store, spec.name, spec.me, spec.size, timeout, seal);
+  const auto watch = [&] {
+    checkInterrupt();
+    return lostOf(kin);
+  };
+  bootstrap::Rendezvous rendezvous(store, spec.name, spec.me, spec.size, timeout, seal, watch);
   auto introductions = rendezvous.exchange(mine);
   const auto probe = [this](const bootstrap::Introduction& other, std::string* why) {
     return process_->probe(other, why);
@@ -131,13 +170,21 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
       mine.trouble = trouble->what();
       mine.troubleKind = trouble->kind();
     });
-    bootstrap::Rendezvous second(store, spec.name + ".fabric", spec.me, spec.size, timeout, seal);
+    bootstrap::Rendezvous second(store, spec.name + ".fabric", spec.me, spec.size, timeout, seal,
+                                 watch);
     introductions = second.exchange(mine);
   }
   call([&] { process_->setNodeAgreement(locality.agreement); });
   finishGroup(group, introductions, names);
   if (remote > 0) awaitLifelines(*this, timeout);
   return group;
+}
+
+void Engine::finishCalls(Group& group) {
+  if (!isUsable()) return;
+  std::vector<CompletionPtr> owed;
+  call([&] { owed = group.owed(); });
+  for (const auto& completion : owed) wait(group, *completion);
 }
 
 void Engine::destroyGroup(const std::shared_ptr<Group>& group) {
@@ -172,7 +219,7 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
     }
   });
   if (!ran) post(group, std::move(operation), completion);
-  if (willWait) wait(*completion);
+  if (willWait) wait(group, *completion);
   return completion;
 }
 
@@ -204,29 +251,39 @@ void Engine::enqueue(Group& group, Message message, CompletionPtr completion) {
   post(group, std::move(message), std::move(completion));
 }
 
-void Engine::wait(const Completion& completion) {
-  progress_.callerBeginsToWait();
-  if (completion.done()) return;
+void Engine::waitUntil(Group& group, const std::function<bool()>& done, Nanoseconds yieldFor) {
   requireUsable();
-  progress_.waitUntil([&] { return completion.done(); });
+  try {
+    progress_.waitUntil(done, yieldFor);
+  } catch (...) {
+    // This rank calls something else from here on, or nothing.
+    callOn(group, [&] { group.interrupt(); });
+    throw;
+  }
 }
 
-bool Engine::waitFor(const Completion& completion, Nanoseconds timeout) {
+void Engine::wait(Group& group, const Completion& completion) {
+  progress_.callerBeginsToWait();
+  if (!completion.done()) waitUntil(group, [&] { return completion.done(); });
+  // A signal that all ranks got is the cause, also if another rank was quicker to break the group.
+  if (completion.error()) checkInterrupt();
+}
+
+bool Engine::waitFor(Group& group, const Completion& completion, Nanoseconds timeout) {
   requireUsable();
   const Deadline deadline = Deadline::after(process_->clock(), timeout);
-  progress_.waitUntil([&] { return completion.done() || deadline.passed(process_->clock()); });
+  waitUntil(group, [&] { return completion.done() || deadline.passed(process_->clock()); });
   return completion.done();
 }
 
-void Engine::waitForAny(const std::vector<CompletionPtr>& completions,
+void Engine::waitForAny(Group& group, const std::vector<CompletionPtr>& completions,
                         const std::atomic<bool>& enough, Nanoseconds yieldFor) {
-  requireUsable();
   const auto done = [&] {
     return enough.load(std::memory_order_acquire) ||
            std::any_of(completions.begin(), completions.end(),
                        [](const auto& completion) { return completion->done(); });
   };
-  progress_.waitUntil(done, yieldFor);
+  waitUntil(group, done, yieldFor);
 }
 
 std::vector<CompletionPtr> Engine::withdraw(Group& group, std::vector<CompletionPtr> receives) {

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "bootstrap/rendezvous.h"
 #include "bootstrap/store.h"
 #include "common/ownership.h"
 #include "engine/fork_hold.h"
@@ -43,15 +44,24 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Meets the other ranks in the store. Throws Timeout, Mismatch, Transport, Resource.
+  // The ranks of a new group, in its order, as ranks of a group that has them all: this process knows them already.
+  struct Kin {
+    std::shared_ptr<Group> parent;
+    std::vector<Rank> ranks;
+  };
+  // Meets the other ranks in the store. Throws Timeout, Mismatch, Transport, Resource; PeerLost if one of `kin` is lost
+  // that has yet to come.
   std::shared_ptr<Group> createGroup(bootstrap::Store& store, const Group::Spec& spec,
-                                     Nanoseconds timeout);
+                                     Nanoseconds timeout, const Kin& kin = {});
   // The same in two halves around an exchange done elsewhere.
   std::pair<std::shared_ptr<Group>, bootstrap::Introduction> beginGroup(const Group::Spec& spec);
   void finishGroup(const std::shared_ptr<Group>& group,
                    const std::vector<bootstrap::Introduction>& introductions,
                    const std::vector<std::string>& nodeOfRank);
-  // Idempotent. Operations in flight end with Aborted.
+  // Before this rank leaves: until what other ranks may need it for has ended, well or not. That is all in flight except
+  // receives; each has its deadline.
+  void finishCalls(Group& group);
+  // Idempotent. What is in flight ends with Aborted.
   void destroyGroup(const std::shared_ptr<Group>& group);
 
   CompletionPtr submit(Group& group, Request request);
@@ -60,14 +70,15 @@ class Engine {
   // the completion has ended.
   void enqueue(Group& group, Request request, CompletionPtr completion);
   void enqueue(Group& group, Message message, CompletionPtr completion);
-  // Until the operation has ended, well or not; its deadline is the operation's own.
-  void wait(const Completion& completion);
+  // Until the operation has ended, well or not; its deadline is the operation's own. What checkInterrupt() throws ends
+  // this and the next two waits: then the group breaks with Aborted on all ranks, which wait for this one.
+  void wait(Group& group, const Completion& completion);
   // The same, but at most this long; false when the time is over.
-  bool waitFor(const Completion& completion, Nanoseconds timeout);
+  bool waitFor(Group& group, const Completion& completion, Nanoseconds timeout);
   // Until one of them has ended, or somebody has set `enough` and called wakeWaiters(). Yields for `yieldFor` before it
   // sleeps, instead of a fixed number of times.
-  void waitForAny(const std::vector<CompletionPtr>& completions, const std::atomic<bool>& enough,
-                  Nanoseconds yieldFor);
+  void waitForAny(Group& group, const std::vector<CompletionPtr>& completions,
+                  const std::atomic<bool>& enough, Nanoseconds yieldFor);
   // Takes back receives for which nobody has sent anything yet. Returns those that cannot be taken back.
   std::vector<CompletionPtr> withdraw(Group& group, std::vector<CompletionPtr> receives);
   // Threads that wait look again at what they wait for.
@@ -91,6 +102,9 @@ class Engine {
   void finish(Completion& completion, std::optional<Error> error);
   // Throws Usage after shutdown(), and in a child of fork().
   void requireUsable() const;
+  // In a child of fork(): whether its parent had left all groups. Then nothing here is of use any more, and the child may
+  // have an engine of its own. It has to keep this one.
+  bool isOutlived() const;
   // Runs `action` on the engine's owner and returns when it has run. Exceptions pass through.
   void call(const std::function<void()>& action) { progress_.call(action); }
   // One turn, for engines without a thread. True when anything advanced.
@@ -110,12 +124,17 @@ class Engine {
   };
 
   Process& process() { return *process_; }
-  // Leaves all groups, waits a moment for peers to have what we sent, joins the threads. Idempotent.
+  // Waits a moment for what is in flight, leaves all groups, waits a moment for peers to have what we sent, joins the
+  // threads. Idempotent.
   void shutdown();
 
  private:
   // Neither shut down nor the copy in a child of a fork.
   bool isUsable() const { return process_ != nullptr && forkCount_ == forkCount(); }
+  // Those members of a new group that are known to be lost, with what is known.
+  std::vector<bootstrap::Rendezvous::Loss> lostOf(const Kin& kin);
+  // Waits on behalf of a caller of the group.
+  void waitUntil(Group& group, const std::function<bool()>& done, Nanoseconds yieldFor = 0);
   // Runs `action`, which may end operations of the group or leave something in flight.
   void callOn(Group& group, const std::function<void()>& action);
   template <typename Operation>

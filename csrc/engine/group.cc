@@ -127,6 +127,11 @@ void Group::submit(Message message, CompletionPtr completion) {
                      [&] { messages_->submit(std::move(message), std::move(completion)); });
 }
 
+void Group::interrupt() {
+  fail(Error(ErrorKind::Aborted,
+             fmt::format("{} was interrupted by a signal", membership_->nameOf(spec_.me))));
+}
+
 bool Group::advance() {
   bool advanced = operations_->advance();
   if (!messages_->idle()) {
@@ -134,6 +139,13 @@ bool Group::advance() {
   }
   team_.bell().ring();
   return advanced;
+}
+
+std::vector<CompletionPtr> Group::owed() {
+  std::vector<CompletionPtr> open;
+  operations_->appendOpen(open);
+  messages_->appendOpenSends(open);
+  return open;
 }
 
 bool Group::idle() const {

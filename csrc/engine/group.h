@@ -68,6 +68,8 @@ class Group final {
   // Does what can be done now; true when anything advanced. Never throws: an error breaks the group.
   bool advance();
   bool idle() const;
+  // What other ranks may need this one for: all in flight except receives.
+  std::vector<CompletionPtr> owed();
   // Whether anything in flight involves the network or messages.
   bool needsPolling() const { return spansNodes() || !messages_->idle(); }
   void onControl(Peer& from, transport::Bytes message);
@@ -78,6 +80,15 @@ class Group final {
     sentinel_->expire(completion, waited);
   }
   void fail(const Error& cause) { sentinel_->fail(cause); }
+  // A signal has ended a wait of this rank: what is in flight ends on all ranks.
+  void interrupt();
+  // For somebody who waits for this rank elsewhere: how it was lost, if it is. If not, makes sure that its host is still
+  // reached.
+  std::optional<Error> lookFor(Rank rank) { return sentinel_->lookFor(rank); }
+  bool hasDied(Rank rank) const {
+    const Peer* peer = membership_->peers[rank];
+    return peer != nullptr && peer->died;
+  }
   void onBreak(std::function<void(const Error&)> action) { sentinel_->onBreak(std::move(action)); }
   bool checkMembers() { return sentinel_->checkMembers(); }
   // What an operation called now would end with; null while all is well.

@@ -46,6 +46,14 @@ void GroupRegistry::leaveAll() {
   active_.clear();
 }
 
+std::string GroupRegistry::namesInChild() const {
+  std::string names;
+  for (const auto& [id, group] : joined_) {
+    names += fmt::format("{}group \"{}\"", names.empty() ? "" : ", ", group->spec().name);
+  }
+  return names;
+}
+
 void GroupRegistry::reap() {
   ownership_.assertOwned();
   if (left_.empty()) return;
@@ -57,6 +65,12 @@ void GroupRegistry::reap() {
     std::erase(active_, group.get());
     return true;
   });
+}
+
+bool GroupRegistry::owesAnything() const {
+  ownership_.assertOwned();
+  return std::any_of(joined_.begin(), joined_.end(),
+                     [](const auto& entry) { return !entry.second->owed().empty(); });
 }
 
 bool GroupRegistry::areRemoteRanksDone() {

@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "common/ownership.h"
@@ -37,8 +38,12 @@ class GroupRegistry {
     ownership_.assertOwned();
     return hasLeftAll_;
   }
+  // In the child of a fork, which has one thread and this as it was: "group "a", group "b"" of those not left.
+  std::string namesInChild() const SMDDP_NO_THREAD_ANALYSIS;
   // Frees the memory of groups that nobody can touch any more.
   void reap();
+  // Whether other ranks may need this one for something in flight.
+  bool owesAnything() const;
   // Whether the ranks of other nodes have what this one has sent them, of all groups that it has left.
   bool areRemoteRanksDone();
   // The end, when no thread runs the engine any more.

@@ -28,6 +28,12 @@ void Messages::onControl(Rank from, transport::Bytes message) {
   raise(ErrorKind::Transport, "rank {} sent a message that is not understood", from);
 }
 
+void Messages::appendOpenSends(std::vector<CompletionPtr>& open) {
+  matcher_.forEach([&](Exchange& exchange) {
+    if (exchange.message.send) open.push_back(exchange.completion);
+  });
+}
+
 std::vector<Standstill> Messages::standstills() {
   std::vector<Standstill> all;
   matcher_.forEach([&](Exchange& exchange) { all.push_back(standstillOf(exchange)); });

@@ -25,6 +25,8 @@ class Messages final : public Watched, private Matcher::Host {
   // Throws Transport when the message is not understood.
   void onControl(Rank from, transport::Bytes message);
   bool idle() const { return matcher_.idle(); }
+  // Appends the completions of the sends that have not ended.
+  void appendOpenSends(std::vector<CompletionPtr>& open);
 
   // Watched.
   std::vector<Standstill> standstills() override;

@@ -161,7 +161,7 @@ bool Operations::advance() {
     advanced |= sentinel_.attempt(execution->operations.front().sequence,
                                   [&] { return advance(*execution); });
   }
-  while (!pending_.empty() && nextTrack().phase == Phase::Idle) {
+  while (nextTrack().phase == Phase::Idle && hasNext(nextTrack())) {
     advanced |= sentinel_.attempt(pending_.front().sequence, [&] { return advance(nextTrack()); });
   }
   return advanced;
@@ -188,6 +188,25 @@ bool Operations::step(Execution& execution) {
     return true;
   }
   return advanced;
+}
+
+bool Operations::hasNext(Execution&) {
+  if (pending_.empty()) return false;
+  const Request& next = pending_.front().request;
+  const bool isBarrier = next.collective == Collective::Barrier && next.partOf == PartOf::Itself;
+  return !isBarrier || oldestExecution() == nullptr;
+}
+
+Operations::Execution* Operations::oldestExecution() {
+  Execution* oldest = nullptr;
+  for (const auto& execution : executions_) {
+    if (execution->phase == Phase::Idle) continue;
+    if (oldest == nullptr ||
+        execution->operations.front().sequence < oldest->operations.front().sequence) {
+      oldest = execution.get();
+    }
+  }
+  return oldest;
 }
 
 void Operations::beginExecution(Execution& execution) {
@@ -364,6 +383,14 @@ void Operations::bindMates(Execution& execution, Binding& binding) const {
 
 // --- watched ----------------------------------------------------------------------------------------------
 
+void Operations::appendOpen(std::vector<CompletionPtr>& open) const {
+  for (const auto& execution : executions_) {
+    if (execution->phase == Phase::Idle) continue;
+    for (const Operation& operation : execution->operations) open.push_back(operation.completion);
+  }
+  for (const Operation& operation : pending_) open.push_back(operation.completion);
+}
+
 bool Operations::idle() const {
   return pending_.empty() &&
          std::all_of(executions_.begin(), executions_.end(),
@@ -386,6 +413,13 @@ std::vector<Standstill> Operations::standstills() {
   for (const auto& execution : executions_) {
     if (execution->phase != Phase::Idle) all.push_back(standstillOf(*execution));
   }
+  // What has not begun waits for what runs, and may have less time.
+  Execution* oldest = oldestExecution();
+  if (oldest != nullptr && !pending_.empty() &&
+      pending_.front().deadline.passed(process_.clock())) {
+    all.push_back(standstillOf(*oldest));
+    all.back().expired = pending_.front().request.timeout;
+  }
   return all;
 }
 
@@ -397,9 +431,10 @@ std::optional<Standstill> Operations::standstillOf(const Completion& completion)
     const auto& operations = execution->operations;
     if (std::any_of(operations.begin(), operations.end(), is)) return standstillOf(*execution);
   }
-  // What has not begun waits for what runs on the next track.
-  if (std::any_of(pending_.begin(), pending_.end(), is)) return standstillOf(nextTrack());
-  return std::nullopt;
+  // What has not begun waits for what runs.
+  if (std::none_of(pending_.begin(), pending_.end(), is)) return std::nullopt;
+  Execution* oldest = oldestExecution();
+  return standstillOf(oldest != nullptr ? *oldest : nextTrack());
 }
 
 Standstill Operations::standstillOf(const Execution& execution) const {

@@ -1,6 +1,7 @@
 // The collective operations of one group: those that wait for their turn and those that run.
 //
-// Operations begin in the order submitted. Execution n runs on track n % tracks, and begins when that track is free.
+// Operations begin in the order submitted. Execution n runs on track n % tracks, and begins when that track is free. A
+// barrier begins when all tracks are free: it ends when everything has that was called before it, on all ranks.
 // When the ranks of the node have arrived at it they agree (Team) on what one rank may not decide alone: whether
 // tensors are read where they lie, and how many waiting requests are fused. kTransitions in operations.cc is the life of
 // an execution.
@@ -40,6 +41,8 @@ class Operations final : public Watched {
   // any other. False: it is not such a call, and has to be submitted.
   bool runOneShot(Request& request, const CompletionPtr& completion);
   bool idle() const;
+  // Appends the completions of all that has not ended.
+  void appendOpen(std::vector<CompletionPtr>& open) const;
   size_t numTracks() const { return executions_.size(); }
 
   // Watched.
@@ -84,7 +87,7 @@ class Operations final : public Watched {
   bool step(Execution& execution);
 
   // Conditions of transitions.
-  bool hasNext(Execution&) { return !pending_.empty(); }
+  bool hasNext(Execution&);
   bool mustAskMates(Execution& execution);
   bool always(Execution&) { return true; }
   bool allArrived(Execution& execution) { return team_.allArrived(execution.track); }
@@ -97,6 +100,8 @@ class Operations final : public Watched {
   void agree(Execution& execution);
   void finish(Execution& execution);
 
+  // The oldest execution that runs; null if none does.
+  Execution* oldestExecution();
   Execution& nextTrack() { return *executions_[started_ % executions_.size()]; }
   void beginExecution(Execution& execution);
   void takeFusable(std::vector<Operation>& taken);

@@ -1,10 +1,21 @@
 #include "engine/progress.h"
 
+#include <chrono>
+#include <optional>
 #include <utility>
 
+#include "common/interrupt.h"
 #include "common/log.h"
 
 namespace smddp::engine {
+namespace {
+
+// Turns between two looks at the clock, for a caller for whom something advances all the time.
+constexpr uint32_t kTurnsPerLook = 64;
+// The simulator has its own clock; signals come by the real one.
+constexpr std::chrono::nanoseconds kInterruptTime(WaitPolicy::kInterruptPeriod);
+
+}  // namespace
 
 Progress::Progress(Ownership& ownership, Process& process, GroupRegistry& groups, bool hasThreads)
     : ownership_(ownership),
@@ -71,7 +82,8 @@ void Progress::call(const std::function<void()>& action) {
     }
     outcome.done.store(true, std::memory_order_release);
   });
-  waitUntil([&] { return outcome.done.load(std::memory_order_acquire); });
+  // The action refers to this frame, so nothing may end the wait before it has run.
+  waitUntil([&] { return outcome.done.load(std::memory_order_acquire); }, 0, Interruptible::No);
   if (outcome.error) std::rethrow_exception(outcome.error);
 }
 
@@ -137,13 +149,23 @@ void Progress::collectContinuations() {
 void Progress::runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor) {
   ownership_.assertOwned();
   WaitPolicy::Backoff backoff(policy_, waiter, yieldFor);
-  while (true) {
+  const bool isThread = waiter == Waiter::ProgressThread;
+  // From the first look at the clock on: most waits are too short for one.
+  std::optional<Deadline> interrupt;
+  const auto isTimeToLetGo = [&] {
+    if (isThread) return false;
+    if (!interrupt) {
+      interrupt = Deadline::after(process_->clock(), WaitPolicy::kInterruptPeriod);
+    }
+    return interrupt->passed(process_->clock());
+  };
+  for (uint32_t turns = 1;; ++turns) {
     drainInbox();
     const bool advanced = turn();
     if (done() || !continuations_.empty()) return;
     // The progress thread lets go for a caller that waits, which pays no hand-over from then on.
-    const bool isThread = waiter == Waiter::ProgressThread;
     if (isThread && (waiters_.any() || threads_.hasBlocking())) return;
+    if (turns % kTurnsPerLook == 0 && isTimeToLetGo()) return;
     if (advanced) {
       backoff.reset();
       continue;
@@ -151,7 +173,7 @@ void Progress::runUntil(const std::function<bool()>& done, Waiter waiter, Nanose
     if (backoff.spinOrYield()) continue;
     if (policy_.healthCheckDue()) {
       checkHealth();
-      if (done() || !continuations_.empty()) return;
+      if (done() || !continuations_.empty() || isTimeToLetGo()) return;
     }
     process_->doorbell().prepare();
     if (!inbox_.empty() || turn() || done()) {
@@ -218,15 +240,28 @@ bool Progress::runSomeContinuations() {
 // --- waiting ----------------------------------------------------------------------------------------------
 
 void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor) {
+  waitUntil(done, yieldFor, Interruptible::Yes);
+}
+
+void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor,
+                         Interruptible interruptible) {
   callerBeginsToWait();
   bool asked = false;
+  std::optional<std::chrono::steady_clock::time_point> lookAt;
   while (!done()) {
-    if (tryRun([&] { runUntil(done, Waiter::Caller, yieldFor); })) continue;
-    waiters_.add();
-    // A progress thread that sleeps as the owner lets go when it sees us.
-    if (!std::exchange(asked, true)) process_->doorbell().ringSelf();
-    waiters_.sleepUntil([&] { return done() || !ownership_.isTaken(); });
-    waiters_.remove();
+    const bool ran = tryRun([&] { runUntil(done, Waiter::Caller, yieldFor); });
+    if (!ran) {
+      waiters_.add();
+      // A progress thread that sleeps as the owner lets go when it sees us.
+      if (!std::exchange(asked, true)) process_->doorbell().ringSelf();
+      waiters_.sleepUntil([&] { return done() || !ownership_.isTaken(); });
+      waiters_.remove();
+    }
+    if (interruptible == Interruptible::No || done()) continue;
+    const auto now = std::chrono::steady_clock::now();
+    const bool isTime = lookAt && now >= *lookAt;
+    if (!lookAt || isTime) lookAt = now + kInterruptTime;
+    if (isTime) checkInterrupt();
   }
   handOver();
 }

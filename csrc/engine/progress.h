@@ -61,7 +61,8 @@ class Progress {
 
   // A caller begins to wait, or would if his operation had not ended.
   void callerBeginsToWait() { policy_.returned(); }
-  // Until `done`. Yields for `yieldFor`, if that is given, before it sleeps.
+  // Until `done`. Yields for `yieldFor`, if that is given, before it sleeps. Calls checkInterrupt() now and then, and
+  // throws what that throws: then this thread has let go of the engine, and what it waited for goes on.
   void waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor = 0);
   // Between them a caller counts as one who waits, whatever he does.
   void beginWaiting() { waiters_.add(); }
@@ -73,7 +74,8 @@ class Progress {
     }
   }
 
-  // The owner: runs what is in flight until `done`, or until continuations must run or another thread needs the engine.
+  // The owner: runs what is in flight until `done`, or until continuations must run, another thread needs the engine, or
+  // it is time to look for signals.
   void runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor = 0);
   // The owner: does what can be done now.
   void advanceOnce();
@@ -87,6 +89,9 @@ class Progress {
   void runUnattendedWork();
 
  private:
+  enum class Interruptible : bool { No, Yes };
+  void waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor,
+                 Interruptible interruptible);
   void drainInbox() SMDDP_REQUIRES(ownership_);
   bool turn() SMDDP_REQUIRES(ownership_);
   void checkHealth() SMDDP_REQUIRES(ownership_);

@@ -172,6 +172,13 @@ void Sentinel::expire(const Completion& completion, Nanoseconds waited) {
   }
 }
 
+std::optional<Error> Sentinel::lookFor(Rank rank) {
+  process_.ownership().assertOwned();
+  if (diagnosis_.isLost(rank)) return inWords(lossOf(calls_.last() + 1, rank));
+  if (const Peer* peer = membership_.reachable(rank)) process_.probeHost(*peer);
+  return std::nullopt;
+}
+
 // --- breaking ---------------------------------------------------------------------------------------------
 
 void Sentinel::fail(const Error& cause) {

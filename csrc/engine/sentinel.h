@@ -53,6 +53,8 @@ class Sentinel {
   void expire(const Completion& completion, Nanoseconds waited);
   // Breaks the group from the oldest operation in flight on.
   void fail(const Error& cause);
+  // How this rank was lost, if it is.
+  std::optional<Error> lookFor(Rank rank);
 
   // `action` runs with the first error that breaks the group, as a continuation, unless this rank leaves before. From now
   // on a rank that dies breaks the group, awaited or not.

@@ -36,7 +36,7 @@ std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& 
   };
   const auto settle = [&] {
     for (const auto& completion : open) {
-      engine.wait(*completion);
+      engine.wait(*parent, *completion);
       if (completion->error()) throw *completion->error();
     }
     open.clear();

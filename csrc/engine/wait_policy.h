@@ -31,6 +31,9 @@
 //   in any case. Where there are other nodes or groups with Engine::onBreak() it then also checks health, because ranks
 //   of other nodes may wait for an answer from this one.
 //
+// * A caller, waiting in whichever way: lets go of the engine every kInterruptPeriod, and looks whether a signal has ended
+//   his wait (common/interrupt.h).
+//
 // * The thread of DeferredCalls (PollingBackoff): nobody wakes it when a call may begin, so it yields first and then
 //   polls, less and less often.
 //
@@ -60,6 +63,7 @@ class WaitPolicy {
   static constexpr std::chrono::milliseconds kWaiterPoll{1};
   static constexpr std::chrono::milliseconds kParkedPoll{1};
   static constexpr std::chrono::milliseconds kAnswerPeriod{250};
+  static constexpr Nanoseconds kInterruptPeriod = 50'000'000;
 
   explicit WaitPolicy(Process& process)
       : process_(process), placement_(process.memory().slab->page()) {}

@@ -83,7 +83,7 @@ void Mailbox::waitForStreams() {
     // Receives of a stream end in order.
     receives.push_back(stream.receives.back());
   }
-  group_->engine_->waitForAny(receives, interrupted_, kPollTime);
+  group_->engine_->waitForAny(*group_->group_, receives, interrupted_, kPollTime);
 }
 
 void Mailbox::withdraw() {
@@ -190,7 +190,7 @@ void Mailbox::flush() {
   // A send that fails is done, too. The stream from that peer reports the failure.
   translated([&] {
     for (const Sending& one : sending) {
-      for (const auto& completion : one) group_->engine_->wait(*completion);
+      for (const auto& completion : one) group_->engine_->wait(*group_->group_, *completion);
     }
   });
 }

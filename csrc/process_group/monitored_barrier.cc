@@ -47,7 +47,7 @@ void MonitoredBarrier::awaitRelease(Nanoseconds timeout) const {
   const auto here = signal(true, 0, kTagOfBarrier, patience);
   const auto go = signal(false, 0, kTagOfRelease, patience);
   for (const auto& completion : {go, here}) {
-    engine_->wait(*completion);
+    engine_->wait(*group_, *completion);
     if (!completion->error()) continue;
     throwAsTorch(
         Error(completion->error()->kind(),
@@ -78,7 +78,7 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   for (Rank r = 1; r < group_->spec().size && (all || missing.empty()); ++r) {
     const auto& completion = here[static_cast<size_t>(r - 1)];
     const Nanoseconds left = std::max<Nanoseconds>(deadline.at - clock.now(), 0);
-    if (!engine_->waitFor(*completion, left)) missing.push_back(r);
+    if (!engine_->waitFor(*group_, *completion, left)) missing.push_back(r);
     if (!completion->done() || !completion->error()) continue;
     giveUp(completion->error()->kind(), fmt::format("Rank {} failed to pass monitoredBarrier: {}",
                                                     r, completion->error()->what()));
@@ -92,7 +92,7 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   for (Rank r = 1; r < group_->spec().size; ++r)
     go.push_back(signal(true, r, kTagOfRelease, kVerdict));
   for (const auto& completion : go) {
-    engine_->wait(*completion);
+    engine_->wait(*group_, *completion);
     if (completion->error()) throwAsTorch(*completion->error());
   }
 }

@@ -22,6 +22,7 @@ using engine::Request;
 struct EngineSlot {
   std::mutex mutex;
   std::shared_ptr<engine::Engine> engine;
+  std::weak_ptr<engine::Group> world;  // the default group, if it is one of ours
 };
 EngineSlot& engineSlot() {
   static auto* slot = new EngineSlot;
@@ -37,11 +38,48 @@ std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>>& coalescing() {
 std::shared_ptr<engine::Engine> engineAtFirstUse() {
   EngineSlot& slot = engineSlot();
   const std::lock_guard lock(slot.mutex);
+  if (slot.engine && slot.engine->isOutlived()) {
+    // Never destroyed: its threads and connections are the parent's.
+    static_cast<void>(new std::shared_ptr<engine::Engine>(std::move(slot.engine)));
+    slot.engine.reset();
+  }
   if (!slot.engine) slot.engine = std::make_shared<engine::Engine>(engine::Engine::Options{});
   return slot.engine;
 }
 
+// The engine for a new group. If there is none, the other ranks hear why.
+std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Birth& birth) {
+  try {
+    return engineAtFirstUse();
+  } catch (const Error& error) {
+    reportTrouble(birth.store, birth.name, birth.rank, error);
+    throwAsTorch(error);
+  }
+}
+
+// What the default group knows of a new group's ranks.
+engine::Engine::Kin kinOf(const ProcessGroup::Birth& birth) {
+  EngineSlot& slot = engineSlot();
+  const std::lock_guard lock(slot.mutex);
+  const auto world = slot.world.lock();
+  const auto& ranks = birth.ranksOfWorld;
+  const auto isOfWorld = [&](Rank rank) { return rank >= 0 && rank < world->spec().size; };
+  if (!world || static_cast<int>(ranks.size()) != birth.size ||
+      !std::all_of(ranks.begin(), ranks.end(), isOfWorld)) {
+    return {};
+  }
+  return {world, {ranks.begin(), ranks.end()}};
+}
+
 }  // namespace
+
+void reportTrouble(const intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,
+                   const Error& error) {
+  StoreAdapter adapter(store);
+  // Not settings(), which may be what is wrong.
+  const bootstrap::Seal seal(environment("SMDDP_JOB_TOKEN"));
+  bootstrap::reportTrouble(adapter, name, rank, seal, error);
+}
 
 std::shared_ptr<engine::Engine> sharedEngine() {
   return translated([] { return engineAtFirstUse(); });
@@ -73,19 +111,24 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
   }
 }
 
-ProcessGroup::ProcessGroup(const intrusive_ptr<c10d::Store>& store, int rank, int size,
-                           std::chrono::milliseconds timeout, const std::string& name,
-                           const std::string& algorithm, std::unique_ptr<DeviceCalls> devices)
-    : Backend(rank, size),
-      engine_(sharedEngine()),
-      timeoutMs_(timeout.count()),
+ProcessGroup::ProcessGroup(const Birth& birth, std::unique_ptr<DeviceCalls> devices)
+    : Backend(birth.rank, birth.size),
+      engine_(engineFor(birth)),
+      timeoutMs_(birth.timeout.count()),
       devices_(std::move(devices)) {
-  if (name == "default_pg" || name.empty() || name == "0") setLogRank(rank);
-  StoreAdapter adapter(store);
+  const std::string& name = birth.name;
+  const bool isWorld =
+      birth.ranksOfWorld.empty() && (name == "default_pg" || name.empty() || name == "0");
+  if (isWorld) setLogRank(birth.rank);
+  StoreAdapter adapter(birth.store);
   translated([&] {
-    group_ = engine_->createGroup(adapter, {name, rank, size, algorithm},
-                                  std::chrono::nanoseconds(timeout).count());
+    group_ = engine_->createGroup(adapter, {birth.name, birth.rank, birth.size, birth.algorithm},
+                                  std::chrono::nanoseconds(birth.timeout).count(), kinOf(birth));
   });
+  if (isWorld) {
+    const std::lock_guard lock(engineSlot().mutex);
+    engineSlot().world = group_;
+  }
   devices_->attach(engine_, group_);
   init();
 }
@@ -103,7 +146,7 @@ ProcessGroup::ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::mi
 
 ProcessGroup::~ProcessGroup() {
   try {
-    shutdown();
+    leave();
   } catch (const std::exception& error) {
     SMDDP_LOG(Debug, "process_group", "while the group ended: {}", error.what());
   }
@@ -137,6 +180,18 @@ void ProcessGroup::abort() {
 
 void ProcessGroup::shutdown() {
   if (shutDown_.exchange(true)) return;
+  try {
+    engine_->finishCalls(*group_);
+  } catch (...) {
+    // A signal has ended the wait.
+    leave();
+    throw;
+  }
+  leave();
+}
+
+void ProcessGroup::leave() {
+  shutDown_.store(true);
   devices_->close(Error(ErrorKind::Aborted, "the process group has been destroyed"));
   engine_->destroyGroup(group_);
 }

@@ -1,7 +1,8 @@
 // c10d::Backend "smddp": checks a call, describes it as a Request, submits it, returns a Work.
 //
 // Threads: any; calls of one group must come in the same order on all ranks, as everywhere in c10d.
-// Ends with shutdown() (destroy_process_group) or the destructor; both are idempotent and do not wait for other ranks.
+// Ends with shutdown() (destroy_process_group), which waits for what is in flight, or with the destructor, which does not
+// wait for other ranks. Both are idempotent.
 // Errors: a call that makes no sense throws before anything moves (ValueError, TypeError, NotImplementedError); the
 // Work has all other errors.
 #pragma once
@@ -27,17 +28,28 @@ std::shared_ptr<engine::Engine> sharedEngine();
 // Leaves all groups. Called at interpreter exit; afterwards every call on a group fails.
 void shutdownEngine();
 
+// Tells the other ranks of a group why this one does not come. Throws nothing.
+void reportTrouble(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,
+                   const Error& error);
+
 // A tensor in communication memory (docs/architecture.md, zero copy), or an ordinary one, with one warning,
 // when there is no room. CPU only.
 at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 class ProcessGroup : public c10d::Backend {
  public:
-  // Meets the other ranks through the store; blocks until all are there or the timeout is over.
-  // algorithm: overrides SMDDP_ALGORITHM for this group unless empty. devices: what serves tensors on a device.
-  ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-               std::chrono::milliseconds timeout, const std::string& name,
-               const std::string& algorithm, std::unique_ptr<DeviceCalls> devices);
+  // How a group is made in which ranks meet through the store.
+  struct Birth {
+    c10::intrusive_ptr<c10d::Store> store;
+    int rank;
+    int size;
+    std::chrono::milliseconds timeout;
+    std::string name;
+    std::string algorithm;          // overrides SMDDP_ALGORITHM for this group unless empty
+    std::vector<int> ranksOfWorld;  // its ranks in the default group; empty for the default group
+  };
+  // Meets the other ranks; blocks until all are there or the timeout is over. devices: what serves tensors on a device.
+  ProcessGroup(const Birth& birth, std::unique_ptr<DeviceCalls> devices);
   // Around a group that exists already.
   ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout,
                std::unique_ptr<DeviceCalls> devices);
@@ -139,6 +151,8 @@ class ProcessGroup : public c10d::Backend {
       const std::vector<int>& ranks, const c10::intrusive_ptr<c10d::Backend::Options>& options);
 
  private:
+  void leave();
+
   friend class Mailbox;  // sends messages without a Work
 
   engine::Request newRequest(collectives::Collective collective, std::chrono::milliseconds timeout,

@@ -134,10 +134,10 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   translated([&] {
     for (const auto& completion : completions_) {
       if (timeout <= kNoTimeout) {
-        engine_->wait(*completion);
-      } else if (!engine_->waitFor(*completion, patience)) {
+        engine_->wait(*group_, *completion);
+      } else if (!engine_->waitFor(*group_, *completion, patience)) {
         engine_->expire(*group_, *completion, patience);
-        engine_->wait(*completion);
+        engine_->wait(*group_, *completion);
       }
     }
     settle();

@@ -258,7 +258,7 @@ void Calls::synchronize() {
   for (const Unfinished& call : calls) {
     if (const auto work = call.work.lock()) {
       translated([&] {
-        for (const auto& completion : work->completions()) engine_->wait(*completion);
+        for (const auto& completion : work->completions()) engine_->wait(*group_, *completion);
       });
       // Enqueues the copies back if nobody has.
       static_cast<void>(work->isCompleted());

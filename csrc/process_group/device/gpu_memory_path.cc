@@ -114,7 +114,7 @@ class Turns final : public DeviceTurns,
     while (!call_.advance()) {
       if (!copies_->awaitArrival(deadline_)) throwLate();
     }
-    path_->engine().wait(*exchange_);
+    path_->engine().wait(*path_->group(), *exchange_);
     throwIfFailed();
     call_.end();
   }
@@ -162,7 +162,7 @@ class Turns final : public DeviceTurns,
   }
 
   bool done() override {
-    if (byCaller_) path_->engine().wait(*exchange_);
+    if (byCaller_) path_->engine().wait(*path_->group(), *exchange_);
     if (!exchange_->done()) return false;
     throwIfFailed();
     exchange_.reset();

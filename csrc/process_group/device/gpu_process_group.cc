@@ -121,11 +121,9 @@ std::map<const GpuProcessGroup*, bool>& coalescing() {
 
 }  // namespace
 
-GpuProcessGroup::GpuProcessGroup(const intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                 std::chrono::milliseconds timeout, const std::string& name,
-                                 const std::string& algorithm, GpuSupport support)
-    : ProcessGroup(store, rank, size, timeout, name, algorithm, std::make_unique<Calls>(this)),
-      store_(store),
+GpuProcessGroup::GpuProcessGroup(const Birth& birth, GpuSupport support)
+    : ProcessGroup(birth, std::make_unique<Calls>(this)),
+      store_(birth.store),
       support_(std::move(support)) {
   sendDirectly(static_cast<Calls&>(devices()));
 }

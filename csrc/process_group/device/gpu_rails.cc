@@ -83,7 +83,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
     atEnd([engine = rails_->engine_, done](const std::optional<Error>& error) {
       engine->finish(*done, error);
     });
-    rails_->engine_->wait(*done);
+    rails_->engine_->wait(*rails_->parent_, *done);
     if (done->error()) throw *done->error();
   }
 

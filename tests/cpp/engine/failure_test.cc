@@ -8,6 +8,7 @@
 #include <latch>
 #include <thread>
 
+#include "common/interrupt.h"
 #include "engine/calls.h"
 #include "support/effort.h"
 #include "support/ranks.h"
@@ -33,7 +34,7 @@ std::optional<Error> errorOf(RankContext& rank, engine::Group& group, engine::Re
                              Nanoseconds timeout = kLong) {
   for (auto& next : {std::move(request), barrier()}) {
     const auto completion = begin(rank.engine, group, next, timeout);
-    rank.engine.wait(*completion);
+    rank.engine.wait(group, *completion);
     if (completion->error()) return completion->error();
   }
   return std::nullopt;
@@ -85,7 +86,7 @@ TEST_P(FailureTest, DisagreementIsNamedOnEveryRank) {
       // Open channels in all directions first, so that nothing waits for that later.
       for (Rank root = 0; root < rank.size; ++root) {
         const auto done = begin(rank.engine, *group, broadcast(data.bytes(), root), kTimeout);
-        rank.engine.wait(*done);
+        rank.engine.wait(*rank.group, *done);
         EXPECT_FALSE(done->error()) << done->error()->what();
       }
       const bool odd = rank.rank == rank.size - 1;
@@ -110,7 +111,7 @@ TEST_P(FailureTest, MessageOfAnotherSizeThanReceived) {
     // The other ranks learn of it in a barrier.
     const auto completion = rank.rank < 2 ? rank.engine.submit(*rank.group, std::move(message))
                                           : begin(rank.engine, *rank.group, barrier(), kLong);
-    rank.engine.wait(*completion);
+    rank.engine.wait(*rank.group, *completion);
     ASSERT_TRUE(completion->error());
     EXPECT_EQ(completion->error()->kind(), ErrorKind::Mismatch);
     EXPECT_THAT(completion->error()->what(), HasSubstr("100 bytes"));
@@ -150,7 +151,7 @@ TEST_P(FailureTest, WhoeverComesAfterTheTimeOutGetsTheErrorToo) {
       Block data(bytes);
       const auto call =
           begin(rank.engine, *rank.group, allReduce(data.bytes()), late ? kLong : kShort);
-      rank.engine.wait(*call);
+      rank.engine.wait(*rank.group, *call);
       if (!late) failed.count_down();
       ASSERT_TRUE(call->error()) << bytes;
       EXPECT_EQ(call->error()->kind(), ErrorKind::Timeout) << call->error()->what();
@@ -172,11 +173,11 @@ TEST_P(FailureTest, WhoeverWillNotWaitLongerEndsItAsADeadlineDoes) {
       calls.push_back(begin(rank.engine, *rank.group, allReduce(data.bytes()), kLong));
     }
     const CompletionPtr& last = calls.back();
-    if (rank.rank == 0 && !rank.engine.waitFor(*last, kShort)) {
+    if (rank.rank == 0 && !rank.engine.waitFor(*rank.group, *last, kShort)) {
       rank.engine.expire(*rank.group, *last, kShort);
     }
     for (const auto& call : calls) {
-      rank.engine.wait(*call);
+      rank.engine.wait(*rank.group, *call);
       EXPECT_TRUE(call->error());
       if (!call->error()) continue;
       EXPECT_EQ(call->error()->kind(), ErrorKind::Timeout) << call->error()->what();
@@ -201,12 +202,42 @@ TEST_P(FailureTest, NobodySendsNobodyReceives) {
     message.timeout = kShort;
     if (rank.rank > 1) return;
     const auto completion = rank.engine.submit(*rank.group, std::move(message));
-    rank.engine.wait(*completion);
+    rank.engine.wait(*rank.group, *completion);
     ASSERT_TRUE(completion->error());
     EXPECT_EQ(completion->error()->kind(), ErrorKind::Timeout);
     EXPECT_THAT(completion->error()->what(),
                 testing::ContainsRegex("rank [01] waits to .* rank [01] with tag"));
   });
+}
+
+struct Signal {};
+thread_local bool hasSignal = false;
+
+void raiseSignal() {
+  if (std::exchange(hasSignal, false)) throw Signal();
+}
+
+// A signal ends the wait of one rank, whose group then breaks for all.
+TEST_P(FailureTest, ASignal) {
+  setInterruptCheck(&raiseSignal);
+  std::latch isOut(1);
+  runRanks(GetParam(), [&](RankContext& rank) {
+    if (rank.rank == 0) {
+      Block data(4000);
+      hasSignal = true;
+      EXPECT_THROW(rank.run(allReduce(data.bytes())), Signal);
+      isOut.count_down();
+    } else if (rank.rank == 1) {
+      isOut.wait();
+    }
+    Block data(4000);
+    const auto error = errorOf(rank, *rank.group, allReduce(data.bytes()));
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->kind(), ErrorKind::Aborted);
+    EXPECT_THAT(error->what(), HasSubstr("rank 0 (pid "));
+    EXPECT_THAT(error->what(), HasSubstr("was interrupted by a signal"));
+  });
+  setInterruptCheck(nullptr);
 }
 
 // abort() on one rank, from a thread that is in no call, ends the waits of all ranks. Later calls fail, too.
@@ -248,12 +279,12 @@ TEST_P(FailureTest, OperationsBeforeTheBreakRunOn) {
         completions.push_back(begin(rank.engine, *group, allReduce(data.bytes()), kLong));
       }
       if (rank.rank == round % rank.size) {
-        for (const auto& completion : completions) rank.engine.wait(*completion);
+        for (const auto& completion : completions) rank.engine.wait(*rank.group, *completion);
         rank.engine.abort(*group, "enough");
       }
       completions.push_back(begin(rank.engine, *group, allReduce(data.bytes()), kLong));
       for (int i = 0; i <= good; ++i) {
-        rank.engine.wait(*completions[static_cast<size_t>(i)]);
+        rank.engine.wait(*rank.group, *completions[static_cast<size_t>(i)]);
         const auto& error = completions[static_cast<size_t>(i)]->error();
         ASSERT_EQ(error.has_value(), i == good)
             << (error ? error->what() : "no error") << " in " << i;
@@ -270,7 +301,7 @@ TEST_P(FailureTest, DestroyWithOperationsInFlight) {
     Block data(400'000), more(100);
     const bool leaves = rank.rank == rank.size - 1;
     const auto first = begin(rank.engine, *rank.group, allReduce(data.bytes()), kLong);
-    rank.engine.wait(*first);
+    rank.engine.wait(*rank.group, *first);
     EXPECT_FALSE(first->error()) << first->error()->what();
     std::vector<CompletionPtr> completions;
     if (leaves) completions.push_back(begin(rank.engine, *rank.group, barrier(), kLong));
@@ -278,7 +309,7 @@ TEST_P(FailureTest, DestroyWithOperationsInFlight) {
     if (!leaves)
       completions.push_back(begin(rank.engine, *rank.group, allReduce(more.bytes()), kLong));
     for (const auto& completion : completions) {
-      rank.engine.wait(*completion);
+      rank.engine.wait(*rank.group, *completion);
       ASSERT_TRUE(completion->error());
       // Either it left, or the others first saw that the calls differ.
       EXPECT_TRUE(completion->error()->kind() == ErrorKind::Aborted ||
@@ -301,7 +332,7 @@ TEST_P(FailureTest, NothingWorksAfterDestroyOrShutdown) {
     EXPECT_THAT(error->what(), HasSubstr("destroyed"));
     // The other group is not affected.
     const auto done = begin(rank.engine, *other, allReduce(data.bytes()), kLong);
-    rank.engine.wait(*done);
+    rank.engine.wait(*rank.group, *done);
     EXPECT_FALSE(done->error()) << done->error()->what();
     rank.engine.shutdown();
     rank.engine.shutdown();

@@ -37,7 +37,7 @@ CompletionPtr begin(RankContext& rank, engine::Group& group, engine::Request req
 }
 
 void finish(RankContext& rank, const CompletionPtr& completion) {
-  rank.engine.wait(*completion);
+  rank.engine.wait(*rank.group, *completion);
   if (completion->error()) throw *completion->error();
 }
 
@@ -62,6 +62,21 @@ TEST_P(InFlightTest, AsynchronousOperationsOfAllSizes) {
     for (const auto& completion : completions) finish(rank, completion);
     for (const Vector& vector : vectors) EXPECT_TRUE(vector.isSumOver(rank.size));
     for (size_t i = 0; i < completions.size(); ++i) EXPECT_EQ(completions[i]->sequence(), i + 1);
+  });
+}
+
+TEST_P(InFlightTest, ABarrierEndsAfterWhatWasCalledBeforeIt) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    for (int round = 0; round < 20; ++round) {
+      std::vector<Vector> vectors;
+      std::vector<CompletionPtr> completions;
+      for (const size_t count : {300'000, 10, 70'000}) vectors.emplace_back(rank, count, round);
+      for (Vector& vector : vectors) {
+        completions.push_back(begin(rank, *rank.group, allReduce(bytesOf(vector.values))));
+      }
+      finish(rank, begin(rank, *rank.group, barrier()));
+      for (const auto& completion : completions) EXPECT_TRUE(completion->done());
+    }
   });
 }
 

@@ -39,7 +39,7 @@ CompletionPtr receive(RankContext& rank, Rank from, Data& data, int tag = 0) {
   return begin(rank, false, from, data, tag);
 }
 void finish(RankContext& rank, const CompletionPtr& completion) {
-  rank.engine.wait(*completion);
+  rank.engine.wait(*rank.group, *completion);
   if (completion->error()) throw *completion->error();
 }
 
@@ -162,13 +162,13 @@ TEST_P(MatcherTest, WaitsForAnyOfSeveral) {
       enough.store(true);
       rank.engine.wakeWaiters();
     });
-    rank.engine.waitForAny(both, enough, 0);
+    rank.engine.waitForAny(*rank.group, both, enough, 0);
     waker.join();
     EXPECT_TRUE(!both[0]->done() && !both[1]->done());
     rank.run(barrier());
     const auto sent = begin(rank, true, next, out, 2);
     enough.store(false);
-    rank.engine.waitForAny(both, enough, /*yieldFor=*/200'000);
+    rank.engine.waitForAny(*rank.group, both, enough, /*yieldFor=*/200'000);
     EXPECT_TRUE(both[1]->done());
     EXPECT_TRUE(rank.engine.withdraw(*rank.group, {both[0]}).empty());
     finish(rank, sent);
@@ -204,7 +204,8 @@ TEST_P(MatcherTest, ShortMessagesBetweenThoseWhoWaitWakeNobodyElse) {
     for (int round = 0; round < kRounds; ++round) {
       const engine::Engine::WaitScope waiting(rank.engine);
       finish(rank, begin(rank, true, next, out, 0, /*buffered=*/true));
-      rank.engine.waitForAny({receive(rank, previous, in)}, enough, /*yieldFor=*/200'000);
+      rank.engine.waitForAny(*rank.group, {receive(rank, previous, in)}, enough,
+                             /*yieldFor=*/200'000);
       EXPECT_TRUE(in == make(100, previous));
     }
     // A few runs are normal, because all progress threads check several times a second.

@@ -46,7 +46,7 @@ TEST_P(OneShotTest, SumsAreRightHoweverRanksCall) {
       if (mine() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(mine() % 300));
       open.push_back(rank.engine.submit(*rank.group, std::move(request)));
     }
-    for (const auto& completion : open) rank.engine.wait(*completion);
+    for (const auto& completion : open) rank.engine.wait(*rank.group, *completion);
     for (int call = 0; call < kCalls; ++call) {
       ASSERT_FALSE(open[call]->error()) << open[call]->error()->what();
       for (size_t i = 0; i < vectors[call].size(); ++i) {

@@ -28,7 +28,7 @@ std::vector<int32_t> gathered(RankContext& rank, const std::shared_ptr<engine::G
   auto request = allGather(bytesOf(mine), {bytesOf(all)});
   request.timeout = kTimeout;
   const auto completion = rank.engine.submit(*group, std::move(request));
-  rank.engine.wait(*completion);
+  rank.engine.wait(*group, *completion);
   if (completion->error()) throw *completion->error();
   return all;
 }
