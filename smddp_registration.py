@@ -13,7 +13,7 @@ from typing import Any
 
 from smddp_launch import is_bare_rank, prepare_rendezvous
 
-__all__ = ["BACKEND_NAME", "register_backend"]
+__all__ = ["BACKEND_NAME", "names_smddp", "register_backend"]
 
 BACKEND_NAME = "smddp"
 
@@ -46,7 +46,7 @@ def _find_ranks_when_asked(dist: Any) -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(TypeError):  # of wrong arguments; torch says so itself
             given = inspect.signature(original).bind(*args, **kwargs).arguments
-            if _names_smddp(given.get("backend")) and _reads_environment(given):
+            if names_smddp(given.get("backend")) and _reads_environment(given):
                 prepare_rendezvous(given.get("rank", -1), given.get("world_size", -1))
         return original(*args, **kwargs)
 
@@ -59,7 +59,7 @@ def _reads_environment(given: Mapping[str, Any]) -> bool:
     return given.get("store") is None and given.get("init_method") in (None, "env://")
 
 
-def _names_smddp(backend: Any) -> bool:
+def names_smddp(backend: Any) -> bool:
     """Returns whether a text such as "smddp" or "cpu:smddp,cuda:nccl" names this backend."""
     parts = str(backend).lower().split(",")
     return any(part.rpartition(":")[2].strip() == BACKEND_NAME for part in parts)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from smddp._split import check_lists_of_split_group
 from smddp_launch import complete_environment
 from smddp_registration import BACKEND_NAME
 
@@ -58,6 +59,7 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
         _let_ddp_share_memory()
         _warn_of_misspelt_settings(module)
         _leave_at_exit(module)
+        check_lists_of_split_group()
         timeout = options.timeout
         if not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=float(timeout))

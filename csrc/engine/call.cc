@@ -23,6 +23,7 @@ std::string describe(const transport::CallFingerprint& call) {
     case PartOf::Itself: break;
     case PartOf::AllToAllWithSplits: return "alltoall with split sizes";
     case PartOf::SparseAllReduce: return "allreduce of a sparse tensor";
+    case PartOf::SplitGroup: return "split_group";
     default: return "an unknown operation";
   }
   const auto collective = static_cast<collectives::Collective>(call.collective);

@@ -13,7 +13,7 @@ namespace smddp::engine {
 
 // Some calls of the user travel as messages, and beside them as a collective by which all ranks find out whether they
 // are in the same call. This is what that collective is part of.
-enum class PartOf : uint8_t { Itself, AllToAllWithSplits, SparseAllReduce };
+enum class PartOf : uint8_t { Itself, AllToAllWithSplits, SparseAllReduce, SplitGroup };
 
 // A collective call of this rank. Buffers are laid out as collectives::Shape says.
 struct Request {

@@ -2,6 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <array>
+#include <cstring>
+
 namespace smddp::engine {
 namespace {
 
@@ -9,7 +13,91 @@ namespace {
 constexpr int32_t kTagUp = -3;
 constexpr int32_t kTagDown = -4;
 
+// A text of one size, with zeros behind it.
+template <size_t size>
+using Text = std::array<char, size>;
+
+template <size_t size>
+Text<size> fixed(const std::string& text) {
+  Text<size> result{};
+  std::copy_n(text.begin(), std::min(text.size(), size - 1), result.begin());
+  return result;
+}
+
+// The bytes may come from another process.
+template <size_t size>
+std::string loose(const Text<size>& text) {
+  return {text.begin(), std::find(text.begin(), text.end(), '\0')};
+}
+
+// A list of members may be long: what is compared is a digest (FNV-1a), what is shown is the beginning.
+struct Choice {
+  uint64_t digest = 0xcbf29ce484222325;
+  Text<120> list{};
+};
+
+Choice choiceOf(const std::vector<Rank>& members) {
+  Choice choice;
+  std::string list;
+  for (const Rank rank : members) {
+    choice.digest = (choice.digest ^ static_cast<uint32_t>(rank)) * 0x100000001b3;
+    if (list.size() < choice.list.size())
+      list += fmt::format("{}{}", list.empty() ? "[" : ", ", rank);
+  }
+  list += "]";
+  if (list.size() >= choice.list.size()) list.replace(choice.list.size() - 4, list.npos, "...");
+  choice.list = fixed<120>(list);
+  return choice;
+}
+
+// What each rank says, by rank.
+template <typename T>
+std::vector<T> gather(Engine& engine, const std::shared_ptr<Group>& parent, const T& mine,
+                      Nanoseconds timeout) {
+  const auto all = std::make_shared<std::vector<T>>(static_cast<size_t>(parent->spec().size));
+  const auto own = std::make_shared<T>(mine);
+  Request request;
+  request.collective = collectives::Collective::AllGather;
+  request.partOf = PartOf::SplitGroup;
+  request.bytes = sizeof(T);
+  request.input = {std::as_writable_bytes(std::span(own.get(), 1))};
+  request.output = {std::as_writable_bytes(std::span(*all))};
+  request.timeout = timeout;
+  request.willWait = true;
+  request.keepAlive =
+      std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(all, own);
+  const auto completion = engine.submit(*parent, std::move(request));
+  engine.wait(*parent, *completion);
+  if (completion->error()) throw *completion->error();
+  return *all;
+}
+
 }  // namespace
+
+void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
+                    const std::vector<Rank>& members, Nanoseconds timeout) {
+  const Rank me = parent->spec().me;
+  const Choice mine = choiceOf(members);
+  const auto choices = gather(engine, parent, mine, timeout);
+  Text<400> objection{};
+  const bool isMember = std::find(members.begin(), members.end(), me) != members.end();
+  for (const Rank rank : isMember ? members : std::vector<Rank>{}) {
+    const Choice& theirs = choices[static_cast<size_t>(rank)];
+    if (theirs.digest == mine.digest) continue;
+    objection = fixed<400>(fmt::format("{} on rank {}, {} on rank {}", loose(mine.list), me,
+                                       loose(theirs.list), rank));
+    break;
+  }
+  // A rank that finds nothing wrong may be needed by one that does.
+  for (const auto& one : gather(engine, parent, objection, timeout)) {
+    if (one.front() == 0) continue;
+    raise(
+        ErrorKind::Mismatch,
+        "split_group of group \"{}\" with other members on two ranks: {}. All ranks of a new group "
+        "have to name the same ranks in the same order",
+        parent->spec().name, loose(one));
+  }
+}
 
 std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& parent,
                                   const Group::Spec& spec, const std::vector<Rank>& members,

@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 
 #include <algorithm>
+#include <set>
 
 #include "common/config.h"
 #include "common/log.h"
@@ -204,21 +205,38 @@ std::shared_ptr<engine::Group> ProcessGroup::group() const {
 }
 
 intrusive_ptr<c10d::Backend> ProcessGroup::split(
-    const intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
+    const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const intrusive_ptr<c10d::Backend::Options>& options) {
-  const auto [group, timeout] = splitEngineGroup(ranks, options);
+  const auto [group, timeout] = splitEngineGroup(store, ranks, options);
   if (!group) return nullptr;
   return c10::make_intrusive<ProcessGroup>(group, timeout, devices_->forPart());
 }
 
 std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGroup::splitEngineGroup(
-    const std::vector<int>& ranks, const intrusive_ptr<c10d::Backend::Options>& options) {
+    const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const intrusive_ptr<c10d::Backend::Options>& options) {
   const std::vector<Rank> members(ranks.begin(), ranks.end());
-  for (const Rank rank : members) requireRank("split_group", rank, getSize(), "member");
-  const auto me = std::find(members.begin(), members.end(), getRank());
+  if (members.empty())
+    throw std::invalid_argument("smddp: split_group expects ranks, but got none");
+  std::set<Rank> different;
+  for (const Rank rank : members) {
+    requireRank("split_group", rank, getSize(), "member");
+    if (different.insert(rank).second) continue;
+    throw std::invalid_argument(
+        fmt::format("smddp: split_group names rank {} twice among the members of a group", rank));
+  }
   const auto timeout = options ? options->timeout : std::chrono::milliseconds(timeoutMs_.load());
-  if (me == members.end()) return {nullptr, timeout};
   const auto parent = group();
+  // torch asks for each type of device, with one store; ranks that get no group are asked more often than the others.
+  if (!store || splitStore_.lock() != store) {
+    // So that all ranks come to it after the same calls.
+    devices_->drain();
+    translated(
+        [&] { engine::agreeOnMembers(*engine_, parent, members, effectiveTimeout(timeout)); });
+    splitStore_ = c10::weak_intrusive_ptr<c10d::Store>(store);
+  }
+  const auto me = std::find(members.begin(), members.end(), getRank());
+  if (me == members.end()) return {nullptr, timeout};
   const engine::Group::Spec spec{options ? options->group_name : "",
                                  static_cast<Rank>(me - members.begin()),
                                  static_cast<int>(members.size()), parent->spec().algorithm};

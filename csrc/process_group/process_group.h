@@ -148,7 +148,8 @@ class ProcessGroup : public c10d::Backend {
   DeviceCalls& devices() { return *devices_; }
   // The engine's group for split(), and its time-out; null on ranks that are not in it.
   std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> splitEngineGroup(
-      const std::vector<int>& ranks, const c10::intrusive_ptr<c10d::Backend::Options>& options);
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& options);
 
  private:
   void leave();
@@ -182,6 +183,8 @@ class ProcessGroup : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> timeoutMs_;
   const std::unique_ptr<DeviceCalls> devices_;
+  // Of the last split that all ranks have agreed on.
+  c10::weak_intrusive_ptr<c10d::Store> splitStore_{c10::intrusive_ptr<c10d::Store>()};
 };
 
 }  // namespace smddp::process_group

@@ -302,6 +302,76 @@ def test_all_hear_of_a_missing_provider() -> None:
         assert rank == CULPRIT or f"rank {CULPRIT} (" in text
 
 
+# --- split_group ----------------------------------------------------------------------------------
+
+
+def _split(lists: list[list[list[int]]]) -> tuple[str, str]:
+    _init()
+    said = ("", "")
+    try:
+        dist.split_group(split_ranks=lists[dist.get_rank() % len(lists)])
+    except (ValueError, dist.DistBackendError) as error:
+        said = (type(error).__name__, str(error))
+    # The group that was to be split is as good as before.
+    dist.all_reduce(torch.ones(10))
+    dist.destroy_process_group()
+    return said
+
+
+of_this_torch = pytest.mark.skipif(
+    torch.__version__ < (2, 15), reason="torch splits no groups without GPUs"
+)
+
+
+@of_this_torch
+@pytest.mark.parametrize("layout", ["2", "2x1"])
+@pytest.mark.parametrize(
+    ("lists", "text"),
+    [
+        ([], "split_ranks cannot be None or empty"),
+        ([[]], "list 0, [], is empty"),
+        ([[0], []], "list 1, [], is empty"),
+        ([[0, 0, 1]], "list 0, [0, 0, 1], names rank 0 again"),
+        ([[0, 1], [1]], "list 1, [1], names rank 1 again"),
+        ([[0], [0, 1]], "list 1, [0, 1], names rank 0 again"),
+        ([[0, 1, 2]], "rank 2 in list 0, [0, 1, 2], is not a rank of the group"),
+        ([[0], [5]], "rank 5 in list 1, [5], is not a rank of the group"),
+        ([[0, -1]], "rank -1 in list 0, [0, -1], is not a rank of the group"),
+    ],
+    ids=str,
+)
+def test_wrong_lists_for_split_group(layout: str, lists: list[list[int]], text: str) -> None:
+    for kind, said in ranks.check_ranks(_split, layout, [lists]):
+        assert kind == "ValueError"
+        assert text in said
+
+
+@of_this_torch
+@pytest.mark.parametrize("layout", ["2", "2x1"])
+@pytest.mark.parametrize(
+    ("lists", "text"),
+    [
+        ([[[0, 1]], [[1, 0]]], "[0, 1] on rank 0, [1, 0] on rank 1"),
+        ([[[0], [1]], [[0, 1]]], "[0, 1] on rank 1, [0] on rank 0"),
+        ([[[0, 1]], [[1]]], "[0, 1] on rank 0, [1] on rank 1"),
+    ],
+    ids=str,
+)
+def test_lists_for_split_group_that_differ(
+    layout: str, lists: list[list[list[int]]], text: str
+) -> None:
+    for kind, said in ranks.check_ranks(_split, layout, lists):
+        assert kind == "SMDDPCollectiveMismatchError"
+        assert text in said
+
+
+@of_this_torch
+def test_lists_for_split_group_in_another_order() -> None:
+    """Every rank is in the group that it names, however the groups are listed."""
+    assert ranks.check_ranks(_split, "2", [[[0], [1]], [[1], [0]]]) == [("", "")] * 2
+    assert ranks.check_ranks(_split, "3", [[[0, 2]], [[0, 2]]]) == [("", "")] * 3
+
+
 # --- leaving --------------------------------------------------------------------------------------
 
 

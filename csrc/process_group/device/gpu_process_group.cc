@@ -187,7 +187,7 @@ std::string GpuProcessGroup::path() const {
 intrusive_ptr<c10d::Backend> GpuProcessGroup::split(
     const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const intrusive_ptr<c10d::Backend::Options>& options) {
-  const auto [group, timeout] = splitEngineGroup(ranks, options);
+  const auto [group, timeout] = splitEngineGroup(store, ranks, options);
   if (!group) return nullptr;
   auto child = c10::make_intrusive<GpuProcessGroup>(group, timeout, store, support_);
   child->setBoundDeviceId(getBoundDeviceId());

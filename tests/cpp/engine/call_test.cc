@@ -52,6 +52,9 @@ TEST(Call, MadeOfMessagesIsToldByItsName) {
   Request sparse = requestFor(Collective::AllGather);
   sparse.partOf = PartOf::SparseAllReduce;
   EXPECT_EQ(told(sparse), "allreduce of a sparse tensor");
+  Request split = requestFor(Collective::AllGather);
+  split.partOf = PartOf::SplitGroup;
+  EXPECT_EQ(told(split), "split_group");
   transport::CallFingerprint unknown = fingerprint(splits);
   unknown.flags = 77;
   EXPECT_EQ(describe(unknown), "an unknown operation");

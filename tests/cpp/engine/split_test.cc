@@ -1,4 +1,5 @@
 // Groups that are split from a group, without the store.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -9,6 +10,9 @@
 
 namespace smddp::test {
 namespace {
+
+using testing::Each;
+using testing::HasSubstr;
 
 // Splits the group of `members` (ranks of `parent`). Null for ranks that are not in it.
 std::shared_ptr<engine::Group> split(RankContext& rank,
@@ -63,6 +67,38 @@ TEST_P(SplitTest, PartsAreMadeAtTheSameTimeAndSplitAgain) {
     rank.engine.destroyGroup(half);
     EXPECT_EQ(gathered(rank, turned).size(), 2u);
   });
+}
+
+// What each rank says when the ranks name these members: the text of its error, or nothing.
+std::vector<std::string> agreed(const std::vector<int>& layout,
+                                const std::vector<std::vector<Rank>>& lists) {
+  std::vector<std::string> texts(lists.size());
+  runRanks(layout, [&](RankContext& rank) {
+    try {
+      engine::agreeOnMembers(rank.engine, rank.group, lists[rank.rank], kTimeout);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::Mismatch) << error.what();
+      texts[rank.rank] = error.what();
+    }
+    // The group that was to be split is as good as before.
+    EXPECT_EQ(gathered(rank, rank.group), (std::vector<Rank>{0, 1, 2}));
+  });
+  return texts;
+}
+
+TEST(SplitTest, AllHearWhenMembersDisagree) {
+  for (const std::vector<int>& layout : {std::vector{3}, std::vector{1, 1, 1}}) {
+    EXPECT_THAT(agreed(layout, {{0, 1, 2}, {0, 1, 2}, {2, 1, 0}}),
+                Each(HasSubstr("[0, 1, 2] on rank 0, [2, 1, 0] on rank 2")));
+    // Rank 0 would have a group of its own, and rank 1 would wait for it.
+    EXPECT_THAT(agreed(layout, {{0}, {0, 1}, {2}}),
+                Each(HasSubstr("[0, 1] on rank 1, [0] on rank 0")));
+    EXPECT_THAT(agreed(layout, {{0, 1}, {1, 2}, {1, 2}}),
+                Each(HasSubstr("[0, 1] on rank 0, [1, 2] on rank 1")));
+    // Rank 2 is in no group.
+    EXPECT_THAT(agreed(layout, {{0, 1}, {0, 1}, {1}}), Each(""));
+    EXPECT_THAT(agreed(layout, {{0}, {2, 1}, {2, 1}}), Each(""));
+  }
 }
 
 TEST(SplitTest, ARankThatIsMissingIsAnError) {
