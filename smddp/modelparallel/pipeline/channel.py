@@ -120,11 +120,19 @@ class Channel:
         self._streams.flush()
         return []
 
+    def abort(self) -> None:
+        """Gives the streams up: this rank was interrupted, and does not wait for its peers."""
+        for peer in self.peers:
+            if peer not in self._ended_peers:
+                self.broken.setdefault(peer, RuntimeError("this rank was interrupted"))
+        self._streams.abort()
+
 
 class _Streams(Protocol):
     """How messages are sent and received: one class for smddp, one for other backends.
 
-    `Channel` says what the methods do; `flush` waits until every send is complete.
+    `Channel` says what the methods do; `flush` waits until every send is complete, and `abort` ends
+    the streams of all ranks, if the backend can.
     """
 
     def open(self) -> None: ...
@@ -136,6 +144,8 @@ class _Streams(Protocol):
     def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None: ...
 
     def flush(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 def _pickled_header(kind: int, header: Any) -> bytes:
@@ -151,6 +161,7 @@ class _MailboxStreams:
         self.open = self._mailbox.open
         self.interrupt = self._mailbox.interrupt
         self.flush = self._mailbox.flush
+        self.abort = backend.abort
 
     def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None:
         self._mailbox.send(peer, _pickled_header(kind, header), tensors, kind == Kind.END)
@@ -255,6 +266,9 @@ class _ThreadStreams:
                 self._finish_one()
             works = [self._group.send([part], peer, 0) for part in parts]
             self._sending.append((works, parts))
+
+    def abort(self) -> None:
+        """Does nothing: others hear of an interrupt by END, or when this process ends."""
 
     def flush(self) -> None:
         with self._lock:

@@ -134,6 +134,7 @@ class Executor:
         self._failures: list[Failure] = []  # of all ranks, as far as they are known here
         self._cause: BaseException | None = None  # the exception of this rank
         self._end_sent = False
+        self._interrupted = False  # does this rank not wait for the ends of its peers?
         self._name = ""  # of the step function
         self._result: StepResult | None = None
 
@@ -194,18 +195,21 @@ class Executor:
             pass  # `_raise_failure` raises the failure below
         except Exception as error:
             self.fail(-1, error)
-        except BaseException as error:  # an interrupt
-            self.fail(-1, error)
+        except BaseException as error:
+            self._interrupt(error)
             raise
         finally:
-            self.baton.wake()
-            self.baton.settle()
-            silent = self.channel.drain(_END_TIMEOUT) if self.channel is not None else []
-            # A peer may have given up a graph after this rank has sent END.
-            self.baton.settle()
-            self._keep_partition()
-            self._end_step()
-            self._model = self._driver = None
+            try:
+                silent = self._await_ends()
+            except BaseException as error:
+                self._interrupt(error)
+                raise
+            finally:
+                # A peer may have given up a graph after this rank has sent END.
+                self.baton.settle()
+                self._keep_partition()
+                self._end_step()
+                self._model = self._driver = None
         if silent and not self._failures:
             raise SMPPeerError(
                 f"{self._who(silent[0])} did not end its step within {_END_TIMEOUT} s"
@@ -214,6 +218,25 @@ class Executor:
         result, self._result = self._result, None
         assert result is not None
         return result
+
+    def _await_ends(self) -> list[int]:
+        """Waits until this rank has no task left and all peers have ended the step.
+
+        Returns:
+            The peers that have not ended it in time.
+        """
+        self.baton.wake()
+        self.baton.settle()
+        if self.channel is None or self._interrupted:
+            return []
+        return self.channel.drain(_END_TIMEOUT)
+
+    def _interrupt(self, error: BaseException) -> None:
+        """Ends the step because of a signal; the pipeline cannot be used again."""
+        self._interrupted = True
+        self.fail(-1, error)
+        if self.channel is not None:
+            self.channel.abort()
 
     def _keep_partition(self) -> None:
         """Applies a decision that came before a failure: rank 0 has applied it already."""
@@ -456,7 +479,8 @@ class Executor:
             return
         first = choose(self._failures)
         if self.channel is not None and self.channel.broken:
-            raise SMPPeerError(first.text)
+            where = "" if first.rank == self.rank else f"{self._who(first.rank)}: "
+            raise SMPPeerError(where + first.text)
         if any(failure.redo for failure in self._failures):
             self._cause = None
             raise Redo

@@ -51,7 +51,11 @@ class Failure(NamedTuple):
 
 def summary(error: BaseException) -> str:
     """Returns class and message of an exception in one line."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return _said(error).partition("\n")[0]
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def choose(failures: Sequence[Failure]) -> Failure:
@@ -92,7 +96,7 @@ def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
         error: the exception.
     """
     notes: list[str] = getattr(error, "__notes__", [])
-    text = "\n".join([f"{type(error).__name__}: {error}", *notes])
+    text = "\n".join([_said(error), *notes])
     trace = "".join(traceback.format_exception(error))
     try:
         pickled = pickle.dumps(error)

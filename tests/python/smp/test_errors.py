@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -109,6 +110,34 @@ def test_an_exception_reaches_all_ranks(pp: int, pipeline: str) -> None:
     for index in range(pp):
         assert ranks[0][1 + index] == begin.format(index) + "ZeroDivisionError: in forward"
         assert ranks[0][1 + pp + index] == begin.format(index) + "ZeroDivisionError: in backward"
+
+
+def interrupted() -> str:
+    """Rank 1 does not come to the second step, and rank 0 gets a signal there."""
+    smp.init({"partitions": 3, **MANUAL})
+    parts = []
+    for index in range(3):
+        with smp.partition(index):
+            parts.append(nn.Linear(4, 4))
+    model = smp.DistributedModel(nn.Sequential(*parts))
+    train(model, torch.ones(8, 4), "")
+    if smp.rank() == 1:
+        await_ranks("out", 2)
+        return ""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if smp.rank() == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises((KeyboardInterrupt, SMPPeerError)) as caught:
+        train(model, torch.ones(8, 4), "")
+    arrive("out")
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_signal_ends_a_step() -> None:
+    first, _, last = check_ranks(interrupted, "3")
+    assert first.startswith("KeyboardInterrupt")
+    assert last.startswith("SMPPeerError")
+    assert "rank 0" in last
 
 
 @smp.step
