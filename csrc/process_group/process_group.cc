@@ -78,7 +78,7 @@ void reportTrouble(const intrusive_ptr<c10d::Store>& store, const std::string& n
                    const Error& error) {
   StoreAdapter adapter(store);
   // Not settings(), which may be what is wrong.
-  const bootstrap::Seal seal(environment("SMDDP_JOB_TOKEN"));
+  const Seal seal(environment("SMDDP_JOB_TOKEN"));
   bootstrap::reportTrouble(adapter, name, rank, seal, error);
 }
 
