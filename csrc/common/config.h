@@ -121,6 +121,10 @@ inline constexpr int64_t kMostWindow = 1 << 13;
   X(int64_t, fusionBytes, "SMDDP_FUSION_BYTES", 32768,                                                         \
     "Allreduces of one group that wait to start are fused, up to this many bytes together. 0: no fusion.",     \
     0, kMostBytes, "bytes")                                                                                    \
+  X(int64_t, planCacheBytes, "SMDDP_PLAN_CACHE_BYTES", 4194304,                                                \
+    "Plans that a group keeps for calls of the same kind and size; those that were not used for the longest "  \
+    "time are dropped first. Most plans take 1 to 20 KiB.",                                                    \
+    0, kMostBytes, "bytes")                                                                                    \
   X(int64_t, commMemoryCacheBytes, "SMDDP_COMM_MEMORY_CACHE_BYTES", 268435456,                                 \
     "Freed communication memory that is kept for reuse. What exceeds it is returned to the system.",           \
     0, kMostBytes, "bytes")

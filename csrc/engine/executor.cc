@@ -72,6 +72,18 @@ CachedPlan::CachedPlan(plan::Plan made)
   }
 }
 
+size_t CachedPlan::heapBytes() const {
+  constexpr size_t kOverhead = 16;  // of each allocation
+  const auto of = [](const auto& values) {
+    return values.capacity() == 0 ? 0 : kOverhead + values.capacity() * sizeof(*values.data());
+  };
+  size_t bytes = of(plan.name) + of(plan.steps) + of(plan.refs) + of(plan.lanes) + of(plan.pools) +
+                 of(plan.channels) + of(channelOfStep) + of(channelOfRef);
+  for (const plan::Lane& lane : plan.lanes) bytes += of(lane.name) + of(lane.blocks);
+  for (const plan::Pool& pool : plan.pools) bytes += of(pool.name);
+  return bytes;
+}
+
 void Executor::copyIn(const CachedPlan& cached) {
   ownership_.assertOwned();
   cached_ = &cached;

@@ -31,6 +31,8 @@ struct CachedPlan {
   int64_t moveBytes = 0;     // read by its copies and reductions
   bool putsStaging = false;  // some of what it sends lies in staging memory
   bool fitsNear = true;      // its slots find room in Arrival::near
+  // What the plan takes beside this object.
+  size_t heapBytes() const;
   static constexpr uint16_t kNone = 0xffff;
 };
 

@@ -86,7 +86,7 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
   sentinel_.attempt(sequence, [&] {
     beginExecution(execution);
     execution.shape = shape;
-    execution.entry = entry;
+    execution.entry = PlanCache::Held(*entry);
     team_.prepareStaging(execution.track, static_cast<size_t>(entry->cached.plan.stagingBytes),
                          /*isSent=*/false);
     // bind() must come before publish(). publish() stores into a cache line that the mates hold, so these stores wait
@@ -146,9 +146,9 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
 // Whether the plans for `one` and for `several` bytes copy alike before the arrival. A rank that has more requests ready
 // than the others has copied all of them before it knows: what it copied must also do for fewer.
 bool Operations::copyAlike(int64_t one, int64_t several) {
-  const auto& first = plans_.get({Collective::AllReduce, one});
-  return first.choice->preamble != collectives::Preamble::Arrive &&
-         plans_.get({Collective::AllReduce, several}).choice == first.choice;
+  const collectives::Choice* first = plans_.get({Collective::AllReduce, one}).choice;
+  return first->preamble != collectives::Preamble::Arrive &&
+         plans_.get({Collective::AllReduce, several}).choice == first;
 }
 
 // --- the life of an execution -----------------------------------------------------------------------------
@@ -222,7 +222,7 @@ void Operations::take(Execution& execution) {
   pending_.pop_front();
   takeFusable(execution.operations);
   combine(execution);
-  execution.entry = &plans_.get(execution.shape);
+  execution.entry = PlanCache::Held(plans_.get(execution.shape));
   execution.buffers.reset();
   if (execution.entry->start == Start::AskMates) execution.buffers = locate(execution);
 }
@@ -263,7 +263,7 @@ void Operations::agree(Execution& execution) {
   if (execution.phase == Phase::Preamble && !takesFewer && !copiedInVain) return;
   execution.shape.shared = agreement.shared;
   execution.shape.afterArrival = agreement.afterArrival;
-  execution.entry = &plans_.get(execution.shape);
+  execution.entry = PlanCache::Held(plans_.get(execution.shape));
   run(execution, /*arrived=*/true);
 }
 

@@ -76,7 +76,7 @@ class Operations final : public Watched {
     std::vector<Operation> operations;  // several when fused
     collectives::Shape shape;           // of all of them together
     Pieces input, output;
-    const PlanCache::Entry* entry = nullptr;  // its plan
+    PlanCache::Held entry;  // its plan; held until the next execution's takes its place
     // Where this rank's buffers lie. Set only if they are shared and the choice of the plan depends on it.
     std::optional<BufferLocations> buffers;
   };

@@ -1,13 +1,17 @@
 // Shape -> plan. A training step repeats the same few shapes, so building a plan costs nothing in the end.
 //
-// Used by the thread that owns the engine. Plans live as long as the cache.
+// A program whose sizes never repeat would fill the memory with plans. So the cache holds a limited number of bytes, and
+// drops the plans that were not asked for for the longest time. A plan that somebody holds (PlanCache::Held) stays.
+//
+// Used by the thread that owns the engine.
 #pragma once
 
 #include <algorithm>
+#include <list>
 #include <map>
-#include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "collectives/selection.h"
 #include "collectives/tuning.h"
@@ -38,38 +42,71 @@ enum class Start : uint8_t {
 class PlanCache {
  public:
   // overrides: what the group asks for, as SMDDP_ALGORITHM does; that decides where it is empty.
-  PlanCache(const plan::Topology& topology, const plan::Limits& limits, std::string overrides)
-      : topology_(topology), limits_(limits), overrides_(std::move(overrides)) {}
+  // limitBytes: of all plans together, except those that are held and the one asked for last.
+  PlanCache(const plan::Topology& topology, const plan::Limits& limits, std::string overrides,
+            size_t limitBytes = static_cast<size_t>(settings().planCacheBytes))
+      : topology_(topology),
+        limits_(limits),
+        overrides_(std::move(overrides)),
+        limitBytes_(limitBytes) {}
 
   struct Entry {
+    collectives::Shape shape;
     AlgorithmUse* use;  // of all entries with this algorithm
     CachedPlan cached;
     const collectives::Choice* choice;
     Start start = Start::AskMates;
+    size_t bytes = 0;              // what the cache keeps for it
+    mutable uint32_t holders = 0;  // Held
 
     // Operations that this plan was used for, and the bytes of their vectors.
-    void count(uint64_t calls, int64_t bytes) const {
+    void count(uint64_t calls, int64_t bytesOfCalls) const {
       use->calls += calls;
-      use->bytes += static_cast<uint64_t>(bytes);
+      use->bytes += static_cast<uint64_t>(bytesOfCalls);
       use->memoryBytes += static_cast<uint64_t>(cached.moveBytes);
       use->fabricBytes += static_cast<uint64_t>(cached.putBytes);
       use->zeroCopy += cached.plan.zeroCopy ? calls : 0;
     }
   };
 
-  const Entry& get(const collectives::Shape& shape) {
-    if (last_ != nullptr && lastShape_ == shape) return *last_;
-    auto& slot = entries_[shape];
-    if (!slot) {
-      slot = std::make_unique<Entry>(build(shape));
-      slot->start = startOf(shape, *slot->choice);
-      SMDDP_LOG(Debug, "engine", "{} of {} bytes: {}", toString(shape.collective), shape.bytes,
-                slot->cached.plan.name);
+  // An entry that the cache may not drop meanwhile. Ends before the cache does.
+  class Held {
+   public:
+    Held() = default;
+    explicit Held(const Entry& entry) : entry_(&entry) { ++entry.holders; }
+    Held(Held&& other) noexcept : entry_(std::exchange(other.entry_, nullptr)) {}
+    Held& operator=(Held&& other) noexcept {
+      std::swap(entry_, other.entry_);
+      return *this;
     }
-    lastShape_ = shape;
-    last_ = slot.get();
-    return *slot;
+    ~Held() {
+      if (entry_ != nullptr) --entry_->holders;
+    }
+    const Entry* operator->() const { return entry_; }
+
+   private:
+    const Entry* entry_ = nullptr;
+  };
+
+  // Valid until the next get(), or as long as it is held.
+  const Entry& get(const collectives::Shape& shape) {
+    if (last_ != nullptr && last_->shape == shape) return *last_;
+    const auto known = byShape_.find(shape);
+    if (known != byShape_.end()) {
+      entries_.splice(entries_.begin(), entries_, known->second);
+    } else {
+      entries_.push_front(build(shape));
+      byShape_.emplace(shape, entries_.begin());
+      bytes_ += entries_.front().bytes;
+    }
+    last_ = &entries_.front();
+    if (bytes_ > limitBytes_) dropOldest();
+    return *last_;
   }
+
+  // Of all plans that the cache keeps.
+  size_t bytes() const { return bytes_; }
+  size_t size() const { return entries_.size(); }
 
   // By collective and algorithm ("allreduce/direct"), those that ran.
   std::map<std::string, AlgorithmUse> statistics() const {
@@ -108,8 +145,25 @@ class PlanCache {
   }
   Entry build(const collectives::Shape& shape) {
     const collectives::Choice& choice = choose(shape);
-    return {&uses_[fmt::format("{}/{}", toString(shape.collective), choice.name)],
-            CachedPlan(choice.build(topology_, limits_, shape)), &choice};
+    Entry entry{.shape = shape,
+                .use = &uses_[fmt::format("{}/{}", toString(shape.collective), choice.name)],
+                .cached = CachedPlan(choice.build(topology_, limits_, shape)),
+                .choice = &choice,
+                .start = startOf(shape, choice)};
+    entry.bytes = kOverheadBytes + entry.cached.heapBytes();
+    SMDDP_LOG(Debug, "engine", "{} of {} bytes: {}", toString(shape.collective), shape.bytes,
+              entry.cached.plan.name);
+    return entry;
+  }
+  // Entries that are held were asked for lately, so few are met here. The first one is that of the call under way.
+  void dropOldest() {
+    for (auto it = std::prev(entries_.end()); bytes_ > limitBytes_ && it != entries_.begin();) {
+      const auto oldest = it--;
+      if (oldest->holders > 0) continue;
+      bytes_ -= oldest->bytes;
+      byShape_.erase(oldest->shape);
+      entries_.erase(oldest);
+    }
   }
   Start startOf(collectives::Shape shape, const collectives::Choice& choice) const {
     if (shape.shared || shape.afterArrival) return Start::RunPlan;
@@ -134,13 +188,18 @@ class PlanCache {
     }
   };
 
+  // Of an entry beside what its plan has on the heap: nodes of the list and of the map, a bucket.
+  static constexpr size_t kOverheadBytes = sizeof(Entry) + sizeof(collectives::Shape) + 64;
+
   const plan::Topology& topology_;
   const plan::Limits& limits_;
   const std::string overrides_;
-  std::unordered_map<collectives::Shape, std::unique_ptr<Entry>, Hash> entries_;
+  const size_t limitBytes_;
+  std::list<Entry> entries_;  // the one asked for last is the first
+  std::unordered_map<collectives::Shape, std::list<Entry>::iterator, Hash> byShape_;
+  size_t bytes_ = 0;
   std::map<std::string, AlgorithmUse> uses_;  // what Entry::use points into
-  collectives::Shape lastShape_;
-  const Entry* last_ = nullptr;
+  const Entry* last_ = nullptr;               // the first of entries_
 };
 
 }  // namespace smddp::engine
