@@ -26,25 +26,28 @@ Channels::~Channels() {
   for (const Window& window : windows_) pool_->giveBack(window.memory);
 }
 
-void Channels::open(Track& track, const plan::Plan& plan) {
+void Channels::open(Track& track, const CachedPlan& cached) {
   process_.ownership().assertOwned();
   const auto number = static_cast<uint8_t>(track.index);
-  for (const plan::ChannelUse& use : plan.channels) {
-    auto ends = std::find_if(track.channels.begin(), track.channels.end(), [&](const auto& c) {
-      return c.peer == use.peer && c.stream == use.stream;
-    });
+  for (size_t i = 0; i < cached.plan.channels.size(); ++i) {
+    const plan::ChannelUse& use = cached.plan.channels[i];
+    const int64_t longest = cached.longestMessage[i];
+    auto ends = track.find(use.peer, use.stream, longest);
     if (ends == track.channels.end()) {
-      track.channels.push_back({.peer = use.peer, .stream = use.stream});
+      track.channels.push_back(
+          {.peer = use.peer, .stream = use.stream, .isShort = longest <= kShortMessageBytes});
       ends = std::prev(track.channels.end());
     }
+    const int64_t slotBytes =
+        ends->isShort ? std::min(kShortMessageBytes, limits_.messageBytes) : limits_.messageBytes;
+    const auto stream = static_cast<uint8_t>(use.stream + (ends->isShort ? plan::kNumStreams : 0));
     if (use.puts > 0 && ends->send == nullptr) {
       Peer& peer = peerOf(use.peer);
       ends->send = &peer.table->send(
-          membership_.channelKey(membership_.me(), use.peer, number, use.stream), peer.id);
+          membership_.channelKey(membership_.me(), use.peer, number, stream), peer.id);
     }
     if (use.receives > 0 && ends->receive == nullptr) {
-      ends->receive =
-          &openReceiver(use.peer, number, use.stream, limits_.window, limits_.messageBytes);
+      ends->receive = &openReceiver(use.peer, number, stream, limits_.window, slotBytes);
     }
   }
 }

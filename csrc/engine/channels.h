@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/executor.h"
 #include "engine/membership.h"
 #include "engine/process.h"
 #include "engine/track.h"
@@ -30,7 +31,7 @@ class Channels {
   Channels& operator=(const Channels&) = delete;
 
   // Opens what a plan needs on this track.
-  void open(Track& track, const plan::Plan& plan);
+  void open(Track& track, const CachedPlan& cached);
   // Slots that this rank has released on the track go back to their senders now.
   void flushGrants(const Track& track);
 

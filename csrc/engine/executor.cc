@@ -21,7 +21,8 @@ constexpr int64_t kLongMove = 4096;
 CachedPlan::CachedPlan(plan::Plan made)
     : plan(std::move(made)),
       channelOfStep(plan.steps.size(), kNone),
-      channelOfRef(plan.refs.size(), kNone) {
+      channelOfRef(plan.refs.size(), kNone),
+      longestMessage(plan.channels.size(), 0) {
   const auto find = [&](Rank peer, uint8_t stream) {
     for (size_t i = 0; i < plan.channels.size(); ++i) {
       if (plan.channels[i].peer == peer && plan.channels[i].stream == stream) {
@@ -35,6 +36,10 @@ CachedPlan::CachedPlan(plan::Plan made)
     if (step.op == Op::Put || step.op == Op::Receive || step.op == Op::Release ||
         step.op == Op::Flush) {
       channelOfStep[i] = find(step.who, step.stream);
+      if (channelOfStep[i] != kNone && step.op != Op::Release && step.op != Op::Flush) {
+        auto& longest = longestMessage[channelOfStep[i]];
+        longest = std::max(longest, step.length);
+      }
     }
   }
   for (size_t i = 0; i < plan.refs.size(); ++i) {
@@ -78,7 +83,7 @@ size_t CachedPlan::heapBytes() const {
     return values.capacity() == 0 ? 0 : kOverhead + values.capacity() * sizeof(*values.data());
   };
   size_t bytes = of(plan.name) + of(plan.steps) + of(plan.refs) + of(plan.lanes) + of(plan.pools) +
-                 of(plan.channels) + of(channelOfStep) + of(channelOfRef);
+                 of(plan.channels) + of(channelOfStep) + of(channelOfRef) + of(longestMessage);
   for (const plan::Lane& lane : plan.lanes) bytes += of(lane.name) + of(lane.blocks);
   for (const plan::Pool& pool : plan.pools) bytes += of(pool.name);
   return bytes;
@@ -110,10 +115,9 @@ void Executor::start(const CachedPlan& cached, bool arrived) {
 // gets 51 to 75, and its message 1 is message 51 of the channel.
 void Executor::bindChannels() {
   channels_.clear();
-  for (const plan::ChannelUse& use : cached_->plan.channels) {
-    const auto found = std::find_if(track_.channels.begin(), track_.channels.end(), [&](auto& c) {
-      return c.peer == use.peer && c.stream == use.stream;
-    });
+  for (size_t i = 0; i < cached_->plan.channels.size(); ++i) {
+    const plan::ChannelUse& use = cached_->plan.channels[i];
+    const auto found = track_.find(use.peer, use.stream, cached_->longestMessage[i]);
     SMDDP_CHECK(found != track_.channels.end(), "no channel to rank {}", use.peer);
     channels_.push_back({&*found, found->putsBefore, found->receivesBefore});
     found->putsBefore += static_cast<uint64_t>(use.puts);

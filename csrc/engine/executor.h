@@ -26,6 +26,8 @@ struct CachedPlan {
   plan::Plan plan;
   std::vector<uint16_t> channelOfStep;  // index into plan.channels; kNone where there is none
   std::vector<uint16_t> channelOfRef;
+  // By channel: the longest message in either direction. The plan of the rank at the other end finds the same.
+  std::vector<int64_t> longestMessage;
   int64_t putBytes = 0;      // sent to other nodes by one execution
   int64_t receiveBytes = 0;  // received from them
   int64_t moveBytes = 0;     // read by its copies and reductions

@@ -337,7 +337,7 @@ void Operations::run(Execution& execution, bool arrived) {
   const CachedPlan& cached = execution.entry->cached;
   team_.prepareStaging(execution.track, static_cast<size_t>(cached.plan.stagingBytes),
                        cached.putsStaging);
-  channels_.open(execution.track, cached.plan);
+  channels_.open(execution.track, cached);
   const Operation& first = execution.operations.front();
   Binding& binding = bind(execution, first.request, first.call);
   binding.output = Buffer(execution.output);

@@ -5,6 +5,7 @@
 // functions here are how it reads those of its mates. Used by the thread that owns the engine.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <vector>
 
@@ -20,9 +21,14 @@ T loadShared(T& word) {
   return std::atomic_ref<T>(word).load(std::memory_order_relaxed);
 }
 
+// A stream of a plan between two ranks has two channels: one with slots for short messages, and one whose slots have room
+// for any. So a group that sends short messages only, as most groups do, has small windows. An execution uses one of
+// them, by its longest message, which both ranks know.
+inline constexpr int64_t kShortMessageBytes = 16 << 10;
 struct ChannelEnds {
   Rank peer = 0;
   uint8_t stream = 0;
+  bool isShort = false;                          // no message has more than kShortMessageBytes
   transport::SendChannel* send = nullptr;        // null until a plan puts on it
   transport::ReceiveChannel* receive = nullptr;  // null until a plan receives from it
   uint64_t putsBefore = 0;                       // messages of all earlier executions
@@ -43,6 +49,13 @@ struct Track {
   std::array<size_t, 2> committed{};   // bytes of each of my halves that have backing
   std::array<size_t, 2> registered{};  // and that the network may read
 
+  // The channel of an execution whose longest message on the stream has this many bytes; end() if there is none yet.
+  std::vector<ChannelEnds>::iterator find(Rank peer, uint8_t stream, int64_t longestMessage) {
+    const bool isShort = longestMessage <= kShortMessageBytes;
+    return std::find_if(channels.begin(), channels.end(), [&](const ChannelEnds& ends) {
+      return ends.peer == peer && ends.stream == stream && ends.isShort == isShort;
+    });
+  }
   Arrival& arrivalOf(int local) const { return headers[local]->arrivals[execution & 1]; }
   void arrive(int myLocal) {
     arrivalOf(myLocal).number.store(execution, std::memory_order_release);

@@ -28,6 +28,8 @@ class Card final : public transport::Transport {
   }
   const std::set<const std::byte*>& targets() const { return targets_; }
   const std::set<const std::byte*>& sources() const { return sources_; }
+  // Of all targets together.
+  size_t targetBytes() const { return targetBytes_; }
   const transport::fabric::FabricTransport::Traffic& traffic() const {
     return dynamic_cast<const transport::fabric::FabricTransport&>(*inner_).traffic();
   }
@@ -37,7 +39,7 @@ class Card final : public transport::Transport {
     return inner_->connect(address, description);
   }
   RemoteKey registerMemory(std::span<std::byte> memory) override {
-    targets_.insert(memory.data());
+    if (targets_.insert(memory.data()).second) targetBytes_ += memory.size();
     return inner_->registerMemory(memory);
   }
   bool addSource(std::span<std::byte> memory) override {
@@ -59,6 +61,7 @@ class Card final : public transport::Transport {
  private:
   std::unique_ptr<Transport> inner_;
   std::set<const std::byte*> targets_, sources_;
+  size_t targetBytes_ = 0;
 };
 
 // Runs on two nodes of one rank; `body` gets the rank's card.
@@ -95,6 +98,21 @@ TEST(RegisteredMemoryTest, SumsLeaveFromWhereTheyAre) {
       EXPECT_GT(card.traffic().put, 4u * 2'000'000u);
       EXPECT_EQ(card.traffic().copied, 0u);
     });
+  });
+}
+
+TEST(RegisteredMemoryTest, ShortMessagesNeedLittleMemory) {
+  runOnCards([](RankContext& rank, Card& card) {
+    const auto windowsOf = [&](size_t count) {
+      for (int round = 0; round < 8; ++round) sumOnes(rank, *rank.group, count);
+      size_t bytes = 0;
+      rank.engine.call([&] { bytes = card.targetBytes(); });
+      return bytes;
+    };
+    EXPECT_LT(windowsOf(10), size_t{512} << 10);
+    EXPECT_GT(windowsOf(300'000), size_t{2} << 20);
+    // Both kinds of windows serve on.
+    EXPECT_EQ(windowsOf(20), windowsOf(300'000));
   });
 }
 
