@@ -9,11 +9,13 @@ namespace {
 
 // Control messages kept for groups that this rank has yet to make: groups, and messages of each.
 constexpr size_t kMaxEarly = 1024;
+// Groups that have ended and are remembered. No message is under way for longer than it takes to end so many.
+constexpr size_t kMaxEnded = 4096;
 
 }  // namespace
 
 GroupRegistry::GroupRegistry(const Ownership& ownership, Process& process)
-    : ownership_(ownership), process_(process) {
+    : ownership_(ownership), process_(process), ended_(kMaxEnded) {
   process_.setControlHandler(
       [this](Peer& from, transport::Bytes message) { dispatch(from, message); });
 }
@@ -23,6 +25,7 @@ void GroupRegistry::add(const std::shared_ptr<Group>& group) {
   joined_[group->id()] = group;
   const auto early = early_.extract(group->id());
   if (early.empty()) return;
+  std::erase(earlyOrder_, group->id());
   for (const EarlyMessage& message : early.mapped()) group->onControl(*message.from, message.bytes);
 }
 
@@ -63,6 +66,7 @@ void GroupRegistry::reap() {
     ownership_.assertOwned();
     if (!group->idle() || !group->isAbandoned()) return false;
     std::erase(active_, group.get());
+    ended_.insert(group->id());
     return true;
   });
 }
@@ -86,6 +90,7 @@ void GroupRegistry::clear() {
   ownership_.assertOwned();
   left_.clear();
   early_.clear();
+  earlyOrder_.clear();
 }
 
 void GroupRegistry::activate(Group& group) {
@@ -152,7 +157,20 @@ void GroupRegistry::dispatch(Peer& from, transport::Bytes message) {
   for (const auto& group : left_) {
     if (group->id() == id) return group->onControl(from, message);
   }
-  if (early_.size() >= kMaxEarly) return;
+  keepEarly(id, from, message);
+}
+
+// Messages to a group that this rank never makes would stay for ever: the oldest make room.
+void GroupRegistry::keepEarly(uint64_t id, Peer& from, transport::Bytes message) {
+  // A rank that waited may ask, or answer, while the others already end the group.
+  if (ended_.contains(id)) return;
+  if (!early_.contains(id)) {
+    if (early_.size() == kMaxEarly) {
+      early_.erase(earlyOrder_.front());
+      earlyOrder_.pop_front();
+    }
+    earlyOrder_.push_back(id);
+  }
   auto& waiting = early_[id];
   if (waiting.size() < kMaxEarly) waiting.push_back({&from, {message.begin(), message.end()}});
 }

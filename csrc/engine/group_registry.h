@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "common/ownership.h"
+#include "common/recent_set.h"
 #include "engine/group.h"
 #include "engine/process.h"
 
@@ -81,6 +82,7 @@ class GroupRegistry {
     std::vector<std::byte> bytes;
   };
   void dispatch(Peer& from, transport::Bytes message);
+  void keepEarly(uint64_t id, Peer& from, transport::Bytes message);
 
   const Ownership& ownership_;
   Process& process_;
@@ -89,6 +91,9 @@ class GroupRegistry {
   std::vector<std::shared_ptr<Group>> left_ SMDDP_GUARDED_BY(ownership_);  // until abandoned by all
   // By group: messages to groups that this rank has yet to make.
   std::map<uint64_t, std::deque<EarlyMessage>> early_ SMDDP_GUARDED_BY(ownership_);
+  std::deque<uint64_t> earlyOrder_
+      SMDDP_GUARDED_BY(ownership_);               // the groups in early_, the first is the oldest
+  RecentSet ended_ SMDDP_GUARDED_BY(ownership_);  // groups that were freed
   bool checksIdleGroups_ SMDDP_GUARDED_BY(ownership_) = false;
   bool hasLeftAll_ SMDDP_GUARDED_BY(ownership_) = false;
 };

@@ -1,8 +1,12 @@
 // Blocks of memory that nobody uses at the moment, by their exact size. Thread-safe; owns none of them.
+//
+// The block that was used last is handed out first. If blocks took turns, each of them would in time be as full as the
+// largest use made it: pages that a network card knows stay with their block (Slab::keep).
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <span>
 #include <vector>
 
@@ -15,11 +19,11 @@ class SpareMemory {
   // Empty: there is none of this size.
   std::span<std::byte> take(size_t bytes) {
     const MutexLock lock(mutex_);
-    const auto found = std::find_if(blocks_.begin(), blocks_.end(),
+    const auto found = std::find_if(blocks_.rbegin(), blocks_.rend(),
                                     [&](const auto& block) { return block.size() == bytes; });
-    if (found == blocks_.end()) return {};
+    if (found == blocks_.rend()) return {};
     const auto block = *found;
-    blocks_.erase(found);
+    blocks_.erase(std::prev(found.base()));
     return block;
   }
   void add(std::span<std::byte> block) {

@@ -1,6 +1,8 @@
 #include "transport/channel_table.h"
 
 #include <algorithm>
+#include <limits>
+#include <ranges>
 #include <utility>
 
 #include "common/error.h"
@@ -27,6 +29,7 @@ SendChannel& ChannelTable::send(const ChannelKey& key, PeerId peer) {
   std::unique_ptr<SendChannel> made(new SendChannel(transport_, key, peer, serial));
   SendChannel& channel = *made;
   sending_.emplace(serial, std::move(made));
+  ++numChannels_[key.group];
   sendByKey_.emplace(key, &channel);
   if (const auto kept = keptOpens_.find(key); kept != keptOpens_.end()) {
     const KeptOpen open = kept->second;
@@ -54,6 +57,7 @@ ReceiveChannel& ChannelTable::receive(const ChannelKey& key, PeerId peer,
       new ReceiveChannel(*this, key, peer, id, memory, slotBytes, window));
   ReceiveChannel& channel = *made;
   receiving_.emplace(id, std::move(made));
+  ++numChannels_[key.group];
   receiveByKey_.emplace(key, &channel);
 
   OpenMessage open;
@@ -235,7 +239,7 @@ void ChannelTable::onPutDone(uint64_t token) {
   }
   SendChannel& channel = *found->second;
   channel.onPutDone(static_cast<uint32_t>(token));
-  if (channel.closed_ && channel.flushed_ == channel.sent_) sending_.erase(found);
+  if (channel.closed_ && channel.flushed_ == channel.sent_) forget(sending_, channel.serial_);
 }
 
 void ChannelTable::onPeerFailed(PeerId peer, const std::string& cause) { fail(peer, cause); }
@@ -257,48 +261,59 @@ void ChannelTable::sendClose(PeerId peer, uint16_t remoteId, uint64_t group, uin
   control(peer, bytesOf(close));
 }
 
+// Takes a channel out of sending_ or receiving_.
+template <typename Channels, typename Number>
+void ChannelTable::forget(Channels& channels, Number number) {
+  const auto found = channels.find(number);
+  const auto count = numChannels_.find(found->second->key().group);
+  if (--count->second == 0) numChannels_.erase(count);
+  channels.erase(found);
+}
+
 void ChannelTable::retireIfSettled(ReceiveChannel& channel) {
   if (!channel.settled()) return;
   const uint16_t id = channel.id_;
-  receiving_.erase(id);
+  forget(receiving_, id);
   freeIds_.push_back(id);
 }
 
 void ChannelTable::closeGroup(uint64_t group) {
-  if (!closedGroups_.insert(group).second) return;
-  const auto ofGroup = [group](const auto& entry) { return entry.first.group == group; };
+  if (!closedGroups_.insert(group)) return;
+  // The maps by key have the channels of a group side by side.
+  constexpr auto kLeast = std::numeric_limits<Rank>::min(),
+                 kMost = std::numeric_limits<Rank>::max();
+  const ChannelKey first{group, 0, 0, kLeast, kLeast}, last{group, 255, 255, kMost, kMost};
+  const auto ofGroup = [&](auto& channels) {
+    return std::ranges::subrange(channels.lower_bound(first), channels.upper_bound(last));
+  };
 
-  std::erase_if(keptOpens_, [&](const auto& entry) {
-    const auto& [key, kept] = entry;
-    if (key.group != group) return false;
+  const auto opens = ofGroup(keptOpens_);
+  for (const auto& [key, kept] : opens) {
     sendClose(kept.from, kept.message.header.channel, group, 0);
-    return true;
-  });
+  }
+  keptOpens_.erase(opens.begin(), opens.end());
 
-  for (const auto& [key, channel] : sendByKey_) {
-    if (key.group != group) continue;
+  const auto senders = ofGroup(sendByKey_);
+  for (const auto& [key, channel] : senders) {
     channel->closed_ = true;
     if (channel->open()) {
       sendByRemoteId_.erase({channel->peer_, channel->remoteId_});
       sendClose(channel->peer_, channel->remoteId_, group, channel->sent_);
     }
-    if (channel->flushed_ == channel->sent_) sending_.erase(channel->serial_);
+    if (channel->flushed_ == channel->sent_) forget(sending_, channel->serial_);
   }
-  std::erase_if(sendByKey_, ofGroup);
+  sendByKey_.erase(senders.begin(), senders.end());
 
   std::erase_if(owing_, [group](ReceiveChannel* c) { return c->key_.group == group; });
-  for (const auto& [key, channel] : receiveByKey_) {
-    if (key.group != group) continue;
+  const auto receivers = ofGroup(receiveByKey_);
+  for (const auto& [key, channel] : receivers) {
     channel->closed_ = true;
     channel->memory_ = {};
     retireIfSettled(*channel);
   }
-  std::erase_if(receiveByKey_, ofGroup);
+  receiveByKey_.erase(receivers.begin(), receivers.end());
 }
 
-bool ChannelTable::drained(uint64_t group) const {
-  const auto ofGroup = [group](const auto& entry) { return entry.second->key().group == group; };
-  return std::ranges::none_of(sending_, ofGroup) && std::ranges::none_of(receiving_, ofGroup);
-}
+bool ChannelTable::drained(uint64_t group) const { return !numChannels_.contains(group); }
 
 }  // namespace smddp::transport

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/recent_set.h"
 #include "transport/channel.h"
 #include "transport/transport.h"
 #include "transport/wire.h"
@@ -83,6 +84,8 @@ class ChannelTable final : private Sink {
   void bind(SendChannel& channel, PeerId from, const OpenMessage& message);
 
   uint16_t newId();
+  template <typename Channels, typename Number>
+  void forget(Channels& channels, Number number);
   void retireIfSettled(ReceiveChannel& channel);
   void noteOwed(ReceiveChannel& channel);
   bool sendGrant(ReceiveChannel& channel);
@@ -101,7 +104,11 @@ class ChannelTable final : private Sink {
   std::map<ChannelKey, ReceiveChannel*> receiveByKey_;
   std::map<std::pair<PeerId, uint16_t>, SendChannel*> sendByRemoteId_;
   std::map<ChannelKey, KeptOpen> keptOpens_;
-  std::set<uint64_t> closedGroups_;  // a later Open is answered with Close
+  // A later Open is answered with Close. Control messages arrive in order, so none is under way for as long as it takes
+  // to close this many groups.
+  RecentSet closedGroups_{4096};
+  std::unordered_map<uint64_t, size_t>
+      numChannels_;  // by group: those that sending_ and receiving_ have
   uint32_t lastSerial_ = 0;
   uint32_t freshIds_ = 0;         // ids below this have been used before
   std::deque<uint16_t> freeIds_;  // oldest first

@@ -68,6 +68,19 @@ TEST_F(RegionPoolTest, StagingThatTheNetworkKnowsKeepsItsPages) {
   EXPECT_EQ(pool_.take(layout_).data(), region.data());
 }
 
+TEST_F(RegionPoolTest, TheRegionThatWasUsedLastIsUsedFirst) {
+  const auto first = pool_.take(layout_);
+  const auto second = pool_.take(layout_);
+  pool_.giveBack(first, layout_);
+  pool_.giveBack(second, layout_);
+  // Groups that come and go fill one region with pages that the network knows, and not all of them in turn.
+  for (int group = 0; group < 3; ++group) {
+    const auto region = pool_.take(layout_);
+    EXPECT_EQ(region.data(), second.data());
+    pool_.giveBack(region, layout_);
+  }
+}
+
 TEST_F(RegionPoolTest, RegionsOfAnotherLayoutAreOthers) {
   const auto region = pool_.take(layout_);
   pool_.giveBack(region, layout_);
