@@ -85,6 +85,22 @@ def test_groups(layout: str, cases: Callable[[], None]) -> None:
     ranks.check_ranks(cases, layout, timeout=120)
 
 
+def _thousand() -> None:
+    with ranks.job(timeout=120):
+        everybody = list(range(dist.get_world_size()))
+        groups = [dist.new_group(everybody) for _ in range(1000)]
+        for group in groups:
+            _check_sum(group, everybody, 1)
+        for group in groups:
+            dist.destroy_process_group(group)
+        _check_sum(None, everybody, 100)
+
+
+@pytest.mark.slow
+def test_a_thousand_groups_at_a_time() -> None:
+    ranks.check_ranks(_thousand, "1+1", timeout=170)
+
+
 # --- nothing grows --------------------------------------------------------------------------------
 
 

@@ -40,7 +40,9 @@ Registry::Region& Registry::insert(std::span<std::byte> memory, uint64_t access,
     if (mrMode_ & FI_MR_VIRT_ADDR) region.key.address = reinterpret_cast<uint64_t>(memory.data());
   }
   longest_ = std::max(longest_, memory.size());
-  return regions_.emplace(memory.data(), std::move(region))->second;
+  Region& added = regions_.emplace(memory.data(), std::move(region))->second;
+  if (target) targets_.emplace(added.key.key, &added);
+  return added;
 }
 
 void Registry::enable(fid_mr& registration) const {
@@ -84,8 +86,10 @@ std::optional<void*> Registry::descriptorOf(Bytes memory) const {
 }
 
 std::byte* Registry::translate(const RemoteKey& key, uint64_t offset, uint64_t size) const {
-  for (const auto& [start, region] : regions_) {
-    if (!region.target || region.key.key != key.key || region.key.address != key.address) continue;
+  const auto [first, last] = targets_.equal_range(key.key);
+  for (auto it = first; it != last; ++it) {
+    const Region& region = *it->second;
+    if (region.key.address != key.address) continue;
     const uint64_t total = region.memory.size();
     // No sum, which could overflow.
     if (offset > total || size > total - offset) return nullptr;

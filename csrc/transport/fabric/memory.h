@@ -64,6 +64,7 @@ class Registry {
   bool remote_;
   uint64_t nextKey_;
   std::multimap<const std::byte*, Region> regions_;  // by first byte
+  std::multimap<uint64_t, const Region*> targets_;   // those that are targets, by RemoteKey::key
   size_t longest_ = 0;                               // the bytes of the longest region
   struct OnDevice {
     size_t bytes;

@@ -1,5 +1,7 @@
 #include "transport/shm/slab.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <new>
 
@@ -14,6 +16,10 @@ constexpr size_t kPageBytes = roundUp(sizeof(ProcessPage), Segment::kPage);
 }  // namespace
 
 std::shared_ptr<Slab> Slab::create(size_t reserve) {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    reserve = std::min(reserve, kReserveOfLimited);
+  }
   for (size_t bytes = reserve;; bytes /= 2) {
     try {
       return std::make_shared<Slab>(Segment::create(bytes, "smddp-slab"));

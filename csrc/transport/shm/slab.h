@@ -22,8 +22,11 @@ namespace smddp::transport::shm {
 // Ends with the last shared_ptr, which tells the mates that we left. Mates keep their mappings.
 class Slab {
  public:
-  // This is address space, not memory. It is enough for many groups. create() tries half of it if the system refuses.
-  static constexpr size_t kDefaultReserve = size_t{16} << 30;
+  // This is address space, not memory, of which a process has 128 TiB. A group takes 64 MiB of it by default, so it is
+  // enough for 4000 groups; and 256 processes can map one another's. create() tries half of it if the system refuses.
+  static constexpr size_t kDefaultReserve = size_t{256} << 30;
+  // If the address space is limited (ulimit -v), at most this, to leave room for the slabs of the mates.
+  static constexpr size_t kReserveOfLimited = size_t{16} << 30;
   static constexpr size_t kLeastReserve = size_t{256} << 20;
 
   static std::shared_ptr<Slab> create(size_t reserve = kDefaultReserve);

@@ -53,6 +53,8 @@ inline void runRanks(
       try {
         engine::Engine::Options options;
         options.process.nodeName = nodes[rank];
+        // All ranks share one address space, of which ThreadSanitizer leaves little.
+        options.process.slabBytes = size_t{16} << 30;
         prepare(rank, options);
         engines[rank] = std::make_unique<engine::Engine>(options);
         RankContext context{rank, size, store, *engines[rank], nullptr};
