@@ -1,6 +1,7 @@
 """Measures the time from `import torch` to the end of the first collective, with smddp and gloo.
 
     python benchmarks/startup.py --ranks 4 --trials 25 --json FILE
+    python benchmarks/startup.py --ranks 32 --nodes 2 --trials 5
 
 The backends take turns. A trial starts all ranks as new processes. They import torch and wait until
 all are ready; then the clock starts. As with torchrun, the launcher serves the store. If a rank
@@ -52,8 +53,14 @@ def rank_main(backend: str) -> None:
     dist.destroy_process_group()
 
 
-def trial(backend: str, size: int) -> dict[str, float]:
-    """Starts `size` ranks once; returns the milliseconds of each phase, and in total."""
+def trial(backend: str, size: int, nodes: int = 1) -> dict[str, float]:
+    """Starts `size` ranks once; returns the milliseconds of each phase, and in total.
+
+    Args:
+        backend: one of BACKENDS.
+        size: number of ranks.
+        nodes: number of nodes that the ranks play, in blocks of equal size.
+    """
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -68,14 +75,16 @@ def trial(backend: str, size: int) -> dict[str, float]:
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size // nodes),
     }
     ranks = []
     for rank in range(size):
+        node, local = divmod(rank, size // nodes)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local), "SMDDP_NODE_ID": f"node{node}"}
         ranks.append(
             subprocess.Popen(
                 [sys.executable, __file__, "--as-rank", backend],
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**common, **own},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -110,17 +119,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks (%(default)s)")
+    parser.add_argument("--nodes", type=int, default=1, help="that the ranks play (%(default)s)")
     parser.add_argument("--trials", type=int, default=25, help="of each backend (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures of every trial to this file")
     parser.add_argument("--as-rank", choices=BACKENDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.ranks % options.nodes:
+        parser.error("--ranks must be a multiple of --nodes")
     if options.as_rank:
         rank_main(options.as_rank)
         return 0
     trials: dict[str, list[dict[str, float]]] = {backend: [] for backend in BACKENDS}
     for number in range(-1, options.trials):
         for backend in BACKENDS if number % 2 else reversed(BACKENDS):
-            figures = trial(backend, options.ranks)
+            figures = trial(backend, options.ranks, options.nodes)
             if number >= 0:  # the first trial only fills the file system's cache
                 trials[backend].append(figures)
     medians = {

@@ -1,5 +1,7 @@
 #include "engine/engine.h"
 
+#include <poll.h>
+
 #include <algorithm>
 #include <thread>
 #include <type_traits>
@@ -21,14 +23,20 @@ constexpr Nanoseconds kFarewell = 2'000'000'000;
 void awaitLifelines(Engine& engine, Nanoseconds timeout) {
   Process& process = engine.process();
   const Deadline deadline = Deadline::after(process.clock(), timeout);
-  bool settled = false;
-  while (!settled && !deadline.passed(process.clock())) {
+  // Sleeps until there is something to do: where there are more ranks than cores, each look of a rank takes time that
+  // another one needs for its answer. Another thread may find it first, so the sleep is short.
+  constexpr int kSleepMilliseconds = 20;
+  pollfd events{.fd = -1, .events = POLLIN, .revents = 0};
+  while (!deadline.passed(process.clock())) {
+    bool settled = false;
     engine.call([&] {
       process.checkPeers();
       settled = process.lifelinesSettled();
+      events.fd = process.lifelineDescriptor();
     });
+    if (settled) return;
     checkInterrupt();
-    if (!settled) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    ::poll(&events, 1, kSleepMilliseconds);
   }
 }
 

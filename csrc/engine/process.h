@@ -144,6 +144,11 @@ class Process {
     ownership_.assertOwned();
     return !lifeline_ || lifeline_->numExpected() == 0;
   }
+  // Readable when checkPeers() has something to do for lifelines; negative without lifelines.
+  int lifelineDescriptor() const {
+    ownership_.assertOwned();
+    return lifeline_ ? lifeline_->descriptor() : -1;
+  }
   // Sleeps until a mate rings, a message comes or `timeout` is over. The caller has called
   // doorbell().prepare() and looked once more.
   void sleep(Nanoseconds timeout, bool network);
