@@ -1,6 +1,6 @@
 """Random calls for a long time: what a process has in use does not grow.
 
-SOAK_SECONDS sets how long test_random_calls_for_long runs; `SMDDP_SOAK_PRINT=1` prints each sample.
+SOAK_SECONDS sets how long test_random_calls_for_long runs; `pytest -s` prints its samples.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.multiprocess
 LAYOUT = "2+1"
 # torch keeps so much of each group that was destroyed, with any backend: 440 bytes with gloo.
 BYTES_OF_GROUP_IN_TORCH = 500
+LONG = float(os.environ.get("SOAK_SECONDS", "1200"))
 
 
 class _Mallinfo(ctypes.Structure):
@@ -226,17 +227,16 @@ def _calls(seconds: float, seed: int) -> list[dict[str, int]]:
             # What is left of groups that were destroyed is freed when another one is made.
             dist.destroy_process_group(dist.new_group())
             caller.made += 1
-            samples.append({"steps": steps, "groups": caller.made, **_in_use()})
-            if "SMDDP_SOAK_PRINT" in os.environ:
-                with Path(f"/tmp/soak-{caller.me}.log").open("a") as log:
-                    print(round(float(passed[0])), samples[-1], file=log)
+            second = round(float(passed[0]))
+            samples.append({"second": second, "steps": steps, "groups": caller.made, **_in_use()})
         return samples
 
 
 def _check(seconds: float, first: int, growth: float) -> None:
     for rank, samples in enumerate(
-        ranks.check_ranks(_calls, LAYOUT, seconds, 1, timeout=seconds + 240)
+        ranks.check_ranks(_calls, LAYOUT, seconds, 1, timeout=seconds + 60)
     ):
+        print(f"rank {rank}", *samples, sep="\n")
         early, late = samples[first], samples[-1]
         in_torch = (late["groups"] - early["groups"]) * BYTES_OF_GROUP_IN_TORCH
         for name in ("heap", "resident"):
@@ -247,40 +247,86 @@ def _check(seconds: float, first: int, growth: float) -> None:
             assert late[name] <= early[name] + spare, f"rank {rank}, {name}: {samples}"
 
 
-def _sizes(count: int) -> list[dict[str, int]]:
-    """Makes one call of each size; returns what is in use after half of them, and after all."""
+# Calls that bring sizes, each with as many bytes as one asks for.
+
+
+def _all_reduce(tensor: torch.Tensor) -> None:
+    dist.all_reduce(tensor)
+
+
+def _all_to_all(tensor: torch.Tensor) -> None:
+    whole = tensor.repeat(dist.get_world_size())
+    dist.all_to_all_single(torch.empty_like(whole), whole)
+
+
+def _split_all_to_all(tensor: torch.Tensor) -> None:
+    size = dist.get_world_size()
+    counts = [tensor.numel()] * size
+    counts[-1] //= 2
+    into = [counts[dist.get_rank()]] * size
+    out = torch.zeros(sum(counts), dtype=torch.uint8)
+    dist.all_to_all_single(torch.empty(sum(into), dtype=torch.uint8), out, into, counts)
+
+
+def _objects(tensor: torch.Tensor) -> None:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, bytes(tensor.numel()))
+    dist.broadcast_object_list(found, 0)
+
+
+def _messages(tensor: torch.Tensor) -> None:
+    tag = tensor.numel()
+    me, size = dist.get_rank(), dist.get_world_size()
+    sent = dist.isend(tensor, (me + 1) % size, tag=tag)
+    dist.recv(torch.empty_like(tensor), (me - 1) % size, tag=tag)
+    sent.wait()
+
+
+def _sizes(call: str, count: int) -> list[dict[str, int]]:
+    """Makes a call with each size; returns what is in use after half of them, and after all."""
+    make = globals()[call]
     with ranks.job(timeout=120):
         samples = []
         tensor = torch.zeros(count, dtype=torch.uint8)
         for size in range(1, count + 1):
-            dist.all_reduce(tensor[:size])
+            make(tensor[:size])
             if size in (count // 2, count):
                 samples.append(_in_use())
         return samples
 
 
-def _check_sizes(layout: str, count: int) -> None:
-    for early, late in ranks.check_ranks(_sizes, layout, count, timeout=1000):
-        assert late["heap"] <= early["heap"] + (1 << 20), (early, late)
+def _check_sizes(call: str, layout: str, count: int, timeout: float) -> None:
+    # A plan takes 1 to 20 KiB.
+    for early, late in ranks.check_ranks(_sizes, layout, call, count, timeout=timeout):
+        assert late["heap"] <= early["heap"] + (256 << 10), (early, late)
 
 
+CALLS = ["_all_reduce", "_all_to_all", "_split_all_to_all", "_objects", "_messages"]
+
+
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("layout", ["2", "1+1"])
-def test_sizes_that_never_repeat(layout: str) -> None:
-    _check_sizes(layout, 20_000)
+def test_sizes_that_never_repeat(layout: str, call: str) -> None:
+    _check_sizes(call, layout, 4000, timeout=110)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_million_sizes() -> None:
-    _check_sizes("2", 1_000_000)
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    ("call", "count"), [(CALLS[0], 1_000_000), *((call, 100_000) for call in CALLS[1:])]
+)
+def test_many_sizes_that_never_repeat(call: str, count: int) -> None:
+    _check_sizes(call, "2", count, timeout=950)
 
 
 @pytest.mark.slow
-def test_random_calls() -> None:
-    _check(40, first=7, growth=0.1)
+def test_random_calls_for_short() -> None:
+    _check(20, first=7, growth=0.1)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
+@pytest.mark.timeout(LONG + 120)
 def test_random_calls_for_long() -> None:
-    _check(float(os.environ.get("SOAK_SECONDS", "1200")), first=1, growth=0.03)
+    _check(LONG, first=1, growth=0.03)
