@@ -122,7 +122,7 @@ void run(Script& script) {
     if (slab == node->mates.get() && ringsOffset != 0) page.ringsOffset.store(ringsOffset);
     RingTable& rings = ringsOf(*slab);
     Ring& first = rings.rings[0];
-    first.state.store(RingState::Free);
+    rings.claim(first).state.store(RingState::Free);
     first.head.store(0);
     first.tail.store(0);
     first.refused.store(0);

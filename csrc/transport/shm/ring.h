@@ -36,10 +36,6 @@ struct Ring {
   static constexpr uint64_t kBytes = 65536;
   static constexpr uint64_t kGranule = sizeof(RecordHeader);
 
-  std::atomic<RingState> state{RingState::Free};
-  uint32_t senderGeneration;  // this field and the next two are written before Open
-  uint32_t receiverGeneration;
-  Nonce sender;
   alignas(64) std::atomic<uint64_t> head{0};     // the producer's position
   alignas(64) std::atomic<uint64_t> tail{0};     // the consumer's position
   alignas(64) std::atomic<uint32_t> refused{0};  // the producer found no room and wants to be woken
@@ -79,12 +75,24 @@ struct Ring {
   }
 };
 
-// All rings to one receiver. Zeroed memory is a valid table, so unused rings need no pages.
+// Who sends on a ring.
+struct RingClaim {
+  std::atomic<RingState> state{RingState::Free};
+  uint32_t senderGeneration;  // this field and the next two are written before Open
+  uint32_t receiverGeneration;
+  Nonce sender;
+};
+
+// All rings to one receiver. Zeroed memory is a valid table, so unused rings need no pages. The claims lie side by side:
+// whoever looks for a ring does not touch a page of each, which would get memory by that.
 struct RingTable {
   static constexpr uint32_t kRings = 256;
   alignas(64) std::atomic<uint32_t> claims{
       0};  // counts rings that became Open; the receiver then looks for new senders
+  std::array<RingClaim, kRings> claimOf;  // by ring
   std::array<Ring, kRings> rings;
+
+  RingClaim& claim(const Ring& ring) { return claimOf[static_cast<size_t>(&ring - rings.data())]; }
 };
 
 }  // namespace smddp::transport::shm

@@ -31,6 +31,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) 
   } else {
     const auto memory = slab_->allocate(sizeof(RingTable));
     rings_ = reinterpret_cast<RingTable*>(memory.data());
+    slab_->commit(memory.first(sizeof(RingTable) - sizeof(RingTable::rings)));
     page.ringsOffset.store(slab_->offsetOf(rings_), std::memory_order_release);
   }
   generation_ = page.ringsGeneration.fetch_add(1, std::memory_order_acq_rel) + 1;
@@ -79,8 +80,8 @@ void ShmTransport::attach(Peer& peer) {
   // Back one ring for each peer before a peer writes to it. Peers claim low rings first.
   const size_t index = std::min<size_t>(peers_.size(), RingTable::kRings - 1);
   slab_->commit(std::as_writable_bytes(std::span(&rings_->rings[index], 1)));
-  RingTable* table = ringTableOf(*peer.mate);
-  if (table != nullptr) peer.outgoing = claimRing(*table, peer.address.generation);
+  peer.rings = ringTableOf(*peer.mate);
+  if (peer.rings != nullptr) peer.outgoing = claimRing(*peer.rings, peer.address.generation);
   if (peer.outgoing == nullptr) {
     peer.trouble = fmt::format(
         "no ring is free in its shared memory; a node has at most {} processes", RingTable::kRings);
@@ -89,16 +90,17 @@ void ShmTransport::attach(Peer& peer) {
 
 Ring* ShmTransport::claimRing(RingTable& table, uint32_t receiverGeneration) const {
   for (Ring& ring : table.rings) {
+    RingClaim& claim = table.claim(ring);
     RingState expected = RingState::Free;
-    if (ring.state.load(std::memory_order_relaxed) != expected ||
-        !ring.state.compare_exchange_strong(expected, RingState::Claiming,
-                                            std::memory_order_acq_rel)) {
+    if (claim.state.load(std::memory_order_relaxed) != expected ||
+        !claim.state.compare_exchange_strong(expected, RingState::Claiming,
+                                             std::memory_order_acq_rel)) {
       continue;
     }
-    ring.sender = slab_->address().nonce;
-    ring.senderGeneration = generation_;
-    ring.receiverGeneration = receiverGeneration;
-    ring.state.store(RingState::Open, std::memory_order_release);
+    claim.sender = slab_->address().nonce;
+    claim.senderGeneration = generation_;
+    claim.receiverGeneration = receiverGeneration;
+    claim.state.store(RingState::Open, std::memory_order_release);
     table.claims.fetch_add(1, std::memory_order_acq_rel);
     return &ring;
   }
@@ -189,14 +191,15 @@ size_t ShmTransport::poll(Sink& sink) {
 void ShmTransport::findIncoming() {
   claimsSeen_ = rings_->claims.load(std::memory_order_acquire);
   for (Ring& ring : rings_->rings) {
-    const RingState state = ring.state.load(std::memory_order_acquire);
+    const RingClaim& claim = rings_->claim(ring);
+    const RingState state = claim.state.load(std::memory_order_acquire);
     if (state != RingState::Open && state != RingState::Closed) continue;
-    const bool ours = ring.receiverGeneration == generation_;
+    const bool ours = claim.receiverGeneration == generation_;
     if (!ours && state == RingState::Closed) release(ring);
     if (!ours) continue;
     const auto sender = std::find_if(peers_.begin(), peers_.end(), [&](const auto& peer) {
-      return peer->address.slab.nonce == ring.sender &&
-             peer->address.generation == ring.senderGeneration;
+      return peer->address.slab.nonce == claim.sender &&
+             peer->address.generation == claim.senderGeneration;
     });
     // An unknown sender: its messages wait in the ring until connect().
     if (sender == peers_.end()) continue;
@@ -218,7 +221,7 @@ size_t ShmTransport::pollPeer(Peer& peer, Sink& sink) {
   if (cause.empty()) return events;
   peer.failed = true;
   close(peer);
-  if (peer.incoming != nullptr && peer.incoming->state.load() == RingState::Closed)
+  if (peer.incoming != nullptr && rings_->claim(*peer.incoming).state.load() == RingState::Closed)
     release(*peer.incoming);
   peer.incoming = nullptr;
   sink.onPeerFailed(peer.id, cause);
@@ -283,7 +286,9 @@ std::string ShmTransport::goneBecause(Peer& peer) const {
 // Closes the ring on which we send. From here on it belongs to the receiver, which may give it to another sender.
 void ShmTransport::close(Peer& peer) {
   Ring* const ring = std::exchange(peer.outgoing, nullptr);
-  if (ring != nullptr) ring->state.store(RingState::Closed, std::memory_order_release);
+  if (ring != nullptr) {
+    peer.rings->claim(*ring).state.store(RingState::Closed, std::memory_order_release);
+  }
 }
 
 // Frees a ring. Only the consumer may do that, and only if the producer has closed the ring or died.
@@ -291,7 +296,7 @@ void ShmTransport::release(Ring& ring) {
   ring.head.store(0, std::memory_order_relaxed);
   ring.tail.store(0, std::memory_order_relaxed);
   ring.refused.store(0, std::memory_order_relaxed);
-  ring.state.store(RingState::Free, std::memory_order_release);
+  rings_->claim(ring).state.store(RingState::Free, std::memory_order_release);
 }
 
 std::string ShmTransport::describe() const {

@@ -51,7 +51,8 @@ class ShmTransport final : public Transport {
     PeerId id = 0;
     Address address;
     std::shared_ptr<Mate> mate;  // null: attaching failed
-    Ring* outgoing = nullptr;    // in the mate's slab
+    RingTable* rings = nullptr;  // in the mate's slab
+    Ring* outgoing = nullptr;    // one of them
     Ring* incoming = nullptr;    // in our slab; null until the peer has claimed one
     StoreChoice stores;
     std::string trouble;  // a failure found while sending; the next poll() reports it
@@ -67,7 +68,7 @@ class ShmTransport final : public Transport {
   bool deliver(Peer& peer, uint64_t at, uint64_t available, Sink& sink, uint64_t& consumed);
   std::string goneBecause(Peer& peer) const;
   static void close(Peer& peer);
-  static void release(Ring& ring);
+  void release(Ring& ring);
 
   const std::shared_ptr<Slab> slab_;
   RingTable* rings_ = nullptr;

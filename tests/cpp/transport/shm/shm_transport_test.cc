@@ -339,7 +339,7 @@ TEST(ShmTransport, SurvivesGarbageInARing) {
     ASSERT_EQ(sink.controls.size(), 1u);
     auto& table = *reinterpret_cast<RingTable*>(slab->data() + slab->page().ringsOffset);
     Ring& ring = table.rings[0];
-    ASSERT_EQ(ring.state.load(), RingState::Open);
+    ASSERT_EQ(table.claim(ring).state.load(), RingState::Open);
     for (std::byte& b : ring.data) b = static_cast<std::byte>(random() % 3 == 0 ? random() : 0);
     const bool absurd = random() % 4 == 0;
     ring.head.store(absurd ? random() * uint64_t{random()} : ring.head + random() % Ring::kBytes);
