@@ -123,7 +123,8 @@ class StepFunction:
         try:
             return self._attempt(runtime, args, kwargs, again=False)
         except Redo:
-            # At most once: the second time, every call waits for its result.
+            # At most once: the second time, every call waits for its result, and every microbatch
+            # for the one before it.
             before.restore()
             return self._attempt(runtime, args, kwargs, again=True)
 
@@ -132,7 +133,7 @@ class StepFunction:
         schedule = Schedule.of(
             cfg.pipeline, cfg.microbatches, cfg.active_microbatches, cfg.partitions
         )
-        runtime.begin_step(schedule.microbatches, again)
+        schedule = runtime.begin_step(body.function.__name__, schedule, again)
         driver = None
         if executor.rank == 0:
             driver = Driver(executor, body, schedule, args, kwargs)

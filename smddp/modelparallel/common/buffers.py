@@ -29,14 +29,20 @@ class Buffers:
             module: whose buffers they are, with those of the modules inside.
             chosen: gets the name of a buffer, and says whether this object has it; all by default.
         """
-        self._places: list[_Place] = [
-            (part._buffers, name)
-            for prefix, part in module.named_modules()
-            for name in part._buffers
-            if chosen(f"{prefix}.{name}" if prefix else name)
-        ]
+        places: dict[str, _Place] = {}
+        for prefix, part in module.named_modules():
+            for name in part._buffers:
+                full = f"{prefix}.{name}" if prefix else name
+                if chosen(full):
+                    places[full] = part._buffers, name
+        self._places = list(places.values())
+        self._numbers = {name: number for number, name in enumerate(places)}
         # Per place: the tensor that was there, and the copy.
         self._saved: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+        # The numbers of places where code has put another tensor.
+        self._replaced: set[int] = set()
+        # Per place: how often its tensor had been changed.
+        self._versions: list[int] = []
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the tensors that are in the places now, each once."""
@@ -45,20 +51,25 @@ class Buffers:
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces each tensor by what a function returns for it."""
-        for holder, name in self._places:
+        for number, (holder, name) in enumerate(self._places):
             tensor = holder.get(name)
             if tensor is not None:
                 holder[name] = function(tensor)
+                if self._saved:
+                    self._saved[number] = holder[name], None
 
     def save(self) -> None:
         """Copies the present tensors."""
+        self._note_replaced()
         before = self._saved or [(None, None)] * len(self._places)
-        self._saved = [
-            (tensor, _copied(tensor, copy))
-            for tensor, (_, copy) in zip(
-                (holder.get(name) for holder, name in self._places), before, strict=True
-            )
-        ]
+        found = [holder.get(name) for holder, name in self._places]
+        self._versions = list(map(_version, found))
+        # Copies made in inference mode could not be used again outside.
+        with torch.inference_mode(False), torch.no_grad():
+            self._saved = [
+                (tensor, _copied(tensor, copy))
+                for tensor, (_, copy) in zip(found, before, strict=True)
+            ]
 
     def restore(self) -> None:
         """Puts the tensors of the last `save` back into their places, with the values they had."""
@@ -67,6 +78,46 @@ class Buffers:
                 if tensor is not None and copy is not None:
                     tensor.copy_(copy)
                 holder[name] = tensor
+
+    def changed(self, name: str) -> bool:
+        """Says whether a buffer has other values than at the last `save`."""
+        number = self._numbers.get(name)
+        if number is None:  # registered later
+            return True
+        holder, key = self._places[number]
+        tensor, (_, copy) = holder.get(key), self._saved[number]
+        if tensor is None or copy is None:
+            return tensor is not copy
+        if (tensor.shape, tensor.dtype) != (copy.shape, copy.dtype):
+            return True
+        if torch.equal(tensor, copy):
+            return False
+        both_nan = (tensor != tensor) & (copy != copy)
+        return not bool(((tensor == copy) | both_nan).all())
+
+    def was_replaced(self, name: str) -> bool:
+        """Says whether code has put another tensor into a buffer's place since the first `save`."""
+        self._note_replaced()
+        return self._numbers.get(name, -1) in self._replaced
+
+    def _note_replaced(self) -> None:
+        for number, (tensor, _) in enumerate(self._saved):
+            holder, name = self._places[number]
+            if tensor is not None and holder.get(name) is not tensor:
+                self._replaced.add(number)
+
+    def touched(self) -> list[str]:
+        """Returns the names of the buffers that code has replaced or written to since `save`."""
+        pairs = zip(self._numbers, self._places, self._saved, self._versions, strict=True)
+        return [
+            full
+            for full, (holder, name), (tensor, _), version in pairs
+            if holder.get(name) is not tensor or _version(tensor) != version
+        ]
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _copied(tensor: torch.Tensor | None, memory: torch.Tensor | None) -> torch.Tensor | None:

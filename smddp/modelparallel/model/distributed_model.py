@@ -20,6 +20,7 @@ from smddp.modelparallel.model.queries import ModelQueries
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.optimizer.half import to_float, to_half
 from smddp.modelparallel.pipeline.lazy import force
+from smddp.modelparallel.pipeline.remote_tensor import RemoteTensor, retype
 
 __all__ = ["DistributedModel"]
 
@@ -301,6 +302,9 @@ class DistributedModel(ModelQueries):
             if parameter.grad is not None:
                 parameter.grad = fn(parameter.grad)
         self.runtime.buffers.apply(fn)
+        for tensor in (*self.parameters(), *self.buffers()):
+            if isinstance(tensor, RemoteTensor):
+                retype(tensor, fn)
         return self
 
 

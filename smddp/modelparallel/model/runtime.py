@@ -23,10 +23,10 @@ from smddp.modelparallel.optimizer.half import MasterWeights, convert, half_prec
 from smddp.modelparallel.partition.decide import decide_and_report
 from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.executor import Executor
-from smddp.modelparallel.pipeline.failure import Redo, summary
+from smddp.modelparallel.pipeline.failure import OrderMattersError, Redo, summary
 from smddp.modelparallel.pipeline.modules import Modules, difference
 from smddp.modelparallel.pipeline.protocol import Kind
-from smddp.modelparallel.pipeline.step import StepBegin
+from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
 
 __all__ = ["ModelRuntime"]
 
@@ -83,7 +83,13 @@ class ModelRuntime:
         self.steps = 0
         # Does this rank still have to call `agree` or `abstain` in this step?
         self._undecided = False
-        self.buffers = Buffers(module, lambda _: False)  # none before the partition
+        # Before the partition, all of them are here, and none is saved.
+        self.buffers = Buffers(module, lambda _: False)
+        self._unplaced: Buffers | None = None
+        # By step function: does the order of the microbatches matter? Not known before its first
+        # step.
+        self._order_matters: dict[str, bool] = {}
+        self._step_name = ""
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -132,10 +138,24 @@ class ModelRuntime:
                 "given it up. Let the error end the step"
             )
         self._undecided = False
+        self._refuse_early_changes()
         decision = agree(self.data_parallel.group, executor.modules.names, make)
         for peer in executor.peers:
             executor.send(peer, Kind.PARTITION, decision)
         self.apply(decision)
+
+    def _refuse_early_changes(self) -> None:
+        """Raises if the body has changed buffers here that may come to live on another rank."""
+        if self._unplaced is None:
+            return
+        changed = self._unplaced.touched()
+        if changed:
+            self._unplaced.restore()
+            raise SMPUsageError(
+                f"buffer {changed[0]!r} was changed in the body before the first call of the model "
+                "in the first step, when it is not decided yet on which rank it lives: call the "
+                "model first"
+            )
 
     def apply(self, decision: Decision) -> None:
         """Applies a decision on this rank."""
@@ -166,6 +186,10 @@ class ModelRuntime:
                 hook = _weakly(self._on_gradient)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.buffers = Buffers(self.module, self.placement.owns_buffer)
+        if self.executor.size > 1:
+            self.buffers.save()
+            self.executor.modules.replaced = self.buffers.was_replaced
+        self._unplaced = None
         self.data_parallel.adopt(local, self.buffers)
         optimizer = self._state.current_optimizer()
         if optimizer is not None:
@@ -188,24 +212,70 @@ class ModelRuntime:
 
     # --- the life of a step; called by step.py ----------------------------------------------------
 
-    def begin_step(self, microbatches: int, again: bool) -> None:
-        """Prepares for the gradients of a step.
+    def begin_step(self, name: str, schedule: Schedule, again: bool) -> Schedule:
+        """Prepares for a step.
+
+        The microbatches run one after the other if that may matter for the buffers that ranks read
+        of each other: in the first step of each step function, if that has shown that such a buffer
+        changes, or when the step is made again.
 
         Args:
-            microbatches: how many the step has.
+            name: of the step function.
+            schedule: as configured.
             again: the step has ended in Redo before. This time every call waits for its result.
+
+        Returns:
+            The schedule of the step.
         """
         self.steps += 1
         leads = self.executor.rank == 0 and self.data_parallel.size > 1
         self._undecided = leads and not self.partitioned
+        self._step_name = name
+        several = self.executor.size > 1
+        in_order = several and (again or self._order_matters.get(name, True))
+        if several:
+            self.placement.begin_step()
+        microbatches = schedule.microbatches
         self._sum.begin(microbatches)
         divisor = microbatches if self._average else 1
         self.data_parallel.begin_step(self._sum, divisor, again)
-        self.executor.modules.predicts_structures = not again
+        modules = self.executor.modules
+        modules.predicts_structures = not again
+        modules.in_order = in_order
+        modules.buffers_read.clear()
         # With one partition there is no Redo, and a second pass never ends in one. Nor does the
         # first step, when `buffers` is still empty.
-        if self.executor.size > 1 and not again:
+        if several and not again:
             self.buffers.save()
+        if several and not self.partitioned and self.executor.rank == 0:
+            self._unplaced = Buffers(self.module)
+            self._unplaced.save()
+        return schedule._replace(active=1) if in_order else schedule
+
+    def report_buffers(self) -> BufferReport:
+        """Returns what to tell the other ranks of the buffers here; see `StepModel`."""
+        self._refuse_early_changes()
+        if self.executor.size == 1 or not self.partitioned:
+            return BufferReport(False, {})
+        modules = self.executor.modules
+        read = modules.buffers_read
+        changed = any(self.buffers.changed(modules.full_name(*place)) for place in read)
+        forms, in_step = self.placement.changed_forms()
+        if not modules.in_order and (changed or in_step):
+            raise OrderMattersError("a buffer that other ranks read changes in the step")
+        return BufferReport(changed, forms)
+
+    def accept_reports(self, reports: dict[int, BufferReport], order_matters: bool) -> None:
+        """Takes over what the ranks say of their buffers; see `StepModel`."""
+        for rank, report in reports.items():
+            if rank == self.executor.rank:
+                self.placement.tell_forms(report.forms)
+            else:
+                self.placement.accept_forms(report.forms)
+        order_matters |= any(report.changed for report in reports.values())
+        if order_matters or len(reports) == self.executor.size:
+            before = self._order_matters.get(self._step_name, False)
+            self._order_matters[self._step_name] = before or order_matters
 
     def end_step(self, failure: str, redo: bool) -> None:
         """Sets `Parameter.grad` to the sums; a failed step leaves gradients as they were.

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from smddp.modelparallel.job.meeting import together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.partition.placement import MARKER, Placement
-from smddp.modelparallel.pipeline.remote_parameter import fill
+from smddp.modelparallel.pipeline.remote_tensor import fill
 
 __all__ = ["ModelState"]
 
@@ -36,21 +36,34 @@ class ModelState:
         Raises:
             SMPPeerError: a rank has not called it within the timeout of the process group.
         """
-        local = self._module.state_dict()
         if self._placement.size > 1 and self._placement.applied:
             group = state.groups.of("pp")
             with together("state_dict", group):
+                self._tell_forms(group)
+                local: dict[str, Any] = self._module.state_dict()
                 for name, value in local.items():
                     local[name] = self._gathered(name, value, group)
+        else:
+            local = self._module.state_dict()
         if only_rank_0 and state.topology.rank != 0:
             return {}
         return local
+
+    def _tell_forms(self, group: dist.ProcessGroup) -> None:
+        """Lets all ranks know the same buffers; after a step that has failed they may not."""
+        told: list[Any] = [None] * self._placement.size
+        dist.all_gather_object(told, self._placement.changed_forms()[0], group=group)
+        for rank, forms in enumerate(told):
+            if rank == self._placement.rank:
+                self._placement.tell_forms(forms)
+            else:
+                self._placement.accept_forms(forms)
 
     def _gathered(self, name: str, value: Any, group: dist.ProcessGroup) -> Any:
         owner = self._placement.owner_of_entry(name)
         source = dist.get_global_rank(group, owner)
         mine = owner == self._placement.rank
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             box = [value]
             dist.broadcast_object_list(box, source, group=group)
             return box[0]
@@ -124,9 +137,12 @@ class ModelState:
 
     def gather_in_place(self) -> None:
         """Gives every rank all parameters and buffers, in memory of the host."""
-        full = self.full(False)
-        for name, parameter in self._module.named_parameters():
-            fill(parameter, full[name].cpu())
-        for name, buffer in self._module.named_buffers():
-            if name in full:
-                buffer.data = full[name].cpu()
+        group = state.groups.of("pp")
+        with together("model.cpu", group):
+            self._tell_forms(group)
+            tensors: dict[str, torch.Tensor] = dict(self._module.named_parameters())
+            # A buffer may be shared on some ranks only, because `to` and the like make it two.
+            tensors.update(self._module.named_buffers(remove_duplicate=False))
+            for name, tensor in tensors.items():
+                fill(tensor, self._gathered(name, tensor, group).cpu())
+        self._placement.everything_here = True

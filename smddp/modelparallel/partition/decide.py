@@ -15,7 +15,12 @@ from smddp.modelparallel.common.errors import SMPPartitionError
 from smddp.modelparallel.common.files import write
 from smddp.modelparallel.job.config import Configuration
 from smddp.modelparallel.partition.manual import has_state, manual_owners
-from smddp.modelparallel.partition.placement import Decision, Placement, costs_by_size
+from smddp.modelparallel.partition.placement import (
+    Decision,
+    Placement,
+    costs_by_size,
+    shared_buffers,
+)
 from smddp.modelparallel.partition.solver import divide_exactly, divide_tree
 from smddp.modelparallel.partition.trace import Trace, trace_model
 from smddp.modelparallel.partition.units import Units
@@ -43,6 +48,8 @@ def decide_and_report(
     decision = decide(cfg, root, modules, placement, args, kwargs, times)
     if not decision.costs:  # by hand, or from a file of an older version: nothing was traced
         decision = dataclasses.replace(decision, costs=costs_by_size(modules.by_number))
+    shared = shared_buffers(modules, decision.owners)
+    decision = dataclasses.replace(decision, shared=shared)
     log.info("smp: the partition took %.1f s", time.monotonic() - begun)
     _save(cfg, decision)
     _report(decision, cfg.pipeline_parallel_degree)

@@ -11,9 +11,10 @@ from torch import nn
 
 from smddp.modelparallel.common.errors import SMPPartitionError
 from smddp.modelparallel.pipeline.modules import Modules, difference
-from smddp.modelparallel.pipeline.remote_parameter import Home, empty
+from smddp.modelparallel.pipeline.remote_tensor import Home, RemoteBuffers, RemoteTensor, empty
+from smddp.modelparallel.pipeline.step import Form
 
-__all__ = ["MARKER", "Decision", "Placement", "costs_by_size", "own_bytes"]
+__all__ = ["MARKER", "Decision", "Placement", "costs_by_size", "own_bytes", "shared_buffers"]
 
 # The key that marks a state dict, of a model or an optimizer, as that of one rank only.
 MARKER = "_smp_is_partial"
@@ -40,6 +41,30 @@ def costs_by_size(modules: Sequence[nn.Module]) -> list[dict[str, float]]:
     return [{"bytes": float(size), "seconds": 0.0, "cost": size / whole} for size in sizes]
 
 
+def shared_buffers(modules: Modules, owners: Sequence[int | None]) -> list[tuple[int, str, int]]:
+    """Returns the buffers that cannot live with their modules, as in `Decision.shared`.
+
+    Buffers that share memory live where the first of them does, or a parameter that shares it,
+    because a change of one is a change of all.
+
+    Args:
+        modules: of the model.
+        owners: of the modules, by number.
+    """
+    memory = _Memory()
+    found = []
+    for kind in ("_parameters", "_buffers"):
+        for number, module in enumerate(modules.by_number):
+            for name, tensor in getattr(module, kind).items():
+                own = owners[number]
+                if tensor is None or own is None:
+                    continue
+                owner = memory.owner(tensor, own)
+                if owner != own and kind == "_buffers":
+                    found.append((number, name, owner))
+    return found
+
+
 @dataclasses.dataclass
 class Decision:
     """Where every module lives, as plain data that can be sent and saved.
@@ -52,6 +77,8 @@ class Decision:
             whole model, from 0 to 1. For `smp.explain` and the log.
         cut_bytes: bytes that cross borders between partitions, per microbatch and direction.
         method: how it was found; for texts.
+        shared: (number of the module, name, owner) of each buffer that lives where another tensor
+            does whose memory it shares, and not where its module does.
     """
 
     names: list[str]
@@ -59,6 +86,7 @@ class Decision:
     costs: list[dict[str, float]] = dataclasses.field(default_factory=list)
     cut_bytes: float = 0.0
     method: str = "manual"
+    shared: list[tuple[int, str, int]] = dataclasses.field(default_factory=list)
 
     @property
     def parts(self) -> int:
@@ -117,6 +145,7 @@ class Placement:
         decision: that has been applied; None before.
         from_checkpoint: the decision of a checkpoint, which is used again if it fits.
         device: of what lives here.
+        everything_here: this rank has the values of all other ranks, until the next step.
     """
 
     def __init__(self, modules: Modules, rank: int, size: int) -> None:
@@ -126,8 +155,15 @@ class Placement:
         self.decision: Decision | None = None
         self.from_checkpoint: Decision | None = None
         self.device = torch.device("cpu")
+        self.everything_here = False
         self._entries: dict[str, int] = {}
         self._local: set[int] = set()
+        # Of the parameters that live elsewhere, by id.
+        self._homes: dict[int, Home] = {}
+        # Of the buffers that live here, by number and name: what the other ranks know; and what
+        # there was when the step began.
+        self._known_forms: dict[tuple[int, str], Form | None] = {}
+        self._forms_before: dict[tuple[int, str], Form | None] = {}
         # The model as it was wrapped: names do not change if a script wraps it again later.
         self._root = modules.by_number[0]
 
@@ -152,14 +188,15 @@ class Placement:
         self.pins[number] = partition
 
     def apply(self, decision: Decision, device: torch.device) -> None:
-        """Applies a decision: moves what lives here to a device, and empties other parameters.
+        """Applies a decision: moves what lives here to a device, and empties the rest.
 
         Raises:
             SMPPartitionError: the decision belongs to another model, or divides a shared parameter.
         """
         decision.check(self._modules.names)
-        homes = self._homes(decision, device)
+        homes = self._parameter_homes(decision, device)
         owners = {number: home.owner for number, home in homes.items()}
+        buffer_owners = self._buffer_owners(decision)
         self.decision, self.device = decision, device
         self._modules.set_owners(decision.owners)
         for prefix, module in self._root.named_modules(remove_duplicate=False):
@@ -171,20 +208,48 @@ class Placement:
                 if parameter is not None:
                     self._entries[dot + name] = owners[id(parameter)]
             for name in module._buffers:
-                self._entries[dot + name] = self.rank if owner is None else owner
+                self._entries[dot + name] = buffer_owners[number, name]
             self._entries[f"{dot}_extra_state"] = self.rank if owner is None else owner
-            if owner is None or owner == self.rank:
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = buffer.to(device)
+        for number in range(len(self._modules.by_number)):
+            self._place_buffers(number, buffer_owners, device)
         for parameter in list(self._root.parameters()):
-            if owners[id(parameter)] == self.rank:
+            home = homes[id(parameter)]
+            if home.owner == self.rank:
                 self._local.add(id(parameter))
                 parameter.data = parameter.data.to(device)
             else:
-                empty(parameter, homes[id(parameter)])
+                self._homes[id(parameter)] = home
+                empty(parameter, home)
+        self._known_forms = self._forms()
+        self._forms_before = dict(self._known_forms)
 
-    def _homes(self, decision: Decision, device: torch.device) -> dict[int, Home]:
+    def _place_buffers(
+        self, number: int, owners: dict[tuple[int, str], int], device: torch.device
+    ) -> None:
+        """Moves the buffers of a module to the device, or empties them, by where they live."""
+        module, modules = self._modules.by_number[number], self._modules
+        homes: dict[str, Home] = {}
+        for name, buffer in list(module._buffers.items()):
+            if owners[number, name] != self.rank:
+                home = modules.home("buffer", number, name, owners[number, name], device)
+                homes[name] = home
+                if buffer is not None and not isinstance(buffer, RemoteTensor):
+                    empty(buffer, home)
+            elif buffer is not None:
+                module._buffers[name] = buffer.to(device)
+        owner = modules.owners[number]
+        elsewhere = owner is not None and owner != self.rank
+        if homes or elsewhere:
+
+            def make(name: str) -> Home:
+                assert owner is not None
+                return modules.home("buffer", number, name, owner, device)
+
+            module.__dict__["_buffers"] = RemoteBuffers(
+                module._buffers, homes, make if elsewhere else None
+            )
+
+    def _parameter_homes(self, decision: Decision, device: torch.device) -> dict[int, Home]:
         homes: dict[int, Home] = {}
         for number, module in enumerate(self._modules.by_number):
             for name, parameter in module._parameters.items():
@@ -192,7 +257,7 @@ class Placement:
                     continue
                 owner = decision.owners[number]
                 assert owner is not None
-                home = self._modules.home(number, name, owner, device)
+                home = self._modules.home("parameter", number, name, owner, device)
                 if (first := homes.setdefault(id(parameter), home).owner) != owner:
                     raise SMPPartitionError(
                         f"parameter {name!r} of {self._modules.names[number]!r} is shared with a "
@@ -200,6 +265,81 @@ class Placement:
                         "modules that share parameters have to be on the same partition"
                     )
         return homes
+
+    def _buffer_owners(self, decision: Decision) -> dict[tuple[int, str], int]:
+        """Returns the owner of each buffer, by number of the module and name."""
+        found: dict[tuple[int, str], int] = {}
+        for number, module in enumerate(self._modules.by_number):
+            owner = decision.owners[number]
+            for name in module._buffers:
+                found[number, name] = self.rank if owner is None else owner
+        return {**found, **{(number, name): owner for number, name, owner in decision.shared}}
+
+    # --- buffers whose form changes ---------------------------------------------------------------
+
+    def _forms(self) -> dict[tuple[int, str], Form | None]:
+        """Returns the forms of the buffers that live here."""
+        found: dict[tuple[int, str], Form | None] = {}
+        owners = self._modules.owners
+        for number, module in enumerate(self._modules.by_number):
+            buffers = module._buffers
+            remote = buffers if isinstance(buffers, RemoteBuffers) else None
+            if not buffers or (remote is None and owners[number] != self.rank):
+                continue
+            for name, buffer in dict.items(buffers):
+                if remote is not None and remote.home(name) is not None:
+                    continue
+                form = None
+                if buffer is not None:
+                    persistent = name not in module._non_persistent_buffers_set
+                    form = Form(buffer.shape, buffer.dtype, persistent)
+                found[number, name] = form
+        return found
+
+    def begin_step(self) -> None:
+        """Empties what lives elsewhere, if all ranks have had it; notes the forms of buffers."""
+        if not self.applied:
+            return
+        if self.everything_here:
+            self._empty_again()
+        self._forms_before = self._forms()
+
+    def changed_forms(self) -> tuple[dict[tuple[int, str], Form | None], bool]:
+        """Returns the forms of buffers here that are new to other ranks; has the step made them?"""
+        known, forms = self._known_forms, self._forms()
+        new = {
+            place: form
+            for place, form in forms.items()
+            if place not in known or known[place] != form
+        }
+        return new, forms != self._forms_before
+
+    def tell_forms(self, forms: dict[tuple[int, str], Form | None]) -> None:
+        """Notes that the other ranks know these forms of buffers here."""
+        self._known_forms.update(forms)
+
+    def accept_forms(self, forms: dict[tuple[int, str], Form | None]) -> None:
+        """Gives buffers of another rank the forms that it has told."""
+        for (number, name), form in forms.items():
+            module = self._modules.by_number[number]
+            buffers = module._buffers
+            assert isinstance(buffers, RemoteBuffers)
+            if form is None:
+                buffers.clear_place(name)
+                continue
+            buffers.put(name, form.shape, form.dtype)
+            change = module._non_persistent_buffers_set
+            (change.discard if form.persistent else change.add)(name)
+
+    def _empty_again(self) -> None:
+        self.everything_here = False
+        for parameter in self._root.parameters():
+            home = self._homes.get(id(parameter))
+            if home is not None and not isinstance(parameter, RemoteTensor):
+                empty(parameter, home)
+        for module in self._modules.by_number:
+            if isinstance(module._buffers, RemoteBuffers):
+                module._buffers.empty()
 
     def is_local(self, module: nn.Module) -> bool:
         """Says whether a module lives here; one without an owner counts for rank 0."""
@@ -219,8 +359,44 @@ class Placement:
 
     def owns_buffer(self, name: str) -> bool:
         """Says whether the buffer with a name of the original model lives here."""
-        return self._entries.get(name, 0) == self.rank
+        return self.owner_of_entry(name) == self.rank
 
     def owner_of_entry(self, name: str) -> int:
-        """Returns the partition of an entry of the state dict."""
-        return self._entries.get(name, 0)
+        """Returns the partition of an entry of the state dict.
+
+        A buffer that was registered later has the owner of its module.
+        """
+        if name not in self._entries:
+            return self._entries.get(f"{name.rpartition('.')[0]}._extra_state".lstrip("."), 0)
+        return self._entries[name]
+
+
+class _Memory:
+    """Which memory belongs to which owner."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, int] = {}
+        # Per storage: (first address, end, owner).
+        self._ranges: dict[int, list[tuple[int, int, int]]] = {}
+
+    def owner(self, tensor: torch.Tensor, owner: int) -> int:
+        """Returns the owner of a tensor's memory: the given one, unless it had another before."""
+        if id(tensor) in self._by_id:
+            return self._by_id[id(tensor)]
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if plain and tensor.numel():
+            owner = self._of_range(tensor, owner)
+        self._by_id[id(tensor)] = owner
+        return owner
+
+    def _of_range(self, tensor: torch.Tensor, owner: int) -> int:
+        begin = tensor.data_ptr()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        end = begin + tensor.element_size() * (1 + sum((n - 1) * step for n, step in steps))
+        ranges = self._ranges.setdefault(tensor.untyped_storage().data_ptr(), [])
+        for first, last, holder in ranges:
+            if begin < last and first < end:
+                owner = holder
+                break
+        ranges.append((begin, end, owner))
+        return owner

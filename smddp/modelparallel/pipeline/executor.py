@@ -25,6 +25,7 @@ from smddp.modelparallel.pipeline.randomness import RandomState
 from smddp.modelparallel.pipeline.server import Server
 from smddp.modelparallel.pipeline.stall import StallWatch
 from smddp.modelparallel.pipeline.step import (
+    BufferReport,
     Schedule,
     StepBegin,
     StepDriver,
@@ -137,6 +138,7 @@ class Executor:
         self._interrupted = False  # does this rank not wait for the ends of its peers?
         self._name = ""  # of the step function
         self._result: StepResult | None = None
+        self._reports: dict[int, BufferReport] = {}
 
     # --- the life of a step -----------------------------------------------------------------------
 
@@ -181,9 +183,11 @@ class Executor:
                     self.send(peer, Kind.BEGIN, begin)
                 self._begin_step()
                 self._result = driver.drive()
+                report = self._own_report()
                 try:
-                    self._send_end(*self._result)
+                    self._send_end((self._result.header, report), self._result.tensors)
                 except Exception:
+                    del self._reports[self.rank]
                     structures, objects = self._result.header
                     for structure in structures:
                         raise_if_unpicklable("the step function returns", structure, objects)
@@ -209,6 +213,9 @@ class Executor:
                 self.baton.settle()
                 self._keep_partition()
                 self._end_step()
+                if self.partitioned:
+                    order_matters = any(failure.order_matters for failure in self._failures)
+                    model.accept_reports(self._reports, order_matters)
                 self._model = self._driver = None
         if silent and not self._failures:
             raise SMPPeerError(
@@ -451,10 +458,19 @@ class Executor:
             self._send_end(None, [])
             self._stop()
         elif peer == 0:
-            self._result = StepResult(message.header, message.tensors)  # type: ignore[arg-type]
+            header, self._reports[peer] = message.header
+            self._result = StepResult(header, message.tensors)  # type: ignore[arg-type]
             # Sent here, not by the thread in `run`, which has to wake first: all ranks wait for it.
-            self._send_end(None, [])
+            if not self._end_sent:
+                self._send_end(self._own_report(), [])
             self._over.set()
+        elif message.header is not None:
+            self._reports[peer] = message.header
+
+    def _own_report(self) -> BufferReport:
+        assert self._model is not None
+        self._reports[self.rank] = report = self._model.report_buffers()
+        return report
 
     def _stop(self) -> None:
         self.baton.abort()

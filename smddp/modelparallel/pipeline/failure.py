@@ -11,6 +11,7 @@ from smddp.modelparallel.common.errors import SMPError, SMPMicrobatchError, SMPP
 
 __all__ = [
     "Failure",
+    "OrderMattersError",
     "Redo",
     "StructureChangedError",
     "choose",
@@ -24,8 +25,15 @@ class StructureChangedError(Exception):
     """A module has returned another structure than its caller had relied on."""
 
 
+class OrderMattersError(Exception):
+    """Other ranks have read a buffer that the step has changed, while microbatches overlapped."""
+
+
 class Redo(Exception):  # noqa: N818  it is no error
-    """Ends a step that has to be made again; in the second pass every call waits for its result."""
+    """Ends a step that has to be made again.
+
+    In the second pass every call waits for its result, and the microbatches run one after another.
+    """
 
 
 class Failure(NamedTuple):
@@ -37,8 +45,9 @@ class Failure(NamedTuple):
         text: class and message of the exception.
         trace: its traceback.
         pickled: the exception itself; None if it does not pickle.
-        redo: the program has no error, only smp's guess about a structure was wrong; so the step is
-            made again.
+        redo: the program has no error, only smp's guess about a structure, or about buffers, was
+            wrong; so the step is made again.
+        order_matters: the guess was that no buffer changes that other ranks read.
     """
 
     microbatch: int
@@ -47,6 +56,7 @@ class Failure(NamedTuple):
     trace: str
     pickled: bytes | None
     redo: bool = False
+    order_matters: bool = False
 
 
 def summary(error: BaseException) -> str:
@@ -103,8 +113,9 @@ def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
         pickle.loads(pickled)
     except Exception:
         pickled = None
-    redo = isinstance(error, StructureChangedError)
-    return Failure(microbatch, rank, text, trace, pickled, redo)
+    order_matters = isinstance(error, OrderMattersError)
+    redo = order_matters or isinstance(error, StructureChangedError)
+    return Failure(microbatch, rank, text, trace, pickled, redo, order_matters)
 
 
 def _unpickled(failure: Failure) -> BaseException | None:

@@ -23,9 +23,21 @@ class Frame:
         grad: were gradients enabled when it began?
         open: the call graph that has not been sent yet; None if there is none.
         sent: numbers of the call graphs that it has sent; see `Origin.number`.
+        moment: changes with each call of a module on another rank.
     """
 
-    __slots__ = ("depth", "forward", "grad", "microbatch", "name", "open", "order", "path", "sent")
+    __slots__ = (
+        "depth",
+        "forward",
+        "grad",
+        "microbatch",
+        "moment",
+        "name",
+        "open",
+        "order",
+        "path",
+        "sent",
+    )
 
     def __init__(
         self,
@@ -46,3 +58,4 @@ class Frame:
         self.grad = grad
         self.open: Collector | None = None
         self.sent: list[int] = []
+        self.moment = object()

@@ -20,20 +20,29 @@ from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import Structure, flatten, map_tensors
 from smddp.modelparallel.pipeline.calls import Caller
 from smddp.modelparallel.pipeline.collector import Site, predictable
+from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.host import Host
 from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
-from smddp.modelparallel.pipeline.remote_parameter import (
+from smddp.modelparallel.pipeline.remote_tensor import (
     Home,
-    RemoteParameter,
-    patch_averaged_model,
+    Source,
+    force_argument,
+    patch_torch,
+    values_of,
 )
 
 __all__ = ["Modules", "difference"]
 
 _original_call = nn.Module._call_impl
-# What a call has in place of a method if it reads a parameter; the name follows.
-_PARAMETER = "parameter "
+# What a call has in place of a method if it reads a parameter or a buffer; the name follows.
+_PARAMETER, _BUFFER = "parameter ", "buffer "
+# The same for a buffer that was taken from its module before a later call of a module. That module
+# may have put another tensor in its place since.
+_EARLIER_BUFFER = "earlier buffer "
+# The same, but if there is another tensor, the answer is None.
+_SAME_BUFFER = "same buffer "
+_READS = _PARAMETER, _BUFFER, _EARLIER_BUFFER, _SAME_BUFFER
 # `difference` names at most so many modules of each side.
 _NAMED = 5
 # If the structure of a call's result has changed this often, callers always wait for the result
@@ -79,6 +88,10 @@ class Modules:
         forwarding: may values go directly from owner to owner? (`direct_forwarding`)
         predicts_structures: may callers go on before a result has come, if they know its structure?
             Not in the second pass of a step.
+        in_order: do the microbatches of this step run one after the other?
+        buffers_read: (number, name) of the buffers here that other ranks have read in this step.
+        replaced: says whether code has ever put another tensor in the place of a buffer here, which
+            is given by its name in the model.
     """
 
     def __init__(
@@ -88,6 +101,9 @@ class Modules:
         self._rank = host.rank
         self.forwarding = forwarding
         self.predicts_structures = True
+        self.in_order = False
+        self.buffers_read: set[tuple[int, str]] = set()
+        self.replaced: Callable[[str], bool] = lambda _: False
         self.by_number = list(root.modules())
         by_id = {id(module): name for name, module in reversed(list(root.named_modules()))}
         self.names = [by_id[id(module)] or "model" for module in self.by_number]
@@ -112,31 +128,22 @@ class Modules:
                 module = self.by_number[number]
                 object.__setattr__(module, "forward", _RemoteForward(self, number))
 
-    def home(self, number: int, name: str, owner: int, device: torch.device) -> Home:
-        """Returns where a parameter lives.
+    def home(self, kind: str, number: int, name: str, owner: int, device: torch.device) -> Home:
+        """Returns where a parameter or a buffer lives.
 
         Args:
+            kind: "parameter" or "buffer".
             number: of the module that has it.
             name: in that module.
             owner: rank of the pipeline.
             device: of what lives on this rank.
         """
-        prefix = self.names[number] if number else ""
-        full = f"{prefix}.{name}" if prefix else name
-        mine = weakref.ref(self)
+        source = _Owner(self, owner, number, kind, name)
+        return Home(kind, self.full_name(number, name), owner, device, source)
 
-        def read(wanted: str) -> Any:
-            modules = mine()
-            task = modules._baton.task if modules is not None else None
-            if modules is None or task is None or task.frame is None:
-                return None
-            return modules._read(task.frame, owner, number, name) if wanted else True
-
-        return Home(full, owner, device, read)
-
-    def _read(self, frame: Any, owner: int, number: int, name: str) -> Any:
-        """Returns the values of a parameter that lives elsewhere: as a call of its module."""
-        return self._remote(frame, owner, number, _PARAMETER + name, (), {})
+    def full_name(self, number: int, name: str) -> str:
+        """Returns the name in the model of a parameter or buffer, given its module and name."""
+        return f"{self.names[number]}.{name}" if number else name
 
     def end_step(self) -> None:
         """Lets the next steps use the structures that this step has found."""
@@ -153,7 +160,7 @@ class Modules:
         _installed.append(weakref.ref(self))
         nn.Module._call_impl = _call  # type: ignore[method-assign,assignment]
         patch_function_apply()
-        patch_averaged_model()
+        patch_torch()
 
     def number_of(self, module: nn.Module) -> int | None:
         """Returns the number of a module; None if it is not of the model."""
@@ -219,17 +226,16 @@ class Modules:
         objects: list[Any] = []
         structure = _flatten_arguments(args, kwargs, tensors, objects)
         for position, tensor in enumerate(tensors):
-            if type(tensor) is RemoteParameter:
-                values = tensor.home.read(tensor.home.name)
-                assert values is not None, "it is within a step"
-                tensors[position] = values
-            elif tensor.is_meta and hasattr(tensor, "home"):  # computed outside a step
-                raise tensor.home.error()
+            if type(tensor) is not torch.Tensor and type(tensor) is not Lazy:
+                tensors[position] = values_of(tensor)
         collector = self._caller.collector(frame)
         for position, tensor in enumerate(tensors):
             if type(tensor) is Lazy and (tensor.fetch is None or tensor.collector is not collector):
                 tensors[position] = force(tensor)
-        draws = self._draws[number] and not method.startswith(_PARAMETER)
+        reads = method.startswith(_READS)
+        if not reads:
+            frame.moment = object()
+        draws = self._draws[number] and not reads
         seed = draw_seed() if draws else None
         grad = collector.ambient.grad
         key = (number, method, structure, self.by_number[number].training, grad)
@@ -246,15 +252,111 @@ class Modules:
         self._learned[key] = found if known else None
         return value
 
-    def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
+    def _own_value(self, number: int, method: str) -> torch.Tensor | None:
+        """Returns the values of a parameter or a buffer of this rank, for another rank.
+
+        Raises:
+            SMPUsageError: it was taken before a call that may have replaced it, or is sparse.
+        """
         module = self.by_number[number]
-        if method.startswith(_PARAMETER):
-            parameter = module._parameters[method[len(_PARAMETER) :]]
+        prefix = next(prefix for prefix in _READS if method.startswith(prefix))
+        name = method[len(prefix) :]
+        if prefix == _PARAMETER:
+            parameter = module._parameters[name]
             assert parameter is not None
             return parameter.view_as(parameter)
+        buffer = module._buffers[name]
+        full = self.full_name(number, name)
+        gone = prefix in (_EARLIER_BUFFER, _SAME_BUFFER) and (buffer is None or self.replaced(full))
+        if gone and prefix == _SAME_BUFFER:
+            return None
+        if gone:
+            raise SMPUsageError(
+                f"buffer {full!r} was taken from its module, which lives on rank {self._rank} of "
+                "the pipeline, and is used after a later call of a module, which may have put "
+                "another tensor in its place. Read the buffer where its values are needed, or "
+                "take a clone()"
+            )
+        if buffer is None:
+            self.buffers_read.add((number, name))
+            return None
+        if buffer.layout != torch.strided:
+            raise SMPUsageError(
+                f"buffer {full!r} lives on rank {self._rank} of the pipeline and is sparse: it "
+                "cannot be read on another rank. Read it in the forward method of its module"
+            )
+        self.buffers_read.add((number, name))
+        # A copy, because code that runs before it is sent may change the buffer.
+        if buffer.grad_fn is None or not torch.is_grad_enabled():
+            return buffer.clone()
+        copied: torch.Tensor = _Detached.apply(buffer, full)
+        return copied
+
+    def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
+        module = self.by_number[number]
+        if method.startswith(_READS):
+            return self._own_value(number, method)
         if method:
             return getattr(type(module), method)(module, *args, **kwargs)
         return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class _Owner(Source):
+    """The rank where a tensor of the model lives."""
+
+    def __init__(self, modules: Modules, owner: int, number: int, kind: str, name: str) -> None:
+        self._modules = weakref.ref(modules)
+        self._owner, self._number, self._kind, self._name = owner, number, kind, name
+
+    def _frame(self) -> Frame | None:
+        modules = self._modules()
+        task = modules._baton.task if modules is not None else None
+        frame: Frame | None = task.frame if task is not None else None
+        return frame
+
+    def in_step(self) -> bool:
+        return self._frame() is not None
+
+    def in_order(self) -> bool:
+        modules = self._modules()
+        return modules is not None and modules.in_order
+
+    def moment(self) -> Any:
+        frame = self._frame()
+        assert frame is not None
+        return frame.moment
+
+    def values(self, moment: Any) -> Any:
+        modules, frame = self._modules(), self._frame()
+        assert modules is not None
+        assert frame is not None
+        method = _PARAMETER
+        if self._kind == "buffer":
+            method = _BUFFER if moment is frame.moment else _EARLIER_BUFFER
+        return modules._remote(frame, self._owner, self._number, method + self._name, (), {})
+
+    def same_tensor(self) -> Any:
+        modules, frame = self._modules(), self._frame()
+        assert modules is not None
+        method = _SAME_BUFFER + self._name
+        return modules._remote(frame, self._owner, self._number, method, (), {})
+
+
+class _Detached(torch.autograd.Function):
+    """Returns the values of a buffer that has an autograd graph, and refuses gradients for it."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return buffer.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise SMPUsageError(
+            f"buffer {ctx.name!r} was computed with gradients, and was read on another rank: smp "
+            "does not send gradients through buffers. Assign it detached, or return the value from "
+            "the forward method of its module"
+        )
 
 
 # The models of the process, usually one. The newest one is asked first.
@@ -328,7 +430,7 @@ def _forced(value: Any) -> Any:
     """Returns arguments (a tuple or dict) with the values of all lazy tensors in their place."""
     items: Callable[[], Any] = value.values if isinstance(value, dict) else value.__iter__
     if any(not isinstance(item, torch.nn.Parameter) and _may_hide_lazy(item) for item in items()):
-        return map_tensors(force, value)
+        return map_tensors(force_argument, value)
     return value
 
 

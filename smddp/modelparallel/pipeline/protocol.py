@@ -59,7 +59,8 @@ class Kind(enum.IntEnum):
             fields of the `Pass`).
         DONE: the number of the microbatch.
         DROP: the fields of the `Origin` but depth and path.
-        END: a `Failure`; from rank 0 after a success, `StepResult.header`; else None.
+        END: a `Failure`; or after a success, from rank 0 (`StepResult.header`, a `BufferReport`),
+            from the others a `BufferReport`; None from a rank that has heard of a failure.
     """
 
     BEGIN = 1  # rank 0 to all: a step begins
@@ -193,7 +194,8 @@ class Call(NamedTuple):
     Attributes:
         module: its number; see `Modules`.
         method: "forward", when that was called by name; "" when the module itself was. Or
-            "parameter weight" to read the parameter `weight`.
+            "parameter weight" to read the parameter `weight`; "buffer mean", "earlier buffer
+            mean" or "same buffer mean" to read the buffer `mean` (see modules.py).
         structure: of (args, kwargs); see structure.py.
         tensors: of the structure, in its order.
         objects: the numbers of the structure's objects among those of the caller.

@@ -12,7 +12,7 @@ import torch
 
 from smddp.modelparallel.pipeline.frame import Frame
 
-__all__ = ["Schedule", "StepBegin", "StepDriver", "StepModel", "StepResult"]
+__all__ = ["BufferReport", "Form", "Schedule", "StepBegin", "StepDriver", "StepModel", "StepResult"]
 
 # More microbatches than any step has.
 _UNLIMITED = 1 << 30
@@ -83,11 +83,38 @@ class StepResult(NamedTuple):
     tensors: list[torch.Tensor]
 
 
+class Form(NamedTuple):
+    """What a buffer's owner tells the other ranks of a buffer; None stands for "no tensor".
+
+    Attributes:
+        shape, dtype: of the tensor.
+        persistent: is it part of state dicts?
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    persistent: bool
+
+
+class BufferReport(NamedTuple):
+    """What a rank tells the others of the buffers that live on it, at the end of a step.
+
+    Attributes:
+        changed: the step has changed one that another rank has read, so the order of the
+            microbatches matters.
+        forms: those that have changed, by number of the module and name.
+    """
+
+    changed: bool
+    forms: dict[tuple[int, str], Form | None]
+
+
 class StepModel(Protocol):
     """The model that a step trains.
 
-    The holder of the baton calls the last three methods. After a failure the thread in
-    `Executor.run` may call `apply`; no task is left then.
+    The holder of the baton calls `accept_begin`, `apply`, `end_microbatch` and `report_buffers`.
+    The thread in `Executor.run` calls the others; also `report_buffers` on rank 0, and `apply`
+    after a failure, when no task is left.
 
     Attributes:
         steps: how many steps have begun, including the present one.
@@ -110,6 +137,22 @@ class StepModel(Protocol):
 
     def end_microbatch(self, microbatch: int) -> None:
         """Notes that a microbatch gives no more gradients on this rank."""
+
+    def report_buffers(self) -> BufferReport:
+        """Returns what to tell the other ranks of the buffers here, when all work has ended.
+
+        Raises:
+            OrderMattersError: the step has to be made again, with one microbatch after the other.
+        """
+
+    def accept_reports(self, reports: dict[int, BufferReport], order_matters: bool) -> None:
+        """Takes over what the ranks say of their buffers, after the step.
+
+        Args:
+            reports: by rank of the pipeline, that of this rank included; not those of ranks that
+                have heard of a failure.
+            order_matters: the step has failed because the order of the microbatches matters.
+        """
 
 
 class StepDriver(Protocol):

@@ -121,10 +121,10 @@ def _count_repetitions(runtime: Any) -> list[int]:
     again: list[int] = []
     begin = runtime.begin_step
 
-    def counted(microbatches: int, repeated: bool) -> None:
+    def counted(name: str, schedule: Any, repeated: bool) -> Any:
         if repeated:
             again.append(runtime.steps)
-        begin(microbatches, repeated)
+        return begin(name, schedule, repeated)
 
     runtime.begin_step = counted
     return again

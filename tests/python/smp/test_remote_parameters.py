@@ -157,6 +157,9 @@ def refused() -> None:
         nn.init.zeros_,
         lambda p: setattr(p, "data", torch.ones(4, 4)),
         lambda p: torch._foreach_mul_([p], 2.0),
+        lambda p: p.data.clamp_(-1, 1),
+        lambda p: p.detach()[0].view(2, 2).zero_(),
+        lambda p: torch.add(p, 1, out=p),
     ]
     for change in changes:  # noqa: B007  the step uses it
         with torch.no_grad(), pytest.raises(SMPMicrobatchError, match="would change a copy of it"):
