@@ -524,11 +524,14 @@ def patch_torch() -> None:
 
     `AveragedModel` averages on each rank what lives there. A copy from before the first step has
     everything. As there is nothing to average with, what lives elsewhere becomes empty in it, too.
+    `backward(inputs=…)` raises for remote tensors.
     """
     AveragedModel.update_parameters = _update_parameters  # type: ignore[method-assign]
+    torch.autograd.backward = _backward
 
 
 _original_update = AveragedModel.update_parameters
+_original_backward = torch.autograd.backward
 
 
 @functools.wraps(_original_update)
@@ -539,6 +542,21 @@ def _update_parameters(self: AveragedModel, model: nn.Module) -> None:
         if isinstance(original, RemoteTensor) and not isinstance(average, RemoteTensor):
             empty(average, original.home.copy())
     _original_update(self, model)
+
+
+@functools.wraps(_original_backward)
+def _backward(*args: Any, **kwargs: Any) -> None:
+    inputs = kwargs.get("inputs", args[5] if len(args) > 5 else None)
+    for one in tree_leaves(inputs) if inputs is not None else ():
+        if isinstance(one, RemoteTensor):
+            home = one.home
+            raise SMPUsageError(
+                f"backward(inputs=…) cannot reach {home.kind} {home.name!r}, which lives on rank "
+                f"{home.owner} of the pipeline: call model.backward(loss), and read its `grad` on "
+                "that rank after the step. For parameters that shall get no gradient, call "
+                "requires_grad_(False) on all ranks before the step"
+            )
+    _original_backward(*args, **kwargs)
 
 
 def _lazily(value: Any) -> Any:

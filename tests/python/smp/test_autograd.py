@@ -186,3 +186,40 @@ def test_second_derivatives_through_a_remote_module_are_refused() -> None:
         assert "create_graph=True" in text
         assert "'inner'" in text
         assert "smp.set_partition" in text
+
+
+def asked(pp: int) -> Any:
+    """Asks for the gradients of some parameters."""
+    smp.init({"partitions": pp, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    torch.manual_seed(0)
+    module = Net(pp)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: Any, x: Tensor, names: list[str]) -> Any:
+        inputs = [module.get_parameter(name) for name in names]
+        loss = model(x).sum()
+        loss.backward(inputs=inputs)
+
+    def found() -> dict[str, Any]:
+        return {name: p.grad for name, p in model.local_named_parameters() if p.grad is not None}
+
+    x = torch.randn(4, WIDTH)
+    step(model, x, ["first.weight"])
+    local = found()
+    texts = []
+    if pp > 1:
+        for names in (["inner.last.weight"], ["first.bias", "inner.before.bias"]):
+            with pytest.raises(SMPMicrobatchError) as caught:
+                step(model, x, names)
+            texts.append(str(caught.value))
+    return local, texts
+
+
+def test_gradients_of_chosen_parameters_are_those_of_this_rank_or_refused() -> None:
+    (expected,) = check_ranks(asked, "1", 1)
+    for rank, (local, texts) in enumerate(check_ranks(asked, "2", 2)):
+        torch.testing.assert_close(local, expected[0] if rank == 0 else {})
+        for name, text in zip(("inner.last.weight", "inner.before.bias"), texts, strict=True):
+            assert f"SMPUsageError: backward(inputs=…) cannot reach parameter {name!r}" in text
+            assert "lives on rank 1 of the pipeline: call model.backward(loss)" in text
