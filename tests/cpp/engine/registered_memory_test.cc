@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <numeric>
 #include <set>
 
 #include "engine/calls.h"
@@ -64,11 +65,12 @@ class Card final : public transport::Transport {
   size_t targetBytes_ = 0;
 };
 
-// Runs on two nodes of one rank; `body` gets the rank's card.
-void runOnCards(const std::function<void(RankContext&, Card&)>& body) {
-  std::vector<Card*> cards(2);
+// `layout`: ranks per node. `body` gets the rank's card.
+void runOnCards(const std::vector<int>& layout,
+                const std::function<void(RankContext&, Card&)>& body) {
+  std::vector<Card*> cards(static_cast<size_t>(std::accumulate(layout.begin(), layout.end(), 0)));
   runRanks(
-      {1, 1}, [&](RankContext& rank) { body(rank, *cards[rank.rank]); },
+      layout, [&](RankContext& rank) { body(rank, *cards[rank.rank]); },
       [&](Rank rank, engine::Engine::Options& options) {
         options.process.fabric = [&cards, rank] {
           auto card = std::make_unique<Card>();
@@ -85,11 +87,11 @@ void sumOnes(RankContext& rank, engine::Group& group, size_t count) {
   request.timeout = kTimeout;
   const auto completion = rank.engine.submit(group, std::move(request));
   if (completion->error()) throw *completion->error();
-  EXPECT_EQ(ones, std::vector<float>(count, 2.0f));
+  EXPECT_EQ(ones, std::vector<float>(count, static_cast<float>(rank.size)));
 }
 
 TEST(RegisteredMemoryTest, SumsLeaveFromWhereTheyAre) {
-  runOnCards([](RankContext& rank, Card& card) {
+  runOnCards({2, 2}, [](RankContext& rank, Card& card) {
     // Vectors get longer, so that staging memory grows after puts were made from it.
     for (const size_t count : {size_t{20'000}, size_t{300'000}, size_t{2'000'000}}) {
       for (int round = 0; round < 4; ++round) sumOnes(rank, *rank.group, count);
@@ -101,8 +103,19 @@ TEST(RegisteredMemoryTest, SumsLeaveFromWhereTheyAre) {
   });
 }
 
+// Where every node has one rank, puts leave from the caller's tensor, which nobody has registered.
+TEST(RegisteredMemoryTest, TensorsAreCopiedForACardThatMustKnowThem) {
+  runOnCards({1, 1}, [](RankContext& rank, Card& card) {
+    sumOnes(rank, *rank.group, 300'000);
+    rank.engine.call([&] {
+      EXPECT_GT(card.traffic().put, 300'000u);
+      EXPECT_EQ(card.traffic().copied, card.traffic().put);
+    });
+  });
+}
+
 TEST(RegisteredMemoryTest, ShortMessagesNeedLittleMemory) {
-  runOnCards([](RankContext& rank, Card& card) {
+  runOnCards({1, 1}, [](RankContext& rank, Card& card) {
     const auto windowsOf = [&](size_t count) {
       for (int round = 0; round < 8; ++round) sumOnes(rank, *rank.group, count);
       size_t bytes = 0;
@@ -119,7 +132,7 @@ TEST(RegisteredMemoryTest, ShortMessagesNeedLittleMemory) {
 // A card writes to the pages that were registered. Pages that were given back would read as zeros, but the first line
 // of each window must hold the header of a message since its first group.
 TEST(RegisteredMemoryTest, GroupsThatComeAndGoUseTheSamePages) {
-  runOnCards([](RankContext& rank, Card& card) {
+  runOnCards({2, 2}, [](RankContext& rank, Card& card) {
     constexpr size_t kGroups = 6;
     size_t ofOneGroup = 0;
     int givenBack = 0;
