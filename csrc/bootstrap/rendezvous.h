@@ -39,9 +39,9 @@
 
 #include "bootstrap/introduction.h"
 #include "bootstrap/locality.h"
-#include "common/seal.h"
 #include "bootstrap/store.h"
 #include "common/clock.h"
+#include "common/seal.h"
 #include "common/types.h"
 
 namespace smddp::bootstrap {
