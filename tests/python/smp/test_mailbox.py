@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_ranks
+from ranks import check_ranks, rotating
 
 from smddp import _C
 from smddp.modelparallel.pipeline.channel import Channel, Ended, _ThreadStreams
@@ -73,6 +74,26 @@ def test_a_wrong_description_of_a_tensor_is_refused(place: int, value: int) -> N
     front[16 + place] = value
     with pytest.raises(RuntimeError, match="damaged"):
         _C.decode_front(front)
+
+
+@pytest.mark.parametrize("seed", rotating(list(range(40)), 4))
+def test_what_is_damaged_at_random_is_refused_or_decoded(seed: int) -> None:
+    """Takes the place of a fuzzer: the decoder makes tensors, and torch is not instrumented."""
+    random = Random(seed)
+    for header, tensors in messages(0):
+        right = bytes(_C.encode_message(header[:100], tensors[:50], False, 0)[0].numpy())
+        for _ in range(200):
+            front = bytearray(right)
+            for _ in range(random.randint(1, 4)):
+                # Most of what is checked stands at the beginning.
+                place = random.randrange(min(len(front), random.choice([64, len(front)])))
+                front[place] = random.choice([0, 1, 127, 128, 255, random.randrange(256)])
+            cut = torch.frombuffer(front, dtype=torch.uint8)[: random.randint(1, 2 * len(front))]
+            try:
+                found, places = _C.decode_front(cut)[1:]
+            except RuntimeError:
+                continue
+            assert len(found) >= len(places)
 
 
 def new_mailbox() -> _C.Mailbox:
