@@ -1,5 +1,6 @@
 // Fuzzes everything that is read from the store: introductions, probe reports, addresses, seals, the keys of a meeting.
 #include <cstdlib>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -41,6 +42,12 @@ void introductions(Script& script) {
   Introduction mine = introduceThisProcess(Settings(), ProcessId{});
   (void)needsProbing({mine, parsed});
   (void)decideLocality({mine, parsed}, {{}, {{{0, "why"}}}}, 0);
+  Introduction mate = parsed;
+  mate.processId.front() ^= std::byte{1};
+  const bool isExhausted = parsed.slab.size() % 2 != 0;
+  (void)decideLocality({mate, parsed}, {{}, {{{0, "why", isExhausted}}}}, 0);
+  (void)decideLocality({mate, parsed}, {{}, {}}, 0);
+  checkAgreement({mate, parsed});
   checkAgreement({mine, parsed});
 }
 
@@ -52,7 +59,14 @@ void meeting(Script& script) {
   Rendezvous rendezvous(store, "g", me, size, 0, seal);
   const auto introductions = rendezvous.exchange(introduceThisProcess(Settings(), ProcessId{}));
   if (introductions.size() != static_cast<size_t>(size)) std::abort();
-  const auto probe = [&](const Introduction&, std::string*) { return script.byte() % 2 != 0; };
+  const auto probe = [&](const Introduction&, std::string*) {
+    switch (script.byte() % 4) {
+      case 0: return false;
+      case 1: raise(ErrorKind::Resource, "no memory");
+      case 2: throw std::runtime_error("why");
+      default: return true;
+    }
+  };
   (void)rendezvous.agreeOnNodes(introductions, probe);
 }
 

@@ -54,13 +54,13 @@ void puts(Script& script) {
   fid_domain unused{};
   Registry registry{unused, nullptr, /*mrMode=*/0, /*remote=*/false};
   // The sanitizer guards it on both sides.
-  std::vector<std::byte> memory(1000);
+  std::vector<std::byte> memory(100);
   const RemoteKey key = registry.add(memory);
   Reassembly reassembly(registry);
   while (!script.done()) {
     auto fragment = script.number<FragmentHeader>();
     if (script.byte() % 4 != 0) fragment.slot.region = key;
-    if (script.byte() % 4 != 0) fragment.totalBytes %= 1024;
+    if (script.byte() % 4 != 0) fragment.totalBytes %= 128;
     const auto bytes = script.piece();
     try {
       (void)reassembly.accept(fragment, bytes);

@@ -1,4 +1,5 @@
-// Fuzzes connections to a lifeline: the bytes that they send, in which pieces, and when they close.
+// Fuzzes connections to a lifeline, and those that it makes: the bytes that the other side sends, in which pieces, and
+// when it closes.
 #include <fcntl.h>
 #include <sys/socket.h>
 
@@ -30,6 +31,35 @@ FileDescriptor visit(const Endpoint& endpoint) {
   return socket;
 }
 
+// Where the lifeline finds peers that it must connect to.
+struct Door {
+  FileDescriptor listener{::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)};
+  Endpoint endpoint = parseNumericAddress("127.0.0.1");
+
+  Door() {
+    socklen_t size = sizeof endpoint.storage;
+    if (::bind(listener.get(), endpoint.address(), endpoint.size()) != 0 ||
+        ::listen(listener.get(), 64) != 0 ||
+        ::getsockname(listener.get(), endpoint.address(), &size) != 0) {
+      std::abort();
+    }
+  }
+  // The next connection of the lifeline; none if there is none.
+  FileDescriptor open() {
+    FileDescriptor socket(
+        ::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    const linger none{1, 0};
+    if (socket) ::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &none, sizeof none);
+    return socket;
+  }
+};
+
+// One for all inputs, because thousands of them a second would use up the ports.
+Door& theDoor() {
+  static auto* const door = new Door;
+  return *door;
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -53,12 +83,20 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       case 1:
         // Processes with smaller numbers must connect to us.
         line.connect(serialise(LifelineAddress{endpoint, process(1 + what / 8)}), "a peer");
-        introduced = std::min<size_t>(introduced + 1, 32);
+        introduced = std::min<size_t>(introduced + 1, 64);
         break;
       case 2:
         if (visitor != nullptr) *visitor = FileDescriptor();
         break;
       case 3: poll(); break;
+      case 4: {
+        // It must connect to processes with greater numbers. One that is introduced again is connected to once.
+        const ProcessId peer = process(kSelf + 1 + what / 8);
+        line.connect(serialise(LifelineAddress{theDoor().endpoint, peer}), "a peer");
+        introduced = std::min<size_t>(introduced + 1, 64);
+        if (visitors.size() < 8) visitors.push_back(theDoor().open());
+        break;
+      }
       default: {
         const auto bytes = script.piece();
         if (visitor != nullptr && *visitor) {
@@ -70,6 +108,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (!options.seal.isEmpty() && line.numConnected() > 0) std::abort();
   }
   poll();
+  line.leave();
+  while (theDoor().open()) {
+  }
   if (departed > introduced) std::abort();
   return 0;
 }

@@ -7,6 +7,7 @@
 #include "common/ownership.h"
 #include "engine/call.h"
 #include "engine/matcher.h"
+#include "hostile_transport.h"
 #include "script.h"
 #include "transport/channel_table.h"
 
@@ -19,33 +20,6 @@ using transport::Bytes;
 
 constexpr uint64_t kGroup = 1;
 constexpr int64_t kMessageBytes = 64, kWindow = 4;
-
-// Accepts everything that is sent, and delivers nothing by itself.
-class Wire final : public transport::Transport {
- public:
-  std::vector<std::byte> address() const override { return {}; }
-  transport::PeerId connect(Bytes, const std::string&) override { return 0; }
-  transport::RemoteKey registerMemory(std::span<std::byte>) override { return {}; }
-  bool control(transport::PeerId, Bytes) override { return true; }
-  bool put(transport::PeerId, const transport::RemoteSlot&, uint32_t, Bytes, transport::Payload,
-           uint64_t token) override {
-    done_.push_back(token);
-    return true;
-  }
-  size_t poll(transport::Sink& sink) override {
-    const auto done = std::exchange(done_, {});
-    for (const uint64_t token : done) sink.onPutDone(token);
-    if (next_) std::exchange(next_, nullptr)(sink);
-    return done.size();
-  }
-  std::string describe() const override { return "fuzzer"; }
-  // Sets what the next poll() delivers.
-  void deliver(std::function<void(transport::Sink&)> event) { next_ = std::move(event); }
-
- private:
-  std::vector<uint64_t> done_;
-  std::function<void(transport::Sink&)> next_;
-};
 
 class Peer final : public Matcher::Host, public transport::ControlSink {
  public:
@@ -65,7 +39,7 @@ class Peer final : public Matcher::Host, public transport::ControlSink {
 
   Ownership ownership;
   bool full = false;  // the transport has no room
-  Wire wire;
+  fuzz::HostileTransport wire;
   transport::ChannelTable table{wire, *this};
   std::vector<std::byte> window =
       std::vector<std::byte>(kWindow * transport::slotStride(kMessageBytes));
@@ -94,6 +68,7 @@ void play(Script& script, Peer& peer, std::vector<std::vector<std::byte>>& buffe
     }
     case 2:
       peer.full = what >= 128;
+      peer.wire.setFull(what >= 192);
       peer.matcher.advance();
       break;
     case 3: {

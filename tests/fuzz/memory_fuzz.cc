@@ -36,7 +36,12 @@ struct Node {
 
 // One node for all inputs, because to make one takes longer than to run an input.
 Node& theNode() {
-  static auto* const node = new Node;
+  static auto* const node = [] {
+    auto* const made = new Node;
+    // The first transport of a process makes its rings, the others use them.
+    for (const auto& slab : {made->ours, made->mates}) ShmTransport first(slab);
+    return made;
+  }();
   return *node;
 }
 
@@ -82,51 +87,68 @@ void locate(Script& script, Node& node) {
     node.mates->page().commSegments[location.index].store(tag | 1);
   }
   const size_t bytes = script.number<uint32_t>();
+  if (script.byte() % 4 == 3) location.segment.bytes = script.number<uint64_t>();
   std::byte* const found = memory.resolve(location, bytes);
   if (found < node.mates->data() || found + bytes > node.mates->data() + node.mates->size()) {
     std::abort();
   }
 }
 
-void run(Script& script) {
-  Node* const node = &theNode();
-  const uint64_t ringsOffset = node->mates->page().ringsOffset.load();
-  Nobody sink;
-  {
-    ShmTransport mate(node->mates);
-    ShmTransport we(node->ours);
-    (void)mate.connect(we.address(), "we");
-    const PeerId peer = we.connect(mate.address(), "the mate");
-    Ring& incoming = ringsOf(*node->ours).rings[0];
-    Ring& outgoing = ringsOf(*node->mates).rings[0];
-    const std::byte payload[24] = {};
-    while (!script.done()) {
-      switch (script.byte() % 4) {
-        case 0: (void)we.control(peer, script.piece()); break;
-        case 1:
-          (void)we.put(peer, script.number<RemoteSlot>(), 1, std::vector<std::byte>(kHeaderBytes),
-                       payload, 1);
-          break;
-        case 2: (void)we.poll(sink); break;
-        default: play(script, incoming, outgoing, *node);
-      }
+// Restores the state for the next input.
+struct Restorer {
+  Node& node;
+  const uint64_t ringsOffset = node.mates->page().ringsOffset.load();
+
+  ~Restorer() {
+    for (Slab* slab : {node.ours.get(), node.mates.get()}) {
+      ProcessPage& page = slab->page();
+      page.life.store(Life::Running);
+      page.ringsGeneration.store(0);
+      if (slab == node.mates.get() && ringsOffset != 0) page.ringsOffset.store(ringsOffset);
+      RingTable& rings = ringsOf(*slab);
+      Ring& first = rings.rings[0];
+      rings.claim(first).state.store(RingState::Free);
+      first.head.store(0);
+      first.tail.store(0);
+      first.refused.store(0);
     }
-    (void)we.poll(sink);
-    (void)describeLife(*Mate::attach(node->mates->address()));
   }
-  // Restore the state for the next input.
-  for (Slab* slab : {node->ours.get(), node->mates.get()}) {
-    ProcessPage& page = slab->page();
-    page.life.store(Life::Running);
-    page.ringsGeneration.store(0);
-    if (slab == node->mates.get() && ringsOffset != 0) page.ringsOffset.store(ringsOffset);
-    RingTable& rings = ringsOf(*slab);
-    Ring& first = rings.rings[0];
-    rings.claim(first).state.store(RingState::Free);
-    first.head.store(0);
-    first.tail.store(0);
-    first.refused.store(0);
+};
+
+void run(Script& script, bool isWrongAddress) {
+  Node& node = theNode();
+  const Restorer restorer{node};
+  Nobody sink;
+  ShmTransport mate(node.mates);
+  ShmTransport we(node.ours);
+  (void)mate.connect(we.address(), "we");
+  auto address = mate.address();
+  // It must name our own files, so pid and descriptor stay.
+  if (isWrongAddress) {
+    constexpr size_t kKept = offsetof(SegmentAddress, bytes);
+    const auto bytes = script.piece();
+    const size_t at = kKept + script.byte() % (address.size() - kKept);
+    std::copy_n(bytes.begin(), std::min(bytes.size(), address.size() - at),
+                address.begin() + static_cast<std::ptrdiff_t>(at));
+    if (script.byte() % 8 == 0) address.resize(script.byte());
   }
+  const PeerId peer = we.connect(address, "the mate");
+  Ring& incoming = ringsOf(*node.ours).rings[0];
+  Ring& outgoing = ringsOf(*node.mates).rings[0];
+  const std::byte payload[24] = {};
+  while (!script.done()) {
+    switch (script.byte() % 4) {
+      case 0: (void)we.control(peer, script.piece()); break;
+      case 1:
+        (void)we.put(peer, script.number<RemoteSlot>(), 1, std::vector<std::byte>(kHeaderBytes),
+                     payload, 1);
+        break;
+      case 2: (void)we.poll(sink); break;
+      default: play(script, incoming, outgoing, node);
+    }
+  }
+  (void)we.poll(sink);
+  (void)describeLife(*Mate::attach(node.mates->address()));
 }
 
 }  // namespace
@@ -134,10 +156,11 @@ void run(Script& script) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Script script(data, size);
   try {
-    if (script.byte() % 4 == 0) {
+    const uint8_t what = script.byte();
+    if (what % 4 == 0) {
       locate(script, theNode());
     } else {
-      run(script);
+      run(script, what % 4 == 3);
     }
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::Internal) std::abort();

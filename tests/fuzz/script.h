@@ -14,6 +14,7 @@ class Script {
   Script(const uint8_t* data, size_t size) : left_(std::as_bytes(std::span(data, size))) {}
 
   bool done() const { return left_.empty(); }
+  size_t left() const { return left_.size(); }
   uint8_t byte() { return number<uint8_t>(); }
   // After the end of the input the value is zero.
   template <typename T>
