@@ -45,7 +45,7 @@ test:  ## all kinds of test in 25 minutes: C++, Python, C++ again under sanitize
 test-all: export ALL_SEEDS := 1
 test-all: export FUZZ_SECONDS := 120
 test-all:  ## everything, for hours: every case and seed, torch's own tests, fuzzers for minutes, all releases of torch
-	@tools/stages.sh build test-cpp test-python-all test-torch sanitize-address,undefined fuzz sanitize-thread
+	@tools/stages.sh build test-cpp test-python-all test-torch sanitize-address,undefined fuzz fuzz-check sanitize-thread
 	for release in $(OTHER_TORCHES); do TORCH=$$release tools/stages.sh test-python || exit 1; done
 
 .PHONY: test-fast
@@ -87,6 +87,10 @@ sanitize-%:
 fuzz:  ## each parser of bytes from peers or the store under libFuzzer, FUZZ_SECONDS=10 each
 	@tools/setup.sh sanitized address,undefined fuzzers
 	setarch -R tests/fuzz/run.sh build/address,undefined $(FUZZ_SECONDS)
+
+.PHONY: fuzz-check
+fuzz-check:  ## do the fuzzers reach the parsers, and find the bugs that are planted for them?
+	setarch -R python3 tests/fuzz/check.py
 
 .PHONY: demo
 demo: setup  ## train a real model on 2 nodes x 2 ranks of this machine, beside gloo

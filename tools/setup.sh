@@ -7,6 +7,7 @@
 #   tools/setup.sh               + `import smddp` works in .venv
 #   tools/setup.sh python-tests  + the device of the Python tests
 #   tools/setup.sh sanitized <sanitizers> <target>   a target of build/<sanitizers>: the core, its tests, the fuzzers
+#   tools/setup.sh fuzz-coverage <target>   a target of build/fuzz-coverage: fuzzers that count which lines they reach
 #   tools/setup.sh lint          + the programs for `make lint`
 #
 # TORCH=2.11 selects another torch release, with its own environment and build folder.
@@ -90,6 +91,14 @@ sanitized() {
   compile "build/$1" "${options[@]}"
 }
 
+fuzz-coverage() {
+  packages
+  install_packages clang libclang-rt-dev llvm
+  targets=("$1")
+  compile build/fuzz-coverage -DSMDDP_SANITIZE=address,undefined -DCMAKE_CXX_COMPILER=clang++ \
+    -DCMAKE_CXX_FLAGS="-fprofile-instr-generate -fcoverage-mapping"
+}
+
 develop() {
   targets=(_C "$@")
   build
@@ -115,7 +124,7 @@ lint() {
 }
 
 case "${1:-develop}" in
-  packages | environment | build | sanitized | develop | lint) "${@:-develop}" ;;
+  packages | environment | build | sanitized | fuzz-coverage | develop | lint) "${@:-develop}" ;;
   python-tests) develop fake_device ;;
   *) die "unknown step $1" ;;
 esac
