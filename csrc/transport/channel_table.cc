@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <ranges>
 #include <utility>
 
 #include "common/error.h"
@@ -284,17 +283,19 @@ void ChannelTable::closeGroup(uint64_t group) {
                  kMost = std::numeric_limits<Rank>::max();
   const ChannelKey first{group, 0, 0, kLeast, kLeast}, last{group, 255, 255, kMost, kMost};
   const auto ofGroup = [&](auto& channels) {
-    return std::ranges::subrange(channels.lower_bound(first), channels.upper_bound(last));
+    return std::pair(channels.lower_bound(first), channels.upper_bound(last));
   };
 
-  const auto opens = ofGroup(keptOpens_);
-  for (const auto& [key, kept] : opens) {
+  const auto [firstOpen, endOfOpens] = ofGroup(keptOpens_);
+  for (auto it = firstOpen; it != endOfOpens; ++it) {
+    const KeptOpen& kept = it->second;
     sendClose(kept.from, kept.message.header.channel, group, 0);
   }
-  keptOpens_.erase(opens.begin(), opens.end());
+  keptOpens_.erase(firstOpen, endOfOpens);
 
-  const auto senders = ofGroup(sendByKey_);
-  for (const auto& [key, channel] : senders) {
+  const auto [firstSender, endOfSenders] = ofGroup(sendByKey_);
+  for (auto it = firstSender; it != endOfSenders; ++it) {
+    SendChannel* const channel = it->second;
     channel->closed_ = true;
     if (channel->open()) {
       sendByRemoteId_.erase({channel->peer_, channel->remoteId_});
@@ -302,16 +303,17 @@ void ChannelTable::closeGroup(uint64_t group) {
     }
     if (channel->flushed_ == channel->sent_) forget(sending_, channel->serial_);
   }
-  sendByKey_.erase(senders.begin(), senders.end());
+  sendByKey_.erase(firstSender, endOfSenders);
 
   std::erase_if(owing_, [group](ReceiveChannel* c) { return c->key_.group == group; });
-  const auto receivers = ofGroup(receiveByKey_);
-  for (const auto& [key, channel] : receivers) {
+  const auto [firstReceiver, endOfReceivers] = ofGroup(receiveByKey_);
+  for (auto it = firstReceiver; it != endOfReceivers; ++it) {
+    ReceiveChannel* const channel = it->second;
     channel->closed_ = true;
     channel->memory_ = {};
     retireIfSettled(*channel);
   }
-  receiveByKey_.erase(receivers.begin(), receivers.end());
+  receiveByKey_.erase(firstReceiver, endOfReceivers);
 }
 
 bool ChannelTable::drained(uint64_t group) const { return !numChannels_.contains(group); }

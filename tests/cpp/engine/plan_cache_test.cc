@@ -20,7 +20,7 @@ class PlanCacheTest : public testing::Test {
   }
 
   const plan::Topology topology_ = plan::Topology::fromNames({"a", "a", "b"}, 0);
-  const plan::Limits limits_;
+  const plan::Limits limits_{};
   PlanCache cache_{topology_, limits_, "", kLimit};
 };
 
