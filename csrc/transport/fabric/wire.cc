@@ -8,6 +8,7 @@ namespace smddp::transport::fabric {
 namespace {
 
 constexpr uint32_t kAddressVersion = 0x73614101;
+constexpr size_t kMaxProviderBytes = 63, kMaxNameBytes = 399;
 
 struct AddressHeader {
   uint32_t version;
@@ -21,8 +22,8 @@ static_assert(sizeof(AddressHeader) == 16);
 }  // namespace
 
 std::vector<std::byte> encode(const Address& address) {
-  SMDDP_CHECK(address.provider.size() < 64 && address.name.size() < 400, "address of {} bytes",
-              address.name.size());
+  SMDDP_CHECK(address.provider.size() <= kMaxProviderBytes && address.name.size() <= kMaxNameBytes,
+              "address of {} bytes", address.name.size());
   const AddressHeader header{kAddressVersion, address.protocol,
                              static_cast<uint8_t>(address.provider.size()),
                              static_cast<uint16_t>(address.name.size()), address.id};
@@ -37,6 +38,7 @@ std::vector<std::byte> encode(const Address& address) {
 Address decodeAddress(Bytes bytes) {
   const auto header = readStruct<AddressHeader>(bytes);
   if (!header || header->version != kAddressVersion || header->protocol > Protocol::Send ||
+      header->providerBytes > kMaxProviderBytes || header->nameBytes > kMaxNameBytes ||
       bytes.size() != sizeof(*header) + header->providerBytes + header->nameBytes)
     raise(ErrorKind::Transport,
           "a peer's fabric address cannot be read; all ranks must run the same version of smddp");
