@@ -278,24 +278,30 @@ void Lifeline::onLaterBytes(Connections::iterator it) {
     return;
   }
   if (*other == kGivenUp) {
-    return fail(it, fmt::format("it had no answer from the other host for {:.1f} s, and gave it up",
-                                static_cast<double>(options_.hostTimeout) * 1e-9));
+    return fail(it, "it had no answer from the other host, and gave it up");
   }
   if (*other != kGoodbye) return fail(it, "it sent bytes that no lifeline carries");
   depart(it->second.peer, true, "it left the group");
   drop(it);
 }
 
-void Lifeline::probe(const ProcessId& process) {
+bool Lifeline::probe(const ProcessId& process) {
   const auto it = find(process);
-  if (it == connections_.end() || it->second.state != State::Connected) return;
+  if (it == connections_.end() || it->second.state != State::Connected) return false;
   HostWatch& watch = it->second.watch;
   watch.look(it->second.socket, peers_.at(process).endpoint, clock_.now());
   const Nanoseconds silent = watch.silence().host;
-  if (silent < options_.hostTimeout) return;
+  if (silent < options_.hostTimeout) return false;
+  giveUp(process, fmt::format("its host has not answered for {:.1f} s: it is down or cut off",
+                              static_cast<double>(silent) * 1e-9));
+  return true;
+}
+
+void Lifeline::giveUp(const ProcessId& process, const std::string& cause) {
+  const auto it = find(process);
+  if (it == connections_.end() || it->second.state != State::Connected) return;
   sendAll(it->second.socket, std::span(&kGivenUp, 1));
-  fail(it, fmt::format("its host has not answered for {:.1f} s: it is down or cut off",
-                       static_cast<double>(silent) * 1e-9));
+  fail(it, cause);
   rearm();
 }
 

@@ -75,8 +75,10 @@ class Lifeline {
   size_t numExpected() const;
 
   // Makes sure that the peer's host is still reached: if it is silent for too long, the peer departs. Call it repeatedly
-  // while waiting for the peer.
-  void probe(const ProcessId& process);
+  // while waiting for the peer. True when it has been given up just now.
+  bool probe(const ProcessId& process);
+  // Lets a peer depart whose host is silent, and tells it so, if it can hear that.
+  void giveUp(const ProcessId& process, const std::string& cause);
   // As the last probes have found it.
   Silence silenceOf(const ProcessId& process) const;
 

@@ -15,6 +15,7 @@ struct Break {
   // words of its own (Sentinel::inWords): the rank that was lost may be alive, and receive this.
   Rank lost = -1;
   Rank noticedBy = -1;
+  bool isHostSilent = false;  // why it was lost; known on the node of `noticedBy` only
 
   bool concerns(uint64_t sequence) const { return sequence >= from; }
 };

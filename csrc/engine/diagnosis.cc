@@ -13,7 +13,7 @@ constexpr Nanoseconds kHostSilence = 500'000'000;
 void Diagnosis::inquire(const std::set<Rank>& awaited, uint64_t sequence,
                         const transport::CallFingerprint& call) {
   for (const Rank rank : awaited) {
-    const Peer* peer = membership_.reachable(rank);
+    Peer* peer = membership_.reachable(rank);
     if (peer == nullptr) continue;
     inquiries_.asked(rank, process_.clock().now());
     process_.probeHost(*peer);
@@ -26,13 +26,14 @@ void Diagnosis::inquire(const std::set<Rank>& awaited, uint64_t sequence,
 }
 
 Blame Diagnosis::blameFor(const std::set<Rank>& awaited, uint64_t sequence) const {
-  Blame first;
+  Blame found;
   for (const Rank rank : awaited) {
     const Blame blame = blameOn(rank, sequence);
-    if (blame.definite()) return blame;
-    if (first.rank < 0) first = blame;
+    // What others said of a rank on a host that cannot be reached is no longer known to be true.
+    if (blame.why == Blame::Why::Unreachable) return blame;
+    if (found.rank < 0 || (blame.definite() && !found.definite())) found = blame;
   }
-  return first;
+  return found;
 }
 
 Blame Diagnosis::blameOn(Rank rank, uint64_t sequence) const {

@@ -238,9 +238,15 @@ void Process::lose(Peer& peer, bool died, const std::string& cause) {
   peer.lostAt = clock().now();
 }
 
-void Process::probeHost(const Peer& peer) {
+void Process::probeHost(Peer& peer) {
   ownership_.assertOwned();
-  if (lifeline_) lifeline_->probe(peer.introduction.processId);
+  if (lifeline_ && lifeline_->probe(peer.introduction.processId)) peer.isHostSilent = true;
+}
+
+void Process::giveUp(Peer& peer, const std::string& cause) {
+  ownership_.assertOwned();
+  peer.isHostSilent = true;
+  if (lifeline_) lifeline_->giveUp(peer.introduction.processId, cause);
 }
 
 std::optional<bootstrap::Silence> Process::silenceOf(const Peer& peer) const {

@@ -44,7 +44,8 @@ struct Peer {
   transport::ChannelTable* table = nullptr;
   // Why no further message will come from it, once known.
   std::optional<std::string> lost;
-  bool died = false;  // lost without having left in order
+  bool died = false;          // lost without having left in order
+  bool isHostSilent = false;  // the reason why it is lost
   Nanoseconds lostAt = 0;
   // Valid for mates; as of `lookedAt`.
   bool stopped = false;
@@ -134,7 +135,9 @@ class Process {
   // Looks for peers that are gone; not for the fast path.
   void checkPeers();
   // Somebody waits for this remote peer: makes sure that its host is still reached (checkPeers()).
-  void probeHost(const Peer& peer);
+  void probeHost(Peer& peer);
+  // Takes a remote peer for lost because its host is silent, and tells it so, if it can hear that.
+  void giveUp(Peer& peer, const std::string& cause);
   // What the probes have found; nothing without lifelines.
   std::optional<bootstrap::Silence> silenceOf(const Peer& peer) const;
   // Whether a mate's process is stopped by a signal or a debugger. Looks a few times a second.

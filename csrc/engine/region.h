@@ -70,6 +70,7 @@ struct BreakRecord {
   uint32_t kind = 0;
   int32_t lost = 0;
   int32_t noticedBy = 0;
+  bool isHostSilent = false;
   char text[1000] = {};
 };
 // A rank can publish several breaks, each from an earlier operation than the last; more than kMaxBreaks are dropped.

@@ -175,7 +175,7 @@ void Sentinel::expire(const Completion& completion, Nanoseconds waited) {
 std::optional<Error> Sentinel::lookFor(Rank rank) {
   process_.ownership().assertOwned();
   if (diagnosis_.isLost(rank)) return inWords(lossOf(calls_.last() + 1, rank));
-  if (const Peer* peer = membership_.reachable(rank)) process_.probeHost(*peer);
+  if (Peer* peer = membership_.reachable(rank)) process_.probeHost(*peer);
   return std::nullopt;
 }
 
@@ -222,13 +222,16 @@ bool Sentinel::checkMembers() {
 }
 
 Break Sentinel::lossOf(uint64_t from, Rank lost) const {
-  return {from, Error(ErrorKind::PeerLost, diagnosis_.howLost(lost)), lost, membership_.me()};
+  const Peer* const peer = membership_.peers[lost];
+  return {from, Error(ErrorKind::PeerLost, diagnosis_.howLost(lost)), lost, membership_.me(),
+          peer != nullptr && peer->isHostSilent};
 }
 
 // Another process has written its numbers, which may be any.
 Break Sentinel::checked(Break broken) const {
   const auto isRank = [&](Rank rank) { return rank >= 0 && rank < membership_.size(); };
   if (!isRank(broken.lost) || !isRank(broken.noticedBy)) broken.lost = broken.noticedBy = -1;
+  broken.isHostSilent &= broken.lost >= 0;
   return broken;
 }
 
@@ -264,6 +267,7 @@ void Sentinel::take(const Break& broken, Origin origin) {
   team_.publishBreak(broken);
   // A rank that receives the break tells no other node: we do, and a rank that waits for us asks (onInquiry).
   if (origin == Origin::Here) tellOtherNodes();
+  if (broken.isHostSilent) giveUpNodeOf(broken.lost, broken.cause.what());
   for (Watched* watched : watched_) watched->endFrom(*broken_);
 }
 
@@ -273,6 +277,12 @@ void Sentinel::tellOtherNodes() {
     if (membership_.reachable(rank) == nullptr) continue;
     channels_.control(rank, message);
     spreadingUntil_ = Deadline::after(process_.clock(), kSpreading);
+  }
+}
+
+void Sentinel::giveUpNodeOf(Rank lost, const std::string& cause) {
+  for (const Rank rank : membership_.topology.node(membership_.topology.nodeOf(lost))) {
+    if (Peer* peer = membership_.reachable(rank)) process_.giveUp(*peer, cause);
   }
 }
 

@@ -85,6 +85,8 @@ class Sentinel {
   Break checked(Break broken) const;
   Error inWords(const Break& broken) const;
   void tellOtherNodes();
+  // For the ranks on the host of the lost rank, which is silent: else they would take this rank's end for an orderly one.
+  void giveUpNodeOf(Rank lost, const std::string& cause);
   std::vector<Standstill> standstills();
   void followUp(const std::vector<Standstill>& standstills);
   void follow(Wait& wait, const Standstill& at);

@@ -197,6 +197,7 @@ void Team::publishBreak(const Break& broken) {
   record.from = broken.from;
   record.lost = broken.lost;
   record.noticedBy = broken.noticedBy;
+  record.isHostSilent = broken.isHostSilent;
   mine().numBreaks.store(number + 1, std::memory_order_release);
   bell_.signalled();
   bell_.ring();
@@ -214,7 +215,7 @@ std::optional<Break> Team::nextBreak() {
     return Break{record.from,
                  Error(errorKindOf(record.kind),
                        std::string(record.text, strnlen(record.text, sizeof record.text))),
-                 record.lost, record.noticedBy};
+                 record.lost, record.noticedBy, record.isHostSilent};
   }
   return std::nullopt;
 }

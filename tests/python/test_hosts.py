@@ -86,7 +86,9 @@ def test_host_that_is_cut_off(network: hosts.Network, how: str) -> None:
     # Before, whoever waits for a rank of the other host has said it in the log.
     for host, others in ((outcomes[:2], (2, 3)), (outcomes[2:], (0, 1))):
         said = [line for one in host for line in one.stderr.splitlines() if "be reached" in line]
-        assert any(f"rank {other} (pid " in line for line in said for other in others), host
+        assert any(f"rank {other} (pid " in line for line in said for other in others), "".join(
+            f"{one.rank}: {one.value} {one.stderr}" for one in outcomes
+        )
 
 
 def _see_it_heal(network: hosts.Network, how: str, seconds: float, count: int) -> tuple[int, int]:

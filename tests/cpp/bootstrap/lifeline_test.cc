@@ -332,7 +332,7 @@ TEST(Lifeline, WhoWasGivenUpIsToldSo) {
   client.send({&kGivenUp, 1});
   ASSERT_TRUE(pollUntil({&two}, [&] { return !two.departures.empty(); }));
   EXPECT_FALSE(two.departures[0].orderly);
-  EXPECT_THAT(two.departures[0].cause, HasSubstr("it had no answer from the other host for 4.0 s"));
+  EXPECT_THAT(two.departures[0].cause, HasSubstr("it had no answer from the other host"));
 }
 
 // A rank is stopped, or gets no core, in the middle of its handshake.
