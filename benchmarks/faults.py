@@ -346,9 +346,7 @@ def ride_out(backend: str, network: hosts.Network, how: str, seconds: float, cou
         nonlocal healed
         for _ in range(count):
             time.sleep(0.3)
-            network.cut(1, how)
-            time.sleep(seconds)
-            network.join(1, how)
+            network.interrupt(1, how, seconds)
             time.sleep(0.5 + 1.5 * seconds)
             healed += 1
 

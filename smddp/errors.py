@@ -44,7 +44,7 @@ class SMDDPCollectiveTimeoutError(DistBackendError):
 
 
 class SMDDPAbortedError(DistBackendError):
-    """abort() or shutdown() was called while the operation was in flight."""
+    """While the operation was in flight, the group was ended, or a signal ended a rank's wait."""
 
 
 class SMDDPTransportError(DistBackendError):

@@ -108,6 +108,12 @@ class Network:
             self.switch.run(f"tc qdisc del dev port{port} root")
         return None
 
+    def interrupt(self, host: int, how: str, seconds: float) -> None:
+        """Drops packets for some seconds, as cut() does; returns when they pass again."""
+        self.cut(host, how)
+        time.sleep(seconds)
+        self.join(host, how)
+
     def _deaf(self, host: int, how: str) -> list[int]:
         return [port for port in range(len(self.hosts)) if (port == host) == (how == "to")]
 

@@ -108,6 +108,10 @@ std::string hostName() {
   return name.data();
 }
 
+std::string describe(Rank rank, const std::string& host, int pid) {
+  return fmt::format("rank {} ({}, pid {})", rank, host, pid);
+}
+
 Introduction parseFields(BlobReader& reader) {
   Introduction result;
   result.groupSize = static_cast<int32_t>(reader.number<uint32_t>("groupSize"));
@@ -179,12 +183,10 @@ std::string listRanks(const std::vector<Rank>& ranks) {
 }
 
 std::string describe(Rank rank, const Introduction& introduction) {
-  return fmt::format("rank {} ({}, pid {})", rank, introduction.host, introduction.pid);
+  return describe(rank, introduction.host, introduction.pid);
 }
 
-std::string describeThisProcess(Rank rank) {
-  return fmt::format("rank {} ({}, pid {})", rank, hostName(), ::getpid());
-}
+std::string describeThisProcess(Rank rank) { return describe(rank, hostName(), ::getpid()); }
 
 std::vector<std::byte> serialise(const Introduction& introduction) {
   BlobWriter writer;

@@ -5,6 +5,7 @@
 #include "bootstrap/blob.h"
 #include "bootstrap/node_name.h"
 #include "common/error.h"
+#include "common/fnv.h"
 
 namespace smddp::bootstrap {
 namespace {
@@ -32,15 +33,11 @@ bool areAcquainted(const Candidates& candidates, const std::vector<Introduction>
   return agreement != 0;
 }
 
-// A number for this set of processes: FNV-1a over their random ids, never 0.
+// A number for this set of processes, by their random ids; never 0.
 uint64_t agreementOf(const Candidates& candidates, const std::vector<Introduction>& introductions) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const Rank rank : candidates) {
-    for (const std::byte b : introductions[rank].processId) {
-      hash = (hash ^ std::to_integer<uint64_t>(b)) * 0x100000001b3;
-    }
-  }
-  return hash | 1;
+  Fnv1a hash;
+  for (const Rank rank : candidates) hash.add(introductions[rank].processId);
+  return hash.digest() | 1;
 }
 
 // The first pair of candidates that cannot share memory, as a sentence; empty if all can. Throws if a rank lacks

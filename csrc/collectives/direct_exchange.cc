@@ -20,11 +20,7 @@ int64_t DirectExchange::preferredChunk(const plan::Topology& t, const plan::Limi
 }
 
 DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& shape)
-    : b_(b),
-      t_(b.topology()),
-      node_(node),
-      isFlat_(t_.numRanks() == t_.numNodes()),
-      others_(otherNodes(t_)) {
+    : b_(b), t_(b.topology()), node_(node), others_(otherNodes(t_)) {
   if (shape.collective == Collective::Reduce) resultNode_ = t_.nodeOf(shape.root);
   const int64_t most = node.shareBytes() / shardFloor(b.limits());
   numServers_ = static_cast<int>(std::clamp<int64_t>(most, 1, t_.numNodes()));
@@ -37,7 +33,7 @@ DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& 
 }
 
 plan::Ref DirectExchange::contribution(const plan::Chunk& c, int64_t offset) const {
-  return isFlat_ ? b_.in(offset) : node_.partial(c, offset);
+  return t_.isFlat() ? b_.in(offset) : node_.partial(c, offset);
 }
 
 plan::Ref DirectExchange::result(const plan::Chunk& c, int64_t offset) const {
@@ -53,7 +49,7 @@ void DirectExchange::freeResultSlot(const plan::Chunk& c) {
 
 void DirectExchange::sumAndScatter(const plan::Chunk& c) {
   b_.stage("sum");
-  if (!isFlat_) {
+  if (!t_.isFlat()) {
     freeResultSlot(c);
     node_.sum(c);
   }
@@ -68,7 +64,7 @@ void DirectExchange::serve(const plan::Chunk& c) {
   if (!iServe_) return;
   const plan::Range shard = shardOf(c, t_.myNode());
   b_.stage("serve");
-  if (isFlat_) {
+  if (t_.isFlat()) {
     freeResultSlot(c);
   } else {
     node_.awaitSum(c);
@@ -80,7 +76,7 @@ void DirectExchange::serve(const plan::Chunk& c) {
   std::vector<plan::Ref> results = node_.outputs(shard.offset);
   if (!putsFromOutput()) results.push_back(result(c, shard.offset));
   // In a flat group nobody has scaled the contributions.
-  b_.reduce(results, sums, shard.length, {.pre = isFlat_, .post = true});
+  b_.reduce(results, sums, shard.length, {.pre = t_.isFlat(), .post = true});
   for (int n : others_) b_.release(t_.railPeer(n), kShards);
   for (Rank peer : receivers_) b_.put(peer, kResults, result(c, shard.offset), shard.length);
   b_.signal(kServed, c.index + 1);

@@ -41,7 +41,7 @@ class DirectExchange {
   bool serves(int n) const { return shardIndex(n) < numServers_; }
   bool getsResults(int n) const { return resultNode_ < 0 || n == resultNode_; }
   // Whether my results lie in my output only.
-  bool putsFromOutput() const { return isFlat_ && getsResults(t_.myNode()); }
+  bool putsFromOutput() const { return t_.isFlat() && getsResults(t_.myNode()); }
   // What my node contributes, and the result, at this offset of the vector.
   plan::Ref contribution(const plan::Chunk& c, int64_t offset) const;
   plan::Ref result(const plan::Chunk& c, int64_t offset) const;
@@ -57,7 +57,6 @@ class DirectExchange {
   int resultNode_ = -1;  // the only node that gets results, or -1 if all do
   int numServers_ = 1, firstServer_ = 0;
   bool iServe_ = false;
-  bool isFlat_;  // every node has one rank
   std::vector<int> others_;
   std::vector<Rank> receivers_;  // the ranks of other nodes that get my results
 };

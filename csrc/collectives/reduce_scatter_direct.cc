@@ -33,7 +33,7 @@ class DirectSum : public BlockExchange {
   DirectSum(plan::Builder& b, const Shape& shape) : BlockExchange(b, shape) {
     const int64_t numRanks = t_.numRanks();
     cutFor(kContributionSlots * numRanks + depth_ * (blocks_.allTurns() + blocks_.mostTurns()));
-    if (isFlat_) return;
+    if (t_.isFlat()) return;
     sums_ = b.pool("sums", depth_ * blocks_.allTurns(), chunkBytes_);
     if (!staged_) return;
     contributions_ = b.pool("contributions", kContributionSlots, numRanks * chunkBytes_);
@@ -54,7 +54,7 @@ class DirectSum : public BlockExchange {
 
   void sum(const plan::Chunk& c) {
     b_.stage("sum");
-    if (isFlat_) {
+    if (t_.isFlat()) {
       for (int n : others_) {
         const Rank peer = t_.railPeer(n);
         b_.put(peer, 0, b_.in(place(peer, c)), c.length);
@@ -88,8 +88,8 @@ class DirectSum : public BlockExchange {
     const int64_t mine = blocks_.count(me_, t_.myNode());
     for (int64_t turn = 0; turn < mine; ++turn) {
       const int mate = blocks_.local(me_, t_.myNode(), turn);
-      if (!isFlat_) b_.waitMate(me_, kOwnSum, c.index * mine + turn + 1);
-      const plan::Ref own = isFlat_ ? b_.in(place(t_.me(), c)) : sumSlot(c, turn);
+      if (!t_.isFlat()) b_.waitMate(me_, kOwnSum, c.index * mine + turn + 1);
+      const plan::Ref own = t_.isFlat() ? b_.in(place(t_.me(), c)) : sumSlot(c, turn);
       std::vector<plan::Ref> sums(static_cast<size_t>(t_.numNodes()), own);
       for (int n : others_) {
         sums[static_cast<size_t>(n)] = b_.receive(t_.railPeer(n), 0, c.length);
@@ -101,7 +101,7 @@ class DirectSum : public BlockExchange {
         target = resultSlot(me_, c, turn);
       }
       // In a flat group nobody has scaled the contributions.
-      b_.reduce({target}, sums, c.length, {.pre = isFlat_, .post = true});
+      b_.reduce({target}, sums, c.length, {.pre = t_.isFlat(), .post = true});
       for (int n : others_) b_.release(t_.railPeer(n), 0);
     }
     b_.signal(kServed, c.index + 1);
@@ -152,7 +152,6 @@ class DirectSum : public BlockExchange {
     b_.reduce({target}, contributions, c.length, {.pre = true});
   }
 
-  bool isFlat_ = t_.numRanks() == t_.numNodes();  // every node has one rank
   uint8_t sums_ = 0, contributions_ = 0, results_ = 0;
 };
 

@@ -5,9 +5,11 @@
 #include <fstream>
 #include <limits>
 #include <optional>
+#include <span>
 
 #include "collectives/selection.h"
 #include "common/config.h"
+#include "common/fnv.h"
 
 namespace smddp::collectives {
 namespace {
@@ -119,10 +121,7 @@ TuningRow parseRow(const std::vector<std::string_view>& fields, const std::strin
   return row;
 }
 
-void hash(uint64_t& digest, std::string_view text) {
-  // FNV-1a. It need not be cryptographic: it finds mistakes, not attacks.
-  for (const char c : text) digest = (digest ^ static_cast<uint8_t>(c)) * 0x100000001b3;
-}
+void add(Fnv1a& hash, std::string_view text) { hash.add(std::as_bytes(std::span(text))); }
 
 }  // namespace
 
@@ -171,14 +170,14 @@ Tuning Tuning::read(const std::string& path) {
 }
 
 uint64_t Tuning::digest(std::string_view more) const {
-  uint64_t digest = 0xcbf29ce484222325;
-  hash(digest, more);
+  Fnv1a hash;
+  add(hash, more);
   for (const TuningRow& row : rows_) {
-    hash(digest, fmt::format("\n{} {} {} {} {}", toString(row.collective), row.whenPrivate,
-                             row.whenShared, row.maxBytes, row.algorithm));
-    for (const int ranks : row.ranksOfNodes) hash(digest, std::to_string(ranks) + '+');
+    add(hash, fmt::format("\n{} {} {} {} {}", toString(row.collective), row.whenPrivate,
+                          row.whenShared, row.maxBytes, row.algorithm));
+    for (const int ranks : row.ranksOfNodes) add(hash, std::to_string(ranks) + '+');
   }
-  return digest;
+  return hash.digest();
 }
 
 bool isForLayout(const TuningRow& row, const plan::Topology& topology) {

@@ -45,9 +45,8 @@ inline constexpr int64_t kMostWindow = 1 << 13;
     "Network interface between nodes, such as eth0. Default: the interface that routes to MASTER_ADDR.")       \
   X(int64_t, hostTimeout, "SMDDP_HOST_TIMEOUT", 4,                                                             \
     "A rank that waits for a rank on another host gives it up when that host answers nothing for so long. "    \
-    "The log has it after one second. The default ends a job soon after a host has died, and leaves a link "   \
-    "twice the time that a switch or a bond takes to change over (1 to 2 s). Raise it if your network is "     \
-    "interrupted for longer.",                                                                                 \
+    "The log has it after one second. A switch or a bond takes 1 to 2 s to change over; the default is twice " \
+    "that. Raise it if your network is interrupted for longer.",                                               \
     1, 86400, "seconds")                                                                                       \
   X(Secret, jobToken, "SMDDP_JOB_TOKEN", {},                                                                   \
     "Secret of the job, the same on all ranks. With it the ranks sign what they write about themselves to "    \

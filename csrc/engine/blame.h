@@ -7,9 +7,10 @@
 //                                ◄────   Answer(whom it blames)
 //
 // An engine answers within a quarter of a second whatever its process computes, so a rank that does not answer
-// is stopped or cut off. But inquiries and answers travel behind the data between two ranks, and take as long as that does
-// on a slow link. So a rank whose process answers on its lifeline (bootstrap/host_watch.h) is not silent. The first inquiry of a wait is also how calls that never exchange a message, because each
-// side expects the other to begin, are found to differ.
+// is stopped or cut off. But inquiries and answers travel behind the data between two ranks, and take as long as that
+// does on a slow link. So a rank whose process answers on its lifeline (bootstrap/host_watch.h) is not silent. The first
+// inquiry of a wait is also how calls that never exchange a message, because each side expects the other to begin, are
+// found to differ.
 #pragma once
 
 #include <map>

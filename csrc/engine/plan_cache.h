@@ -90,7 +90,7 @@ class PlanCache {
 
   // Valid until the next get(), or as long as it is held.
   const Entry& get(const collectives::Shape& shape) {
-    if (last_ != nullptr && last_->shape == shape) return *last_;
+    if (!entries_.empty() && entries_.front().shape == shape) return entries_.front();
     const auto known = byShape_.find(shape);
     if (known != byShape_.end()) {
       entries_.splice(entries_.begin(), entries_, known->second);
@@ -99,9 +99,8 @@ class PlanCache {
       byShape_.emplace(shape, entries_.begin());
       bytes_ += entries_.front().bytes;
     }
-    last_ = &entries_.front();
     if (bytes_ > limitBytes_) dropOldest();
-    return *last_;
+    return entries_.front();
   }
 
   // Of all plans that the cache keeps.
@@ -199,7 +198,6 @@ class PlanCache {
   std::unordered_map<collectives::Shape, std::list<Entry>::iterator, Hash> byShape_;
   size_t bytes_ = 0;
   std::map<std::string, AlgorithmUse> uses_;  // what Entry::use points into
-  const Entry* last_ = nullptr;               // the first of entries_
 };
 
 }  // namespace smddp::engine

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
+#include <span>
+
+#include "common/fnv.h"
 
 namespace smddp::engine {
 namespace {
@@ -30,17 +32,17 @@ std::string loose(const Text<size>& text) {
   return {text.begin(), std::find(text.begin(), text.end(), '\0')};
 }
 
-// A list of members may be long: what is compared is a digest (FNV-1a), what is shown is the beginning.
+// A list of members may be long: what is compared is a digest, what is shown is the beginning.
 struct Choice {
-  uint64_t digest = 0xcbf29ce484222325;
+  uint64_t digest = 0;
   Text<120> list{};
 };
 
 Choice choiceOf(const std::vector<Rank>& members) {
   Choice choice;
   std::string list;
+  choice.digest = Fnv1a().add(std::as_bytes(std::span(members))).digest();
   for (const Rank rank : members) {
-    choice.digest = (choice.digest ^ static_cast<uint32_t>(rank)) * 0x100000001b3;
     if (list.size() < choice.list.size())
       list += fmt::format("{}{}", list.empty() ? "[" : ", ", rank);
   }

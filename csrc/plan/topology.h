@@ -62,6 +62,8 @@ class Topology {
     for (const auto& node : nodes_) least = std::min(least, node.size());
     return static_cast<int>(least);
   }
+  // Every node has one rank.
+  bool isFlat() const { return numRanks() == numNodes(); }
   bool onRail() const { return myLocal() < numRails(); }
   // The rank on node n that shares my rail. Only a rank on a rail may ask.
   Rank railPeer(int n) const {

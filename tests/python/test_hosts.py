@@ -101,9 +101,7 @@ def _see_it_heal(network: hosts.Network, how: str, seconds: float, count: int) -
         nonlocal healed
         for _ in range(count):
             time.sleep(0.3)
-            network.cut(1, how)
-            time.sleep(seconds)
-            network.join(1, how)
+            network.interrupt(1, how, seconds)
             time.sleep(0.5 + seconds)
             healed += 1
 
@@ -149,10 +147,8 @@ def _be_idle_meanwhile(network: hosts.Network) -> float:
     tensor = torch.ones(10_000)
     dist.all_reduce(tensor)
     if dist.get_rank() == 0:
-        network.unplug(1)
         # No rank waits for another one, so a host that does not answer is not an error.
-        time.sleep(5)
-        network.plug(1)
+        network.interrupt(1, "both", 5)
         ranks.arrive("healed")
     ranks.await_ranks("healed", 1)
     dist.all_reduce(tensor)
@@ -168,19 +164,13 @@ def test_link_that_heals_while_nobody_waits(network: hosts.Network) -> None:
 def _meet_on_a_bad_link(network: hosts.Network) -> float:
     if os.environ["RANK"] == "1":
         # Before the ranks connect to each other, and while they do.
-        threading.Thread(target=_interrupt_once, args=[network]).start()
+        threading.Thread(target=network.interrupt, args=[1, "both", 2]).start()
     dist.init_process_group("smddp", timeout=timedelta(seconds=60))
     tensor = torch.ones(10_000)
     dist.all_reduce(tensor)
     dist.barrier()
     dist.destroy_process_group()
     return float(tensor.unique())
-
-
-def _interrupt_once(network: hosts.Network) -> None:
-    network.unplug(1)
-    time.sleep(2)
-    network.plug(1)
 
 
 def test_link_that_heals_while_ranks_meet(network: hosts.Network) -> None:

@@ -124,12 +124,14 @@ uint64_t FabricTransport::proofOf(uint64_t sender, uint64_t receiver) const {
   return proof;
 }
 
-// Also of senders that we do not know yet: they may have learned of us first.
-bool FabricTransport::isGenuine(uint64_t sender, uint64_t proof) {
+PeerId FabricTransport::knownPeer(uint64_t sender) const {
   const auto known = peerById_.find(sender);
-  const uint64_t wanted =
-      known != peerById_.end() ? peerOf(known->second).theirProof : proofOf(sender, id_);
-  if (proof == wanted) return true;
+  return known != peerById_.end() ? known->second : -1;
+}
+
+// Also of senders that we do not know yet: they may have learned of us first.
+bool FabricTransport::isGenuine(PeerId peer, uint64_t sender, uint64_t proof) {
+  if (proof == (peer >= 0 ? peerOf(peer).theirProof : proofOf(sender, id_))) return true;
   if (!std::exchange(hasWarnedOfStrangers_, true)) {
     SMDDP_LOG(Warn, kTag,
               "dropped a message whose sender does not have the job's token (SMDDP_JOB_TOKEN); "
@@ -353,29 +355,29 @@ void FabricTransport::onReceived(Bytes message) {
   const auto kind = readStruct<MessageKind>(message);
   if (kind == MessageKind::Control) {
     if (const auto header = readStruct<FabricControlHeader>(message)) {
-      if (!isGenuine(header->sender, header->proof)) return;
-      const auto known = peerById_.find(header->sender);
-      if (known != peerById_.end() && peerOf(known->second).failed) return;
+      const PeerId from = knownPeer(header->sender);
+      if (!isGenuine(from, header->sender, header->proof)) return;
+      if (from >= 0 && peerOf(from).failed) return;
       return earlyMessages_.arrived(header->sender, header->sequence,
                                     message.subspan(sizeof(*header)), *sink_);
     }
   }
   if (kind == MessageKind::Fragment && endpoint_->protocol() == Protocol::Send) {
     if (const auto fragment = readStruct<FragmentHeader>(message)) {
-      if (!isGenuine(fragment->sender, fragment->proof)) return;
-      return receiveFragment(*fragment, message.subspan(sizeof(*fragment)));
+      const PeerId from = knownPeer(fragment->sender);
+      if (!isGenuine(from, fragment->sender, fragment->proof)) return;
+      return receiveFragment(from, *fragment, message.subspan(sizeof(*fragment)));
     }
   }
   SMDDP_LOG(Debug, kTag, "dropped {} bytes that are not a message of smddp", message.size());
 }
 
-void FabricTransport::receiveFragment(const FragmentHeader& fragment, Bytes bytes) {
-  const auto known = peerById_.find(fragment.sender);
+void FabricTransport::receiveFragment(PeerId from, const FragmentHeader& fragment, Bytes bytes) {
   try {
     if (reassembly_.accept(fragment, bytes)) sink_->onPut(fragment.immediate);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::Transport) throw;
-    if (known != peerById_.end()) return fail(known->second, error.what());
+    if (from >= 0) return fail(from, error.what());
     SMDDP_LOG(Debug, kTag, "unknown sender {:016x}: {}", fragment.sender, error.what());
   }
 }

@@ -70,7 +70,8 @@ class FabricTransport final : public Transport, private CompletionHandler {
 
   Peer& peerOf(PeerId peer);
   uint64_t proofOf(uint64_t sender, uint64_t receiver) const;
-  bool isGenuine(uint64_t sender, uint64_t proof);
+  PeerId knownPeer(uint64_t sender) const;  // negative: connect() has yet to make it known
+  bool isGenuine(PeerId peer, uint64_t sender, uint64_t proof);
   bool prepare(OutgoingPut& put, Bytes header, Payload payload);
   ssize_t postControl(Peer& peer, PeerId id, Bytes message);
   ssize_t postPut(Peer& peer, const std::shared_ptr<OutgoingPut>& put);
@@ -78,7 +79,7 @@ class FabricTransport final : public Transport, private CompletionHandler {
   ssize_t postFragment(Peer& peer, PostedOperation& operation);
   void pump(Peer& peer, PeerId id);
   void pumpAll();
-  void receiveFragment(const FragmentHeader& fragment, Bytes bytes);
+  void receiveFragment(PeerId from, const FragmentHeader& fragment, Bytes bytes);
   bool accepted(PeerId id, ssize_t result, const char* what);
   void fail(PeerId peer, const std::string& cause);
   size_t reportFailures();

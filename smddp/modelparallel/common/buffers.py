@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-__all__ = ["Buffers"]
+__all__ = ["Buffers", "version_of"]
 
 _Place = tuple[dict[str, torch.Tensor | None], str]
 
@@ -63,7 +63,7 @@ class Buffers:
         self._note_replaced()
         before = self._saved or [(None, None)] * len(self._places)
         found = [holder.get(name) for holder, name in self._places]
-        self._versions = list(map(_version, found))
+        self._versions = list(map(version_of, found))
         # Copies made in inference mode could not be used again outside.
         with torch.inference_mode(False), torch.no_grad():
             self._saved = [
@@ -112,11 +112,12 @@ class Buffers:
         return [
             full
             for full, (holder, name), (tensor, _), version in pairs
-            if holder.get(name) is not tensor or _version(tensor) != version
+            if holder.get(name) is not tensor or version_of(tensor) != version
         ]
 
 
-def _version(tensor: torch.Tensor | None) -> int:
+def version_of(tensor: torch.Tensor | None) -> int:
+    """Returns how often a tensor was changed in place; 0 if it does not count that."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 

@@ -268,10 +268,7 @@ class ModelRuntime:
     def accept_reports(self, reports: dict[int, BufferReport], order_matters: bool) -> None:
         """Takes over what the ranks say of their buffers; see `StepModel`."""
         for rank, report in reports.items():
-            if rank == self.executor.rank:
-                self.placement.tell_forms(report.forms)
-            else:
-                self.placement.accept_forms(report.forms)
+            self.placement.accept_forms(rank, report.forms)
         order_matters |= any(report.changed for report in reports.values())
         if order_matters or len(reports) == self.executor.size:
             before = self._order_matters.get(self._step_name, False)

@@ -54,10 +54,7 @@ class ModelState:
         told: list[Any] = [None] * self._placement.size
         dist.all_gather_object(told, self._placement.changed_forms()[0], group=group)
         for rank, forms in enumerate(told):
-            if rank == self._placement.rank:
-                self._placement.tell_forms(forms)
-            else:
-                self._placement.accept_forms(forms)
+            self._placement.accept_forms(rank, forms)
 
     def _gathered(self, name: str, value: Any, group: dist.ProcessGroup) -> Any:
         owner = self._placement.owner_of_entry(name)

@@ -314,12 +314,14 @@ class Placement:
         }
         return new, forms != self._forms_before
 
-    def tell_forms(self, forms: dict[tuple[int, str], Form | None]) -> None:
-        """Notes that the other ranks know these forms of buffers here."""
-        self._known_forms.update(forms)
+    def accept_forms(self, rank: int, forms: dict[tuple[int, str], Form | None]) -> None:
+        """Takes over what a rank has told all others of the forms of its buffers.
 
-    def accept_forms(self, forms: dict[tuple[int, str], Form | None]) -> None:
-        """Gives buffers of another rank the forms that it has told."""
+        Notes what the others know, if it is this rank; else gives the buffers these forms.
+        """
+        if rank == self.rank:
+            self._known_forms.update(forms)
+            return
         for (number, name), form in forms.items():
             module = self._modules.by_number[number]
             buffers = module._buffers

@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from smddp.modelparallel.common.buffers import version_of
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.pipeline.lazy import force, substitute
 
@@ -603,21 +604,17 @@ def _with_values(name: str, changes: bool, func: Any, args: Any, kwargs: Any) ->
         if position in homes
     ]
     values = [(home, found[position]) for position, home in homes.items()]
-    before = [_version(value) for _, value in values]
+    before = [version_of(value) for _, value in values]
     unseen = [value.clone() for _, value in values] if name in _UNSEEN_CHANGES else []
     args, kwargs = tree_unflatten(found, spec)
     result = func(*args, **kwargs)
     for (home, value), version in zip(values, before, strict=True):
-        if _version(value) != version:
+        if version_of(value) != version:
             raise home.refusal(name)
     for (home, value), old in zip(values, unseen, strict=False):
         if not torch.equal(value, old):
             raise home.refusal(name)
     return tree_map(functools.partial(_protected, origins), result)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _protected(origins: list[_Origin], result: Any) -> Any:
