@@ -151,6 +151,15 @@ class Caller:
                 raise
         return out
 
+    def finish(self, frame: Frame) -> None:
+        """Sends the frame's open graph, if there is one, and waits until its calls have run.
+
+        At the end of a frame nobody uses their results. But the calls may change buffers, draw
+        random numbers, or fail.
+        """
+        if frame.open is not None:
+            frame.open.fetch()
+
     def _graph(self, opened: Collector, alive: list[Lazy]) -> tuple[Graph, int]:
         """Returns the graph and its number; sends it to its members if they do not know it yet."""
         signature = opened.signature(alive)

@@ -116,8 +116,9 @@ class Driver:
         collect(self._results, detach=False)
         return StepResult((structures, objects), tensors)
 
-    def _run_body(self, number: int) -> None:
+    def _run_body(self, frame: Frame) -> None:
         """Runs the script's function for a microbatch, and keeps what it returns."""
+        number = frame.microbatch
         args, kwargs = self._parts[number]
         seed_all(mix(self._seed, number))
         with self._ambient.entered():
@@ -129,6 +130,7 @@ class Driver:
             # A tensor with an autograd graph would keep all of that until the step ends.
             take = _detached if self._body.detach else force
             self._results[number] = map_tensors(take, result)
+            self._executor.caller.finish(frame)
 
     def _unequal_lengths(self) -> str:
         body = self._body
@@ -214,7 +216,7 @@ class Driver:
         timeline = self._executor.timeline
         timeline.enter(frame, True)
         try:
-            self._run_body(number)
+            self._run_body(frame)
         finally:
             timeline.leave()
         self._executor.caller.abandon(frame.sent)

@@ -343,6 +343,7 @@ class Server:
                 raise StructureChangedError(frame.name)
             for position, tensor in enumerate(tensors):
                 values[index, position] = outputs[index, position] = force(tensor)
+        self._caller.finish(frame)
         return outputs
 
     def _backward(self, frame: Frame, run: _SegmentRun, this: Pass) -> None:

@@ -52,6 +52,19 @@ class Leaf(nn.Module):
         return (y, {"none": None, "twice": y * 2}) if self.kind == "structure" else y
 
 
+class Meter(nn.Module):
+    """Remembers the largest number that it has seen. Its result is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.tensor(-torch.inf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The order of microbatches does not matter, nor does a checkpoint that computes it again.
+        self.largest.copy_(torch.maximum(self.largest, x.detach().amax()))
+        return x
+
+
 class Node(nn.Module):
     """Runs a random program."""
 
@@ -70,6 +83,8 @@ class Node(nn.Module):
         if source.random() < 0.3:
             self.scale = nn.Parameter(torch.ones(WIDTH))
         self.relu = nn.ReLU()
+        self.meter = Meter()
+        self.measures_result = source.random() < 0.5
         self.program = [
             (source.choice(self.OPERATIONS), source.randrange(len(self.parts)), source.random())
             for _ in range(source.randint(1, 5))
@@ -85,6 +100,8 @@ class Node(nn.Module):
             old = values[int(choice * len(values))] if choice < 0.5 else values[-1]
             new = self.apply_operation(operation, part, old, x)
             values.append(new * self.scale if hasattr(self, "scale") else new)
+        if self.measures_result:
+            self.meter(values[-1] + 0)  # nothing comes after this call
         return values[-1]
 
     def apply_operation(self, operation: str, part: int, old: Tensor, first: Tensor) -> Tensor:
@@ -94,6 +111,7 @@ class Node(nn.Module):
             return self.run(part, old, first)
         if operation == "dropped":
             self.parts[part](old)
+            self.meter(old)
             return old * 1.1
         if operation == "no_grad":
             with torch.no_grad():
@@ -151,7 +169,8 @@ def trained(seeds: list[int], layout: tuple[Any, ...]) -> dict[int, list[Any]]:
             torch.manual_seed(step)
             losses = [float(loss) for loss in train(model, x).outputs]
             grads = {name: p.grad for name, p in model.local_named_parameters()}
-            results[seed].append((losses, grads))
+            buffers = {name: buffer.clone() for name, buffer in model.local_named_buffers()}
+            results[seed].append((losses, grads, buffers))
         del model, module, part
         gc.collect()
     return results
@@ -178,17 +197,19 @@ def test_random_models_divided_at_random(seeds: list[int]) -> None:
     for layout in LAYOUTS:
         ranks = check_ranks(trained, str(layout[0]), seeds, layout)
         for seed in seeds:
-            for step, (losses, grads) in enumerate(whole[layout[1]][seed]):
+            for step, (losses, *tensors) in enumerate(whole[layout[1]][seed]):
                 where = f"seed {seed}, step {step}, {layout}"
-                found: dict[str, Any] = {}
                 for rank in ranks:
                     assert rank[seed][step][0] == pytest.approx(losses, abs=1e-6), where
-                    found.update(rank[seed][step][1])
-                assert found.keys() == grads.keys(), where
-                for name, grad in grads.items():
-                    message = f"{where}: {name}"
-                    assert (found[name] is None) == (grad is None), message
-                    if grad is not None:
-                        torch.testing.assert_close(
-                            found[name], grad, rtol=1e-4, atol=1e-6, msg=message
-                        )
+                for kind, expected in enumerate(tensors, 1):
+                    found: dict[str, Any] = {}
+                    for rank in ranks:
+                        found.update(rank[seed][step][kind])
+                    assert found.keys() == expected.keys(), where
+                    for name, tensor in expected.items():
+                        message = f"{where}: {name}"
+                        assert (found[name] is None) == (tensor is None), message
+                        if tensor is not None:
+                            torch.testing.assert_close(
+                                found[name], tensor, rtol=1e-4, atol=1e-6, msg=message
+                            )
