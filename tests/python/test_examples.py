@@ -82,6 +82,7 @@ def test_demo_ends_with_one_sentence_when_a_run_takes_too_long(tmp_path: Path) -
     assert done.stderr.splitlines()[-1] == "demo: the run with smddp took longer than 0 s"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_demo_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMDDP_PROVIDER", "carrier_pigeon")
