@@ -35,12 +35,12 @@ class Key:
     Attributes:
         name: of the key in the dict.
         kind: which values are allowed; see `_CHECKS` in config.py.
-        default: the value when the key is absent; None means that other keys decide.
-        doc: one sentence.
+        default: the value when the key is absent; None if there is none, or if other keys decide.
+        doc: its meaning, in a few words or sentences, for the document.
         values: the allowed ones, for kind "one of".
-        instead: for a key of a feature that this version does not have, what happens instead. A
-            warning says so once, if the configuration asks for the feature. Else empty.
-        differs: the results are then not those that the feature would give.
+        instead: for a feature that this version does not have: what happens instead. A warning says
+            so once, if the configuration asks for the feature. Empty for other keys.
+        differs: without the feature the results are not those that the feature would give.
         asking: the values that ask for the feature; if empty, all but the default do.
     """
 
@@ -80,7 +80,7 @@ KEYS: tuple[Key, ...] = (
         "positive",
         None,
         "How many microbatches may be active (begun and not ended) at a time; by default "
-        "partitions + 2, and at least all of a step with `simple`.",
+        "partitions + 2; with `simple` at least `microbatches`.",
     ),
     Key(
         "pipeline",
