@@ -18,8 +18,8 @@ constexpr auto kEnvelope = static_cast<size_t>(engine::Matcher::kShortBytes);
 // A front up to this length is sent in parts that are as long as the envelope, and so short enough for buffered
 // core messages. A longer one is sent as the envelope and one ordinary core message.
 constexpr size_t kShortFront = 8 * kEnvelope;
-// How long a thread that waits polls, yielding the processor, before it sleeps. Sleeping and waking costs 30 to 100 us,
-// which is as long as the call of a small module takes at the other end.
+// How long a thread that waits polls, yielding the processor, before it sleeps. To sleep and to wake takes 30 to
+// 100 us, as long as the call of a small module at the other end.
 constexpr Nanoseconds kPollTime = 200'000;
 
 std::span<const std::byte> bytesIn(const at::Tensor& bytes) {
@@ -187,7 +187,7 @@ void Mailbox::flush() {
     const std::lock_guard lock(mutex_);
     sending.swap(sending_);
   }
-  // A send that fails is done, too. The stream from that peer reports the failure.
+  // A send that has failed is done, too. The stream from that peer reports the failure.
   translated([&] {
     for (const Sending& one : sending) {
       for (const auto& completion : one) group_->engine_->wait(*group_->group_, *completion);

@@ -16,19 +16,20 @@
 
 namespace smddp::process_group {
 
-// There is one stream per ordered pair of ranks, for the whole job. open() begins a step on it, and the message marked
-// `last` ends that step. Messages of a stream arrive in order; between streams there is no order. A message travels as
-// one or more core messages, which is what the engine calls a message. The first one, the envelope, has a fixed size;
-// the rest of the front and the large tensors follow in others. Short fronts are sent buffered: they arrive although
-// the receiver does nothing.
+// There is one stream per ordered pair of ranks of the group, for the whole job. open() begins a step on it, and the
+// message marked `last` ends that step. Messages of a stream arrive in order; between streams there is no order. A
+// message travels as one or more core messages, which is what the engine calls a message. The first one, the envelope,
+// has a fixed size; the rest of the front and the large tensors follow in others. Short fronts are sent buffered: they
+// arrive even if the receiver does nothing.
 //
 // take() posts the receives and, before it returns, withdraws the receives of messages that have not begun to arrive.
-// Only a message of which a part has come keeps its receives. So while a rank computes, nothing else wakes its progress
-// thread. take() polls for a while before it sleeps, because most answers come sooner than a sleeping process wakes.
+// Only a message of which a part has come keeps its receives. So while a rank computes, messages seldom wake its
+// progress thread. take() polls for a while before it sleeps, because most answers come sooner than a sleeping thread
+// wakes.
 //
-// One thread at a time may call take(); any thread may send and interrupt. The mailbox holds what is sent until it has
-// left; the caller must not change it. A step also ends on a stream that fails, with an Arrival that says why; the
-// other streams go on.
+// One thread at a time may call take(), and none during open(); any thread may call send() and interrupt(). The mailbox
+// keeps what is sent alive until it has left; the caller must not change it before. A step also ends on a stream that
+// fails, with an Arrival that says why; the other streams go on.
 class Mailbox {
  public:
   struct Arrival {
@@ -36,21 +37,23 @@ class Mailbox {
     std::string header;
     std::vector<std::optional<at::Tensor>> tensors;
     bool last = false;
-    std::string error;  // why the stream has failed; the other fields but `peer` are then empty
+    // Why the stream has failed: then `last` is true, and there is neither header nor tensor.
+    std::string error;
   };
 
   explicit Mailbox(c10::intrusive_ptr<ProcessGroup> group);
 
   // Begins a step on the streams from all other ranks. The last step must have ended on all of them.
   void open();
-  // Returns the messages that have arrived completely. With `block` it waits for one, or for interrupt().
+  // Returns the messages that have arrived completely. With `block` it waits for one, or for interrupt(), unless the
+  // step has ended on all streams.
   std::vector<Arrival> take(bool block);
   // Ends the take() that waits, or else the next one.
   void interrupt();
   // Returns at once. `last` ends the step on the stream to that peer.
   void send(int peer, const std::string& header,
             const std::vector<std::optional<at::Tensor>>& tensors, bool last);
-  // Waits until everything that was sent has left, or has failed.
+  // Waits until everything that was sent before has left, or has failed.
   void flush();
 
  private:
@@ -58,10 +61,10 @@ class Mailbox {
   struct Stream {
     explicit Stream(int peer) : peer(peer) {}
     int peer;
-    at::Tensor front;  // so far only the envelope, while that is expected
+    at::Tensor front;  // only as long as the envelope, while that is expected
     enum { Envelope, Rest, Tensors } expects = Envelope;
     Arrival arriving;
-    std::vector<engine::CompletionPtr> receives;  // of what is expected; all of them have to end
+    std::vector<engine::CompletionPtr> receives;  // of what is expected; they end in this order
   };
   using Sending = std::vector<engine::CompletionPtr>;
 

@@ -14,6 +14,7 @@ namespace {
 // Tensors are copied into the front as long as they have at most this many bytes together; any other travels alone.
 constexpr size_t kInside = 4096;
 
+// The first bytes of a front.
 struct Front {
   uint32_t header = 0;   // bytes
   uint32_t tensors = 0;  // how many
@@ -34,7 +35,7 @@ at::Tensor newTensor(at::IntArrayRef sizes, at::ScalarType type) {
   return at::detail::empty_cpu(sizes, type);
 }
 
-// A tensor as dense host memory; usually itself.
+// The tensor, or a copy of it that is contiguous in host memory. Throws if it cannot be sent.
 at::Tensor sendable(const at::Tensor& tensor) {
   TORCH_CHECK(!tensor.is_meta(),
               "a parameter that lives on another rank cannot be sent from this one");

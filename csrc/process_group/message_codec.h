@@ -1,14 +1,17 @@
-// How a message of a header and tensors looks in bytes, the same for every way that it may travel.
+// The bytes of a message, which consists of a header and tensors; they are the same over smddp and other backends.
 //
-// A message is a *front*, and after it each large tensor by itself, uncopied. The front is:
+// A message is a *front*, and after it the bytes of each large tensor, uncopied. The front is:
 //
 //   u32 bytes of the header, u32 number of tensors, u32 bytes of the front, u32 does it end the step on its stream?
 //   the header
 //   per tensor: u8 kind, i8 dtype (c10::ScalarType), u8 does it require a gradient?, u8 number of dimensions;
-//     unless there is none (kind 0): its sizes, i64 each; if it is short (kind 1): its elements
+//     kind 0 (there is no tensor): nothing else
+//     kind 1 (a small tensor): its sizes, i64 each; its elements
+//     kind 2 (a large tensor): its sizes, i64 each
 //
-// All numbers are in the byte order of the host, and nothing is padded. A transport may cut the front as it likes:
-// its first kFrontPrefix bytes say how long it is.
+// A tensor is small if its elements and those of the small ones before it have at most 4 KiB together. All numbers are
+// in the byte order of the host, and nothing is padded. The front may be sent in parts of any length: its first
+// kFrontPrefix bytes say how long it is.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,21 +41,24 @@ struct DecodedMessage {
   bool last = false;
 };
 
-// Encodes a message into memory of at least `least` bytes. A tensor that is not dense memory of the host
-// is copied there first; nothing in `tensors` may change until the message is gone.
+// Encodes a message; the memory of its front has at least `least` bytes. A tensor that is not contiguous in host memory
+// is copied there first. No large tensor may change until the message has left. Throws for sparse, quantized and "meta"
+// tensors.
 EncodedMessage encodeMessage(const std::string& header,
                              const std::vector<std::optional<at::Tensor>>& tensors, bool last,
                              size_t least);
 
-// The length of a front, from its first kFrontPrefix bytes or more.
+// The length of a front in bytes, read from its first kFrontPrefix bytes; there may be more. Throws if there are fewer.
 size_t frontLength(std::span<const std::byte> begin);
 
-// Decodes a whole front; bytes after its end are ignored.
+// Decodes a whole front; bytes after its end are ignored. Throws if the front is damaged.
 DecodedMessage decodeFront(std::span<const std::byte> front);
 
-// Uninitialised bytes, and some bytes of a dense tensor's memory, as a tensor. The thread may be one on which the
-// user's code has switched on torch dispatch modes, so these functions must not use the dispatcher.
+// The thread may be one on which the user's code has switched on torch dispatch modes, so these two functions must not
+// use the dispatcher.
+// A new tensor of `size` uninitialised bytes.
 at::Tensor newBytes(size_t size);
+// Bytes of a contiguous tensor's memory, as a tensor that shares it.
 at::Tensor bytesOf(const at::Tensor& tensor, int64_t begin, int64_t length);
 
 }  // namespace smddp::process_group
