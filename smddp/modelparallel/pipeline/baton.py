@@ -21,15 +21,15 @@ __all__ = ["Aborted", "Baton", "Inbox", "Priority", "Task", "Ticket"]
 
 
 class Aborted(BaseException):
-    """Unwinds a waiting task when its step has failed. Not an Exception: users catch those."""
+    """Ends a waiting task when its step has failed. No Exception, because users catch those."""
 
 
 class Priority(NamedTuple):
-    """Says which task runs first among those of one kind: the smaller tuple.
+    """Says which task runs first among those of one heap: the one with the smaller tuple.
 
     Attributes:
-        forward: forward work, else backward work. Each has a heap of its own, so this decides
-            nothing there.
+        forward: is it forward work, not backward work? It chooses the heap; within a heap it is
+            the same for all, except after `Baton.abort`.
         microbatch: older microbatches have smaller numbers.
         order: where the work stands within its microbatch; see `Frame.order`.
     """
@@ -40,11 +40,11 @@ class Priority(NamedTuple):
 
 
 class Ticket:
-    """Something that one task can wait for, and that happens once.
+    """An event that one task can wait for, and that happens once.
 
     Attributes:
         done: has it happened?
-        waiter: the task that waits for it, if there is one.
+        waiter: the task that waits for it; None if there is none.
     """
 
     __slots__ = ("done", "waiter")
@@ -55,10 +55,10 @@ class Ticket:
 
 
 class Task:
-    """A function to run, and while it waits, the thread on which to resume it.
+    """A function to run, and once it has begun, the thread on which it runs.
 
     Attributes:
-        priority: of the work that comes next.
+        priority: of the work that it does next.
         function: the work.
         admitted: says whether the task may begin now; None if it always may. It is not asked again
             once the task has begun.
@@ -83,7 +83,7 @@ class Task:
 
 
 class Inbox(Protocol):
-    """Where messages come from; the thread that holds the baton and has no task takes them."""
+    """Where messages come from; the thread that holds the baton takes them between two tasks."""
 
     @property
     def expects(self) -> bool:
@@ -106,7 +106,7 @@ class Baton:
     for messages. When a message lets the task of this thread go on, or makes a new task, the same
     thread runs it, and no other thread has to be woken.
 
-    Any thread may call any method, but only a task may call `wait`.
+    Any thread may call any method, but only a task may call `wait`, and no task may call `settle`.
     """
 
     def __init__(
@@ -118,18 +118,18 @@ class Baton:
         """Begins without threads.
 
         Args:
-            failed: called with a task and what it has raised.
+            failed: called with a task and the exception that it has raised, except Aborted.
             inbox: where messages come from.
             save_state: saves what other tasks may change while a task waits, such as the state of
-                random generators; returns a function that restores it. Called only if another task
-                runs.
+                random generators; returns a function that restores it. Called only if the waiting
+                thread passes the baton on.
         """
         self._failed = failed
         self._inbox = inbox
         self._save_state = save_state
         self._lock = threading.Lock()
         # Heaps: forward tasks that go on after a wait, forward tasks that have not begun, and
-        # backward tasks.
+        # backward tasks. After an abort all tasks that have begun are in the first one.
         self._resumed: list[_Entry] = []
         self._forward: list[_Entry] = []
         self._backward: list[_Entry] = []
@@ -138,7 +138,7 @@ class Baton:
         self._idle: list[_Worker] = []
         self._waiting: set[Task] = set()
         self._running: Task | None = None
-        # Does a thread hold the baton? Is that thread waiting in `take`?
+        # Does a thread hold the baton? Does that thread wait in `Inbox.take`?
         self._held = self._blocked = False
         self._aborted = self._settling = False
         self._quiet = threading.Condition(self._lock)
@@ -155,7 +155,7 @@ class Baton:
             self._aborted = self._last_forward = False
 
     def wake(self) -> None:
-        """Makes sure that a thread takes messages and looks for work."""
+        """Makes sure that a thread takes messages, and runs tasks that may begin now."""
         with self._lock:
             self._rouse()
 
@@ -335,7 +335,7 @@ class Baton:
         return None
 
     def _admissible(self) -> _Entry | None:
-        """Returns the best of the forward tasks that may begin; None if none may."""
+        """Returns the first, by priority, of the forward tasks that may begin; None if none may."""
         forward = self._forward
         if forward and _may_begin(forward[0][2]):
             return forward[0]

@@ -49,13 +49,16 @@ class Outgoing:
         values: the results that have arrived.
         returned: for each call whose result had no known structure: its structure, its objects,
             and how many tensors it has.
-        results: which tensors the outputs of the autograd node are, in their order.
+        results: the ids of the tensors that are the outputs of the autograd node, in their order.
         ticket: done when all values have arrived.
         missing: how many edges to SINK have not brought their values yet.
-        gradients: by the number of the input, and that of the segment from which it comes.
-        backward_ticket, backward_missing: the same as `ticket` and `missing`, for gradients.
-        sunk: by segment, all values of its edge to SINK, if that has results of unknown structure.
-        abandoned: no gradients will come. The owners are told so when all values have arrived.
+        gradients: those of the inputs, by the number of the input and of the segment that sent it.
+        backward_ticket, backward_missing: the same as `ticket` and `missing`, for the gradients of
+            the edges from SOURCE.
+        sunk: by segment, the ids of all values of its edge to SINK; only of edges that have results
+            of unknown structure.
+        abandoned: no gradients will come. The members are told so (DROP) when all values have
+            arrived.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Caller:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        # By number; those that have had their backward pass, or need none, are taken out.
+        # By number; a graph is taken out when it has had its backward pass, or needs none.
         self._outgoing: dict[int, Outgoing] = {}
         self._numbers = itertools.count()
         # By the signature of a graph: the graph, and the number by which all its members know it.
@@ -104,12 +107,12 @@ class Caller:
         self._numbers = itertools.count()
 
     def forget(self) -> None:
-        """Forgets which graphs their members know, too, because there is another model."""
+        """Forgets also which graphs their members know, because there is another model."""
         self.clear()
         self._known.clear()
 
     def collector(self, frame: Frame) -> Collector:
-        """Returns the frame's open graph; begins a new one if the ambient state has changed."""
+        """Returns the frame's open graph; sends it and begins another if its ambient is old."""
         now = ambient()
         opened = frame.open
         if opened is not None and opened.ambient != now:
@@ -120,7 +123,11 @@ class Caller:
         return opened
 
     def send(self, frame: Frame) -> Outgoing:
-        """Sends the frame's open graph to the owners."""
+        """Sends the values of the frame's open graph to the owners; before, GRAPH if it is new.
+
+        Raises:
+            SMPUsageError: an argument of a call cannot be pickled.
+        """
         opened = frame.open
         assert isinstance(opened, _CallerCollector)
         frame.open = None
@@ -226,11 +233,11 @@ class Caller:
                 self._drop(out)
 
     def abandon(self, numbers: Sequence[int]) -> None:
-        """Drops those of the given graphs that have had no gradients: none will come any more.
+        """Gives up those of the given graphs that have had no gradients: none will come any more.
 
-        Their results did not reach the loss, or a checkpoint has computed them again. Without this
-        their owners would keep them until the end of the step, and count the microbatch as under
-        way.
+        Their results did not reach the loss, or a checkpoint has computed them again. If nobody
+        told their members so, these would keep the graphs until the end of the step, and count the
+        microbatch as under way.
 
         Args:
             numbers: of the graphs.
@@ -250,7 +257,13 @@ class Caller:
             self._host.send(member, Kind.DROP, header)
 
     def on_gradients(self, number: int, segment: int, tensors: list[Any]) -> None:
-        """Takes the gradients of an edge from SOURCE; None stands for "no gradient"."""
+        """Takes the gradients of an edge from SOURCE.
+
+        Args:
+            number: of the graph.
+            segment: at the other end of the edge.
+            tensors: the gradients; None stands for "no gradient".
+        """
         out = self._outgoing.get(number)
         if out is None:
             return
@@ -265,7 +278,7 @@ class Caller:
 
     def this_pass(self) -> Pass:
         """Returns which kind of backward pass runs on this thread."""
-        # Autograd executes the node of the anchor unless certain gradients were asked for.
+        # Autograd executes the anchor's node, unless the script has asked for certain gradients.
         return Pass(
             torch._C._will_engine_execute_node(self._anchor_node),
             torch._C._autograd._get_current_graph_task_keep_graph(),
@@ -417,9 +430,9 @@ def run_backward(
     inputs: Sequence[torch.Tensor],
     this: Pass,
 ) -> list[torch.Tensor | None]:
-    """Does what `torch.autograd.backward` or `grad` does, without checks, in the calling thread.
+    """Does what `torch.autograd.backward` or `grad` does, without checks.
 
-    The thread matters: see `Baton._run`.
+    It runs on the calling thread only, which has to be one of the baton: see `Baton._run`.
 
     Args:
         tensors: the roots.
@@ -428,7 +441,7 @@ def run_backward(
         this: the kind of backward pass.
 
     Returns:
-        The gradients of the inputs.
+        The gradients of the inputs, in their order; None where there is none.
     """
     if not tensors or not (inputs or this.accumulates):
         return [None] * len(inputs)

@@ -5,11 +5,12 @@ all streams, and END, the message marked `last`, ends the step on one, whether t
 not. Messages of one stream arrive in order; between streams there is no order. Between steps no
 receive is posted, and a failed step leaves no message behind.
 
-Over smddp a sender never waits. Over other backends it waits for the oldest of 8 pending messages,
-which the receiving thread of the peer takes without the peer's computation. `Channel.take` returns
-the messages that have come. Over smddp, the thread that calls it waits for all streams at once.
-torch.distributed has no such wait, so over other backends each stream has a thread, which fills a
-queue. In both cases the bytes are those of csrc/process_group/message_codec.h.
+Over smddp a sender never waits. Over other backends at most 8 messages are pending: before one
+more, the sender waits until the oldest has been received, which does not depend on what the peer
+computes, because the peer has threads that only receive. `Channel.take` returns the messages that
+have come. Over smddp, the thread that calls it waits for all streams at once. torch.distributed has
+no such wait, so over other backends each stream that comes in has a thread, which fills a queue. In
+both cases the bytes are those of csrc/process_group/message_codec.h.
 """
 
 from __future__ import annotations
@@ -51,16 +52,17 @@ _ENVELOPE = 8192
 class Channel:
     """This rank's ends of all streams of its pipeline.
 
-    One thread at a time takes; any thread may send and interrupt. A stream that has failed stays
-    broken, and later steps raise.
+    One thread at a time may call `take`; any thread may call `send` and `interrupt`. A stream that
+    has failed stays broken: `Executor.run` raises in later steps.
 
     Attributes:
         peers: the other ranks of the pipeline.
         broken: the error of each stream that is broken, by peer.
-        take: returns what has come; with True it waits until something has come, or somebody
-            interrupts. The caller passes each `Ended` to `end`, after the messages before it.
+        take: returns what has come; with True it waits until something has come, or somebody calls
+            `interrupt`. The caller passes each `Ended` to `end`, after the messages before it.
         interrupt: ends the `take` that waits, or else the next one.
-        send: sends a message; see the top of this file. Its tensors must not change any more.
+        send: sends a message; see the top of this file. Its tensors must not change until they have
+            left, because large ones are not copied.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -149,7 +151,7 @@ class _Streams(Protocol):
 
 
 def _pickled_header(kind: int, header: Any) -> bytes:
-    """Returns a kind and its header as bytes; for the codec in C++ they are the header."""
+    """Returns a kind and its header as bytes; the codec in C++ calls these bytes the header."""
     return pickle.dumps((int(kind), header), pickle.HIGHEST_PROTOCOL)
 
 

@@ -1,4 +1,4 @@
-"""Collects the calls of a frame whose values its code has not used yet; makes a graph of them."""
+"""Collects those calls of a frame whose values its code has not needed; makes a graph of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Collector", "Site"]
 
 
 class Site:
-    """What stays the same each time a call is made: all but its tensors, its objects and its seed.
+    """What stays the same each time a call is made, unlike its tensors, its objects and its seed.
 
     `Modules` keeps one for each module, method, structure of arguments and mode. Sites are compared
     by identity, so a known call graph is found without comparing structures.
@@ -66,17 +66,21 @@ class Collector:
         self.objects: list[Any] = []
         self.seeds: list[int | None] = []
         self.lazies: list[weakref.ref[Lazy]] = []
+        # The numbers of the inputs, by the id of the tensor.
         self._numbers: dict[int, int] = {}
         # Sites, where their tensors come from, numbers of their objects.
         self._calls: list[tuple[Site, tuple[TensorId, ...], tuple[int, ...]]] = []
         self._owners: list[int] = []
 
     def fetch(self) -> object:
-        """Sends the graph, waits for its values, and sets those of the lazy tensors."""
+        """Sends the graph, waits for its values, and gives them to the lazy tensors in use."""
         raise NotImplementedError
 
     def result_of_last(self) -> tuple[Structure, Any]:
-        """Fetches; returns structure and value of the last call, whose structure was unknown."""
+        """Calls `fetch`; returns structure and value of the last call's result.
+
+        The structure of that result was not known before.
+        """
         raise NotImplementedError
 
     def owner_of(self, lazy: Lazy) -> int | None:

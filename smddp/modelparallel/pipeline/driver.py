@@ -103,7 +103,7 @@ class Driver:
             body.axes,
         )
         self._compare_lengths()
-        # Draws one number from the script's random generator per step; the rest comes from seeds.
+        # One number per step comes from the script's random generator. The others are made from it.
         self._seed = draw_seed()
         self.random_state = RandomState()
         self._ambient, self._context = ambient(), contextvars.copy_context()
@@ -127,7 +127,7 @@ class Driver:
             except Exception as error:
                 self._annotate(error)
                 raise
-            # A tensor with an autograd graph would keep all of that until the step ends.
+            # A tensor with an autograd graph would keep all of the graph until the step ends.
             take = _detached if self._body.detach else force
             self._results[number] = map_tensors(take, result)
             self._executor.caller.finish(frame)
@@ -148,7 +148,7 @@ class Driver:
             )
 
     def _annotate(self, error: Exception) -> None:
-        """Adds the lengths of the undivided arguments to an error, whose text cannot name them."""
+        """Adds the lengths of the arguments of the whole batch to an error, if they differ."""
         if note := self._unequal_lengths():
             # As `add_note`, which Python 3.10 does not have.
             error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
@@ -222,9 +222,9 @@ class Driver:
         self._executor.caller.abandon(frame.sent)
         reached_backward = number in self._reached_backward
         skipped_backward = torch.is_grad_enabled() and not reached_backward
-        # In a training step the backward pass itself ends the microbatch on other ranks. DONE is
-        # needed if this microbatch made no backward pass, or as long as we do not know that this
-        # function trains.
+        # In a training step the backward pass itself frees what other ranks keep of the microbatch.
+        # DONE is needed if this microbatch has not called model.backward, or as long as we do not
+        # know that this function trains.
         self._executor.microbatch_done(number, skipped_backward or not self._body.trains)
         with self._lock:
             if not reached_backward:

@@ -1,7 +1,7 @@
 """One rank's part in the steps of a pipeline: what arrives, what runs, and how a step ends.
 
-docs/model-parallel-design.md follows one microbatch through all of it. This file has the life of a
-step; calls.py has the caller's side of remote calls, server.py the owner's side.
+docs/model-parallel-design.md follows one microbatch through a step. This file has the life of a
+step; calls.py has the caller's side of calls between ranks, server.py the owner's side.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from smddp.modelparallel.pipeline.timeline import Timeline
 
 __all__ = ["Executor"]
 
-# Seconds that a rank waits for the others' END once it has sent its own. They answer at once,
-# unless they hang.
+# Seconds that a rank waits for the others' END once it has no task left. A rank that computes
+# answers when its task waits or ends.
 _END_TIMEOUT = 120.0
 
 
 class Executor:
     """Runs the steps of a pipeline on one rank.
 
-    The thread that calls `run` waits there; the baton's threads do the work. The thread that holds
-    the baton and has no task takes the messages. A failed step leaves the executor ready for the
-    next one, unless a peer was lost. One executor lives as long as the process; what belongs to one
-    model or one step is given to `adopt` and `run`.
+    The thread that calls `run` waits there; the baton's threads do the work, and take the messages
+    between two tasks. A failed step leaves the executor ready for the next one, unless a peer was
+    lost. One executor lives as long as the process; what belongs to one model or one step is given
+    to `adopt` and `run`.
 
     Attributes:
         rank, size: in the pipeline.
@@ -56,8 +56,8 @@ class Executor:
         server: the segments that this rank runs for any rank.
         timeline: what ran in the last step, and when.
         channel: the streams to and from the other ranks; None if there are none.
-        partitioned: has this rank applied the partition? Until then it keeps the messages that
-            begin work.
+        partitioned: has this rank applied the decision about where modules live? Until then it
+            keeps the messages that begin or end work.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Executor:
         self.baton = Baton(self._task_failed, self, lambda: RandomState().restore)
         self.caller = Caller(self)
         self.server = Server(self, self.caller)
-        # In a step: what it trains; on rank 0, what runs the body.
+        # In a step: the model that it trains; on rank 0, what runs the body.
         self._model: StepModel | None = None
         self._driver: StepDriver | None = None
         # What to do with messages that begin or end work.
@@ -90,13 +90,14 @@ class Executor:
         }
         self.partitioned = size == 1
         self._mutex = threading.RLock()
-        # No message may follow END: the receiver would take it for one of the next step.
+        # Held for a check of `_end_sent` and the send: no message may follow END, because the
+        # receiver would take it for one of the next step.
         self._send_lock = threading.Lock()
         # (peer, message): what has come before this rank can use it.
         self._held: list[tuple[int, Message]] = []
         self._begun = False  # may messages of this step be acted upon?
-        self._decision: Any = None  # has come, and is not applied here yet
-        self._steps = 0  # that this rank has begun, including failed ones
+        self._decision: Any = None  # the one that has come, and is not applied here yet
+        self._steps = 0  # how many this rank has begun, including failed ones
         self._reset()
         self.channel = Channel(group, rank, size) if group is not None and size > 1 else None
 
@@ -135,7 +136,7 @@ class Executor:
         self._failures: list[Failure] = []  # of all ranks, as far as they are known here
         self._cause: BaseException | None = None  # the exception of this rank
         self._end_sent = False
-        self._interrupted = False  # does this rank not wait for the ends of its peers?
+        self._ended_by_signal = False  # then this rank does not wait for the END of its peers
         self._name = ""  # of the step function
         self._result: StepResult | None = None
         self._reports: dict[int, BufferReport] = {}
@@ -157,7 +158,8 @@ class Executor:
             What the driver has returned, on every rank.
 
         Raises:
-            Redo: a module returned another structure than its caller had relied on.
+            Redo: a module returned another structure than its caller had relied on, or a buffer
+                that other ranks read has changed while microbatches overlapped.
             SMPMicrobatchError: a microbatch failed, here or elsewhere.
             SMPUsageError: the arguments cannot be divided, or ranks are in different steps.
             SMPPartitionError: the model cannot be divided as asked.
@@ -170,8 +172,8 @@ class Executor:
         self.server.under_way_limit = schedule.under_way_limit
         self._steps += 1
         self.timeline.begin()
-        # We clear the abort here, because after the last step's end more failures could still
-        # arrive.
+        # This ends the abort of a failed step. It is done here and not at the end of that step,
+        # because more failures may arrive after that.
         self.baton.begin()
         if self.channel is not None:
             self.channel.open()
@@ -200,13 +202,13 @@ class Executor:
         except Exception as error:
             self.fail(-1, error)
         except BaseException as error:
-            self._interrupt(error)
+            self._end_by_signal(error)
             raise
         finally:
             try:
                 silent = self._await_ends()
             except BaseException as error:
-                self._interrupt(error)
+                self._end_by_signal(error)
                 raise
             finally:
                 # A peer may have given up a graph after this rank has sent END.
@@ -234,13 +236,13 @@ class Executor:
         """
         self.baton.wake()
         self.baton.settle()
-        if self.channel is None or self._interrupted:
+        if self.channel is None or self._ended_by_signal:
             return []
         return self.channel.drain(_END_TIMEOUT)
 
-    def _interrupt(self, error: BaseException) -> None:
-        """Ends the step because of a signal; the pipeline cannot be used again."""
-        self._interrupted = True
+    def _end_by_signal(self, error: BaseException) -> None:
+        """Ends the step because a signal has raised; the pipeline cannot be used again."""
+        self._ended_by_signal = True
         self.fail(-1, error)
         if self.channel is not None:
             self.channel.abort()
@@ -371,7 +373,8 @@ class Executor:
                     # In a task, because hooks of the user and collectives run in it.
                     self.baton.submit(Task(Priority(False, -1), self._apply_partition))
                 else:
-                    # There is no order between streams: this message has come before rank 0's.
+                    # There is no order between streams: this message has come before BEGIN or
+                    # PARTITION of rank 0.
                     self._held.append((peer, message))
         except Exception as error:
             self.fail(-1, error)
@@ -403,7 +406,7 @@ class Executor:
             self._model.apply(decision)
 
     def set_partitioned(self) -> None:
-        """Notes that this rank has applied the partition; it serves calls from now on."""
+        """Notes that this rank has applied the decision; it serves calls from now on."""
         with self._mutex:
             self.partitioned = True
             self._release_held()

@@ -29,7 +29,7 @@ class OrderMattersError(Exception):
     """Other ranks have read a buffer that the step has changed, while microbatches overlapped."""
 
 
-class Redo(Exception):  # noqa: N818  it is no error
+class Redo(Exception):  # noqa: N818  not an error of the program
     """Ends a step that has to be made again.
 
     In the second pass every call waits for its result, and the microbatches run one after another.
@@ -45,9 +45,9 @@ class Failure(NamedTuple):
         text: class and message of the exception.
         trace: its traceback.
         pickled: the exception itself; None if it does not pickle.
-        redo: the program has no error, only smp's guess about a structure, or about buffers, was
-            wrong; so the step is made again.
-        order_matters: the guess was that no buffer changes that other ranks read.
+        redo: the program has no error. What smp had assumed, about a structure or about buffers,
+            was wrong, so the step is made again.
+        order_matters: smp had assumed that no buffer changes that other ranks read.
     """
 
     microbatch: int
@@ -89,8 +89,8 @@ def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:
     """
     where = f"rank {failure.rank} of the pipeline"
     origin = cause or _unpickled(failure)
-    refused = failure.microbatch < 0 and isinstance(origin, SMPError)
-    if origin is not None and (refused or isinstance(origin, SMPPeerError)):
+    outside = failure.microbatch < 0 and isinstance(origin, SMPError)
+    if origin is not None and (outside or isinstance(origin, SMPPeerError)):
         raise type(origin)(f"{where}: {origin}") from origin
     which = f", microbatch {failure.microbatch}" if failure.microbatch >= 0 else ""
     trace = f"\n{failure.trace}" if cause is None else ""

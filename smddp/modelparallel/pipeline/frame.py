@@ -12,7 +12,7 @@ class Frame:
 
     Attributes:
         microbatch: its number.
-        forward: true while it does forward work, false while it does backward work.
+        forward: does it do forward work at the moment, not backward work?
         path: where its call stands in the program: for each caller on the way from the body, how
             many graphs the caller had sent before this one, and the number of the segment. It does
             not depend on timing.
@@ -23,7 +23,8 @@ class Frame:
         grad: were gradients enabled when it began?
         open: the call graph that has not been sent yet; None if there is none.
         sent: numbers of the call graphs that it has sent; see `Origin.number`.
-        moment: changes with each call of a module on another rank.
+        moment: an object that is replaced by a new one with each call of a module on another rank.
+            Code that has kept it can tell whether there was such a call since.
     """
 
     __slots__ = (

@@ -19,7 +19,7 @@ class Host(Protocol):
     Attributes:
         rank: in the pipeline.
         baton: runs the tasks.
-        timeline: records them.
+        timeline: records when they run.
         modules: those of the model, a `Modules`.
     """
 

@@ -1,9 +1,9 @@
 """Values that another rank has not computed yet.
 
-A call of a module on another rank returns at once, with `Lazy` tensors. If the code passes them on
-and then drops them, the values never come here: they go from owner to owner. As soon as the code
-uses a lazy tensor in any other way (any function, method or attribute of a tensor), smp fetches the
-value, and the code goes on with that.
+A call of a module on another rank usually returns at once, with `Lazy` tensors. If the code passes
+them to other modules and then drops them, the values never come here: they go from owner to owner.
+As soon as the code uses a lazy tensor in any other way (any function, method or attribute of a
+tensor), smp fetches the value, and the code goes on with that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = ["Lazy", "force", "patch_function_apply", "substitute"]
 
 # Where a lazy tensor may be inside the arguments of a function of torch.
 _CONTAINERS = (list, tuple, dict)
+# A context in which functions of torch do not call `__torch_function__` of subclasses.
 _WITHOUT = torch._C.DisableTorchFunctionSubclass
 
 
@@ -82,7 +83,7 @@ class Lazy(torch.Tensor):
         _misused(args[0])
 
 
-# By class: what returns the values of a tensor that has none itself.
+# By class of tensors that have no values themselves: the function that returns the values.
 _substitutes: dict[type, Callable[[Any], Any]] = {}
 
 
@@ -97,7 +98,10 @@ def substitute(kind: type) -> Callable[[Callable[[Any], Any]], Callable[[Any], A
 
 
 def force(value: Any) -> Any:
-    """Returns the values of a tensor that has none itself, fetched if needed; else the argument."""
+    """Returns the values of a tensor that has none itself; fetches them if they are not here.
+
+    Any other argument is returned unchanged.
+    """
     function = _substitutes.get(type(value))
     return value if function is None else function(value)
 
@@ -113,7 +117,7 @@ def _value_of(value: Lazy) -> torch.Tensor:
     return value.value
 
 
-# Some versions of torch define `apply` in Python, others in C.
+# Some releases of torch define `apply` in Python, others in C.
 _original_apply: Any = (
     vars(torch.autograd.Function).get("apply") or vars(torch._C._FunctionBase)["apply"]
 )

@@ -79,13 +79,15 @@ def split_arguments(
         function: whose parameter names `whole` and `axes` use.
         args: positional arguments.
         kwargs: named arguments.
-        count: of microbatches.
+        count: the number of microbatches.
         whole: names of arguments that are not divided.
-        axes: along which dimension to divide; 0 for those that are not named.
+        axes: along which dimension to divide, by name of the argument; 0 for those that are not
+            named.
 
     Returns:
         (positional, named) arguments for each microbatch. Tensors are views of the given ones. An
-        object with a method `smp_slice(count, number, axis)` is replaced by what that returns.
+        object with a method `smp_slice` is replaced by the result of `smp_slice(count, number,
+        axis)`. Modules and optimizers are not divided.
 
     Raises:
         SMPUsageError: a name is unknown, the function does not take the arguments, or a tensor

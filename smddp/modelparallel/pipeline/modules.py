@@ -1,8 +1,8 @@
 """Sends every call of a module to the rank that owns the module.
 
-`nn.Module._call_impl` is replaced once, for all modules of the process. If a task of a step calls a
-module of the partitioned model, the call is handled here; all other calls go on as usual. Only
-modules that live elsewhere get a `forward` of their own; in copies of them it raises.
+`nn.Module._call_impl` is replaced once, for all modules of the process. A call of a module of the
+model goes to `Modules.enter`, which decides where it runs; all other calls go on as usual. Modules
+that live elsewhere get a `forward` of their own, too; in copies of them it raises.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from smddp.modelparallel.pipeline.remote_tensor import (
 __all__ = ["Modules", "difference"]
 
 _original_call = nn.Module._call_impl
-# What a call has in place of a method if it reads a parameter or a buffer; the name follows.
+# What a call has in place of a method if it reads a parameter or a buffer; its name follows.
 _PARAMETER, _BUFFER = "parameter ", "buffer "
-# The same for a buffer that was taken from its module before a later call of a module. That module
-# may have put another tensor in its place since.
+# For a buffer that was taken from its module before a later call of a module on another rank. If
+# code has ever put another tensor in the buffer's place, the owner raises.
 _EARLIER_BUFFER = "earlier buffer "
-# The same, but if there is another tensor, the answer is None.
+# As _EARLIER_BUFFER, but the owner answers None in place of raising.
 _SAME_BUFFER = "same buffer "
 _READS = _PARAMETER, _BUFFER, _EARLIER_BUFFER, _SAME_BUFFER
 # `difference` names at most so many modules of each side.
@@ -90,8 +90,8 @@ class Modules:
             Not in the second pass of a step.
         in_order: do the microbatches of this step run one after the other?
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
-        replaced: says whether code has ever put another tensor in the place of a buffer here, which
-            is given by its name in the model.
+        replaced: a function of the name of a buffer in the model, which lives here: has code ever
+            put another tensor in its place?
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class Modules:
         self._draws = [may_draw(module) for module in self.by_number]
         self.owners: list[int | None] = [0] * len(self.by_number)
         # By (module, method, structure of the arguments, train or eval, gradients on?): the call
-        # with the structure of its last result, if callers may rely on that; and those without.
+        # with the structure of its last result, if callers may rely on that; and the same calls
+        # without such a structure.
         self._sites: dict[Any, Site] = {}
         self._unknown: dict[Any, Site] = {}
         # Structures found in this step. They are used from the next step on, so that all
@@ -138,11 +139,16 @@ class Modules:
             owner: rank of the pipeline.
             device: of what lives on this rank.
         """
-        source = _Owner(self, owner, number, kind, name)
+        source = _OwnerSource(self, owner, number, kind, name)
         return Home(kind, self.full_name(number, name), owner, device, source)
 
     def full_name(self, number: int, name: str) -> str:
-        """Returns the name in the model of a parameter or buffer, given its module and name."""
+        """Returns the name in the model of a parameter or buffer.
+
+        Args:
+            number: of the module that has it.
+            name: in that module.
+        """
         return f"{self.names[number]}.{name}" if number else name
 
     def end_step(self) -> None:
@@ -167,7 +173,7 @@ class Modules:
         return self._numbers.get(id(module))
 
     def enter(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
-        """Calls a module on the rank where it lives.
+        """Calls a module on the rank where it lives. All calls that code makes come here.
 
         Args:
             number: of the module.
@@ -202,7 +208,18 @@ class Modules:
         return self._remote(frame, owner, number, method, args, kwargs)
 
     def run(self, number: int, method: str, seed: int | None, args: Any, kwargs: Any) -> Any:
-        """Runs a call that another rank has sent; `seed` is None if it draws no random numbers."""
+        """Runs a call that another rank has sent.
+
+        Args:
+            number: of the module, which lives here.
+            method: see `Call.method`.
+            seed: for the random numbers of the call; None if it draws none.
+            args: positional arguments.
+            kwargs: named arguments.
+
+        Returns:
+            What the module returns; for a read, the values, or None if there is no tensor.
+        """
         # The random state is not restored afterwards: the task has none of its own, and
         # `Baton.wait` saves that of a task that waits.
         if seed is not None:
@@ -240,7 +257,7 @@ class Modules:
         grad = collector.ambient.grad
         key = (number, method, structure, self.by_number[number].training, grad)
         site = self._sites.get(key) if self.predicts_structures else None
-        # Gradients are off now but were on when the frame began: this may be inside an autograd
+        # If gradients are off now but were on when the frame began, this may be inside an autograd
         # function (such as a checkpoint). Autograd would take a lazy tensor for the function's
         # output, and gradients would be lost; so the call waits for its values.
         if site is not None and (grad or not frame.grad):
@@ -254,6 +271,9 @@ class Modules:
 
     def _own_value(self, number: int, method: str) -> torch.Tensor | None:
         """Returns the values of a parameter or a buffer of this rank, for another rank.
+
+        The result is None if there is no tensor. For "same buffer" it is None if code has ever
+        replaced the tensor.
 
         Raises:
             SMPUsageError: it was taken before a call that may have replaced it, or is sparse.
@@ -301,8 +321,8 @@ class Modules:
         return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-class _Owner(Source):
-    """The rank where a tensor of the model lives."""
+class _OwnerSource(Source):
+    """Gets the values of a tensor of the model from the rank where it lives."""
 
     def __init__(self, modules: Modules, owner: int, number: int, kind: str, name: str) -> None:
         self._modules = weakref.ref(modules)

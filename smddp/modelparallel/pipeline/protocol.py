@@ -4,7 +4,7 @@ A *call graph* is a group of calls of modules on other ranks that a frame has ma
 it has not needed yet. Consecutive calls to modules of one owner form a *segment*. Values flow along
 the edges of the graph: from the caller (`SOURCE`) to segments, between segments directly, and from
 segments back to the caller (`SINK`). Gradients flow along the same edges backwards. So the work
-itself needs only two kinds of messages: FORWARD and BACKWARD values of one edge.
+itself needs only two kinds of messages: FORWARD has the values of one edge, BACKWARD the gradients.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Kind(enum.IntEnum):
         BEGIN: a `StepBegin`.
         PARTITION: a `Decision`.
         GRAPH: (caller, number by which members know the graph, `Graph`).
-        FORWARD: (the fields of the `Origin`, seeds of the calls, source, target, extra). `extra`
-            holds the caller's objects by number, on an edge from SOURCE; or, on an edge to SINK,
-            the results whose structure was not known; None if there is nothing.
-        BACKWARD: (caller, number of the graph in this step, end that sends, end that receives,
-            fields of the `Pass`).
+        FORWARD: (the fields of the `Origin`, seeds of all calls of the graph, source, target,
+            extra). `extra` has the caller's objects by number, on an edge from SOURCE; or, on an
+            edge to SINK, what `Caller.on_values` says; None if there is nothing.
+        BACKWARD: (caller, number of the graph in this step, target of the edge, source of the edge,
+            fields of the `Pass`): the target sends, the source receives.
         DONE: the number of the microbatch.
-        DROP: the fields of the `Origin` but depth and path.
+        DROP: the fields of the `Origin`, without depth and path.
         END: a `Failure`; or after a success, from rank 0 (`StepResult.header`, a `BufferReport`),
             from the others a `BufferReport`; None from a rank that has heard of a failure.
     """
@@ -68,8 +68,8 @@ class Kind(enum.IntEnum):
     GRAPH = 3  # caller to a member: a graph that it does not know
     FORWARD = 4  # the values of one edge, to its target
     BACKWARD = 5  # the gradients of one edge, to its source
-    DONE = 6  # rank 0 to all: a microbatch has ended, and its graphs can be dropped
-    DROP = 7  # caller to a member: a graph gets no gradients
+    DONE = 6  # rank 0 to all: a microbatch has ended, so what is kept of it can be freed
+    DROP = 7  # caller to a member: a graph gets no gradients, so it can be forgotten in this step
     END = 8  # the last message of a step on each stream
 
 
@@ -79,8 +79,8 @@ class Message(NamedTuple):
     Attributes:
         kind: see `Kind`.
         header: anything that pickles and holds no tensors.
-        tensors: of any shape and dense dtype; None stands for "no gradient". Whether a tensor
-            requires a gradient is preserved, its autograd graph is not.
+        tensors: dense ones of any shape and dtype, but not quantized; None stands for "no
+            gradient". Whether a tensor requires a gradient is preserved, its autograd graph is not.
     """
 
     kind: int
@@ -161,7 +161,7 @@ def _devices() -> tuple[str, ...]:
 
 
 def ambient() -> Ambient:
-    """Returns the state of the calling thread."""
+    """Returns the ambient state of the calling thread."""
     autocast = ()
     for device in _devices():
         if torch.is_autocast_enabled(device):
@@ -193,14 +193,14 @@ class Call(NamedTuple):
 
     Attributes:
         module: its number; see `Modules`.
-        method: "forward", when that was called by name; "" when the module itself was. Or
-            "parameter weight" to read the parameter `weight`; "buffer mean", "earlier buffer
-            mean" or "same buffer mean" to read the buffer `mean` (see modules.py).
+        method: "forward" if that was called by name; "" if the module itself was. Or "parameter
+            weight" to read the parameter `weight`; "buffer mean", "earlier buffer mean" or "same
+            buffer mean" to read the buffer `mean` (see modules.py).
         structure: of (args, kwargs); see structure.py.
-        tensors: of the structure, in its order.
-        objects: the numbers of the structure's objects among those of the caller.
-        returns: the structure of the result that the caller expects; None if it waits for the
-            result.
+        tensors: the ids of the tensors of `structure`, in its order.
+        objects: the numbers of the objects of `structure` among those of the caller, in its order.
+        returns: the structure that the caller expects of the result; None if the caller waits for
+            the result.
     """
 
     module: int
@@ -258,7 +258,7 @@ class Graph:
 
     @functools.cached_property
     def results(self) -> tuple[TensorId, ...]:
-        """What comes back to the caller from calls of known structure."""
+        """What comes back to the caller from calls whose result has a known structure."""
         return tuple(sorted(value for edge in self.into[SINK] for value in edge.values))
 
     @functools.cached_property
@@ -291,10 +291,10 @@ class Graph:
 
 
 def raise_if_unpicklable(who: str, structure: Structure, objects: Any, named: bool = False) -> None:
-    """Raises an error that names an object, if one cannot be sent.
+    """Raises an error that names an object of a value, if one cannot be sent.
 
     Args:
-        who: gets or returns the value, for the text.
+        who: begins the text: who gets or returns the value, with the verb.
         structure: of the value.
         objects: those of the value, by number.
         named: the value is (args, kwargs).

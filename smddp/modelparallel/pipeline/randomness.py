@@ -1,9 +1,10 @@
 """Random numbers that do not depend on how the model is divided.
 
-Every microbatch begins with a seed of its own. When a module is called that may draw random numbers
-(or that has such a module inside), one number is drawn from the caller's generator, and the module
-runs with its own generator seeded by it. This is done for every call, wherever the module lives, so
-dropout is the same for any number of partitions. A call to another rank carries that number.
+Every microbatch begins with a seed of its own. When code calls a module that may draw random
+numbers (or that has such a module inside), one number is drawn from the caller's generator. It is
+the seed of the generators while the module runs. This is done for every call, wherever the module
+lives, so dropout is the same for any number of partitions. A call to another rank carries that
+number.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def mix(seed: int, number: int) -> int:
 
 
 def draw_seed() -> int:
-    """Draws a number from 0 to 2**62 - 1 from torch's default generator of the CPU."""
+    """Draws a number from 0 to 2**62 - 2 from torch's default generator of the CPU."""
     return _C.random_number(_MASK)
 
 

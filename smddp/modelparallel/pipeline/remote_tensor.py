@@ -1,10 +1,10 @@
 """Parameters and buffers that live on another rank.
 
-Such a tensor keeps its shape and dtype, and has no memory: it is on "meta". In a step, code that
-reads it gets the values from their owner, by a call that returns them, so a gradient goes back the
-same way. Outside a step there is nobody to answer. There each rank works on what it has: whatever
-is computed from a remote tensor is empty, too, so that code which treats all parameters or buffers
-alike runs on every rank; and asking for its values raises an error that names it.
+Such a tensor keeps its shape and dtype, and has no memory: it is on the device "meta". In a step,
+code that reads it gets the values from their owner, by a call that returns them, so a gradient goes
+back the same way. Outside a step no rank would answer, so each rank works on what it has. Whatever
+is computed there from a remote tensor is empty, too; so code that treats all parameters or buffers
+alike runs on every rank. To ask for the values raises an error that names the tensor.
 
 The forward method of a module may change a buffer, and put another tensor in its place. So the
 shape and the dtype of a buffer are asked for in a step, too, and the dict of a module's buffers is
@@ -43,10 +43,11 @@ __all__ = [
     "values_of",
 ]
 
+# A context in which functions of torch do not call `__torch_function__` of subclasses.
 _WITHOUT = torch._C.DisableTorchFunctionSubclass
 
-# What does not depend on the values: attributes, besides those that begin with "is_" or "_"; and
-# methods.
+# What does not depend on the values: attributes (those that begin with "is_" or "_" do not either),
+# and methods.
 _ATTRIBUTES = frozenset(
     (  # noqa: SIM905
         "shape dtype device ndim requires_grad grad grad_fn grad_dtype layout names output_nr "
@@ -69,25 +70,25 @@ _FORM = frozenset(
         "is_same_size numel nelement dim ndimension size stride element_size storage_offset __len__"
     ).split()
 )
-# What needs values and is not an operation.
+# What needs values, and does not return a tensor.
 _READS = frozenset(
     (  # noqa: SIM905
         "item tolist numpy is_nonzero __array__ __bool__ __int__ __float__ __index__ equal"
     ).split()
 )
-# What changes its first argument; besides names that end with "_".
+# What changes its first argument; names that end with "_" do, too.
 _CHANGES = frozenset(
     (  # noqa: SIM905
         "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ "
         "__iand__ __ior__ __ixor__ __ilshift__ __irshift__ __imatmul__"
     ).split()
 )
-# What may change an argument so that autograd does not see it.
+# What may change an argument without a change of its version counter.
 _UNSEEN_CHANGES = frozenset(("batch_norm", "instance_norm"))
 
 
 class Source:
-    """Where the values of a remote tensor come from. This one, that of copies, has none."""
+    """Where the values of a remote tensor come from. This class is for copies, without values."""
 
     def in_step(self) -> bool:
         """Says whether this thread runs code of a step, so that values can be had."""
@@ -98,7 +99,7 @@ class Source:
         return False
 
     def moment(self) -> Any:
-        """Returns where the code stands now, for `values`."""
+        """Returns where the code stands now, for `values`; see `Frame.moment`."""
 
     def values(self, moment: Any) -> Any:
         """Returns the values, a lazy tensor; None if the owner has no tensor there.
@@ -109,7 +110,7 @@ class Source:
         raise NotImplementedError
 
     def same_tensor(self) -> Any:
-        """Returns the present values of a buffer; None if another tensor is in its place now."""
+        """Returns the present values of a buffer; None if code has ever replaced its tensor."""
 
 
 _NOTHING = Source()
@@ -139,7 +140,7 @@ class Home(NamedTuple):
         return self._replace(copied=True, source=_NOTHING)
 
     def error(self) -> SMPUsageError:
-        """Returns what is raised where the values are needed and cannot be had."""
+        """Returns the error for code that needs the values where it cannot get them."""
         if self.copied:
             return SMPUsageError(
                 f"this is a copy of {self.kind} {self.name!r}, which lives on rank {self.owner} of "
@@ -155,7 +156,11 @@ class Home(NamedTuple):
         )
 
     def refusal(self, name: str) -> SMPUsageError:
-        """Returns what is raised if code in a step wants to change the values."""
+        """Returns the error for code in a step that would change the values.
+
+        Args:
+            name: of the function that would change them.
+        """
         return SMPUsageError(
             f"{self.kind} {self.name!r} lives on rank {self.owner} of the pipeline: {name} would "
             "change a copy of it only. Change it in the forward method of its module, or outside "
@@ -164,8 +169,12 @@ class Home(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _kind(func: Any) -> tuple[str, bool, bool]:
-    """Returns the name of a function of torch; does it not need values; does it change them?"""
+def _about(func: Any) -> tuple[str, bool, bool]:
+    """Returns what is known of a function of torch.
+
+    Returns:
+        Its name; whether it does without the values; whether it changes its first argument.
+    """
     name: str = getattr(func, "__name__", "")
     if name not in ("__get__", "__set__", "__delete__"):
         changes = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
@@ -191,7 +200,7 @@ class RemoteTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch with the values if they can be had, else without."""
         kwargs = kwargs or {}
-        name, describes, changes = _kind(func)
+        name, describes, changes = _about(func)
         remote = [value for value in tree_leaves((args, kwargs)) if isinstance(value, RemoteTensor)]
         home = remote[0].home
         in_step = home.source.in_step()
@@ -220,7 +229,7 @@ class RemoteTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Is pickled as an ordinary empty tensor."""
         with _WITHOUT():
-            plain: Any = _shape(self)
+            plain: Any = _plain_empty(self)
             if isinstance(self, nn.Parameter):
                 plain = nn.Parameter(plain, self.requires_grad)
             return plain.__reduce_ex__(protocol)
@@ -233,10 +242,11 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
 class RemoteBuffer(RemoteTensor):
     """A buffer of a module on another rank.
 
-    In a step `RemoteBuffers` returns another one, which knows when it was taken from its module.
+    In a step `RemoteBuffers` returns another `RemoteBuffer` in its place, which knows when it was
+    taken from its module.
 
     Attributes:
-        taken: the last one of those.
+        taken: the one that was returned last; None before.
     """
 
     taken: RemoteBuffer | None = None
@@ -245,10 +255,10 @@ class RemoteBuffer(RemoteTensor):
 class RemoteBuffers(dict[str, Any]):
     """The `_buffers` of a module, if some of them live on another rank.
 
-    In a step a place without a tensor is looked up at the owner, whose code may have put one there;
-    and so is every place, if the microbatches run one after the other, because code of modules may
-    put tensors there or take them away then (see `ModelRuntime.begin_step`). An assignment raises.
-    Outside a step it leaves an empty tensor here.
+    In a step, access to a place without a tensor asks the owner, whose code may have put one there.
+    If the microbatches run one after the other, access to any place does, because then modules may
+    put tensors there or take them away (see `ModelRuntime.begin_step`). In a step an assignment
+    raises; outside a step it leaves an empty tensor here.
     """
 
     def __init__(
@@ -279,7 +289,7 @@ class RemoteBuffers(dict[str, Any]):
         return super().get(name)
 
     def put(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Lets a remote buffer have a shape and a dtype, which are new to this rank."""
+        """Gives a remote buffer the shape and dtype that its owner has told."""
         home = self.home(name)
         assert home is not None
         before = self.raw(name)
@@ -308,7 +318,7 @@ class RemoteBuffers(dict[str, Any]):
             # There may be a tensor by now, or none any more.
             value = force(home.source.values(home.source.moment()))
             if value is None or found is None:
-                return value if value is None else _Origin(home, value).view(value)
+                return value if value is None else _ReadValues(home, value).view(value)
         # The same for all names of a buffer, as code expects that looks for what is shared.
         moment = home.source.moment()
         if found.taken is None or found.taken.moment is not moment:
@@ -346,8 +356,8 @@ class RemoteBuffers(dict[str, Any]):
         return dict, ({name: self.raw(name) for name in self},)
 
 
-class _Origin:
-    """Values of a remote tensor that were read in a step, of which there are views.
+class _ReadValues:
+    """Values of a remote tensor that were read in a step, and that views may share.
 
     Attributes:
         home: where the tensor lives.
@@ -362,7 +372,7 @@ class _Origin:
         """Returns a tensor that shares memory with the values as a `_RemoteView`."""
         with _WITHOUT():
             view = value.as_subclass(_RemoteView)
-        view.origin = self
+        view.read = self
         return view
 
     def is_of(self, result: torch.Tensor) -> bool:
@@ -373,10 +383,13 @@ class _Origin:
         return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
     def check(self) -> None:
-        """Raises if the buffer has been changed in place since: then the views should have been.
+        """Raises if the buffer has been changed in place since, because its views have not been.
 
         If a step changes buffers that other ranks read, its microbatches run one after the other;
         other steps need no check.
+
+        Raises:
+            SMPUsageError: the buffer has been changed.
         """
         source = self.home.source
         if self.home.kind != "buffer" or not (source.in_step() and source.in_order()):
@@ -396,23 +409,23 @@ class _Origin:
 
 
 class _RemoteView(torch.Tensor):
-    """Values that were read in a step, through a view of them: changing them raises.
+    """A view of values that were read in a step; to change it raises.
 
     Attributes:
-        origin: of which values.
+        read: the values.
     """
 
-    origin: _Origin
+    read: _ReadValues
 
     @property
     def home(self) -> Home:
         """Where the tensor lives."""
-        return self.origin.home
+        return self.read.home
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, describes, changes = _kind(func)
+        name, describes, changes = _about(func)
         if describes or func in (torch.autograd.grad, torch.autograd.backward):
             with _WITHOUT():
                 return func(*args, **kwargs)
@@ -423,7 +436,7 @@ class _RemoteView(torch.Tensor):
 
 
 class _RemoteValue(torch.Tensor):
-    """What was computed from a remote tensor without values."""
+    """What was computed from a remote tensor outside a step: a tensor without values."""
 
     home: Home
 
@@ -439,12 +452,12 @@ class _RemoteValue(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _WITHOUT():
-            copied = memo[id(self)] = _marked(self.home, torch.empty_like(_shape(self)))
+            copied = memo[id(self)] = _marked(self.home, torch.empty_like(_plain_empty(self)))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with _WITHOUT():
-            plain: Any = _shape(self)
+            plain: Any = _plain_empty(self)
             return plain.__reduce_ex__(protocol)
 
 
@@ -489,7 +502,7 @@ def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def retype(tensor: RemoteTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Gives a remote tensor the dtype that a function, such as that of `half()`, would give it."""
+    """Gives a remote tensor the dtype that a function, as in `half()`, gives its argument."""
     with _WITHOUT():
         probe = function(torch.empty(0, dtype=tensor.dtype, device=tensor.home.device))
         if probe.dtype != tensor.dtype:
@@ -521,11 +534,11 @@ def force_argument(value: Any) -> Any:
 
 
 def patch_torch() -> None:
-    """Lets functions of torch deal with remote tensors that do not look at `__torch_function__`.
+    """Replaces functions of torch that do not look at `__torch_function__`, for remote tensors.
 
-    `AveragedModel` averages on each rank what lives there. A copy from before the first step has
-    everything. As there is nothing to average with, what lives elsewhere becomes empty in it, too.
-    `backward(inputs=…)` raises for remote tensors.
+    `AveragedModel` averages on each rank what lives there. If its copy is from before the first
+    step, the copy has everything; what lives elsewhere becomes empty in it, too, because there is
+    nothing to average it with. `backward(inputs=…)` raises for remote tensors.
     """
     AveragedModel.update_parameters = _update_parameters  # type: ignore[method-assign]
     torch.autograd.backward = _backward
@@ -575,7 +588,7 @@ def _values(tensor: RemoteTensor) -> Any:
 
 @substitute(_RemoteView)
 def _plain(view: _RemoteView) -> Any:
-    view.origin.check()
+    view.read.check()
     with _WITHOUT():
         return view.as_subclass(torch.Tensor)
 
@@ -598,8 +611,8 @@ def _with_values(name: str, changes: bool, func: Any, args: Any, kwargs: Any) ->
     for position, home in homes.items():
         if found[position] is None:
             raise home.error()
-    origins = [
-        leaf.origin if isinstance(leaf, _RemoteView) else _Origin(leaf.home, found[position])
+    reads = [
+        leaf.read if isinstance(leaf, _RemoteView) else _ReadValues(leaf.home, found[position])
         for position, leaf in enumerate(leaves)
         if position in homes
     ]
@@ -614,19 +627,20 @@ def _with_values(name: str, changes: bool, func: Any, args: Any, kwargs: Any) ->
     for (home, value), old in zip(values, unseen, strict=False):
         if not torch.equal(value, old):
             raise home.refusal(name)
-    return tree_map(functools.partial(_protected, origins), result)
+    return tree_map(functools.partial(_protected, reads), result)
 
 
-def _protected(origins: list[_Origin], result: Any) -> Any:
-    """Returns a result of a function; one that is a view of remote values cannot be changed."""
+def _protected(reads: list[_ReadValues], result: Any) -> Any:
+    """Returns a result of a function; as a `_RemoteView` if it is a view of remote values."""
     if type(result) is torch.Tensor:
-        for origin in origins:
-            if origin.is_of(result):
-                return origin.view(result)
+        for read in reads:
+            if read.is_of(result):
+                return read.view(result)
     return result
 
 
 def _without_values(home: Home, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function of torch on empty tensors; raises if it needs values."""
     if name in _READS:
         raise home.error()
     try:
@@ -640,6 +654,7 @@ def _without_values(home: Home, name: str, func: Any, args: Any, kwargs: Any) ->
 
 
 def _marked(home: Home, value: Any) -> Any:
+    """Returns a tensor as a `_RemoteValue`; other values unchanged."""
     if type(value) is not torch.Tensor:
         return value
     with _WITHOUT():
@@ -648,12 +663,13 @@ def _marked(home: Home, value: Any) -> Any:
     return marked
 
 
-def _shape(tensor: torch.Tensor) -> torch.Tensor:
+def _plain_empty(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an ordinary empty tensor of the same shape and dtype."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _hollow(tensor: torch.Tensor, home: Home) -> RemoteTensor:
+    """Returns a new `RemoteTensor` of the same shape, strides and dtype, without memory."""
     with _WITHOUT():
         if tensor.layout == torch.strided:
             shape = torch.empty_strided(
@@ -676,7 +692,7 @@ def _hollow(tensor: torch.Tensor, home: Home) -> RemoteTensor:
 
 
 def _refuse_gradients(tensor: torch.Tensor, home: Home) -> None:
-    """Lets backward passes through earlier uses of a tensor on this rank raise."""
+    """Makes backward passes raise that reach a tensor by a use before it became empty."""
     if not tensor.requires_grad:
         return
 

@@ -37,7 +37,7 @@ from smddp.modelparallel.pipeline.protocol import (
 
 __all__ = ["Server"]
 
-# Of a segment run: the caller's rank, the numbers of the graph in this step and of the segment.
+# Names a segment run: (the caller's rank, number of the graph in this step, number of the segment).
 _Key = tuple[int, int, int]
 
 
@@ -56,8 +56,10 @@ class _SegmentRun:
         into, out_of: the edges into the segment and out of it.
         objects: the caller's values that are not tensors, by number.
         arrived, gradients: values and gradients that have arrived, by the edge's other end.
-        saved: inputs and outputs of the segment's autograd graph, while a backward pass may come.
-        counted: does it count for what is under way? From its beginning to its backward pass.
+        saved: inputs and outputs of the segment's autograd graph, while a backward pass may come;
+            else None.
+        counted: does it count for what is under way? It does from its beginning to its backward
+            pass.
         returned: for each call whose result had no known structure: its structure, its objects,
             and how many tensors it has.
         sent: the numbers of the call graphs that it has sent itself.
@@ -97,11 +99,14 @@ class _SegmentRun:
         self.sent: list[int] = []
 
     def owner(self, end: int) -> int:
-        """Returns the rank at the other end of an edge."""
+        """Returns the rank at an end of an edge: the caller, if it is SOURCE or SINK."""
         return self.origin.caller if end < 0 else self.graph.segments[end].owner
 
     def values(self, edge: Edge) -> Sequence[TensorId]:
-        """Returns the values of an edge out of it, with those of results of unknown structure."""
+        """Returns the ids of the values of an edge out of it.
+
+        On an edge to SINK, those of results whose structure was not known come last.
+        """
         if edge.target != SINK or not self.returned:
             return edge.values
         more = [(call, i) for call, (*_, count) in self.returned.items() for i in range(count)]
@@ -118,9 +123,10 @@ class Server:
     def __init__(self, host: Host, caller: Caller) -> None:
         self._host, self._caller = host, caller
         self._modules: Modules | None = None
+        # By the caller's rank and `Origin.graph_id`.
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._runs: dict[_Key, _SegmentRun] = {}
-        # Values that have come before their graph.
+        # FORWARD messages that have come before their graph, by its key in `_graphs`.
         self._early: dict[tuple[int, int], list[Message]] = {}
         # The microbatches that are under way here: how many segments of each have begun, and have
         # not had their backward pass.
@@ -167,7 +173,10 @@ class Server:
             self.on_forward(message)
 
     def on_forward(self, message: Message) -> None:
-        """Takes the values of an edge; begins the segment if no others are missing."""
+        """Takes the values of an edge; makes the segment a task if no others are missing.
+
+        Values of an edge to SINK are for this rank as the caller.
+        """
         fields, seeds, source, target, extra = message.header
         origin = Origin(*fields)
         if target == SINK:
@@ -197,21 +206,24 @@ class Server:
             self._submit(frame, run, self._forward, self._admits if grad else None)
 
     def on_backward(self, message: Message) -> None:
-        """Takes the gradients of an edge; begins the backward pass if no others are missing."""
-        caller, number, source, target, this = message.header
-        if target == SOURCE:
-            self._caller.on_gradients(number, source, message.tensors)
+        """Takes the gradients of an edge; makes the backward pass a task if no others are missing.
+
+        Gradients of an edge from SOURCE are for this rank as the caller.
+        """
+        caller, number, sender, receiver, this = message.header
+        if receiver == SOURCE:
+            self._caller.on_gradients(number, sender, message.tensors)
             return
-        run = self._runs.get((caller, number, target))
+        run = self._runs.get((caller, number, receiver))
         if run is None:  # freed by DONE or DROP
             return
-        run.gradients[source] = message.tensors
+        run.gradients[sender] = message.tensors
         if len(run.gradients) == len(run.out_of):
             origin = run.origin
             frame = Frame(
                 microbatch=origin.microbatch,
                 forward=False,
-                path=(*origin.path, target),
+                path=(*origin.path, receiver),
                 name="",
                 depth=0,
                 grad=True,
@@ -220,7 +232,7 @@ class Server:
             self._submit(frame, run, work, None)
 
     def on_drop(self, caller: int, number: int, graph_id: int, microbatch: int) -> None:
-        """Forgets a call graph that gets no gradients.
+        """Forgets, in this step, a call graph that gets no gradients.
 
         Args:
             caller: rank of the pipeline.
@@ -272,11 +284,12 @@ class Server:
         """Submits the task that does `work` for a run; it begins when `admits` allows it."""
         priority = Priority(frame.forward, frame.microbatch, frame.order)
         admitted = functools.partial(admits, frame) if admits is not None else None
-        task = Task(priority, functools.partial(self._run, work, frame, run), admitted)
+        task = Task(priority, functools.partial(self._timed, work, frame, run), admitted)
         task.frame = frame
         self._host.baton.submit(task)
 
-    def _run(self, work: Any, frame: Frame, run: _SegmentRun) -> None:
+    def _timed(self, work: Any, frame: Frame, run: _SegmentRun) -> None:
+        """Does `work` for a run, and notes it in the timeline."""
         timeline = self._host.timeline
         timeline.enter(frame, frame.forward)
         try:
@@ -296,10 +309,10 @@ class Server:
             leaves.update(zip(edge.values, run.arrived[edge.source], strict=True))
         run.arrived = {}
         if ambient() == graph.ambient:
-            outputs = self._calls(frame, run, leaves)
+            outputs = self._run_calls(frame, run, leaves)
         else:
             with graph.ambient.entered():
-                outputs = self._calls(frame, run, leaves)
+                outputs = self._run_calls(frame, run, leaves)
         if graph.ambient.grad and any(tensor.requires_grad for tensor in outputs.values()):
             run.saved = leaves, outputs
             run.sent = frame.sent
@@ -320,10 +333,14 @@ class Server:
                     raise_if_unpicklable(f"module {name!r} returns", structure, objects)
                 raise
 
-    def _calls(
+    def _run_calls(
         self, frame: Frame, run: _SegmentRun, leaves: dict[TensorId, torch.Tensor]
     ) -> dict[TensorId, torch.Tensor]:
-        """Runs the calls of a segment; returns the tensors of their results."""
+        """Runs the calls of a segment; returns the tensors of their results.
+
+        Raises:
+            StructureChangedError: the structure of a result is not the one that the caller expects.
+        """
         modules, graph = self.modules, run.graph
         values = {tensor_id: _entrance(tensor) for tensor_id, tensor in leaves.items()}
         outputs: dict[TensorId, torch.Tensor] = {}
@@ -363,7 +380,8 @@ class Server:
         roots = [outputs[value] for value in sums]
         found = run_backward(roots, list(sums.values()), list(inputs.values()), this)
         of_input = dict(zip(inputs, found, strict=True))
-        # Graphs that it has sent and that got no gradient; and those that a checkpoint sent again.
+        # Give up the graphs that the segment has sent and that got no gradient, and those that a
+        # checkpoint has sent again in this backward pass.
         sent = frame.sent if this.keeps else [*run.sent, *frame.sent]
         if sent:
             self._caller.abandon(sent)

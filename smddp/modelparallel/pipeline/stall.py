@@ -21,17 +21,17 @@ __all__ = ["StallWatch"]
 
 log = logging.getLogger("smddp.modelparallel")
 
-# So many lines of the stack are shown: the line that waits may be some calls below the user's code.
+# How many calls of the stack are shown: the one that waits may be some calls below the user's code.
 _LINES = 6
 
 
 class StallWatch:
     """Waits for the end of a step, and warns in two cases.
 
-    First, a piece of work on this rank does not end. That is said once. Second, other ranks have
-    not called the step. A rank that has been in a step for a tenth of `stall_seconds` writes that
-    into the store of the group; after `stall_seconds`, the ranks that wait look there, and say
-    which ranks are missing. Short steps write nothing.
+    First, a piece of work on this rank does not end. It warns of that once in the process. Second,
+    other ranks have not called the step. A rank that has been in a step for a tenth of
+    `stall_seconds` writes that into the store of the group; after `stall_seconds`, the ranks that
+    wait look there, and say which ranks are missing. Short steps write nothing.
 
     The thread that has called the step function waits here; it has nothing else to do. It goes on
     waiting after a warning, because nobody can know that work will never end.
@@ -50,13 +50,14 @@ class StallWatch:
         """
         self._rank, self._timeline, self._stall_seconds = rank, timeline, stall_seconds
         self._attendance = _Attendance(group) if group is not None and stall_seconds > 0 else None
-        self._said = False  # has it been said where this rank is stuck?
+        self._said = False  # has it warned that work on this rank does not end?
 
     def wait(self, over: threading.Event, modules: Modules, name: str, step: int) -> None:
         """Returns when the event is set.
 
         Args:
-            over: is set when the step has ended.
+            over: is set when the thread may go on: this rank has the step's result, or the step has
+                failed.
             modules: of the model.
             name: of the step function.
             step: its number, the same on all ranks.

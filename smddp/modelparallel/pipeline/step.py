@@ -1,7 +1,8 @@
 """What `Executor.run` takes and returns: the limits of a step, two protocols, and the result.
 
-The executor forgets its arguments at the end of the step, so nothing of a step is assigned to it
-from outside. `ModelRuntime` implements `StepModel`, and `Driver` implements `StepDriver`.
+What belongs to one step reaches the executor as arguments of `run` only, and the executor forgets
+it at the end of the step. `ModelRuntime` implements `StepModel`, and `Driver` implements
+`StepDriver`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Schedule(NamedTuple):
 
     Attributes:
         microbatches: how many the step has.
-        simple: a microbatch begins its backward pass when all active ones have ended their forward
-            pass.
+        simple: a microbatch begins its backward pass only when all active ones have ended their
+            forward pass.
         active: how many microbatches may be active (begun and not ended) on rank 0 at a time.
         under_way_limit: a rank begins a segment of depth d only if fewer than
             `under_way_limit - d` microbatches are under way on it; see `Server._admits`. (`depth`
@@ -49,7 +50,7 @@ class Schedule(NamedTuple):
         simple = pipeline == "simple"
         under_way_limit = _UNLIMITED if simple else active
         if partitions == 1:
-            # Nobody else works meanwhile.
+            # No other rank works meanwhile.
             active = 1
         return Schedule(microbatches, simple, active, under_way_limit)
 
@@ -61,7 +62,7 @@ class StepBegin(NamedTuple):
         number: of the step, counted from 1 on every rank; a step that is made again counts twice.
         name: of the step function.
         training_flags: one byte per module, 1 for train and 0 for eval; None if none has changed.
-        modules: the names of the modules, as long as there is no partition; then None.
+        modules: the names of the modules, as long as the model is not divided; then None.
     """
 
     number: int
@@ -75,8 +76,8 @@ class StepResult(NamedTuple):
 
     Attributes:
         header: (structures, objects): the structure of each microbatch's result, see structure.py,
-            and the values in them that are not tensors.
-        tensors: of all results, of any shape and dtype.
+            and the objects of all results.
+        tensors: those of all results, of any shape and dtype.
     """
 
     header: Any
@@ -84,7 +85,7 @@ class StepResult(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a buffer's owner tells the other ranks of a buffer; None stands for "no tensor".
+    """What the owner of a buffer tells the other ranks of it; None stands for "no tensor".
 
     Attributes:
         shape, dtype: of the tensor.
@@ -100,9 +101,9 @@ class BufferReport(NamedTuple):
     """What a rank tells the others of the buffers that live on it, at the end of a step.
 
     Attributes:
-        changed: the step has changed one that another rank has read, so the order of the
+        changed: the step has changed a buffer that another rank has read, so the order of the
             microbatches matters.
-        forms: those that have changed, by number of the module and name.
+        forms: the forms that other ranks do not know yet, by number of the module and name.
     """
 
     changed: bool
@@ -123,7 +124,7 @@ class StepModel(Protocol):
     steps: int
 
     def changed_training_flags(self) -> bytes | None:
-        """Returns train or eval of every module, as in `StepBegin`; called on rank 0 only."""
+        """Returns `StepBegin.training_flags`; called on rank 0 only."""
 
     def accept_begin(self, begin: StepBegin) -> None:
         """Takes over what rank 0 says at the beginning of the step; called on the other ranks.

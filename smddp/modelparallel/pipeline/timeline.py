@@ -17,7 +17,7 @@ class Span(NamedTuple):
     Attributes:
         start, end: seconds on the machine's monotonic clock.
         microbatch: its number.
-        forward: forward or backward work.
+        forward: was it forward work, not backward work?
         name: of the module that was called, the last one if there were several; empty for the body
             of the step.
     """
@@ -35,7 +35,7 @@ class Work(NamedTuple):
     Attributes:
         start: seconds on the machine's monotonic clock.
         frame: of the task that runs.
-        forward: forward or backward work.
+        forward: is it forward work, not backward work?
         thread: identifier of the thread that runs it.
     """
 
