@@ -1,7 +1,6 @@
 """Model parallelism: trains a model that is divided over ranks, with `@smp.step`.
 
-Scripts import it under its original name, `import smdistributed.modelparallel.torch as smp`. The
-names are in the order in which a training script meets them.
+Scripts import it under its original name, `import smdistributed.modelparallel.torch as smp`.
 """
 
 from __future__ import annotations

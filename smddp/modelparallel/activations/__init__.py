@@ -1,1 +1,1 @@
-"""What is kept of a forward pass, and what is computed again."""
+"""Which activations of a forward pass are kept, and which are computed again."""

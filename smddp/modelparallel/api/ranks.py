@@ -1,8 +1,8 @@
 """The place of this process in the job: the rank functions and groups that scripts call.
 
-All of them raise SMPInitializationError before `smp.init`. `get_…_group` returns the ranks in the
-job of the group that this process belongs to, ascending; `get_…_process_group` returns the same
-group for calls of torch.distributed, and raises SMPUsageError without `ddp` in the configuration.
+All of them raise SMPInitializationError before `smp.init`. `get_…_group` returns the group that
+this process belongs to, as ascending ranks of the job; `get_…_process_group` returns the same group
+for calls of torch.distributed, and raises SMPUsageError without `ddp` in the configuration.
 """
 
 from __future__ import annotations

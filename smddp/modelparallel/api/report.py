@@ -26,17 +26,17 @@ _NO_TIMELINE = (
 
 
 def explain(file: str | None = None) -> str:
-    """Returns a table of the partition, and draws it.
+    """Returns a table of all partitions, and draws them.
 
     Args:
-        file: an SVG file to write: one column per partition, one box per module, as high as its
-            cost. With None, nothing is written.
+        file: the path of an SVG file to write. It has a column for each partition, with a box for
+            each module, whose height is the module's cost. With None, nothing is written.
 
     Returns:
         The table, as text.
 
     Raises:
-        SMPUsageError: the first step has not begun.
+        SMPUsageError: there is no model, or it is not decided yet where its modules live.
     """
     model = state.current_model()
     if model is None or model.runtime.placement.decision is None:
@@ -119,7 +119,8 @@ class StepReport:
         spans: for each rank of the pipeline, its pieces of work; see `Span`.
         seconds: from the beginning of the first span to the end of the last one.
         busy: the share of all ranks' time in which they worked, from 0 to 1.
-        ideal: the same for a pipeline without delays, which is as fast as its slowest rank.
+        ideal: what `busy` would be without delays: the slowest rank works without a gap, and the
+            others wait only while the pipeline fills and empties.
     """
 
     spans: list[list[Span]]

@@ -43,7 +43,8 @@ def step(
     arguments is divided into equal parts, one for each microbatch; any other argument is passed to
     all of them. An argument with a method `smp_slice(microbatches, number, axis)` divides itself:
     what the method returns is the part of microbatch `number`. The other ranks run the modules that
-    live there. Every rank of the pipeline has to call the decorated function, and gets its result.
+    live on them. Every rank of the pipeline has to call the decorated function, and gets its
+    result.
 
     Args:
         function: the function to decorate, if `smp.step` is used without parentheses.
@@ -123,8 +124,8 @@ class StepFunction:
         try:
             return self._attempt(runtime, args, kwargs, again=False)
         except Redo:
-            # At most once: the second time, every call waits for its result, and every microbatch
-            # for the one before it.
+            # This happens at most once: the second time, every call waits for its result, and every
+            # microbatch for the one before it.
             before.restore()
             return self._attempt(runtime, args, kwargs, again=True)
 
@@ -158,7 +159,7 @@ class StepFunction:
         return self._collected(result)
 
     def _collected(self, result: StepResult) -> Any:
-        """Returns what the caller of the step function gets."""
+        """Returns what the script gets from the step function."""
         structures, objects = result.header
         results = [rebuild(structure, result.tensors, objects) for structure in structures]
         return collect(results, self._body.detach)

@@ -92,6 +92,7 @@ def load(
         pickle_load_args: as for torch.load.
 
     Raises:
+        SMPInitializationError: partial, and `smp.init` has not been called.
         ValueError: the file is damaged.
         UnpicklingError: with `weights_only`, the file holds other objects.
         FileNotFoundError: there is no such file; the text lists the names that were tried.
@@ -141,7 +142,7 @@ def save_checkpoint(
         tag: names the checkpoint.
         partial: each partition saves its parts of model and optimizer into the folder
             `{tag}_partial`. Otherwise the whole model, without the optimizer, is saved as the file
-            `tag`: as safetensors if the tag ends in that word, else as torch.save does it.
+            `tag`: as safetensors if the tag ends in `.safetensors`, else as torch.save does it.
         model: a smp.DistributedModel.
         optimizer: a smp.DistributedOptimizer.
         user_content: anything that pickles; that of rank 0 is saved.
@@ -150,6 +151,7 @@ def save_checkpoint(
             delete older ones; None keeps all.
 
     Raises:
+        SMPInitializationError: `smp.init` has not been called.
         SMPUsageError: num_kept_partial_checkpoints is less than 1, or an entry cannot be saved as
             safetensors.
     """
@@ -197,7 +199,8 @@ def resume_from_checkpoint(
         strict: as for load_state_dict.
         load_optimizer: load the optimizer, too; only from a checkpoint in parts.
         load_sharded_optimizer_state: accepted.
-        translate_function: applied to the entries of one file before they are loaded.
+        translate_function: if not partial, applied to the entries of the file before they are
+            loaded.
 
     Returns:
         The user_content; an empty dict if there is none.
@@ -255,7 +258,7 @@ def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
 
 
 def _newest(folder: Path, partial: bool) -> str:
-    # Programs that do not know the files by kind have written only `newest`.
+    # Programs that do not know the files by kind write only `newest`.
     for name in (_NEWEST_OF_KIND[partial], _NEWEST):
         if (folder / name).exists():
             return (folder / name).read_text().strip()
@@ -373,7 +376,8 @@ def _part(folder: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
 def _delete_old(folder: Path, newest: Path, keep: int) -> None:
     """Deletes the oldest checkpoints in parts, so that `keep` are left with the newest one."""
     complete = [f.parent for f in folder.glob(f"*_partial/{_MANIFEST}")]
-    # Times of files may be equal, or a clock may have been set back: so the newest one is given.
+    # Times of files may be equal, or a clock may have been set back; so the newest one is known by
+    # its name.
     complete.sort(key=lambda old: (old == newest, (old / _MANIFEST).stat().st_mtime_ns))
     for old in complete[: max(0, len(complete) - keep)]:
         # The manifest first: without it, what is left of the folder does not count as a checkpoint.

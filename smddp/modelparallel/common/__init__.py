@@ -1,1 +1,1 @@
-"""What every part uses: errors, nested values, buffers, files. Knows nothing of ranks."""
+"""What every other folder uses: errors, nested values, buffers, files. It knows no ranks."""

@@ -1,4 +1,4 @@
-"""Saves and restores the buffers of a model, around a run that does not count.
+"""Copies the buffers of a model: to restore them later, and to see which of them have changed.
 
 A buffer is known by its place, a name in a module, not by its tensor: a module may put another
 tensor there, as `self.average = 0.9 * self.average + x` does.
@@ -37,11 +37,11 @@ class Buffers:
                     places[full] = part._buffers, name
         self._places = list(places.values())
         self._numbers = {name: number for number, name in enumerate(places)}
-        # Per place: the tensor that was there, and the copy.
+        # Per place: the tensor that was there at the last `save`, and the copy.
         self._saved: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
         # The numbers of places where code has put another tensor.
         self._replaced: set[int] = set()
-        # Per place: how often its tensor had been changed.
+        # Per place: how often its tensor had been changed before the last `save`.
         self._versions: list[int] = []
 
     def tensors(self) -> list[torch.Tensor]:

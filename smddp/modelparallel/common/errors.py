@@ -1,4 +1,4 @@
-"""The errors that smp raises. Launchers search logs for these names: so each is unusual."""
+"""The errors that smp raises. Their names are unusual, because launchers search logs for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class SMPConfigurationError(SMPError, ValueError):
 
 
 class SMPInitializationError(SMPError):
-    """smp was used before `smp.init`, or the job does not fit the configuration."""
+    """smp was used before `smp.init`, or the job does not fit the configuration.
+
+    Or a call names a rank that does not exist, or ranks have different configurations.
+    """
 
 
 class SMPUsageError(SMPError):

@@ -1,4 +1,4 @@
-"""Writes files so that none is ever half written; reads files, without running their code."""
+"""Writes files that are complete or absent; reads files, by default without running their code."""
 
 from __future__ import annotations
 

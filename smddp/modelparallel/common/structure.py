@@ -4,7 +4,7 @@ The structure says how the parts are nested. It says nothing of the shapes and d
 tensors.
 
 Unlike torch's pytree, this keeps the class of any dict subclass or dataclass (such as the outputs
-of model libraries) without registration. A structure is hashable, so it can be a key.
+of model libraries), and no class has to be registered. A structure is hashable, so it can be a key.
 
 A structure is a tuple that begins with a letter:
     ("t", i)                tensor i
@@ -131,7 +131,7 @@ class _Like:
 
 
 def rebuild(structure: Structure, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
-    """Returns the value of a structure that has these tensors and objects; reverses `flatten`."""
+    """Returns the value with this structure, tensors and objects; reverses `flatten`."""
     letter = structure[0]
     if letter == "t":
         return tensors[structure[1]]

@@ -85,7 +85,10 @@ def tp_register(
     forward_hook: Callable[..., Any] | None = None,
     return_hook: Callable[..., Any] | None = None,
 ) -> Callable[[_Class], _Class]:
-    """Returns a decorator without effect: `dist_module` never replaces the decorated class."""
+    """Returns a decorator that returns the class unchanged; `dist_module` never replaces it.
+
+    The hooks are accepted, and never called.
+    """
     return lambda module_cls: module_cls
 
 
@@ -96,7 +99,7 @@ def tp_register_with_module(
     forward_hook: Callable[..., Any] | None = None,
     return_hook: Callable[..., Any] | None = None,
 ) -> None:
-    """Does nothing: `dist_module` never replaces `module_cls`."""
+    """Does nothing: `dist_module` never replaces `module_cls`, and the hooks are never called."""
 
 
 def delay_param_initialization(enabled: bool = True) -> contextlib.AbstractContextManager[None]:

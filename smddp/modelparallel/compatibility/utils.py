@@ -42,7 +42,14 @@ def same_state_dict(
 
 
 def dump_model(model: Any, file: str) -> None:
-    """Saves parameters and buffers of a divided model as one file; all ranks have to call it."""
+    """Saves parameters and buffers of a divided model as one file of torch.save.
+
+    All ranks have to call it; rank 0 of the job writes the file.
+
+    Args:
+        model: a smp.DistributedModel.
+        file: the path.
+    """
     entries = model.state_dict()
     if state.topology.rank == 0:
         torch.save(entries, file)

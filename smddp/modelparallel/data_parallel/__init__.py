@@ -1,1 +1,1 @@
-"""Makes the gradients of a step, equal on all replicas of the model."""
+"""Makes the gradients of a step: sums over microbatches, then means over replicas."""

@@ -1,10 +1,10 @@
 """Adds up the gradients of the microbatches, in the order of the microbatches.
 
 A sum of floating-point numbers depends on its order, and which microbatch finishes its backward
-pass first depends on timing. So a hook takes each contribution from `Parameter.grad` as autograd
-leaves it there, and it is added after those of all earlier microbatches. If several segments use
-one parameter, their contributions are added in the order of the calls in the program. So the sum is
-the same for any timing, schedule and partition.
+pass first depends on timing. So a hook takes each contribution out of `Parameter.grad` as soon as
+autograd has put it there. It is added to the sum after those of all earlier microbatches. If
+several segments use one parameter, their contributions are added in the order of the calls in the
+program. So the sum is the same for any timing, schedule and division of the model.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GradientSum:
         return self._account(parameter).total
 
     def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns the same once, and keeps it no longer; the caller may change it."""
+        """Returns what `total` returns, and forgets it; the caller may change the tensor."""
         account = self._account(parameter)
         total, account.total = account.total, None
         return total
@@ -86,12 +86,12 @@ class GradientSum:
         return self._account(parameter).used
 
     def late(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns the sum of what came after the sum of a parameter was final; None if nothing."""
+        """Returns the sum of the late contributions of a parameter; None if there are none."""
         return self._account(parameter).late
 
     @property
     def any_late(self) -> bool:
-        """Says whether anything came after its sum was final."""
+        """Says whether any parameter has late contributions."""
         return any(account.late is not None for account in self._accounts.values())
 
     def begin(self, microbatches: int) -> None:

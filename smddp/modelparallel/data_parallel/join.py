@@ -1,4 +1,4 @@
-"""Replicas with different numbers of batches: one without batches takes part with zeros."""
+"""Replicas with different numbers of batches: one that has no more takes part with zeros."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Replicas(Protocol):
 
     Attributes:
         group, size: the replicas of this rank's partition.
-        parameters: those of this rank that get gradients; none before the partition.
+        parameters: those of this rank that get gradients; none before the model is divided.
     """
 
     group: dist.ProcessGroup
@@ -65,7 +65,7 @@ class Join:
         """Returns the context that the class describes.
 
         Raises:
-            SMPUsageError: this replica has made no step, so that it has no partition.
+            SMPUsageError: this replica has made no step, so its model is not divided yet.
         """
         self._inside, self._steps = True, 0
         try:

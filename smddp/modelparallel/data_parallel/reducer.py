@@ -107,9 +107,9 @@ class DataParallel:
             group: the replicas of this rank's partition.
             size: of the group.
             bucket_cap_mb: size of a bucket in MiB.
-            passes: steps whose gradients are added before they are reduced.
+            passes: the number of steps whose gradients are added before they are reduced.
             overlap: see the class.
-            broadcast_buffers: make buffers equal on all replicas at every step.
+            broadcast_buffers: make buffers equal on all replicas in every step with gradients.
             views: let gradients be views of the buckets; otherwise they are copies.
         """
         self.group, self.size = group, size
@@ -165,12 +165,12 @@ class DataParallel:
     # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, sums: GradientSum, divisor: int, again: bool = False) -> None:
-        """Puts the present gradients aside, and makes buffers equal on all replicas.
+        """Puts the present gradients aside; makes buffers equal on all replicas, as configured.
 
         Args:
             sums: adds up the gradients of the step.
             divisor: by which the sums are divided: the number of microbatches, or 1.
-            again: the step is made for the second time; see `end_step`.
+            again: the step is made for the second time, after `end_step` has raised Redo.
         """
         self._with_gradients = torch.is_grad_enabled()
         # The other replicas make the step again only if this one reduces with them.
@@ -236,7 +236,7 @@ class DataParallel:
         return self.size > 1 and self._with_gradients and (self._steps + 1) % self._passes == 0
 
     def _total(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns this replica's gradient, with what was there before the step; only once."""
+        """Takes a sum; returns this replica's gradient, with the one from before the step."""
         gradient = self._sums.take(parameter)
         old = self._old[parameter]
         if gradient is None:
@@ -249,7 +249,7 @@ class DataParallel:
         return gradient.add_(old)  # the memory of `old` is the script's
 
     def _own(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns the same with late additions, in a step that does not reduce."""
+        """Returns what `_total` returns and the late additions; for steps that do not reduce."""
         total, late = self._total(parameter), self._late(parameter)
         if late is None:
             return total
@@ -364,7 +364,8 @@ class DataParallel:
         sums.begin(1)
         self._with_gradients = True
         self._begin(sums, 1, source)
-        with contextlib.suppress(Redo):  # the others make the step again: one more to take part in
+        # After a Redo the others make the step again, which is one more to take part in.
+        with contextlib.suppress(Redo):
             self.end_step()
 
     def synchronise(self, source: int) -> None:
@@ -376,11 +377,11 @@ class DataParallel:
         self._broadcast([*self._everything, *self._tensors()], source)
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Returns the buffers of this rank; none before the partition."""
+        """Returns the buffers of this rank; none before the model is divided."""
         return self._buffers.tensors() if self._buffers is not None else []
 
     def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        # Many small tensors: in few large messages.
+        # There are many small tensors, which travel in few large messages.
         if tensors:
             detached = [tensor.detach() for tensor in tensors]
             dist._broadcast_coalesced(self.group, detached, _BROADCAST, source)  # type: ignore[attr-defined]

@@ -45,9 +45,10 @@ def tell_replicas(group: dist.ProcessGroup, failure: str, note: Any = None) -> d
 def agree(group: dist.ProcessGroup, modules: list[str], make: Callable[[], _Decision]) -> _Decision:
     """Returns the first replica's decision on all replicas; only that one makes it.
 
-    As long as there is no decision, rank 0 of each pipeline calls either this, in its first
-    microbatch, or `abstain` at the end of the step: one of them, once per step. So no replica waits
-    for another whose step has failed, and either all replicas have the decision or none.
+    As long as there is no decision, rank 0 of each pipeline makes exactly one of two calls per
+    step: this one in its first call of the model, or `abstain` at the end of the step. So no
+    replica waits for another whose step has failed, and either all replicas have the decision or
+    none.
 
     Args:
         group: of the replicas.
@@ -88,7 +89,9 @@ def abstain(group: dist.ProcessGroup, failure: str) -> None:
 
 
 def _meet(group: dist.ProcessGroup, failure: str, modules: list[str] | None) -> None:
-    """Raises unless the step goes on, on all replicas, and has called the model on all or none.
+    """Exchanges whether the step has failed, and whether it has called the model.
+
+    Raises unless the step goes on, on all replicas, and has called the same model on all or none.
 
     Args:
         group: of the replicas.

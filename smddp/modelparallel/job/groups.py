@@ -1,4 +1,4 @@
-"""The process groups of a rank, one for each kind of set; `smp.init` makes them."""
+"""The process groups of a rank, one for each `CommGroup`; `smp.init` makes them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Groups:
         assert world is not None
         timeout = _timeout_of(world)
         self._by_kind: dict[str, dist.ProcessGroup] = {"world": world}
-        # Kinds often have the same members: mp and pp have, without tensor parallelism.
+        # Some kinds have the same members: mp and pp, for instance, without tensor parallelism.
         made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {
             (tuple(range(topology.size)),): self._by_kind["world"]
         }
@@ -43,7 +43,7 @@ class Groups:
         self.pipeline = _new_group(tuple(topology.groups("pp")), topology.rank, timeout)
 
     def of(self, kind: str) -> dist.ProcessGroup:
-        """Returns the group of a kind that this rank belongs to."""
+        """Returns this rank's group of a kind, which is a value of `CommGroup`, such as "pp"."""
         return self._by_kind[kind]
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def _new_group(
     sets: tuple[tuple[int, ...], ...], rank: int, timeout: timedelta | None
 ) -> dist.ProcessGroup:
-    """Makes all groups, because c10d demands that of every rank; returns this rank's."""
+    """Makes a group of each set, because c10d demands that of every rank; returns this rank's."""
     mine: dist.ProcessGroup | None = None
     for members in sets:
         group = dist.new_group(list(members), timeout=timeout)

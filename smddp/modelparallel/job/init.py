@@ -39,8 +39,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
     Raises:
         SMPConfigurationError: the configuration is wrong.
-        SMPInitializationError: the number of ranks does not fit it, or ranks have different
-            configurations.
+        SMPInitializationError: the number of ranks does not fit it, ranks have different
+            configurations, or nothing says where rank 0 is.
     """
     if state.initialized:
         log.debug("smp.init() was called again; the first call stays in force")
@@ -87,7 +87,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 
 def _compare(cfg: Configuration) -> None:
-    """Raises on all ranks if they have different configurations; their groups would not match."""
+    """Raises on all ranks if they have different configurations, whose groups would not match."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, cfg.as_dict())
     for rank, other in enumerate(everybody):

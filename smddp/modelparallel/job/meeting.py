@@ -1,7 +1,7 @@
 """Calls that all ranks of a group have to make: warns which ranks are missing.
 
-If a rank makes such a call alone, its process group reports that only after its timeout, which may
-be half an hour. Until then the others may just be late; so this module warns, and does not raise.
+If a rank makes such a call alone, the process group raises only after its timeout, which may be
+half an hour. Until then the other ranks may just be late; so `together` first warns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["together"]
 
 log = logging.getLogger("smddp.modelparallel")
 
-# The warning comes after this time. The call itself waits as long as its group allows.
+# The warning comes after this time. The call itself waits until the timeout of its group.
 _LOG_AFTER = timedelta(seconds=10)
 # Numbers the calls of this process. They are the same on all ranks as long as all make all calls.
 _numbers = itertools.count()

@@ -26,7 +26,12 @@ _READY = -1
 
 
 class Messenger:
-    """Sends and receives objects for one rank, over a process group that nothing else uses."""
+    """Sends and receives objects for one rank.
+
+    `send`, `broadcast` and `recv_from` use a process group of their own, `Groups.messages`;
+    `allgather` and `barrier` use the group that they are called for. The functions of the same
+    names in api/messaging.py say which errors they raise.
+    """
 
     def __init__(self, state: State) -> None:
         self._topology = state.topology

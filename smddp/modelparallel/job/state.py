@@ -1,7 +1,8 @@
 """The one object per process that holds what `smp.init` has made.
 
-Functions inside the library receive what they need as arguments. Only the public names read
-`state`, because scripts call them without any context.
+Public functions read `state`, because scripts call them without any context. Functions inside the
+library receive what they need as arguments where that is possible; the pipeline and data_parallel
+do not know `state`.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class State:
 
     Attributes:
         module_manager: see `_ModuleManager`.
-        model, optimizer: weak references to those of the script; their classes stand in higher
-            layers.
+        model, optimizer: weak references to those of the script; None before there are any. Their
+            classes are in folders that import this file, so their type here is Any.
         tracing: is the model being traced?
-        in_step: does a step run?
+        in_step: is a step running?
         owns_default_group: has `smp.init` made the default process group?
     """
 
@@ -96,7 +97,7 @@ class State:
         return self.optimizer() if self.optimizer is not None else None
 
     def keep(self, thing: object) -> None:
-        """Keeps an object until `smp.shutdown`, one of each class; this module knows no class."""
+        """Keeps an object until `smp.shutdown`, one of each class."""
         self._kept[type(thing)] = thing
 
     def kept(self, kind: type[_Kind]) -> _Kind | None:

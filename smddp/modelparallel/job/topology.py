@@ -15,7 +15,7 @@ __all__ = ["CommGroup", "RankType", "Topology"]
 
 
 class CommGroup(enum.Enum):
-    """The kinds of sets of ranks; every rank belongs to one set of each kind."""
+    """The kinds of groups of ranks; every rank belongs to one group of each kind."""
 
     WORLD = "world"
     MP_GROUP = "mp"
@@ -26,7 +26,7 @@ class CommGroup(enum.Enum):
 
 
 class RankType(enum.Enum):
-    """The set of ranks in which a rank number counts."""
+    """The kind of group in which a rank is numbered."""
 
     WORLD_RANK = "world"
     MP_RANK = "mp"

@@ -52,21 +52,24 @@ class Wrapped(nn.Module):
 class DistributedModel(ModelQueries):
     """Wraps a model for training in a pipeline; its parameters stay the same objects.
 
-    With one partition it is ready at once. With several, the first call inside a step decides where
+    With one partition it is ready at once. With several, its first call in a step decides where
     each module lives; parameters that live on another rank then become empty (device "meta").
 
     The arguments are those of the SageMaker Python SDK's documentation of the class.
 
     Args:
-        module: the model; any nn.Module but one of torch.jit.
+        module: the model. No module in it may be of torch.jit, or a DistributedDataParallel; its
+            parameters and buffers must have values.
         trace_device: "gpu" or "cpu"; the model is traced on fake tensors in both cases.
         trace_execution_times: measure modules on real data instead of counting operations.
         trace_memory_usage: accepted; activations are always counted.
         overlapping_allreduce: reduce gradients over replicas while the pipeline still works.
-        backward_passes_per_step: steps whose gradients are added before they are reduced.
+        backward_passes_per_step: the number of steps whose gradients are added before they are
+            reduced.
         average_grads_across_microbatches: divide gradients by the number of microbatches.
         bucket_cap_mb: size in MiB of the buckets in which gradients are reduced.
-        broadcast_buffers: make buffers equal on all replicas at every step.
+        broadcast_buffers: make buffers equal on all replicas at the beginning of every step with
+            gradients.
         gradient_as_bucket_view: let gradients be views of the buckets.
         find_unused_parameters: accepted; unused parameters are always found.
 
@@ -148,7 +151,8 @@ class DistributedModel(ModelQueries):
     ) -> None:
         """Does what `torch.autograd.backward` does, through the pipeline.
 
-        With fp16 in the configuration it multiplies the tensors by the optimizer's loss scale.
+        With fp16 or bf16 in the configuration it multiplies the tensors by the optimizer's loss
+        scale.
 
         Args:
             tensors: usually the loss, a tensor of one element.
@@ -193,7 +197,7 @@ class DistributedModel(ModelQueries):
         All ranks of a pipeline have to call it.
 
         Args:
-            gather_to_rank0: only rank 0 of the job gets them; the others get an empty dict.
+            gather_to_rank0: only rank 0 of the job gets them; the other ranks get an empty dict.
             kwargs: those of nn.Module are accepted, and without effect.
 
         Raises:
@@ -229,7 +233,10 @@ class DistributedModel(ModelQueries):
         return result
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Registers `hook(model, optimizer)`, called once after the partition is applied."""
+        """Registers `hook(model, optimizer)`, called once when it is decided where modules live.
+
+        If that is decided already, the hook is called at once.
+        """
         return self.runtime.register("partition", hook)
 
     def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
@@ -269,7 +276,11 @@ class DistributedModel(ModelQueries):
     def cpu(self) -> DistributedModel:
         """Gathers all parameters and buffers on every rank of the pipeline, in host memory.
 
-        All ranks of the pipeline have to call it.
+        All ranks of the pipeline have to call it. The next step makes what lives on other ranks
+        empty again. Before it is decided where modules live, it does nothing.
+
+        Raises:
+            SMPPeerError: a rank has not called it within the timeout of the process group.
         """
         if self.partitioned:
             self.runtime.model_state.gather_in_place()
@@ -286,11 +297,15 @@ class DistributedModel(ModelQueries):
         )
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
-        """Moves what lives here; has no effect before the partition, which chooses the device."""
+        """Moves what lives on this rank, or converts its dtype; see nn.Module.
+
+        It has no effect before it is decided where modules live; that decision moves them to the
+        device of this rank.
+        """
         return super().to(*args, **kwargs) if self.partitioned else self
 
     def cuda(self, device: Any = None) -> DistributedModel:
-        """Moves what lives here to a GPU; see `to`."""
+        """Moves what lives on this rank to a GPU; see `to`."""
         return super().cuda(device) if self.partitioned else self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

@@ -14,7 +14,7 @@ __all__ = ["ModelQueries"]
 
 
 class ModelQueries(nn.Module):
-    """The queries. Those for "local" things raise SMPUsageError before the first step has begun.
+    """The queries. Those for "local" things raise SMPUsageError until `partitioned` is true.
 
     Attributes:
         runtime: knows the answers.
@@ -96,7 +96,7 @@ class ModelQueries(nn.Module):
         return self.local_named_parameters()
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields those whose gradients are averaged over `smp.RDP_GROUP` only."""
+        """Yields the local parameters whose gradients are averaged over `smp.RDP_GROUP` only."""
         return iter(())
 
     def _require_partition(self, what: str) -> None:

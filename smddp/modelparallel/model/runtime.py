@@ -1,4 +1,4 @@
-"""The internal part of a DistributedModel: its partition, and what it does in every step."""
+"""The internal part of a DistributedModel: how it is divided, and what it does in every step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModelRuntime:
         model_state: makes and loads state dicts.
         steps: how many have begun; a step that is made again counts twice.
         device: of the parameters and buffers that live here.
-        buffers: those that live here.
+        buffers: those that live here; none before the model is divided.
         half: the half-precision dtype in which the model computes; None for full precision.
     """
 
@@ -57,6 +57,16 @@ class ModelRuntime:
         average: bool,
         times: bool,
     ) -> None:
+        """Begins; with one partition, everything lives here at once.
+
+        Args:
+            state: of the process.
+            model: the DistributedModel, which is not kept alive.
+            module: the model that was wrapped.
+            data_parallel: has no parameters yet.
+            average: divide gradients by the number of microbatches.
+            times: measure the time of modules on real data, in place of counting operations.
+        """
         self._state = state
         self._model = weakref.ref(model)
         self.module = module
@@ -83,8 +93,9 @@ class ModelRuntime:
         self.steps = 0
         # Does this rank still have to call `agree` or `abstain` in this step?
         self._undecided = False
-        # Before the partition, all of them are here, and none is saved.
+        # Without a place: before the model is divided, no buffer is saved.
         self.buffers = Buffers(module, lambda _: False)
+        # In a first step on rank 0: all buffers, before the body has run.
         self._unplaced: Buffers | None = None
         # By step function: does the order of the microbatches matter? Not known before its first
         # step.
@@ -102,12 +113,12 @@ class ModelRuntime:
         """Whether it has been decided where each module lives."""
         return self.executor.partitioned
 
-    # --- the partition ----------------------------------------------------------------------------
+    # --- the division -----------------------------------------------------------------------------
 
     def partition(self, args: Any, kwargs: Any) -> None:
-        """Decides where modules live, and tells the others.
+        """Decides where modules live, tells the other ranks, and applies the decision.
 
-        Rank 0 of the pipeline calls it in the first microbatch.
+        Rank 0 of the pipeline calls it in its first call of the model.
 
         Args:
             args: of the model's first call.
@@ -215,9 +226,9 @@ class ModelRuntime:
     def begin_step(self, name: str, schedule: Schedule, again: bool) -> Schedule:
         """Prepares for a step.
 
-        The microbatches run one after the other if that may matter for the buffers that ranks read
-        of each other: in the first step of each step function, if that has shown that such a buffer
-        changes, or when the step is made again.
+        The microbatches run one after the other if their order may matter for the buffers that
+        ranks read of each other: in the first step of each step function, in its later steps if one
+        has shown that such a buffer changes, and when the step is made again.
 
         Args:
             name: of the step function.
@@ -243,8 +254,8 @@ class ModelRuntime:
         modules.predicts_structures = not again
         modules.in_order = in_order
         modules.buffers_read.clear()
-        # With one partition there is no Redo, and a second pass never ends in one. Nor does the
-        # first step, when `buffers` is still empty.
+        # Copied for a Redo. With one partition there is none, and a second pass never ends in one.
+        # The first step does not either; `buffers` is still empty then.
         if several and not again:
             self.buffers.save()
         if several and not self.partitioned and self.executor.rank == 0:
@@ -253,7 +264,12 @@ class ModelRuntime:
         return schedule._replace(active=1) if in_order else schedule
 
     def report_buffers(self) -> BufferReport:
-        """Returns what to tell the other ranks of the buffers here; see `StepModel`."""
+        """Returns what to tell the other ranks of the buffers here; see `StepModel`.
+
+        Raises:
+            OrderMattersError: the step has to be made again, with one microbatch after the other.
+            SMPUsageError: the body has changed a buffer, and has not called the model.
+        """
         self._refuse_early_changes()
         if self.executor.size == 1 or not self.partitioned:
             return BufferReport(False, {})

@@ -50,7 +50,7 @@ class ModelState:
         return local
 
     def _tell_forms(self, group: dist.ProcessGroup) -> None:
-        """Lets all ranks know the same buffers; after a step that has failed they may not."""
+        """Tells all ranks the forms of all buffers; after a failed step they may not know them."""
         told: list[Any] = [None] * self._placement.size
         dist.all_gather_object(told, self._placement.changed_forms()[0], group=group)
         for rank, forms in enumerate(told):
@@ -81,9 +81,12 @@ class ModelState:
         return {**entries, MARKER: True}
 
     def load(self, given: Mapping[str, Any], strict: bool, same_partition: bool) -> Any:
-        """Loads a full or partial state dict; see `DistributedModel.load_state_dict`."""
+        """Loads a full or partial state dict.
+
+        Arguments, result and errors are those of `DistributedModel.load_state_dict`.
+        """
         entries = {name: value for name, value in given.items() if name != MARKER}
-        # Before the partition it is not known what lives here, so all parts are loaded.
+        # Before the model is divided it is not known what lives here, so all parts are loaded.
         alone = bool(given.get(MARKER)) and same_partition and self._placement.applied
         if given.get(MARKER) and not alone:
             merged: dict[str, Any] = {}

@@ -18,7 +18,7 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> to
 
     Args:
         gradients: those of this rank, of any shapes and floating-point dtypes.
-        norm_type: the p of the p-norm; inf for the largest absolute value.
+        norm_type: the p of the p-norm, more than 0; inf for the largest absolute value.
 
     Returns:
         A tensor without dimensions; in fp32 if there are several partitions.
@@ -49,11 +49,11 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         norm_type: as for `global_norm`.
 
     Returns:
-        The norm before clipping; -1 if a gradient is infinite, so `optimizer.step()` will do
-        nothing. A tensor without dimensions.
+        The norm before clipping, a tensor without dimensions. With fp16 or bf16 it is -1 if a
+        gradient is infinite; then nothing is clipped, and `optimizer.step()` will do nothing.
 
     Raises:
-        SMPUsageError: there is no model, or the call is inside a step.
+        SMPUsageError: there is no model, the call is inside a step, or no step has begun yet.
     """
     model = state.current_model()
     if model is None:

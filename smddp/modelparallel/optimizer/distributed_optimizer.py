@@ -33,15 +33,16 @@ class _IsPatched(type):
 class DistributedOptimizer(metaclass=_IsPatched):
     """Adds methods to an optimizer and returns it; it stays the same object.
 
-    Parameters that live on other ranks have no gradient here, so the optimizer passes over them.
+    Parameters that live on other ranks have no gradient here, so the optimizer skips them.
     What changes is its state dict: `state_dict` gathers it from all ranks of the pipeline, and
     `load_state_dict` keeps what belongs to this rank. A script may create the optimizer before or
     after it wraps the model.
 
     Args:
-        optimizer: any object with `param_groups`, `state`, `state_dict` and `load_state_dict`.
+        optimizer: any object with `param_groups` and `state`, whose class has `step`, `state_dict`
+            and `load_state_dict`.
         static_loss_scale: with fp16 or bf16 in the configuration, the factor for losses.
-        dynamic_loss_scale: with those, use a factor that adapts to overflows instead.
+        dynamic_loss_scale: with fp16 or bf16, use a factor that adapts to overflows instead.
         dynamic_loss_args: the arguments of DynamicLossScaler, by name, or all of them in one dict
             with this name.
 
@@ -142,7 +143,10 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
 
     @staticmethod
     def local_state_dict(self: Any, gather_if_shard: bool = True) -> Any:
-        """Returns the state of the parameters that live here, with the key `_smp_is_partial`."""
+        """Returns the state of the parameters that live here, with the key `_smp_is_partial`.
+
+        `gather_if_shard` is accepted: this version does not shard the state.
+        """
         return self._smp_state.local()
 
     @staticmethod
@@ -164,6 +168,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
 
     @staticmethod
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        """Adds a group as the optimizer's own method does, and makes its master weights."""
         type(self).add_param_group(self, param_group)
         model = state.current_model()
         if model is not None and model.partitioned:
@@ -275,7 +280,7 @@ class _State:
 
         Args:
             part: of this rank.
-            what: the call that all of them have to make; for error texts.
+            what: the call that all of these ranks have to make; for error texts.
         """
         whole = {name: value for name, value in part.items() if name != MARKER}
         size = state.topology.pp_size

@@ -54,14 +54,14 @@ class FusedAdam(torch.optim.Adam):
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """The part of `step` that LAMB and NovoGrad share."""
+    """What LAMB and NovoGrad share: `step`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that live on this rank.
 
         Args:
-            closure: computes the loss again.
+            closure: computes the loss again, and its gradients.
 
         Returns:
             What `closure` returns; None without one.

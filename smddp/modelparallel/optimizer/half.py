@@ -3,7 +3,7 @@
 The model computes in half precision. The optimizer works on *master weights*: copies in fp32, which
 stand in its groups in place of the parameters. Losses are multiplied by a scale before their
 backward pass, and gradients are divided by it when they are copied to the masters. If a gradient is
-infinite, all ranks that hold a part of the model leave out the step.
+infinite, all ranks that hold a part of the model skip the optimizer's step.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def to_float(value: Any) -> Any:
 class MasterWeights:
     """The master weights of one optimizer, for the parameters that live on this rank.
 
-    They exist once the partition says which parameters those are. A parameter in full precision has
-    a master, too, which shares its memory; so gradients are always unscaled on copies.
+    They exist once it is decided which parameters those are. A parameter in full precision has a
+    master, too, which shares its memory; so gradients are always unscaled on copies.
 
     Attributes:
         scaler: holds the loss scale.

@@ -22,7 +22,11 @@ class LossScaler:
         self.loss_scale = float(loss_scale)
 
     def update_scale(self, overflow: bool) -> None:
-        """Notes whether a gradient of a step was infinite."""
+        """Does nothing, because the scale is constant.
+
+        Args:
+            overflow: was a gradient of the step infinite?
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what has to be saved."""
@@ -70,7 +74,11 @@ class DynamicLossScaler(LossScaler):
         self.tolerance = delayed_shift
 
     def update_scale(self, overflow: bool) -> None:
-        """Adapts the scale to whether a gradient of a step was infinite."""
+        """Adapts the scale; once per step.
+
+        Args:
+            overflow: was a gradient of the step infinite?
+        """
         if overflow:
             self.good_steps = 0
             if self.tolerance > 1:
@@ -100,7 +108,7 @@ def make_scaler(static: float, dynamic: bool, arguments: Mapping[str, Any]) -> L
         arguments: of that one, by name; or all of them in one dict under `dynamic_loss_args`.
 
     Raises:
-        SMPUsageError: an argument is unknown, or its value makes no sense.
+        SMPUsageError: an argument is unknown, or its value is out of range.
     """
     named = dict(arguments)
     named = {**(named.pop("dynamic_loss_args", None) or {}), **named}

@@ -1,4 +1,4 @@
-"""What a script asks for: `smp.partition` and `smp.set_partition`."""
+"""`smp.partition` and `smp.set_partition`, by which a script says where modules live."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _stack: list[int] = []
 def partition(index: int) -> Iterator[None]:
     """Returns a context that assigns modules created inside it to a partition.
 
-    The innermost context counts. With auto_partition, the default, it has no effect and warns.
+    The innermost context counts. With auto_partition, the default, it has no effect, and warns if
+    there are several partitions.
 
     Args:
         index: of the partition, from 0.
@@ -67,7 +68,7 @@ def _recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 def set_partition(module: nn.Module, index: int) -> None:
-    """Assigns a module and everything inside it to a partition.
+    """Assigns a module and everything inside it to a partition, also with auto_partition.
 
     Args:
         module: of the model that smp.DistributedModel has wrapped.

@@ -42,7 +42,7 @@ def decide_and_report(
 ) -> Decision:
     """Does what `decide` does; saves the decision as configured, and logs it.
 
-    Only one rank of the job calls it. The arguments are those of `decide`.
+    Only one rank of the job calls it. Arguments and errors are those of `decide`.
     """
     begun = time.monotonic()
     decision = decide(cfg, root, modules, placement, args, kwargs, times)
@@ -65,7 +65,7 @@ def decide(
     kwargs: Any,
     times: bool,
 ) -> Decision:
-    """Returns where each module shall live.
+    """Decides where each module lives.
 
     Args:
         cfg: the configuration.

@@ -22,8 +22,9 @@ def manual_owners(
 ) -> list[int | None]:
     """Returns the owner of each module, by number; None for modules without state.
 
-    A pin holds for everything inside a module, except what has a pin of its own. Without a pin, a
-    module goes where the `smp.partition` says in which it was created.
+    A pin is the partition that `set_partition` has asked for a module. It holds for everything
+    inside the module, except for what has a pin of its own. A module without a pin goes to the
+    partition of the `smp.partition` context in which it was created.
 
     Args:
         root: the model.

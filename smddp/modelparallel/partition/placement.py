@@ -1,4 +1,4 @@
-"""`Decision`: where each module lives. `Placement`: which of them live on this rank."""
+"""`Decision`: where each module lives. `Placement`: which modules live on this rank."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ def shared_buffers(modules: Modules, owners: Sequence[int | None]) -> list[tuple
 
 @dataclasses.dataclass
 class Decision:
-    """Where every module lives, as plain data that can be sent and saved.
+    """Where every module lives: the division of the model, as plain data to be sent and saved.
 
     Attributes:
         names: of the modules, by number.
-        owners: partitions, by number; None for modules without state, which run where their input
-            is.
+        owners: the partition of each module, by its number, which is also the owner's rank in the
+            pipeline; None for modules without state, which run where their input is.
         costs: per module, without those inside it: "bytes", "seconds", and "cost" as a share of the
             whole model, from 0 to 1. For `smp.explain` and the log.
         cut_bytes: bytes that cross borders between partitions, per microbatch and direction.
-        method: how it was found; for texts.
+        method: how the decision was made; for texts.
         shared: (number of the module, name, owner) of each buffer that lives where another tensor
             does whose memory it shares, and not where its module does.
     """
@@ -141,11 +141,11 @@ class Placement:
 
     Attributes:
         rank, size: in the pipeline.
-        pins: partitions that the script has asked for, by module number.
-        decision: that has been applied; None before.
+        pins: the partitions that `set_partition` has asked for, by module number.
+        decision: the one that has been applied; None before.
         from_checkpoint: the decision of a checkpoint, which is used again if it fits.
         device: of what lives here.
-        everything_here: this rank has the values of all other ranks, until the next step.
+        everything_here: this rank has the values of all other ranks, too, until the next step.
     """
 
     def __init__(self, modules: Modules, rank: int, size: int) -> None:
@@ -297,7 +297,7 @@ class Placement:
         return found
 
     def begin_step(self) -> None:
-        """Empties what lives elsewhere, if all ranks have had it; notes the forms of buffers."""
+        """Empties what lives elsewhere, if `everything_here`; notes the forms of buffers here."""
         if not self.applied:
             return
         if self.everything_here:
@@ -305,7 +305,12 @@ class Placement:
         self._forms_before = self._forms()
 
     def changed_forms(self) -> tuple[dict[tuple[int, str], Form | None], bool]:
-        """Returns the forms of buffers here that are new to other ranks; has the step made them?"""
+        """Returns what is new about the forms of the buffers that live here.
+
+        Returns:
+            The forms that the other ranks do not know yet, by number of the module and name; and
+            whether any form has changed since `begin_step`.
+        """
         known, forms = self._known_forms, self._forms()
         new = {
             place: form
@@ -317,7 +322,8 @@ class Placement:
     def accept_forms(self, rank: int, forms: dict[tuple[int, str], Form | None]) -> None:
         """Takes over what a rank has told all others of the forms of its buffers.
 
-        Notes what the others know, if it is this rank; else gives the buffers these forms.
+        If the rank is this one, it notes what the others know now; else it gives the buffers these
+        forms.
         """
         if rank == self.rank:
             self._known_forms.update(forms)
@@ -374,7 +380,7 @@ class Placement:
 
 
 class _Memory:
-    """Which memory belongs to which owner."""
+    """Which rank owns which memory."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, int] = {}

@@ -33,7 +33,10 @@ def loads(costs: Sequence[float], cuts: Sequence[float], starts: Sequence[int]) 
 
 
 def bottleneck(costs: Sequence[float], cuts: Sequence[float], starts: Sequence[int]) -> float:
-    """Returns the largest load; it is the time between two microbatches of a pipeline."""
+    """Returns the largest load; it limits how often a pipeline finishes a microbatch.
+
+    The arguments are those of `loads`.
+    """
     return max(loads(costs, cuts, starts))
 
 
@@ -87,7 +90,7 @@ class Node:
     """A node of the module tree.
 
     Attributes:
-        name: the number of the module.
+        name: the number of the module, by which `divide_tree` names it.
         own: its cost, without that of its children.
         children: in the order of their first calls.
     """

@@ -2,7 +2,7 @@
 
 A copy of the model runs on fake tensors: they have shapes but no memory, and nothing is computed.
 This fails if control flow depends on data. Then the model itself runs on the microbatch, without
-gradients, and what it has changed is restored.
+gradients, and its buffers and the random generators are restored.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["Trace", "Visit", "is_tracing", "trace_model"]
 
 log = logging.getLogger("smddp.modelparallel")
 
-# The rates of an ordinary processor core, to convert operations into seconds: floating-point
-# operations, and bytes of results, per second. So computation can be compared with traffic between
-# ranks.
+# The rates of an ordinary processor core: floating-point operations, and bytes of results, per
+# second. They convert operations into seconds, so that computation can be compared with traffic
+# between ranks.
 _FLOPS = 2e10
 _MEMORY = 5e9
 
@@ -97,7 +97,7 @@ def trace_model(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
 
 def _trace(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
     with warnings.catch_warnings():
-        # Of a run without gradients; the step itself warns where there is reason to.
+        # These warnings are about the trace only; the step itself warns where there is reason to.
         warnings.simplefilter("ignore")
         if not times:
             try:

@@ -162,7 +162,7 @@ class Units:
         return self._last_of(stateful[-1]) if stateful else self._first[number]
 
     def _leaf_of(self, number: int) -> int:
-        # A module that stands twice in the tree counts where it stands first.
+        # A module at several places in the tree counts for the first of them.
         return self._first.get(number, self._first[0])
 
     def _merged(self, trace: Trace, order: list[int]) -> list[list[int]]:
