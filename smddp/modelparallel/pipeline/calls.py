@@ -18,7 +18,8 @@ import torch
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import rebuild
 from smddp.modelparallel.pipeline.baton import Ticket
-from smddp.modelparallel.pipeline.collector import Collector
+from smddp.modelparallel.pipeline.collector import Collector, version_of
+from smddp.modelparallel.pipeline.failure import ArgumentChangedError
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.host import Host
 from smddp.modelparallel.pipeline.lazy import Lazy
@@ -45,6 +46,7 @@ class Outgoing:
         number, graph_id: see `Origin`.
         graph: the calls and edges.
         inputs: the caller's tensors that enter the graph, in the order of their numbers.
+        versions: of the inputs when the code passed them.
         microbatch: for which it was sent.
         values: the results that have arrived.
         returned: for each call whose result had no known structure: its structure, its objects,
@@ -62,12 +64,13 @@ class Outgoing:
     """
 
     def __init__(
-        self, number: int, graph: Graph, graph_id: int, inputs: list[torch.Tensor], mb: int
+        self, number: int, graph: Graph, graph_id: int, opened: Collector, mb: int
     ) -> None:
         self.number = number
         self.graph = graph
         self.graph_id = graph_id
-        self.inputs = inputs
+        self.inputs = opened.inputs
+        self.versions = opened.versions
         self.microbatch = mb
         self.values: dict[TensorId, torch.Tensor] = {}
         self.returned: dict[int, tuple[Any, list[Any], int]] = {}
@@ -127,13 +130,15 @@ class Caller:
 
         Raises:
             SMPUsageError: an argument of a call cannot be pickled.
+            ArgumentChangedError: code has changed an input since it was passed.
         """
         opened = frame.open
         assert isinstance(opened, _CallerCollector)
         frame.open = None
         alive = opened.lazies_in_use()
         graph, graph_id = self._graph(opened, alive)
-        out = Outgoing(next(self._numbers), graph, graph_id, opened.inputs, frame.microbatch)
+        out = Outgoing(next(self._numbers), graph, graph_id, opened, frame.microbatch)
+        self._check_inputs(out)
         opened.sent, opened.alive = out, alive
         self._outgoing[out.number] = out
         path = (*frame.path, len(frame.sent))
@@ -180,6 +185,22 @@ class Caller:
                 self._known[signature] = known
         return known
 
+    def _check_inputs(self, out: Outgoing) -> None:
+        """Raises ArgumentChangedError if an input of a graph has changed since it was passed.
+
+        Called when the graph is sent and when it has its results, because a message may refer to
+        the tensor's memory until it has been read.
+        """
+        changed = {
+            (-1, number)
+            for number, tensor in enumerate(out.inputs)
+            if version_of(tensor) != out.versions[number]
+        }
+        if changed:
+            calls = [call for call in out.graph.calls if not changed.isdisjoint(call.tensors)]
+            self._host.modules.wait_for({call.module for call in calls})
+            raise ArgumentChangedError(self.names(out))
+
     def results(self, frame: Frame, out: Outgoing) -> dict[TensorId, torch.Tensor]:
         """Waits for the values of a graph and makes them outputs of one autograd node.
 
@@ -188,6 +209,7 @@ class Caller:
             node refers to `out`. Python could not free such a cycle of references.
         """
         self._host.wait(out.ticket, frame, frame.forward)
+        self._check_inputs(out)
         if out.returned:
             out.results = sorted(out.values)
         values: Sequence[torch.Tensor] = [out.values[result] for result in out.results]

@@ -21,7 +21,7 @@ from smddp.modelparallel.pipeline.protocol import (
     TensorId,
 )
 
-__all__ = ["Collector", "Site"]
+__all__ = ["Collector", "Site", "count_tensors", "predictable", "version_of"]
 
 
 class Site:
@@ -55,6 +55,7 @@ class Collector:
     Attributes:
         ambient: holds for all its calls.
         inputs: the caller's tensors that enter the graph.
+        versions: of the inputs when they were passed; see `version_of`.
         objects: the caller's other values that enter it.
         seeds: one per call, None for calls that draw no random numbers.
         lazies: weak references to the lazy tensors that were returned to the user's code.
@@ -63,6 +64,7 @@ class Collector:
     def __init__(self, ambient: Ambient) -> None:
         self.ambient = ambient
         self.inputs: list[torch.Tensor] = []
+        self.versions: list[int] = []
         self.objects: list[Any] = []
         self.seeds: list[int | None] = []
         self.lazies: list[weakref.ref[Lazy]] = []
@@ -134,6 +136,7 @@ class Collector:
         if number == len(self.inputs):
             # Held as long as the graph is open, so that no other tensor can get its id.
             self.inputs.append(tensor)
+            self.versions.append(version_of(tensor))
         return (-1, number)
 
     def lazies_in_use(self) -> list[Lazy]:
@@ -192,6 +195,14 @@ def _connect(
     unknown = any(calls[call].returns is None for call in segment.calls)
     if unknown or not any(source == number for source, _ in wanted):
         wanted.setdefault((number, SINK), [])
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns a number that grows with each change in place of a tensor or of a view of it.
+
+    It is always 0 for inference tensors, which do not count their changes.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def count_tensors(structure: Structure) -> int:

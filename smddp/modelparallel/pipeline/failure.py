@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 from smddp.modelparallel.common.errors import SMPError, SMPMicrobatchError, SMPPeerError
 
 __all__ = [
+    "ArgumentChangedError",
     "Failure",
     "OrderMattersError",
     "Redo",
@@ -23,6 +24,10 @@ __all__ = [
 
 class StructureChangedError(Exception):
     """A module has returned another structure than its caller had relied on."""
+
+
+class ArgumentChangedError(Exception):
+    """Code has changed an argument in place before its call was sent, or had a result."""
 
 
 class OrderMattersError(Exception):
@@ -45,8 +50,8 @@ class Failure(NamedTuple):
         text: class and message of the exception.
         trace: its traceback.
         pickled: the exception itself; None if it does not pickle.
-        redo: the program has no error. What smp had assumed, about a structure or about buffers,
-            was wrong, so the step is made again.
+        redo: the program has no error. What smp had assumed, about a structure, an argument or
+            buffers, was wrong, so the step is made again.
         order_matters: smp had assumed that no buffer changes that other ranks read.
     """
 
@@ -114,7 +119,7 @@ def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
     except Exception:
         pickled = None
     order_matters = isinstance(error, OrderMattersError)
-    redo = order_matters or isinstance(error, StructureChangedError)
+    redo = order_matters or isinstance(error, (StructureChangedError, ArgumentChangedError))
     return Failure(microbatch, rank, text, trace, pickled, redo, order_matters)
 
 

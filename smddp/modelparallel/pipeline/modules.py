@@ -8,6 +8,7 @@ that live elsewhere get a `forward` of their own, too; in copies of them it rais
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ _SAME_BUFFER = "same buffer "
 _READS = _PARAMETER, _BUFFER, _EARLIER_BUFFER, _SAME_BUFFER
 # `difference` names at most so many modules of each side.
 _NAMED = 5
+# Arguments of these types do not change. Other objects may, before the call is sent.
+_IMMUTABLE = (int, float, complex, str, bytes, range, slice, frozenset, type, enum.Enum)
 # If the structure of a call's result has changed this often, callers always wait for the result
 # from then on, because each change means that a step is made twice.
 _MAX_CHANGES = 2
@@ -101,6 +104,8 @@ class Modules:
         self._rank = host.rank
         self.forwarding = forwarding
         self.predicts_structures = True
+        # Numbers of modules whose arguments have been changed in place after a call.
+        self._awaited: set[int] = set()
         self.in_order = False
         self.buffers_read: set[tuple[int, str]] = set()
         self.replaced: Callable[[str], bool] = lambda _: False
@@ -160,6 +165,10 @@ class Modules:
             if returns is not None and self._changes[key] < _MAX_CHANGES:
                 self._sites[key] = Site(key[0], key[1], key[2], returns)
         self._learned.clear()
+
+    def wait_for(self, numbers: set[int]) -> None:
+        """Lets callers wait for the results of some modules from now on, given their numbers."""
+        self._awaited |= numbers
 
     def install(self) -> None:
         """Begins to handle the calls of these modules."""
@@ -256,7 +265,8 @@ class Modules:
         seed = draw_seed() if draws else None
         grad = collector.ambient.grad
         key = (number, method, structure, self.by_number[number].training, grad)
-        site = self._sites.get(key) if self.predicts_structures else None
+        may_change = number in self._awaited or _may_change(tensors, objects)
+        site = self._sites.get(key) if self.predicts_structures and not may_change else None
         # If gradients are off now but were on when the frame began, this may be inside an autograd
         # function (such as a checkpoint). Autograd would take a lazy tensor for the function's
         # output, and gradients would be lost; so the call waits for its values.
@@ -458,4 +468,14 @@ def _may_hide_lazy(item: Any) -> bool:
     kind = type(item)
     return kind is Lazy or not (
         kind is torch.Tensor or item is None or kind in (bool, int, float, str)
+    )
+
+
+def _may_change(tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> bool:
+    """Says whether code may change an argument after a call so that nothing shows it.
+
+    Other tensors count their changes; see `version_of`.
+    """
+    return any(not isinstance(item, _IMMUTABLE) for item in objects) or any(
+        tensor.is_inference() for tensor in tensors if type(tensor) is not Lazy
     )

@@ -324,7 +324,7 @@ class Server:
         for edge in run.out_of:
             extra = (run.returned or None) if edge.target == SINK else None
             header = (tuple(run.origin), run.seeds, run.number, edge.target, extra)
-            tensors = [outputs[value] for value in run.values(edge)]
+            tensors = [_unchanging(outputs[value]) for value in run.values(edge)]
             try:
                 self._host.send(run.owner(edge.target), Kind.FORWARD, header, tensors)
             except Exception:
@@ -389,6 +389,16 @@ class Server:
             gradients = [of_input.get(value) for value in edge.values]
             header = (run.origin.caller, run.origin.number, run.number, edge.source, tuple(this))
             self._host.send(run.owner(edge.source), Kind.BACKWARD, header, gradients)
+
+
+def _unchanging(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that no code changes while a message refers to its memory.
+
+    A tensor that autograd has not made may be one that the module keeps, such as a buffer.
+    """
+    if tensor.grad_fn is not None:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 class _Entrance(torch.autograd.Function):
