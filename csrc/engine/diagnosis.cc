@@ -52,7 +52,7 @@ Blame Diagnosis::blameOn(Rank rank, uint64_t sequence) const {
         (theirs.why == Blame::Why::Silent || theirs.why == Blame::Why::Unreachable);
     return theirs.rank == me || isHeardHere ? Blame{rank} : theirs;
   }
-  if (process_.isStopped(*membership_.peers[rank])) return {rank, Blame::Why::Stopped};
+  if (membership_.peers[rank]->isStopped(process_.clock())) return {rank, Blame::Why::Stopped};
   const uint64_t called = team_.calledBy(rank);
   if (called < sequence) return {rank, Blame::Why::NotCalled, static_cast<uint32_t>(called)};
   const Blame theirs = team_.blameOf(rank);

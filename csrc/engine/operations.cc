@@ -16,9 +16,11 @@ using collectives::Collective;
 
 struct Operations::Transition {
   Phase from, to;
-  bool (Operations::*condition)(Execution&);
+  bool (Operations::*condition)(Execution&);  // or kAlways
   void (Operations::*action)(Execution&);
 };
+
+static constexpr auto kAlways = nullptr;
 
 // The life of an execution. From its phase it takes the first transition whose condition holds. An action that finds
 // the group broken ends the execution, which is then Idle whatever the table says.
@@ -32,7 +34,7 @@ const Operations::Transition Operations::kTransitions[] = {
     // from           to               condition                   action
     {Phase::Idle, Phase::Taken, &Operations::hasNext, &Operations::take},
     {Phase::Taken, Phase::Arriving, &Operations::mustAskMates, &Operations::arrive},
-    {Phase::Taken, Phase::Preamble, &Operations::always, &Operations::begin},
+    {Phase::Taken, Phase::Preamble, kAlways, &Operations::begin},
     {Phase::Arriving, Phase::Running, &Operations::allArrived, &Operations::agree},
     {Phase::Preamble, Phase::Running, &Operations::isPreambleDone, &Operations::agree},
     {Phase::Running, Phase::Idle, &Operations::isDone, &Operations::finish},
@@ -182,7 +184,8 @@ bool Operations::step(Execution& execution) {
   const bool hasPlan = phase == Phase::Preamble || phase == Phase::Running;
   const bool advanced = hasPlan && execution.executor.advance();
   for (const Transition& transition : kTransitions) {
-    if (transition.from != phase || !(this->*transition.condition)(execution)) continue;
+    if (transition.from != phase) continue;
+    if (transition.condition != kAlways && !(this->*transition.condition)(execution)) continue;
     (this->*transition.action)(execution);
     if (execution.phase == phase) execution.phase = transition.to;
     return true;

@@ -89,7 +89,6 @@ class Operations final : public Watched {
   // Conditions of transitions.
   bool hasNext(Execution&);
   bool mustAskMates(Execution& execution);
-  bool always(Execution&) { return true; }
   bool allArrived(Execution& execution) { return team_.allArrived(execution.track); }
   bool isPreambleDone(Execution& execution) { return execution.executor.preambleDone(); }
   bool isDone(Execution& execution) { return execution.executor.done(); }

@@ -55,6 +55,15 @@ void requireDescriptors(size_t remotePeers) {
 
 }  // namespace
 
+bool Peer::isStopped(const Clock& clock) {
+  const Nanoseconds now = clock.now();
+  if (now - lookedAt >= kStoppedPeriod) {
+    lookedAt = now;
+    stopped = transport::shm::isStopped(*mate);
+  }
+  return stopped;
+}
+
 std::string Peer::describe(const bootstrap::Introduction& introduction) {
   return fmt::format("pid {} on {}", introduction.pid, introduction.host);
 }
@@ -253,16 +262,6 @@ std::optional<bootstrap::Silence> Process::silenceOf(const Peer& peer) const {
   ownership_.assertOwned();
   if (!lifeline_) return std::nullopt;
   return lifeline_->silenceOf(peer.introduction.processId);
-}
-
-bool Process::isStopped(Peer& mate) const {
-  ownership_.assertOwned();
-  const Nanoseconds now = clock().now();
-  if (now - mate.lookedAt >= kStoppedPeriod) {
-    mate.lookedAt = now;
-    mate.stopped = transport::shm::isStopped(*mate.mate);
-  }
-  return mate.stopped;
 }
 
 void Process::sleep(Nanoseconds timeout, bool network) {

@@ -47,9 +47,12 @@ struct Peer {
   bool died = false;          // lost without having left in order
   bool isHostSilent = false;  // the reason why it is lost
   Nanoseconds lostAt = 0;
-  // Valid for mates; as of `lookedAt`.
+  // Valid for mates, see isStopped(); as of `lookedAt`.
   bool stopped = false;
   Nanoseconds lookedAt = 0;
+
+  // Whether the process of this mate is stopped by a signal or a debugger. Looks a few times a second.
+  bool isStopped(const Clock& clock);
 
   // "pid 40122 on ip-10-0-1-7"
   static std::string describe(const bootstrap::Introduction& introduction);
@@ -140,8 +143,6 @@ class Process {
   void giveUp(Peer& peer, const std::string& cause);
   // What the probes have found; nothing without lifelines.
   std::optional<bootstrap::Silence> silenceOf(const Peer& peer) const;
-  // Whether a mate's process is stopped by a signal or a debugger. Looks a few times a second.
-  bool isStopped(Peer& mate) const;
   // Every remote peer is connected, or known to be gone. checkPeers() brings it about.
   bool lifelinesSettled() const {
     ownership_.assertOwned();
@@ -159,10 +160,6 @@ class Process {
   std::span<const transport::shm::ProcessPage* const> matePages() const {
     ownership_.assertOwned();
     return matePages_;
-  }
-  void wake(Peer& peer) {
-    ownership_.assertOwned();
-    transport::shm::Doorbell::ring(*peer.mate);
   }
 
   // In the child of a fork that found the engine at a stop.

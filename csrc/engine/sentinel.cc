@@ -37,6 +37,14 @@ std::vector<std::byte> makeAbort(uint64_t group, const Break& broken) {
   return transport::makeAbort(group, broken.from, text + broken.cause.what());
 }
 
+// Another process has written the break's numbers, which may be any.
+Break checked(Break broken, int numRanks) {
+  const auto isRank = [&](Rank rank) { return rank >= 0 && rank < numRanks; };
+  if (!isRank(broken.lost) || !isRank(broken.noticedBy)) broken.lost = broken.noticedBy = -1;
+  broken.isHostSilent &= broken.lost >= 0;
+  return broken;
+}
+
 }  // namespace
 
 Sentinel::Sentinel(Process& process, const Membership& membership, Team& team, Channels& channels,
@@ -227,14 +235,6 @@ Break Sentinel::lossOf(uint64_t from, Rank lost) const {
           peer != nullptr && peer->isHostSilent};
 }
 
-// Another process has written its numbers, which may be any.
-Break Sentinel::checked(Break broken) const {
-  const auto isRank = [&](Rank rank) { return rank >= 0 && rank < membership_.size(); };
-  if (!isRank(broken.lost) || !isRank(broken.noticedBy)) broken.lost = broken.noticedBy = -1;
-  broken.isHostSilent &= broken.lost >= 0;
-  return broken;
-}
-
 // A rank that others have lost, and its mates, know better than that it is gone.
 Error Sentinel::inWords(const Break& broken) const {
   if (broken.lost < 0) return broken.cause;
@@ -290,7 +290,7 @@ bool Sentinel::takeMatesBreaks() {
   process_.ownership().assertOwned();
   bool heard = false;
   while (const auto broken = team_.nextBreak()) {
-    take(checked(*broken), Origin::Elsewhere);
+    take(checked(*broken, membership_.size()), Origin::Elsewhere);
     heard = true;
   }
   return heard;
@@ -317,7 +317,8 @@ void Sentinel::onAbort(const transport::ParsedAbort& abort) {
   if (abort.text.size() <= sizeof head) return;
   std::memcpy(&head, abort.text.data(), sizeof head);
   const Error cause(errorKindOf(head.kind), std::string(abort.text.substr(sizeof head)));
-  take(checked({abort.from, cause, head.lost, head.noticedBy}), Origin::Elsewhere);
+  take(checked({abort.from, cause, head.lost, head.noticedBy}, membership_.size()),
+       Origin::Elsewhere);
 }
 
 void Sentinel::onInquiry(Rank from, const InquiryMessage& inquiry) {

@@ -82,7 +82,6 @@ class Sentinel {
   void breakFrom(uint64_t from, const Error& cause) { take({from, cause}, Origin::Here); }
   Break lossOf(uint64_t from, Rank lost) const;
   void take(const Break& broken, Origin origin);
-  Break checked(Break broken) const;
   Error inWords(const Break& broken) const;
   void tellOtherNodes();
   // For the ranks on the host of the lost rank, which is silent: else they would take this rank's end for an orderly one.

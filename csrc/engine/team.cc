@@ -23,7 +23,7 @@ T copyShared(T& from) {
 }  // namespace
 
 Team::Team(Process& process, const RegionLayout& layout)
-    : process_(process), regions_(process.memory().regions), layout_(layout), bell_(process) {}
+    : process_(process), regions_(process.memory().regions), layout_(layout) {}
 
 Team::~Team() {
   // Freed pages read as zeros at once: to a mate that is still in the last operation, a wrong result. The memory then

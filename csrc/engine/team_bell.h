@@ -15,17 +15,15 @@ namespace smddp::engine {
 
 class TeamBell {
  public:
-  explicit TeamBell(Process& process) : process_(process) {}
   void add(Peer& mate) { mates_.push_back(&mate); }
   void signalled() { due_ = true; }
   void ring() {
     if (!due_) return;
     due_ = false;
-    for (Peer* mate : mates_) process_.wake(*mate);
+    for (const Peer* mate : mates_) transport::shm::Doorbell::ring(*mate->mate);
   }
 
  private:
-  Process& process_;
   std::vector<Peer*> mates_;
   bool due_ = false;
 };
