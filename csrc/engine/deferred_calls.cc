@@ -14,8 +14,8 @@
 namespace smddp::engine {
 namespace {
 
-// The error that ends the call; none: it has begun.
-std::optional<Error> begun(const std::function<void()>& step) {
+// Runs `step`. Returns the error that it throws, which ends the call.
+std::optional<Error> errorOf(const std::function<void()>& step) {
   try {
     step();
     return std::nullopt;
@@ -103,7 +103,7 @@ void DeferredCalls::close(const Error& error) {
     left.swap(state_->calls);
   }
   for (Call& call : left) finish(call, error);
-  count(*state_, left.size());
+  stopWaiting(*state_, left.size());
 }
 
 void DeferredCalls::run(const std::shared_ptr<State>& state) {
@@ -112,7 +112,7 @@ void DeferredCalls::run(const std::shared_ptr<State>& state) {
   while (true) {
     while (!state->stop.load() && state->calls.empty()) state->changed.wait(lock);
     if (state->stop) return;
-    // Stays where it is while others are added behind it.
+    // The reference stays valid while others are added behind it.
     Call& head = state->calls.front();
     lock.unlock();
     serve(*state, head);
@@ -120,9 +120,9 @@ void DeferredCalls::run(const std::shared_ptr<State>& state) {
   }
 }
 
-void DeferredCalls::count(State& state, size_t begun) {
+void DeferredCalls::stopWaiting(State& state, size_t calls) {
   const MutexLock lock(state.mutex);
-  state.waiting.fetch_sub(begun);
+  state.waiting.fetch_sub(calls);
   state.changed.notifyAll();
 }
 
@@ -130,7 +130,7 @@ void DeferredCalls::serve(State& state, Call& head) {
   const MonotonicClock clock;
   PollingBackoff backoff;
   bool late = false;
-  auto error = begun([&] {
+  auto error = errorOf([&] {
     while (!state.stop && !head.ready()) {
       late = head.deadline.passed(clock);
       if (late) break;
@@ -144,14 +144,14 @@ void DeferredCalls::serve(State& state, Call& head) {
   }
   Call call;
   {
-    // Unless close() has come: it ends what is in the queue.
+    // After close() the call stays in the queue, and close() ends it.
     const MutexLock lock(state.mutex);
     if (state.stop) return;
     call = std::move(state.calls.front());
     state.calls.pop_front();
   }
-  if (!error) error = begun(call.begin);
-  count(state, 1);
+  if (!error) error = errorOf(call.begin);
+  stopWaiting(state, 1);
   if (error) finish(call, *error);
 }
 

@@ -33,7 +33,7 @@ class DeferredCalls {
     std::function<bool()> ready;
     // Hands the call on; must not wait for anything.
     std::function<void()> begin;
-    // Comes instead of begin(), or after a begin() that threw.
+    // Called instead of begin(), or after a begin() that threw.
     std::function<void(const Error&)> end;
     Deadline deadline;
   };
@@ -49,11 +49,11 @@ class DeferredCalls {
   void drain();
   // After close() the call ends at once.
   void add(Call call);
-  // Ends what waits with this error, and all that comes. Idempotent.
+  // Ends the calls that wait, and all later ones, with this error. Idempotent.
   void close(const Error& error);
 
  private:
-  // The thread's too, which may outlive the object: what it ends may destroy the group.
+  // Shared with the thread, which may outlive the object: end() of a call may destroy the group.
   struct State {
     Mutex mutex;
     ConditionVariable changed;  // of calls, stop, waiting
@@ -64,8 +64,8 @@ class DeferredCalls {
   };
   static void run(const std::shared_ptr<State>& state);
   static void serve(State& state, Call& head);
-  // `begun` calls more do not wait any longer.
-  static void count(State& state, size_t begun);
+  // So many calls no longer wait.
+  static void stopWaiting(State& state, size_t calls);
   void start() SMDDP_REQUIRES(state_->mutex);
 
   const std::shared_ptr<State> state_ = std::make_shared<State>();

@@ -14,7 +14,7 @@ using plan::Space;
 using plan::Step;
 
 namespace {
-// Before it moves at least this many bytes, a rank wakes its sleeping mates.
+// Before a rank moves at least this many bytes, it wakes its sleeping mates (TeamBell).
 constexpr int64_t kLongMove = 4096;
 }  // namespace
 
@@ -46,6 +46,8 @@ CachedPlan::CachedPlan(plan::Plan made)
     const Ref& ref = plan.refs[i];
     if (ref.space == Space::Message) channelOfRef[i] = find(ref.owner, ref.poolOrStream);
   }
+  // Where the slots that a step uses end, in the half. Example: a pool of 2 slots of 64 bytes at 0, and a step with
+  // offset 0 and length 8: 0 + 1 · 64 + 0 + 8 = 72. An affine offset is greatest in the first or the last trip.
   const auto slotsEnd = [&](const Step& step, int64_t trips) {
     int64_t end = 0;
     for (uint32_t i = 0; i < step.numDestinations + uint32_t{step.numSources}; ++i) {
@@ -134,7 +136,7 @@ bool Executor::advance() {
     if (!execute(preamble.firstStep + preambleNext_, 0)) return advanced;
     ++preambleNext_;
     advanced = true;
-    // The group looks at what arrived before the lanes start.
+    // Before the lanes start, the ranks of the node agree (Operations::agree).
     if (preambleDone()) return true;
   }
   bool finished = true;
@@ -305,20 +307,20 @@ bool Executor::isStaging(const Step& step, uint32_t destination) const {
   return cached_->plan.refs[step.firstRef + destination].space == Space::Slot;
 }
 
-// Writes staging memory with streaming stores, which bypass the caches, piece by piece: a sum stays in the first-level
-// cache only until it is copied from there. Advances destinations_ and sources_.
+// Writes staging memory with streaming stores, which bypass the caches. It works piece by piece, so that a sum is still
+// in the first-level cache when it is copied. Advances destinations_ and sources_.
 void Executor::writeStreaming(const Step& step, int64_t bytes, bool copies,
                               const reduction::Scale& scale) {
   constexpr int64_t kPieceBytes = 16384;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
   sums_.resize(kPieceBytes);
-  uint32_t kept = 0;  // the first destination that is no staging memory
-  while (kept < step.numDestinations && isStaging(step, kept)) ++kept;
+  uint32_t other = 0;  // the first destination that is not staging memory
+  while (other < step.numDestinations && isStaging(step, other)) ++other;
   for (int64_t left = bytes; left > 0; left -= kPieceBytes) {
     const auto piece = static_cast<size_t>(std::min(kPieceBytes, left));
     const void* result = sources_.front();
     if (!copies) {
-      void* sum = kept == step.numDestinations ? sums_.data() : destinations_[kept];
+      void* sum = other == step.numDestinations ? sums_.data() : destinations_[other];
       reduction::reduce({&sum, 1}, sources_, piece / elementBytes, binding_.type, binding_.op,
                         scale);
       result = sum;
@@ -365,6 +367,7 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
     }
   }
   const bool sent = channel.ends->send->put(number, payload, binding_.call);
+  // A put that was refused is tried again later, with a new copy.
   if (!sent && payload.size() > 0 && !gathered_.empty() &&
       payload.data() == gathered_.back().data()) {
     gathered_.pop_back();

@@ -16,12 +16,14 @@ using transport::ControlHeader;
 constexpr uint8_t kAnnounce = transport::kFirstEngineKind;
 constexpr uint8_t kAccept = transport::kFirstEngineKind + 1;
 constexpr uint8_t kBuffered = transport::kFirstEngineKind + 4;
-// More than any sane program has open; a peer that exceeds it is broken.
+// A peer that announces more messages that nobody receives is broken.
 constexpr size_t kMaxAnnounced = 1 << 16;
 
-//   byte  0               8               16              24      28        32
+// Announce, Accept and Buffered; a Buffered has its data behind it. Accept uses header, group and id only.
+//
+//   byte  0               8               16              24      28         32      40
 //         | header        | group         | id            | tag   | reserved | bytes |
-struct OfferMessage {
+struct MatcherMessage {
   ControlHeader header;
   uint64_t group = 0;
   uint64_t id = 0;
@@ -29,17 +31,17 @@ struct OfferMessage {
   uint32_t reserved = 0;
   int64_t bytes = 0;
 };
-static_assert(sizeof(OfferMessage) + Matcher::kShortBytes <= transport::kMaxControlBytes);
-static_assert(sizeof(OfferMessage) == 40 && std::is_trivially_copyable_v<OfferMessage>);
+static_assert(sizeof(MatcherMessage) + Matcher::kShortBytes <= transport::kMaxControlBytes);
+static_assert(sizeof(MatcherMessage) == 40 && std::is_trivially_copyable_v<MatcherMessage>);
 
-OfferMessage offerOf(const Exchange& send, uint64_t group, uint8_t kind) {
-  OfferMessage offer;
-  offer.header.kind = kind;
-  offer.group = group;
-  offer.id = send.id;
-  offer.tag = send.message.tag;
-  offer.bytes = send.bytes;
-  return offer;
+MatcherMessage announcementOf(const Exchange& send, uint64_t group, uint8_t kind) {
+  MatcherMessage announcement;
+  announcement.header.kind = kind;
+  announcement.group = group;
+  announcement.id = send.id;
+  announcement.tag = send.message.tag;
+  announcement.bytes = send.bytes;
+  return announcement;
 }
 
 void copy(const Buffer& from, const Buffer& to, int64_t bytes) {
@@ -69,20 +71,21 @@ void Matcher::submit(Exchange exchange) {
     sendBuffered(std::move(exchange));
     return;
   }
-  const OfferMessage offer = offerOf(exchange, group_, kAnnounce);
+  const MatcherMessage announcement = announcementOf(exchange, group_, kAnnounce);
   const Rank peer = exchange.message.peer;
   offered_[peer].emplace(exchange.id, std::move(exchange));
-  host_.sendControl(peer, transport::bytesOf(offer));
+  host_.sendControl(peer, transport::bytesOf(announcement));
 }
 
 void Matcher::sendBuffered(Exchange send) {
-  const OfferMessage offer = offerOf(send, group_, kBuffered);
-  std::array<std::byte, sizeof offer + kShortBytes> message;
-  std::memcpy(message.data(), &offer, sizeof offer);
-  copy(Buffer(send.message.buffer), Buffer(message.data() + sizeof offer), send.bytes);
+  const MatcherMessage head = announcementOf(send, group_, kBuffered);
+  std::array<std::byte, sizeof head + kShortBytes> message;
+  std::memcpy(message.data(), &head, sizeof head);
+  copy(Buffer(send.message.buffer), Buffer(message.data() + sizeof head), send.bytes);
   const Rank peer = send.message.peer;
-  host_.sendControl(peer, {message.data(), sizeof offer + static_cast<size_t>(send.bytes)});
-  // What is kept back goes only as long as somebody polls: as long as the group is not idle.
+  host_.sendControl(peer, {message.data(), sizeof head + static_cast<size_t>(send.bytes)});
+  // A message that waits for room leaves when somebody polls. The engine polls for a group that is not idle, so the
+  // send has not ended until then.
   if (host_.backlogged(peer)) {
     leaving_.push_back(std::move(send));
   } else {
@@ -127,22 +130,22 @@ void Matcher::post(Exchange exchange) {
 
 bool Matcher::onControl(Rank from, Bytes message) {
   ownership_.assertOwned();
-  OfferMessage offer;
-  if (message.size() < sizeof offer) return false;
-  std::memcpy(&offer, message.data(), sizeof offer);
-  const Bytes data = message.subspan(sizeof offer);
-  if (offer.header.kind == kBuffered) {
-    if (offer.bytes < 0 || static_cast<uint64_t>(offer.bytes) != data.size()) return false;
-    announced(from, {offer.id, offer.tag, offer.bytes, {data.begin(), data.end()}, true});
+  MatcherMessage head;
+  if (message.size() < sizeof head) return false;
+  std::memcpy(&head, message.data(), sizeof head);
+  const Bytes data = message.subspan(sizeof head);
+  if (head.header.kind == kBuffered) {
+    if (head.bytes < 0 || static_cast<uint64_t>(head.bytes) != data.size()) return false;
+    announced(from, {head.id, head.tag, head.bytes, {data.begin(), data.end()}, true});
     return true;
   }
   if (!data.empty()) return false;
-  if (offer.header.kind == kAccept) {
-    accepted(from, offer.id);
+  if (head.header.kind == kAccept) {
+    accepted(from, head.id);
     return true;
   }
-  if (offer.header.kind != kAnnounce || offer.bytes < 0) return false;
-  announced(from, {offer.id, offer.tag, offer.bytes});
+  if (head.header.kind != kAnnounce || head.bytes < 0) return false;
+  announced(from, {head.id, head.tag, head.bytes});
   return true;
 }
 
@@ -168,7 +171,7 @@ void Matcher::announced(Rank from, Announced message) {
 void Matcher::accept(Rank from, Announced message, Exchange exchange) {
   if (message.bytes != exchange.bytes) {
     const int64_t expected = exchange.bytes;
-    // It ends with the group, like all that is open.
+    // The error ends it, like all exchanges of the group.
     posted_.push_back(std::move(exchange));
     raise(ErrorKind::Mismatch,
           "rank {} sends {} bytes {} to rank {}, which receives {}: {} must have the same size",
@@ -182,7 +185,7 @@ void Matcher::accept(Rank from, Announced message, Exchange exchange) {
     host_.finish(exchange);
     return;
   }
-  OfferMessage answer;
+  MatcherMessage answer;
   answer.header.kind = kAccept;
   answer.group = group_;
   answer.id = message.id;

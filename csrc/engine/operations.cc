@@ -27,7 +27,7 @@ static constexpr auto kAlways = nullptr;
 //
 //   Idle        nothing runs on the track
 //   Taken       has its operations
-//   Arriving    has arrived; the rest of its plan is chosen when all have, since it depends on the others' buffers
+//   Arriving    has arrived; its plan is chosen when all have, since it depends on the others' buffers
 //   Preamble    runs the part of its plan that ends with the arrival of all
 //   Running     runs the rest
 const Operations::Transition Operations::kTransitions[] = {
@@ -72,7 +72,7 @@ void Operations::submit(Request request, CompletionPtr completion) {
 bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
   process_.ownership().assertOwned();
   Execution& execution = *executions_.front();
-  // Fused and one-shot calls need one track: with several, another execution may still run beside this one.
+  // With several tracks, another execution may still run beside this one.
   if (numTracks() > 1 || sentinel_.broken() || request.collective != Collective::AllReduce ||
       request.output.size() != 1) {
     return false;
@@ -123,8 +123,8 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
 }
 
 // Small allreduces that wait behind one of the same kind join it. Only inside one node, where the arrival tells how
-// many the others have; between nodes that would cost a round trip. Fused and one-shot calls need one track: with
-// several, another execution may still run beside this one.
+// many the others have; between nodes that would cost a round trip. And only with one track: with several, another
+// execution may still run beside this one.
 void Operations::takeFusable(std::vector<Operation>& taken) {
   taken.reserve(kMaxFused);  // `first` stays where it is
   const Request& first = taken.front().request;
@@ -137,7 +137,7 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
     bytes += next.bytes;
     if (next.collective != first.collective || next.type != first.type || next.op != first.op ||
         next.factor != first.factor || bytes > settings().fusionBytes ||
-        !copyAlike(first.bytes, bytes)) {
+        !haveSamePreamble(first.bytes, bytes)) {
       break;
     }
     taken.push_back(std::move(pending_.front()));
@@ -145,9 +145,10 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
   }
 }
 
-// Whether the plans for `one` and for `several` bytes copy alike before the arrival. A rank that has more requests ready
-// than the others has copied all of them before it knows: what it copied must also do for fewer.
-bool Operations::copyAlike(int64_t one, int64_t several) {
+// Whether the plans for `one` and for `several` bytes copy in the same way before the arrival. A rank that has more
+// requests than the others learns that at the arrival, when it has copied all of them. What it copied must also serve
+// the plan for fewer.
+bool Operations::haveSamePreamble(int64_t one, int64_t several) {
   const collectives::Choice* first = plans_.get({Collective::AllReduce, one}).choice;
   return first->preamble != collectives::Preamble::Arrive &&
          plans_.get({Collective::AllReduce, several}).choice == first;
@@ -163,13 +164,14 @@ bool Operations::advance() {
     advanced |= sentinel_.attempt(execution->operations.front().sequence,
                                   [&] { return advance(*execution); });
   }
-  while (nextTrack().phase == Phase::Idle && hasNext(nextTrack())) {
-    advanced |= sentinel_.attempt(pending_.front().sequence, [&] { return advance(nextTrack()); });
+  while (nextExecution().phase == Phase::Idle && hasNext(nextExecution())) {
+    advanced |=
+        sentinel_.attempt(pending_.front().sequence, [&] { return advance(nextExecution()); });
   }
   return advanced;
 }
 
-// Until it can do nothing more, or has ended.
+// Advances one execution until it can do nothing more, or has ended.
 bool Operations::advance(Execution& execution) {
   bool advanced = false;
   while (step(execution)) {
@@ -230,8 +232,8 @@ void Operations::take(Execution& execution) {
   if (execution.entry->start == Start::AskMates) execution.buffers = locate(execution);
 }
 
-// With private buffers a rank runs the plan for them at once. If mates' buffers are shared it learns of that when it has
-// arrived, and what it copied was in vain.
+// Only a rank with shared buffers asks. One with private buffers runs the plan for them at once. If a mate's buffers
+// are shared, it learns that at the arrival, and does not use what it has copied.
 bool Operations::mustAskMates(Execution& execution) { return execution.buffers.has_value(); }
 
 void Operations::arrive(Execution& execution) {
@@ -246,7 +248,7 @@ void Operations::begin(Execution& execution) {
 
 // All have arrived: from here on all ranks of the node take the same decisions.
 void Operations::agree(Execution& execution) {
-  // A mate that has given up may have left, and its buffers with it.
+  // A mate whose operation has ended with an error may have left, and its buffers may be gone.
   if (sentinel_.takeMatesBreaks() && execution.phase == Phase::Idle) return;
   const Agreement agreement = team_.agree(execution.track);
   auto& operations = execution.operations;
@@ -256,7 +258,7 @@ void Operations::agree(Execution& execution) {
     operations.pop_back();
   }
   if (takesFewer) {
-    // Operations that went back to the queue may lie behind a break that was met earlier; nobody ends them otherwise.
+    // A break that was met earlier may concern the operations that went back to the queue. Nothing else would end them.
     if (sentinel_.broken()) endFrom(*sentinel_.broken());
     combine(execution);
   }
@@ -286,7 +288,7 @@ void Operations::finish(Execution& execution) {
 
 // --- buffers and plans ------------------------------------------------------------------------------------
 
-// Lines up the buffers of the execution's operations: its shape is that of all of them together.
+// Sets the shape and the buffers of the execution: those of all its operations, one behind the other.
 void Operations::combine(Execution& execution) {
   const Request& first = execution.operations.front().request;
   execution.shape = {first.collective, 0, first.root, /*shared=*/false};
@@ -335,7 +337,7 @@ void Operations::publish(Execution& execution) {
                                   .isNear = execution.entry->cached.fitsNear});
 }
 
-// Starts the execution's plan, behind its preamble if all have `arrived`. (runOneShot() starts none.)
+// Starts the execution's plan, after its preamble if all have `arrived`. (runOneShot() starts none.)
 void Operations::run(Execution& execution, bool arrived) {
   const CachedPlan& cached = execution.entry->cached;
   team_.prepareStaging(execution.track, static_cast<size_t>(cached.plan.stagingBytes),
@@ -416,7 +418,7 @@ std::vector<Standstill> Operations::standstills() {
   for (const auto& execution : executions_) {
     if (execution->phase != Phase::Idle) all.push_back(standstillOf(*execution));
   }
-  // What has not begun waits for what runs, and may have less time.
+  // An operation in the queue waits for those that run, and its deadline may be earlier than theirs.
   Execution* oldest = oldestExecution();
   if (oldest != nullptr && !pending_.empty() &&
       pending_.front().deadline.passed(process_.clock())) {
@@ -434,10 +436,10 @@ std::optional<Standstill> Operations::standstillOf(const Completion& completion)
     const auto& operations = execution->operations;
     if (std::any_of(operations.begin(), operations.end(), is)) return standstillOf(*execution);
   }
-  // What has not begun waits for what runs.
+  // An operation in the queue waits for those that run.
   if (std::none_of(pending_.begin(), pending_.end(), is)) return std::nullopt;
   Execution* oldest = oldestExecution();
-  return standstillOf(oldest != nullptr ? *oldest : nextTrack());
+  return standstillOf(oldest != nullptr ? *oldest : nextExecution());
 }
 
 Standstill Operations::standstillOf(const Execution& execution) const {
@@ -470,7 +472,7 @@ Standstill Operations::standstillOf(const Execution& execution) const {
   return at;
 }
 
-void Operations::giveUp(Operation& operation, const Break& broken) {
+void Operations::endWith(Operation& operation, const Break& broken) {
   continuations_.keep(std::move(operation.request.keepAlive));
   const std::string what = fmt::format("{} #{} (group \"{}\")", describe(operation.call),
                                        operation.sequence, membership_.name);
@@ -482,12 +484,12 @@ void Operations::endFrom(const Break& broken) {
   for (auto& execution : executions_) {
     auto& operations = execution->operations;
     if (operations.empty() || !broken.concerns(operations.front().sequence)) continue;
-    for (Operation& operation : operations) giveUp(operation, broken);
+    for (Operation& operation : operations) endWith(operation, broken);
     operations.clear();
     execution->phase = Phase::Idle;
   }
   while (!pending_.empty() && broken.concerns(pending_.back().sequence)) {
-    giveUp(pending_.back(), broken);
+    endWith(pending_.back(), broken);
     pending_.pop_back();
   }
 }

@@ -1,13 +1,13 @@
 // The collective operations of one group: those that wait for their turn and those that run.
 //
-// Operations begin in the order submitted. Execution n runs on track n % tracks, and begins when that track is free. A
-// barrier begins when all tracks are free: it ends when everything has that was called before it, on all ranks.
-// When the ranks of the node have arrived at it they agree (Team) on what one rank may not decide alone: whether
-// tensors are read where they lie, and how many waiting requests are fused. kTransitions in operations.cc is the life of
-// an execution.
+// Operations begin in the order submitted. Execution n of the group, counted from 0, runs on track n % tracks, and
+// begins when that track is free. A barrier begins when all tracks are free. So when it ends, all earlier operations
+// have ended on all ranks. When the ranks of the node have arrived at an execution, they agree (Team) on what one rank
+// may not decide alone: whether tensors are read where they lie, and how many waiting requests are fused. kTransitions
+// in operations.cc is the life of an execution.
 //
-// Ends an operation with its result; errors go to the sentinel, which ends what they concern (endFrom()). What is
-// referred to outlives this. Used by the thread that owns the engine.
+// Ends an operation with its result. Errors go to the sentinel, which ends the operations that they concern
+// (endFrom()). What the constructor takes outlives this. Used by the thread that owns the engine.
 #pragma once
 
 #include <deque>
@@ -34,11 +34,11 @@ class Operations final : public Watched {
              PlanCache& plans, CallHistory& calls, Sentinel& sentinel,
              ContinuationQueue& continuations, int64_t numTracks);
 
-  // Takes the operation's place in the order. It begins in advance().
+  // Queues an operation. It begins in advance().
   void submit(Request request, CompletionPtr completion);
-  // The fast path, for a caller that waits while nothing is in flight: a small vector that all ranks reduce at about the
-  // same time never becomes an operation in flight. True: it has ended, or the others came late and it is in flight like
-  // any other. False: it is not such a call, and has to be submitted.
+  // The fast path, for a caller that waits while nothing is in flight: a small vector that all ranks reduce at about
+  // the same time never becomes an operation in flight. True: the operation has ended, or the other ranks are late and
+  // it is in flight like any other. False: the fast path does not serve this call; the caller has to submit() it.
   bool runOneShot(Request& request, const CompletionPtr& completion);
   bool idle() const;
   // Appends the completions of all that has not ended.
@@ -62,7 +62,7 @@ class Operations final : public Watched {
   };
   // See kTransitions.
   enum class Phase { Idle, Taken, Arriving, Preamble, Running };
-  // What runs on a track.
+  // A track, and the execution that runs on it, if one does.
   struct Execution {
     Execution(const Ownership& ownership, const Membership& membership, Team& team, int64_t index)
         : track(team.makeTrack(index)),
@@ -76,7 +76,7 @@ class Operations final : public Watched {
     std::vector<Operation> operations;  // several when fused
     collectives::Shape shape;           // of all of them together
     Pieces input, output;
-    PlanCache::Held entry;  // its plan; held until the next execution's takes its place
+    PlanCache::Held entry;  // its plan; held until the next execution on this track has one
     // Where this rank's buffers lie. Set only if they are shared and the choice of the plan depends on it.
     std::optional<BufferLocations> buffers;
   };
@@ -101,10 +101,12 @@ class Operations final : public Watched {
 
   // The oldest execution that runs; null if none does.
   Execution* oldestExecution();
-  Execution& nextTrack() { return *executions_[started_ % executions_.size()]; }
+  // Where the next execution will run.
+  Execution& nextExecution() { return *executions_[started_ % executions_.size()]; }
+  // Numbers a new execution on its track.
   void beginExecution(Execution& execution);
   void takeFusable(std::vector<Operation>& taken);
-  bool copyAlike(int64_t one, int64_t several);
+  bool haveSamePreamble(int64_t one, int64_t several);
   void combine(Execution& execution);
   std::optional<BufferLocations> locate(const Execution& execution) const;
   void publish(Execution& execution);
@@ -112,7 +114,8 @@ class Operations final : public Watched {
   Binding& bind(Execution& execution, const Request& request,
                 const transport::CallFingerprint& call) const;
   void bindMates(Execution& execution, Binding& binding) const;
-  void giveUp(Operation& operation, const Break& broken);
+  // Ends an operation with the cause of a break.
+  void endWith(Operation& operation, const Break& broken);
   Standstill standstillOf(const Execution& execution) const;
 
   Process& process_;

@@ -1,7 +1,7 @@
-// Shape -> plan. A training step repeats the same few shapes, so building a plan costs nothing in the end.
+// Keeps one plan for each shape. A training step repeats the same few shapes, so each plan is built once.
 //
-// A program whose sizes never repeat would fill the memory with plans. So the cache holds a limited number of bytes, and
-// drops the plans that were not asked for for the longest time. A plan that somebody holds (PlanCache::Held) stays.
+// A program whose sizes never repeat would fill the memory with plans. So the cache holds a limited number of bytes,
+// and drops the plans that were not used for the longest time. A plan that somebody holds (PlanCache::Held) stays.
 //
 // Used by the thread that owns the engine.
 #pragma once
@@ -21,7 +21,7 @@
 
 namespace smddp::engine {
 
-// How often an algorithm ran on this rank, and what this rank moved. The user reads of it in smddp.statistics().
+// How often an algorithm ran on this rank, and what this rank moved. smddp.statistics() shows it.
 struct AlgorithmUse {
   uint64_t calls = 0;
   uint64_t bytes = 0;        // of the calls' vectors (Shape::bytes)
@@ -41,7 +41,7 @@ enum class Start : uint8_t {
 
 class PlanCache {
  public:
-  // overrides: what the group asks for, as SMDDP_ALGORITHM does; that decides where it is empty.
+  // overrides: the algorithms that the group asks for, as in SMDDP_ALGORITHM. If empty, SMDDP_ALGORITHM decides.
   // limitBytes: of all plans together, except those that are held and the one asked for last.
   PlanCache(const plan::Topology& topology, const plan::Limits& limits, std::string overrides,
             size_t limitBytes = static_cast<size_t>(settings().planCacheBytes))
@@ -59,7 +59,7 @@ class PlanCache {
     size_t bytes = 0;              // what the cache keeps for it
     mutable uint32_t holders = 0;  // Held
 
-    // Operations that this plan was used for, and the bytes of their vectors.
+    // Counts one execution of the plan: the operations in it, and the bytes of their vectors.
     void count(uint64_t calls, int64_t bytesOfCalls) const {
       use->calls += calls;
       use->bytes += static_cast<uint64_t>(bytesOfCalls);
@@ -136,10 +136,10 @@ class PlanCache {
 
  private:
   const collectives::Choice& choose(const collectives::Shape& shape) const {
-    const bool mine = !overrides_.empty();
+    const bool overrides = !overrides_.empty();
     return collectives::select(topology_, limits_, shape, settings().oneShotBytes,
-                               mine ? overrides_ : settings().algorithm,
-                               mine ? "algorithm" : "SMDDP_ALGORITHM",
+                               overrides ? overrides_ : settings().algorithm,
+                               overrides ? "algorithm" : "SMDDP_ALGORITHM",
                                collectives::tuningFromSettings());
   }
   Entry build(const collectives::Shape& shape) {
@@ -154,7 +154,8 @@ class PlanCache {
               entry.cached.plan.name);
     return entry;
   }
-  // Entries that are held were asked for lately, so few are met here. The first one is that of the call under way.
+  // Entries that are held were used a short time ago, so they are near the front. The first entry is that of the
+  // current call, and stays.
   void dropOldest() {
     for (auto it = std::prev(entries_.end()); bytes_ > limitBytes_ && it != entries_.begin();) {
       const auto oldest = it--;

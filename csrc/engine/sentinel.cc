@@ -13,8 +13,8 @@ namespace {
 constexpr Nanoseconds kSpreading = 1'000'000'000;
 // Between two inquiries of one wait.
 constexpr Nanoseconds kAskPeriod = 100'000'000;
-// How long an operation has waited when the log says so. That a host is out of reach, or a rank silent, takes time to be
-// found out.
+// How long an operation has waited when the log says so. To find out that a host cannot be reached, or that a rank is
+// silent, takes some time already.
 Nanoseconds reportAfter(const Blame& blame) {
   switch (blame.why) {
     case Blame::Why::NotCalled: return 10'000'000'000;
@@ -37,7 +37,7 @@ std::vector<std::byte> makeAbort(uint64_t group, const Break& broken) {
   return transport::makeAbort(group, broken.from, text + broken.cause.what());
 }
 
-// Another process has written the break's numbers, which may be any.
+// The numbers in `broken` come from another process, and may be invalid.
 Break checked(Break broken, int numRanks) {
   const auto isRank = [&](Rank rank) { return rank >= 0 && rank < numRanks; };
   if (!isRank(broken.lost) || !isRank(broken.noticedBy)) broken.lost = broken.noticedBy = -1;
@@ -73,13 +73,13 @@ void Sentinel::checkHealth() {
   if (left_) return;
   takeMatesBreaks();
   const auto waits = standstills();
-  followUp(waits);
+  followAll(waits);
   const bool changed = checkLost(waits);
   checkDeadlines(changed ? standstills() : waits);
 }
 
-// Asks the awaited ranks, and lets mates know whom this rank blames.
-void Sentinel::followUp(const std::vector<Standstill>& standstills) {
+// Asks all awaited ranks, and publishes for the mates whom this rank blames.
+void Sentinel::followAll(const std::vector<Standstill>& standstills) {
   Blame blame;
   std::set<Rank> all, senders;
   std::map<uint64_t, Wait> waits;
@@ -91,7 +91,7 @@ void Sentinel::followUp(const std::vector<Standstill>& standstills) {
       const auto known = waits_.find(at.sequence);
       Wait& wait = waits[at.sequence] =
           known != waits_.end() ? known->second : Wait{.since = process_.clock().now()};
-      follow(wait, at);
+      followOne(wait, at);
     }
     if (!blame.definite()) blame = diagnosis_.blameFor(at.awaited, at.sequence);
   }
@@ -104,8 +104,9 @@ void Sentinel::followUp(const std::vector<Standstill>& standstills) {
   team_.publishBlame(blame);
 }
 
-// Asks the awaited ranks, and says in the log which rank holds up an operation that has waited for long.
-void Sentinel::follow(Wait& wait, const Standstill& at) {
+// Asks the ranks that one operation awaits, and says in the log which rank holds up an operation that has waited for
+// long.
+void Sentinel::followOne(Wait& wait, const Standstill& at) {
   const Nanoseconds now = process_.clock().now();
   if (wait.moved != at.moved) {
     wait.moved = at.moved;
@@ -133,7 +134,7 @@ bool Sentinel::checkLost(const std::vector<Standstill>& standstills) {
     return found == at.awaited.end() ? std::nullopt : std::optional(*found);
   };
   if (std::none_of(standstills.begin(), standstills.end(), lostOf)) return false;
-  // What the lost rank still said, its reason for one, may have arrived since we looked at it.
+  // Since we looked, more of what the lost rank sent before its end may have arrived, such as the reason why it left.
   bool advanced = takeMatesBreaks() || process_.poll() > 0;
   for (Watched* watched : watched_) {
     advanced |= attempt(calls_.last() + 1, [&] { return watched->advance(); });
@@ -161,7 +162,7 @@ Error Sentinel::timeout(const Standstill& at, Nanoseconds waited) const {
                                                at.wait, diagnosis_.culprit(blame), progressOf(at)));
 }
 
-// A call that merely needs more time is not stuck.
+// Says when a call last exchanged data, because a call that only needs more time is not stuck.
 std::string Sentinel::progressOf(const Standstill& at) const {
   const auto wait = waits_.find(at.sequence);
   if (at.moved == 0 || wait == waits_.end()) return "";
@@ -192,7 +193,7 @@ std::optional<Error> Sentinel::lookFor(Rank rank) {
 void Sentinel::fail(const Error& cause) {
   process_.ownership().assertOwned();
   if (checksMembers_) {
-    // A rank's death is the cause of what it has led to elsewhere.
+    // If a rank has died, its death is the cause, and `cause` a consequence.
     process_.checkPeers();
     checkMembers();
   }
@@ -235,7 +236,7 @@ Break Sentinel::lossOf(uint64_t from, Rank lost) const {
           peer != nullptr && peer->isHostSilent};
 }
 
-// A rank that others have lost, and its mates, know better than that it is gone.
+// A rank that others have lost, and its mates, may know that it is alive. Then the text says who has given it up.
 Error Sentinel::inWords(const Break& broken) const {
   if (broken.lost < 0) return broken.cause;
   const bool isHere = broken.lost == membership_.me() ||
@@ -253,9 +254,9 @@ Error Sentinel::inWords(const Break& broken) const {
 
 void Sentinel::take(const Break& broken, Origin origin) {
   if (isBroken(broken.from)) return;
-  // A mate's death shows here before other hosts can know of it.
+  // If a mate died, this process can see that before another host does, and inWords() must know it.
   if (broken.lost >= 0 && membership_.isMate(broken.lost)) process_.checkPeers();
-  told_.emplace(broken);
+  forOthers_.emplace(broken);
   broken_.emplace(broken);
   broken_->cause = inWords(broken);
   const Error& cause = broken_->cause;
@@ -272,7 +273,7 @@ void Sentinel::take(const Break& broken, Origin origin) {
 }
 
 void Sentinel::tellOtherNodes() {
-  const auto message = makeAbort(membership_.group, *told_);
+  const auto message = makeAbort(membership_.group, *forOthers_);
   for (Rank rank = 0; rank < membership_.size(); ++rank) {
     if (membership_.reachable(rank) == nullptr) continue;
     channels_.control(rank, message);
@@ -332,7 +333,7 @@ void Sentinel::onInquiry(Rank from, const InquiryMessage& inquiry) {
   if (isMessage ? broken_ && !leftInOrder : isBroken(sequence)) {
     const Rank me = membership_.me();
     channels_.control(
-        from, makeAbort(membership_.group, leftInOrder ? lossOf(broken_->from, me) : *told_));
+        from, makeAbort(membership_.group, leftInOrder ? lossOf(broken_->from, me) : *forOthers_));
     return;
   }
   AnswerMessage answer;
@@ -354,9 +355,9 @@ void Sentinel::leave(bool isIdle) {
   }
   // Later calls of this rank end with this error. Other ranks are not told: they may still use what we have sent.
   if (!isBroken(calls_.last() + 1)) {
-    told_.emplace(
+    forOthers_.emplace(
         Break{calls_.last() + 1, Error(ErrorKind::Usage, "the group has been destroyed")});
-    broken_ = told_;
+    broken_ = forOthers_;
   }
   team_.publishLeft();
   channels_.close();

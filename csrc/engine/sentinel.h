@@ -1,11 +1,11 @@
-// Looks after the health of one group: deadlines, ranks that are gone or stopped, breaks that others report. Breaks the
+// Checks the health of one group: deadlines, ranks that are gone or stopped, breaks that others report. Breaks the
 // group when something is wrong, and leaves it in the end.
 //
-// The first error breaks the group for good, from the operation that met it on: that one and all behind it end with
-// the error, on every rank, now or when they are called. Operations before it run on: a rank that is done with them may
+// The first error breaks the group for good, from the operation that met it on: that one and all later ones end with
+// the error, on every rank, now or when they are called. Earlier operations run on: a rank that is done with them may
 // have left for good, and others still take in what it sent.
 //
-// Sees what runs in the group as Watched only. Used by the thread that owns the engine.
+// Knows what runs in the group only as Watched. Used by the thread that owns the engine.
 #pragma once
 
 #include <array>
@@ -36,41 +36,41 @@ class Sentinel {
   // What runs in the group; before anything does.
   void attach(Watched& operations, Watched& messages) { watched_ = {&operations, &messages}; }
 
-  // Its cause is in the words of this rank.
+  // The break, if the group is broken. Its cause is worded for this rank.
   const std::optional<Break>& broken() const { return broken_; }
   bool isBroken(uint64_t sequence) const { return broken_ && broken_->concerns(sequence); }
-  // Runs `step`; what it throws breaks the group from operation `from` on. True: something changed, as `step` returns
-  // or because it threw.
+  // Runs `step`; what it throws breaks the group from operation `from` on. True if `step` returned true or threw:
+  // something has changed.
   template <typename Step>
   bool attempt(uint64_t from, Step step);
   // Takes over breaks that mates have published; true when there was any.
   bool takeMatesBreaks();
-  // The slow look at deadlines, peers and mates.
+  // Looks at deadlines, peers and mates; on the slow path.
   void checkHealth();
   // False when the message is not for the sentinel.
   bool onControl(Rank from, transport::Bytes message);
-  // Somebody waits no longer for this operation: breaks the group unless it has ended.
+  // A caller no longer waits for this operation: breaks the group, unless the operation has ended.
   void expire(const Completion& completion, Nanoseconds waited);
   // Breaks the group from the oldest operation in flight on.
   void fail(const Error& cause);
-  // How this rank was lost, if it is.
+  // How `rank` was lost, if it was. If not, probes its host.
   std::optional<Error> lookFor(Rank rank);
 
-  // `action` runs with the first error that breaks the group, as a continuation, unless this rank leaves before. From now
-  // on a rank that dies breaks the group, awaited or not.
+  // `action` runs with the first error that breaks the group, as a continuation, unless this rank leaves before. From
+  // now on a rank that dies breaks the group, awaited or not.
   void onBreak(std::function<void(const Error&)> action);
   // Looks for such ranks, also while the group is idle; true when the group has been broken. Does nothing before
   // onBreak().
   bool checkMembers();
 
-  // This rank calls nothing more; with what is in flight it breaks the group.
+  // This rank makes no more calls. If something is in flight, this breaks the group.
   void leave(bool isIdle);
   // After an error the network must be polled for a while, or the others might not hear of it.
   bool isSpreading() const { return broken_ && !spreadingUntil_.passed(process_.clock()); }
 
  private:
   enum class Origin { Here, Elsewhere };
-  // One operation that waits.
+  // What is known about an operation that waits.
   struct Wait {
     Nanoseconds since = 0;
     Nanoseconds askedAt = 0;
@@ -84,18 +84,20 @@ class Sentinel {
   void take(const Break& broken, Origin origin);
   Error inWords(const Break& broken) const;
   void tellOtherNodes();
-  // For the ranks on the host of the lost rank, which is silent: else they would take this rank's end for an orderly one.
+  // The lost rank's host is silent. Gives up all ranks of that node, so that they learn why this rank ends the group,
+  // and do not believe that it left in order.
   void giveUpNodeOf(Rank lost, const std::string& cause);
   std::vector<Standstill> standstills();
-  void followUp(const std::vector<Standstill>& standstills);
-  void follow(Wait& wait, const Standstill& at);
+  void followAll(const std::vector<Standstill>& standstills);
+  void followOne(Wait& wait, const Standstill& at);
   bool checkLost(const std::vector<Standstill>& standstills);
   void checkDeadlines(const std::vector<Standstill>& standstills);
   Error timeout(const Standstill& at, Nanoseconds waited) const;
   std::string progressOf(const Standstill& at) const;
   void onAbort(const transport::ParsedAbort& abort);
   void onInquiry(Rank from, const InquiryMessage& inquiry);
-  // Where a break because of it begins: a message has no place in the order of operations.
+  // From which operation on its error breaks the group. A message has no place in the order of operations, so with it
+  // that is the next call.
   uint64_t placeOf(const Standstill& at) const {
     return at.sequence > 0 ? at.sequence : calls_.last() + 1;
   }
@@ -108,8 +110,8 @@ class Sentinel {
   ContinuationQueue& continuations_;
   Diagnosis diagnosis_;
   std::array<Watched*, 2> watched_{};
-  std::optional<Break> broken_;  // its cause in the words of this rank
-  std::optional<Break> told_;    // the same as other ranks are told
+  std::optional<Break> broken_;     // its cause is worded for this rank
+  std::optional<Break> forOthers_;  // the same break, as other ranks are told of it
   Deadline spreadingUntil_{0};
   std::map<uint64_t, Wait> waits_;  // by sequence
   Nanoseconds messagesAskedAt_ = 0;

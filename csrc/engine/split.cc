@@ -15,44 +15,44 @@ namespace {
 constexpr int32_t kTagUp = -3;
 constexpr int32_t kTagDown = -4;
 
-// A text of one size, with zeros behind it.
+// A text in a fixed number of bytes, with zeros behind it.
 template <size_t size>
 using Text = std::array<char, size>;
 
 template <size_t size>
-Text<size> fixed(const std::string& text) {
+Text<size> padded(const std::string& text) {
   Text<size> result{};
   std::copy_n(text.begin(), std::min(text.size(), size - 1), result.begin());
   return result;
 }
 
-// The bytes may come from another process.
+// The text without the zeros. The bytes may come from another process: there may be no zero.
 template <size_t size>
-std::string loose(const Text<size>& text) {
+std::string unpadded(const Text<size>& text) {
   return {text.begin(), std::find(text.begin(), text.end(), '\0')};
 }
 
-// A list of members may be long: what is compared is a digest, what is shown is the beginning.
-struct Choice {
+// A list of members may be long: a digest of it is compared, and its beginning is shown.
+struct MemberList {
   uint64_t digest = 0;
-  Text<120> list{};
+  Text<120> shown{};
 };
 
-Choice choiceOf(const std::vector<Rank>& members) {
-  Choice choice;
+MemberList listOf(const std::vector<Rank>& members) {
+  MemberList result;
   std::string list;
-  choice.digest = Fnv1a().add(std::as_bytes(std::span(members))).digest();
+  result.digest = Fnv1a().add(std::as_bytes(std::span(members))).digest();
   for (const Rank rank : members) {
-    if (list.size() < choice.list.size())
+    if (list.size() < result.shown.size())
       list += fmt::format("{}{}", list.empty() ? "[" : ", ", rank);
   }
   list += "]";
-  if (list.size() >= choice.list.size()) list.replace(choice.list.size() - 4, list.npos, "...");
-  choice.list = fixed<120>(list);
-  return choice;
+  if (list.size() >= result.shown.size()) list.replace(result.shown.size() - 4, list.npos, "...");
+  result.shown = padded<120>(list);
+  return result;
 }
 
-// What each rank says, by rank.
+// An all-gather: the values of all ranks, by rank.
 template <typename T>
 std::vector<T> gather(Engine& engine, const std::shared_ptr<Group>& parent, const T& mine,
                       Nanoseconds timeout) {
@@ -79,25 +79,25 @@ std::vector<T> gather(Engine& engine, const std::shared_ptr<Group>& parent, cons
 void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
                     const std::vector<Rank>& members, Nanoseconds timeout) {
   const Rank me = parent->spec().me;
-  const Choice mine = choiceOf(members);
-  const auto choices = gather(engine, parent, mine, timeout);
+  const MemberList mine = listOf(members);
+  const auto lists = gather(engine, parent, mine, timeout);
   Text<400> objection{};
   const bool isMember = std::find(members.begin(), members.end(), me) != members.end();
   for (const Rank rank : isMember ? members : std::vector<Rank>{}) {
-    const Choice& theirs = choices[static_cast<size_t>(rank)];
+    const MemberList& theirs = lists[static_cast<size_t>(rank)];
     if (theirs.digest == mine.digest) continue;
-    objection = fixed<400>(fmt::format("{} on rank {}, {} on rank {}", loose(mine.list), me,
-                                       loose(theirs.list), rank));
+    objection = padded<400>(fmt::format("{} on rank {}, {} on rank {}", unpadded(mine.shown), me,
+                                        unpadded(theirs.shown), rank));
     break;
   }
-  // A rank that finds nothing wrong may be needed by one that does.
+  // Only some ranks may have found the difference; all must throw.
   for (const auto& one : gather(engine, parent, objection, timeout)) {
     if (one.front() == 0) continue;
     raise(
         ErrorKind::Mismatch,
         "split_group of group \"{}\" with other members on two ranks: {}. All ranks of a new group "
         "have to name the same ranks in the same order",
-        parent->spec().name, loose(one));
+        parent->spec().name, unpadded(one));
   }
 }
 
@@ -107,21 +107,22 @@ std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& 
   const auto begun = engine.beginGroup(spec);
   const std::shared_ptr<Group>& group = begun.first;
   const bootstrap::Introduction& mine = begun.second;
-  const size_t one = mine.group.size();
-  // What everybody publishes has one size: rank r's part is at r * one. Shared with messages that may outlive us.
-  const auto blobs = std::make_shared<std::vector<std::byte>>(members.size() * one);
+  const size_t size = mine.group.size();
+  // The entries of all members have the same size: that of rank r begins at r * size. Shared with messages, which may
+  // outlive this function.
+  const auto entries = std::make_shared<std::vector<std::byte>>(members.size() * size);
   const auto me = static_cast<size_t>(spec.me);
-  std::copy(mine.group.begin(), mine.group.end(), blobs->begin() + static_cast<long>(me * one));
-  const auto part = [&](size_t rank) { return std::span(*blobs).subspan(rank * one, one); };
+  std::copy(mine.group.begin(), mine.group.end(), entries->begin() + static_cast<long>(me * size));
+  const auto entryOf = [&](size_t rank) { return std::span(*entries).subspan(rank * size, size); };
   std::vector<CompletionPtr> open;
-  const auto message = [&](bool send, Rank peer, int32_t tag, std::span<std::byte> bytes) {
+  const auto submit = [&](bool send, Rank peer, int32_t tag, std::span<std::byte> bytes) {
     Message message;
     message.send = send;
     message.peer = peer;
     message.tag = tag;
     message.buffer = {bytes};
     message.timeout = timeout;
-    message.keepAlive = blobs;
+    message.keepAlive = entries;
     open.push_back(engine.submit(*parent, std::move(message)));
   };
   const auto settle = [&] {
@@ -133,16 +134,16 @@ std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& 
   };
   if (me == 0) {
     for (size_t rank = 1; rank < members.size(); ++rank) {
-      message(false, members[rank], kTagUp, part(rank));
+      submit(false, members[rank], kTagUp, entryOf(rank));
     }
     settle();
     for (size_t rank = 1; rank < members.size(); ++rank) {
-      message(true, members[rank], kTagDown, std::span(*blobs));
+      submit(true, members[rank], kTagDown, std::span(*entries));
     }
   } else {
-    message(true, members.front(), kTagUp, part(me));
+    submit(true, members.front(), kTagUp, entryOf(me));
     settle();
-    message(false, members.front(), kTagDown, std::span(*blobs));
+    submit(false, members.front(), kTagDown, std::span(*entries));
   }
   settle();
 
@@ -150,7 +151,7 @@ std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& 
   std::vector<std::string> nodes;
   engine.call([&] {
     for (size_t rank = 0; rank < members.size(); ++rank) {
-      const auto bytes = part(rank);
+      const auto bytes = entryOf(rank);
       introductions.push_back(parent->introductionOf(members[rank], {bytes.begin(), bytes.end()}));
       nodes.push_back(fmt::format("{}", parent->topology().nodeOf(members[rank])));
     }

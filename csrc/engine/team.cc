@@ -26,10 +26,10 @@ Team::Team(Process& process, const RegionLayout& layout)
     : process_(process), regions_(process.memory().regions), layout_(layout) {}
 
 Team::~Team() {
-  // Freed pages read as zeros at once: to a mate that is still in the last operation, a wrong result. The memory then
-  // lives until the last mate has unmapped it.
-  const bool isRead = membership_ != nullptr && !released_;
-  if (!isRead && !region_.empty()) regions_->giveBack(region_, layout_);
+  // A mate may still be in the last operation. Pages that are given back read as zeros at once, and the mate would get
+  // a wrong result. Then the region is not given back; it lives until the last mate has unmapped the slab.
+  const bool mayBeRead = membership_ != nullptr && !released_;
+  if (!mayBeRead && !region_.empty()) regions_->giveBack(region_, layout_);
 }
 
 GroupEntry Team::lease() {
@@ -151,7 +151,7 @@ std::byte* Team::resolve(int local, transport::shm::Location& at, int64_t bytes)
 void Team::prepareStaging(Track& track, size_t bytes, bool isSent) {
   const auto half = static_cast<size_t>(track.execution & 1);
   const bool registers = isSent && bytes > track.registered[half];
-  // What the network knows grows by doubling, because each time all of it is registered anew.
+  // The registered part grows by doubling, because each time all of it is registered anew.
   if (registers) bytes = std::min(std::bit_ceil(bytes), static_cast<size_t>(layout_.halfBytes));
   std::byte* from = track.halves[topology().myLocal()][half];
   if (bytes > track.committed[half]) {
@@ -163,7 +163,7 @@ void Team::prepareStaging(Track& track, size_t bytes, bool isSent) {
   track.registered[half] = bytes;
 }
 
-// --- words about the group --------------------------------------------------------------------------------
+// --- state of the group -----------------------------------------------------------------------------------
 
 void Team::publishCalled(uint64_t sequence) {
   mine().called.store(sequence, std::memory_order_relaxed);
