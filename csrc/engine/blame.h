@@ -1,6 +1,6 @@
-// Whom a rank that waits has to thank for it. The rank next in line is often as innocent: it waits itself, for
-// somebody on another node. So ranks that wait tell each other whom they blame, inside a node in shared memory
-// (RegionHeader), between nodes by asking:
+// Which rank is at fault when a rank waits. Often it is not the rank that is waited for: that one itself waits for
+// another rank, for example on another node. So ranks that wait tell each other whom they blame, inside a node in
+// shared memory (RegionHeader), between nodes by asking:
 //
 //   rank that waits                      rank that it waits for
 //   Inquiry(my call, its number) ────►   compares the call with its own: Abort if they differ
@@ -8,9 +8,10 @@
 //
 // An engine answers within a quarter of a second whatever its process computes, so a rank that does not answer
 // is stopped or cut off. But inquiries and answers travel behind the data between two ranks, and take as long as that
-// does on a slow link. So a rank whose process answers on its lifeline (bootstrap/host_watch.h) is not silent. The first
-// inquiry of a wait is also how calls that never exchange a message, because each side expects the other to begin, are
-// found to differ.
+// does on a slow link. So a rank whose process answers on its lifeline (bootstrap/host_watch.h) is not silent.
+//
+// The first inquiry of a wait has another use. Two ranks in different calls may never exchange a message, because each
+// expects the other to begin. The inquiry shows that their calls differ.
 #pragma once
 
 #include <map>
@@ -39,7 +40,7 @@ struct Blame {
   bool definite() const { return rank >= 0 && why != Why::Unknown; }
   // For a word in shared memory and for messages; 0 is nobody.
   uint64_t pack() const;
-  // Nobody, when the bytes make no sense in a group of this size.
+  // Nobody, if no rank of a group of this size can have packed the number.
   static Blame unpack(uint64_t packed, int size);
   // "has not made this call yet (its last is #4)"; empty when unknown.
   std::string describe() const;
@@ -69,10 +70,11 @@ static_assert(sizeof(AnswerMessage) == 24 && std::is_trivially_copyable_v<Answer
 std::optional<InquiryMessage> parseInquiry(transport::Bytes message);
 std::optional<AnswerMessage> parseAnswer(transport::Bytes message);
 
-// What remote ranks answered, and since when they do not. Used by the thread that owns the engine.
+// What ranks of other nodes answered, and since when one of them owes an answer. Used by the thread that owns the
+// engine.
 class Inquiries {
  public:
-  // A rank that owes an answer for so long may be silent.
+  // A rank that owes an answer for longer than this may be silent.
   static constexpr Nanoseconds kSilence = 1'000'000'000;
 
   void asked(Rank rank, Nanoseconds now);
@@ -82,7 +84,7 @@ class Inquiries {
   void keepOnly(const Awaited& awaited) {
     std::erase_if(entries_, [&](const auto& entry) { return !awaited.contains(entry.first); });
   }
-  // Its own blame, or itself.
+  // Whom the rank blames, if that ends the search; else the rank itself.
   Blame of(Rank rank) const;
   bool isSilent(Rank rank, Nanoseconds now) const;
 

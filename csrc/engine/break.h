@@ -1,4 +1,4 @@
-// Why a group is broken, and from which operation on: that one and all behind it end with the cause.
+// Why a group is broken, and from which operation on: that one and all later ones end with the cause.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,17 @@ namespace smddp::engine {
 struct Break {
   uint64_t from;  // sequence number
   Error cause;
-  // If the cause is that a rank was lost: which, who noticed it, and `cause` says only how. Each rank puts that into
-  // words of its own (Sentinel::inWords): the rank that was lost may be alive, and receive this.
+  // If the group broke because a rank was lost: that rank, and the one that noticed it; else -1. `cause` then says only
+  // how it was lost. Each rank words the error for itself (Sentinel::inWords), because the lost rank may be alive and
+  // receive this.
   Rank lost = -1;
   Rank noticedBy = -1;
-  bool isHostSilent = false;  // why it was lost; known on the node of `noticedBy` only
+  bool isHostSilent = false;  // its host does not answer; known on the node of `noticedBy` only
 
   bool concerns(uint64_t sequence) const { return sequence >= from; }
 };
 
-// The kind that another process has written as a number, which may be any.
+// An error kind that another process has written as a number. The number may be invalid.
 inline ErrorKind errorKindOf(uint32_t number) {
   return number <= static_cast<uint32_t>(ErrorKind::Internal) ? static_cast<ErrorKind>(number)
                                                               : ErrorKind::Internal;

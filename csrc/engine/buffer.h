@@ -45,7 +45,7 @@ class Buffer {
   Piece find(int64_t offset, int64_t length) const;
 
   std::byte* flat_ = nullptr;
-  bool onDevice_ = false;  // what flat_ points to
+  bool onDevice_ = false;  // flat_ points to memory of a device
   const Pieces* pieces_ = nullptr;
 };
 

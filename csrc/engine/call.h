@@ -1,4 +1,4 @@
-// The call a rank made, in 16 bytes that travel with arrivals and messages, and as the text of errors.
+// The call that a rank makes: as 16 bytes, which arrivals and messages carry, and as a text for errors.
 #pragma once
 
 #include <bit>
@@ -11,6 +11,7 @@
 
 namespace smddp::engine {
 
+// With PREMUL_SUM, this many low bits of CallFingerprint::bytes are the length, and the others are the root.
 inline constexpr int kLengthBits = 42;
 
 inline transport::CallFingerprint fingerprint(const Request& request) {
@@ -21,8 +22,9 @@ inline transport::CallFingerprint fingerprint(const Request& request) {
   call.flags = static_cast<uint8_t>(request.partOf);
   call.root = request.root;
   call.bytes = static_cast<uint64_t>(request.bytes);
-  // Ranks that scale by different factors would get a sum that nobody asked for. Then `root` holds the factor, and the
-  // root moves to bits 42–63 of `bytes`: a vector has less than 2^42 bytes (4 TiB), and a rank less than 2^22.
+  // All ranks must scale by the same factor, so it belongs to the call. `root` holds it, and the root moves to bits
+  // 42–63 of `bytes`: a vector has less than 2^42 bytes (4 TiB), and a rank is less than 2^22. Example: 12 bytes to
+  // root 3 are 12 + 3 · 2^42.
   if (request.op == ReduceOp::PREMUL_SUM) {
     call.root = std::bit_cast<int32_t>(static_cast<float>(request.factor));
     call.bytes |= static_cast<uint64_t>(request.root) << kLengthBits;
@@ -36,7 +38,7 @@ inline bool sameCall(const transport::CallFingerprint& a, const transport::CallF
 
 // "allreduce of 6553600 float32 (25.0 MiB) with SUM", "broadcast of 12 B from rank 0"
 std::string describe(const transport::CallFingerprint& call);
-// "with tag 3"; negative tags are of messages that calls of smddp are made of.
+// "with tag 3"; "within a collective" for negative tags, which only smddp's own messages have.
 std::string describeTag(int32_t tag);
 
 }  // namespace smddp::engine

@@ -1,8 +1,8 @@
 // The collective calls of this rank, in order: their numbers, and what the last of them were.
 //
-// Ranks of one node compare their calls when they arrive. Those of other nodes, which may wait for a message that never
-// comes, tell in an Inquiry (blame.h) which call they are in, and this is what it is compared with: with calls made
-// already, or, when this rank is behind, with the call of that number as soon as it is made.
+// Ranks of one node compare their calls when they arrive. A rank of another node may wait for a message that never
+// comes. It says in an Inquiry (blame.h) which call it is in. That call is compared with the one of the same number
+// here: at once if this rank has made it, else as soon as it makes it.
 // Used by the thread that owns the engine.
 #pragma once
 
@@ -28,14 +28,15 @@ class CallHistory {
     team_.publishCalled(last_);
     return last_;
   }
-  // What the call of this number is. Throws Mismatch when another rank has told that it is in another one.
+  // Keeps what the call of this number is. Throws Mismatch if another rank has told that its call of this number
+  // differs.
   void record(uint64_t sequence, const transport::CallFingerprint& call) {
     calls_[sequence % calls_.size()] = call;
     for (const auto& [rank, told] : told_) {
       if (told.sequence == sequence) membership_.requireSameCall(rank, told.call, call);
     }
   }
-  // A rank has told that its call of this number is `call`. Throws Mismatch when ours is another one.
+  // A rank tells that its call of this number is `call`. Throws Mismatch if ours differs.
   void onTold(Rank rank, uint64_t sequence, const transport::CallFingerprint& call) {
     if (sequence > last_) {
       told_[rank] = {sequence, call};
@@ -54,7 +55,7 @@ class CallHistory {
   Team& team_;
   uint64_t last_ = 0;
   std::array<transport::CallFingerprint, 64> calls_{};  // call n at n % 64
-  std::map<Rank, Told> told_;                           // by those who are ahead of this rank
+  std::map<Rank, Told> told_;                           // by ranks that are ahead of this one
 };
 
 }  // namespace smddp::engine

@@ -1,4 +1,4 @@
-// What this build can do on this machine, for the layers that may not ask the lower ones themselves.
+// What this build can do on this machine, for layers that may not include those below the engine.
 #pragma once
 
 #include <string>

@@ -8,7 +8,7 @@
 namespace smddp::engine {
 namespace {
 
-// The track number of messages, beyond those of operations.
+// The track number of the channels for messages. Operations have lower ones.
 constexpr uint8_t kMessageTrack = 255;
 static_assert(kMostInFlight <= kMessageTrack && kMostWindow <= transport::kMaxWindow);
 constexpr int64_t kMessageWindow = 4;
@@ -40,6 +40,7 @@ void Channels::open(Track& track, const CachedPlan& cached) {
     }
     const int64_t slotBytes =
         ends->isShort ? std::min(kShortMessageBytes, limits_.messageBytes) : limits_.messageBytes;
+    // With 4 streams, the channels with long slots have numbers 0 to 3, those with short slots 4 to 7.
     const auto stream = static_cast<uint8_t>(use.stream + (ends->isShort ? plan::kNumStreams : 0));
     if (use.puts > 0 && ends->send == nullptr) {
       Peer& peer = peerOf(use.peer);

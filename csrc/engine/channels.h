@@ -32,22 +32,26 @@ class Channels {
 
   // Opens what a plan needs on this track.
   void open(Track& track, const CachedPlan& cached);
-  // Slots that this rank has released on the track go back to their senders now.
+  // If this rank receives on the track: sends all grants now, also those that ReceiveChannel::release() holds back to
+  // send several at once.
   void flushGrants(const Track& track);
 
   // The channels for messages between two ranks (Matcher).
   transport::SendChannel& messageSender(Rank peer);
   transport::ReceiveChannel& messageReceiver(Rank peer);
 
+  // Sends a control message of the engine.
   void control(Rank peer, transport::Bytes message);
-  // Control messages to this peer still wait for room.
+  // Whether control messages to this peer still wait for room.
   bool hasBacklog(Rank peer) const { return peerOf(peer).table->hasBacklog(); }
 
-  // This rank uses the channels no more.
+  // This rank no longer uses the channels.
   void close();
-  // Whether nothing that the peer was sent, or may send, is still on its way. After close().
+  // After close(): whether no put of this group, over the transport that reaches the peer, can still read or write our
+  // memory.
   bool isDrained(Rank peer) const { return peerOf(peer).table->drained(membership_.group); }
-  // No peer writes to the windows any more, except for what may still be on its way from peers that are lost.
+  // No peer writes to the windows any more, so they are given back. Windows to which messages of lost peers may still
+  // be on their way are kept.
   void release();
 
  private:

@@ -1,4 +1,4 @@
-// The outcome of one operation: the only thing that travels up.
+// The outcome of one operation: all that the layers above hear of it.
 //
 // Set once, by the thread that owns the engine; read by any. It outlives the group: Work holds a share. The
 // first error is kept and every waiter gets the same one. Continuations (torch's future, the profiler) run after

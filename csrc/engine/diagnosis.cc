@@ -5,7 +5,7 @@ namespace {
 
 // The end of a remote process may be known before its last bytes are here.
 constexpr Nanoseconds kLastBytes = 10'000'000;
-// A host that answers nothing for so long is blamed; the lifeline gives it up later.
+// A host that has answered nothing for this long is blamed; the lifeline gives it up later.
 constexpr Nanoseconds kHostSilence = 500'000'000;
 
 }  // namespace
@@ -29,7 +29,7 @@ Blame Diagnosis::blameFor(const std::set<Rank>& awaited, uint64_t sequence) cons
   Blame found;
   for (const Rank rank : awaited) {
     const Blame blame = blameOn(rank, sequence);
-    // What others said of a rank on a host that cannot be reached is no longer known to be true.
+    // Comes first: what others said before of a rank on such a host may no longer be true.
     if (blame.why == Blame::Why::Unreachable) return blame;
     if (found.rank < 0 || (blame.definite() && !found.definite())) found = blame;
   }
@@ -46,7 +46,7 @@ Blame Diagnosis::blameOn(Rank rank, uint64_t sequence) const {
       return {rank, Blame::Why::Silent};
     }
     const Blame theirs = inquiries_.of(rank);
-    // A rank of this node that another node does not hear is here all the same.
+    // Another node may not hear a rank of this node, but this rank does: then that rank is not at fault.
     const bool isHeardHere =
         theirs.rank >= 0 && membership_.isMate(theirs.rank) &&
         (theirs.why == Blame::Why::Silent || theirs.why == Blame::Why::Unreachable);

@@ -29,8 +29,8 @@ class Diagnosis {
   // Forgets ranks that nothing waits for any more.
   void keepOnly(const std::set<Rank>& awaited) { inquiries_.keepOnly(awaited); }
 
-  // A rank that cannot be reached, if there is one; else the first of the awaited ranks that is definitely at fault;
-  // else the first that another one does not excuse.
+  // A rank that cannot be reached, if there is one; else the first that is definitely at fault, be it an awaited rank
+  // or one that an awaited rank blames; else the first awaited rank.
   Blame blameFor(const std::set<Rank>& awaited, uint64_t sequence) const;
   // "; rank 3 (…) has not made this call yet", or nothing when nobody is definitely at fault.
   std::string culprit(const Blame& blame) const;

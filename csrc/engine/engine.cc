@@ -15,16 +15,17 @@
 namespace smddp::engine {
 namespace {
 
-// How long our exit may wait for peers that are still computing.
+// How long shutdown() waits for what is in flight, and then for peers to take in what was sent.
 constexpr Nanoseconds kFarewell = 2'000'000'000;
 
-// Called while all ranks still wait here. A rank that has gone on to compute would not answer the handshake and would
-// look dead. A rank that fails now is reported by the first operation.
+// Waits until this process has a lifeline to every remote peer. All ranks of a new group wait here: a rank that went on
+// to compute would not answer the handshake and would look dead. A rank that fails now is reported by the first
+// operation.
 void awaitLifelines(Engine& engine, Nanoseconds timeout) {
   Process& process = engine.process();
   const Deadline deadline = Deadline::after(process.clock(), timeout);
-  // Sleeps until there is something to do: where there are more ranks than cores, each look of a rank takes time that
-  // another one needs for its answer. Another thread may find it first, so the sleep is short.
+  // Sleeps until there is something to do. Where there are more ranks than cores, a rank that polls takes time that
+  // another one needs for its answer. Another thread may take in the event first, so the sleep is short.
   constexpr int kSleepMilliseconds = 20;
   pollfd events{.fd = -1, .events = POLLIN, .revents = 0};
   while (!deadline.passed(process.clock())) {
@@ -129,7 +130,7 @@ std::vector<bootstrap::Rendezvous::Loss> Engine::lostOf(const Kin& kin) {
     process_->checkPeers();
     for (size_t rank = 0; rank < kin.ranks.size(); ++rank) {
       if (auto error = kin.parent->lookFor(kin.ranks[rank])) {
-        // Those that died first: others may have left because of them.
+        // Ranks that died come first: others may have left because of them.
         const bool died = kin.parent->hasDied(kin.ranks[rank]);
         lost.insert(died ? lost.begin() : lost.end(),
                     {static_cast<Rank>(rank), *std::move(error), died});
@@ -215,6 +216,7 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
       isOneShot = willWait && groups_.idle() && group.runOneShot(operation, completion);
     }
     if (isOneShot) {
+      // Else the other ranks were late, and the operation is in flight.
       if (completion->done()) return;
     } else {
       group.submit(std::move(operation), completion);
@@ -233,7 +235,7 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
 
 template <typename Operation>
 void Engine::post(Group& group, Operation operation, CompletionPtr completion) {
-  // std::function may be copied; the shared pointer avoids copying the operation.
+  // What a std::function holds must be copyable; the shared pointer avoids copying the operation.
   const auto shared = std::make_shared<Operation>(std::move(operation));
   progress_.post([this, &group, shared, completion = std::move(completion)] {
     group.submit(std::move(*shared), completion);
@@ -264,7 +266,7 @@ void Engine::waitUntil(Group& group, const std::function<bool()>& done, Nanoseco
   try {
     progress_.waitUntil(done, yieldFor);
   } catch (...) {
-    // This rank calls something else from here on, or nothing.
+    // From here on this rank may make other calls than the ranks that wait for it.
     callOn(group, [&] { group.interrupt(); });
     throw;
   }
@@ -273,7 +275,7 @@ void Engine::waitUntil(Group& group, const std::function<bool()>& done, Nanoseco
 void Engine::wait(Group& group, const Completion& completion) {
   progress_.callerBeginsToWait();
   if (!completion.done()) waitUntil(group, [&] { return completion.done(); });
-  // A signal that all ranks got is the cause, also if another rank was quicker to break the group.
+  // If all ranks got a signal, it is the cause, even if another rank was the first to break the group.
   if (completion.error()) checkInterrupt();
 }
 

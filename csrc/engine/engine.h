@@ -1,6 +1,6 @@
 // The engine of a process: makes groups, takes operations, and waits for them.
 //
-// A façade. Each part says itself what it does:
+// A façade over these parts:
 //   GroupRegistry    the groups, and which of them have something in flight
 //   Progress         which thread runs what is in flight: callers that wait, and the progress thread
 //   WaitPolicy       how threads wait
@@ -44,7 +44,8 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // The ranks of a new group, in its order, as ranks of a group that has them all: this process knows them already.
+  // Where this process has met the ranks of a new group before: `parent` has all of them, and `ranks` are their numbers
+  // there, in the order of the new group.
   struct Kin {
     std::shared_ptr<Group> parent;
     std::vector<Rank> ranks;
@@ -53,38 +54,39 @@ class Engine {
   // that has yet to come.
   std::shared_ptr<Group> createGroup(bootstrap::Store& store, const Group::Spec& spec,
                                      Nanoseconds timeout, const Kin& kin = {});
-  // The same in two halves around an exchange done elsewhere.
+  // The same in two halves. Between them the caller exchanges the introductions itself (split.h).
   std::pair<std::shared_ptr<Group>, bootstrap::Introduction> beginGroup(const Group::Spec& spec);
   void finishGroup(const std::shared_ptr<Group>& group,
                    const std::vector<bootstrap::Introduction>& introductions,
                    const std::vector<std::string>& nodeOfRank);
-  // Before this rank leaves: until what other ranks may need it for has ended, well or not. That is all in flight except
-  // receives; each has its deadline.
+  // Called before this rank leaves. Waits until everything in flight except receives has ended, well or not, because
+  // other ranks may need this one for it. Each operation has its deadline.
   void finishCalls(Group& group);
   // Idempotent. What is in flight ends with Aborted.
   void destroyGroup(const std::shared_ptr<Group>& group);
 
   CompletionPtr submit(Group& group, Request request);
   CompletionPtr submit(Group& group, Message message);
-  // The same without running anything: for threads that must not run continuations. The group has to live until
-  // the completion has ended.
+  // The same without running anything: for threads that must not run continuations. The group has to live until the
+  // operation has ended.
   void enqueue(Group& group, Request request, CompletionPtr completion);
   void enqueue(Group& group, Message message, CompletionPtr completion);
-  // Until the operation has ended, well or not; its deadline is the operation's own. What checkInterrupt() throws ends
-  // this and the next two waits: then the group breaks with Aborted on all ranks, which wait for this one.
+  // Waits until the operation has ended, well or not; its own deadline ends it at the latest. An exception of
+  // checkInterrupt() passes through this function and the next two. Then the group breaks with Aborted on all ranks,
+  // since they wait for this one.
   void wait(Group& group, const Completion& completion);
   // The same, but at most this long; false when the time is over.
   bool waitFor(Group& group, const Completion& completion, Nanoseconds timeout);
-  // Until one of them has ended, or somebody has set `enough` and called wakeWaiters(). Yields for `yieldFor` before it
-  // sleeps, instead of a fixed number of times.
+  // Waits until one of them has ended, or until a thread has set `enough` and called wakeWaiters(). Yields for
+  // `yieldFor` before it sleeps, instead of a fixed number of times.
   void waitForAny(Group& group, const std::vector<CompletionPtr>& completions,
                   const std::atomic<bool>& enough, Nanoseconds yieldFor);
   // Takes back receives for which nobody has sent anything yet. Returns those that cannot be taken back.
   std::vector<CompletionPtr> withdraw(Group& group, std::vector<CompletionPtr> receives);
-  // Threads that wait look again at what they wait for.
+  // Makes threads that wait look again at what they wait for.
   void wakeWaiters();
-  // A caller has waited this long for an operation and will not any longer: ends everything in flight on the
-  // group, on all ranks, as the operation's own deadline does.
+  // A caller has waited for so long for an operation, and waits no longer: ends everything in flight on the group, on
+  // all ranks, as the operation's own deadline does.
   void expire(Group& group, const Completion& completion, Nanoseconds waited);
   // Ends everything in flight on the group, on all ranks.
   void abort(Group& group, const std::string& reason);
@@ -102,16 +104,16 @@ class Engine {
   void finish(Completion& completion, std::optional<Error> error);
   // Throws Usage after shutdown(), and in a child of fork().
   void requireUsable() const;
-  // In a child of fork(): whether its parent had left all groups. Then nothing here is of use any more, and the child may
-  // have an engine of its own. It has to keep this one.
+  // In a child of fork(): whether its parent had left all groups. Then nothing here is of use any more, and the child
+  // may have an engine of its own. It has to keep this one.
   bool isOutlived() const;
-  // Runs `action` on the engine's owner and returns when it has run. Exceptions pass through.
+  // Runs `action` on the thread that owns the engine, and returns when it has run. Exceptions pass through.
   void call(const std::function<void()>& action) { progress_.call(action); }
   // One turn, for engines without a thread. True when anything advanced.
   bool step() { return progress_.step(); }
 
-  // A caller who waits for several things, one after the other. While this lives he counts as one who waits, also between
-  // two waits: else the end of each would wake the progress thread, which would compete with him.
+  // For a caller that waits for several things, one after the other. While this lives, it counts as one that waits,
+  // also between two waits. Else the end of each wait would wake the progress thread, which would compete with it.
   class WaitScope {
    public:
     explicit WaitScope(Engine& engine) : progress_(engine.progress_) { progress_.beginWaiting(); }
@@ -124,8 +126,8 @@ class Engine {
   };
 
   Process& process() { return *process_; }
-  // Waits a moment for what is in flight, leaves all groups, waits a moment for peers to have what we sent, joins the
-  // threads. Idempotent.
+  // Waits for what is in flight, for at most 2 s; leaves all groups; waits until peers have what we sent, again for at
+  // most 2 s; joins the threads. Idempotent.
   void shutdown();
 
  private:

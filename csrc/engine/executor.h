@@ -1,8 +1,8 @@
 // Runs a plan: binds its symbols to addresses and advances its lanes, without ever blocking.
 //
-// Owns only positions; the track, the plan and the buffers outlive it. Runs on the thread that owns the
-// engine. An exception (mismatch, broken channel) leaves it where it was; the group then fails the operation
-// and does not run it again.
+// Owns the binding, the positions in the plan and scratch memory; the track, the plan and the buffers outlive it. Runs
+// on the thread that owns the engine. An exception (mismatch, broken channel) leaves it where it was; the group then
+// fails the operation and does not run it again.
 #pragma once
 
 #include <set>
@@ -20,7 +20,7 @@
 
 namespace smddp::engine {
 
-// A plan and what can be known about it once, whatever it is bound to.
+// A plan, and what the executor derives from it once: it holds for every binding.
 struct CachedPlan {
   explicit CachedPlan(plan::Plan plan);
   plan::Plan plan;
@@ -33,12 +33,12 @@ struct CachedPlan {
   int64_t moveBytes = 0;     // read by its copies and reductions
   bool putsStaging = false;  // some of what it sends lies in staging memory
   bool fitsNear = true;      // its slots find room in Arrival::near
-  // What the plan takes beside this object.
+  // The heap memory that the plan takes beside this object.
   size_t heapBytes() const;
   static constexpr uint16_t kNone = 0xffff;
 };
 
-// The operation a plan is run for.
+// What one execution runs a plan for: buffers, and the call.
 struct Binding {
   Buffer input;
   Buffer output;
@@ -62,13 +62,13 @@ class Executor {
   Executor(const Ownership& ownership, const plan::Topology& topology, Track& track, TeamBell& bell)
       : ownership_(ownership), topology_(topology), track_(track), bell_(bell) {}
 
-  // What the next execution is to be bound to: filled in before start(), in the memory of the last one's.
+  // The binding of the next execution, which the caller fills in before start(). It is one object for all executions.
   Binding& binding() { return binding_; }
-  // Begins an execution at its preamble, or behind it when the arrival has already been seen. The track's execution
-  // number and channels must be those of this execution.
+  // Begins an execution at its preamble, or after it if all ranks have `arrived`. The track's execution number and
+  // channels must be those of this execution.
   void start(const CachedPlan& cached, bool arrived);
-  // The two moves of a plan with collectives::Preamble::OneShot, for a caller who does the rest itself: before it
-  // arrives, and when all have.
+  // The two moves of a plan with collectives::Preamble::OneShot, for a caller that does the rest itself: copyIn()
+  // before this rank arrives, sum() when all ranks have arrived.
   void copyIn(const CachedPlan& cached);
   void sum();
   // Does what can be done now. True when anything advanced.
@@ -78,6 +78,7 @@ class Executor {
   Stall stall() const;
 
  private:
+  // Where a lane stands: at a step of a block, in one of the block's iterations.
   struct Position {
     uint32_t block = 0;
     uint32_t step = 0;
@@ -101,7 +102,7 @@ class Executor {
   transport::Payload payloadOf(const plan::Step& step, int64_t trip) const;
   bool put(const plan::Step& step, uint32_t stepIndex, int64_t trip);
   bool received(const plan::Step& step, uint32_t stepIndex, int64_t trip);
-  // Whether the network no longer reads what this execution has put: on one of its channels, on all of them.
+  // Whether the network no longer reads what this execution has put on one of its channels, or on all of them.
   bool isFlushed(size_t channel) const;
   bool flushed() const;
   void addAwaited(const plan::Step& step, int64_t trip, std::set<Rank>& awaited) const;
@@ -121,7 +122,7 @@ class Executor {
   uint32_t preambleNext_ = 0;
   bool done_ = true;
   int64_t exchanged_ = 0;  // bytes, with other nodes
-  // Messages whose source was not one run of bytes; kept until the execution ends.
+  // Copies of messages whose source is not one run of bytes; kept until the execution ends.
   std::vector<std::vector<std::byte>> gathered_;
   // Scratch of move(), kept to save allocations.
   std::vector<void*> destinations_;

@@ -11,8 +11,8 @@
 namespace smddp::engine {
 namespace {
 
-// How long a fork may wait for the owner to come to a stop. An owner who is busy for longer, with the set-up of the network
-// for example, is not waited for; the child then keeps its copies of the connections.
+// How long a fork may wait for the owner to stop. An owner may be busy for longer, for example with the set-up of the
+// network. Then the child keeps its copies of the connections.
 constexpr auto kTimeout = std::chrono::seconds(1);
 // How often the forking thread tries to become the owner meanwhile.
 constexpr auto kPoll = std::chrono::milliseconds(1);
@@ -20,7 +20,8 @@ constexpr auto kPoll = std::chrono::milliseconds(1);
 std::atomic<uint32_t> forks{0};
 // Held from before a fork until after it, and while the list changes.
 Mutex mutex;
-// Engines whose connections a child must not keep alive. More than these are ranks as threads, which do not fork.
+// Engines whose connections a child must not keep alive. Only tests have more: their ranks are threads, which do not
+// fork.
 std::array<std::atomic<ForkHold*>, 8> holds{};
 
 template <typename Action>

@@ -1,8 +1,8 @@
 // Holds an engine still around a fork of its process, so that the child finds the engine's connections in order and can
-// close its copies of them: else peers would not see that the parent has died.
+// close its copies of them. Else peers would not see that the parent has died.
 //
-// Threads: constructor and destructor any; the rest on the thread that forks. Ends before the engine does. A child of a
-// fork has a copy that does nothing.
+// Threads: constructor and destructor any; the rest on the thread that forks. Ends before the engine does. The copy in
+// a child holds nothing still when the child forks.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace smddp::engine {
 
-// How often this process and its ancestors have forked since countForks() was first called: an engine made at another
-// count is its parent's.
+// How many forks lie between the process that first called countForks() and this one: 0 there, 1 in its children, 2 in
+// theirs. An engine that was made at another count is one of a parent. countForks() installs the handlers that count.
 uint32_t countForks();
 uint32_t forkCount();
 
@@ -26,7 +26,7 @@ class ForkHold {
   ForkHold(const ForkHold&) = delete;
   ForkHold& operator=(const ForkHold&) = delete;
 
-  // The owner comes to a stop, or this thread becomes the owner. Gives up after a second.
+  // Stops the owner between two turns, or makes this thread the owner. Gives up after a second.
   void beforeFork() SMDDP_NO_THREAD_ANALYSIS;
   void afterForkInParent() SMDDP_NO_THREAD_ANALYSIS;
   void afterForkInChild() noexcept;
@@ -38,7 +38,7 @@ class ForkHold {
   Progress& progress_;
   Process& process_;
   const uint32_t forkCount_;
-  // Of the fork under way: this thread owns the engine, or its owner waits in a pause.
+  // During a fork: whether this thread owns the engine; else the pause in which the owner waits.
   bool isOwner_ = false;
   std::shared_ptr<Pause> pause_;
 };

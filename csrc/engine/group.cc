@@ -11,7 +11,8 @@
 namespace smddp::engine {
 namespace {
 
-// Tracks for which a group reserves address space; how many it uses is decided when its nodes are known.
+// Tracks for which a group reserves address space. join() decides how many it uses, because only then its nodes are
+// known.
 constexpr int64_t kTracksAcrossNodes = 4;
 
 RegionLayout layoutFor(const plan::Limits& limits) {
@@ -27,7 +28,7 @@ std::string ranksOfNodes(const plan::Topology& topology) {
   return text;
 }
 
-// Once, for the first group: those of some of its ranks are rarely measured.
+// Warns once, for the first group. The layouts of smaller groups are rarely measured.
 void warnOfOtherLayouts(const plan::Topology& topology, Rank me) {
   static std::atomic<bool> looked{false};
   const auto& tuning = collectives::tuningFromSettings();
@@ -61,7 +62,7 @@ Group::Group(Process& process, Spec spec)
       spec_(std::move(spec)),
       limits_(limitsFromSettings()),
       team_(process, layoutFor(limits_)) {
-  // Not only in the first collective that looks for an algorithm.
+  // Refuses wrong settings now, and not only in the first collective.
   reduction::simdLevel();
   collectives::checkOverrides(settings().algorithm);
   collectives::checkOverrides(spec_.algorithm, "algorithm");

@@ -5,8 +5,9 @@
 //   Membership   which ranks are in the group, as a value
 //   Team         what the ranks of this node tell one another in shared memory
 //   Channels     what ranks send to one another
+//   PlanCache    which algorithm a call uses; the plans
 //   CallHistory  the numbers of this rank's calls, and what the last of them were
-//   Sentinel     deadlines, ranks that are gone, breaks, leaving; sees the next two as Watched
+//   Sentinel     deadlines, ranks that are gone, breaks, leaving; knows the next two only as Watched
 //   Operations   collectives that wait or run
 //   Messages     sends and receives
 //
@@ -41,8 +42,9 @@ class Group final {
     std::string algorithm = {};  // instead of SMDDP_ALGORITHM, for this group only
   };
 
-  // Two halves, so that something else than a store can stand between them (the simulator's tests):
-  // what this rank publishes, then what everybody published and which ranks share a node.
+  // A group is made in two halves: makeEntry() returns what this rank publishes, join() takes what all ranks have
+  // published and which of them share a node. The caller brings the entries from rank to rank: through a store, in
+  // messages (split.h), or as the simulator's tests do.
   Group(Process& process, Spec spec);
   std::vector<std::byte> makeEntry();
   void join(const std::vector<bootstrap::Introduction>& introductions,
@@ -54,7 +56,7 @@ class Group final {
   uint64_t id() const { return membership_->group; }
   const plan::Topology& topology() const { return membership_->topology; }
   bool spansNodes() const { return membership_->spansNodes(); }
-  // What a rank said of itself when it was met, with `group` as what concerns a group.
+  // What a rank said of itself when this process met it, with `group` as its entry for another group.
   bootstrap::Introduction introductionOf(Rank rank, std::vector<std::byte> group) const;
 
   void submit(Request request, CompletionPtr completion);
@@ -63,7 +65,8 @@ class Group final {
   bool runOneShot(Request& request, const CompletionPtr& completion) {
     return operations_->runOneShot(request, completion);
   }
-  // Takes back a receive that nobody has sent for yet: it ends without being heard of again.
+  // Takes back a receive for which nobody has sent anything yet. Its completion never ends. False if it has a sender,
+  // or has ended.
   bool withdraw(const Completion& receive) { return messages_->withdraw(receive); }
   // Does what can be done now; true when anything advanced. Never throws: an error breaks the group.
   bool advance();
@@ -82,8 +85,8 @@ class Group final {
   void fail(const Error& cause) { sentinel_->fail(cause); }
   // A signal has ended a wait of this rank: what is in flight ends on all ranks.
   void interrupt();
-  // For somebody who waits for this rank elsewhere: how it was lost, if it is. If not, makes sure that its host is still
-  // reached.
+  // For a caller that waits for `rank` in the store. Returns how the rank was lost, if it was. If not, probes its host,
+  // so that a host that does not answer is found.
   std::optional<Error> lookFor(Rank rank) { return sentinel_->lookFor(rank); }
   bool hasDied(Rank rank) const {
     const Peer* peer = membership_->peers[rank];
@@ -96,20 +99,20 @@ class Group final {
   // The error that broke the group, in the text for the user; also for messages, which have no number.
   std::optional<Error> breakAsUserError() const;
 
-  // Operations that ended since the last call: their continuations are to be run.
+  // The continuations of operations that have ended since the last call. The caller runs them.
   std::vector<std::function<void()>> takeContinuations() { return continuations_.take(); }
-  // No operation follows: mates need not wait for us, peers are told.
+  // This rank makes no more calls: tells mates and peers.
   void leave() { sentinel_->leave(idle()); }
   // Whether no mate and no peer can still touch the group's memory, which is then given back when the group ends.
   bool isAbandoned();
 
   // By collective and algorithm: "allreduce/direct".
   std::map<std::string, AlgorithmUse> statistics() const { return plans_->statistics(); }
-  // "2 nodes x 2 ranks, …": one line for the log.
+  // One line for the log: "group "0": rank 0 of 4, 2 nodes (2 + 2 ranks), 4 operations at a time; …".
   std::string describe() const;
 
  private:
-  Process& process_;  // gone when the engine has been shut down
+  Process& process_;  // shutdown() of the engine destroys it
   const Spec spec_;
   const plan::Limits limits_;
   ContinuationQueue continuations_;

@@ -29,7 +29,7 @@ class GroupRegistry {
   GroupRegistry(const GroupRegistry&) = delete;
   GroupRegistry& operator=(const GroupRegistry&) = delete;
 
-  // A group that has joined. It gets what ranks that were quicker have sent to it.
+  // Takes a group that has joined, and gives it the control messages that faster ranks have sent to it before.
   void add(const std::shared_ptr<Group>& group);
   // Leaves the group, unless it has been left.
   void leave(const std::shared_ptr<Group>& group);
@@ -39,7 +39,8 @@ class GroupRegistry {
     ownership_.assertOwned();
     return hasLeftAll_;
   }
-  // In the child of a fork, which has one thread and this as it was: "group "a", group "b"" of those not left.
+  // In the child of a fork, which has one thread and a copy of this: the groups that were not left, as a text such as
+  // group "a", group "b".
   std::string namesInChild() const SMDDP_NO_THREAD_ANALYSIS;
   // Frees the memory of groups that nobody can touch any more.
   void reap();
@@ -47,7 +48,7 @@ class GroupRegistry {
   bool owesAnything() const;
   // Whether the ranks of other nodes have what this one has sent them, of all groups that it has left.
   bool areRemoteRanksDone();
-  // The end, when no thread runs the engine any more.
+  // Forgets the groups that were left. Called at the end, when no thread runs the engine any more.
   void clear();
 
   // `group` may have something in flight.
@@ -73,7 +74,7 @@ class GroupRegistry {
   void checkHealth();
   // Breaks the groups with something in flight.
   void failActive(const Error& error);
-  // Appends what is to be run now that operations have ended, and forgets which idle groups were active.
+  // Appends the continuations of operations that have ended. Groups that are idle now are active no longer.
   void takeContinuations(Actions& continuations);
 
  private:

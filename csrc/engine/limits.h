@@ -1,4 +1,4 @@
-// What algorithms may count on, as the settings have it. Equal on all ranks: bootstrap compares the settings.
+// The limits of plans, from the settings. They are equal on all ranks: bootstrap compares the settings.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,10 @@ inline plan::Limits limitsFromSettings() {
   plan::Limits limits;
   limits.chunkBytes = settings().chunkBytes;
   limits.fabricChunkBytes = settings().fabricChunkBytes;
-  // Windows have room for the longest message, and none need be longer than a chunk.
+  // Slots of windows have room for the longest message, and no message need be longer than a chunk.
   limits.messageBytes = std::min(limits.messageBytes, limits.fabricChunkBytes);
   limits.window = settings().fabricWindow;
+  // SMDDP_POOL_BYTES is the size of a half, which holds all pools of a plan.
   limits.halfBytes = settings().poolBytes;
   return limits;
 }

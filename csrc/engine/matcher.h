@@ -24,7 +24,7 @@
 
 namespace smddp::engine {
 
-// One message that was asked for here and has not ended.
+// A send or a receive of this rank that has not ended.
 struct Exchange {
   Message message;
   CompletionPtr completion;
@@ -45,7 +45,7 @@ class Matcher {
     virtual transport::SendChannel& sendChannel(Rank peer) = 0;
     virtual transport::ReceiveChannel& receiveChannel(Rank peer) = 0;
     virtual void finish(Exchange& exchange) = 0;
-    // Control messages to this peer still wait for room.
+    // Whether control messages to this peer still wait for room.
     virtual bool backlogged(Rank peer) = 0;
   };
 
@@ -99,7 +99,7 @@ class Matcher {
   std::map<Rank, Queue> sending_;
   std::map<Rank, Queue> receiving_;
   std::deque<Exchange> toSelf_;   // our sends to ourselves, not received yet
-  std::deque<Exchange> leaving_;  // buffered, and kept back by a full transport
+  std::deque<Exchange> leaving_;  // buffered sends for which the transport has no room yet
 };
 
 }  // namespace smddp::engine

@@ -1,7 +1,7 @@
 // Which ranks a group consists of, as a value.
 //
 // Team, channel keys, control messages and errors take from here which group this is, which ranks are in it and
-// where each lies. Nothing else keeps a copy.
+// on which node each is. Nothing else keeps a copy.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ struct GroupEntry {
 
 struct Membership {
   std::string name;
-  uint64_t group = 0;  // no other group of any process has this number
+  uint64_t group = 0;  // the id of the group, which no other group of any process has
   // Always 0 today; a group whose members change will count here.
   uint64_t epoch = 0;
   plan::Topology topology;
@@ -45,7 +45,7 @@ struct Membership {
   bool isMate(Rank rank) const {
     return rank != me() && topology.nodeOf(rank) == topology.myNode();
   }
-  // The peer on another node that is not known to be gone; else null.
+  // The peer, if it is on another node and not known to be gone; else null.
   Peer* reachable(Rank rank) const;
   std::optional<Rank> rankOf(const Peer& peer) const;
   transport::ChannelKey channelKey(Rank source, Rank destination, uint8_t track,

@@ -1,7 +1,7 @@
 // The messages of one group that are in flight: a Matcher and what it needs of its group.
 //
-// Messages have no place in the order of operations, so any break of the group ends all of them. Used by the thread that
-// owns the engine.
+// Messages have no place in the order of operations, so any break of the group ends all of them. Used by the thread
+// that owns the engine.
 #pragma once
 
 #include "engine/channels.h"
@@ -20,7 +20,7 @@ class Messages final : public Watched, private Matcher::Host {
 
   // Throws what ends the group.
   void submit(Message message, CompletionPtr completion);
-  // Takes back a receive that nobody has sent for yet; false if it has a sender, or has ended.
+  // See Matcher.
   bool withdraw(const Completion& receive) { return matcher_.withdraw(receive); }
   // Throws Transport when the message is not understood.
   void onControl(Rank from, transport::Bytes message);

@@ -8,8 +8,8 @@
 
 namespace smddp::engine {
 
-// A run of bytes. On a device it is memory that Transport::addDeviceSource() knows, and only puts may read it: what this
-// rank gives itself must already be in place there.
+// A run of bytes. With onDevice it lies in memory that was passed to Transport::addDeviceSource(), and only puts may
+// read it. So the block that this rank sends to itself must already be at its destination.
 struct Piece : std::span<std::byte> {
   using std::span<std::byte>::span;
   Piece(std::span<std::byte> bytes, bool isOnDevice = false)

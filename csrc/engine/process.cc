@@ -17,9 +17,10 @@ namespace {
 
 using transport::shm::SegmentAddress;
 
-// How long leaving may take: what peers sent us is read, so that closing sockets loses nothing they need.
+// Before its sockets are closed, the process reads what peers send, until nothing has come for this long; for at most
+// ten times as long in all.
 constexpr Nanoseconds kQuietTime = 20'000'000;
-// Between two looks whether a mate is stopped.
+// The time between two checks whether a mate is stopped.
 constexpr Nanoseconds kStoppedPeriod = 200'000'000;
 
 // The address of shared memory begins with where the slab lies; the rest is the transport's.
@@ -34,7 +35,7 @@ SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
   return address;
 }
 
-// Asked before, because providers do not say why they fail.
+// Checked before the endpoint is made, because providers do not say why they fail.
 void requireDescriptors(size_t remotePeers) {
   // Endpoint, queues and lifelines of this process; connections in both directions and a lifeline per peer.
   constexpr size_t kOwn = 20, kPerPeer = 3;
@@ -75,7 +76,7 @@ void Process::Link::onControl(transport::PeerId from, transport::Bytes message) 
 
 void Process::Link::onPeerFailed(transport::PeerId peer, const std::string& cause) {
   const auto found = peers.find(peer);
-  // So ends the connection to one that has left, too.
+  // The connection to a peer that has left in order ends in the same way, so this is not yet a death.
   if (found != peers.end()) owner.lose(*found->second, /*died=*/false, cause);
 }
 
@@ -106,7 +107,7 @@ Process::~Process() {
   if (lifeline_) lifeline_->leave();
 }
 
-// Unique because the id is random: one count per process, spread over all bits.
+// Unique because the process id is random. Multiplied by this odd number, the count of groups changes all bits.
 uint64_t Process::newGroupId() {
   ownership_.assertOwned();
   uint64_t random = 0;
@@ -231,7 +232,7 @@ void Process::checkPeers() {
     });
   }
   for (auto& [id, peer] : peers_) {
-    // The transport may have lost it before, which cannot tell a death.
+    // Looks also at a mate that the transport has lost, because the transport does not know whether it died.
     if (!peer->mate || peer->died) continue;
     const auto life = transport::shm::lifeOf(*peer->mate);
     if (life == transport::shm::Life::Running) continue;

@@ -3,7 +3,7 @@
 //
 // Threads: made and used by the thread that owns the engine, except where marked. Ranks may be threads of one
 // operating-system process (tests): each then has a Process of its own.
-// Ends with the engine; mates see that we left, remote peers are said goodbye.
+// Ends with the engine. Mates see in shared memory that we left; remote peers get a goodbye on their lifelines.
 #pragma once
 
 #include <functional>
@@ -111,7 +111,7 @@ class Process {
   void setNodeAgreement(uint64_t agreement);
   // What we publish. The addresses between nodes are in it only after openFabric().
   bootstrap::Introduction introduce(std::vector<std::byte> group);
-  // Can this process's memory be mapped here? Remembers the mapping. Throws Resource when this process has no
+  // Whether the memory of `other` can be mapped here. Keeps the mapping. Throws Resource if our process has no
   // descriptor or address space left. [thread-safe]
   bool probe(const bootstrap::Introduction& other, std::string* why);
   // Creates the endpoint and the lifelines; once. Throws Usage when built without libfabric.
@@ -125,9 +125,9 @@ class Process {
   Peer& meet(const bootstrap::Introduction& other, bool sharesNode);
   // The key under which peers on the same table write into our slab.
   transport::RemoteKey registerMemory(const Peer& peer, std::span<std::byte> memory);
-  // Remote peers will often be sent what lies here, in our slab.
+  // Puts to remote peers will often leave from here, in our slab: registers it with the network.
   void addSource(std::span<std::byte> memory);
-  // They will be sent what lies in memory of a device, see Transport. On the engine's owner, like all of this.
+  // The same for memory of a device, see Transport.
   std::string addDeviceSource(const transport::DeviceMemory& memory);
   void removeDeviceSource(std::span<std::byte> memory);
 
@@ -135,15 +135,15 @@ class Process {
 
   // Moves messages. Returns how many events there were.
   size_t poll();
-  // Looks for peers that are gone; not for the fast path.
+  // Looks for peers that are gone. Too slow for the fast path.
   void checkPeers();
-  // Somebody waits for this remote peer: makes sure that its host is still reached (checkPeers()).
+  // A rank waits for this remote peer: probes its host. checkPeers() then finds a host that does not answer.
   void probeHost(Peer& peer);
-  // Takes a remote peer for lost because its host is silent, and tells it so, if it can hear that.
+  // Counts a remote peer as lost because its host is silent, and sends it a notice, which it may not receive.
   void giveUp(Peer& peer, const std::string& cause);
   // What the probes have found; nothing without lifelines.
   std::optional<bootstrap::Silence> silenceOf(const Peer& peer) const;
-  // Every remote peer is connected, or known to be gone. checkPeers() brings it about.
+  // Whether every remote peer is connected, or known to be gone. checkPeers() works on that.
   bool lifelinesSettled() const {
     ownership_.assertOwned();
     return !lifeline_ || lifeline_->numExpected() == 0;
@@ -153,8 +153,8 @@ class Process {
     ownership_.assertOwned();
     return lifeline_ ? lifeline_->descriptor() : -1;
   }
-  // Sleeps until a mate rings, a message comes or `timeout` is over. The caller has called
-  // doorbell().prepare() and looked once more.
+  // Sleeps until a mate rings, until `timeout` is over, or, with `network`, until the network has something. The caller
+  // has called doorbell().prepare() and looked once more.
   void sleep(Nanoseconds timeout, bool network);
   // Of the processes that share memory with us.
   std::span<const transport::shm::ProcessPage* const> matePages() const {
@@ -171,7 +171,7 @@ class Process {
   std::string describeFabric() const;
 
  private:
-  // One transport with its channels; tells peers of this transport by their number.
+  // One transport with its channels. It knows which peer has which number in this transport.
   struct Link final : transport::ControlSink {
     Link(Process& process, std::unique_ptr<transport::Transport> moved)
         : owner(process), transport(std::move(moved)), table(*transport, *this) {}

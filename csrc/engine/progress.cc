@@ -10,7 +10,7 @@
 namespace smddp::engine {
 namespace {
 
-// Turns between two looks at the clock, for a caller for whom something advances all the time.
+// A caller for whom something advances all the time looks at the clock every so many turns.
 constexpr uint32_t kTurnsPerLook = 64;
 // The simulator has its own clock; signals come by the real one.
 constexpr std::chrono::nanoseconds kInterruptTime(WaitPolicy::kInterruptPeriod);
@@ -116,7 +116,8 @@ bool Progress::turn() {
 
 void Progress::advanceOnce() {
   ownership_.assertOwned();
-  // What ended as it was submitted leaves nothing to wake the progress thread for.
+  // An operation may have ended when it was submitted. With its continuations collected, its group is idle, and the
+  // progress thread need not be woken.
   if (!turn()) collectContinuations();
 }
 
@@ -150,7 +151,7 @@ void Progress::runUntil(const std::function<bool()>& done, Waiter waiter, Nanose
   ownership_.assertOwned();
   WaitPolicy::Backoff backoff(policy_, waiter, yieldFor);
   const bool isThread = waiter == Waiter::ProgressThread;
-  // From the first look at the clock on: most waits are too short for one.
+  // Set at the first look at the clock. Most waits are too short for one.
   std::optional<Deadline> interrupt;
   const auto isTimeToLetGo = [&] {
     if (isThread) return false;
@@ -206,7 +207,7 @@ void Progress::release() {
     handOver();
   }
   if (!isBusy) policy_.ended();
-  // What was pushed while we let go has no other taker.
+  // Nobody else takes an action that was pushed while we let go.
   if (inbox_.empty() || !ownership_.tryAcquire()) return;
   guarded([this] {
     ownership_.assertOwned();
@@ -221,7 +222,7 @@ void Progress::handOver() {
   if (policy_.leftInFlight()) threads_.wakeOne();
 }
 
-// Called without ownership. A continuation is the user's code: what it throws is its own business.
+// Called without ownership. A continuation is the user's code: what it throws is logged, and concerns nobody else.
 bool Progress::runSomeContinuations() {
   if (!ownership_.tryAcquire()) return false;
   const GroupRegistry::Actions ready = std::exchange(continuations_, {});

@@ -1,8 +1,9 @@
 // Runs what is in flight in an engine. Whoever holds the engine's ownership runs it (docs/threads.md).
 //
-// A caller who waits anyway becomes the owner and runs everything in flight until his operation is done: no hand-over is
-// paid. What an asynchronous submitter leaves in flight goes to the progress thread. Somebody who finds the engine owned
-// leaves his action in the inbox, which the owner empties at every turn.
+// A caller that waits becomes the owner and runs everything in flight until its own operation is done, without a
+// hand-over to another thread. What an asynchronous submitter leaves in flight goes to the progress thread. A thread
+// that finds the engine owned leaves its action in the inbox, which the owner empties at every turn. A turn is one pass
+// over everything in flight.
 //
 // Owns the inbox, the progress threads and the continuations that are to be run. Continuations run on the thread that
 // completed the operation, without ownership, and may submit and wait. A continuation may wait for a future of torch.
@@ -59,23 +60,23 @@ class Progress {
   // One turn, with the slow path if nothing advances. True when anything has advanced.
   bool step();
 
-  // A caller begins to wait, or would if his operation had not ended.
+  // A caller begins to wait, or would if its operation had not ended already.
   void callerBeginsToWait() { policy_.returned(); }
-  // Until `done`. Yields for `yieldFor`, if that is given, before it sleeps. Calls checkInterrupt() now and then, and
-  // throws what that throws: then this thread has let go of the engine, and what it waited for goes on.
+  // Waits until `done`. Yields for `yieldFor`, if that is given, before it sleeps. Calls checkInterrupt() now and then,
+  // and throws what that throws: then this thread has let go of the engine, and what it waited for goes on.
   void waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor = 0);
-  // Between them a caller counts as one who waits, whatever he does.
+  // Between these two a caller counts as one that waits, whatever it does.
   void beginWaiting() { waiters_.add(); }
   void endWaiting();
-  // Threads that wait look again at what they wait for.
+  // Makes threads that wait look again at what they wait for.
   void wakeWaiters();
   void runContinuations() {
     while (hasContinuations_.load() && runSomeContinuations()) {
     }
   }
 
-  // The owner: runs what is in flight until `done`, or until continuations must run, another thread needs the engine, or
-  // it is time to look for signals.
+  // The owner: runs what is in flight until `done`, or until continuations must run, another thread needs the engine,
+  // or it is time to look for signals.
   void runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor = 0);
   // The owner: does what can be done now.
   void advanceOnce();

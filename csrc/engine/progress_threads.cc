@@ -12,7 +12,7 @@
 namespace smddp::engine {
 namespace {
 
-// Callbacks that wait for other operations at the same time; no sane program has so many.
+// Far more threads than any program needs: one for each callback that waits for another operation.
 constexpr size_t kMaxThreads = 64;
 
 }  // namespace
@@ -57,7 +57,7 @@ void ProgressThreads::runBlocking(std::function<void()> action) {
   changed_.notifyOne();
 }
 
-// A caller who runs the engine never runs these: he might hold a lock, and wants to go on.
+// A caller that runs the engine never runs these: it might hold a lock, and wants to go on.
 void ProgressThreads::runBlockingActions() {
   if (!hasBlocking_.load()) return;
   std::vector<std::function<void()>> actions;
@@ -98,7 +98,8 @@ bool ProgressThreads::awaitWork() {
   MutexLock lock(mutex_);
   ++idle_;
   while (!isStopping_ && blocking_.empty() && std::chrono::steady_clock::now() < answer) {
-    // Said before we look for work: what is left at this moment is seen by us, or by the thread that leaves it.
+    // Published before we look for work. So either we see the work that a thread leaves at this moment, or that thread
+    // sees whether it has to wake us.
     const bool polls = policy_.beginPoll();
     if (progress_.hasUnattendedWork() && policy_.takesWork(polls)) break;
     changed_.waitUntil(lock,

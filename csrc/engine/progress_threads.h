@@ -33,12 +33,12 @@ class ProgressThreads {
   void join();
   void forget() SMDDP_NO_THREAD_ANALYSIS;
 
-  // There is work that nobody waits for.
+  // Wakes a thread, because there is work that nobody waits for.
   void wakeOne();
   // Runs `action` on one of the threads, while another one is idle: it may block.
   void runBlocking(std::function<void()> action);
   bool hasBlocking() const { return hasBlocking_.load(); }
-  // Before continuations run on one of the threads: they may wait for what only another one can complete.
+  // Called before continuations run on one of the threads. They may wait for what only another one can complete.
   void keepOneIdle();
 
  private:

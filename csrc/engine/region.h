@@ -24,9 +24,9 @@ inline constexpr int kMaxFused = 16;
 // Staging memory beside an arrival: 96 = 2 cache lines − 32 bytes of fields before it.
 inline constexpr size_t kNearBytes = 96;
 
-// A team counter. The value is (execution << kValueBits) | value relative to the execution: counters
-// restart with every execution and yet never go back. Example: chunk 5 in execution 3 is 3·2^24 + 5; a rank already in
-// execution 4 has at least 4·2^24, so every wait of execution 3 is satisfied.
+// A team counter. It holds (execution << kValueBits) | value, where `execution` is Track::execution and `value` counts
+// from 0 in each execution. So a counter never goes back. Example: chunk 5 in execution 3 is 3·2^24 + 5; a rank already
+// in execution 4 has at least 4·2^24, so every wait of execution 3 is satisfied.
 struct alignas(kCacheLine) Counter {
   std::atomic<uint64_t> value{0};
 };
@@ -64,7 +64,7 @@ struct TrackHeader {
 };
 static_assert(offsetof(Arrival, ends) == 2 * kCacheLine);
 
-// Why a rank takes its group for broken, and from which operation on.
+// A Break in shared memory (break.h).
 struct BreakRecord {
   uint64_t from = 0;
   uint32_t kind = 0;
@@ -76,19 +76,21 @@ struct BreakRecord {
 // A rank can publish several breaks, each from an earlier operation than the last; more than kMaxBreaks are dropped.
 inline constexpr uint32_t kMaxBreaks = 4;
 
-// Zeroed memory is a valid header: it is never constructed, since mates that have not noticed yet that the
-// region was given up may look at it at any time (RegionPool).
+// Zeroed memory is a valid header. It is never constructed, because mates that have not noticed yet that the region was
+// given up may look at it at any time (RegionPool).
 struct alignas(kCacheLine) RegionHeader {
   // Whose region this is: what GroupEntry::groupId says. Another value once its owner has given it up.
   std::atomic<uint64_t> group{0};
   std::atomic<uint32_t> numBreaks{0};  // stored after the record
   std::atomic<uint32_t> left{0};       // this rank has destroyed the group
-  // Collectives this rank has called, and whom it blames for what it waits in (blame.h).
+  // The number of the last collective that this rank has called, and whom it blames while it waits (blame.h).
   alignas(kCacheLine) std::atomic<uint64_t> called{0};
   std::atomic<uint64_t> blame{0};
   alignas(kCacheLine) std::array<BreakRecord, kMaxBreaks> breaks;
 };
 
+// Offsets in a region. With 2 tracks the halves (track, half) lie in the order (0, 0), (0, 1), (1, 0), (1, 1);
+// halfOffset(2, 0) is their end.
 struct RegionLayout {
   int64_t tracks = 1;
   int64_t halfBytes = 0;

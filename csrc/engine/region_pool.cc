@@ -17,7 +17,7 @@ std::span<std::byte> RegionPool::take(const RegionLayout& layout) {
 }
 
 void RegionPool::giveBack(std::span<std::byte> region, const RegionLayout& layout) {
-  // Release: what we did with the region of a mate has happened before it takes ours for given up.
+  // Release: a mate that reads this 0 knows that we have done everything that we do with its region.
   reinterpret_cast<RegionHeader*>(region.data())->group.store(0, std::memory_order_release);
   slab_->discard(region.subspan(layout.halfOffset(0, 0)));
   spare_.add(region);

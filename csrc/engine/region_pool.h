@@ -1,7 +1,7 @@
-// Regions of groups (region.h) in this process's slab, used again and again for that purpose alone.
+// Regions of groups (region.h) in this process's slab. Memory that was a region is used for regions only.
 //
-// A mate that has yet to notice that its group is over looks at the header of a region that its owner has given
-// up: it finds another group's number there, never bytes that mean something else.
+// So a mate that has yet to notice that its group is over may look at the header of a region that its owner has given
+// up. It finds another group's number there, never bytes that mean something else.
 //
 // Thread-safe: a group may end with the last reference to it, on any thread.
 #pragma once
@@ -19,10 +19,10 @@ class RegionPool {
  public:
   explicit RegionPool(std::shared_ptr<transport::shm::Slab> slab) : slab_(std::move(slab)) {}
 
-  // A region with headers as constructed, which belongs to no group yet: its owner stores RegionHeader::group last.
-  // Throws Resource when the slab is full.
+  // A region whose headers are in their initial state. It belongs to no group until the caller stores
+  // RegionHeader::group. Throws Resource when the slab is full.
   std::span<std::byte> take(const RegionLayout& layout);
-  // `region` as take() returned it for `layout`. No mate is in an operation of its group.
+  // `region` as take() returned it for `layout`. No mate may still be in an operation of its group.
   void giveBack(std::span<std::byte> region, const RegionLayout& layout);
 
  private:

@@ -1,4 +1,4 @@
-// One operation, as a value, on its way down from process_group to the engine.
+// What process_group asks of the engine, as values: a collective or a message.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace smddp::engine {
 
-// Some calls of the user travel as messages, and beside them as a collective by which all ranks find out whether they
-// are in the same call. This is what that collective is part of.
+// Some calls of the user are made of messages, and of a collective beside them, by which all ranks find out whether
+// they are in the same call. This says which call the collective is part of.
 enum class PartOf : uint8_t { Itself, AllToAllWithSplits, SparseAllReduce, SplitGroup };
 
 // A collective call of this rank. Buffers are laid out as collectives::Shape says.
@@ -27,13 +27,14 @@ struct Request {
   Pieces input;  // empty where the call works in place on the output
   Pieces output;
   Nanoseconds timeout = 0;
-  // The caller waits for the result right after submitting: it may as well run the operation itself.
+  // The caller waits for the result right after submitting, so it runs the operation itself.
   bool willWait = false;
   // Whatever must stay alive until the operation has ended (tensors). Dropped on the thread that ends it.
   std::shared_ptr<void> keepAlive;
 };
 
-// A message between two ranks. Messages from one rank with one tag are received in the order sent.
+// One end of a message between two ranks: a send or a receive. Messages from one rank with one tag are received in the
+// order sent.
 struct Message {
   bool send = false;
   Rank peer = 0;  // kAnySource: from whoever comes first
@@ -41,8 +42,8 @@ struct Message {
   Pieces buffer;
   Nanoseconds timeout = 0;
   bool willWait = false;
-  // A short message to send (Matcher::kShortBytes) goes off at once, and has ended when it has left: whether
-  // anybody receives it is not known then. Its receiver keeps it until it is asked for.
+  // For a send of at most Matcher::kShortBytes: it leaves at once, and has ended when it has left, before anybody has
+  // received it. The receiver's engine keeps it until a receive asks for it.
   bool buffered = false;
   std::shared_ptr<void> keepAlive;
 };

@@ -1,8 +1,9 @@
-// Predicts whether a caller who leaves work in flight comes back at once to wait for it, as after isend() and irecv().
+// Predicts whether a caller that leaves work in flight comes back at once to wait for it, as after isend() and irecv().
 //
-// If he does, a progress thread that is woken for that work costs more than the work: it competes with him for the
-// engine and, where cores are few, for the core. So after several quick returns in a row the work is left to the caller,
-// and the progress thread is not woken. It polls instead, and takes the work over if the caller does not come back.
+// If it does, a progress thread that is woken for that work costs more than the work: it competes with the caller for
+// the engine and, where cores are few, for the core. So after several quick returns in a row the work is left to the
+// caller, and the progress thread is not woken. It polls instead, and takes over the work if the caller does not come
+// back.
 //
 // Threads: all functions from any thread. Two updates at the same time may lose one, which costs a wake-up.
 #pragma once
@@ -17,7 +18,7 @@ namespace smddp::engine {
 
 class ReturnPredictor {
  public:
-  // A caller who returns within this time returns before a woken progress thread has begun.
+  // A caller that returns within this time returns before a woken progress thread has begun.
   static constexpr Nanoseconds kQuickReturn = 100'000;
   // So many quick returns in a row make the predictor confident.
   static constexpr int kReturnsNeeded = 8;
@@ -48,7 +49,7 @@ class ReturnPredictor {
   bool isConfident() const { return returns_.load() >= kReturnsNeeded; }
   // Confident, and work has been left a short time ago.
   bool isActive(Nanoseconds now) const { return isConfident() && now - lastLeft_.load() < kActive; }
-  // Whether the caller who has left work is likely to return for it, or has just returned.
+  // Whether the caller that has left work is likely to return for it, or has just returned.
   bool expectsReturn(Nanoseconds now) const {
     const Nanoseconds since = firstLeft_.load();
     return isConfident() && (since == kNothing || now - since < kQuickReturn);

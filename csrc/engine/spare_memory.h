@@ -1,7 +1,7 @@
 // Blocks of memory that nobody uses at the moment, by their exact size. Thread-safe; owns none of them.
 //
-// The block that was used last is handed out first. If blocks took turns, each of them would in time be as full as the
-// largest use made it: pages that a network card knows stay with their block (Slab::keep).
+// The block that was used last is handed out first. Pages that a network card knows stay with their block (Slab::keep).
+// If blocks took turns, each of them would in time keep as many pages as the largest use needs.
 #pragma once
 
 #include <algorithm>

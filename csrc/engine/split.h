@@ -1,4 +1,4 @@
-// Groups made of a group's ranks without the store.
+// Makes a group of some ranks of another group, without the store.
 #pragma once
 
 #include <memory>
@@ -8,14 +8,14 @@
 
 namespace smddp::engine {
 
-// All ranks of `parent` say which ranks the group of each is to have; a rank that is to be in none may say anything.
-// Throws Mismatch, the same on all of them, if a member of a group names other members, or in another order.
+// All ranks of `parent` call this with the members of the group that they are to be in. A rank that is to be in none
+// may pass any list. Throws Mismatch, the same on all ranks, if two members of a group pass different lists.
 void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
                     const std::vector<Rank>& members, Nanoseconds timeout);
 
-// A group of some of `parent`'s ranks, who know one another already: no store, one small message from each to the
-// first of them and back. `members` are ranks of the parent; all of them call this with the
-// same list, and make their calls in the same order.
+// Makes a group of `members`, which are ranks of `parent` and know one another already: it takes one small message from
+// each to the first of them, and one back. All members call this with the same list, and make such calls in the same
+// order.
 std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& parent,
                                   const Group::Spec& spec, const std::vector<Rank>& members,
                                   Nanoseconds timeout);

@@ -1,4 +1,4 @@
-// What a group's sentinel sees of that which runs in the group.
+// What the sentinel of a group sees of the operations and messages in flight.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct Standstill {
   std::set<Rank> awaited;  // never this rank
   int64_t moved = 0;       // bytes that it has exchanged with other nodes
   int64_t toMove = 0;      // … in all
-  std::optional<Nanoseconds> expired;  // the time-out of an operation here whose deadline is over
+  std::optional<Nanoseconds> expired;  // the time-out of its operation whose deadline has passed
 };
 
 // Runs on the thread that owns the engine.
@@ -34,7 +34,7 @@ class Watched {
   virtual std::vector<Standstill> standstills() = 0;
   // What the operation of `completion` waits for; nothing when it is not in flight here.
   virtual std::optional<Standstill> standstillOf(const Completion& completion) = 0;
-  // Ends with the cause what the break concerns.
+  // Ends what the break concerns with the cause of the break.
   virtual void endFrom(const Break& broken) = 0;
   // The lowest sequence number in flight; nothing when there is none.
   virtual std::optional<uint64_t> oldest() const = 0;

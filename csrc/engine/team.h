@@ -1,8 +1,9 @@
 // The ranks of this node in one group: what they tell one another in shared memory.
 //
-// Each rank has a region (region.h) that only it writes. This class writes ours and is, with Track, the only code
-// that reads those of our mates. A mate may write anything at any time, so every word of it is read once, atomically,
-// and only that copy is checked and used.
+// Each rank has a region (region.h) that only it writes. This class writes ours and is, with Track, the only code that
+// reads those of our mates. A mate may write anything at any time. So a word of it is copied with one atomic load, and
+// only the copy is checked and used. (A break record is copied without atomic loads, once its mate has published it;
+// Sentinel checks the copy.)
 //
 // Owns this rank's region: taken in lease(), given back when mates can no longer read it (releaseRegion()), or kept
 // until the process ends. Used by the thread that owns the engine.
@@ -32,7 +33,7 @@ struct Descriptor {
   std::span<const uint32_t> ends;
   // Of buffers in communication memory; null when they are private.
   const BufferLocations* buffers = nullptr;
-  bool isNear = false;  // its slots lie beside the arrival
+  bool isNear = false;  // this rank's slots lie beside its arrival record
 };
 
 // What the ranks of a node decide alike once all have arrived.
@@ -51,7 +52,7 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  // Takes memory for this rank's region: what the others must know of it. Throws Resource.
+  // Takes memory for this rank's region, and returns what the other ranks must know of it. Throws Resource.
   GroupEntry lease();
   // Finds the regions of the mates; `entries` by rank. Throws Mismatch when one does not fit. `membership` outlives
   // the team.
@@ -75,10 +76,11 @@ class Team {
   // mate does not have.
   std::byte* inputOf(const Track& track, int local, int64_t bytes) const;
   std::byte* outputOf(const Track& track, int local, int64_t bytes) const;
-  // Backs as much of this rank's current half as a plan needs, and tells the network when it sends from there.
+  // Backs as much of this rank's current half as a plan needs. If the plan sends from there, registers it with the
+  // network.
   void prepareStaging(Track& track, size_t bytes, bool isSent);
 
-  // --- words about the group ------------------------------------------------------------------------------
+  // --- state of the group ---------------------------------------------------------------------------------
 
   // The number of the collective call that this rank has made last, and that of a mate.
   void publishCalled(uint64_t sequence);
@@ -88,11 +90,12 @@ class Team {
   void clearBlame();
   Blame blameOf(Rank mateOrMe) const;
   void publishBreak(const Break& broken);
-  // The next break of a mate that was not read yet.
+  // The next break that a mate has published and that was not read yet.
   std::optional<Break> nextBreak();
   void publishLeft();
   bool hasLeft(Rank mate) const;
-  // Whether it may still use the group's memory. A mate that saw us leave may use its region for another group.
+  // Whether the mate may still use the group's memory. (It no longer does if its region belongs to another group by
+  // now, which can be so once it saw us leave.)
   bool isIn(Rank mate) const;
   // No mate can touch this rank's region any more.
   void releaseRegion() { released_ = true; }

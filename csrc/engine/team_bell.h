@@ -1,8 +1,8 @@
 // Wakes the ranks of our node that sleep, when we have signalled something.
 //
-// A ring costs a full fence: it waits until our stores have gone to the others' caches. Whoever comes last and finds the
-// mates awake need not wait for that, so a signal only says that a ring is due. It is rung before this rank begins
-// anything that takes long, and at the end of every turn.
+// A ring costs a full fence, which waits until our stores are visible to the mates. The rank that arrives last, and
+// finds its mates awake, need not wait for that. So signalled() only notes that a ring is due. ring() is called before
+// this rank begins anything that takes long, and at the end of every turn.
 //
 // Used by the thread that owns the engine.
 #pragma once

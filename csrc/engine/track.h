@@ -1,5 +1,5 @@
-// A track is the set of resources (counters, staging memory, channels) that one execution uses. It keeps how far
-// earlier executions have moved each channel.
+// A track is the set of resources (counters, staging memory, channels) that one execution uses. It keeps how many
+// messages earlier executions have used on each channel.
 //
 // Made by Team. Its memory lies in the regions (region.h) of the node's ranks: each rank writes its own words, and the
 // functions here are how it reads those of its mates. Used by the thread that owns the engine.
@@ -21,10 +21,12 @@ T loadShared(T& word) {
   return std::atomic_ref<T>(word).load(std::memory_order_relaxed);
 }
 
-// A stream of a plan between two ranks has two channels: one with slots for short messages, and one whose slots have room
-// for any. So a group that sends short messages only, as most groups do, has small windows. An execution uses one of
-// them, by its longest message, which both ranks know.
+// A stream of a plan between two ranks has two channels: one with slots for short messages, and one whose slots have
+// room for any. So a group that sends short messages only, as most groups do, has small windows. An execution uses one
+// of the two. Its longest message, which both ranks know, decides which.
 inline constexpr int64_t kShortMessageBytes = 16 << 10;
+
+// This rank's ends of such a channel to and from one peer.
 struct ChannelEnds {
   Rank peer = 0;
   uint8_t stream = 0;
@@ -37,7 +39,8 @@ struct ChannelEnds {
 
 struct Track {
   int64_t index = 0;
-  // Counts the executions of *this track*, from 1. Its lowest bit chooses the half.
+  // Counts the executions of *this track*, from 1. Its lowest bit chooses the half. With 4 tracks, executions 0, 4 and
+  // 8 of the group are executions 1, 2 and 3 of track 0.
   uint64_t execution = 0;
   // Shape::afterArrival of this execution's plan: it was chosen when all had arrived, and copies nothing before.
   bool afterArrival = false;
@@ -47,7 +50,7 @@ struct Track {
   std::vector<ChannelEnds> channels;
   transport::shm::StoreChoice stores;
   std::array<size_t, 2> committed{};   // bytes of each of my halves that have backing
-  std::array<size_t, 2> registered{};  // and that the network may read
+  std::array<size_t, 2> registered{};  // bytes of them from which puts may leave
 
   // The channel of an execution whose longest message on the stream has this many bytes; end() if there is none yet.
   std::vector<ChannelEnds>::iterator find(Rank peer, uint8_t stream, int64_t longestMessage) {
@@ -71,8 +74,8 @@ struct Track {
     return headers[local]->counters[counter].value.load(std::memory_order_acquire) >=
            counterValue(execution, value);
   }
-  // Where the slots of a rank are. A plan that was chosen after the arrival is another one than that for which the
-  // arrival was written, so it does not use the memory beside the arrival.
+  // Where the slots of a rank are. The arrival record says so for the plan with which the rank arrived. A plan that was
+  // chosen after the arrival does not use the memory beside the record.
   std::byte* stagingOf(int local) const {
     Arrival& arrival = arrivalOf(local);
     return loadShared(arrival.isNear) != 0 && !afterArrival ? arrival.near.data()

@@ -3,36 +3,37 @@
 //
 // A thread can wait in five ways. Each costs the waiting thread, or others, something else:
 //   spin      looks again at once. Costs nothing when the wait is short; keeps the core from whoever needs it.
-//   yield     lets others have the core, and looks again when it comes back (sched_yield): some 0.5 us when nobody wants
-//             the core, a whole turn of the scheduler when another program computes on it.
-//   back off  does without yields for a while, since the last one has lost a turn (yield_backoff.h).
+//   yield     gives the core to others, and looks again when it gets it back (sched_yield): some 0.5 us if nobody else
+//             wants the core, a whole turn of the scheduler if another program computes on it.
+//   back off  does not yield for a while, since the last yield has lost a turn of the scheduler (yield_backoff.h).
 //   sleep     until woken: 30 to 100 us between the wake-up and the first instruction.
 //   poll      sleeps for a fixed time, again and again: where nobody can wake the thread, or it should not be woken.
 //
 // What is decided when:
 //
-// * A caller of a small allreduce, while nothing else is in flight (spinUntil): spins for kSpinsOfSmallCall looks. If the
-//   other ranks have not arrived by then, the call becomes an operation in flight, and its caller waits as the owner.
+// * A caller of a small allreduce, while nothing else is in flight (spinUntil): spins for kSpinsOfSmallCall looks. If
+//   the other ranks have not arrived by then, the call becomes an operation in flight, and its caller waits as the
+//   owner.
 //
 // * The owner of the engine, while nothing advances (Backoff). Whenever something advances it begins again.
 //     1. spins, kSpins times with a pause instruction. The progress thread skips this: what it waits for takes longer.
 //     2. moves to another core if one of its mates runs on this one (core_placement.h).
-//     3. yields, kYields times, or for as long as the caller has asked for (Engine::waitForAny); not while it backs off.
+//     3. yields, kYields times, or for as long as the caller asks (Engine::waitForAny); not while it backs off.
 //     4. checks the health of peers, mates and deadlines, every kHealthPeriod (healthCheckDue).
 //     5. sleeps until a mate rings, the network has something, a request comes, or the next health check is due.
 //   Where the network cannot wake a thread, or something is still to be sent, it sleeps kNetworkPoll at most.
 //
-// * A caller who waits while another thread is the owner: sleeps until something has advanced or the owner lets go. It
+// * A caller that waits while another thread is the owner: sleeps until something has advanced or the owner lets go. It
 //   polls every kWaiterPoll besides, because what it waits for can also come from elsewhere.
 //
-// * The progress thread, while nothing is in flight that nobody waits for: sleeps. Whoever leaves work in flight wakes it,
-//   unless callers are predicted to return for such work at once (return_predictor.h): then it polls every kParkedPoll,
-//   and takes over what nobody has returned for. It wakes every kAnswerPeriod
-//   in any case. Where there are other nodes or groups with Engine::onBreak() it then also checks health, because ranks
-//   of other nodes may wait for an answer from this one.
+// * The progress thread, while nothing is in flight that nobody waits for: sleeps. Whoever leaves work in flight wakes
+//   it, unless callers are predicted to return for such work at once (return_predictor.h): then it polls every
+//   kParkedPoll, and takes over what nobody has returned for. It wakes every kAnswerPeriod in any case. Where there are
+//   other nodes or groups with Engine::onBreak() it then also checks health, because ranks of other nodes may wait for
+//   an answer from this one.
 //
-// * A caller, waiting in whichever way: lets go of the engine every kInterruptPeriod, and looks whether a signal has ended
-//   his wait (common/interrupt.h).
+// * A caller, waiting in whichever way: lets go of the engine every kInterruptPeriod, and looks whether a signal has
+//   ended the wait (common/interrupt.h).
 //
 // * The thread of DeferredCalls (PollingBackoff): nobody wakes it when a call may begin, so it yields first and then
 //   polls, less and less often.
@@ -127,7 +128,7 @@ class WaitPolicy {
   // Nothing is in flight any more.
   void ended() { returns_.ended(); }
 
-  // The parked progress thread asks, before it looks for work, whether it polls for it. If not, it is woken.
+  // The parked progress thread asks, before it looks for work, whether it polls for work. If not, callers wake it.
   bool beginPoll() {
     const bool polls = returns_.isActive(process_.clock().now());
     parkedPolls_.store(polls);

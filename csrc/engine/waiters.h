@@ -21,7 +21,7 @@ class Waiters {
     const MutexLock lock(mutex_);
     changed_.notifyAll();
   }
-  // Sleeps until `ready` holds after a wake-up, at most for a poll's time. The caller has called add() before.
+  // Sleeps until `ready` holds after a wake-up, for at most kWaiterPoll. The caller has called add() before.
   template <typename Ready>
   void sleepUntil(const Ready& ready) {
     const auto end = std::chrono::steady_clock::now() + WaitPolicy::kWaiterPoll;

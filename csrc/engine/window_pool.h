@@ -1,7 +1,7 @@
 // Receive windows of channels in this process's slab.
 //
-// One whose pages a network card knows (Slab::keep) is never given back, but used again: the card would write to those
-// pages for ever, whatever lies in their place.
+// A window whose pages a network card knows (Slab::keep) is never given back to the slab, but used again as a window.
+// The card could still write to those pages, whatever they held by then.
 //
 // Thread-safe: a group may end with the last reference to it, on any thread.
 #pragma once
