@@ -51,7 +51,7 @@ std::string operationsOf(DataType type) {
   return names;
 }
 
-// A view can reach beyond its storage: if that was resized, or if its type has several elements in a byte.
+// A view can reach beyond its storage: if the storage was resized, or if the type has several elements in a byte.
 void requireStorage(OpName op, const at::Tensor& tensor) {
   const auto needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
                                                        tensor.itemsize(), tensor.storage_offset());
@@ -65,8 +65,8 @@ void requireStorage(OpName op, const at::Tensor& tensor) {
 bool sharesElements(const at::Tensor& tensor) {
   const at::MemOverlap overlap = at::has_internal_overlap(tensor);
   if (overlap != at::MemOverlap::TooHard) return overlap == at::MemOverlap::Yes;
-  // Dimensions by their strides. If each steps over all that the smaller ones reach, all elements are apart: sizes (2, 3)
-  // with strides (10, 3) reach elements 0 to 6, then 10 to 16.
+  // Dimensions by their strides. If each steps over all that the smaller ones reach, all elements are apart: sizes
+  // (2, 3) with strides (10, 3) reach elements 0 to 6, then 10 to 16.
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
@@ -79,6 +79,7 @@ bool sharesElements(const at::Tensor& tensor) {
     reach += (size - 1) * stride;
   }
   if (areApart || tensor.numel() == 0) return false;
+  // More elements than places: two of them share one.
   if (tensor.numel() > reach) return true;
   // Rare: (2, 3) with strides (3, 2) has elements 0, 2, 4, 3, 5, 7, which are apart.
   std::vector<int64_t> offsets{0};

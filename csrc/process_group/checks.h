@@ -36,13 +36,14 @@ const std::vector<at::Tensor>& onlyList(OpName op,
                                         const std::vector<std::vector<at::Tensor>>& lists,
                                         bool takesPart, const char* listName);
 // How many elements of a tensor belong to each rank. `splits` counts rows of dimension 0; without splits the parts are
-// equal.
+// equal. Example: a tensor of 3 x 4 elements with splits {1, 2} has 4 and 8.
 std::vector<int64_t> elementsPerRank(OpName op, const at::Tensor& tensor,
                                      const std::vector<int64_t>& splits, int64_t size,
                                      const char* name);
 void requireRank(OpName op, int64_t rank, int64_t size, const char* what);
 
-// Throws TypeError for types that can be moved, but not reduced: float8, quantized, bits and others.
+// The type for a reduction. Throws TypeError for types that can be moved, but not reduced: float8, quantized, bits and
+// others.
 DataType reducibleType(OpName op, const at::Tensor& tensor);
 ReduceOp reduceOpOf(OpName name, const c10d::ReduceOp& op);
 // Sets op and factor; throws TypeError where the type does not have the operation.

@@ -177,7 +177,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
     one.bytes = numBytes(block);
     if (root != getRank()) one.input = {call.staging.read(block)};
   }
-  // At last, because it writes to `output`, which may have the memory of a block.
+  // Comes last, because it writes to `output`, which may share memory with a block.
   requests[static_cast<size_t>(getRank())].output = {
       call.staging.placeThrough(own, output, Access::Read)};
   return submit(std::move(call), std::move(requests));

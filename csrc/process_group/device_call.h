@@ -14,7 +14,7 @@
 
 namespace smddp::process_group {
 
-// What a device has to know of a call before it stages the first tensor.
+// What must be known of a call before its first tensor is staged.
 struct CallKind {
   static constexpr Rank kNobody = -1;
   std::optional<collectives::Collective> collective;  // none: a message
@@ -43,8 +43,9 @@ struct Blocks {
   int64_t count = 0;
 };
 
-// Threads: place(), placeThrough() and placeBlocks() by the caller of the call, before it is submitted; finish() once,
-// by whoever sees the operation's end; after that any thread. Owns what it has staged. A device that fails throws.
+// Threads: place(), placeThrough() and placeBlocks() on the thread that makes the call, before it submits it; finish()
+// once, on the thread that sees the operation's end; after that any thread. Owns what it has staged. A device that
+// fails throws.
 class DeviceCall {
  public:
   virtual ~DeviceCall() = default;
@@ -56,13 +57,14 @@ class DeviceCall {
                                      Access access) = 0;
   virtual std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent,
                                                                 const Blocks& received) = 0;
+  // Whether one request may have blocks of several sizes.
   virtual bool takesSplits() const = 0;
   // What must stay alive until the operation has ended.
   virtual const std::vector<at::Tensor>& kept() const = 0;
 
   // After the operation: enqueues the copies into the tensors that were to be written, if it went well.
   virtual void finish(bool well) = 0;
-  // Instead, after an error of the device: nobody is to wait for it.
+  // Called instead of finish(), after an error of the device: then nobody waits for the device.
   virtual void abandon() = 0;
   // Whether the device has done everything.
   virtual bool ended() const = 0;

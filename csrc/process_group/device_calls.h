@@ -1,5 +1,5 @@
-// The door to calls on tensors of a device: all that the other files of this folder know of them. What is behind it is
-// in csrc/process_group/device.
+// The interface to calls on tensors of a device: all that the other files of this folder know of them. It is
+// implemented in csrc/process_group/device.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -23,22 +23,23 @@ class DeviceCalls {
   virtual ~DeviceCalls() = default;
   // Once, before the first call.
   void attach(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group);
-  // For a part of the group.
+  // The same for a group that split() makes of some of the ranks.
   virtual std::unique_ptr<DeviceCalls> forPart() const = 0;
 
   // What stages the tensors of a call, of which `first` is one.
   virtual std::shared_ptr<DeviceCall> begin(const CallKind& kind, const at::Tensor& first) = 0;
-  // Carries out a call on a device, or hands it to the engine when the device has come to it.
+  // Carries out a call on the device, or hands it to the engine when the device has filled its buffers.
   virtual c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
                                           std::vector<engine::Message> messages) = 0;
-  // Blocks until the device has done what this thread's stream and the group's collectives had so far.
+  // Blocks until the device has done what this thread's current stream has so far, and until the group's collectives on
+  // the device have ended.
   virtual void synchronize() = 0;
 
   // Whether calls wait for a device: what comes now has to queue behind them.
   bool busy() const { return deferred_.busy(); }
   // Blocks until every call made so far has begun.
   void drain() { deferred_.drain(); }
-  // Ends the calls that have not begun, and all that come.
+  // Ends the calls that have not begun, and all later ones.
   void close(const Error& error) { deferred_.close(error); }
 
  protected:

@@ -26,7 +26,8 @@ std::span<const std::byte> bytesIn(const at::Tensor& bytes) {
   return {static_cast<const std::byte*>(bytes.const_data_ptr()), bytes.nbytes()};
 }
 
-// The begin and length of each part in which a front is sent.
+// The begin and length of each part in which a front is sent. With kEnvelope = 960: 2000 bytes are (0, 960), (960, 960)
+// and (1920, 80); 10000 bytes are (0, 960) and (960, 9040).
 std::vector<std::pair<int64_t, int64_t>> partsOf(size_t total) {
   std::vector<std::pair<int64_t, int64_t>> parts{{0, static_cast<int64_t>(kEnvelope)}};
   const size_t length = total > kShortFront ? total - kEnvelope : kEnvelope;

@@ -17,7 +17,8 @@ void requireTag(OpName op, int tag) {
   TORCH_CHECK_VALUE(tag >= 0, "smddp: ", op, ": a tag must not be negative, got ", tag);
 }
 
-// Divides pieces into runs of so many elements each. Each run lies within one piece.
+// Divides pieces into runs of so many elements each. Each run lies within one piece. Example: one piece of 12 elements
+// and {4, 8} give two runs; pieces of 4 and 8 elements give the same.
 engine::Pieces cut(const engine::Pieces& pieces, const std::vector<int64_t>& elements,
                    size_t elementSize) {
   engine::Pieces runs;
@@ -111,9 +112,9 @@ intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces to, e
   const int32_t tag = tagOfCall(call.sequence);
   std::vector<engine::Message> messages;
   // This rank's own block may already be where it belongs.
-  const auto& kept = to[static_cast<size_t>(getRank())];
-  const auto& got = from[static_cast<size_t>(getRank())];
-  const bool isInPlace = kept.data() == got.data() && kept.size() == got.size();
+  const auto& given = to[static_cast<size_t>(getRank())];
+  const auto& taken = from[static_cast<size_t>(getRank())];
+  const bool isInPlace = given.data() == taken.data() && given.size() == taken.size();
   // Receives first. Each rank begins with another peer, so that not all send to one rank at once.
   for (const bool send : {false, true}) {
     for (int i = 0; i < getSize(); ++i) {

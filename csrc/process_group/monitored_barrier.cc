@@ -11,8 +11,9 @@
 namespace smddp::process_group {
 namespace {
 
-// A rank waits so much longer than its time-out, for rank 0 to say which ranks are missing.
-constexpr Nanoseconds kVerdict = 5'000'000'000;
+// The messages have this much more time than the barrier. So no message times out, with an error that names no missing
+// rank, before rank 0 has reported the missing ranks.
+constexpr Nanoseconds kExtraTime = 5'000'000'000;
 
 }  // namespace
 
@@ -43,7 +44,7 @@ engine::CompletionPtr MonitoredBarrier::signal(bool send, Rank peer, int32_t tag
 
 void MonitoredBarrier::awaitRelease(Nanoseconds timeout) const {
   // Rank 0 may have begun later. Its error names the missing rank, which this rank does not know.
-  const Nanoseconds patience = timeout + kVerdict;
+  const Nanoseconds patience = timeout + kExtraTime;
   const auto here = signal(true, 0, kTagOfBarrier, patience);
   const auto go = signal(false, 0, kTagOfRelease, patience);
   for (const auto& completion : {go, here}) {
@@ -72,7 +73,7 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   std::vector<engine::CompletionPtr> here;
   for (Rank r = 1; r < group_->spec().size; ++r) {
     // The engine's own time-out must not come first, since its error does not speak of a barrier.
-    here.push_back(signal(false, r, kTagOfBarrier, timeout + kVerdict));
+    here.push_back(signal(false, r, kTagOfBarrier, timeout + kExtraTime));
   }
   std::vector<Rank> missing;
   for (Rank r = 1; r < group_->spec().size && (all || missing.empty()); ++r) {
@@ -90,7 +91,7 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   }
   std::vector<engine::CompletionPtr> go;
   for (Rank r = 1; r < group_->spec().size; ++r)
-    go.push_back(signal(true, r, kTagOfRelease, kVerdict));
+    go.push_back(signal(true, r, kTagOfRelease, kExtraTime));
   for (const auto& completion : go) {
     engine_->wait(*group_, *completion);
     if (completion->error()) throwAsTorch(*completion->error());

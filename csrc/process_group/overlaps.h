@@ -17,11 +17,11 @@ namespace smddp::process_group {
 
 class Overlaps {
  public:
-  // Notes a tensor. True if it shares memory with one that was noted before, and the call writes one of the two. `except`:
-  // a noted tensor, only read, with which it may share memory.
+  // Notes a tensor. True if it shares memory with one that was noted before, and the call writes one of the two.
+  // `except`: a noted tensor, only read, with which it may share memory.
   bool add(const at::Tensor& tensor, Access access, const at::Tensor* except = nullptr);
-  // True if none of these share memory with one another, or with those that were noted before, where either is written;
-  // they are noted then. Takes 3 us for a hundred tensors.
+  // The same for many tensors at once. True, and all are noted: add() would return false for each of them. False: it
+  // would return true for some, and none is noted. Takes 3 us for a hundred tensors.
   bool addIfNone(at::TensorList tensors, Access access);
 
  private:

@@ -58,7 +58,7 @@ std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Birth& birth) {
   }
 }
 
-// What the default group knows of a new group's ranks.
+// The ranks of a new group in the default group. Empty if that is not one of ours, or does not have all of them.
 engine::Engine::Kin kinOf(const ProcessGroup::Birth& birth) {
   EngineSlot& slot = engineSlot();
   const std::lock_guard lock(slot.mutex);
@@ -272,8 +272,8 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
   const bool willWait =
       messages.empty() && std::all_of(requests.begin(), requests.end(),
                                       [](const Request& request) { return request.willWait; });
-  // A caller that waits keeps its tensors alive. Our copies end with the Work, but after an error the network may still
-  // read them.
+  // A caller that waits keeps its tensors alive itself. Copies of tensors are freed with the Work; after an error the
+  // network may still read them, so the operations keep them.
   const bool mustKeep = !willWait || !call.staging.kept().empty();
   const std::shared_ptr<void> tensors = mustKeep ? call.keepAlive() : nullptr;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
@@ -282,7 +282,7 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
   translated([&] {
     for (Request& request : requests) {
       request.keepAlive = tensors;
-      // The caller waits for the last one, while those before it are in flight.
+      // Only the last one has a caller that waits. While it waits, it runs those before it, too.
       request.willWait = willWait && &request == &requests.back();
       completions.push_back(engine_->submit(*target, std::move(request)));
     }

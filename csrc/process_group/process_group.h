@@ -1,8 +1,8 @@
 // c10d::Backend "smddp": checks a call, describes it as a Request, submits it, returns a Work.
 //
 // Threads: any; calls of one group must come in the same order on all ranks, as everywhere in c10d.
-// Ends with shutdown() (destroy_process_group), which waits for what is in flight, or with the destructor, which does not
-// wait for other ranks. Both are idempotent.
+// Ends with shutdown() (destroy_process_group), which waits for what is in flight, or with the destructor, which does
+// not wait for other ranks. Both are idempotent.
 // Errors: a call that makes no sense throws before anything moves (ValueError, TypeError, NotImplementedError); the
 // Work has all other errors.
 #pragma once
@@ -32,13 +32,13 @@ void shutdownEngine();
 void reportTrouble(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,
                    const Error& error);
 
-// A tensor in communication memory (docs/architecture.md, zero copy), or an ordinary one, with one warning,
-// when there is no room. CPU only.
+// A tensor in communication memory (docs/architecture.md, Memory). If there is no room: an ordinary one, and one
+// warning. CPU only.
 at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 class ProcessGroup : public c10d::Backend {
  public:
-  // How a group is made in which ranks meet through the store.
+  // What makes a group whose ranks meet through the store.
   struct Birth {
     c10::intrusive_ptr<c10d::Store> store;
     int rank;
@@ -48,9 +48,9 @@ class ProcessGroup : public c10d::Backend {
     std::string algorithm;          // overrides SMDDP_ALGORITHM for this group unless empty
     std::vector<int> ranksOfWorld;  // its ranks in the default group; empty for the default group
   };
-  // Meets the other ranks; blocks until all are there or the timeout is over. devices: what serves tensors on a device.
+  // Meets the other ranks; blocks until all are there or the timeout is over. `devices` serves tensors on a device.
   ProcessGroup(const Birth& birth, std::unique_ptr<DeviceCalls> devices);
-  // Around a group that exists already.
+  // Takes a group of the engine that exists already.
   ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout,
                std::unique_ptr<DeviceCalls> devices);
   ~ProcessGroup() override;
@@ -114,11 +114,11 @@ class ProcessGroup : public c10d::Backend {
                                           std::vector<at::Tensor>& inputs,
                                           const c10d::AllToAllOptions& options) override;
   // Every rank tells rank 0 that it has come, and rank 0 answers. If ranks do not come, the group fails on all ranks
-  // with an error that names them. Blocks. `waitAllRanks`: rank 0 looks for all of them instead of the first.
+  // with an error that names them. Blocks. `waitAllRanks`: the error names all missing ranks, instead of the first.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool waitAllRanks) override;
 
-  // Calls of this thread between the two run at the same time; the Work that endCoalescing() returns is for all of
-  // them.
+  // The calls that this thread makes between these two run at the same time. The Work that endCoalescing() returns is
+  // for all of them.
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
@@ -133,9 +133,9 @@ class ProcessGroup : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  // How often each collective and algorithm ran so far: "allreduce/direct".
+  // How often each algorithm ran so far, and what it moved, by name: "allreduce/direct".
   std::map<std::string, engine::AlgorithmUse> statistics();
-  // The layout of the group in one line, and the network that it uses between nodes.
+  // One line: the layout of the group, and the network that it uses between nodes.
   std::string describe();
 
  protected:
@@ -158,10 +158,12 @@ class ProcessGroup : public c10d::Backend {
 
   engine::Request newRequest(collectives::Collective collective, std::chrono::milliseconds timeout,
                              bool asyncOp) const;
+  // Hands the operations of a call to the engine. If the call is on a device, or calls on a device wait, hands them to
+  // devices() instead.
   c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
                                   std::vector<engine::Message> messages = {});
   c10::intrusive_ptr<Work> submit(Work::Call call, engine::Request request);
-  // The requests of calls that c10d has in several forms.
+  // The requests of all-gathers and reduce-scatters, which c10d has in several forms.
   engine::Request gatherRequest(const char* name, const at::Tensor& output, const at::Tensor& input,
                                 Staging& staging, const c10d::AllgatherOptions& options) const;
   engine::Request gatherRequest(at::TensorList outputs, const at::Tensor& input, Staging& staging,
@@ -183,7 +185,7 @@ class ProcessGroup : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> timeoutMs_;
   const std::unique_ptr<DeviceCalls> devices_;
-  // Of the last split that all ranks have agreed on.
+  // The store of the last split on whose members all ranks have agreed.
   c10::weak_intrusive_ptr<c10d::Store> splitStore_{c10::intrusive_ptr<c10d::Store>()};
 };
 

@@ -1,8 +1,7 @@
 // Sum of sparse tensors (COO) over the ranks of a group.
 //
-//   all_gather of (shape, number of non-zeros)   a plan; an error names ranks whose shapes differ
-//   each rank sends its non-zeros to all others  messages, matched by tag. Their order does not matter, so no rank has
-//                                                to wait before it goes on
+//   all_gather of (shape, number of non-zeros)   a plan; the error names two ranks whose shapes differ
+//   each rank sends its non-zeros to all others  messages, matched by tag, so that their order does not matter
 //   sum in the order of ranks                    so all ranks get the same bits
 //
 // Threads: begin() by the caller; the rest on the threads that complete the parts. Owns all that it uses, and itself
@@ -29,7 +28,7 @@ class SparseSum : public std::enable_shared_from_this<SparseSum> {
 
  private:
   static constexpr int64_t kMaxDims = 29;
-  // Dtype, sparse dimensions, non-zeros, dimensions, their sizes.
+  // Dtype, number of sparse dimensions, of non-zeros and of all dimensions; the size of each dimension.
   using Header = std::array<int64_t, 4 + kMaxDims>;
 
   Header header() const;

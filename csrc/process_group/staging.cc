@@ -34,25 +34,25 @@ bool usableInPlace(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-DeviceCall* Staging::deviceOf(const at::Tensor& tensor) {
+DeviceCall* Staging::deviceCallFor(const at::Tensor& tensor) {
   const c10::Device device = tensor.device();
-  TORCH_CHECK_VALUE(!place_ || *place_ == device,
-                    "smddp: all tensors of a call must be on one device, got ", *place_, " and ",
-                    device);
-  if (!place_) {
-    place_ = device;
+  TORCH_CHECK_VALUE(!tensorDevice_ || *tensorDevice_ == device,
+                    "smddp: all tensors of a call must be on one device, got ", *tensorDevice_,
+                    " and ", device);
+  if (!tensorDevice_) {
+    tensorDevice_ = device;
     if (!device.is_cpu()) device_ = devices_->begin(kind_, tensor);
   }
   return device_.get();
 }
 
-DeviceCall* Staging::deviceOf(at::TensorList tensors) {
-  for (const at::Tensor& tensor : tensors) deviceOf(tensor);
+DeviceCall* Staging::deviceCallFor(at::TensorList tensors) {
+  for (const at::Tensor& tensor : tensors) deviceCallFor(tensor);
   return device_.get();
 }
 
 engine::Piece Staging::place(const at::Tensor& tensor, Access access, const at::Tensor* except) {
-  if (DeviceCall* const device = deviceOf(tensor)) return device->place(tensor, access);
+  if (DeviceCall* const device = deviceCallFor(tensor)) return device->place(tensor, access);
   return placeAt(tensor, access, overlaps_.add(tensor, access, except));
 }
 
@@ -71,7 +71,7 @@ engine::Piece Staging::placeAt(const at::Tensor& tensor, Access access, bool mus
 }
 
 engine::Pieces Staging::place(at::TensorList tensors, Access access) {
-  if (DeviceCall* const device = deviceOf(tensors)) return device->place(tensors, access);
+  if (DeviceCall* const device = deviceCallFor(tensors)) return device->place(tensors, access);
   engine::Pieces pieces;
   pieces.reserve(tensors.size());
   const bool areApart = overlaps_.addIfNone(tensors, access);
@@ -82,8 +82,10 @@ engine::Pieces Staging::place(at::TensorList tensors, Access access) {
 }
 
 engine::Piece Staging::placeThrough(const at::Tensor& from, const at::Tensor& into, Access access) {
-  deviceOf(into);
-  if (DeviceCall* const device = deviceOf(from)) return device->placeThrough(from, into, access);
+  deviceCallFor(into);
+  if (DeviceCall* const device = deviceCallFor(from)) {
+    return device->placeThrough(from, into, access);
+  }
   const bool areSame = usableInPlace(from) && from.nbytes() == into.nbytes() &&
                        from.const_data_ptr() == into.const_data_ptr();
   overlaps_.add(from, access);
@@ -91,21 +93,21 @@ engine::Piece Staging::placeThrough(const at::Tensor& from, const at::Tensor& in
   const bool isCopied = bytes.data() != into.const_data_ptr();
   // To torch, tensors of one element with different strides overlap partly. It refuses to copy them.
   if (areSame && !isCopied) return bytes;
-  const at::Tensor& place = isCopied ? kept_.back() : into;
+  const at::Tensor& target = isCopied ? kept_.back() : into;
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
-  place.view(-1).copy_(from.reshape(-1));
+  target.view(-1).copy_(from.reshape(-1));
   return bytes;
 }
 
 std::pair<engine::Pieces, engine::Pieces> Staging::placeBlocks(const Blocks& sent,
                                                                const Blocks& received) {
-  deviceOf(sent.tensors);
-  if (DeviceCall* const device = deviceOf(received.tensors)) {
+  deviceCallFor(sent.tensors);
+  if (DeviceCall* const device = deviceCallFor(received.tensors)) {
     return device->placeBlocks(sent, received);
   }
   const OwnBlock from = ownBlockOf(sent), into = ownBlockOf(received);
   engine::Pieces input = read(sent.tensors);
-  // The own block may lie in both: nobody else writes it.
+  // This rank's own block may lie in both lists: no other rank writes it.
   const bool isInPlace = from.address != nullptr && from.address == into.address &&
                          sent.tensors[from.holder].numel() == sent.count &&
                          sent.count == received.count && usableInPlace(sent.tensors[from.holder]);
@@ -121,7 +123,7 @@ std::pair<engine::Pieces, engine::Pieces> Staging::placeBlocks(const Blocks& sen
 void Staging::finish(bool well) const {
   if (device_) return device_->finish(well);
   if (!well) return;
-  // The bytes of other tensors change unseen by autograd; so do these.
+  // Autograd does not see how the operation changes other tensors, and must not see this either.
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   for (const auto& [into, from] : back_) into.copy_(from);
 }

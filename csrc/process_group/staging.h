@@ -1,8 +1,9 @@
-// Tensors as the runs of bytes that requests want.
+// Turns tensors into the runs of bytes that requests take.
 //
-// A tensor in row-major order is used where it lies. Any other (strides, a pending conjugation, memory that another tensor
-// of the call has, too) is copied: when it is read, before the operation; when it is written, after it. So ranks may pass
-// different layouts, and every rank sees the same elements. Tensors on a device are staged by its DeviceCall (device_call.h).
+// A tensor in row-major order is used where it lies. Any other (strides, a pending conjugation, memory that another
+// tensor of the call has, too) is copied: when it is read, before the operation; when it is written, after it. So ranks
+// may pass different layouts, and every rank sees the same elements. Tensors on a device are staged by its DeviceCall
+// (device_call.h).
 //
 // Owns the copies until it is dropped. Threads: filled before the call is submitted; finish() once, on the thread that
 // sees the operation's end.
@@ -28,7 +29,7 @@ inline std::span<std::byte> bytesOf(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
 }
 
-// Whether a tensor's elements lie as requests want them.
+// Whether a tensor's elements lie in memory as requests take them.
 bool usableInPlace(const at::Tensor& tensor);
 
 class Staging {
@@ -62,7 +63,7 @@ class Staging {
   bool copiesBack() const { return device_ || !back_.empty(); }
   // After the operation: copies into the tensors that were to be written, if it went well.
   void finish(bool well) const;
-  // The copies.
+  // The copies, which must live until the operation has ended.
   const std::vector<at::Tensor>& kept() const { return device_ ? device_->kept() : kept_; }
 
  private:
@@ -71,14 +72,14 @@ class Staging {
   engine::Pieces place(at::TensorList tensors, Access access);
   // The bytes of a tensor, where it lies or, if it must be copied, in a copy.
   engine::Piece placeAt(const at::Tensor& tensor, Access access, bool mustCopy);
-  // All tensors of a call are in one place. Null: the CPU.
-  DeviceCall* deviceOf(const at::Tensor& tensor);
-  DeviceCall* deviceOf(at::TensorList tensors);
+  // Checks that these tensors are on the same device as those before. Null: that is the CPU.
+  DeviceCall* deviceCallFor(const at::Tensor& tensor);
+  DeviceCall* deviceCallFor(at::TensorList tensors);
 
   DeviceCalls* devices_ = nullptr;  // outlives the calls that are being described
   CallKind kind_;
   std::shared_ptr<DeviceCall> device_;
-  std::optional<c10::Device> place_;
+  std::optional<c10::Device> tensorDevice_;  // of all tensors so far
   Overlaps overlaps_;
   std::vector<at::Tensor> kept_;
   std::vector<std::pair<at::Tensor, at::Tensor>> back_;  // into, from

@@ -20,8 +20,7 @@ auto ask(Call call, const std::string& otherCause = "") {
   } catch (const c10::DistNetworkError& error) {
     raise(ErrorKind::PeerLost,
           "the store does not answer ({}): the process that serves it, which is rank 0 or "
-          "torchrun on the "
-          "first host, has ended or is cut off{}",
+          "torchrun on the first host, has ended or is cut off{}",
           error.what_without_backtrace(), otherCause);
   }
 }
@@ -41,8 +40,9 @@ class StoreAdapter final : public bootstrap::Store {
   int64_t add(const std::string& key, int64_t amount) override {
     try {
       // A TCPStore that cannot read the number closes the connection.
-      return ask([&] { return store_->add(key, amount); },
-                 fmt::format("; or another program has set {} to what is no number", key));
+      return ask(
+          [&] { return store_->add(key, amount); },
+          fmt::format("; or another program has set {} to a text that is not a number", key));
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {

@@ -9,7 +9,7 @@ inline constexpr int32_t kTagOfBarrier = -1;  // monitored barrier: a rank has c
 inline constexpr int32_t kTagOfRelease = -2;  // and may go
 
 // Several calls that are made of messages may be in flight at once. Their sequence numbers, which are the same on all
-// ranks, tell them apart. (The tags between are for splitting groups, see engine/split.cc.)
+// ranks, tell them apart: call 1 has tag -17. (Tags -3 and -4 are for splitting groups, see engine/split.cc.)
 inline int32_t tagOfCall(uint64_t sequence) {
   constexpr uint64_t kCalls = uint64_t{1} << 30;
   return static_cast<int32_t>(-16 - static_cast<int64_t>(sequence % kCalls));

@@ -61,7 +61,7 @@ void Work::whenDone(std::function<void()> action) {
 }
 
 void Work::settle() {
-  // Most calls have nothing to settle, and call_once costs a system call.
+  // Most calls have nothing to copy, and call_once costs a system call.
   if (call_.parts.empty() && !call_.staging.copiesBack()) return;
   std::call_once(settled_, [this] {
     for (const auto& part : call_.parts) part->settle();

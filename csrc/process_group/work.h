@@ -16,13 +16,13 @@
 
 namespace smddp::process_group {
 
-// One call of a collective or of send/recv; several operations for coalesced ones.
+// One call of a collective or of send/recv. Some calls are several operations, as coalesced ones are.
 //
 // Threads: any. wait() runs the engine itself where it can; its caller has released the GIL. Outputs that were staged
 // are copied before anybody hears of the end. A call on a device has ended when the copies back are enqueued: wait()
-// and synchronize() block the host until then, and make the current stream wait for the copies. Futures do the same for
-// streams. Owns shares of the tensors, the completions and the engine, so it may outlive its process group. Dropping it
-// does not end the operation. After an error, every wait() throws the same one.
+// and synchronize() block the host until then, and make the current stream wait for the copies. A future makes the
+// streams wait on which its value is used. Owns shares of the tensors, the completions and the engine, so it may
+// outlive its process group. Dropping it does not end the operation. After an error, every wait() throws the same one.
 class Work final : public c10d::Work {
  public:
   struct Call {
@@ -34,7 +34,7 @@ class Work final : public c10d::Work {
     std::shared_ptr<void> keepAlive() const;
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char* title = "";  // of the profiler's range: "smddp:all_reduce"
-    uint64_t sequence = 0;
+    uint64_t sequence = 0;   // of the call in its group; 0: not numbered
     std::vector<at::Tensor> inputs;
     // What result() and the future hold: one list, or one per input.
     std::vector<std::vector<at::Tensor>> outputs;
@@ -61,14 +61,14 @@ class Work final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return call_.sequence; }
 
-  // Of the call's operations.
+  // The completions of the call's operations.
   const std::vector<engine::CompletionPtr>& completions() const { return completions_; }
-  // When only weak references are left: these must not keep the tensors alive.
+  // Called when only weak references are left, which must not keep the tensors alive.
   void release_resources() override { call_ = Call(); }
 
  private:
   bool allDone() const;
-  // Of this call, and of its parts, those that are on a device.
+  // The tensors on a device: of this call, and of its parts.
   std::vector<DeviceCall*> onDevice() const;
   // Runs `action` once all operations have ended, on the thread that sees the last one end.
   void whenDone(std::function<void()> action);

@@ -10,11 +10,11 @@ namespace {
 using c10::intrusive_ptr;
 
 // The operations of one call, until the engine has them.
-class Operations {
+class WaitingOperations {
  public:
-  Operations(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
-             std::vector<engine::Request> requests, std::vector<engine::Message> messages,
-             const std::shared_ptr<void>& keepAlive)
+  WaitingOperations(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
+                    std::vector<engine::Request> requests, std::vector<engine::Message> messages,
+                    const std::shared_ptr<void>& keepAlive)
       : engine_(std::move(engine)),
         group_(std::move(group)),
         requests_(std::move(requests)),
@@ -100,7 +100,7 @@ class Part {
     end(error);
   }
 
-  // Only the first time: close() may end it, too.
+  // Does nothing the second time: close() may end it, too.
   void end(const std::optional<Error>& error) {
     if (ended_.exchange(true)) return;
     engine_->finish(
@@ -123,8 +123,8 @@ std::shared_ptr<DeviceCopies> copiesOf(const Work::Call& call) {
   return device ? static_cast<const StagedCall&>(*device).copies() : nullptr;
 }
 
-// Whether the copies are made before the deadline. If not, or if the device fails, the call is deferred, which finds
-// out the same and raises the error.
+// Waits for the copies. False if they are not made before the deadline, or if the device fails: then the call is
+// deferred, which meets the same and raises the error.
 bool arrives(const DeviceCopies& copies, Deadline deadline) {
   try {
     return copies.awaitArrival(deadline);
@@ -181,8 +181,8 @@ intrusive_ptr<Work> Calls::submitThroughHost(Work::Call call, std::vector<engine
   const bool willWait =
       messages.empty() && std::all_of(requests.begin(), requests.end(),
                                       [](const auto& request) { return request.willWait; });
-  auto operations = std::make_shared<Operations>(engine_, group_, std::move(requests),
-                                                 std::move(messages), call.keepAlive());
+  auto operations = std::make_shared<WaitingOperations>(engine_, group_, std::move(requests),
+                                                        std::move(messages), call.keepAlive());
   const auto deadline = Deadline::after(MonotonicClock(), operations->timeout());
   const std::string title = call.title;
   auto work = newWork(std::move(call));

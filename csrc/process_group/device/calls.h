@@ -51,7 +51,7 @@ class Calls final : public DeviceCalls {
   c10::intrusive_ptr<Work> submitOnDevice(Work::Call call,
                                           const std::vector<engine::Request>& requests);
   c10::intrusive_ptr<Work> newWork(Work::Call call) const;
-  // Has synchronize() wait for it.
+  // Makes synchronize() wait for a call.
   void remember(const c10::intrusive_ptr<Work>& work, const std::shared_ptr<DeviceCopies>& copies);
 
   Route* const route_;

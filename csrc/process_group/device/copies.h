@@ -41,7 +41,7 @@ class DeviceCopies {
   static at::Tensor pinnedLike(const at::Tensor& tensor);
   void fetch(const at::Tensor& from, const at::Tensor& into);
   void seal();
-  // Has arrived() wait for the stream although nothing is fetched. Before seal().
+  // Makes arrived() wait for the stream although nothing is fetched. Before seal().
   void awaitStream() { awaitsStream_ = true; }
   bool arrived() const;
   // Blocks until arrived(); false when the deadline has passed.
@@ -50,12 +50,12 @@ class DeviceCopies {
   void putBack(const at::Tensor& into, const at::Tensor& from);
   // Tells torch's allocator that this stream uses the tensor's memory, which another stream may have allocated.
   void use(const at::Tensor& tensor) const;
-  // As seal(), any number of times: arrived() speaks of the last.
+  // As seal(), but any number of times: arrived() is about the last one.
   void mark();
 
   // Nothing more will be enqueued. [thread-safe from here on]
   void finish();
-  // Instead of finish(), after an error of the device: nobody must wait for it.
+  // Called instead of finish(), after an error of the device: then nobody may wait for the device.
   void abandon() { finished_.store(true, std::memory_order_release); }
   bool finished() const { return finished_.load(std::memory_order_acquire); }
   // Whether the device has done everything.

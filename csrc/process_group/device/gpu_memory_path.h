@@ -25,8 +25,8 @@ class GpuMemoryPath : public std::enable_shared_from_this<GpuMemoryPath> {
   GpuMemoryPath(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
                 c10::Device device, std::string library);
 
-  // Exchanges memory with the other ranks, in the order of the group's calls; blocks until all are there. Returns why
-  // that cannot be done, the same on all ranks, or an empty string. Runs no continuations.
+  // Opens the memory of the other ranks, in the order of the group's calls; blocks until all ranks have come. Returns
+  // an empty string, or why that is not possible, which is the same text on all ranks. Runs no continuations.
   std::string connect(Nanoseconds timeout);
 
   // Carries out a call whose buffers are on the GPU, on the stream of `copies`. `keepAlive`: the tensors.

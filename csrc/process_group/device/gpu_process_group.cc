@@ -113,7 +113,7 @@ void requireNoCapture(c10::Device device) {
                   "connect them. Make one, with the same ranks, before the graph is captured");
 }
 
-// Groups in which this thread is coalescing: whether NCCL is, too.
+// The groups in which this thread is coalescing, and whether it is in the group of NCCL, too.
 std::map<const GpuProcessGroup*, bool>& coalescing() {
   thread_local std::map<const GpuProcessGroup*, bool> groups;
   return groups;
@@ -319,7 +319,7 @@ std::shared_ptr<DeviceTurns> GpuProcessGroup::begin(const engine::Request& reque
   return memory_->begin(request, copies, std::move(keepAlive));
 }
 
-// The ranks share a GPU. Whether they can share its memory, they decide together.
+// The ranks share a GPU. They find out together whether they can share its memory.
 cuda::Choice GpuProcessGroup::connect(std::chrono::milliseconds timeout) {
   // So that all ranks come to it after the same calls.
   devices().drain();
@@ -344,7 +344,7 @@ GpuProcessGroup::State GpuProcessGroup::decide(std::chrono::milliseconds timeout
   return stateOf(choice.path);
 }
 
-// From these two ranks only: so sender and receiver decide the same, whatever they know of the others.
+// Depends on these two ranks only. So sender and receiver decide alike, whatever they know of the others.
 GpuProcessGroup::State GpuProcessGroup::decideFor(int rank) {
   if (const auto known = messages_.find(rank); known != messages_.end()) return known->second;
   // A batch of NCCL's messages connects all ranks of a group, so NCCL must be allowed to serve the whole group.
@@ -373,7 +373,7 @@ std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks
   const bool severalNodes = std::any_of(places.begin(), places.end(), [&](const auto& place) {
     return place.node != places.front().node;
   });
-  // Then the choice does not depend on which GPUs the ranks use.
+  // In these cases the choice does not depend on which GPUs the ranks use.
   if ((severalNodes && settings().gpuPath != "rails") ||
       cuda::decidesAlone(settings().gpuPath, static_cast<bool>(support_.makeNccl))) {
     return places;

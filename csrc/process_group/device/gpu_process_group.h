@@ -142,13 +142,14 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
   void makeNccl();
   void sendDirectly(Calls& calls) const;
   void makeRails(std::chrono::milliseconds timeout);
-  // Has the rails sum where the setting says, or where that is faster. All ranks come to the same result.
+  // Makes the rails sum where the setting says, or where a measurement was faster. The result is the same on all ranks.
   void chooseSum(const std::vector<c10::intrusive_ptr<ProcessGroup>>& rails,
                  std::chrono::milliseconds timeout);
   // An all-gather of numbers: a row for each rank.
   at::Tensor gathered(const std::vector<int64_t>& mine, std::chrono::milliseconds timeout);
   // The CUDA part if its kernels run here; else null, and `refusal` says why.
   const cuda::DeviceTable* summingTable(std::string& refusal) const;
+  // NCCL, if `state` says that it serves the call; else null. If this thread is coalescing, so is NCCL from now on.
   NcclGroup* used(State state);
 
   const c10::intrusive_ptr<c10d::Store> store_;

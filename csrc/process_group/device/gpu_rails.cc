@@ -89,15 +89,15 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
   void atEnd(std::function<void(const std::optional<Error>&)> action) override {
     atEnd_ = std::move(action);
-    // A copy: another thread may go on with the chunks as soon as the call is in the line.
+    // A copy: another thread may go on with the chunks as soon as the call is in the queue.
     std::vector<c10::intrusive_ptr<Work>> rails;
     for (const Chunk& chunk : chunks_) rails.push_back(chunk.rail);
     {
       const std::lock_guard lock(rails_->mutex_);
-      rails_->line_.push_back(shared_from_this());
+      rails_->queue_.push_back(shared_from_this());
     }
     for (const auto& rail : rails) advanceAfter(*rail);
-    if (rails.empty()) rails_->advanceLine();
+    if (rails.empty()) rails_->advanceQueue();
   }
 
   void giveUp(const Error& error) noexcept override {
@@ -150,7 +150,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
   void advanceAfter(const Work& rail) const {
     for (const auto& completion : rail.completions()) {
-      completion->then([rails = rails_] { rails->advanceLine(); });
+      completion->then([rails = rails_] { rails->advanceQueue(); });
     }
   }
 
@@ -325,7 +325,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   const std::chrono::milliseconds timeout_;
   const c10::Stream firstStream_;
   std::vector<Chunk> chunks_;
-  size_t summed_ = 0;  // chunks whose rail has no further step; used by the thread in advanceLine()
+  size_t summed_ = 0;  // chunks whose rail has no further step; of the thread in advanceQueue()
   size_t ended_ = 0;   // chunks of which nothing is left to enqueue; the same
   std::function<void(const std::optional<Error>&)> atEnd_;
 };
@@ -389,15 +389,15 @@ void GpuRails::fail(const Error& error) {
   for (const auto& rail : groups_.railGroups) engine_->fail(*rail, error);
 }
 
-void GpuRails::advanceLine() {
+void GpuRails::advanceQueue() {
   std::unique_lock lock(mutex_);
   again_ = true;
   if (busy_) return;
   busy_ = true;
   std::vector<std::pair<std::shared_ptr<Turns>, std::optional<Error>>> ended;
   while (std::exchange(again_, false)) {
-    while (!line_.empty()) {
-      const auto head = line_.front();
+    while (!queue_.empty()) {
+      const auto head = queue_.front();
       lock.unlock();
       bool done = false;
       std::optional<Error> error;
@@ -410,7 +410,7 @@ void GpuRails::advanceLine() {
       }
       lock.lock();
       if (!done && !error) break;
-      line_.pop_front();
+      queue_.pop_front();
       ended.emplace_back(head, error);
     }
   }

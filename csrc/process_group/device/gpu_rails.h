@@ -68,8 +68,8 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
   void fail(const Error& error);
   // The error that the parent has failed with. It has the user's numbers of ranks, whichever group met the error.
   std::optional<Error> failure() const { return engine_->failureOf(*parent_); }
-  // Goes on with the oldest calls whose rails have ended, on one thread at a time.
-  void advanceLine();
+  // Goes on with the oldest calls, as far as their rails have ended, on one thread at a time.
+  void advanceQueue();
 
   const std::shared_ptr<engine::Engine> engine_;
   const std::shared_ptr<engine::Group> parent_;
@@ -77,9 +77,9 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
   const Groups groups_;
   std::shared_ptr<RailSum> sum_;  // shared with the calls under way
   std::mutex mutex_;
-  std::deque<std::shared_ptr<Turns>> line_;  // guarded by mutex_
-  bool busy_ = false;                        // a thread is in advanceLine(); the same
-  bool again_ = false;                       // and has to look once more; the same
+  std::deque<std::shared_ptr<Turns>> queue_;  // guarded by mutex_
+  bool busy_ = false;                         // a thread is in advanceQueue(); the same
+  bool again_ = false;                        // and has to look once more; the same
 };
 
 }  // namespace smddp::process_group::device

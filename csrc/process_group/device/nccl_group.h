@@ -22,7 +22,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
  public:
   using Action = std::function<void(const Error&)>;
 
-  // before: runs when the group has failed, before the backend is aborted.
+  // `before` runs when the group has failed, before the backend is aborted.
   static std::shared_ptr<NcclGroup> make(std::shared_ptr<engine::Engine> engine,
                                          std::shared_ptr<engine::Group> group,
                                          c10::intrusive_ptr<c10d::Backend> backend,

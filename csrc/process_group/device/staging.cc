@@ -154,12 +154,12 @@ engine::Pieces DeviceStaging::place(at::TensorList tensors, Access access) {
 }
 
 engine::Piece DeviceStaging::placeThrough(const at::Tensor& from, const at::Tensor& into, Access) {
-  at::Tensor place = residentOf(into, Access::Write);
+  at::Tensor target = residentOf(into, Access::Write);
   copies_->use(from);
   const c10::StreamGuard guard(copies_->stream());
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
-  place.copy_(from, /*non_blocking=*/true);
-  return bytesOf(place);
+  target.copy_(from, /*non_blocking=*/true);
+  return bytesOf(target);
 }
 
 std::pair<engine::Pieces, engine::Pieces> DeviceStaging::placeBlocks(const Blocks& sent,

@@ -53,9 +53,10 @@ class HostStaging final : public StagedCall {
   bool takesSplits() const override { return false; }
 
  private:
-  // Whether the network can read them where they lie.
+  // Whether the network can read these tensors where they lie.
   bool canSend(at::TensorList tensors) const;
-  // The bytes where they lie, in row-major order: only the network may read them, when the device has come to the call.
+  // The bytes of a tensor where it lies, in row-major order. Only the network may read them, when the device has
+  // computed them.
   engine::Piece sendInPlace(const at::Tensor& tensor);
   // The same for a block that this rank gives itself: the plan finds source and destination in one place, and so does
   // not touch them. The device copies it into `into`, before it copies what has come from other ranks.
@@ -79,7 +80,7 @@ class DeviceStaging final : public StagedCall {
   bool takesSplits() const override { return true; }
 
  private:
-  // The tensor, or a copy of it in row-major order.
+  // The tensor, if it is in row-major order; else a copy on the device that is.
   at::Tensor residentOf(const at::Tensor& tensor, Access access);
 };
 
