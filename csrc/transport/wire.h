@@ -30,7 +30,7 @@ struct CallFingerprint {
   uint8_t collective = 0;
   uint8_t dtype = 0;
   uint8_t op = 0;
-  uint8_t flags = 0;
+  uint8_t flags = 0;  // engine::PartOf
   int32_t root = -1;
   uint64_t bytes = 0;
   friend bool operator==(const CallFingerprint&, const CallFingerprint&) = default;
@@ -61,7 +61,8 @@ struct PutHeader {
 static_assert(sizeof(PutHeader) == kHeaderBytes && std::is_trivially_copyable_v<PutHeader>);
 static_assert(std::has_unique_object_representations_v<PutHeader>);
 
-// Kinds below kFirstEngineKind belong to the channels, the others to the engine.
+// Kinds below kFirstEngineKind belong to the channels, the others to the engine: engine/matcher.cc has + 0, + 1 and
+// + 4; engine/blame.h has + 2 and + 3.
 enum class ControlKind : uint8_t { Open = 1, Grant = 2, Close = 3, Abort = 4 };
 inline constexpr uint8_t kFirstEngineKind = 64;
 
