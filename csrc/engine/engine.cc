@@ -54,7 +54,7 @@ Engine::Engine(Options options)
 Engine::~Engine() { shutdown(); }
 
 void Engine::requireUsable() const {
-  if (!process_) raise(ErrorKind::Usage, "smddp has been shut down");
+  if (isShutDown_.load()) raise(ErrorKind::Usage, "smddp has been shut down");
   if (isUsable()) return;
   const std::string open = groups_.namesInChild();
   raise(ErrorKind::Usage,
@@ -64,15 +64,16 @@ void Engine::requireUsable() const {
 }
 
 bool Engine::isOutlived() const {
-  return process_ && !isUsable() && groups_.namesInChild().empty();
+  return !isShutDown_.load() && !isUsable() && groups_.namesInChild().empty();
 }
 
 void Engine::shutdown() {
-  if (!process_) return;
+  if (isShuttingDown_.exchange(true)) return;
   forkHold_.reset();
   if (!isUsable()) {
     // The child of a fork owns neither the threads nor the connections.
     progress_.forgetThreads();
+    isShutDown_.store(true);
     static_cast<void>(process_.release());
     return;
   }
@@ -94,6 +95,7 @@ void Engine::shutdown() {
   // As the owner: until its connections are closed, the process still takes in what peers send.
   call([this] {
     groups_.clear();
+    isShutDown_.store(true);
     process_.reset();
   });
 }

@@ -125,14 +125,18 @@ class Engine {
     Progress& progress_;
   };
 
-  Process& process() { return *process_; }
+  // Throws as requireUsable(). Call it on the engine's owner: shutdown() ends the process there.
+  Process& process() {
+    requireUsable();
+    return *process_;
+  }
   // Waits for what is in flight, for at most 2 s; leaves all groups; waits until peers have what we sent, again for at
   // most 2 s; joins the threads. Idempotent.
   void shutdown();
 
  private:
   // Neither shut down nor the copy in a child of a fork.
-  bool isUsable() const { return process_ != nullptr && forkCount_ == forkCount(); }
+  bool isUsable() const { return !isShutDown_.load() && forkCount_ == forkCount(); }
   // Those members of a new group that are known to be lost, with what is known.
   std::vector<bootstrap::Rendezvous::Loss> lostOf(const Kin& kin);
   // Waits on behalf of a caller of the group.
@@ -146,7 +150,9 @@ class Engine {
 
   const uint32_t forkCount_;
   Ownership ownership_;
-  std::unique_ptr<Process> process_;  // null after shutdown()
+  std::atomic<bool> isShuttingDown_{false};
+  std::atomic<bool> isShutDown_{false};  // process_ is null
+  std::unique_ptr<Process> process_;
   GroupRegistry groups_;
   Progress progress_;
   std::optional<ForkHold> forkHold_;

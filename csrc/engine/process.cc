@@ -85,7 +85,7 @@ Process::Process(Options options, const Ownership& ownership)
       options_(std::move(options)),
       id_(options_.id ? *options_.id : bootstrap::randomProcessId()),
       memory_(options_.slabBytes),
-      doorbell_(memory_.slab),
+      doorbell_(std::make_shared<transport::shm::Doorbell>(memory_.slab)),
       local_(std::make_unique<Link>(
           *this, std::make_unique<transport::shm::ShmTransport>(memory_.slab))) {}
 
@@ -150,7 +150,7 @@ void Process::openFabric(size_t remotePeers) {
   if (fabric_) return;
   if (!options_.fabric) requireDescriptors(remotePeers);
   // Sleeping needs a pipe from now on. Nothing of this is kept when the rest fails: the next group tries again.
-  doorbell_.openPipe();
+  doorbell_->openPipe();
   std::unique_ptr<bootstrap::Lifeline> lifeline;
   if (options_.lifelines) {
     bootstrap::Lifeline::Options options;
@@ -271,16 +271,16 @@ void Process::sleep(Nanoseconds timeout, bool network) {
     timeout = std::min(timeout, WaitPolicy::kNetworkPoll);
   }
   if (!network || !fabric_) {
-    doorbell_.sleep(timeout);
+    doorbell_->sleep(timeout);
     return;
   }
   const int descriptor = fabric_->transport->waitDescriptor();
   if (descriptor < 0) {
-    doorbell_.sleep(std::min(timeout, WaitPolicy::kNetworkPoll));
+    doorbell_->sleep(std::min(timeout, WaitPolicy::kNetworkPoll));
   } else if (fabric_->transport->prepareWait()) {
-    doorbell_.sleepOn(descriptor, timeout);
+    doorbell_->sleepOn(descriptor, timeout);
   } else {
-    doorbell_.cancel();
+    doorbell_->cancel();
   }
 }
 

@@ -104,7 +104,7 @@ class Process {
   // A number that no group of any process has had before.
   uint64_t newGroupId();
   const NodeMemory& memory() const { return memory_; }
-  transport::shm::Doorbell& doorbell() { return doorbell_; }
+  const std::shared_ptr<transport::shm::Doorbell>& doorbell() { return doorbell_; }
 
   // A number that says how the ranks were divided into nodes (bootstrap::Locality). Introductions contain it from now
   // on.
@@ -154,7 +154,7 @@ class Process {
     return lifeline_ ? lifeline_->descriptor() : -1;
   }
   // Sleeps until a mate rings, until `timeout` is over, or, with `network`, until the network has something. The caller
-  // has called doorbell().prepare() and looked once more.
+  // has called prepare() of the doorbell and looked once more.
   void sleep(Nanoseconds timeout, bool network);
   // Of the processes that share memory with us.
   std::span<const transport::shm::ProcessPage* const> matePages() const {
@@ -198,7 +198,8 @@ class Process {
   const NodeMemory memory_;
   // Kept mapped by peers_.
   std::vector<const transport::shm::ProcessPage*> matePages_ SMDDP_GUARDED_BY(ownership_);
-  transport::shm::Doorbell doorbell_;
+  // Shared with threads that ring it while the process object ends.
+  const std::shared_ptr<transport::shm::Doorbell> doorbell_;
   ControlHandler handler_;
   std::map<ProcessId, std::unique_ptr<Peer>> peers_ SMDDP_GUARDED_BY(ownership_);
   Mutex probeMutex_;

@@ -20,6 +20,7 @@ constexpr std::chrono::nanoseconds kInterruptTime(WaitPolicy::kInterruptPeriod);
 Progress::Progress(Ownership& ownership, Process& process, GroupRegistry& groups, bool hasThreads)
     : ownership_(ownership),
       process_(&process),
+      doorbell_(process.doorbell()),
       groups_(groups),
       hasThreads_(hasThreads),
       policy_(process),
@@ -29,7 +30,7 @@ Progress::Progress(Ownership& ownership, Process& process, GroupRegistry& groups
 
 void Progress::stop() {
   threads_.beginStop();
-  process_->doorbell().ringSelf();
+  doorbell_->ringSelf();
   threads_.join();
   process_ = nullptr;
 }
@@ -46,7 +47,7 @@ void Progress::post(Inbox::Action action) {
 
 void Progress::leaveForOwner(Inbox::Action action) {
   inbox_.push(std::move(action));
-  process_->doorbell().ringSelf();
+  doorbell_->ringSelf();
 }
 
 // Each action by itself: what one throws concerns neither the others nor the thread that happens to be the owner.
@@ -100,7 +101,7 @@ void Progress::runBlocking(std::function<void()> action) {
   if (!hasThreads_) return action();
   threads_.runBlocking(std::move(action));
   // A progress thread may be asleep as the owner.
-  process_->doorbell().ringSelf();
+  doorbell_->ringSelf();
 }
 
 // --- running ----------------------------------------------------------------------------------------------
@@ -176,9 +177,9 @@ void Progress::runUntil(const std::function<bool()>& done, Waiter waiter, Nanose
       checkHealth();
       if (done() || !continuations_.empty() || isTimeToLetGo()) return;
     }
-    process_->doorbell().prepare();
+    doorbell_->prepare();
     if (!inbox_.empty() || turn() || done()) {
-      process_->doorbell().cancel();
+      doorbell_->cancel();
       continue;
     }
     process_->sleep(policy_.untilHealthCheck(), groups_.isActiveAcrossNodes());
@@ -254,7 +255,7 @@ void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor
     if (!ran) {
       waiters_.add();
       // A progress thread that sleeps as the owner lets go when it sees us.
-      if (!std::exchange(asked, true)) process_->doorbell().ringSelf();
+      if (!std::exchange(asked, true)) doorbell_->ringSelf();
       waiters_.sleepUntil([&] { return done() || !ownership_.isTaken(); });
       waiters_.remove();
     }
@@ -274,7 +275,7 @@ void Progress::endWaiting() {
 
 void Progress::wakeWaiters() {
   // A thread that waits sleeps as the owner or beside it.
-  if (process_ != nullptr) process_->doorbell().ringSelf();
+  doorbell_->ringSelf();
   waiters_.wake();
 }
 

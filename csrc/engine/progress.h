@@ -18,6 +18,7 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "common/ownership.h"
@@ -106,6 +107,7 @@ class Progress {
 
   Ownership& ownership_;
   Process* process_;  // null after stop()
+  const std::shared_ptr<transport::shm::Doorbell> doorbell_;
   GroupRegistry& groups_;
   const bool hasThreads_;
   WaitPolicy policy_;

@@ -87,9 +87,14 @@ std::shared_ptr<engine::Engine> sharedEngine() {
 }
 
 void shutdownEngine() {
-  EngineSlot& slot = engineSlot();
-  const std::lock_guard lock(slot.mutex);
-  if (slot.engine) slot.engine->shutdown();
+  std::shared_ptr<engine::Engine> engine;
+  {
+    EngineSlot& slot = engineSlot();
+    const std::lock_guard lock(slot.mutex);
+    engine = slot.engine;
+  }
+  // Without the lock: callbacks that run now may ask for the engine, too.
+  if (engine) engine->shutdown();
 }
 
 at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
@@ -101,7 +106,10 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
   const size_t bytes = at::detail::computeStorageNbytesContiguous(
       sizes, c10::elementSize(c10::typeMetaToScalarType(options.dtype())));
   try {
-    const auto memory = engineAtFirstUse()->process().memory().tensors;
+    const auto engine = engineAtFirstUse();
+    engine->requireUsable();
+    std::shared_ptr<transport::shm::CommMemory> memory;
+    engine->call([&] { memory = engine->process().memory().tensors; });
     void* block = memory->allocate(std::max<size_t>(bytes, 1));
     return at::from_blob(
         block, sizes, [memory](void* freed) { memory->free(freed); }, options);
@@ -344,9 +352,11 @@ std::map<std::string, engine::AlgorithmUse> ProcessGroup::statistics() {
 
 std::string ProcessGroup::describe() {
   std::string text;
-  engine_->call([&] {
-    text = group_->describe();
-    if (group_->spansNodes()) text += "; " + engine_->process().describeFabric();
+  translated([&] {
+    engine_->call([&] {
+      text = group_->describe();
+      if (group_->spansNodes()) text += "; " + engine_->process().describeFabric();
+    });
   });
   return text;
 }

@@ -116,7 +116,10 @@ std::exception_ptr Work::exception() const {
   return error == nullptr ? nullptr : toTorch(*error);
 }
 
-int Work::sourceRank() const { return completions_.front()->source(); }
+int Work::sourceRank() const {
+  TORCH_CHECK(!completions_.empty(), "only a receive has a source rank");
+  return completions_.front()->source();
+}
 
 std::vector<at::Tensor> Work::result() {
   TORCH_CHECK(allDone(), "Work needs to be completed before calling result()");

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -416,6 +418,31 @@ def _exit_without_destroy() -> None:
     dist.init_process_group("smddp", timeout=timedelta(seconds=30))
     dist.all_reduce(torch.ones(100))
     dist.all_reduce(torch.ones(100_000), async_op=True).wait()
+
+
+def _late_use(layout: str) -> None:
+    def use() -> None:
+        # The engine has been shut down: smddp has registered its handler later than this one.
+        smddp.empty(100).fill_(1)
+        smddp.statistics(group)
+        if layout == "2x2":
+            with pytest.raises(ValueError, match="smddp has been shut down"):
+                smddp.describe(group)
+        with pytest.raises(ValueError, match="smddp has been shut down"):
+            dist.all_reduce(torch.ones(1), group=group)
+        print("all was refused or worked", file=sys.stderr)
+
+    atexit.register(use)
+    dist.init_process_group("smddp", timeout=timedelta(seconds=30))
+    group = dist.group.WORLD
+    dist.all_reduce(torch.ones(100))
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2"])
+def test_use_after_the_engine_has_been_shut_down(layout: str) -> None:
+    for outcome in ranks.run_ranks(_late_use, layout, layout, full_exit=True):
+        assert outcome.status == 0, str(outcome)
+        assert "all was refused or worked" in outcome.stderr, str(outcome)
 
 
 # Two pairs have every layout and every place of the store.

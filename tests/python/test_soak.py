@@ -235,13 +235,20 @@ def _calls(seconds: float, seed: int) -> list[dict[str, int]]:
         return samples
 
 
-def _check(seconds: float, warm: float, growth: float) -> None:
-    """Makes random calls; checks that from second `warm` on nothing grows by more than `growth`."""
+def _check(seconds: float, warm_seconds: float, warm_steps: int, growth: float) -> None:
+    """Makes random calls; checks that nothing grows by more than `growth` after the warm-up.
+
+    Caches fill with the calls. So on a busy machine the warm-up takes longer than `warm_seconds`.
+    """
     for rank, samples in enumerate(
         ranks.check_ranks(_calls, LAYOUT, seconds, 1, timeout=seconds + 60)
     ):
         print(f"rank {rank}", *samples, sep="\n")
-        early = next(sample for sample in samples if sample["second"] >= warm)
+        early = next(
+            sample
+            for sample in samples
+            if sample["second"] >= warm_seconds and sample["steps"] >= warm_steps
+        )
         late = samples[-1]
         in_torch = (late["groups"] - early["groups"]) * BYTES_OF_GROUP_IN_TORCH
         for name in ("heap", "resident"):
@@ -318,21 +325,21 @@ def test_sizes_that_never_repeat(layout: str, call: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize(
     ("call", "count"), [(CALLS[0], 1_000_000), *((call, 100_000) for call in CALLS[1:])]
 )
 def test_many_sizes_that_never_repeat(call: str, count: int) -> None:
-    _check_sizes(call, "2", count, timeout=950)
+    _check_sizes(call, "2", count, timeout=1900)
 
 
 @pytest.mark.slow
 def test_random_calls_for_short() -> None:
-    _check(20, warm=8, growth=0.1)
+    _check(20, warm_seconds=8, warm_steps=0, growth=0.1)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(LONG + 120)
 def test_random_calls_for_long() -> None:
-    _check(LONG, warm=120, growth=0.03)
+    _check(LONG, warm_seconds=120, warm_steps=100_000, growth=0.03)
