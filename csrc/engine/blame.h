@@ -20,7 +20,7 @@
 
 #include "common/clock.h"
 #include "common/types.h"
-#include "transport/wire.h"
+#include "engine/control_kind.h"
 
 namespace smddp::engine {
 
@@ -48,7 +48,6 @@ struct Blame {
 
 //   byte  0               8               16              24                              40
 //         | header        | group         | sequence      | call                          |
-inline constexpr uint8_t kInquiry = transport::kFirstEngineKind + 2;
 struct InquiryMessage {
   transport::ControlHeader header{.kind = kInquiry};
   uint64_t group = 0;
@@ -59,7 +58,6 @@ static_assert(sizeof(InquiryMessage) == 40 && std::is_trivially_copyable_v<Inqui
 
 //   byte  0               8               16              24
 //         | header        | group         | blame         |
-inline constexpr uint8_t kAnswer = transport::kFirstEngineKind + 3;
 struct AnswerMessage {
   transport::ControlHeader header{.kind = kAnswer};
   uint64_t group = 0;

@@ -380,12 +380,7 @@ bool Executor::received(const Step& step, uint32_t stepIndex, int64_t trip) {
   const uint64_t number = channel.receivesBefore + static_cast<uint64_t>(step.value.at(trip));
   if (channel.ends->receive->arrived() < number) return false;
   const transport::PutHeader& header = channel.ends->receive->header(number);
-  if (!sameCall(header.call, binding_.call)) {
-    raise(ErrorKind::Mismatch,
-          "rank {} is in {} while rank {} is in {}: all ranks must make the same calls in the same "
-          "order",
-          step.who, describe(header.call), topology_.me(), describe(binding_.call));
-  }
+  membership_.requireSameCall(step.who, header.call, binding_.call);
   if (header.length != static_cast<uint64_t>(step.length)) {
     raise(ErrorKind::Mismatch,
           "rank {} sent {} bytes where its plan has {}: do all ranks run the same smddp with the "

@@ -11,11 +11,11 @@
 
 #include "common/ownership.h"
 #include "engine/buffer.h"
+#include "engine/membership.h"
 #include "engine/request.h"
 #include "engine/team_bell.h"
 #include "engine/track.h"
 #include "plan/plan.h"
-#include "plan/topology.h"
 #include "reduction/reduce.h"
 
 namespace smddp::engine {
@@ -59,8 +59,8 @@ struct Stall {
 
 class Executor {
  public:
-  Executor(const Ownership& ownership, const plan::Topology& topology, Track& track, TeamBell& bell)
-      : ownership_(ownership), topology_(topology), track_(track), bell_(bell) {}
+  Executor(const Ownership& ownership, const Membership& membership, Track& track, TeamBell& bell)
+      : ownership_(ownership), membership_(membership), track_(track), bell_(bell) {}
 
   // The binding of the next execution, which the caller fills in before start(). It is one object for all executions.
   Binding& binding() { return binding_; }
@@ -112,7 +112,8 @@ class Executor {
   void bindChannels();
 
   const Ownership& ownership_;
-  const plan::Topology& topology_;
+  const Membership& membership_;
+  const plan::Topology& topology_ = membership_.topology;
   Track& track_;
   TeamBell& bell_;
   const CachedPlan* cached_ = nullptr;

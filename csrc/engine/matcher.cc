@@ -6,6 +6,7 @@
 
 #include "common/error.h"
 #include "engine/call.h"
+#include "engine/control_kind.h"
 
 namespace smddp::engine {
 namespace {
@@ -13,9 +14,6 @@ namespace {
 using transport::Bytes;
 using transport::ControlHeader;
 
-constexpr uint8_t kAnnounce = transport::kFirstEngineKind;
-constexpr uint8_t kAccept = transport::kFirstEngineKind + 1;
-constexpr uint8_t kBuffered = transport::kFirstEngineKind + 4;
 // A peer that announces more messages that nobody receives is broken.
 constexpr size_t kMaxAnnounced = 1 << 16;
 

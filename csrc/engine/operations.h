@@ -65,8 +65,7 @@ class Operations final : public Watched {
   // A track, and the execution that runs on it, if one does.
   struct Execution {
     Execution(const Ownership& ownership, const Membership& membership, Team& team, int64_t index)
-        : track(team.makeTrack(index)),
-          executor(ownership, membership.topology, track, team.bell()) {}
+        : track(team.makeTrack(index)), executor(ownership, membership, track, team.bell()) {}
     Execution(const Execution&) = delete;
     Execution& operator=(const Execution&) = delete;
 

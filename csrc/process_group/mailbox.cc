@@ -135,7 +135,7 @@ void Mailbox::receiveFront(Stream& stream, int64_t first) {
   for (auto i = static_cast<size_t>(first); i < parts.size(); ++i) {
     const auto [begin, length] = parts[i];
     stream.receives.push_back(
-        submit(false, stream.peer, bytesOf(stream.front, begin, length), false));
+        submit(false, stream.peer, byteView(stream.front, begin, length), false));
   }
 }
 
@@ -173,7 +173,7 @@ void Mailbox::send(int peer, const std::string& header,
     Sending sending;
     for (const auto& [begin, length] : partsOf(message.length)) {
       sending.push_back(
-          submit(true, peer, bytesOf(message.front, begin, length), /*buffered=*/true));
+          submit(true, peer, byteView(message.front, begin, length), /*buffered=*/true));
     }
     for (at::Tensor& bytes : message.alone) {
       sending.push_back(submit(true, peer, std::move(bytes), /*buffered=*/false));

@@ -90,7 +90,7 @@ class Reader {
 
 at::Tensor newBytes(size_t size) { return newTensor({static_cast<int64_t>(size)}, at::kByte); }
 
-at::Tensor bytesOf(const at::Tensor& tensor, int64_t begin, int64_t length) {
+at::Tensor byteView(const at::Tensor& tensor, int64_t begin, int64_t length) {
   auto bytes = newTensor({0}, at::kByte);
   at::TensorImpl* part = bytes.unsafeGetTensorImpl();
   const auto size = static_cast<int64_t>(tensor.element_size());
@@ -128,7 +128,7 @@ EncodedMessage encodeMessage(const std::string& header,
       inside += data.nbytes();
       writer.raw(data.const_data_ptr(), data.nbytes());
     } else {
-      message.alone.push_back(bytesOf(data, 0, static_cast<int64_t>(data.nbytes())));
+      message.alone.push_back(byteView(data, 0, static_cast<int64_t>(data.nbytes())));
     }
   }
   auto& bytes = writer.bytes();
@@ -168,7 +168,7 @@ DecodedMessage decodeFront(std::span<const std::byte> bytes) {
         std::memcpy(place->mutable_data_ptr(), elements.data(), elements.size());
       }
     } else {
-      message.alone.push_back(bytesOf(*place, 0, static_cast<int64_t>(place->nbytes())));
+      message.alone.push_back(byteView(*place, 0, static_cast<int64_t>(place->nbytes())));
     }
     place->set_requires_grad(about.requiresGrad != 0);
   }

@@ -59,6 +59,6 @@ DecodedMessage decodeFront(std::span<const std::byte> front);
 // A new tensor of `size` uninitialised bytes.
 at::Tensor newBytes(size_t size);
 // Bytes of a contiguous tensor's memory, as a tensor that shares it.
-at::Tensor bytesOf(const at::Tensor& tensor, int64_t begin, int64_t length);
+at::Tensor byteView(const at::Tensor& tensor, int64_t begin, int64_t length);
 
 }  // namespace smddp::process_group

@@ -3,20 +3,10 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "process_group/errors.h"
 
 namespace smddp::process_group {
-
-std::exception_ptr toTorch(const Error& error) {
-  if (error.kind() == ErrorKind::Usage) {
-    return std::make_exception_ptr(std::invalid_argument(error.what()));
-  }
-  return std::make_exception_ptr(BackendError(error));
-}
-
-void throwAsTorch(const Error& error) { std::rethrow_exception(toTorch(error)); }
 
 std::shared_ptr<void> Work::Call::keepAlive() const {
   auto tensors = std::make_shared<std::vector<at::Tensor>>(inputs);

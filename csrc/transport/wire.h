@@ -61,8 +61,7 @@ struct PutHeader {
 static_assert(sizeof(PutHeader) == kHeaderBytes && std::is_trivially_copyable_v<PutHeader>);
 static_assert(std::has_unique_object_representations_v<PutHeader>);
 
-// Kinds below kFirstEngineKind belong to the channels, the others to the engine: engine/matcher.cc has + 0, + 1 and
-// + 4; engine/blame.h has + 2 and + 3.
+// Kinds below kFirstEngineKind belong to the channels, the others to the engine (engine/control_kind.h).
 enum class ControlKind : uint8_t { Open = 1, Grant = 2, Close = 3, Abort = 4 };
 inline constexpr uint8_t kFirstEngineKind = 64;
 

@@ -58,7 +58,7 @@ EXPLANATIONS: dict[str, tuple[str, str]] = {
         "torch's SyncBatchNorm rejects modules on the CPU",
     ),
     "device ids": (
-        r"String comparison failed: '' != '[01]'|None mismatch: None is not [01]",
+        r"String comparison failed: '' != '\d'|None mismatch: None is not \d",
         "asks for the device ids of a model, which a model on the CPU does not have",
     ),
     "thirds": (
