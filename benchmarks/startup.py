@@ -19,7 +19,9 @@ over the trials:
 from __future__ import annotations
 
 import argparse
+import compileall
 import gc
+import importlib.util
 import multiprocessing
 import os
 import platform
@@ -42,6 +44,18 @@ import torch.distributed as dist
 BACKENDS = ("smddp", "gloo")
 PHASES = ("import", "init", "first")
 TIMEOUT = 120.0
+
+
+def _compile() -> None:
+    """Writes the bytecode of smddp's modules, as an installation does."""
+    for name in ("smddp", "smddp_launch", "smddp_registration"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        if spec.submodule_search_locations is None:
+            compileall.compile_file(spec.origin, quiet=1)
+        else:
+            compileall.compile_dir(Path(spec.origin).parent, maxlevels=0, quiet=1)
 
 
 def _rank_main(backend: str, environment: dict[str, str], launcher: Connection) -> None:
@@ -141,6 +155,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.ranks % options.nodes:
         parser.error("--ranks must be a multiple of --nodes")
+    _compile()
     # Or a collection of garbage in a rank would copy all pages that it shares with this process.
     gc.freeze()
     trials: dict[str, list[dict[str, float]]] = {backend: [] for backend in BACKENDS}
