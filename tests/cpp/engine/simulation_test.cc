@@ -30,6 +30,7 @@ class SimulationTest : public testing::Test {
     int numErrors = 0;
     for (uint64_t seed = first + share.first; seed < first + count && !HasFailure();
          seed += share.step) {
+      watchdog_.restart();
       Simulation simulation(seed, trouble);
       SCOPED_TRACE(fmt::format("SIMULATION_SEED={}: {}", seed, simulation.describe()));
       simulation.run();
@@ -38,8 +39,7 @@ class SimulationTest : public testing::Test {
     return numErrors;
   }
 
- private:
-  Watchdog watchdog_{280};
+  Watchdog watchdog_;
 };
 
 // Delays, reordering, repeated completions and refusals must not change any result.
@@ -59,6 +59,7 @@ TEST_F(SimulationTest, TheSameSeedGivesTheSameTrace) {
   for (const Trouble trouble :
        {Trouble::None, Trouble::Drop, Trouble::Partition, Trouble::Kill, Trouble::All}) {
     for (int i = 0; i < 10; ++i) {
+      watchdog_.restart();
       ++seed;
       SCOPED_TRACE(seed);
       std::string traces[2];
