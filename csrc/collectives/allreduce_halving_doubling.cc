@@ -109,10 +109,10 @@ class CubeExchange {
     return {from.offset, last.offset + last.length - from.offset};
   }
   // Before halving in dimension d a rank has 2^(d+1) shards. Returns their lower or upper half. For node 5 and d = 1
-  // these are shards 4 to 7, from 5 / 4 * 4 = 4 on; the halves are 4-5 and 6-7.
+  // these are shards 4 to 7, from 5 >> 2 << 2 = 4 on; the halves are 4-5 and 6-7.
   plan::Range half(const plan::Chunk& c, int d, int upper) const {
     const int count = 1 << d;
-    return shards(c, t_.myNode() / (2 * count) * (2 * count) + upper * count, count);
+    return shards(c, (t_.myNode() >> (d + 1) << (d + 1)) + upper * count, count);
   }
 
   void add(const plan::Chunk& c, const plan::Range& range, Rank partner, bool isLower,

@@ -23,7 +23,7 @@ class CarriedBlocks {
     }
   }
 
-  int carrierOf(int local) const { return local % rails_; }
+  int carrierOf(int local) const { return static_cast<int>(local % rails_); }
   // The number of turns of the largest node. All nodes go turn by turn, so that no message waits for the credit of a
   // later one.
   int64_t mostTurns() const { return mostTurns_; }

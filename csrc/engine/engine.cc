@@ -43,7 +43,7 @@ void awaitLifelines(Engine& engine, Nanoseconds timeout) {
 
 }  // namespace
 
-Engine::Engine(Options options)
+Engine::Engine(const Options& options)
     : forkCount_(countForks()),
       process_(std::make_unique<Process>(options.process, ownership_)),
       groups_(ownership_, *process_),

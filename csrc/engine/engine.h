@@ -39,7 +39,7 @@ class Engine {
     // Without it the engine runs only in step() and in callers that wait: for the simulator's tests.
     bool progressThread = true;
   };
-  explicit Engine(Options options);
+  explicit Engine(const Options& options);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;

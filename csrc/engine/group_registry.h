@@ -83,7 +83,7 @@ class GroupRegistry {
     std::vector<std::byte> bytes;
   };
   void dispatch(Peer& from, transport::Bytes message);
-  void keepEarly(uint64_t id, Peer& from, transport::Bytes message);
+  void keepEarly(uint64_t id, Peer& from, transport::Bytes message) SMDDP_REQUIRES(ownership_);
 
   const Ownership& ownership_;
   Process& process_;

@@ -246,7 +246,7 @@ void Builder::eachChunk(int64_t bytes, int64_t chunkBytes,
   if (numFull * full < bytes || numFull == 0) emit(record(body, chunkAt(numFull)), 1);
 }
 
-void Builder::emit(Script script, int64_t trips) {
+void Builder::emit(Script&& script, int64_t trips) {
   for (auto& [stage, steps] : script) {
     if (steps.empty()) continue;
     const auto firstStep = static_cast<uint32_t>(plan_.steps.size());

@@ -135,7 +135,7 @@ class Builder {
   Step channelStep(Op op, Rank peer, int stream, int64_t value, int64_t length) const;
   Script record(const std::function<void(const Chunk&)>& body, const Chunk& chunk);
   static Channels advance(const Channels& start, const Channels& end, int64_t times);
-  void emit(Script script, int64_t trips);
+  void emit(Script&& script, int64_t trips);
   void flushPending();
 
   Topology topology_;

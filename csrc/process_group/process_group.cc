@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 
 #include <algorithm>
+#include <optional>
 #include <set>
 
 #include "common/config.h"
@@ -108,8 +109,9 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
   try {
     const auto engine = engineAtFirstUse();
     engine->requireUsable();
-    std::shared_ptr<transport::shm::CommMemory> memory;
-    engine->call([&] { memory = engine->process().memory().tensors; });
+    std::optional<engine::NodeMemory> node;
+    engine->call([&] { node.emplace(engine->process().memory()); });
+    const auto memory = node->tensors;
     void* block = memory->allocate(std::max<size_t>(bytes, 1));
     return at::from_blob(
         block, sizes, [memory](void* freed) { memory->free(freed); }, options);

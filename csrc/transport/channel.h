@@ -32,7 +32,9 @@ struct ChannelKey {
   uint8_t stream = 0;  // tells apart the channels between the same two ranks in one plan
   Rank source = 0;
   Rank destination = 0;
-  friend auto operator<=>(const ChannelKey&, const ChannelKey&) = default;
+  // clang-tidy 14 takes the default for a comparison with 0.
+  friend auto operator<=>(const ChannelKey&,
+                          const ChannelKey&) = default;  // NOLINT(modernize-use-nullptr)
 };
 std::string toString(const ChannelKey& key);
 

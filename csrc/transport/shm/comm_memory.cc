@@ -29,7 +29,7 @@ CommMemory::~CommMemory() {
   if (slab_->page().pid != getpid()) return;
   std::vector<Chunk> chunks;
   for (auto& [begin, chunk] : chunks_) chunks.push_back(std::move(chunk));
-  release(std::move(chunks));
+  release(chunks);
 }
 
 void* CommMemory::allocate(size_t bytes) {
@@ -109,7 +109,7 @@ std::shared_ptr<Segment> CommMemory::makeSegment(size_t bytes) {
   MutexLock lock(mutex_);
   auto dropped = trimCache(0);
   lock.unlock();
-  release(std::move(dropped));
+  release(dropped);
   return make();
 }
 
@@ -147,7 +147,7 @@ void CommMemory::free(void* block) {
   }
   auto dropped = trimCache(cacheBytes_);
   lock.unlock();
-  release(std::move(dropped));
+  release(dropped);
 }
 
 std::optional<Location> CommMemory::locate(const void* pointer, size_t bytes) const {
@@ -206,7 +206,7 @@ std::vector<CommMemory::Chunk> CommMemory::trimCache(size_t limit) {
 
 // Called without the lock, because unmapping is slow. An index is free again only after the table entry is cleared, so
 // that mates see that the segment is gone.
-void CommMemory::release(std::vector<Chunk> chunks) {
+void CommMemory::release(const std::vector<Chunk>& chunks) {
   for (const Chunk& chunk : chunks) {
     slab_->page().commSegments[chunk.index].store(0, std::memory_order_release);
     // Return the memory to the system now, even if mates still have it mapped.

@@ -76,7 +76,7 @@ class CommMemory {
   Chunk& announce(std::shared_ptr<Segment> segment) SMDDP_REQUIRES(mutex_);
   std::vector<Chunk> trimCache(size_t limit) SMDDP_REQUIRES(mutex_);
   Chunks::iterator drop(Chunks::iterator chunk, std::vector<Chunk>& dropped) SMDDP_REQUIRES(mutex_);
-  void release(std::vector<Chunk> chunks) SMDDP_EXCLUDES(mutex_);
+  void release(const std::vector<Chunk>& chunks) SMDDP_EXCLUDES(mutex_);
   Chunks::iterator chunkOf(const void* pointer) SMDDP_REQUIRES(mutex_);
 
   const std::shared_ptr<Slab> slab_;
