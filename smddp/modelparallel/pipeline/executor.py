@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -39,6 +39,7 @@ __all__ = ["Executor"]
 # Seconds that a rank waits for the others' END once it has no task left. A rank that computes
 # answers when its task waits or ends.
 _END_TIMEOUT = 120.0
+_SILENT = "has not ended its step in time"
 
 
 class Executor:
@@ -219,10 +220,8 @@ class Executor:
                     order_matters = any(failure.order_matters for failure in self._failures)
                     model.accept_reports(self._reports, order_matters)
                 self._model = self._driver = None
-        if silent and not self._failures:
-            raise SMPPeerError(
-                f"{self._who(silent[0])} did not end its step within {_END_TIMEOUT} s"
-            )
+        if silent:
+            self._raise_silence(silent[0])
         self._raise_failure()
         result, self._result = self._result, None
         assert result is not None
@@ -232,13 +231,20 @@ class Executor:
         """Waits until this rank has no task left and all peers have ended the step.
 
         Returns:
-            The peers that have not ended it in time.
+            The peers that have not ended it in time. Their streams count as broken: the END that
+            they may still send belongs to this step, and the next one must not read it.
         """
         self.baton.wake()
         self.baton.settle()
         if self.channel is None or self._ended_by_signal:
             return []
-        return self.channel.drain(_END_TIMEOUT)
+        silent = self.channel.drain(_END_TIMEOUT)
+        for peer in silent:
+            self.channel.end(peer, Ended(RuntimeError(f"it {_SILENT}")))
+        if silent:
+            # The thread that waits for their messages.
+            self.channel.interrupt()
+        return silent
 
     def _end_by_signal(self, error: BaseException) -> None:
         """Ends the step because a signal has raised; the pipeline cannot be used again."""
@@ -506,6 +512,14 @@ class Executor:
         # Not kept: its traceback refers to the model and to everything of the step.
         cause, self._cause = self._cause, None
         raise_as_error(first, cause if first.rank == self.rank else None)
+
+    def _raise_silence(self, peer: int) -> NoReturn:
+        text = f"{self._who(peer)} {_SILENT}"
+        if self._failures:
+            first = choose(self._failures)
+            text += f", which had failed on {self._who(first.rank)}: {first.text}"
+        self._cause = None
+        raise SMPPeerError(text)
 
     def _refuse_if_broken(self) -> None:
         if self.channel is not None and self.channel.broken:

@@ -28,6 +28,7 @@ from smddp.modelparallel.common.errors import (
     SMPUsageError,
 )
 from smddp.modelparallel.job import meeting
+from smddp.modelparallel.pipeline import executor as executor_module
 
 pytestmark = pytest.mark.multiprocess
 
@@ -460,6 +461,50 @@ def test_a_rank_that_dies_is_named() -> None:
     assert dead.status == -signal.SIGKILL
     assert alive.returned, str(alive)
     assert alive.value.startswith("rank 1 of the pipeline is gone")
+
+
+def silent(fault: str) -> str:
+    """Rank 1 ends the second step only when rank 0 has stopped waiting for that."""
+    smp.init({"partitions": 2, **MANUAL})
+    with smp.partition(1):
+        last = Faulty("1")
+    model = smp.DistributedModel(nn.Sequential(Faulty("0"), last))
+    x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, 4)
+    train(model, x, "")
+    executor = model.runtime.executor
+    if smp.pp_rank() == 0:
+        executor_module._END_TIMEOUT = 0.5
+        with pytest.raises(SMPPeerError) as caught:
+            train(model, x, fault)
+        # What comes now from rank 1 is of the step before; the next step must not take it.
+        arrive("raised")
+        await_ranks("ended", 1)
+        with pytest.raises(SMPPeerError, match="rank 1 of the pipeline was lost in an earlier"):
+            train(model, x, "")
+        return str(caught.value)
+    end = executor._send_end
+
+    def end_late(header: Any, tensors: Any) -> None:
+        await_ranks("raised", 1)
+        end(header, tensors)
+
+    executor._send_end = end_late
+    if fault:
+        with pytest.raises(SMPMicrobatchError, match="in the body"):
+            train(model, x, fault)
+    else:
+        train(model, x, fault)
+    arrive("ended")
+    return ""
+
+
+@pytest.mark.parametrize("fault", ["", "body"])
+def test_a_rank_that_does_not_end_its_step_is_lost(fault: str) -> None:
+    text, _ = check_ranks(silent, "2", fault)
+    wanted = "rank 1 of the pipeline has not ended its step in time"
+    if fault:
+        wanted += ", which had failed on rank 0 of the pipeline: KeyError: 'in the body'"
+    assert text == wanted
 
 
 def misused() -> None:
