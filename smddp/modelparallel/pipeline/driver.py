@@ -221,11 +221,10 @@ class Driver:
             timeline.leave()
         self._executor.caller.abandon(frame.sent)
         reached_backward = number in self._reached_backward
-        skipped_backward = torch.is_grad_enabled() and not reached_backward
         # In a training step the backward pass itself frees what other ranks keep of the microbatch.
         # DONE is needed if this microbatch has not called model.backward, or as long as we do not
         # know that this function trains.
-        self._executor.microbatch_done(number, skipped_backward or not self._body.trains)
+        self._executor.microbatch_done(number, not (reached_backward and self._body.trains))
         with self._lock:
             if not reached_backward:
                 self._in_forward -= 1
