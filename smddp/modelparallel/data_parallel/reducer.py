@@ -274,10 +274,9 @@ class DataParallel:
         # The flags: has the step failed here, has it to be made again, are there late additions,
         # and which parameters were used.
         used = [self._sums.used(p) or self._old[p] is not None for p in self.parameters]
-        flags = torch.tensor([bool(failure), redo, self._sums.any_late, *used], dtype=torch.int32)
-        flags = flags.to(self.parameters[0].device) if self.parameters else flags
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
-        failed, again, late, *used_somewhere = flags.tolist()
+        failed, again, late, *used_somewhere = self._anywhere(
+            [bool(failure), redo, self._sums.any_late, *used]
+        )
         if again and not failed:
             return dict(self._old), True
         if failed:
@@ -291,11 +290,24 @@ class DataParallel:
                 self._launch(bucket, self._late)
             for parameter, addition in self._collected().items():
                 reduced[parameter] = reduced[parameter] + addition
-        totals = {
+        return self._of_used(reduced, used_somewhere), False
+
+    def _anywhere(self, flags: Sequence[bool]) -> list[int]:
+        """Returns for each flag whether it is set on any replica."""
+        tensor = torch.tensor(flags, dtype=torch.int32)
+        tensor = tensor.to(self.parameters[0].device) if self.parameters else tensor
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        found: list[int] = tensor.tolist()
+        return found
+
+    def _of_used(
+        self, reduced: dict[nn.Parameter, torch.Tensor], used: Sequence[int]
+    ) -> dict[nn.Parameter, torch.Tensor | None]:
+        """Returns the gradients; None for each parameter that no replica has used."""
+        return {
             parameter: reduced[parameter] if use else None
-            for parameter, use in zip(self.parameters, used_somewhere, strict=True)
+            for parameter, use in zip(self.parameters, used, strict=True)
         }
-        return totals, False
 
     def _late(self, parameter: nn.Parameter) -> torch.Tensor | None:
         gradient = self._sums.late(parameter)
@@ -349,7 +361,9 @@ class DataParallel:
             return
         for bucket in self._buckets:
             self._launch(bucket, lambda parameter: parameter.grad)
-        for parameter, gradient in self._collected().items():
+        reduced = self._collected()
+        used = self._anywhere([parameter.grad is not None for parameter in self.parameters])
+        for parameter, gradient in self._of_used(reduced, used).items():
             parameter.grad = gradient
 
     # --- replicas with fewer batches; see join.py -------------------------------------------------
