@@ -247,7 +247,9 @@ class DistributedModel(ModelQueries):
         """Lets `callable(state, bucket)` reduce gradients over replicas, as in DDP.
 
         It has to average over the replicas and over the microbatches. With one replica it is not
-        called, and the step averages.
+        called, and the step averages. It gets the gradients with what was in `Parameter.grad`
+        before the step: the sums of the steps since the last reduction, with
+        `backward_passes_per_step`. So clear gradients after each reduction.
 
         Args:
             state: passed to the hook.

@@ -431,6 +431,45 @@ def test_replicas_agree_on_what_was_used() -> None:
     assert zero[5] == one[5] == [[[0.0, 0.0]], [[20.0, 20.0]], None]
 
 
+def hooked_passes() -> list[Any]:
+    """A hook that averages, in every second step; returns the gradient after each step."""
+    smp.init({"partitions": 1, "ddp": True, "microbatches": 2})
+    layer = nn.Linear(1, 1, bias=False)
+    model = smp.DistributedModel(layer, backward_passes_per_step=2)
+    calls = []
+
+    def hook(group: Any, bucket: Any) -> Any:
+        calls.append(bucket.index())
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0] / (2 * dist.get_world_size()))
+
+    model.register_comm_hook(smp.get_dp_process_group(), hook)
+    seen = []
+    for number in range(4):
+        if number == 2:
+            layer.weight.grad = None
+        plain_sum(model, torch.full((4, 1), float(1 + number + 10 * smp.rank())))
+        seen.append((layer.weight.grad.item(), len(calls)))
+    return seen
+
+
+@smp.step
+def plain_sum(model: Any, x: torch.Tensor) -> Any:
+    model.backward(model(x).sum())
+
+
+def test_a_hook_averages_what_several_steps_have_added() -> None:
+    for rank, seen in enumerate(check_ranks(hooked_passes, "2")):
+        # A microbatch of two rows x has the gradient 2x.
+        own = [2.0 * (1 + number + 10 * rank) for number in range(4)]
+        mean = [2.0 * (1 + number + 5) for number in range(4)]
+        # Between reductions: the sum over microbatches, because the hook will divide it.
+        assert seen == [
+            *((2 * own[0], 0), (mean[0] + mean[1], 1)),
+            *((2 * own[2], 1), (mean[2] + mean[3], 2)),
+        ]
+
+
 def uneven_batches(pp: int) -> Any:
     """Replica r has r + 1 batches."""
     smp.init({"partitions": pp, **MANUAL, "microbatches": 2})
