@@ -89,7 +89,10 @@ def train(model: Any, x: Tensor) -> Any:
 
 
 def order(pipeline: str) -> list[bool]:
-    """Returns of each rank: did any backward work begin before the last forward work?"""
+    """Returns of each rank: did any backward work begin before the last forward pass had begun?
+
+    What the body does after `model.backward` is forward work, but of no forward pass.
+    """
     smp.init({**MANUAL, "partitions": 2, "microbatches": 6, "pipeline": pipeline})
     first = nn.Linear(4, 4)
     with smp.partition(0), smp.partition(1):  # the innermost counts
@@ -98,11 +101,17 @@ def order(pipeline: str) -> list[bool]:
     for _ in range(2):
         train(model, torch.ones(12, 4))
     assert [name for name, _ in model.local_named_modules()] == [["", "0"], ["1"]][smp.pp_rank()]
-    return [
-        min(span.start for span in rank if not span.forward)
-        < max(span.start for span in rank if span.forward)
-        for rank in smp.timeline().spans
-    ]
+    found = []
+    for rank in smp.timeline().spans:
+        backward = [
+            min(span.start for span in rank if not span.forward and span.microbatch == number)
+            for number in range(6)
+        ]
+        found.append(
+            min(backward)
+            < max(s.start for s in rank if s.forward and s.start < backward[s.microbatch])
+        )
+    return found
 
 
 @pytest.mark.multiprocess

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from pathlib import Path
@@ -96,6 +97,36 @@ def test_every_module_has_a_label_in_the_picture() -> None:
 def test_a_picture_of_nothing() -> None:
     _, found = labels([0.0])
     assert found.keys() == {"layers.0"}
+
+
+def work_after_backward() -> tuple[list[list[bool]], list[bool]]:
+    """Returns whether the body does forward work after `backward`, and of which spans it is."""
+    smp.init({"partitions": 2, "microbatches": 1, "auto_partition": False, "default_partition": 0})
+    with smp.partition(1):
+        last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    timeline = model.runtime.executor.timeline
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> Any:
+        seen = []
+        model.backward(model(x).sum())
+        seen.append(timeline.work.forward)
+        model.backward(model(x).sum())
+        seen.append(timeline.work.forward)
+        return seen
+
+    seen = train(model, torch.ones(2, 4))
+    report = smp.timeline()
+    return seen, [span.forward for span in report.spans[0]]
+
+
+@pytest.mark.multiprocess
+def test_what_the_body_does_after_backward_is_forward_work() -> None:
+    seen, spans = check_ranks(work_after_backward, "2")[0]
+    assert seen == [[True], [True]]
+    changes = [kind for kind, _ in itertools.groupby(spans)]
+    assert changes == [True, False, True, False, True]
 
 
 def timelines(pp: int, folder: str) -> None:
