@@ -149,9 +149,17 @@ class Ambient(NamedTuple):
             if self.inference != torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            for device, dtype in self.autocast:
-                cache = self.autocast_cache
-                stack.enter_context(torch.autocast(device, dtype, cache_enabled=cache))
+            on = dict(self.autocast)
+            # The cache is one setting for all devices, so at least one context sets it.
+            for device in {**on, **dict.fromkeys(_devices())}:
+                stack.enter_context(
+                    torch.autocast(
+                        device,
+                        on.get(device),
+                        enabled=device in on,
+                        cache_enabled=self.autocast_cache,
+                    )
+                )
             yield
 
 

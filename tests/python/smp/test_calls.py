@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from smddp.modelparallel.common.structure import flatten
 from smddp.modelparallel.pipeline.calls import Caller
 from smddp.modelparallel.pipeline.collector import Site
 from smddp.modelparallel.pipeline.frame import Frame
-from smddp.modelparallel.pipeline.protocol import Kind
+from smddp.modelparallel.pipeline.protocol import Ambient, Kind, ambient
 
 
 class Host:
@@ -62,3 +63,22 @@ def test_a_graph_that_did_not_leave_is_sent_in_the_next_step() -> None:
     assert call(other) == [(Kind.GRAPH, 1), (Kind.FORWARD, 1)]
     assert call(site) == [(Kind.GRAPH, 2), (Kind.FORWARD, 2)]
     assert call(site) == [(Kind.FORWARD, 2)]
+
+
+STATES = [
+    Ambient(grad, inference, autocast, cache)
+    for grad, inference in ((True, False), (False, False), (False, True))
+    for autocast in ((), (("cpu", torch.bfloat16),), (("cpu", torch.float16),))
+    for cache in (True, False)
+]
+
+
+@pytest.mark.parametrize("wanted", STATES)
+def test_a_thread_takes_over_the_state_of_a_call(wanted: Ambient) -> None:
+    # Code may have left the thread in any state.
+    for before in STATES:
+        with before.entered():
+            assert ambient() == before
+            with wanted.entered():
+                assert ambient() == wanted, before
+            assert ambient() == before
