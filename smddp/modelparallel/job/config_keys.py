@@ -159,9 +159,9 @@ KEYS: tuple[Key, ...] = (
         "stall_warning_seconds",
         "number",
         30.0,
-        "A rank that has worked for so many seconds on one microbatch without a break logs that "
-        "once, with the module and the line of code. A rank that has been in a step for so long "
-        "logs which ranks of the pipeline have not called it. 0 for never.",
+        "A rank that has worked for so many seconds on one microbatch without a break logs that, "
+        "once in each step, with the module and the line of code. A rank that has been in a step "
+        "for so long logs which ranks of the pipeline have not called it. 0 for never.",
     ),
     Key("static_mode", "bool", False, "Accepted; call plans are always reused."),
     Key("fast_mode", "bool", False, "Accepted; nothing is negotiated after the first step."),

@@ -28,7 +28,7 @@ _LINES = 6
 class StallWatch:
     """Waits for the end of a step, and warns in two cases.
 
-    First, a piece of work on this rank does not end. It warns of that once in the process. Second,
+    First, a piece of work on this rank does not end. It warns of that once in each step. Second,
     other ranks have not called the step. A rank that has been in a step for a tenth of
     `stall_seconds` writes that into the store of the group; after `stall_seconds`, the ranks that
     wait look there, and say which ranks are missing. Short steps write nothing.
@@ -50,7 +50,8 @@ class StallWatch:
         """
         self._rank, self._timeline, self._stall_seconds = rank, timeline, stall_seconds
         self._attendance = _Attendance(group) if group is not None and stall_seconds > 0 else None
-        self._said = False  # has it warned that work on this rank does not end?
+        # Has it warned in this step that work on this rank does not end?
+        self._said = False
 
     def wait(self, over: threading.Event, modules: Modules, name: str, step: int) -> None:
         """Returns when the event is set.
@@ -66,7 +67,7 @@ class StallWatch:
             over.wait()
             return
         begun = time.monotonic()
-        noted = asked = False
+        self._said = noted = asked = False
         while not over.wait(self._left(begun, noted, asked)):
             passed = time.monotonic() - begun
             if not noted and passed >= self._stall_seconds / 10:

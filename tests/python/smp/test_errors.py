@@ -746,7 +746,7 @@ def test_ranks_with_different_configurations() -> None:
 class Stuck(nn.Module):
     """Works until a warning has come, and then for longer than a warning needs."""
 
-    def __init__(self, said: list[str], stall_seconds: float) -> None:
+    def __init__(self, said: Any, stall_seconds: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
         self.said, self.stall_seconds = said, stall_seconds
@@ -810,6 +810,41 @@ def test_a_rank_that_is_stuck_says_where(where: int) -> None:
     )
     assert "test_errors.py" in stack[-2]
     assert stack[-2].endswith("in forward")
+
+
+def stuck_again() -> list[str]:
+    """Rank 1 is stuck in each of two steps, until a warning has come."""
+    said = listen()
+    smp.init({"partitions": 2, **MANUAL, "microbatches": 1, "stall_warning_seconds": 1})
+    last = Stuck([], 0)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    smp.set_partition(last, 1)
+    executor = model.runtime.executor
+    ask_when_noted(executor, 2)
+    # Ignores warnings about other work, which may come on a slow machine.
+    age = executor._watch._age
+    executor._watch._age = lambda work: age(work) if last.calls else 0.0
+    for number in (1, 2):
+        smp.barrier()
+        last.said = Warnings(said, number)
+        train(model, torch.ones(8, 4), "")
+    return [text for text in said if "has worked" in text]
+
+
+class Warnings:
+    """Is true when at least so many warnings of work that does not end have come."""
+
+    def __init__(self, said: list[str], least: int) -> None:
+        self.said, self.least = said, least
+
+    def __bool__(self) -> bool:
+        return sum("has worked" in text for text in self.said) >= self.least
+
+
+def test_a_rank_that_is_stuck_again_says_so_again() -> None:
+    said = check_ranks(stuck_again, "2")[1]
+    assert len(said) == 2
+    assert all("in module '1'" in text for text in said)
 
 
 def test_nobody_says_so_if_not_asked() -> None:
