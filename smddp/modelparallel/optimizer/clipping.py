@@ -18,11 +18,17 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> to
 
     Args:
         gradients: those of this rank, of any shapes and floating-point dtypes.
-        norm_type: the p of the p-norm, more than 0; inf for the largest absolute value.
+        norm_type: the p of the p-norm; inf for the largest absolute value. As in torch, 0 counts
+            the gradients that have an element other than 0.
 
     Returns:
         A tensor without dimensions; in fp32 if there are several partitions.
+
+    Raises:
+        SMPUsageError: norm_type is negative.
     """
+    if not norm_type >= 0:
+        raise SMPUsageError(f"norm_type must be at least 0, not {norm_type}")
     total = torch.nn.utils.get_total_norm(gradients, norm_type)
     model = state.current_model()
     if model is None or state.topology.pp_size == 1:
@@ -32,9 +38,11 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> to
     if norm_type == float("inf"):
         dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
         return total
-    total = total**norm_type
+    # With 0, the total is a number of gradients already.
+    power = norm_type or 1.0
+    total = total**power
     dist.all_reduce(total, group=group)
-    return total ** (1.0 / norm_type)
+    return total ** (1.0 / power)
 
 
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -53,7 +61,8 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         gradient is infinite; then nothing is clipped, and `optimizer.step()` will do nothing.
 
     Raises:
-        SMPUsageError: there is no model, the call is inside a step, or no step has begun yet.
+        SMPUsageError: there is no model, the call is inside a step, no step has begun yet, or
+            norm_type is negative.
     """
     model = state.current_model()
     if model is None:

@@ -127,6 +127,46 @@ def test_optimizers_follow_their_formulas_whole_and_divided() -> None:
             torch.testing.assert_close(value, p.data, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
 
 
+NORMS = [0, 0.5, 1, 2.0, 3, float("inf")]
+
+
+def clipped(pp: int) -> list[tuple[float, dict[str, Tensor]]]:
+    smp.init({"partitions": pp, **MANUAL})
+    model = smp.DistributedModel(layers(pp - 1))
+    found = []
+    for norm_type in NORMS:
+        for parameter in model.parameters():
+            parameter.grad = None
+        train(model, batch(0))
+        if "2.bias" in (local := dict(model.local_named_parameters())):
+            local["2.bias"].grad.zero_()  # so not every gradient counts
+        norm = float(smp.clip_grad_norm(0.25, norm_type))
+        found.append((norm, {name: p.grad for name, p in model.local_named_parameters()}))
+    for wrong in (-1.0, -float("inf"), float("nan")):
+        with pytest.raises(SMPUsageError, match="norm_type must be at least 0"):
+            smp.clip_grad_norm(0.25, wrong)
+    return found
+
+
+def test_clipping_is_that_of_torch_with_every_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    wanted = []
+    for norm_type in NORMS:
+        model.zero_grad()
+        (model(batch(0)).square().mean() * 20).backward()
+        model[2].bias.grad.zero_()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25, norm_type))
+        wanted.append((norm, {name: p.grad.clone() for name, p in model.named_parameters()}))
+    assert wanted[0][0] == 3
+    for pp in (1, 2):
+        for found in check_ranks(clipped, str(pp), pp):
+            for (norm, grads), (right, whole) in zip(found, wanted, strict=True):
+                assert norm == pytest.approx(right, rel=1e-5)
+                for name, grad in grads.items():
+                    torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-7)
+
+
 class Recomputed(nn.Module):
     """Calls its parts through checkpoints, also with tuples and named arguments."""
 
