@@ -24,7 +24,7 @@ def step(function: Callable[..., Any]) -> StepFunction: ...
 @overload
 def step(
     *,
-    non_split_inputs: Sequence[str] = (),
+    non_split_inputs: Sequence[str] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
 ) -> Callable[[Callable[..., Any]], StepFunction]: ...

@@ -33,6 +33,7 @@ __all__ = [
     "builder",
     "constants",
     "flatten",
+    "map_tensors",
     "rebuild",
     "tensors_in",
     "unpicklable",

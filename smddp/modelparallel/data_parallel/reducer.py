@@ -33,7 +33,6 @@ class Bucket:
 
     Attributes:
         missing: how many of its parameters have no final sum yet.
-        launched: has its reduction begun?
         work: what to wait for, a `Work` or the future of a hook; None when that is done.
     """
 
@@ -44,7 +43,6 @@ class Bucket:
         size = sum(parameter.numel() for parameter in self._parameters)
         self._buffer = torch.zeros(size, dtype=first.grad_dtype, device=first.device)
         self.missing = 0
-        self.launched = False
         self.work: Any = None
 
     def index(self) -> int:
@@ -195,7 +193,6 @@ class DataParallel:
         self._next = 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters())
-            bucket.launched = False
 
     def final(self, parameter: nn.Parameter) -> None:
         """Notes that a parameter's sum is final; begins to reduce the buckets that are complete."""
@@ -322,7 +319,6 @@ class DataParallel:
                 place.zero_()
             elif gradient.data_ptr() != place.data_ptr():
                 place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        bucket.launched = True
         if self.hook is not None:
             bucket.work = self.hook(bucket)
         else:

@@ -104,7 +104,7 @@ def decide(
         by_tree = divide_tree(units.tree(), parts)
         owners = _consistent(units, by_tree, modules)
         method = f"d'Hondt tree cut, traced with {trace.how}"
-    _apply_pins(owners, modules, placement, root)
+    _apply_pins(owners, modules, placement)
     return Decision(
         list(modules.names),
         owners,
@@ -128,9 +128,7 @@ def _consistent(units: Units, by_tree: dict[int, int], modules: Modules) -> list
     return owners
 
 
-def _apply_pins(
-    owners: list[int | None], modules: Modules, placement: Placement, root: nn.Module
-) -> None:
+def _apply_pins(owners: list[int | None], modules: Modules, placement: Placement) -> None:
     """Changes the owners to those that `set_partition` has asked for."""
     for number, part in sorted(placement.pins.items()):
         for module in modules.by_number[number].modules():

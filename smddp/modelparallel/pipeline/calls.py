@@ -163,7 +163,7 @@ class Caller:
                 raise
         return out
 
-    def finish(self, frame: Frame) -> None:
+    def settle(self, frame: Frame) -> None:
         """Sends the frame's open graph, if there is one, and waits until its calls have run.
 
         At the end of a frame nobody uses their results. But the calls may change buffers, draw

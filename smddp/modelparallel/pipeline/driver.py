@@ -130,7 +130,7 @@ class Driver:
             # A tensor with an autograd graph would keep all of the graph until the step ends.
             take = _detached if self._body.detach else force
             self._results[number] = map_tensors(take, result)
-            self._executor.caller.finish(frame)
+            self._executor.caller.settle(frame)
 
     def _unequal_lengths(self) -> str:
         body = self._body

@@ -34,6 +34,7 @@ from smddp.modelparallel.pipeline.protocol import (
     ambient,
     raise_if_unpicklable,
 )
+from smddp.modelparallel.pipeline.step import UNLIMITED
 
 __all__ = ["Server"]
 
@@ -131,7 +132,7 @@ class Server:
         # The microbatches that are under way here: how many segments of each have begun, and have
         # not had their backward pass.
         self._under_way: dict[int, int] = {}
-        self.under_way_limit = 1 << 30
+        self.under_way_limit = UNLIMITED
 
     def clear(self) -> None:
         """Forgets what belongs to the step; the graphs stay known."""
@@ -360,7 +361,7 @@ class Server:
                 raise StructureChangedError(frame.name)
             for position, tensor in enumerate(tensors):
                 values[index, position] = outputs[index, position] = force(tensor)
-        self._caller.finish(frame)
+        self._caller.settle(frame)
         return outputs
 
     def _backward(self, frame: Frame, run: _SegmentRun, this: Pass) -> None:

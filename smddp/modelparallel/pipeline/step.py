@@ -13,10 +13,19 @@ import torch
 
 from smddp.modelparallel.pipeline.frame import Frame
 
-__all__ = ["BufferReport", "Form", "Schedule", "StepBegin", "StepDriver", "StepModel", "StepResult"]
+__all__ = [
+    "UNLIMITED",
+    "BufferReport",
+    "Form",
+    "Schedule",
+    "StepBegin",
+    "StepDriver",
+    "StepModel",
+    "StepResult",
+]
 
 # More microbatches than any step has.
-_UNLIMITED = 1 << 30
+UNLIMITED = 1 << 30
 
 
 class Schedule(NamedTuple):
@@ -48,7 +57,7 @@ class Schedule(NamedTuple):
             partitions: how many the model has.
         """
         simple = pipeline == "simple"
-        under_way_limit = _UNLIMITED if simple else active
+        under_way_limit = UNLIMITED if simple else active
         if partitions == 1:
             # No other rank works meanwhile.
             active = 1
