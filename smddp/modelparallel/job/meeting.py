@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -36,32 +36,52 @@ def together(what: str, group: dist.ProcessGroup) -> Iterator[None]:
         group: the ranks that have to make it.
 
     Raises:
-        SMPPeerError: a rank has not made it within the timeout of the process group.
+        SMPPeerError: a rank has not made it within the timeout of the process group, or has failed
+            in it.
     """
-    _meet(what, group)
+    missing = _meet(what, group)
     try:
         yield
     except RuntimeError as error:
-        raise SMPPeerError(
-            f"{what}: not all ranks of the pipeline answered; all of them have to call it, at the "
-            f"same point of the script ({error})"
-        ) from error
+        if missing():
+            raise SMPPeerError(
+                f"{what}: not all ranks of the pipeline answered; all of them have to call it, at "
+                f"the same point of the script ({error})"
+            ) from error
+        if isinstance(error, dist.DistError):
+            raise SMPPeerError(
+                f"{what} failed, though all ranks of the pipeline have called it: {error}"
+            ) from error
+        # An error of other code, such as the model's: gloo has no class of its own.
+        raise
 
 
-def _meet(what: str, group: dist.ProcessGroup) -> None:
-    """Waits for the other ranks for `_LOG_AFTER`, and warns if some have not come."""
+def _meet(what: str, group: dist.ProcessGroup) -> Callable[[], list[int]]:
+    """Waits for the other ranks for `_LOG_AFTER`, and warns if some have not come.
+
+    Returns:
+        A function that returns the ranks that have not come until then; none if the store is gone.
+    """
     store = distributed_c10d._get_process_group_store(group)
     me, size = group.rank(), group.size()
     number = next(_numbers)
     keys = [f"smp/meeting{number}/{rank}" for rank in range(size)]
     store.set(keys[me], "")
+
+    def missing() -> list[int]:
+        try:
+            return [rank for rank in range(size) if not store.check([keys[rank]])]
+        except RuntimeError:
+            return []
+
     try:
         store.wait(keys, _LOG_AFTER)
     except RuntimeError:
-        late = [rank for rank in range(size) if not store.check([keys[rank]])]
+        late = missing()
         if late:
             log.warning(
                 "smp: %s on rank %d waits for rank %s of the pipeline. All of them have to call "
                 "it, at the same point of the script",
                 *(what, me, ", ".join(map(str, late))),
             )
+    return missing

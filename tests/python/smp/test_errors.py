@@ -891,7 +891,7 @@ def test_who_waits_names_the_rank_that_has_not_called_the_step(missing: int, siz
 
 
 def asked_by_one_rank(what: str) -> tuple[str, list[str]]:
-    meeting._PATIENCE = timedelta(milliseconds=100)
+    meeting._LOG_AFTER = timedelta(milliseconds=100)
     said = listen()
     smp.init({"partitions": 2, **MANUAL})
     with smp.partition(1):
@@ -933,3 +933,41 @@ def test_what_one_rank_alone_asks_for(what: str) -> None:
     assert len(warned) == 1
     assert f"smp: {what} on rank 0 waits for rank 1 of the pipeline" in warned[0]
     assert not silent
+
+
+def fails_while_gathering(failing: tuple[int, ...], backend: str) -> str:
+    """The model's own code fails in `state_dict`, on some ranks."""
+    smp.init({"partitions": 2, **MANUAL, "ddp_dist_backend": backend})
+    with smp.partition(1):
+        last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    train(model, torch.ones(8, 4), "")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("by the user")
+
+    if smp.rank() in failing:
+        model.get_module().register_state_dict_post_hook(fail)
+    smp.state.groups._by_kind["pp"] = dist.new_group(timeout=timedelta(seconds=3))
+    with pytest.raises(RuntimeError) as caught:
+        model.state_dict()
+    if smp.rank() in failing:
+        arrive("failed")
+    await_ranks("failed", len(failing))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_an_error_of_the_script_is_no_missing_rank(backend: str) -> None:
+    assert (
+        check_ranks(fails_while_gathering, "2", (0, 1), backend)
+        == ["RuntimeError: by the user"] * 2
+    )
+
+
+def test_a_call_that_fails_on_another_rank_names_no_missing_rank() -> None:
+    failed, waited = check_ranks(fails_while_gathering, "2", (0,), "auto")
+    assert failed == "RuntimeError: by the user"
+    assert waited.startswith(
+        "SMPPeerError: state_dict failed, though all ranks of the pipeline have called it: "
+    )
