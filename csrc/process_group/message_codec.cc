@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 namespace smddp::process_group {
 
@@ -46,6 +47,15 @@ at::Tensor sendable(const at::Tensor& tensor) {
   if (plain && tensor.is_contiguous()) return tensor;
   const at::NoGradGuard guard;
   return tensor.cpu().resolve_conj().resolve_neg().contiguous();
+}
+
+// A length in a front. Throws if it has more bits: the receiver would read something else.
+uint32_t narrowed(size_t length) {
+  TORCH_CHECK_VALUE(
+      length <= std::numeric_limits<uint32_t>::max(),
+      "smp cannot send a message between ranks whose parts that are not tensors have ", length,
+      " bytes: they have to be less than 4 GiB");
+  return static_cast<uint32_t>(length);
 }
 
 class Writer {
@@ -106,7 +116,7 @@ EncodedMessage encodeMessage(const std::string& header,
   const c10::InferenceMode guard(false);
   Writer writer;
   writer.bytes().reserve(kInside + least);
-  Front front{static_cast<uint32_t>(header.size()), static_cast<uint32_t>(tensors.size()), 0, last};
+  Front front{narrowed(header.size()), narrowed(tensors.size()), 0, last};
   writer.value(front);
   writer.raw(header.data(), header.size());
   EncodedMessage message;
@@ -133,7 +143,7 @@ EncodedMessage encodeMessage(const std::string& header,
   }
   auto& bytes = writer.bytes();
   message.length = bytes.size();
-  front.total = static_cast<uint32_t>(bytes.size());
+  front.total = narrowed(bytes.size());
   std::memcpy(bytes.data(), &front, sizeof(front));
   message.front = newBytes(std::max(bytes.size(), least));
   std::memcpy(message.front.mutable_data_ptr(), bytes.data(), bytes.size());
