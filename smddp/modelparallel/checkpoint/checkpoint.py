@@ -197,7 +197,8 @@ def resume_from_checkpoint(
             torch.save or safetensors, or the index (`.index.json`) of several such files, written
             by any program.
         strict: as for load_state_dict.
-        load_optimizer: load the optimizer, too; only from a checkpoint in parts.
+        load_optimizer: load the optimizer, too; only from a checkpoint in parts. If there are
+            several, it is the last smp.DistributedOptimizer that was made.
         load_sharded_optimizer_state: accepted.
         translate_function: if not partial, applied to the entries of the file before they are
             loaded.

@@ -39,8 +39,9 @@ class State:
 
     Attributes:
         module_manager: see `_ModuleManager`.
-        model, optimizer: weak references to those of the script; None before there are any. Their
-            classes are in folders that import this file, so their type here is Any.
+        model: a weak reference to that of the script; None before there is one.
+        optimizers: weak references to those of the script, in the order in which they were made.
+            The classes of both are in folders that import this file, so their type here is Any.
         tracing: is the model being traced?
         in_step: is a step running?
         owns_default_group: has `smp.init` made the default process group?
@@ -57,7 +58,7 @@ class State:
         self._groups: Groups | None = None
         self.owns_default_group = False
         self.model: weakref.ref[Any] | None = None
-        self.optimizer: weakref.ref[Any] | None = None
+        self.optimizers: list[weakref.ref[Any]] = []
         self._kept: dict[type[Any], Any] = {}
         self.tracing = False
         self.in_step = False
@@ -92,9 +93,15 @@ class State:
         """Returns the script's smp.DistributedModel; None if there is none, or it is gone."""
         return self.model() if self.model is not None else None
 
+    def current_optimizers(self) -> list[Any]:
+        """Returns those of the script's smp.DistributedOptimizers that still exist."""
+        self.optimizers = [reference for reference in self.optimizers if reference() is not None]
+        found = [reference() for reference in self.optimizers]
+        return [optimizer for optimizer in found if optimizer is not None]
+
     def current_optimizer(self) -> Any:
-        """Returns the script's smp.DistributedOptimizer; None if there is none."""
-        return self.optimizer() if self.optimizer is not None else None
+        """Returns the script's last smp.DistributedOptimizer; None if there is none."""
+        return next(reversed(self.current_optimizers()), None)
 
     def keep(self, thing: object) -> None:
         """Keeps an object until `smp.shutdown`, one of each class."""

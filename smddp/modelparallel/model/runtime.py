@@ -202,8 +202,7 @@ class ModelRuntime:
             self.executor.modules.replaced = self.buffers.was_replaced
         self._unplaced = None
         self.data_parallel.adopt(local, self.buffers)
-        optimizer = self._state.current_optimizer()
-        if optimizer is not None:
+        for optimizer in self._state.current_optimizers():
             optimizer._smp_state.adopt(self.placement)
         # Hooks ask what lives here, so this comes before them. The messages that were kept until
         # now make tasks, which run only when the hooks have ended: this task has the baton.
@@ -389,7 +388,7 @@ class ModelRuntime:
 
     @property
     def masters(self) -> MasterWeights | None:
-        """The master weights of the optimizer; None without half precision."""
+        """The master weights of the last optimizer; None without half precision."""
         optimizer = self._state.current_optimizer()
         return None if optimizer is None else optimizer._smp_state.masters
 

@@ -36,7 +36,9 @@ class DistributedOptimizer(metaclass=_IsPatched):
     Parameters that live on other ranks have no gradient here, so the optimizer skips them.
     What changes is its state dict: `state_dict` gathers it from all ranks of the pipeline, and
     `load_state_dict` keeps what belongs to this rank. A script may create the optimizer before or
-    after it wraps the model.
+    after it wraps the model. All parameters that require gradients have to be the model's. A model
+    may have several optimizers; with fp16 or bf16 only the last one that was made can step, because
+    there is one loss scale.
 
     Args:
         optimizer: any object with `param_groups` and `state`, whose class has `step`, `state_dict`
@@ -48,7 +50,8 @@ class DistributedOptimizer(metaclass=_IsPatched):
 
     Raises:
         SMPInitializationError: `smp.init` has not been called.
-        SMPUsageError: the optimizer is one already, or dynamic_loss_args are wrong.
+        SMPUsageError: the optimizer is one already, it has a parameter that is none of the model,
+            or dynamic_loss_args are wrong.
     """
 
     def __new__(
@@ -73,7 +76,11 @@ class DistributedOptimizer(metaclass=_IsPatched):
                 "with torch.autocast, use smp.amp.GradScaler",
                 stacklevel=2,
             )
-        optimizer._smp_state = helper = _State(optimizer, masters)
+        helper = _State(optimizer, masters)
+        model = state.current_model()
+        if model is not None:
+            helper.check(model)
+        optimizer._smp_state = helper
         for name in ("step", "state_dict", "load_state_dict"):
             setattr(optimizer, name, types.MethodType(getattr(_patches, name), optimizer))
         for name in ("local_state_dict", "orig_state_dict", "_param_id_to_index"):
@@ -83,8 +90,7 @@ class DistributedOptimizer(metaclass=_IsPatched):
             optimizer.step = functools.update_wrapper(step, helper.counted)
         if masters is not None:
             _add_names_of_fp16(optimizer, masters)
-        state.optimizer = weakref.ref(optimizer)
-        model = state.current_model()
+        state.optimizers.append(weakref.ref(optimizer))
         if masters is not None and model is not None and model.partitioned:
             masters.adopt(model.runtime.placement)
         return optimizer
@@ -117,16 +123,25 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             What the optimizer's own step returns; None after an overflow with fp16.
 
         Raises:
-            SMPUsageError: a step of smp runs, or a closure is given with fp16 or bf16.
+            SMPUsageError: a step of smp runs, the optimizer has a parameter that is none of the
+                model, or with fp16 or bf16, a closure is given or there is a later optimizer.
         """
         if state.in_step:
             raise SMPUsageError(
                 "optimizer.step() has to be outside the function decorated with smp.step: only "
                 "there the gradients of all microbatches are complete"
             )
+        model, masters = state.current_model(), self._smp_state.masters
+        if masters is not None and self is not state.current_optimizer():
+            raise SMPUsageError(
+                "with fp16 or bf16 only the last smp.DistributedOptimizer has master weights, and "
+                "a later one was made: give all parameters to one optimizer, in several groups"
+            )
+        if model is not None:
+            self._smp_state.check(model)
         if state.cfg.sharded_data_parallel_degree > 1:
             self._global_grad_norm = clip_grad_norm(state.cfg.sdp_gradient_clipping)
-        if closure is not None and self._smp_state.masters is not None:
+        if closure is not None and masters is not None:
             raise SMPUsageError("with fp16 or bf16, optimizer.step() takes no closure")
         arguments = (closure, *args) if closure is not None or args else ()
         return self._smp_state.step(*arguments, **kwargs)
@@ -199,10 +214,30 @@ class _State:
         if counted is not None:
             self._step = lambda _, *args, **kwargs: counted(*args, **kwargs)
         self._deferred: Mapping[str, Any] | None = None
+        # The model and how many parameters of the optimizer `check` has found in it.
+        self._checked: tuple[weakref.ref[Any], int] | None = None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         inner = functools.partial(self._step, self._optimizer(), *args, **kwargs)
         return inner() if self.masters is None else self.masters.step(inner)
+
+    def check(self, model: Any) -> None:
+        """Raises SMPUsageError if a parameter that requires gradients is not the model's."""
+        count = sum(len(group["params"]) for group in self._groups())
+        if self._checked is not None and self._checked[0]() is model and self._checked[1] == count:
+            return
+        known = {id(parameter) for parameter in model.get_module().parameters()}
+        for group in self._groups():
+            for parameter in group["params"]:
+                original = parameter if self.masters is None else self.masters.original(parameter)
+                if parameter.requires_grad and id(original) not in known:
+                    raise SMPUsageError(
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
+                        "no parameter of the smp.DistributedModel: smp would neither reduce its "
+                        "gradient nor save its state. Give such parameters to an optimizer of "
+                        "their own, without smp.DistributedOptimizer"
+                    )
+        self._checked = weakref.ref(model), count
 
     def state_dict(self) -> dict[str, Any]:
         own: dict[str, Any] = self._state_dict(self._optimizer())

@@ -104,6 +104,32 @@ def train_step(model: Any, optimizer: Any, words: Tensor, x: Tensor) -> Any:
     return loss
 
 
+def two_halves(first: bool) -> None:
+    """An optimizer for each part of a model in half precision."""
+    smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, "fp16": True})
+    net = Net()
+    inner = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (net.first, net.last)]
+    if first:
+        one, other = map(smp.DistributedOptimizer, inner)
+    model = smp.DistributedModel(net)
+    if not first:
+        one, other = map(smp.DistributedOptimizer, inner)
+    train_step(model, None, *batch(0, 0))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(SMPUsageError, match=r"only the last smp.DistributedOptimizer has master"):
+        one.step()
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    other.step()
+    changed = [n for n, value in model.state_dict().items() if not torch.equal(value, before[n])]
+    assert changed == ["last.weight", "last.bias"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("first", [True, False], ids=["optimizers first", "model first"])
+def test_half_precision_takes_one_optimizer(first: bool) -> None:
+    check_ranks(two_halves, "1", first)
+
+
 def begin(parts: int, seed: int = 0, **config: Any) -> tuple[Any, Any, Any]:
     config = {"ddp": True, "microbatches": MICROBATCHES, "fp16": True, **config}
     arguments, divided = config.pop("arguments", {}), config.pop("divided", parts)

@@ -127,6 +127,87 @@ def test_optimizers_follow_their_formulas_whole_and_divided() -> None:
             torch.testing.assert_close(value, p.data, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
 
 
+def two_optimizers(pp: int, first: bool) -> tuple[dict[str, Tensor], list[Any]]:
+    """Each layer has an optimizer of its own, which gets its state before the first step."""
+    smp.init({"partitions": pp, **MANUAL})
+    net = layers(pp - 1)
+    parts: list[Any] = [torch.optim.SGD(net[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)]
+    if first:
+        parts = [smp.DistributedOptimizer(part) for part in parts]
+    model = smp.DistributedModel(net)
+    if not first:
+        parts = [smp.DistributedOptimizer(part) for part in parts]
+    for part, saved in zip(parts, saved_momenta(), strict=True):
+        part.load_state_dict(saved)
+    for step in range(STEPS):
+        for part in parts:
+            part.zero_grad()
+        train(model, batch(step))
+        for part in parts:
+            part.step()
+    return model.state_dict(), [part.state_dict()["state"] for part in parts]
+
+
+def saved_momenta() -> list[Any]:
+    """Returns the states of the optimizers of two layers after a step with other data."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    parts = [torch.optim.SGD(net[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)]
+    (net(batch(99)).square().mean() * 20).backward()
+    for part in parts:
+        part.step()
+    return [part.state_dict() for part in parts]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["optimizers first", "model first"])
+def test_a_model_may_have_several_optimizers(first: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    parts = [torch.optim.SGD(net[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)]
+    for part, saved in zip(parts, saved_momenta(), strict=True):
+        part.load_state_dict(saved)
+    for step in range(STEPS):
+        net.zero_grad()
+        (net(batch(step)).square().mean() * 20).backward()
+        for part in parts:
+            part.step()
+    states = [part.state_dict()["state"] for part in parts]
+    for found, momenta in check_ranks(two_optimizers, "2", 2, first):
+        torch.testing.assert_close(found, dict(net.state_dict()))
+        torch.testing.assert_close(momenta, states)
+
+
+def strangers() -> None:
+    """Optimizers that do not fit the model."""
+    gc.freeze()  # so that collecting a model does not visit all objects of torch
+    smp.init({"partitions": 2, **MANUAL})
+    other = nn.Linear(2, 3)
+
+    def optimizer(*modules: Any) -> Any:
+        return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+
+    early = smp.DistributedOptimizer(optimizer(other))
+    net = layers(1)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    model = smp.DistributedModel(net)
+    with pytest.raises(
+        SMPUsageError, match=r"a parameter of shape \(3, 2\) that is no parameter of"
+    ):
+        smp.DistributedOptimizer(optimizer(net, other))
+    right = smp.DistributedOptimizer(optimizer(net, frozen))
+    train(model, batch(0))
+    right.step()
+    with pytest.raises(SMPUsageError, match=r"no parameter of the smp.DistributedModel"):
+        early.step()
+    right.add_param_group({"params": other.parameters()})
+    with pytest.raises(SMPUsageError, match=r"no parameter of the smp.DistributedModel"):
+        right.step()
+
+
+def test_parameters_that_are_not_the_models_are_refused() -> None:
+    check_ranks(strangers, "2")
+
+
 NORMS = [0, 0.5, 1, 2.0, 3, float("inf")]
 
 
