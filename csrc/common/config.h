@@ -30,7 +30,7 @@ struct Allowed {
 inline constexpr int64_t kMostBytes = int64_t{1} << 40;
 // Operations and messages are identified by numbers of 8 and of 15 bits (asserted in engine/channels.cc).
 inline constexpr int64_t kMostInFlight = 254;
-inline constexpr int64_t kMostWindow = 1 << 13;
+inline constexpr int64_t kMostWindow = 1 << 8;
 
 // clang-format off
 #define SMDDP_USER_SETTINGS(X)                                                                                 \

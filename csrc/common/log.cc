@@ -23,8 +23,14 @@ LogLevel parseLevel(const std::string& text) {
 
 }  // namespace
 
-LogLevel logLevel() {
-  static const LogLevel level = parseLevel(settings().log);
+LogLevel logLevel() noexcept {
+  static const LogLevel level = [] {
+    try {
+      return parseLevel(settings().log);
+    } catch (const Error&) {
+      return LogLevel::Warn;
+    }
+  }();
   return level;
 }
 

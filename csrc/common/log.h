@@ -15,7 +15,8 @@ namespace smddp {
 
 enum class LogLevel : int { Error = 0, Warn, Info, Debug, Trace };
 
-LogLevel logLevel();
+// By SMDDP_LOG; warn if any setting is invalid, because code that reports that may log.
+LogLevel logLevel() noexcept;
 // The rank printed in front of every line; -1 (none) until the first group exists.
 void setLogRank(int rank);
 void writeLog(LogLevel level, const char* tag, const std::string& text);

@@ -71,6 +71,16 @@ bool Diagnosis::isLost(Rank rank) const {
   return peer->lost && process_.clock().now() - peer->lostAt >= kLastBytes;
 }
 
+std::optional<Rank> Diagnosis::lostIfAllAre() const {
+  std::optional<Rank> lost;
+  for (Rank rank = 0; rank < membership_.size(); ++rank) {
+    if (rank == membership_.me()) continue;
+    if (!isLost(rank)) return std::nullopt;
+    lost = rank;
+  }
+  return lost;
+}
+
 std::string Diagnosis::howLost(Rank rank) const {
   const Peer* peer = membership_.peers[rank];
   return peer != nullptr && peer->lost ? *peer->lost : "it left the group";

@@ -37,6 +37,8 @@ class Diagnosis {
 
   // Nothing more will come from this rank: it left, or it is gone.
   bool isLost(Rank rank) const;
+  // The last of the other ranks, if nothing more will come from any of them.
+  std::optional<Rank> lostIfAllAre() const;
   // "its process died"
   std::string howLost(Rank rank) const;
 

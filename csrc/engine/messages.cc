@@ -58,7 +58,11 @@ Standstill Messages::standstillOf(const Exchange& exchange) const {
   // A receive from anyone may know its sender by now. Until then it depends on no particular rank.
   const Rank source = exchange.completion->source();
   const Rank awaited = !message.send && source >= 0 ? source : message.peer;
-  if (awaited != kAnySource && awaited != membership_.me()) at.awaited.insert(awaited);
+  if (awaited == kAnySource) {
+    at.awaitsAnyone = true;
+  } else if (awaited != membership_.me()) {
+    at.awaited.insert(awaited);
+  }
   if (exchange.deadline.passed(process_.clock())) at.expired = message.timeout;
   return at;
 }

@@ -128,7 +128,8 @@ void Sentinel::followOne(Wait& wait, const Standstill& at) {
 
 // A lost rank is an error only where it is awaited: it may have done its part and left. True when anything changed.
 bool Sentinel::checkLost(const std::vector<Standstill>& standstills) {
-  const auto lostOf = [&](const Standstill& at) {
+  const auto lostOf = [&](const Standstill& at) -> std::optional<Rank> {
+    if (at.awaitsAnyone) return diagnosis_.lostIfAllAre();
     const auto found = std::find_if(at.awaited.begin(), at.awaited.end(),
                                     [&](Rank rank) { return diagnosis_.isLost(rank); });
     return found == at.awaited.end() ? std::nullopt : std::optional(*found);

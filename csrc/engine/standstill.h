@@ -19,10 +19,11 @@ namespace smddp::engine {
 struct Standstill {
   uint64_t sequence = 0;            // 0: a message; messages are not numbered
   transport::CallFingerprint call;  // unless it is a message
-  std::string wait;        // "at the arrival for ranks 1, 2", "to send to rank 3 with tag 0"
-  std::set<Rank> awaited;  // never this rank
-  int64_t moved = 0;       // bytes that it has exchanged with other nodes
-  int64_t toMove = 0;      // … in all
+  std::string wait;           // "at the arrival for ranks 1, 2", "to send to rank 3 with tag 0"
+  std::set<Rank> awaited;     // never this rank
+  bool awaitsAnyone = false;  // any other rank can end it; then `awaited` is empty
+  int64_t moved = 0;          // bytes that it has exchanged with other nodes
+  int64_t toMove = 0;         // … in all
   std::optional<Nanoseconds> expired;  // the time-out of its operation whose deadline has passed
 };
 

@@ -73,7 +73,7 @@ def test_the_tool_shows_values_in_force() -> None:
 def test_numbers_have_their_limits() -> None:
     said = {row["name"]: row["doc"] for row in env.settings()}
     assert said["SMDDP_POOL_BYTES"].endswith(" At least 16384 bytes.")
-    assert said["SMDDP_FABRIC_WINDOW"].endswith(" From 1 to 8192 messages.")
+    assert said["SMDDP_FABRIC_WINDOW"].endswith(" From 1 to 256 messages.")
     for name in ("SMDDP_FUSION_BYTES", "SMDDP_NODE_ID", "SMDDP_FABRIC_RMA"):
         assert not any(text in said[name] for text in (" At least ", " From ")), name
 

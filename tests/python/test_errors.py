@@ -265,9 +265,9 @@ def _bad_setting() -> str:
     [
         ("SMDDP_CHUNK_BYTES", "many", "write digits only, without a unit, for example SMDDP_CHUNK"),
         ("SMDDP_CHUNK_BYTES", "256KiB", "for example SMDDP_CHUNK_BYTES=262144"),
-        ("SMDDP_FABRIC_WINDOW", "-1", "is not a whole number of messages from 1 to 8192"),
+        ("SMDDP_FABRIC_WINDOW", "-1", "is not a whole number of messages from 1 to 256"),
         ("SMDDP_FABRIC_RMA", "maybe", "use 1, true or on, or 0, false or off, for example"),
-        ("SMDDP_FABRIC_WINDOW", "0", "is not a whole number of messages from 1 to 8192"),
+        ("SMDDP_FABRIC_WINDOW", "0", "is not a whole number of messages from 1 to 256"),
         ("SMDDP_POOL_BYTES", "16383", "is not a whole number of bytes from 16384 to"),
         ("SMDDP_POOL_BYTES", "1", "SMDDP_POOL_BYTES=8388608 (the default), or unset it"),
         ("SMDDP_CHUNK_BYTES", "9223372036854775807", "bytes from 64 to 1099511627776; write"),

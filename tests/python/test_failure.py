@@ -215,6 +215,22 @@ def test_death_of_the_other_end_of_a_message(layout: str) -> None:
         assert f"pid {culprit.pid}" in failure.text
 
 
+def _message_from_anyone() -> Failure:
+    dist.init_process_group("smddp", timeout=timedelta(seconds=30))
+    dist.barrier()
+    if dist.get_rank() == CULPRIT:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return failure_of(lambda: dist.recv(torch.ones(1000)))
+
+
+@pytest.mark.parametrize("layout", ["2", "1+1"])
+def test_death_of_all_who_could_send(layout: str) -> None:
+    (failure,), culprit = survivors_of(_message_from_anyone, layout)
+    assert failure.kind == "SMDDPPeerLostError"
+    assert f"pid {culprit.pid}" in failure.text
+
+
 # --- time -----------------------------------------------------------------------------------------
 
 
