@@ -55,7 +55,11 @@ PARSERS = [
     ),
     Parser("csrc/bootstrap/lifeline_wire.cc", 90),
     Parser("csrc/bootstrap/locality.cc", 95),
-    Parser("csrc/bootstrap/rendezvous.cc", 95),
+    Parser(
+        "csrc/bootstrap/rendezvous.cc",
+        90,
+        "decodeNote|8readNote|4meet|agreeOnNodes|Epoch|unseal|7collect|toText|raiseForeign",
+    ),
     Parser("csrc/common/seal.cc", 95),
     Parser("csrc/engine/blame.cc", 85),
     Parser("csrc/engine/call.cc", 85),

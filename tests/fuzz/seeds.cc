@@ -3,8 +3,10 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "bootstrap/blob.h"
 #include "bootstrap/introduction.h"
 #include "bootstrap/lifeline_wire.h"
 #include "bootstrap/locality.h"
@@ -48,6 +50,7 @@ void bootstrapSeeds() {
   introduction.host = "host";
   introduction.settings = "SMDDP_CHUNK_BYTES=4096\nSMDDP_ALGORITHM=allreduce=ring\n";
   introduction.slab.resize(40);
+  introduction.groupSize = 2;
   const auto blob = serialise(introduction);
   write("bootstrap_fuzz", "introduction", behind({0}, blob));
   write("bootstrap_fuzz", "report", behind({1}, serialise(ProbeReport{{{2, "no memory"}}})));
@@ -68,11 +71,36 @@ void bootstrapSeeds() {
     }
     return all;
   };
-  // Rank 0 of two, no token; epoch 1; nothing closed; two introductions.
-  Blob meeting = behind({5, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0}, {});
+  // The answers to two questions whether the store has a key.
+  const Blob bothThere = behind({1, 1}, {});
+  // Rank 0 of two, no token; epoch 1; nothing is closed; no note; two introductions.
+  const Blob begin = behind({5, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0}, {});
+  Blob meeting = begin;
+  meeting.push_back(std::byte{0});
+  add(meeting, bothThere);
   Blob agreed = meeting;
   add(meeting, values({blob, blob}));
   write("bootstrap_fuzz", "meeting", meeting);
+  // A note of rank 1, and one of this rank, which takes it back.
+  for (const int writer : {1, 0}) {
+    BlobWriter note;
+    note.number(static_cast<uint32_t>(writer));
+    note.number(static_cast<uint8_t>(ErrorKind::Usage));
+    note.text("text", "cannot take part", 1024);
+    Blob noted = begin;
+    noted.push_back(std::byte{1});
+    add(noted, values({note.take()}));
+    add(noted, bothThere);
+    write("bootstrap_fuzz", fmt::format("note{}", writer), noted);
+  }
+  // Rank 1 cannot take part.
+  Introduction troubled = introduction;
+  troubled.trouble = "no memory";
+  troubled.troubleKind = ErrorKind::Resource;
+  const Blob refusal = serialise(troubled);
+  Blob refused = agreed;
+  add(refused, values({refusal, refusal}));
+  write("bootstrap_fuzz", "refused", refused);
   // They agree, and tell whom they cannot reach. The same for rank 1, after an epoch that was superseded by the next.
   introduction.settings.clear();
   const Blob plain = serialise(introduction);
@@ -86,6 +114,7 @@ void bootstrapSeeds() {
   write("bootstrap_fuzz", "twin", behind({0}, serialise(introduction)));
   Blob rest = values({plain, plain});
   rest.push_back(std::byte{3});
+  add(rest, bothThere);
   add(rest, values({serialise(ProbeReport{{{1, "no memory"}}}), serialise(ProbeReport{})}));
   add(agreed, rest);
   write("bootstrap_fuzz", "nodes", agreed);
@@ -93,10 +122,12 @@ void bootstrapSeeds() {
     return behind({static_cast<int>(value.size()), 0}, std::as_bytes(std::span(value)));
   };
   Blob late = behind({5, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0}, {});
-  add(late, text("superseded"));
-  add(late, text("2"));
-  late.push_back(std::byte{0});
-  add(late, text("complete"));
+  for (const std::string_view value : {"superseded", "2", "complete"}) {
+    if (value == "complete") late.push_back(std::byte{0});
+    late.push_back(std::byte{1});
+    add(late, text(value));
+  }
+  add(late, bothThere);
   add(late, rest);
   write("bootstrap_fuzz", "late", late);
   // Introduce number 1; a connection; the hello; a poll; the goodbye.
