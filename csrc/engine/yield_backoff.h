@@ -1,8 +1,8 @@
 // Backs off from sched_yield() while another program computes on our core.
 //
 // A yield to a mate who waits as well, or works for us, is the cheapest way to wait where ranks outnumber cores. A
-// yield to a data loader or to another program loses the core for a whole turn of the scheduler, 3 to 4 ms on Linux,
-// and an operation has many waits. To sleep and be woken takes some ten microseconds, because the scheduler prefers
+// yield to a data loader or to another program loses the core for a whole turn of the scheduler: 3 to 4 ms on Linux.
+// An operation has many waits. To sleep and be woken takes some ten microseconds, because the scheduler prefers
 // threads that wake up to threads that compute. So after a lost turn the owner does not yield for a period. The period
 // doubles each time that the next yield loses a turn again, and halves with each yield that does not.
 //

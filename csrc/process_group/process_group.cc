@@ -108,7 +108,8 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
       sizes, c10::elementSize(c10::typeMetaToScalarType(options.dtype())));
   try {
     const auto engine = engineAtFirstUse();
-    engine->requireUsable();
+    engine
+        ->requireUsable();  // in the child of a fork, call() might wait for an owner that it does not have
     std::optional<engine::NodeMemory> node;
     engine->call([&] { node.emplace(engine->process().memory()); });
     const auto memory = node->tensors;

@@ -57,7 +57,7 @@ PARSERS = [
     Parser("csrc/bootstrap/locality.cc", 95),
     Parser(
         "csrc/bootstrap/rendezvous.cc",
-        90,
+        95,
         "decodeNote|8readNote|4meet|agreeOnNodes|Epoch|unseal|7collect|toText|raiseForeign",
     ),
     Parser("csrc/common/seal.cc", 95),

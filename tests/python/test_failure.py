@@ -195,12 +195,16 @@ def test_rank_that_leaves_while_others_go_on(layout: str) -> None:
         assert f"rank {CULPRIT}" in failure.text
 
 
-def _messages_from_the_dead() -> Failure:
+def _culprit_dies_soon() -> None:
     dist.init_process_group("smddp", timeout=timedelta(seconds=30))
     dist.barrier()
     if dist.get_rank() == CULPRIT:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _messages_from_the_dead() -> Failure:
+    _culprit_dies_soon()
     # So long that it cannot be sent before the receive is posted.
     if dist.get_rank() == 0:
         return failure_of(lambda: dist.send(torch.ones(10_000_000), CULPRIT))
@@ -216,11 +220,7 @@ def test_death_of_the_other_end_of_a_message(layout: str) -> None:
 
 
 def _message_from_anyone() -> Failure:
-    dist.init_process_group("smddp", timeout=timedelta(seconds=30))
-    dist.barrier()
-    if dist.get_rank() == CULPRIT:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
+    _culprit_dies_soon()
     return failure_of(lambda: dist.recv(torch.ones(1000)))
 
 

@@ -117,7 +117,7 @@ class Buffers:
 
 
 def version_of(tensor: torch.Tensor | None) -> int:
-    """Returns how often a tensor was changed in place; 0 if it does not count that."""
+    """Returns how often a tensor, or a view of it, has changed in place; 0 if that is not known."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 

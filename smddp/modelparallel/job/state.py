@@ -95,9 +95,9 @@ class State:
 
     def current_optimizers(self) -> list[Any]:
         """Returns those of the script's smp.DistributedOptimizers that still exist."""
-        self.optimizers = [reference for reference in self.optimizers if reference() is not None]
-        found = [reference() for reference in self.optimizers]
-        return [optimizer for optimizer in found if optimizer is not None]
+        found = [optimizer for one in self.optimizers if (optimizer := one()) is not None]
+        self.optimizers = [weakref.ref(optimizer) for optimizer in found]
+        return found
 
     def current_optimizer(self) -> Any:
         """Returns the script's last smp.DistributedOptimizer; None if there is none."""

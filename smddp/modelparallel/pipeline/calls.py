@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from smddp.modelparallel.common.buffers import version_of
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import rebuild
 from smddp.modelparallel.pipeline.baton import Ticket
-from smddp.modelparallel.pipeline.collector import Collector, version_of
+from smddp.modelparallel.pipeline.collector import Collector
 from smddp.modelparallel.pipeline.failure import ArgumentChangedError
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.host import Host

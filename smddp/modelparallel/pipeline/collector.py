@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from smddp.modelparallel.common.buffers import version_of
 from smddp.modelparallel.common.structure import Structure, builder, constants
 from smddp.modelparallel.pipeline.lazy import Lazy
 from smddp.modelparallel.pipeline.protocol import (
@@ -21,7 +22,7 @@ from smddp.modelparallel.pipeline.protocol import (
     TensorId,
 )
 
-__all__ = ["Collector", "Site", "count_tensors", "predictable", "version_of"]
+__all__ = ["Collector", "Site", "count_tensors", "predictable"]
 
 
 class Site:
@@ -195,14 +196,6 @@ def _connect(
     unknown = any(calls[call].returns is None for call in segment.calls)
     if unknown or not any(source == number for source, _ in wanted):
         wanted.setdefault((number, SINK), [])
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Returns a number that grows with each change in place of a tensor or of a view of it.
-
-    It is always 0 for inference tensors, which do not count their changes.
-    """
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def count_tensors(structure: Structure) -> int:

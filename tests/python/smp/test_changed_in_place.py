@@ -19,18 +19,12 @@ import smdistributed.modelparallel.torch as smp
 pytestmark = pytest.mark.multiprocess
 
 STEPS, MICROBATCHES = 3, 4
+MANUAL = {"microbatches": MICROBATCHES, "auto_partition": False, "default_partition": 0}
 SMALL, LARGE = 8, 1 << 19  # elements; 2 MiB are sent without a copy
 
 
 def _start(pp: int) -> None:
-    smp.init(
-        {
-            "pipeline_parallel_degree": pp,
-            "microbatches": MICROBATCHES,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
+    smp.init({**MANUAL, "partitions": pp})
     torch.manual_seed(1)
 
 

@@ -14,7 +14,8 @@ from smddp.modelparallel.common.errors import SMPMicrobatchError
 
 pytestmark = pytest.mark.multiprocess
 
-WIDTH, STEPS, MICROBATCHES = 4, 3, 4
+WIDTH, STEPS = 4, 3
+MANUAL = {"microbatches": 4, "auto_partition": False, "default_partition": 0}
 
 
 class Meter(nn.Module):
@@ -97,14 +98,7 @@ def evaluate(model: Any, x: Tensor) -> None:
 
 
 def _run(pp: int, grad: bool) -> dict[str, Tensor]:
-    smp.init(
-        {
-            "pipeline_parallel_degree": pp,
-            "microbatches": MICROBATCHES,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
+    smp.init({**MANUAL, "partitions": pp})
     torch.manual_seed(1)
     model = smp.DistributedModel(Model(grad), trace_device="cpu")
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
