@@ -39,7 +39,7 @@ build:  ## compile the C++ core, its tests and the module
 .PHONY: test
 test:  ## all kinds of test in 25 minutes: C++, Python, C++ again under sanitizers, fuzzers
 	@echo "TEST_TURN=$(TEST_TURN)"
-	@tools/stages.sh build test-cpp test-python sanitize-address,undefined fuzz sanitize-thread
+	@tools/stages.sh setup test-optimized test-python sanitize-address,undefined fuzz sanitize-thread
 
 .PHONY: test-all
 test-all: export ALL_SEEDS := 1
@@ -52,6 +52,12 @@ test-all:  ## everything, for hours: every case and seed, torch's own tests, fuz
 test-fast: build setup  ## the tests that take less than three minutes together
 	$(CTEST) -j2 --test-dir $(BUILD) --label-exclude 'slow|exhaustive'
 	$(PYTEST) $(WORKERS) -m "not slow and not exhaustive"
+
+# Tests that do as much under sanitizers run there only.
+.PHONY: test-optimized
+test-optimized:  ## the C++ tests that do more without sanitizers than with them
+	@tools/setup.sh build optimized_tests
+	$(CTEST) -j2 --test-dir $(BUILD) --label-regex optimized --label-exclude exhaustive
 
 .PHONY: test-cpp
 test-cpp: build  ## the C++ tests

@@ -2,6 +2,7 @@
 #
 # slow         `make test-fast` leaves it out
 # sequential   has one thread, so ThreadSanitizer cannot find anything
+# optimized    does less under sanitizers, or nothing. So `make test` runs it without them, too
 #
 # One GoogleTest executable, registered with ctest under its own name. The timeout is a safety net: a
 # test that waits has its own, much shorter deadline. Sanitizers slow everything down several times.
@@ -24,8 +25,9 @@ if(SMDDP_QUICK_BUILD)
     <algorithm> <array> <atomic> <chrono> <cstring> <functional> <map> <memory> <mutex> <optional> <random> <span>
     <string> <thread> <vector> <fmt/format.h> <gmock/gmock.h> <gtest/gtest.h>)
 endif()
-# All tests that are not sequential, and nothing else.
+# All tests that are not sequential, and all that are optimized.
 add_custom_target(threaded_tests)
+add_custom_target(optimized_tests)
 if(SMDDP_SANITIZE)
   set(SMDDP_TEST_TIMEOUT 600)
 else()
@@ -61,6 +63,9 @@ function(smddp_add_test name)
   smddp_prepare_tests(${name} ${arg_LIBS})
   if(NOT "sequential" IN_LIST arg_LABELS)
     add_dependencies(threaded_tests ${name})
+  endif()
+  if("optimized" IN_LIST arg_LABELS)
+    add_dependencies(optimized_tests ${name})
   endif()
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES

@@ -3,7 +3,7 @@
 #
 #   tools/setup.sh packages      system packages (Debian, Ubuntu)
 #   tools/setup.sh environment   + the virtual environment .venv with torch
-#   tools/setup.sh build         + the C++ core, its tests and the module, in build/torch-<release>
+#   tools/setup.sh build [target]   + the C++ core, its tests and the module, or one target, in build/torch-<release>
 #   tools/setup.sh               + `import smddp` works in .venv
 #   tools/setup.sh python-tests  + the device of the Python tests
 #   tools/setup.sh sanitized <sanitizers> <target>   a target of build/<sanitizers>: the core, its tests, the fuzzers
@@ -74,6 +74,7 @@ compile() {
 }
 
 build() {
+  [ $# = 0 ] || targets=("$@")
   environment
   compile $build -DPYTHON_EXECUTABLE="$PWD/$venv/bin/python"
 }
