@@ -166,7 +166,11 @@ Tuning Tuning::read(const std::string& path) {
   }
   // A folder can be opened, but not read.
   if (file.bad()) raise(ErrorKind::Usage, "SMDDP_TUNING_FILE={}: the file cannot be read", path);
-  return parse(text, path);
+  try {
+    return parse(text, path);
+  } catch (const Error& error) {
+    throw Error(error.kind(), fmt::format("SMDDP_TUNING_FILE: {}", error.what()));
+  }
 }
 
 uint64_t Tuning::digest(std::string_view more) const {

@@ -24,6 +24,8 @@ std::string describe(const transport::CallFingerprint& call) {
     case PartOf::AllToAllWithSplits: return "alltoall with split sizes";
     case PartOf::SparseAllReduce: return "allreduce of a sparse tensor";
     case PartOf::SplitGroup: return "split_group";
+    case PartOf::UnevenAllGather:
+    case PartOf::UnevenReduceScatter: break;
     default: return "an unknown operation";
   }
   const auto collective = static_cast<collectives::Collective>(call.collective);
@@ -46,6 +48,12 @@ std::string describe(const transport::CallFingerprint& call) {
                           collective == collectives::Collective::Scatter;
     const uint64_t root = isScaled ? call.bytes >> kLengthBits : static_cast<uint64_t>(call.root);
     text += fmt::format(" {} rank {}", isSource ? "from" : "to", root);
+  }
+  // "reduce of 3 float32 (12 B) with SUM to rank 1, for reduce_scatter of blocks of several sizes"
+  const auto partOf = static_cast<PartOf>(call.flags);
+  if (partOf != PartOf::Itself) {
+    text += fmt::format(", for {} of blocks of several sizes",
+                        partOf == PartOf::UnevenAllGather ? "all_gather" : "reduce_scatter");
   }
   return text;
 }

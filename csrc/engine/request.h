@@ -11,9 +11,16 @@
 
 namespace smddp::engine {
 
-// Some calls of the user are made of messages, and of a collective beside them, by which all ranks find out whether
-// they are in the same call. This says which call the collective is part of.
-enum class PartOf : uint8_t { Itself, AllToAllWithSplits, SparseAllReduce, SplitGroup };
+// Some calls of the user are made of several collectives, or of messages and a collective beside them, by which all
+// ranks find out whether they are in the same call. This says which call the collective is part of.
+enum class PartOf : uint8_t {
+  Itself,
+  AllToAllWithSplits,
+  SparseAllReduce,
+  SplitGroup,
+  UnevenAllGather,
+  UnevenReduceScatter
+};
 
 // A collective call of this rank. Buffers are laid out as collectives::Shape says.
 struct Request {

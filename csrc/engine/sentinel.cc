@@ -157,10 +157,13 @@ void Sentinel::checkDeadlines(const std::vector<Standstill>& standstills) {
 }
 
 Error Sentinel::timeout(const Standstill& at, Nanoseconds waited) const {
-  const Blame blame = diagnosis_.blameFor(at.awaited, at.sequence);
+  // Who waits for anyone waits as long as somebody is left, even if the sender is one of the lost.
+  const std::string culprit =
+      at.awaitsAnyone ? diagnosis_.lostRanks()
+                      : diagnosis_.culprit(diagnosis_.blameFor(at.awaited, at.sequence));
   return Error(ErrorKind::Timeout, fmt::format("Timed out after {:.1f} s, rank {} waits {}{}{}",
                                                static_cast<double>(waited) * 1e-9, membership_.me(),
-                                               at.wait, diagnosis_.culprit(blame), progressOf(at)));
+                                               at.wait, culprit, progressOf(at)));
 }
 
 // Says when a call last exchanged data, because a call that only needs more time is not stuck.

@@ -126,9 +126,15 @@ Agreement Team::agree(const Track& track) const {
   for (int local = 0; agreement.fused > 1 && local < topology().teamSize(); ++local) {
     Arrival& theirs = track.arrivalOf(local);
     for (uint32_t i = 0; i < agreement.fused; ++i) {
-      if (loadShared(theirs.ends[i]) == mine.ends[i]) continue;
-      raise(ErrorKind::Mismatch, "rank {} and rank {} reduce tensors of different sizes",
-            topology().team()[local], membership_->me());
+      const uint32_t end = loadShared(theirs.ends[i]);
+      if (end == mine.ends[i]) continue;
+      // All before this one are equal, so it begins at the same place. The fingerprint is that of the first, whose
+      // bytes are ends[0]: of calls of 8 and 12 bytes the second has 12 - 8 bytes more.
+      const uint32_t begin = i == 0 ? 0 : mine.ends[i - 1];
+      transport::CallFingerprint theirCall = call, myCall = call;
+      theirCall.bytes += static_cast<uint64_t>(end - begin) - mine.ends[0];
+      myCall.bytes += static_cast<uint64_t>(mine.ends[i] - begin) - mine.ends[0];
+      membership_->requireSameCall(topology().team()[local], theirCall, myCall);
     }
   }
   return agreement;

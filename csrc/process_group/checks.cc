@@ -196,7 +196,10 @@ std::vector<int64_t> elementsPerRank(OpName op, const at::Tensor& tensor,
   int64_t sum = 0;
   for (const int64_t split : splits) {
     if (split < 0) invalid(op, "a split size of the {} is negative: {}", name, split);
-    sum += split;
+    if (__builtin_add_overflow(sum, split, &sum)) {
+      invalid(op, "the split sizes of the {} add up to more than 2^63, but it has {} rows", name,
+              rows);
+    }
   }
   if (sum != rows) {
     invalid(op, "the split sizes of the {} add up to {}, but it has {} rows", name, sum, rows);

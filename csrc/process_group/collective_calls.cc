@@ -69,6 +69,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
     const at::Tensor& block = output[static_cast<size_t>(root)];
     Request request = newRequest(Collective::Broadcast, options.timeout, options.asyncOp);
     request.root = root;
+    request.partOf = engine::PartOf::UnevenAllGather;
     request.output = {root == getRank() ? call.staging.placeThrough(input, own, Access::Send)
                                         : call.staging.write(block)};
     request.bytes = numBytes(block);
@@ -174,6 +175,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
     Request& one = requests.emplace_back(request);
     one.collective = Collective::Reduce;
     one.root = root;
+    one.partOf = engine::PartOf::UnevenReduceScatter;
     one.bytes = numBytes(block);
     if (root != getRank()) one.input = {call.staging.read(block)};
   }

@@ -121,6 +121,11 @@ REFUSED: dict[str, Case] = {
         ValueError,
         "the split sizes of the input add up to 5, but it has 4 rows",
     ),
+    "splits whose sum no integer holds": Case(
+        lambda: dist.all_to_all_single(_empty(4), ONES(4), [2, 2], [2**62, 2**62]),
+        ValueError,
+        "the split sizes of the input add up to more than 2^63, but it has 4 rows",
+    ),
     "no equal splits": Case(
         lambda: dist.all_to_all_single(_empty(3), ONES(3)),
         ValueError,

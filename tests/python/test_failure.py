@@ -231,6 +231,27 @@ def test_death_of_all_who_could_send(layout: str) -> None:
     assert f"pid {culprit.pid}" in failure.text
 
 
+def _message_from_anyone_alive() -> Failure | None:
+    _culprit_dies_soon()
+    if dist.get_rank() == 2:
+        ranks.await_ranks("failed", 1)
+        return None
+    ranks.limit(2)
+    failure = failure_of(lambda: dist.recv(torch.ones(1000)))
+    ranks.arrive("failed")
+    return failure
+
+
+@pytest.mark.parametrize("layout", ["3", "1+2"])
+def test_death_of_one_who_could_send(layout: str) -> None:
+    """Another rank could still send, so the call waits until its time-out, and names the lost one."""
+    (failure, _), culprit = survivors_of(_message_from_anyone_alive, layout)
+    assert failure.kind == "SMDDPCollectiveTimeoutError"
+    assert "waits to receive from any rank" in failure.text
+    assert f"pid {culprit.pid}" in failure.text
+    assert "is gone" in failure.text
+
+
 # --- time -----------------------------------------------------------------------------------------
 
 
@@ -382,6 +403,10 @@ def _diverge(what: str) -> Failure:
         "sparse and dense": lambda: dist.all_reduce(
             torch.eye(5) if other else torch.eye(5).to_sparse()
         ),
+        "gathered blocks": lambda: _gather_blocks(7 if other else 6),
+        "gathered blocks and broadcast": lambda: (
+            dist.broadcast(torch.ones(5), 0) if other else _gather_blocks(6)
+        ),
     }
     return failure_of(calls[what])
 
@@ -390,6 +415,12 @@ def _all_to_all(given: int, expected: int) -> None:
     size = dist.get_world_size()
     output, into = torch.ones(size * expected), [expected] * size
     dist.all_to_all_single(output, torch.ones(size * given), into, [given] * size)
+
+
+def _gather_blocks(last: int) -> None:
+    size = dist.get_world_size()
+    blocks = [torch.ones(5) for _ in range(size - 1)] + [torch.ones(last)]
+    dist.all_gather(blocks, torch.ones(blocks[dist.get_rank()].numel()))
 
 
 @pytest.mark.parametrize(
@@ -423,6 +454,8 @@ def _all_to_all(given: int, expected: int) -> None:
         ("2x1", "splits and none"),
         ("2x1", "shape of a sparse one"),
         ("2x1", "sparse and dense"),
+        ("3", "gathered blocks"),
+        ("2x1", "gathered blocks and broadcast"),
     ],
 )
 def test_mismatch(layout: str, what: str) -> None:
@@ -432,6 +465,33 @@ def test_mismatch(layout: str, what: str) -> None:
         assert outcome.returned, "\n".join(map(str, outcomes))
         assert outcome.value.kind == "SMDDPCollectiveMismatchError", outcome.value
         assert f"rank {CULPRIT}" in outcome.value.text, outcome.value
+        if what == "gathered blocks":
+            assert "for all_gather of blocks of several sizes" in outcome.value.text
+
+
+def _diverge_behind_others() -> Failure:
+    """The third of four calls differs. They are fused, since the first waits for the other rank."""
+    dist.init_process_group("smddp", timeout=timedelta(seconds=10))
+    if dist.get_rank() == CULPRIT:
+        dist.recv(torch.empty(1), 0)
+    counts = [10, 20, 31 if dist.get_rank() == CULPRIT else 30, 40]
+    works = [dist.all_reduce(torch.ones(count), async_op=True) for count in counts]
+    if dist.get_rank() == 0:
+        dist.send(torch.empty(1), CULPRIT)
+
+    def wait_for_all() -> None:
+        for work in works:
+            work.wait()
+
+    return failure_of(wait_for_all)
+
+
+def test_mismatch_of_a_call_behind_others() -> None:
+    for outcome in ranks.run_ranks(_diverge_behind_others, "2"):
+        assert outcome.returned, outcome
+        assert outcome.value.kind == "SMDDPCollectiveMismatchError", outcome.value
+        assert "30 float32" in outcome.value.text, outcome.value
+        assert "31 float32" in outcome.value.text, outcome.value
 
 
 # --- abort ----------------------------------------------------------------------------------------

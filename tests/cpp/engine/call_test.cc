@@ -55,6 +55,12 @@ TEST(Call, MadeOfMessagesIsToldByItsName) {
   Request split = requestFor(Collective::AllGather);
   split.partOf = PartOf::SplitGroup;
   EXPECT_EQ(told(split), "split_group");
+  Request block = requestFor(Collective::Broadcast);
+  block.partOf = PartOf::UnevenAllGather;
+  EXPECT_THAT(told(block), EndsWith("from rank 3, for all_gather of blocks of several sizes"));
+  block.collective = Collective::Reduce;
+  block.partOf = PartOf::UnevenReduceScatter;
+  EXPECT_THAT(told(block), EndsWith("to rank 3, for reduce_scatter of blocks of several sizes"));
   transport::CallFingerprint unknown = fingerprint(splits);
   unknown.flags = 77;
   EXPECT_EQ(describe(unknown), "an unknown operation");
