@@ -83,6 +83,22 @@ TEST(Rendezvous, EverybodyMeetsEverybody) {
   }
 }
 
+// A store whose process is so busy that it takes seconds to return a value. The timeout of get() is for that, too.
+class BusyStore final : public LocalStore {
+ public:
+  Value get(const std::string& key, Nanoseconds timeout) override {
+    if (timeout < kPlenty) raise(ErrorKind::Timeout, "no answer within {} ns", timeout);
+    return LocalStore::get(key, timeout);
+  }
+};
+
+TEST(Rendezvous, WaitsForABusyStore) {
+  BusyStore store;
+  EXPECT_THAT(runRanks(firstRanks(4), [&](Rank me) { meet(store, me, 4, "only"); }), Each(""));
+  meet(store, 0, 1, "alone");
+  EXPECT_THAT(runRanks(firstRanks(4), [&](Rank me) { meet(store, me, 4, "again"); }), Each(""));
+}
+
 TEST(Rendezvous, CostsAConstantNumberOfCallsAndKeysPerRank) {
   for (const int size : {2, 8}) {
     LocalStore store;

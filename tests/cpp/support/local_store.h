@@ -14,7 +14,7 @@ namespace smddp::test {
 
 // Any thread may call all methods. Where c10d's stores differ from each other, this one is strict: an empty value, or a
 // counter read as a value, is an error.
-class LocalStore final : public bootstrap::Store {
+class LocalStore : public bootstrap::Store {
  public:
   void set(const std::string& key, const Value& value) override {
     SMDDP_CHECK(!value.empty(), "{} would be empty", key);
