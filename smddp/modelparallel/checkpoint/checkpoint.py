@@ -234,7 +234,7 @@ def resume_from_checkpoint(
     if load_optimizer and optimizer is not None and manifest["optimizer"]:
         optimizer.load_state_dict(_merged_optimizer(parts, manifest))
     if manifest["partition"] is not None and not model.partitioned:
-        model.runtime.placement.from_checkpoint = Decision.from_dict(manifest["partition"])
+        model.runtime.placement.from_checkpoint = _division(manifest)
     return _user_content(parts / "user_content.pt")
 
 
@@ -317,6 +317,7 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
             "optimizer": sorted(name for name in files if name.startswith("optimizer_")),
             FP16_STATES: sorted(name for name in files if name.startswith(FP16_STATES)),
             "partition": decision.as_dict() if decision is not None else None,
+            "partitions": topology.pp_size,
         }
         write(folder / _MANIFEST, lambda file: file.write(json.dumps(manifest).encode()))
 
@@ -339,6 +340,17 @@ def _manifest(folder: Path) -> dict[str, Any]:
         )
     manifest: dict[str, Any] = json.loads(file.read_text())
     return manifest
+
+
+def _division(manifest: dict[str, Any]) -> Decision | None:
+    """Returns the division of a checkpoint; None if this job has partitions that it does not know.
+
+    These partitions would stay empty, so the model is divided anew.
+    """
+    decision = Decision.from_dict(manifest["partition"])
+    # Checkpoints of older versions do not say how many partitions their job had.
+    before = manifest.get("partitions", decision.parts)
+    return decision if state.topology.pp_size <= before else None
 
 
 def _verified(folder: Path, name: str, manifest: dict[str, Any]) -> Path:

@@ -25,8 +25,9 @@ _stack: list[int] = []
 def partition(index: int) -> Iterator[None]:
     """Returns a context that assigns modules created inside it to a partition.
 
-    The innermost context counts. With auto_partition, the default, it has no effect, and warns if
-    there are several partitions.
+    The innermost context counts. It has no effect if the division comes from `load_partition` or
+    from a checkpoint. With auto_partition, the default, it has no effect either, and warns if there
+    are several partitions.
 
     Args:
         index: of the partition, from 0.
@@ -42,8 +43,8 @@ def partition(index: int) -> Iterator[None]:
         )
     if state.cfg.auto_partition and count > 1:
         warnings.warn(
-            "smp.partition has no effect while auto_partition is on, as it is by default; with "
-            "auto_partition: False and a default_partition in the configuration it has",
+            "smp.partition has no effect while auto_partition is on, as it is by default; it works "
+            "with auto_partition: False and a default_partition in the configuration",
             stacklevel=3,
         )
     if not _stack:
@@ -68,7 +69,9 @@ def _recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 def set_partition(module: nn.Module, index: int) -> None:
-    """Assigns a module and everything inside it to a partition, also with auto_partition.
+    """Assigns a module and everything inside it to a partition, with or without auto_partition.
+
+    It has no effect if the division comes from `load_partition` or from a checkpoint.
 
     Args:
         module: of the model that smp.DistributedModel has wrapped.

@@ -71,7 +71,8 @@ def decide(
         cfg: the configuration.
         root: the model; all of it is on this rank.
         modules: its modules.
-        placement: has the pins of `set_partition`, and the decision of a checkpoint.
+        placement: has the pins of `set_partition`, and the decision of a checkpoint. A decision of
+            a checkpoint or a file is taken as it is, without the pins.
         args: of the model's first call.
         kwargs: of the model's first call.
         times: measure the time of modules on real data, in place of counting operations.
