@@ -36,7 +36,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x)) * torch.sigmoid(self.gate(x))
 
 
-class _Host:
+class _Services:
     rank, baton = 0, None
 
 
@@ -47,9 +47,9 @@ def main() -> None:
     # The blocks have different costs, so equal numbers of blocks are not equal shares.
     blocks = [Block(64, 64 * (1 + number % 5)) for number in range((count + 5) // 7)]
     model = nn.Sequential(*blocks)
-    host: Any = _Host()
+    services: Any = _Services()
     nobody: Any = None
-    modules = Modules(host, nobody, model)
+    modules = Modules(services, nobody, model)
     x = torch.zeros(4, 64)
     seconds: dict[str, list[float]] = {}
 

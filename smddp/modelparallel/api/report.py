@@ -40,7 +40,7 @@ def explain(file: str | None = None) -> str:
     """
     model = state.current_model()
     if model is None or model.runtime.placement.decision is None:
-        raise SMPUsageError("there is a partition only when the first step has begun")
+        raise SMPUsageError("the model is divided only when the first step has begun")
     decision = model.runtime.placement.decision
     if file is not None:
         Path(file).write_text(_partition_svg(decision, state.topology.pp_size))
@@ -55,7 +55,7 @@ def _partition_table(decision: Decision, parts: int) -> str:
         else "memory and cost are those of parameters and buffers"
     )
     lines = [
-        f"partition by: {decision.method}; {how}",
+        f"divided by: {decision.method}; {how}",
         f"{'partition':>9}  {'modules':>7}  {'memory':>10}  {'time':>9}  {'cost':>6}  begins with",
     ]
     for part in range(parts):

@@ -119,7 +119,7 @@ class DataParallel:
         self._broadcast_buffers = broadcast_buffers
         self._views = views
         self._buffers: Buffers | None = None
-        self._everything: list[nn.Parameter] = []
+        self._all_parameters: list[nn.Parameter] = []
         self.join = Join(self)
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
@@ -133,7 +133,7 @@ class DataParallel:
     def adopt(self, parameters: Sequence[nn.Parameter], buffers: Buffers) -> None:
         """Takes over the parameters and buffers of this rank; makes them equal on all replicas."""
         self._buffers = buffers
-        self._everything = list(parameters)
+        self._all_parameters = list(parameters)
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         if self.size > 1:
             self._make_buckets()
@@ -384,7 +384,7 @@ class DataParallel:
         Args:
             source: that replica.
         """
-        self._broadcast([*self._everything, *self._tensors()], source)
+        self._broadcast([*self._all_parameters, *self._tensors()], source)
 
     def _tensors(self) -> list[torch.Tensor]:
         """Returns the buffers of this rank; none before the model is divided."""

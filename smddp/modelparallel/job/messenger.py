@@ -35,7 +35,7 @@ class Messenger:
 
     def __init__(self, state: State) -> None:
         self._topology = state.topology
-        self._world = state.groups.messages
+        self._messages = state.groups.messages
         self._groups = state.groups
 
     def send(self, obj: Any, dest_rank: int, rank_type: RankType) -> None:
@@ -54,7 +54,7 @@ class Messenger:
             raise SMPUsageError(f"rank {source} cannot receive from itself")
         data = torch.empty(self._hear(source), dtype=torch.uint8)
         ready = self._say(source, _READY)
-        self._world.recv([data], source, _DATA).wait()
+        self._messages.recv([data], source, _DATA).wait()
         ready.wait()
         return _unpack(data)
 
@@ -94,16 +94,16 @@ class Messenger:
                     f"{self._me} and does not receive. Only the sender calls broadcast or send; "
                     f"each other rank calls recv_from({self._me}, smp.WORLD_RANK)"
                 )
-            works.append(self._world.send([data], rank, _DATA))
+            works.append(self._messages.send([data], rank, _DATA))
         for work in works:
             work.wait()
 
     def _say(self, rank: int, word: int) -> dist.Work:
-        return self._world.send([torch.tensor([word])], rank, _WORD)
+        return self._messages.send([torch.tensor([word])], rank, _WORD)
 
     def _hear(self, rank: int) -> int:
         word = torch.zeros(1, dtype=torch.int64)
-        self._world.recv([word], rank, _WORD).wait()
+        self._messages.recv([word], rank, _WORD).wait()
         return int(word)
 
 

@@ -58,7 +58,7 @@ class Topology:
         local_size: number of processes on this host.
         pp_size: number of partitions of the model.
         tp_size: number of ranks in a tensor-parallel group.
-        placement: a permutation of the letters D (data), P (pipeline) and T (tensor); the rightmost
+        letters: a permutation of the letters D (data), P (pipeline) and T (tensor); the rightmost
             letter varies fastest over ranks. With DPT, 2 partitions and 4 ranks, ranks 0 and 1 are
             one pipeline.
     """
@@ -69,7 +69,7 @@ class Topology:
     local_size: int
     pp_size: int
     tp_size: int
-    placement: str
+    letters: str
 
     def __post_init__(self) -> None:
         if self.size % (self.pp_size * self.tp_size):
@@ -88,7 +88,7 @@ class Topology:
         """Returns {"D": rdp rank, "P": pp rank, "T": tp rank} of a rank of the job."""
         extents = {"D": self.rdp_size, "P": self.pp_size, "T": self.tp_size}
         place = {}
-        for letter in reversed(self.placement):
+        for letter in reversed(self.letters):
             rank, place[letter] = divmod(rank, extents[letter])
         return place
 

@@ -141,7 +141,7 @@ class DistributedModel(ModelQueries):
         if half is not None:
             args, kwargs = to_half(args, half), to_half(kwargs, half)
         if not self.partitioned:
-            self.runtime.partition(args, kwargs)
+            self.runtime.divide(args, kwargs)
         result = map_tensors(force, self.get_module()(*args, **kwargs))
         return result if half is None else to_float(result)
 
@@ -174,7 +174,7 @@ class DistributedModel(ModelQueries):
                 )
             torch.autograd.backward(self._scaled(roots), given)
             if self.runtime.masters is not None:
-                self.runtime.masters.renew()
+                self.runtime.masters.note_new_gradients()
             return
         frame = task.frame
         roots = self._scaled([force(root) for root in roots])
@@ -233,7 +233,7 @@ class DistributedModel(ModelQueries):
         """
         result = self.runtime.model_state.load(state_dict, strict, same_partition_load)
         if self.runtime.masters is not None:
-            self.runtime.masters.refresh()
+            self.runtime.masters.copy_from_parameters()
         return result
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:

@@ -27,7 +27,7 @@ class ModelQueries(nn.Module):
     @property
     def partitioned(self) -> bool:
         """Whether it has been decided where each module lives."""
-        return self.runtime.partitioned
+        return self.runtime.divided
 
     def get_module(self) -> nn.Module:
         """Returns the model that was wrapped."""

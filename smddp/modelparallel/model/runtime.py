@@ -106,16 +106,16 @@ class ModelRuntime:
             self.device = torch.device("cuda", torch.cuda.current_device())
         modules.install()
         if topology.pp_size == 1:
-            self.apply(Decision.everything_here(modules))
+            self.apply(Decision.one_partition(modules))
 
     @property
-    def partitioned(self) -> bool:
+    def divided(self) -> bool:
         """Whether it has been decided where each module lives."""
-        return self.executor.partitioned
+        return self.executor.divided
 
     # --- the division -----------------------------------------------------------------------------
 
-    def partition(self, args: Any, kwargs: Any) -> None:
+    def divide(self, args: Any, kwargs: Any) -> None:
         """Decides where modules live, tells the other ranks, and applies the decision.
 
         Rank 0 of the pipeline calls it in its first call of the model.
@@ -125,7 +125,7 @@ class ModelRuntime:
             kwargs: of the model's first call.
 
         Raises:
-            SMPUsageError: the other replicas have given up this step already, or have another
+            SMPUsageError: the other replicas have ended this step already, or have another
                 model.
             SMPPartitionError: the model cannot be divided as asked.
             SMPPeerError: the step failed on another replica.
@@ -146,7 +146,7 @@ class ModelRuntime:
         if self.data_parallel.size > 1 and not self._undecided:
             raise SMPUsageError(
                 "the model was called again in a first step that has failed: other replicas have "
-                "given it up. Let the error end the step"
+                "ended it. Let the error end the step"
             )
         self._undecided = False
         self._refuse_early_changes()
@@ -170,14 +170,14 @@ class ModelRuntime:
 
     def apply(self, decision: Decision) -> None:
         """Applies a decision on this rank."""
-        with self._outside_the_program():
+        with self._as_outside_a_step():
             self._apply(decision)
 
     @contextlib.contextmanager
-    def _outside_the_program(self) -> Iterator[None]:
-        """Returns a context in which the task that runs, if any, reads no remote parameters.
+    def _as_outside_a_step(self) -> Iterator[None]:
+        """In this context the running task, if any, has no frame, so remote tensors are not read.
 
-        It would have to wait, and other microbatches would begin before hooks have ended.
+        Reading would wait, and other microbatches would begin before the hooks have ended.
         """
         task = self.executor.baton.task
         if task is None:
@@ -206,7 +206,7 @@ class ModelRuntime:
             optimizer._smp_state.adopt(self.placement)
         # Hooks ask what lives here, so this comes before them. The messages that were kept until
         # now make tasks, which run only when the hooks have ended: this task has the baton.
-        self.executor.set_partitioned()
+        self.executor.set_divided()
         self._run_hooks("partition")
 
     def pin(self, module: nn.Module, partition: int) -> None:
@@ -216,7 +216,7 @@ class ModelRuntime:
             SMPUsageError: the first step has begun.
             SMPPartitionError: the module or the partition does not exist.
         """
-        if self.partitioned and self.executor.size > 1:
+        if self.divided and self.executor.size > 1:
             raise SMPUsageError("set_partition has to be called before the first step")
         self.placement.pin(module, partition)
 
@@ -239,7 +239,7 @@ class ModelRuntime:
         """
         self.steps += 1
         leads = self.executor.rank == 0 and self.data_parallel.size > 1
-        self._undecided = leads and not self.partitioned
+        self._undecided = leads and not self.divided
         self._step_name = name
         several = self.executor.size > 1
         in_order = several and (again or self._order_matters.get(name, True))
@@ -257,7 +257,7 @@ class ModelRuntime:
         # The first step does not either; `buffers` is still empty then.
         if several and not again:
             self.buffers.save()
-        if several and not self.partitioned and self.executor.rank == 0:
+        if several and not self.divided and self.executor.rank == 0:
             self._unplaced = Buffers(self.module)
             self._unplaced.save()
         return schedule._replace(active=1) if in_order else schedule
@@ -270,13 +270,13 @@ class ModelRuntime:
             SMPUsageError: the body has changed a buffer, and has not called the model.
         """
         self._refuse_early_changes()
-        if self.executor.size == 1 or not self.partitioned:
+        if self.executor.size == 1 or not self.divided:
             return BufferReport(False, {})
         modules = self.executor.modules
         read = modules.buffers_read
         changed = any(self.buffers.changed(modules.full_name(*place)) for place in read)
-        forms, in_step = self.placement.changed_forms()
-        if not modules.in_order and (changed or in_step):
+        forms, form_changed = self.placement.changed_forms()
+        if not modules.in_order and (changed or form_changed):
             raise OrderMattersError("a buffer that other ranks read changes in the step")
         return BufferReport(changed, forms)
 
@@ -300,13 +300,13 @@ class ModelRuntime:
             Redo: the step has to be made again; gradients and buffers are as before it.
             SMPPeerError: the step failed on another replica.
         """
-        apart: SMPPeerError | None = None
+        peer_failure: SMPPeerError | None = None
         if self._undecided:
             self._undecided = False
             try:
                 abstain(self.data_parallel.group, failure)
             except SMPPeerError as error:
-                apart, failure = error, summary(error)
+                peer_failure, failure = error, summary(error)
         succeeded = not (failure or redo)
         if succeeded:
             self._sum.end()
@@ -317,11 +317,11 @@ class ModelRuntime:
             raise
         finally:
             self._sum.release()
-        if apart is not None:
-            raise apart
+        if peer_failure is not None:
+            raise peer_failure
         if succeeded:
             if self.masters is not None:
-                self.masters.renew()
+                self.masters.note_new_gradients()
             self._run_hooks("step")
 
     def changed_training_flags(self) -> bytes | None:
@@ -376,7 +376,7 @@ class ModelRuntime:
         """Registers a hook that is called once: after the "partition", or the next "step"."""
         handle = RemovableHandle(self._hooks[kind])
         self._hooks[kind][handle.id] = hook
-        if kind == "partition" and self.partitioned:
+        if kind == "partition" and self.divided:
             self._run_hooks("partition")
         return handle
 

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from smddp.modelparallel.job.meeting import together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.partition.placement import MARKER, Placement
-from smddp.modelparallel.pipeline.remote_tensor import fill
+from smddp.modelparallel.pipeline.remote_tensor import give_values
 
 __all__ = ["ModelState"]
 
@@ -36,7 +36,7 @@ class ModelState:
         Raises:
             SMPPeerError: a rank has not called it within the timeout of the process group.
         """
-        if self._placement.size > 1 and self._placement.applied:
+        if self._placement.size > 1 and self._placement.divided:
             group = state.groups.of("pp")
             with together("state_dict", group):
                 self._tell_forms(group)
@@ -87,7 +87,7 @@ class ModelState:
         """
         entries = {name: value for name, value in given.items() if name != MARKER}
         # Before the model is divided it is not known what lives here, so all parts are loaded.
-        alone = bool(given.get(MARKER)) and same_partition and self._placement.applied
+        alone = bool(given.get(MARKER)) and same_partition and self._placement.divided
         if given.get(MARKER) and not alone:
             merged: dict[str, Any] = {}
             for part in self._parts(entries):
@@ -123,7 +123,7 @@ class ModelState:
 
     def _is_here(self, name: str) -> bool:
         placement = self._placement
-        return not placement.applied or placement.owner_of_entry(name) == placement.rank
+        return not placement.divided or placement.owner_of_entry(name) == placement.rank
 
     def _parts(self, entries: dict[str, Any]) -> list[dict[str, Any]]:
         size = self._placement.size
@@ -144,5 +144,5 @@ class ModelState:
             # A buffer may be shared on some ranks only, because `to` and the like make it two.
             tensors.update(self._module.named_buffers(remove_duplicate=False))
             for name, tensor in tensors.items():
-                fill(tensor, self._gathered(name, tensor, group).cpu())
-        self._placement.everything_here = True
+                give_values(tensor, self._gathered(name, tensor, group).cpu())
+        self._placement.gathered = True

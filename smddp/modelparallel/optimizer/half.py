@@ -112,7 +112,7 @@ class MasterWeights:
         ]
         self._show()
 
-    def refresh(self) -> None:
+    def copy_from_parameters(self) -> None:
         """Copies the parameters to the masters, after parameters have been loaded."""
         with torch.no_grad():
             for parameter, master in self._halves():
@@ -120,7 +120,7 @@ class MasterWeights:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def renew(self) -> None:
+    def note_new_gradients(self) -> None:
         """Notes that there are new gradients."""
         self._taken = False
 

@@ -50,7 +50,7 @@ def decide_and_report(
         decision = dataclasses.replace(decision, costs=costs_by_size(modules.by_number))
     shared = shared_buffers(modules, decision.owners)
     decision = dataclasses.replace(decision, shared=shared)
-    log.info("smp: the partition took %.1f s", time.monotonic() - begun)
+    log.info("smp: the division took %.1f s", time.monotonic() - begun)
     _save(cfg, decision)
     _report(decision, cfg.pipeline_parallel_degree)
     return decision

@@ -11,7 +11,12 @@ from torch import nn
 
 from smddp.modelparallel.common.errors import SMPPartitionError
 from smddp.modelparallel.pipeline.modules import Modules, difference
-from smddp.modelparallel.pipeline.remote_tensor import Home, RemoteBuffers, RemoteTensor, empty
+from smddp.modelparallel.pipeline.remote_tensor import (
+    Home,
+    RemoteBuffers,
+    RemoteTensor,
+    release_memory,
+)
 from smddp.modelparallel.pipeline.step import Form
 
 __all__ = ["MARKER", "Decision", "Placement", "costs_by_size", "own_bytes", "shared_buffers"]
@@ -110,7 +115,7 @@ class Decision:
         """
         if self.names != names:
             raise SMPPartitionError(
-                "the partition decision belongs to another model: "
+                "the decision belongs to another model: "
                 + difference(self.names, names, "the decision", "the model")
             )
 
@@ -119,7 +124,7 @@ class Decision:
         return self.names == names and self.parts <= parts
 
     @staticmethod
-    def everything_here(modules: Modules) -> Decision:
+    def one_partition(modules: Modules) -> Decision:
         """Returns the decision for one partition."""
         owners: list[int | None] = [0] * len(modules.names)
         costs = costs_by_size(modules.by_number)
@@ -145,7 +150,7 @@ class Placement:
         decision: the one that has been applied; None before.
         from_checkpoint: the decision of a checkpoint, which is used again if it fits.
         device: of what lives here.
-        everything_here: this rank has the values of all other ranks, too, until the next step.
+        gathered: this rank has the values of all other ranks, too, until the next step.
     """
 
     def __init__(self, modules: Modules, rank: int, size: int) -> None:
@@ -155,7 +160,7 @@ class Placement:
         self.decision: Decision | None = None
         self.from_checkpoint: Decision | None = None
         self.device = torch.device("cpu")
-        self.everything_here = False
+        self.gathered = False
         self._entries: dict[str, int] = {}
         self._local: set[int] = set()
         # Of the parameters that live elsewhere, by id.
@@ -168,7 +173,7 @@ class Placement:
         self._root = modules.by_number[0]
 
     @property
-    def applied(self) -> bool:
+    def divided(self) -> bool:
         """Whether a decision has been applied."""
         return self.decision is not None
 
@@ -219,7 +224,7 @@ class Placement:
                 parameter.data = parameter.data.to(device)
             else:
                 self._homes[id(parameter)] = home
-                empty(parameter, home)
+                release_memory(parameter, home)
         self._known_forms = self._forms()
         self._forms_before = dict(self._known_forms)
 
@@ -234,7 +239,7 @@ class Placement:
                 home = modules.home("buffer", number, name, owners[number, name], device)
                 homes[name] = home
                 if buffer is not None and not isinstance(buffer, RemoteTensor):
-                    empty(buffer, home)
+                    release_memory(buffer, home)
             elif buffer is not None:
                 module._buffers[name] = buffer.to(device)
         owner = modules.owners[number]
@@ -297,10 +302,10 @@ class Placement:
         return found
 
     def begin_step(self) -> None:
-        """Empties what lives elsewhere, if `everything_here`; notes the forms of buffers here."""
-        if not self.applied:
+        """Empties what lives elsewhere, if `gathered`; notes the forms of buffers here."""
+        if not self.divided:
             return
-        if self.everything_here:
+        if self.gathered:
             self._empty_again()
         self._forms_before = self._forms()
 
@@ -340,14 +345,14 @@ class Placement:
             (change.discard if form.persistent else change.add)(name)
 
     def _empty_again(self) -> None:
-        self.everything_here = False
+        self.gathered = False
         for parameter in self._root.parameters():
             home = self._homes.get(id(parameter))
             if home is not None and not isinstance(parameter, RemoteTensor):
-                empty(parameter, home)
+                release_memory(parameter, home)
         for module in self._modules.by_number:
             if isinstance(module._buffers, RemoteBuffers):
-                module._buffers.empty()
+                module._buffers.release_memory()
 
     def is_local(self, module: nn.Module) -> bool:
         """Says whether a module lives here; one without an owner counts for rank 0."""

@@ -90,12 +90,12 @@ class Node:
     """A node of the module tree.
 
     Attributes:
-        name: the number of the module, by which `divide_tree` names it.
+        number: of the module, by which `divide_tree` names it.
         own: its cost, without that of its children.
         children: in the order of their first calls.
     """
 
-    name: int
+    number: int
     own: float
     children: list[Node] = dataclasses.field(default_factory=list)
 
@@ -119,13 +119,13 @@ def divide_tree(root: Node, parts: int) -> dict[int, int]:
         parts: number of devices.
 
     Returns:
-        The device of each node, by its name.
+        The device of each node, by its number.
     """
     result: dict[int, int] = {}
     queue = [(root, list(range(parts)))]
     while queue:
         node, devices = queue.pop(0)
-        result[node.name] = devices[0]
+        result[node.number] = devices[0]
         if not node.children:
             continue
         costs = [child.cost for child in node.children]

@@ -31,6 +31,7 @@ class _Module:
     seconds: float
     children: list[int]
     first: int  # position of its first call
+    # Of its first call; see `Visit`.
     taken: int = 0
     given: int = 0
     direct: bool = False
@@ -51,8 +52,10 @@ class Units:
         self._records = _records(modules, trace)
         self._weigh(memory_weight)
         order: list[int] = []
+        # By module: the modules around it, outermost first.
         self._enclosing: dict[int, list[int]] = {}
-        self._first: dict[int, int] = {}
+        # By module: its first leaf. A leaf is a module that has no child with state.
+        self._leaf: dict[int, int] = {}
         self._walk(0, [], order)
         groups = self._merged(trace, order)
         self._groups = groups
@@ -135,23 +138,23 @@ class Units:
         self._enclosing[number] = around
         if not stateful:
             order.append(number)
-            self._first[number] = number
+            self._leaf[number] = number
             for child in record.children:
                 self._adopt(child, number)
             return
         for child in stateful:
             self._walk(child, [*around, number], order)
-        self._first[number] = self._first[stateful[0]]
+        self._leaf[number] = self._leaf[stateful[0]]
         # A module without state runs where its input is: with the module before it.
         before = stateful[0]
         for child in record.children:
-            if child in self._first:
+            if child in self._leaf:
                 before = child
             else:
                 self._adopt(child, self._last_of(before))
 
     def _adopt(self, number: int, leaf: int) -> None:
-        self._first[number] = leaf
+        self._leaf[number] = leaf
         for child in self._records[number].children:
             self._adopt(child, leaf)
 
@@ -159,11 +162,11 @@ class Units:
         stateful = [
             c for c in self._records[number].children if has_state(self._modules.by_number[c])
         ]
-        return self._last_of(stateful[-1]) if stateful else self._first[number]
+        return self._last_of(stateful[-1]) if stateful else self._leaf[number]
 
     def _leaf_of(self, number: int) -> int:
         # A module at several places in the tree counts for the first of them.
-        return self._first.get(number, self._first[0])
+        return self._leaf.get(number, self._leaf[0])
 
     def _merged(self, trace: Trace, order: list[int]) -> list[list[int]]:
         """Returns the units: groups of leaves that stay together, by their first member."""
@@ -195,13 +198,13 @@ class Units:
         """Returns how many bytes cross a border before a leaf, and the number of detours."""
         # The outermost module that begins with this leaf is the one whose call crosses the border.
         chain = [*self._enclosing[leaf], leaf]
-        crossing = next(m for m in chain if self._first[m] == leaf or m == leaf)
+        crossing = next(m for m in chain if self._leaf[m] == leaf or m == leaf)
         around = chain[: chain.index(crossing)]
         record = self._records[crossing]
         moved = float(record.taken + (0 if record.direct else record.given))
         # What is cut inside a module returns to its owner before it goes on.
         moved += sum(self._records[number].given for number in around[1:])
-        inside = [number for number in around[1:] if self._first[number] != self._first[around[0]]]
+        inside = [number for number in around[1:] if self._leaf[number] != self._leaf[around[0]]]
         return moved, len(inside) + (not record.direct)
 
 

@@ -22,7 +22,6 @@ from smddp.modelparallel.pipeline.baton import Ticket
 from smddp.modelparallel.pipeline.collector import Collector
 from smddp.modelparallel.pipeline.failure import ArgumentChangedError
 from smddp.modelparallel.pipeline.frame import Frame
-from smddp.modelparallel.pipeline.host import Host
 from smddp.modelparallel.pipeline.lazy import Lazy
 from smddp.modelparallel.pipeline.protocol import (
     SINK,
@@ -36,15 +35,16 @@ from smddp.modelparallel.pipeline.protocol import (
     ambient,
     raise_if_unpicklable,
 )
+from smddp.modelparallel.pipeline.services import RankServices
 
-__all__ = ["Caller", "Outgoing", "run_backward"]
+__all__ = ["CallerSide", "Outgoing", "run_backward"]
 
 
 class Outgoing:
     """A call graph that has been sent.
 
     Attributes:
-        number, graph_id: see `Origin`.
+        sending, graph_id: see `Origin`.
         graph: the calls and edges.
         inputs: the caller's tensors that enter the graph, in the order of their numbers.
         versions: of the inputs when the code passed them.
@@ -60,14 +60,14 @@ class Outgoing:
             the edges from SOURCE.
         sunk: by segment, the ids of all values of its edge to SINK; only of edges that have results
             of unknown structure.
-        abandoned: no gradients will come. The members are told so (DROP) when all values have
+        dropped: no gradients will come. The members are told so (DROP) when all values have
             arrived.
     """
 
     def __init__(
-        self, number: int, graph: Graph, graph_id: int, opened: Collector, mb: int
+        self, sending: int, graph: Graph, graph_id: int, opened: Collector, mb: int
     ) -> None:
-        self.number = number
+        self.sending = sending
         self.graph = graph
         self.graph_id = graph_id
         self.inputs = opened.inputs
@@ -82,22 +82,22 @@ class Outgoing:
         self.backward_ticket = Ticket()
         self.backward_missing = len(graph.out_of[SOURCE])
         self.sunk: dict[int, list[TensorId]] = {}
-        self.abandoned = False
+        self.dropped = False
 
 
-class Caller:
+class CallerSide:
     """The graphs that frames of this rank have sent in this step.
 
     Only the holder of the baton calls its methods; between tasks, also the thread in
     `Executor.run`.
     """
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        # By number; a graph is taken out when it has had its backward pass, or needs none.
+    def __init__(self, services: RankServices) -> None:
+        self._services = services
+        # By sending; a graph is taken out when it has had its backward pass, or needs none.
         self._outgoing: dict[int, Outgoing] = {}
-        self._numbers = itertools.count()
-        # By the signature of a graph: the graph, and the number by which all its members know it.
+        self._sendings = itertools.count()
+        # By the signature of a graph: the graph and its graph_id, which all its members know.
         self._known: dict[Hashable, tuple[Graph, int]] = {}
         self._graph_ids = itertools.count()
         # An extra input of each node. Its outputs then require gradients even if no real input
@@ -108,7 +108,7 @@ class Caller:
     def clear(self) -> None:
         """Forgets the graphs that were sent in this step."""
         self._outgoing.clear()
-        self._numbers = itertools.count()
+        self._sendings = itertools.count()
 
     def forget(self) -> None:
         """Forgets also which graphs their members know, because there is another model."""
@@ -138,14 +138,14 @@ class Caller:
         frame.open = None
         alive = opened.lazies_in_use()
         graph, graph_id = self._graph(opened, alive)
-        out = Outgoing(next(self._numbers), graph, graph_id, opened, frame.microbatch)
+        out = Outgoing(next(self._sendings), graph, graph_id, opened, frame.microbatch)
         self._check_inputs(out)
         opened.sent, opened.alive = out, alive
-        self._outgoing[out.number] = out
+        self._outgoing[out.sending] = out
         path = (*frame.path, len(frame.sent))
-        frame.sent.append(out.number)
-        host, inputs = self._host, opened.inputs
-        origin = Origin(host.rank, out.number, graph_id, frame.microbatch, frame.depth, path)
+        frame.sent.append(out.sending)
+        services, inputs = self._services, opened.inputs
+        origin = Origin(services.rank, out.sending, graph_id, frame.microbatch, frame.depth, path)
         for edge in graph.out_of[SOURCE]:
             segment = graph.segments[edge.target]
             objects = None
@@ -155,10 +155,10 @@ class Caller:
             tensors = [inputs[number] for _, number in edge.values]
             header = (tuple(origin), opened.seeds, SOURCE, edge.target, objects)
             try:
-                host.send(segment.owner, Kind.FORWARD, header, tensors)
+                services.send(segment.owner, Kind.FORWARD, header, tensors)
             except Exception:
                 for call in [graph.calls[number] for number in segment.calls]:
-                    who = f"module {host.modules.names[call.module]!r} gets"
+                    who = f"module {services.modules.names[call.module]!r} gets"
                     values = [opened.objects[number] for number in call.objects]
                     raise_if_unpicklable(who, call.structure, values, named=True)
                 raise
@@ -174,15 +174,15 @@ class Caller:
             frame.open.fetch()
 
     def _graph(self, opened: Collector, alive: list[Lazy]) -> tuple[Graph, int]:
-        """Returns the graph and its number; sends it to its members if they do not know it yet."""
+        """Returns the graph and its graph_id; sends it to its members if they do not know it."""
         signature = opened.signature(alive)
         known = self._known.get(signature)
         if known is None:
-            # A number is never used again: a member may know another graph by it, if that was sent
-            # to some of its members only.
+            # A graph_id is never used again: a member may know another graph by it, if that was
+            # sent to some of its members only.
             known = graph, graph_id = opened.graph(alive), next(self._graph_ids)
-            header = self._host.rank, graph_id, graph
-            if all(self._host.send(member, Kind.GRAPH, header) for member in graph.members()):
+            header = self._services.rank, graph_id, graph
+            if all(self._services.send(member, Kind.GRAPH, header) for member in graph.members()):
                 self._known[signature] = known
         return known
 
@@ -199,7 +199,7 @@ class Caller:
         }
         if changed:
             calls = [call for call in out.graph.calls if not changed.isdisjoint(call.tensors)]
-            self._host.modules.wait_for({call.module for call in calls})
+            self._services.modules.make_callers_wait({call.module for call in calls})
             raise ArgumentChangedError(self.names(out))
 
     def results(self, frame: Frame, out: Outgoing) -> dict[TensorId, torch.Tensor]:
@@ -209,13 +209,13 @@ class Caller:
             The values. `out` does not keep them: they refer to the autograd node, and the
             node refers to `out`. Python could not free such a cycle of references.
         """
-        self._host.wait(out.ticket, frame, frame.forward)
+        self._services.wait(out.ticket, frame, frame.forward)
         self._check_inputs(out)
         if out.returned:
             out.results = sorted(out.values)
         values: Sequence[torch.Tensor] = [out.values[result] for result in out.results]
         if not out.graph.ambient.grad:
-            self._outgoing.pop(out.number, None)
+            self._outgoing.pop(out.sending, None)
         elif any(value.requires_grad for value in values):
             if torch.is_grad_enabled():
                 values = _apply_remote(self, frame, out, self._anchor, *out.inputs)
@@ -228,17 +228,17 @@ class Caller:
 
     # --- messages that arrive; on the thread that has the baton -----------------------------------
 
-    def on_values(self, number: int, segment: int, tensors: list[Any], extra: Any) -> None:
+    def on_values(self, sending: int, segment: int, tensors: list[Any], extra: Any) -> None:
         """Takes the values of an edge to SINK.
 
         Args:
-            number: of the graph.
+            sending: see `Origin`.
             segment: from which the edge comes.
             tensors: the values.
             extra: for each call whose result had no known structure, (structure, objects, number of
                 tensors); None if there is none. The tensors of those calls come last.
         """
-        out = self._outgoing.get(number)
+        out = self._outgoing.get(sending)
         if out is None:
             return
         ids: Sequence[TensorId] = out.graph.between[segment, SINK].values
@@ -251,43 +251,43 @@ class Caller:
         out.values.update(zip(ids, tensors, strict=True))
         out.missing -= 1
         if out.missing == 0:
-            self._host.baton.complete(out.ticket)
-            if out.abandoned:
-                self._drop(out)
+            self._services.baton.complete(out.ticket)
+            if out.dropped:
+                self._send_drop(out)
 
-    def abandon(self, numbers: Sequence[int]) -> None:
-        """Gives up those of the given graphs that have had no gradients: none will come any more.
+    def drop(self, sendings: Sequence[int]) -> None:
+        """Drops those of the given graphs that have had no gradients: none will come any more.
 
         Their results did not reach the loss, or a checkpoint has computed them again. If nobody
         told their members so, these would keep the graphs until the end of the step, and count the
         microbatch as under way.
 
         Args:
-            numbers: of the graphs.
+            sendings: of the graphs; see `Origin`.
         """
-        for number in numbers:
-            out = self._outgoing.get(number)
+        for sending in sendings:
+            out = self._outgoing.get(sending)
             if out is None or not out.graph.ambient.grad:
                 continue
-            out.abandoned = True
+            out.dropped = True
             if out.missing == 0:
-                self._drop(out)
+                self._send_drop(out)
 
-    def _drop(self, out: Outgoing) -> None:
-        self._outgoing.pop(out.number, None)
-        header = (self._host.rank, out.number, out.graph_id, out.microbatch)
+    def _send_drop(self, out: Outgoing) -> None:
+        self._outgoing.pop(out.sending, None)
+        header = (self._services.rank, out.sending, out.graph_id, out.microbatch)
         for member in out.graph.members():
-            self._host.send(member, Kind.DROP, header)
+            self._services.send(member, Kind.DROP, header)
 
-    def on_gradients(self, number: int, segment: int, tensors: list[Any]) -> None:
+    def on_gradients(self, sending: int, segment: int, tensors: list[Any]) -> None:
         """Takes the gradients of an edge from SOURCE.
 
         Args:
-            number: of the graph.
+            sending: see `Origin`.
             segment: at the other end of the edge.
             tensors: the gradients; None stands for "no gradient".
         """
-        out = self._outgoing.get(number)
+        out = self._outgoing.get(sending)
         if out is None:
             return
         values = out.graph.between[SOURCE, segment].values
@@ -297,7 +297,7 @@ class Caller:
                 out.gradients[index, segment] = gradient
         out.backward_missing -= 1
         if out.backward_missing == 0:
-            self._host.baton.complete(out.backward_ticket)
+            self._services.baton.complete(out.backward_ticket)
 
     def this_pass(self) -> Pass:
         """Returns which kind of backward pass runs on this thread."""
@@ -309,7 +309,7 @@ class Caller:
 
     def names(self, out: Outgoing) -> str:
         """Returns which modules a graph calls, and where they live, for the text of an error."""
-        modules, calls = self._host.modules, out.graph.calls
+        modules, calls = self._services.modules, out.graph.calls
         return ", ".join(
             dict.fromkeys(
                 f"{modules.names[call.module]!r} (on rank {modules.owners[call.module]})"
@@ -336,7 +336,7 @@ class Caller:
             SMPUsageError: an earlier backward pass through this graph has freed it.
             Aborted: the step has failed meanwhile.
         """
-        host, graph = self._host, out.graph
+        services, graph = self._services, out.graph
         if out.backward_ticket.done:
             raise SMPUsageError(
                 "a second backward pass through a call of a module on another rank: what it needs "
@@ -345,11 +345,11 @@ class Caller:
             )
         of_result = dict(zip(out.results, gradients, strict=True))
         for edge in graph.into[SINK]:
-            header = (host.rank, out.number, SINK, edge.source, tuple(this))
+            header = (services.rank, out.sending, SINK, edge.source, tuple(this))
             results = out.sunk.get(edge.source, edge.values)
             owner = graph.segments[edge.source].owner
-            host.send(owner, Kind.BACKWARD, header, [of_result[result] for result in results])
-        host.wait(out.backward_ticket, frame, False)
+            services.send(owner, Kind.BACKWARD, header, [of_result[result] for result in results])
+        services.wait(out.backward_ticket, frame, False)
         sums: dict[int, torch.Tensor] = {}
         for index, segment in sorted(out.gradients):
             gradient = out.gradients[index, segment]
@@ -358,14 +358,14 @@ class Caller:
         if this.keeps:
             out.backward_ticket, out.backward_missing = Ticket(), len(graph.out_of[SOURCE])
         else:
-            self._outgoing.pop(out.number, None)
+            self._outgoing.pop(out.sending, None)
         return [sums.get(index) for index in range(len(sums) and max(sums) + 1)]
 
 
 class _CallerCollector(Collector):
     """A collector that can send its graph and fetch the values."""
 
-    def __init__(self, caller: Caller, frame: Frame, ambient: Ambient) -> None:
+    def __init__(self, caller: CallerSide, frame: Frame, ambient: Ambient) -> None:
         super().__init__(ambient)
         self._caller = caller
         self._frame = frame

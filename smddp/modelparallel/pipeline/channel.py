@@ -46,7 +46,7 @@ class Ended(NamedTuple):
 Arrival = tuple[int, Message | Ended]
 
 # How many bytes of a message `_ThreadStreams` receives before it knows the length.
-_ENVELOPE = 8192
+_FIRST_BYTES = 8192
 
 
 class Channel:
@@ -123,7 +123,7 @@ class Channel:
         return []
 
     def abort(self) -> None:
-        """Gives the streams up: this rank was interrupted, and does not wait for its peers."""
+        """Marks the streams as broken: this rank was interrupted, and waits for no peer."""
         for peer in self.peers:
             if peer not in self._ended_peers:
                 self.broken.setdefault(peer, RuntimeError("this rank was interrupted"))
@@ -228,14 +228,14 @@ class _ThreadStreams:
             del message
 
     def _receive(self, peer: int) -> Message:
-        front = torch.empty(_ENVELOPE, dtype=torch.uint8)
+        front = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
         self._receive_into(peer, front)
         length = _C.front_length(front)
-        if length > _ENVELOPE:
-            front = torch.cat([front, torch.empty(length - _ENVELOPE, dtype=torch.uint8)])
-            self._receive_into(peer, front[_ENVELOPE:])
-        pickled, tensors, alone = _C.decode_front(front)
-        for part in alone:
+        if length > _FIRST_BYTES:
+            front = torch.cat([front, torch.empty(length - _FIRST_BYTES, dtype=torch.uint8)])
+            self._receive_into(peer, front[_FIRST_BYTES:])
+        pickled, tensors, large = _C.decode_front(front)
+        for part in large:
             self._receive_into(peer, part)
         kind, header = pickle.loads(pickled)
         return Message(kind, header, tensors)
@@ -256,13 +256,13 @@ class _ThreadStreams:
         self._arrived.put(None)
 
     def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None:
-        front, alone = _C.encode_message(
-            _pickled_header(kind, header), tensors, kind == Kind.END, _ENVELOPE
+        front, large = _C.encode_message(
+            _pickled_header(kind, header), tensors, kind == Kind.END, _FIRST_BYTES
         )
-        parts = [front[:_ENVELOPE]]
-        if front.numel() > _ENVELOPE:
-            parts.append(front[_ENVELOPE:])
-        parts += alone
+        parts = [front[:_FIRST_BYTES]]
+        if front.numel() > _FIRST_BYTES:
+            parts.append(front[_FIRST_BYTES:])
+        parts += large
         with self._lock:
             while len(self._sending) >= self._PENDING:
                 self._finish_one()

@@ -22,13 +22,13 @@ from smddp.modelparallel.pipeline.protocol import (
     TensorId,
 )
 
-__all__ = ["Collector", "Site", "count_tensors", "predictable"]
+__all__ = ["Collector", "KnownCall", "count_tensors", "predictable"]
 
 
-class Site:
+class KnownCall:
     """What stays the same each time a call is made, unlike its tensors, its objects and its seed.
 
-    `Modules` keeps one for each module, method, structure of arguments and mode. Sites are compared
+    `Modules` keeps one for each module, method, structure of arguments and mode. They are compared
     by identity, so a known call graph is found without comparing structures.
 
     Attributes:
@@ -71,8 +71,8 @@ class Collector:
         self.lazies: list[weakref.ref[Lazy]] = []
         # The numbers of the inputs, by the id of the tensor.
         self._numbers: dict[int, int] = {}
-        # Sites, where their tensors come from, numbers of their objects.
-        self._calls: list[tuple[Site, tuple[TensorId, ...], tuple[int, ...]]] = []
+        # Calls, where their tensors come from, numbers of their objects.
+        self._calls: list[tuple[KnownCall, tuple[TensorId, ...], tuple[int, ...]]] = []
         self._owners: list[int] = []
 
     def fetch(self) -> object:
@@ -96,7 +96,7 @@ class Collector:
     def add(
         self,
         owner: int,
-        site: Site,
+        known: KnownCall,
         tensors: list[torch.Tensor],
         objects: list[Any],
         seed: int | None,
@@ -105,7 +105,7 @@ class Collector:
 
         Args:
             owner: rank of the pipeline that runs it.
-            site: the call.
+            known: the call.
             tensors: among its arguments, lazy or not, in the order of the structure.
             objects: other values among its arguments, in the order of the structure.
             seed: for the random numbers of the call; None if it draws none.
@@ -120,14 +120,14 @@ class Collector:
         if objects:
             numbers = tuple(range(len(self.objects), len(self.objects) + len(objects)))
             self.objects.extend(objects)
-        self._calls.append((site, ids, numbers))
+        self._calls.append((known, ids, numbers))
         self._owners.append(owner)
         self.seeds.append(seed)
-        if site.build is None:
+        if known.build is None:
             return None
-        stand_ins = [Lazy(self, (number, index), self.fetch) for index in range(site.count)]
+        stand_ins = [Lazy(self, (number, index), self.fetch) for index in range(known.count)]
         self.lazies.extend([weakref.ref(lazy) for lazy in stand_ins])
-        return site.build(stand_ins, ())
+        return known.build(stand_ins, ())
 
     def _id_of(self, tensor: torch.Tensor) -> TensorId:
         if type(tensor) is Lazy and tensor.fetch is not None:
@@ -152,8 +152,8 @@ class Collector:
     def graph(self, alive: list[Lazy]) -> Graph:
         """Returns the graph in which the values of some lazy tensors come back to the caller."""
         calls = [
-            Call(site.module, site.method, site.structure, ids, numbers, site.returns)
-            for site, ids, numbers in self._calls
+            Call(known.module, known.method, known.structure, ids, numbers, known.returns)
+            for known, ids, numbers in self._calls
         ]
         segments, of_call = self._segments()
         wanted: dict[tuple[int, int], list[TensorId]] = {}  # by the ends of the edge

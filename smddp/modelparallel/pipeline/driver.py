@@ -219,7 +219,7 @@ class Driver:
             self._run_body(frame)
         finally:
             timeline.leave()
-        self._executor.caller.abandon(frame.sent)
+        self._executor.caller.drop(frame.sent)
         reached_backward = number in self._reached_backward
         # In a training step the backward pass itself frees what other ranks keep of the microbatch.
         # DONE is needed if this microbatch has not called model.backward, or as long as we do not

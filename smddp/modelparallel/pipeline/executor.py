@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
-from smddp.modelparallel.pipeline.calls import Caller
+from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
 from smddp.modelparallel.pipeline.failure import Failure, Redo, choose, describe, raise_as_error
 from smddp.modelparallel.pipeline.frame import Frame
@@ -57,7 +57,7 @@ class Executor:
         server: the segments that this rank runs for any rank.
         timeline: what ran in the last step, and when.
         channel: the streams to and from the other ranks; None if there are none.
-        partitioned: has this rank applied the decision about where modules live? Until then it
+        divided: has this rank applied the decision about where modules live? Until then it
             keeps the messages that begin or end work.
     """
 
@@ -76,7 +76,7 @@ class Executor:
         self.timeline = Timeline()
         self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
         self.baton = Baton(self._task_failed, self, lambda: RandomState().restore)
-        self.caller = Caller(self)
+        self.caller = CallerSide(self)
         self.server = Server(self, self.caller)
         # In a step: the model that it trains; on rank 0, what runs the body.
         self._model: StepModel | None = None
@@ -89,7 +89,7 @@ class Executor:
             Kind.DROP: lambda message: self.server.on_drop(*message.header),
             Kind.DONE: self._on_done,
         }
-        self.partitioned = size == 1
+        self.divided = size == 1
         self._mutex = threading.RLock()
         # Held for a check of `_end_sent` and the send: no message may follow END, because the
         # receiver would take it for one of the next step.
@@ -114,7 +114,7 @@ class Executor:
 
     def adopt(self, modules: Modules) -> None:
         """Serves a model from now on; all ranks do so at the same point of the script."""
-        self.partitioned = self.size == 1
+        self.divided = self.size == 1
         self.caller.forget()
         self.server.adopt(modules)
 
@@ -180,7 +180,7 @@ class Executor:
             self.channel.open()
         try:
             if driver is not None:
-                names = None if self.partitioned else self.modules.names
+                names = None if self.divided else self.modules.names
                 begin = StepBegin(model.steps, name, model.changed_training_flags(), names)
                 for peer in self.peers:
                     self.send(peer, Kind.BEGIN, begin)
@@ -214,9 +214,9 @@ class Executor:
             finally:
                 # A peer may have given up a graph after this rank has sent END.
                 self.baton.settle()
-                self._keep_partition()
+                self._apply_late_decision()
                 self._end_step()
-                if self.partitioned:
+                if self.divided:
                     order_matters = any(failure.order_matters for failure in self._failures)
                     model.accept_reports(self._reports, order_matters)
                 self._model = self._driver = None
@@ -253,10 +253,10 @@ class Executor:
         if self.channel is not None:
             self.channel.abort()
 
-    def _keep_partition(self) -> None:
+    def _apply_late_decision(self) -> None:
         """Applies a decision that came before a failure: rank 0 has applied it already."""
         try:
-            self._apply_partition()
+            self._apply_decision()
         except Exception as error:
             self.fail(-1, error)
 
@@ -367,7 +367,7 @@ class Executor:
             with self._mutex:
                 handler = self._handlers.get(message.kind)
                 # A graph stays known after the step, even if that fails before it has begun here.
-                ready = message.kind == Kind.GRAPH or (self._begun and self.partitioned)
+                ready = message.kind == Kind.GRAPH or (self._begun and self.divided)
                 if handler is not None and ready:
                     handler(message)
                 elif message.kind == Kind.END:
@@ -377,7 +377,7 @@ class Executor:
                 elif message.kind == Kind.PARTITION:
                     self._decision = message.header
                     # In a task, because hooks of the user and collectives run in it.
-                    self.baton.submit(Task(Priority(False, -1), self._apply_partition))
+                    self.baton.submit(Task(Priority(False, -1), self._apply_decision))
                 else:
                     # There is no order between streams: this message has come before BEGIN or
                     # PARTITION of rank 0.
@@ -405,16 +405,16 @@ class Executor:
         self._model.accept_begin(begin)
         self._begin_step()
 
-    def _apply_partition(self) -> None:
+    def _apply_decision(self) -> None:
         decision, self._decision = self._decision, None
         if decision is not None:
             assert self._model is not None
             self._model.apply(decision)
 
-    def set_partitioned(self) -> None:
+    def set_divided(self) -> None:
         """Notes that this rank has applied the decision; it serves calls from now on."""
         with self._mutex:
-            self.partitioned = True
+            self.divided = True
             self._release_held()
 
     # --- failure ----------------------------------------------------------------------------------

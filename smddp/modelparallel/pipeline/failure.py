@@ -37,7 +37,8 @@ class OrderMattersError(Exception):
 class Redo(Exception):  # noqa: N818  not an error of the program
     """Ends a step that has to be made again.
 
-    In the second pass every call waits for its result, and the microbatches run one after another.
+    In the second attempt every call waits for its result, and the microbatches run one after the
+    other.
     """
 
 

@@ -19,19 +19,19 @@ from torch import nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import Structure, flatten, map_tensors
-from smddp.modelparallel.pipeline.calls import Caller
-from smddp.modelparallel.pipeline.collector import Site, predictable
+from smddp.modelparallel.pipeline.calls import CallerSide
+from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
-from smddp.modelparallel.pipeline.host import Host
 from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 from smddp.modelparallel.pipeline.remote_tensor import (
     Home,
-    Source,
+    ValueReader,
     force_argument,
     patch_torch,
     values_of,
 )
+from smddp.modelparallel.pipeline.services import RankServices
 
 __all__ = ["Modules", "difference"]
 
@@ -90,7 +90,7 @@ class Modules:
             which run where their input is.
         forwarding: may values go directly from owner to owner? (`direct_forwarding`)
         predicts_structures: may callers go on before a result has come, if they know its structure?
-            Not in the second pass of a step.
+            Not in the second attempt of a step.
         in_order: do the microbatches of this step run one after the other?
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         replaced: a function of the name of a buffer in the model, which lives here: has code ever
@@ -98,10 +98,10 @@ class Modules:
     """
 
     def __init__(
-        self, host: Host, caller: Caller, root: nn.Module, forwarding: bool = True
+        self, services: RankServices, caller: CallerSide, root: nn.Module, forwarding: bool = True
     ) -> None:
-        self._baton, self._caller = host.baton, caller
-        self._rank = host.rank
+        self._baton, self._caller = services.baton, caller
+        self._rank = services.rank
         self.forwarding = forwarding
         self.predicts_structures = True
         # Numbers of modules whose arguments have been changed in place after a call.
@@ -118,8 +118,8 @@ class Modules:
         # By (module, method, structure of the arguments, train or eval, gradients on?): the call
         # with the structure of its last result, if callers may rely on that; and the same calls
         # without such a structure.
-        self._sites: dict[Any, Site] = {}
-        self._unknown: dict[Any, Site] = {}
+        self._with_structure: dict[Any, KnownCall] = {}
+        self._without_structure: dict[Any, KnownCall] = {}
         # Structures found in this step. They are used from the next step on, so that all
         # microbatches of a step make the same calls, and pass every module in the same order.
         self._learned: dict[Any, Any] = {}
@@ -144,8 +144,8 @@ class Modules:
             owner: rank of the pipeline.
             device: of what lives on this rank.
         """
-        source = _OwnerSource(self, owner, number, kind, name)
-        return Home(kind, self.full_name(number, name), owner, device, source)
+        reader = _OwnerValueReader(self, owner, number, kind, name)
+        return Home(kind, self.full_name(number, name), owner, device, reader)
 
     def full_name(self, number: int, name: str) -> str:
         """Returns the name in the model of a parameter or buffer.
@@ -159,15 +159,19 @@ class Modules:
     def end_step(self) -> None:
         """Lets the next steps use the structures that this step has found."""
         for key, returns in self._learned.items():
-            before = self._sites.pop(key, None)
+            before = self._with_structure.pop(key, None)
             if before is not None and before.returns != returns:
                 self._changes[key] += 1
             if returns is not None and self._changes[key] < _MAX_CHANGES:
-                self._sites[key] = Site(key[0], key[1], key[2], returns)
+                self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns)
         self._learned.clear()
 
-    def wait_for(self, numbers: set[int]) -> None:
-        """Lets callers wait for the results of some modules from now on, given their numbers."""
+    def make_callers_wait(self, numbers: set[int]) -> None:
+        """Makes callers wait for the results of these modules from now on.
+
+        Args:
+            numbers: of the modules.
+        """
         self._awaited |= numbers
 
     def install(self) -> None:
@@ -266,14 +270,16 @@ class Modules:
         grad = collector.ambient.grad
         key = (number, method, structure, self.by_number[number].training, grad)
         may_change = number in self._awaited or _may_change(tensors, objects)
-        site = self._sites.get(key) if self.predicts_structures and not may_change else None
+        call = (
+            self._with_structure.get(key) if self.predicts_structures and not may_change else None
+        )
         # If gradients are off now but were on when the frame began, this may be inside an autograd
         # function (such as a checkpoint). Autograd would take a lazy tensor for the function's
         # output, and gradients would be lost; so the call waits for its values.
-        if site is not None and (grad or not frame.grad):
-            return collector.add(owner, site, tensors, objects, seed)
-        site = self._unknown.setdefault(key, Site(number, method, structure, None))
-        collector.add(owner, site, tensors, objects, seed)
+        if call is not None and (grad or not frame.grad):
+            return collector.add(owner, call, tensors, objects, seed)
+        call = self._without_structure.setdefault(key, KnownCall(number, method, structure, None))
+        collector.add(owner, call, tensors, objects, seed)
         found, value = collector.result_of_last()
         known = self.forwarding and predictable(found) and self._learned.get(key, found) == found
         self._learned[key] = found if known else None
@@ -331,7 +337,7 @@ class Modules:
         return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-class _OwnerSource(Source):
+class _OwnerValueReader(ValueReader):
     """Gets the values of a tensor of the model from the rank where it lives."""
 
     def __init__(self, modules: Modules, owner: int, number: int, kind: str, name: str) -> None:

@@ -51,12 +51,12 @@ class Kind(enum.IntEnum):
     The headers, which hold no tensors:
         BEGIN: a `StepBegin`.
         PARTITION: a `Decision`.
-        GRAPH: (caller, number by which members know the graph, `Graph`).
+        GRAPH: (caller_rank, graph_id, `Graph`); see `Origin`.
         FORWARD: (the fields of the `Origin`, seeds of all calls of the graph, source, target,
             extra). `extra` has the caller's objects by number, on an edge from SOURCE; or, on an
-            edge to SINK, what `Caller.on_values` says; None if there is nothing.
-        BACKWARD: (caller, number of the graph in this step, target of the edge, source of the edge,
-            fields of the `Pass`): the target sends, the source receives.
+            edge to SINK, what `CallerSide.on_values` says; None if there is nothing.
+        BACKWARD: (caller_rank, sending, target of the edge, source of the edge, fields of the
+            `Pass`): the target sends, the source receives. See `Origin`.
         DONE: the number of the microbatch.
         DROP: the fields of the `Origin`, without depth and path.
         END: a `Failure`; or after a success, from rank 0 (`StepResult.header`, a `BufferReport`),
@@ -94,17 +94,17 @@ class Origin(NamedTuple):
     It is sent as a plain tuple, which is shorter.
 
     Attributes:
-        caller: rank of the pipeline that has sent the graph.
-        number: of the graph among those that the caller has sent in this step.
-        graph_id: the number by which the members know the graph.
+        caller_rank: of the rank of the pipeline that has sent the graph.
+        sending: which sending of a graph it is, counted by the caller in this step.
+        graph_id: names the graph in messages; the caller never uses one for two graphs.
         microbatch: for which it was sent.
         depth: of the caller's frame.
         path: of the graph: that of the caller's frame, and how many graphs the frame had sent
             before this one; see `Frame.path`.
     """
 
-    caller: int
-    number: int
+    caller_rank: int
+    sending: int
     graph_id: int
     microbatch: int
     depth: int

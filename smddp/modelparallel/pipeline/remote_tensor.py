@@ -34,11 +34,11 @@ __all__ = [
     "RemoteBuffers",
     "RemoteParameter",
     "RemoteTensor",
-    "Source",
-    "empty",
-    "fill",
+    "ValueReader",
     "force_argument",
+    "give_values",
     "patch_torch",
+    "release_memory",
     "retype",
     "values_of",
 ]
@@ -87,8 +87,8 @@ _CHANGES = frozenset(
 _UNSEEN_CHANGES = frozenset(("batch_norm", "instance_norm"))
 
 
-class Source:
-    """Where the values of a remote tensor come from. This class is for copies, without values."""
+class ValueReader:
+    """Reads the values of a remote tensor. This class is for copies, which have no values."""
 
     def in_step(self) -> bool:
         """Says whether this thread runs code of a step, so that values can be had."""
@@ -113,7 +113,7 @@ class Source:
         """Returns the present values of a buffer; None if code has ever replaced its tensor."""
 
 
-_NOTHING = Source()
+_NOTHING = ValueReader()
 
 
 class Home(NamedTuple):
@@ -124,7 +124,7 @@ class Home(NamedTuple):
         name: of the tensor in the model.
         owner: rank of the pipeline.
         device: of what lives on this rank.
-        source: of the values.
+        reader: reads the values.
         copied: it is a copy of the model's tensor, as `copy.deepcopy` makes.
     """
 
@@ -132,12 +132,12 @@ class Home(NamedTuple):
     name: str
     owner: int
     device: torch.device
-    source: Source
+    reader: ValueReader
     copied: bool = False
 
     def copy(self) -> Home:
         """Returns the home of a copy."""
-        return self._replace(copied=True, source=_NOTHING)
+        return self._replace(copied=True, reader=_NOTHING)
 
     def error(self) -> SMPUsageError:
         """Returns the error for code that needs the values where it cannot get them."""
@@ -189,8 +189,8 @@ class RemoteTensor(torch.Tensor):
 
     Attributes:
         home: where it lives.
-        moment: when it was taken from its module, see `Source.values`; None for parameters, which
-            are always the same tensor.
+        moment: when it was taken from its module, see `ValueReader.values`; None for parameters,
+            which are always the same tensor.
     """
 
     home: Home
@@ -203,7 +203,7 @@ class RemoteTensor(torch.Tensor):
         name, describes, changes = _about(func)
         remote = [value for value in tree_leaves((args, kwargs)) if isinstance(value, RemoteTensor)]
         home = remote[0].home
-        in_step = home.source.in_step()
+        in_step = home.reader.in_step()
         if describes and not (in_step and name in _FORM and home.kind == "buffer"):
             if name == "device" and in_step:
                 return home.device
@@ -302,25 +302,25 @@ class RemoteBuffers(dict[str, Any]):
         assert self.home(name) is not None
         super().__setitem__(name, None)
 
-    def empty(self) -> None:
+    def release_memory(self) -> None:
         """Frees the memory of the remote buffers again."""
         for name, home in self._homes.items():
             tensor = self.raw(name)
             if tensor is not None and not isinstance(tensor, RemoteTensor):
-                empty(tensor, home)
+                release_memory(tensor, home)
 
     def __getitem__(self, name: str) -> Any:
         found = super().__getitem__(name)
         home = self._homes.get(name)
-        if home is None or not home.source.in_step():
+        if home is None or not home.reader.in_step():
             return found
-        if found is None or home.source.in_order():
+        if found is None or home.reader.in_order():
             # There may be a tensor by now, or none any more.
-            value = force(home.source.values(home.source.moment()))
+            value = force(home.reader.values(home.reader.moment()))
             if value is None or found is None:
                 return value if value is None else _ReadValues(home, value).view(value)
         # The same for all names of a buffer, as code expects that looks for what is shared.
-        moment = home.source.moment()
+        moment = home.reader.moment()
         if found.taken is None or found.taken.moment is not moment:
             found.taken = _hollow(found, home)
             found.taken.moment = moment
@@ -329,7 +329,7 @@ class RemoteBuffers(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         home = self.home(name)
         if home is not None:
-            if home.source.in_step():
+            if home.reader.in_step():
                 raise home.refusal("an assignment")
             if value is not None:
                 value = _hollow(value, home)
@@ -337,7 +337,7 @@ class RemoteBuffers(dict[str, Any]):
 
     def __delitem__(self, name: str) -> None:
         home = self._homes.get(name)
-        if home is not None and home.source.in_step():
+        if home is not None and home.reader.in_step():
             raise home.refusal("del")
         super().__delitem__(name)
 
@@ -366,7 +366,7 @@ class _ReadValues:
     def __init__(self, home: Home, values: torch.Tensor) -> None:
         self.home = home
         self._values = values
-        self._moment = home.source.moment()
+        self._moment = home.reader.moment()
 
     def view(self, value: torch.Tensor) -> _RemoteView:
         """Returns a tensor that shares memory with the values as a `_RemoteView`."""
@@ -391,12 +391,12 @@ class _ReadValues:
         Raises:
             SMPUsageError: the buffer has been changed.
         """
-        source = self.home.source
-        if self.home.kind != "buffer" or not (source.in_step() and source.in_order()):
+        reader = self.home.reader
+        if self.home.kind != "buffer" or not (reader.in_step() and reader.in_order()):
             return
-        if self._moment is source.moment():
+        if self._moment is reader.moment():
             return
-        now = force(source.same_tensor())
+        now = force(reader.same_tensor())
         if now is not None and not (
             now.shape == self._values.shape and torch.equal(now, self._values)
         ):
@@ -405,7 +405,7 @@ class _ReadValues:
                 "view of it was taken before a later call of a module that changed it, and does "
                 "not show the change. Take the view where the values are needed, or a clone()"
             )
-        self._moment = source.moment()
+        self._moment = reader.moment()
 
 
 class _RemoteView(torch.Tensor):
@@ -435,7 +435,7 @@ class _RemoteView(torch.Tensor):
         return copy.deepcopy(force(self), memo)
 
 
-class _RemoteValue(torch.Tensor):
+class _EmptyResult(torch.Tensor):
     """What was computed from a remote tensor outside a step: a tensor without values."""
 
     home: Home
@@ -446,7 +446,7 @@ class _RemoteValue(torch.Tensor):
         home = next(
             value.home
             for value in tree_leaves((args, kwargs))
-            if isinstance(value, _RemoteValue | RemoteTensor)
+            if isinstance(value, _EmptyResult | RemoteTensor)
         )
         return _without_values(home, getattr(func, "__name__", ""), func, args, kwargs)
 
@@ -461,7 +461,7 @@ class _RemoteValue(torch.Tensor):
             return plain.__reduce_ex__(protocol)
 
 
-def empty(tensor: torch.Tensor, home: Home) -> None:
+def release_memory(tensor: torch.Tensor, home: Home) -> None:
     """Frees the memory of a tensor, which becomes a `RemoteTensor`; the object stays."""
     _refuse_gradients(tensor, home)
     hollow = _hollow(tensor, home)
@@ -482,7 +482,7 @@ def empty(tensor: torch.Tensor, home: Home) -> None:
         tensor.home = home  # type: ignore[attr-defined]
 
 
-def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def give_values(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Gives a tensor values; a remote one becomes an ordinary one, the object stays."""
     if not isinstance(tensor, RemoteTensor):
         tensor.data = value
@@ -516,10 +516,10 @@ def values_of(tensor: Any) -> Any:
         SMPUsageError: the tensor was computed outside the step from a remote one, without values.
     """
     if isinstance(tensor, RemoteTensor):
-        if not tensor.home.source.in_step():
+        if not tensor.home.reader.in_step():
             raise tensor.home.error()
         return _lazily(tensor)
-    if type(tensor) is _RemoteValue:
+    if type(tensor) is _EmptyResult:
         raise tensor.home.error()
     return force(tensor) if type(tensor) is _RemoteView else tensor
 
@@ -554,7 +554,7 @@ def _update_parameters(self: AveragedModel, model: nn.Module) -> None:
     originals = itertools.chain(model.parameters(), model.buffers())
     for average, original in zip(averages, originals, strict=False):
         if isinstance(original, RemoteTensor) and not isinstance(average, RemoteTensor):
-            empty(average, original.home.copy())
+            release_memory(average, original.home.copy())
     _original_update(self, model)
 
 
@@ -575,7 +575,7 @@ def _backward(*args: Any, **kwargs: Any) -> None:
 
 def _lazily(value: Any) -> Any:
     if isinstance(value, RemoteTensor):
-        return value.home.source.values(value.moment)
+        return value.home.reader.values(value.moment)
     return value
 
 
@@ -583,7 +583,7 @@ def _lazily(value: Any) -> Any:
 @substitute(RemoteBuffer)
 def _values(tensor: RemoteTensor) -> Any:
     """Returns the values in a step; outside, the tensor itself."""
-    return force(_lazily(tensor)) if tensor.home.source.in_step() else tensor
+    return force(_lazily(tensor)) if tensor.home.reader.in_step() else tensor
 
 
 @substitute(_RemoteView)
@@ -654,11 +654,11 @@ def _without_values(home: Home, name: str, func: Any, args: Any, kwargs: Any) ->
 
 
 def _marked(home: Home, value: Any) -> Any:
-    """Returns a tensor as a `_RemoteValue`; other values unchanged."""
+    """Returns a tensor as a `_EmptyResult`; other values unchanged."""
     if type(value) is not torch.Tensor:
         return value
     with _WITHOUT():
-        marked = value.as_subclass(_RemoteValue)
+        marked = value.as_subclass(_EmptyResult)
     marked.home = home
     return marked
 

@@ -15,10 +15,9 @@ import torch
 
 from smddp.modelparallel.common.structure import flatten
 from smddp.modelparallel.pipeline.baton import Priority, Task
-from smddp.modelparallel.pipeline.calls import Caller, run_backward
+from smddp.modelparallel.pipeline.calls import CallerSide, run_backward
 from smddp.modelparallel.pipeline.failure import StructureChangedError
 from smddp.modelparallel.pipeline.frame import Frame
-from smddp.modelparallel.pipeline.host import Host
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import (
@@ -34,11 +33,12 @@ from smddp.modelparallel.pipeline.protocol import (
     ambient,
     raise_if_unpicklable,
 )
+from smddp.modelparallel.pipeline.services import RankServices
 from smddp.modelparallel.pipeline.step import UNLIMITED
 
 __all__ = ["Server"]
 
-# Names a segment run: (the caller's rank, number of the graph in this step, number of the segment).
+# Names a segment run: (caller_rank, sending, number of the segment); see `Origin`.
 _Key = tuple[int, int, int]
 
 
@@ -63,7 +63,7 @@ class _SegmentRun:
             pass.
         returned: for each call whose result had no known structure: its structure, its objects,
             and how many tensors it has.
-        sent: the numbers of the call graphs that it has sent itself.
+        sent: the sendings of the call graphs that it has sent itself.
     """
 
     __slots__ = (
@@ -101,7 +101,7 @@ class _SegmentRun:
 
     def owner(self, end: int) -> int:
         """Returns the rank at an end of an edge: the caller, if it is SOURCE or SINK."""
-        return self.origin.caller if end < 0 else self.graph.segments[end].owner
+        return self.origin.caller_rank if end < 0 else self.graph.segments[end].owner
 
     def values(self, edge: Edge) -> Sequence[TensorId]:
         """Returns the ids of the values of an edge out of it.
@@ -121,10 +121,10 @@ class Server:
         under_way_limit: see `Schedule.under_way_limit`.
     """
 
-    def __init__(self, host: Host, caller: Caller) -> None:
-        self._host, self._caller = host, caller
+    def __init__(self, services: RankServices, caller: CallerSide) -> None:
+        self._services, self._caller = services, caller
         self._modules: Modules | None = None
-        # By the caller's rank and `Origin.graph_id`.
+        # By caller_rank and graph_id; see `Origin`.
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._runs: dict[_Key, _SegmentRun] = {}
         # FORWARD messages that have come before their graph, by its key in `_graphs`.
@@ -155,22 +155,22 @@ class Server:
     def end_microbatch(self, microbatch: int) -> None:
         """Frees what is left here of a microbatch that has ended."""
         for key in [k for k, run in self._runs.items() if run.origin.microbatch == microbatch]:
-            self._caller.abandon(self._runs.pop(key).sent)
+            self._caller.drop(self._runs.pop(key).sent)
         self._under_way.pop(microbatch, None)
-        self._host.baton.wake()
+        self._services.baton.wake()
 
     # --- messages that arrive; on the thread that has the baton -----------------------------------
 
-    def on_graph(self, caller: int, graph_id: int, graph: Graph) -> None:
+    def on_graph(self, caller_rank: int, graph_id: int, graph: Graph) -> None:
         """Stores a call graph, and takes the values that have come before it.
 
         Args:
-            caller: rank of the pipeline.
-            graph_id: the number by which the caller's messages name it.
+            caller_rank: see `Origin`.
+            graph_id: see `Origin`.
             graph: the graph.
         """
-        self._graphs[caller, graph_id] = graph
-        for message in self._early.pop((caller, graph_id), []):
+        self._graphs[caller_rank, graph_id] = graph
+        for message in self._early.pop((caller_rank, graph_id), []):
             self.on_forward(message)
 
     def on_forward(self, message: Message) -> None:
@@ -181,14 +181,14 @@ class Server:
         fields, seeds, source, target, extra = message.header
         origin = Origin(*fields)
         if target == SINK:
-            self._caller.on_values(origin.number, source, message.tensors, extra)
+            self._caller.on_values(origin.sending, source, message.tensors, extra)
             return
-        key = (origin.caller, origin.number, target)
+        key = (origin.caller_rank, origin.sending, target)
         run = self._runs.get(key)
         if run is None:
-            graph = self._graphs.get((origin.caller, origin.graph_id))
+            graph = self._graphs.get((origin.caller_rank, origin.graph_id))
             if graph is None:
-                self._early.setdefault((origin.caller, origin.graph_id), []).append(message)
+                self._early.setdefault((origin.caller_rank, origin.graph_id), []).append(message)
                 return
             run = self._runs[key] = _SegmentRun(key, origin, seeds, graph)
         if extra is not None:
@@ -211,11 +211,11 @@ class Server:
 
         Gradients of an edge from SOURCE are for this rank as the caller.
         """
-        caller, number, sender, receiver, this = message.header
+        caller_rank, sending, sender, receiver, this = message.header
         if receiver == SOURCE:
-            self._caller.on_gradients(number, sender, message.tensors)
+            self._caller.on_gradients(sending, sender, message.tensors)
             return
-        run = self._runs.get((caller, number, receiver))
+        run = self._runs.get((caller_rank, sending, receiver))
         if run is None:  # freed by DONE or DROP
             return
         run.gradients[sender] = message.tensors
@@ -232,29 +232,29 @@ class Server:
             work = functools.partial(self._backward, this=Pass(*this))
             self._submit(frame, run, work, None)
 
-    def on_drop(self, caller: int, number: int, graph_id: int, microbatch: int) -> None:
+    def on_drop(self, caller_rank: int, sending: int, graph_id: int, microbatch: int) -> None:
         """Forgets, in this step, a call graph that gets no gradients.
 
         Args:
-            caller: rank of the pipeline.
-            number: of the graph in this step.
-            graph_id: the number by which this rank knows the graph.
-            microbatch: for which it was sent.
+            caller_rank: see `Origin`.
+            sending: see `Origin`.
+            graph_id: see `Origin`.
+            microbatch: see `Origin`.
         """
-        graph = self._graphs[caller, graph_id]
+        graph = self._graphs[caller_rank, graph_id]
         frame = Frame(microbatch=microbatch, forward=False, path=(), name="", depth=0, grad=True)
 
         def drop() -> None:
             for target in range(len(graph.segments)):
-                run = self._runs.pop((caller, number, target), None)
+                run = self._runs.pop((caller_rank, sending, target), None)
                 if run is not None:
                     self._end_under_way(run)
-                    self._caller.abandon(run.sent)
+                    self._caller.drop(run.sent)
 
         # In a task, because only the holder of the baton may change what is under way.
         task = Task(Priority(False, microbatch), drop)
         task.frame = frame
-        self._host.baton.submit(task)
+        self._services.baton.submit(task)
 
     def _admits(self, frame: Frame) -> bool:
         """Says whether forward work of a microbatch may begin here.
@@ -287,11 +287,11 @@ class Server:
         admitted = functools.partial(admits, frame) if admits is not None else None
         task = Task(priority, functools.partial(self._timed, work, frame, run), admitted)
         task.frame = frame
-        self._host.baton.submit(task)
+        self._services.baton.submit(task)
 
     def _timed(self, work: Any, frame: Frame, run: _SegmentRun) -> None:
         """Does `work` for a run, and notes it in the timeline."""
-        timeline = self._host.timeline
+        timeline = self._services.timeline
         timeline.enter(frame, frame.forward)
         try:
             work(frame, run)
@@ -319,7 +319,7 @@ class Server:
             run.sent = frame.sent
         else:
             self._end_under_way(run)
-            self._caller.abandon(frame.sent)
+            self._caller.drop(frame.sent)
         if not graph.ambient.grad:
             del self._runs[run.key]
         for edge in run.out_of:
@@ -327,7 +327,7 @@ class Server:
             header = (tuple(run.origin), run.seeds, run.number, edge.target, extra)
             tensors = [_unchanging(outputs[value]) for value in run.values(edge)]
             try:
-                self._host.send(run.owner(edge.target), Kind.FORWARD, header, tensors)
+                self._services.send(run.owner(edge.target), Kind.FORWARD, header, tensors)
             except Exception:
                 for index, (structure, objects, _) in run.returned.items():
                     name = self.modules.names[graph.calls[index].module]
@@ -381,15 +381,21 @@ class Server:
         roots = [outputs[value] for value in sums]
         found = run_backward(roots, list(sums.values()), list(inputs.values()), this)
         of_input = dict(zip(inputs, found, strict=True))
-        # Give up the graphs that the segment has sent and that got no gradient, and those that a
+        # Drop the graphs that the segment has sent and that got no gradient, and those that a
         # checkpoint has sent again in this backward pass.
         sent = frame.sent if this.keeps else [*run.sent, *frame.sent]
         if sent:
-            self._caller.abandon(sent)
+            self._caller.drop(sent)
         for edge in run.into:
             gradients = [of_input.get(value) for value in edge.values]
-            header = (run.origin.caller, run.origin.number, run.number, edge.source, tuple(this))
-            self._host.send(run.owner(edge.source), Kind.BACKWARD, header, gradients)
+            header = (
+                run.origin.caller_rank,
+                run.origin.sending,
+                run.number,
+                edge.source,
+                tuple(this),
+            )
+            self._services.send(run.owner(edge.source), Kind.BACKWARD, header, gradients)
 
 
 def _unchanging(tensor: torch.Tensor) -> torch.Tensor:

@@ -108,9 +108,9 @@ class StallWatch:
     def _warn(self, work: Work, modules: Modules) -> None:
         top = sys._current_frames().get(work.thread)
         # Innermost first.
-        frames = list(traceback.walk_stack(top)) if top is not None else []
-        module = _module(frames, modules) or work.frame.name
-        stack = traceback.StackSummary.extract(iter(frames[:_LINES]))
+        calls = list(traceback.walk_stack(top)) if top is not None else []
+        module = _module(calls, modules) or work.frame.name
+        stack = traceback.StackSummary.extract(iter(calls[:_LINES]))
         log.warning(
             "smp: rank %d of the pipeline has worked for %g s on the %s pass of microbatch %d, in "
             "%s; other ranks wait for it. It is at\n%s",
@@ -148,15 +148,15 @@ class _Attendance:
         return f"smp/step/{rank}"
 
 
-def _module(frames: list[tuple[FrameType, int]], modules: Modules) -> str:
+def _module(calls: list[tuple[FrameType, int]], modules: Modules) -> str:
     """Returns the name of the innermost module of the model whose code is on a stack; "" if none.
 
     Args:
-        frames: of the stack, innermost first.
+        calls: on the stack, innermost first.
         modules: of the model.
     """
-    for frame, _ in frames:
-        owner = frame.f_locals.get("self")
+    for call, _ in calls:
+        owner = call.f_locals.get("self")
         number = modules.number_of(owner) if isinstance(owner, nn.Module) else None
         if number is not None:
             return modules.names[number]

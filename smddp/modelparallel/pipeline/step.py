@@ -143,7 +143,7 @@ class StepModel(Protocol):
         """
 
     def apply(self, decision: Any) -> None:
-        """Applies rank 0's `Decision` on this rank, and calls `Executor.set_partitioned`."""
+        """Applies rank 0's `Decision` on this rank, and calls `Executor.set_divided`."""
 
     def end_microbatch(self, microbatch: int) -> None:
         """Notes that a microbatch gives no more gradients on this rank."""

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from smddp.modelparallel.common.structure import flatten
-from smddp.modelparallel.pipeline.calls import Caller
-from smddp.modelparallel.pipeline.collector import Site
+from smddp.modelparallel.pipeline.calls import CallerSide
+from smddp.modelparallel.pipeline.collector import KnownCall
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.protocol import Ambient, Kind, ambient
 
 
-class Host:
-    """The host of a caller; it records what it sends, unless its step is over."""
+class Services:
+    """The services of a caller; it records what it sends, unless its step is over."""
 
     rank = 0
     baton: Any = None
@@ -35,15 +35,15 @@ class Host:
 
 
 def test_a_graph_that_did_not_leave_is_sent_in_the_next_step() -> None:
-    host = Host()
-    caller = Caller(host)
+    services = Services()
+    caller = CallerSide(services)
     tensor = torch.ones(1)
-    site = Site(1, "", flatten(((tensor,), {}), [], []), ("t", 0))
-    other = Site(2, "", flatten(((tensor,), {}), [], []), ("t", 0))
+    known = KnownCall(1, "", flatten(((tensor,), {}), [], []), ("t", 0))
+    other = KnownCall(2, "", flatten(((tensor,), {}), [], []), ("t", 0))
 
-    def call(made: Site) -> list[tuple[Kind, int]]:
+    def call(made: KnownCall) -> list[tuple[Kind, int]]:
         """Makes a call, in a step; returns what was sent, and which graph it was."""
-        host.sent.clear()
+        services.sent.clear()
         frame = Frame(microbatch=0, forward=True, path=(), name="", depth=0, grad=True)
         value = caller.collector(frame).add(1, made, [tensor], [], None)
         caller.send(frame)
@@ -53,16 +53,16 @@ def test_a_graph_that_did_not_leave_is_sent_in_the_next_step() -> None:
             Kind.GRAPH: lambda header: header[1],
             Kind.FORWARD: lambda header: header[0][2],
         }
-        return [(kind, graph_ids[kind](header)) for kind, header in host.sent]
+        return [(kind, graph_ids[kind](header)) for kind, header in services.sent]
 
     # A task may still compute after its step has failed. It calls, and nothing leaves.
-    host.over = True
-    assert call(site) == []
-    host.over = False
+    services.over = True
+    assert call(known) == []
+    services.over = False
     # The number of the graph that did not leave stays unused.
     assert call(other) == [(Kind.GRAPH, 1), (Kind.FORWARD, 1)]
-    assert call(site) == [(Kind.GRAPH, 2), (Kind.FORWARD, 2)]
-    assert call(site) == [(Kind.FORWARD, 2)]
+    assert call(known) == [(Kind.GRAPH, 2), (Kind.FORWARD, 2)]
+    assert call(known) == [(Kind.FORWARD, 2)]
 
 
 STATES = [

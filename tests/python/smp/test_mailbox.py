@@ -54,11 +54,11 @@ def same(found: torch.Tensor | None, value: torch.Tensor | None) -> bool:
 @pytest.mark.parametrize("least", [0, 960, 8192])
 def test_what_is_encoded_is_decoded(least: int) -> None:
     for header, tensors in messages(0):
-        front, alone = _C.encode_message(header, tensors, False, least)
+        front, large = _C.encode_message(header, tensors, False, least)
         length = _C.front_length(front[:16])
         assert front.numel() == max(length, least)
         found_header, found, places = _C.decode_front(front)
-        for place, part in zip(places, alone, strict=True):
+        for place, part in zip(places, large, strict=True):
             place.copy_(part)
         assert found_header == header
         assert len(found) == len(tensors)

@@ -20,14 +20,14 @@ from smddp.modelparallel.partition.units import Units
 from smddp.modelparallel.pipeline.modules import Modules
 
 
-class _Host:
+class _Services:
     rank, baton = 0, None
 
 
 def modules_of(model: nn.Module) -> Modules:
-    host: Any = _Host()
+    services: Any = _Services()
     nobody: Any = None
-    return Modules(host, nobody, model)
+    return Modules(services, nobody, model)
 
 
 def best_by_trying_all(costs: list[float], cuts: list[float], parts: int) -> float:

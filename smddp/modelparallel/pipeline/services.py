@@ -1,4 +1,4 @@
-"""What `Caller`, `Server` and `Modules` need of the executor of their rank."""
+"""What `CallerSide`, `Server` and `Modules` need of the executor of their rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.timeline import Timeline
 
-__all__ = ["Host"]
+__all__ = ["RankServices"]
 
 
-class Host(Protocol):
+class RankServices(Protocol):
     """The rank on which calls are made and served; `Executor` implements it.
 
     Attributes:
