@@ -103,7 +103,7 @@ def _group_size(strategy: str, count: int) -> int:
 
 
 class _Run:
-    """Runs some modules of a sequence. It is no nn.Module, as it is not part of the model."""
+    """Runs some modules of a sequence. It is not an nn.Module: it does not belong to the model."""
 
     def __init__(self, layers: Sequence[nn.Module], packed: bool) -> None:
         self._layers, self._packed = layers, packed

@@ -32,7 +32,7 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
     Args:
         obj: anything that pickles. Tensors of a device arrive as tensors of the host.
         dest_rank: who calls `recv_from`.
-        rank_type: how `dest_rank` counts; smp.WORLD_RANK for ranks of the job.
+        rank_type: the kind of group in which `dest_rank` is a rank; smp.WORLD_RANK for the job.
 
     Raises:
         SMPUsageError: it is this rank itself, or that rank sends to this one instead of receiving.
@@ -46,7 +46,7 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
 
     Args:
         src_rank: the sender.
-        rank_type: how `src_rank` counts; smp.WORLD_RANK for ranks of the job.
+        rank_type: the kind of group in which `src_rank` is a rank; smp.WORLD_RANK for the job.
 
     Raises:
         SMPUsageError: it is this rank itself.
@@ -64,6 +64,7 @@ def broadcast(obj: Any, group: CommGroup) -> None:
 
     Raises:
         SMPUsageError: another rank of the group sends to this one instead of receiving.
+        SMPInitializationError: `smp.init` has not been called.
     """
     Messenger(state).broadcast(obj, group)
 
@@ -76,6 +77,9 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
     Args:
         obj: anything that pickles. Tensors of a device arrive as tensors of the host.
         group: such as smp.DP_GROUP.
+
+    Raises:
+        SMPInitializationError: `smp.init` has not been called.
     """
     return Messenger(state).allgather(obj, group)
 
@@ -85,30 +89,33 @@ def barrier(group: CommGroup = CommGroup.WORLD) -> None:
 
     Args:
         group: such as smp.DP_GROUP; all ranks of the job by default.
+
+    Raises:
+        SMPInitializationError: `smp.init` has not been called.
     """
     Messenger(state).barrier(group)
 
 
 def mp_barrier() -> None:
-    """`barrier(smp.MP_GROUP)`."""
+    """Calls `barrier(smp.MP_GROUP)`."""
     barrier(CommGroup.MP_GROUP)
 
 
 def dp_barrier() -> None:
-    """`barrier(smp.DP_GROUP)`."""
+    """Calls `barrier(smp.DP_GROUP)`."""
     barrier(CommGroup.DP_GROUP)
 
 
 def pp_barrier() -> None:
-    """`barrier(smp.PP_GROUP)`."""
+    """Calls `barrier(smp.PP_GROUP)`."""
     barrier(CommGroup.PP_GROUP)
 
 
 def tp_barrier() -> None:
-    """`barrier(smp.TP_GROUP)`."""
+    """Calls `barrier(smp.TP_GROUP)`."""
     barrier(CommGroup.TP_GROUP)
 
 
 def rdp_barrier() -> None:
-    """`barrier(smp.RDP_GROUP)`."""
+    """Calls `barrier(smp.RDP_GROUP)`."""
     barrier(CommGroup.RDP_GROUP)

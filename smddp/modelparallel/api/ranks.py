@@ -92,22 +92,28 @@ def tp_size() -> int:
 
 
 def rdp_rank() -> int:
-    """Returns the rank of this process among those that hold the same parameters."""
+    """Returns the rank of this process in its `rdp` group.
+
+    It is the same as `dp_rank()` unless tensor_parallel_degree is more than 1.
+    """
     return state.topology.rank_in("rdp")
 
 
 def rdp_size() -> int:
-    """Returns the number of ranks that hold the same parameters."""
+    """Returns the number of ranks of an `rdp` group.
+
+    It is the same as `dp_size()` unless tensor_parallel_degree is more than 1.
+    """
     return state.topology.size_of("rdp")
 
 
 def mp_rank() -> int:
-    """Returns the rank of this process within its replica of the model."""
+    """Returns the rank of this process in its `mp` group (pp x tp)."""
     return state.topology.rank_in("mp")
 
 
 def mp_size() -> int:
-    """Returns the number of ranks of a replica."""
+    """Returns the number of ranks of an `mp` group (pp x tp)."""
     return state.topology.size_of("mp")
 
 
@@ -127,7 +133,7 @@ def get_world_group() -> list[int]:
 
 
 def get_mp_group() -> list[int]:
-    """Returns the ranks of this replica of the model."""
+    """Returns the ranks of this `mp` group."""
     return list(state.topology.members("mp"))
 
 
@@ -147,7 +153,10 @@ def get_pp_group() -> list[int]:
 
 
 def get_rdp_group() -> list[int]:
-    """Returns the ranks that hold the same parameters."""
+    """Returns the ranks of this `rdp` group.
+
+    It is the same as `get_dp_group()` unless tensor_parallel_degree is more than 1.
+    """
     return list(state.topology.members("rdp"))
 
 

@@ -148,7 +148,7 @@ def timeline(file: str | None = None) -> StepReport:
         so ranks on different hosts cannot be compared.
 
     Raises:
-        SMPUsageError: no step has been made yet, or the last one failed before any work.
+        SMPUsageError: no step has been run yet, or the last one failed before any work.
     """
     executor = state.kept(Executor)
     if executor is None:

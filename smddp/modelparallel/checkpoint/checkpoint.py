@@ -143,8 +143,8 @@ def save_checkpoint(
         partial: each partition saves its parts of model and optimizer into the folder
             `{tag}_partial`. Otherwise the whole model, without the optimizer, is saved as the file
             `tag`: as safetensors if the tag ends in `.safetensors`, else as torch.save does it.
-        model: a smp.DistributedModel.
-        optimizer: a smp.DistributedOptimizer.
+        model: a smp.DistributedModel; None saves none.
+        optimizer: a smp.DistributedOptimizer; None saves none. It is saved only with `partial`.
         user_content: anything that pickles; that of rank 0 is saved.
         translate_if_full: accepted; there is nothing to translate without tensor parallelism.
         num_kept_partial_checkpoints: keep so many checkpoints in parts, this one included, and
@@ -154,6 +154,8 @@ def save_checkpoint(
         SMPInitializationError: `smp.init` has not been called.
         SMPUsageError: num_kept_partial_checkpoints is less than 1, or an entry cannot be saved as
             safetensors.
+        SMPPeerError: not partial, and a rank of the pipeline has not called it within the timeout
+            of the process group.
     """
     if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
         raise SMPUsageError("save_checkpoint: num_kept_partial_checkpoints must be at least 1")

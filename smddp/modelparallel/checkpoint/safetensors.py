@@ -87,7 +87,7 @@ def read(file: Path) -> dict[str, torch.Tensor]:
         begin = _LENGTH.size + length
         return {name: _tensor(data, begin, size, entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise ValueError(f"{file} is no safetensors file, or damaged: {error}") from None
+        raise ValueError(f"{file} is not a safetensors file, or is damaged: {error}") from None
 
 
 def _tensor(data: mmap.mmap, begin: int, size: int, entry: Mapping[str, Any]) -> torch.Tensor:

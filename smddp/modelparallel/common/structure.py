@@ -1,7 +1,7 @@
 """Divides nested Python values into tensors, objects and a structure, and builds them again.
 
-The structure says how the parts are nested. It says nothing of the shapes and dtypes of the
-tensors.
+The structure says how the parts are nested. It says nothing about the shapes and dtypes of
+the tensors.
 
 Unlike torch's pytree, this keeps the class of any dict subclass or dataclass (such as the outputs
 of model libraries), and no class has to be registered. A structure is hashable, so it can be a key.

@@ -1,7 +1,8 @@
 """Functions of features that this version does not have.
 
 With the feature turned off, these functions have no effect. With the feature turned on, they raise
-if results would differ without it, and warn if only memory and speed would.
+if results would differ without it, and warn if only memory and speed would. `tp_register` and
+`tp_register_with_module` have no switch, and never have an effect.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Replicas(Protocol):
         """Takes part in a step of the others with zeros, and with the buffers of `source`."""
 
     def synchronise(self, source: int) -> None:
-        """Takes over the parameters and buffers of a replica."""
+        """Copies the parameters and buffers of a replica."""
 
 
 class Join:
@@ -40,8 +40,8 @@ class Join:
     Inside the context every step begins with a reduction that finds the first active replica. A
     replica that leaves the context is inactive: it goes on with these reductions, and takes part in
     those of the gradients with zeros, until no replica is active. Gradients are divided by the
-    number of all replicas, as in DistributedDataParallel. In the end all replicas take over the
-    parameters and buffers of one that has made the most steps.
+    number of all replicas, as in DistributedDataParallel. In the end all replicas copy the
+    parameters and buffers of one that has run the most steps.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -53,7 +53,7 @@ class Join:
         """Says that this replica is active; called in every step with gradients.
 
         Returns:
-            The first active replica, whose buffers all others take over in this step.
+            The first active replica, whose buffers all others copy in this step.
         """
         if not self._inside:
             return 0
@@ -65,7 +65,7 @@ class Join:
         """Returns the context that the class describes.
 
         Raises:
-            SMPUsageError: this replica has made no step, so its model is not divided yet.
+            SMPUsageError: this replica has run no step, so its model is not divided yet.
         """
         self._inside, self._steps = True, 0
         try:

@@ -123,22 +123,23 @@ class DataParallel:
         self.join = Join(self)
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
-        self._old: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._old: dict[nn.Parameter, torch.Tensor | None] = {}  # gradients from before the step
         self._divisor = 1
         self._with_gradients = False
-        self._steps = 0
-        self._next = 0
+        self._steps = 0  # steps with gradients so far
+        self._next = 0  # the first bucket that is not launched yet
+        # Will `_reduce_outside` run when the backward pass ends?
         self._outside = False
 
     def adopt(self, parameters: Sequence[nn.Parameter], buffers: Buffers) -> None:
-        """Takes over the parameters and buffers of this rank; makes them equal on all replicas."""
+        """Keeps the parameters and buffers of this rank; makes them equal on all replicas."""
         self._buffers = buffers
         self._all_parameters = list(parameters)
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         if self.size > 1:
             self._make_buckets()
             self.synchronise(0)
-        # With several partitions this happens inside the first step, after `begin_step`.
+        # With several partitions, `begin_step` of the first step did not know the parameters yet.
         self._put_aside()
 
     def _make_buckets(self) -> None:
@@ -168,10 +169,10 @@ class DataParallel:
         Args:
             sums: adds up the gradients of the step.
             divisor: by which the sums are divided: the number of microbatches, or 1.
-            again: the step is made for the second time, after `end_step` has raised Redo.
+            again: the step is run for the second time, after `end_step` has raised Redo.
         """
         self._with_gradients = torch.is_grad_enabled()
-        # The other replicas make the step again only if this one reduces with them.
+        # The other replicas run the step again only if this one reduces with them.
         together = not again or self._reduces()
         source = self.join.begin_step() if self._with_gradients and together else None
         self._begin(sums, divisor, source)
@@ -208,10 +209,10 @@ class DataParallel:
 
         Args:
             failure: why the step failed on this replica, for the others; empty if it has not.
-            redo: does this replica have to make the step again?
+            redo: does this replica have to run the step again?
 
         Raises:
-            Redo: this replica or another has to make the step again; so all of them do.
+            Redo: this replica or another has to run the step again; so all of them do.
             SMPPeerError: the step failed on another replica; gradients are as before it.
         """
         succeeded = not (failure or redo)
@@ -222,7 +223,8 @@ class DataParallel:
         else:
             self._steps += 1
             totals, redo = self._reduce(failure, redo)
-            self._steps -= redo
+            if redo:
+                self._steps -= 1  # it is run again, and counts once
         self._old = {}
         for parameter, total in totals.items():
             parameter.grad = total
@@ -250,7 +252,7 @@ class DataParallel:
         total, late = self._total(parameter), self._late(parameter)
         if late is None:
             return total
-        assert total is not None, "what is late comes after something"
+        assert total is not None, "a late contribution without an earlier one"
         return total + late
 
     def _averaged(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -263,12 +265,12 @@ class DataParallel:
     def _reduce(
         self, failure: str, redo: bool
     ) -> tuple[dict[nn.Parameter, torch.Tensor | None], bool]:
-        """Reduces all sums; returns the gradients, and whether to make the step again."""
+        """Reduces all sums; returns the gradients, and whether to run the step again."""
         source = (lambda _: None) if failure or redo else self._total
         for bucket in self._buckets[self._next :]:
             self._launch(bucket, source)
         reduced = self._collected()
-        # The flags: has the step failed here, has it to be made again, are there late additions,
+        # The flags: has the step failed here, has it to be run again, are there late additions,
         # and which parameters were used.
         used = [self._sums.used(p) or self._old[p] is not None for p in self.parameters]
         failed, again, late, *used_somewhere = self._anywhere(
@@ -325,7 +327,10 @@ class DataParallel:
             bucket.work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
 
     def _collected(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Waits for all buckets; returns the mean over replicas for each parameter."""
+        """Waits for all buckets; returns the reduced gradient of each parameter.
+
+        That is the mean over replicas, or what the hook returned.
+        """
         found: dict[nn.Parameter, torch.Tensor] = {}
         for bucket in self._buckets:
             result = bucket.work.wait()
@@ -368,13 +373,13 @@ class DataParallel:
         """Takes part in a step of the others without a batch, with the buffers of `source`.
 
         Args:
-            source: the replica whose buffers all take over in this step.
+            source: the replica whose buffers all copy in this step.
         """
         sums = GradientSum()
         sums.begin(1)
         self._with_gradients = True
         self._begin(sums, 1, source)
-        # After a Redo the others make the step again, which is one more to take part in.
+        # After a Redo the others run the step again, which is one more to take part in.
         with contextlib.suppress(Redo):
             self.end_step()
 

@@ -79,8 +79,8 @@ KEYS: tuple[Key, ...] = (
         "active_microbatches",
         "positive",
         None,
-        "How many microbatches may be active (begun and not ended) at a time; by default "
-        "partitions + 2; with `simple` at least `microbatches`.",
+        "How many microbatches may be active (begun and not ended) at a time. Default: partitions "
+        "+ 2; with `simple`, the larger of that and `microbatches`. Always 1 with one partition.",
     ),
     Key(
         "pipeline",
@@ -100,14 +100,15 @@ KEYS: tuple[Key, ...] = (
         "memory_weight",
         "fraction",
         None,
-        "Weight of memory against time in the partitioner; 0.8 for memory, 0.2 for speed.",
+        "Weight of memory against time in the partitioner; default 0.8 with `optimize: memory`, "
+        "0.2 with `speed`.",
     ),
     Key(
         "placement_strategy",
         "one of",
         "cluster",
-        "Which ranks are neighbours: `cluster` is DPT, `spread` is TPD; the rightmost letter "
-        "varies fastest.",
+        "Which ranks are neighbours. The letters are D (data), P (pipeline) and T (tensor); the "
+        "rightmost varies fastest. `cluster` is DPT, `spread` is TPD.",
         tuple(_PLACEMENTS),
     ),
     Key("auto_partition", "bool", True, "Divide the model automatically."),
@@ -163,8 +164,13 @@ KEYS: tuple[Key, ...] = (
         "once in each step, with the module and the line of code. A rank that has been in a step "
         "for so long logs which ranks of the pipeline have not called it. 0 for never.",
     ),
-    Key("static_mode", "bool", False, "Accepted; call plans are always reused."),
-    Key("fast_mode", "bool", False, "Accepted; nothing is negotiated after the first step."),
+    Key("static_mode", "bool", False, "Accepted, without effect: call graphs are always reused."),
+    Key(
+        "fast_mode",
+        "bool",
+        False,
+        "Accepted, without effect: call graphs are sent once and reused.",
+    ),
     Key(
         "tensor_parallel_degree",
         "positive",
@@ -210,7 +216,14 @@ KEYS: tuple[Key, ...] = (
         "every replica keeps all of it",
     ),
     Key("offload_activations", "bool", False, "Move activations to the host.", (), _STAY),
-    Key("activation_loading_horizon", "positive", 4, "How early they come back.", (), _STAY),
+    Key(
+        "activation_loading_horizon",
+        "positive",
+        4,
+        "How early offloaded activations come back.",
+        (),
+        _STAY,
+    ),
     Key(
         "checkpoint_attentions",
         "bool",
@@ -235,7 +248,14 @@ KEYS: tuple[Key, ...] = (
         (),
         "every replica keeps all of them; gradients are clipped as with the feature",
     ),
-    Key("sdp_reduce_bucket_size", "positive", int(5e8), "For sharding: elements.", (), _WHOLE),
+    Key(
+        "sdp_reduce_bucket_size",
+        "positive",
+        int(5e8),
+        "Elements of a bucket, for sharding.",
+        (),
+        _WHOLE,
+    ),
     Key("sdp_param_persistence_threshold", "count", int(1e6), "For sharding.", (), _WHOLE),
     Key("sdp_max_live_parameters", "positive", int(1e9), "For sharding.", (), _WHOLE),
     Key("sdp_hierarchical_allgather", "bool", True, "For sharding.", (), _WHOLE),

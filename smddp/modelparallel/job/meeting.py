@@ -32,7 +32,7 @@ def together(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Surrounds the collectives of a call that all ranks of a pipeline have to make.
 
     Args:
-        what: the call; for the texts.
+        what: the call; for messages.
         group: the ranks that have to make it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Sends picklable objects between ranks; `smp.send` and its companions are made of it.
+"""Sends picklable objects between ranks; `smp.send` and its companions are built on it.
 
 All calls are synchronous: a sender goes on when the object has been received.
 """

@@ -114,7 +114,11 @@ class State:
 
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
-        """Per tensor-parallel rank, the name of each parameter by its number in the optimizer."""
+        """Per tensor-parallel rank, the name of each parameter by its number in the optimizer.
+
+        Raises:
+            SMPInitializationError: there is no smp.DistributedModel or smp.DistributedOptimizer.
+        """
         model, optimizer = self.current_model(), self.current_optimizer()
         if model is None or optimizer is None:
             raise SMPInitializationError("create model and optimizer first")

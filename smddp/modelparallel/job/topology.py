@@ -81,7 +81,7 @@ class Topology:
 
     @property
     def rdp_size(self) -> int:
-        """How many ranks hold each parameter."""
+        """The number of ranks of an `rdp` group."""
         return self.size // (self.pp_size * self.tp_size)
 
     def coordinates(self, rank: int) -> dict[str, int]:

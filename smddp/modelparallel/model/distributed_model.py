@@ -109,7 +109,7 @@ class DistributedModel(ModelQueries):
             broadcast_buffers,
             gradient_as_bucket_view,
         )
-        # Not by nn.Module.__setattr__: it is no part of the model.
+        # Not by nn.Module.__setattr__, because it does not belong to the model.
         self.__dict__["runtime"] = ModelRuntime(
             state,
             self,
@@ -127,6 +127,9 @@ class DistributedModel(ModelQueries):
 
         With fp16 or bf16 in the configuration, fp32 tensors among the arguments are converted to
         that dtype, and half-precision results to fp32.
+
+        Returns:
+            What the model returns. Its tensors are never lazy.
 
         Raises:
             SMPUsageError: there are several partitions, and the call is not inside a step.

@@ -34,7 +34,8 @@ __all__ = ["ModelRuntime"]
 class ModelRuntime:
     """Belongs to one DistributedModel, and ends with it; see `StepModel` in pipeline/step.py.
 
-    The executor, which belongs to the process, knows it only while a step runs.
+    The executor, which lives from the first DistributedModel to `smp.shutdown`, knows it only while
+    a step runs.
 
     Attributes:
         module: the model that was wrapped.
@@ -42,7 +43,7 @@ class ModelRuntime:
         placement: which modules live here.
         data_parallel: makes gradients equal on all replicas.
         model_state: makes and loads state dicts.
-        steps: how many have begun; a step that is made again counts twice.
+        steps: how many have begun; a step that is run again counts twice.
         device: of the parameters and buffers that live here.
         buffers: those that live here; none before the model is divided.
         half: the half-precision dtype in which the model computes; None for full precision.
@@ -227,7 +228,7 @@ class ModelRuntime:
 
         The microbatches run one after the other if their order may matter for the buffers that
         ranks read of each other: in the first step of each step function, in its later steps if one
-        has shown that such a buffer changes, and when the step is made again.
+        has shown that such a buffer changes, and when the step is run again.
 
         Args:
             name: of the step function.
@@ -253,8 +254,8 @@ class ModelRuntime:
         modules.predicts_structures = not again
         modules.in_order = in_order
         modules.buffers_read.clear()
-        # Copied for a Redo. With one partition there is none, and a second pass never ends in one.
-        # The first step does not either; `buffers` is still empty then.
+        # For a Redo. There is no Redo with one partition, in a second attempt, or in the first
+        # step; in that one `buffers` has no places yet.
         if several and not again:
             self.buffers.save()
         if several and not self.divided and self.executor.rank == 0:
@@ -263,10 +264,10 @@ class ModelRuntime:
         return schedule._replace(active=1) if in_order else schedule
 
     def report_buffers(self) -> BufferReport:
-        """Returns what to tell the other ranks of the buffers here; see `StepModel`.
+        """Returns what to tell the other ranks about the buffers here; see `StepModel`.
 
         Raises:
-            OrderMattersError: the step has to be made again, with one microbatch after the other.
+            OrderMattersError: the step has to be run again, with one microbatch after the other.
             SMPUsageError: the body has changed a buffer, and has not called the model.
         """
         self._refuse_early_changes()
@@ -281,10 +282,11 @@ class ModelRuntime:
         return BufferReport(changed, forms)
 
     def accept_reports(self, reports: dict[int, BufferReport], order_matters: bool) -> None:
-        """Takes over what the ranks say of their buffers; see `StepModel`."""
+        """Applies what the ranks say about their buffers; see `StepModel`."""
         for rank, report in reports.items():
             self.placement.accept_forms(rank, report.forms)
         order_matters |= any(report.changed for report in reports.values())
+        # With some reports missing (the step failed), "no change" is not known.
         if order_matters or len(reports) == self.executor.size:
             before = self._order_matters.get(self._step_name, False)
             self._order_matters[self._step_name] = before or order_matters
@@ -294,10 +296,10 @@ class ModelRuntime:
 
         Args:
             failure: why the step failed here; empty if it has not.
-            redo: does the step have to be made again?
+            redo: does the step have to be run again?
 
         Raises:
-            Redo: the step has to be made again; gradients and buffers are as before it.
+            Redo: the step has to be run again; gradients and buffers are as before it.
             SMPPeerError: the step failed on another replica.
         """
         peer_failure: SMPPeerError | None = None
@@ -333,7 +335,7 @@ class ModelRuntime:
         return flags
 
     def accept_begin(self, begin: StepBegin) -> None:
-        """Takes over what rank 0 of the pipeline says at the beginning of a step.
+        """Applies what rank 0 of the pipeline says at the beginning of a step.
 
         Raises:
             SMPUsageError: rank 0 is in another step than this rank, or has another model.
@@ -394,7 +396,7 @@ class ModelRuntime:
 
 
 def _executor(state: State) -> Executor:
-    """Returns the executor of the process, which lives longer than a model."""
+    """Returns the executor, which lives from the first DistributedModel to `smp.shutdown`."""
     executor = state.kept(Executor)
     if executor is None:
         topology = state.topology

@@ -131,7 +131,7 @@ class ModelState:
             return [entries]
         parts: list[Any] = [None] * size
         group = state.groups.of("pp")
-        with together("load_state_dict of a part", group):
+        with together("model.load_state_dict with a partial state dict", group):
             dist.all_gather_object(parts, entries, group=group)
         return parts
 

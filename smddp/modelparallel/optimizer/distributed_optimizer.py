@@ -50,8 +50,8 @@ class DistributedOptimizer(metaclass=_IsPatched):
 
     Raises:
         SMPInitializationError: `smp.init` has not been called.
-        SMPUsageError: the optimizer is one already, it has a parameter that is none of the model,
-            or dynamic_loss_args are wrong.
+        SMPUsageError: the optimizer is one already, a parameter of it does not belong to the
+            model, or dynamic_loss_args are wrong.
     """
 
     def __new__(
@@ -123,8 +123,9 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             What the optimizer's own step returns; None after an overflow with fp16.
 
         Raises:
-            SMPUsageError: a step of smp runs, the optimizer has a parameter that is none of the
-                model, or with fp16 or bf16, a closure is given or there is a later optimizer.
+            SMPUsageError: a step of smp runs, or the optimizer has a parameter that does not belong
+                to the model; with fp16 or bf16 also if a closure is given, or there is a later
+                optimizer.
         """
         if state.in_step:
             raise SMPUsageError(
@@ -218,6 +219,7 @@ class _State:
         self._checked: tuple[weakref.ref[Any], int] | None = None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Does the optimizer's own step; with half precision, that of the master weights."""
         inner = functools.partial(self._step, self._optimizer(), *args, **kwargs)
         return inner() if self.masters is None else self.masters.step(inner)
 
@@ -240,10 +242,12 @@ class _State:
         self._checked = weakref.ref(model), count
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns what the optimizer's own `state_dict` returns on this rank."""
         own: dict[str, Any] = self._state_dict(self._optimizer())
         return own
 
     def indices(self) -> dict[int, int]:
+        """Returns the number of each of the model's parameters in the state dict, by its id."""
         numbers: dict[int, int] = {}
         for group in self._groups():
             for parameter in group["params"]:
@@ -252,6 +256,7 @@ class _State:
         return numbers
 
     def local(self) -> dict[str, Any]:
+        """Returns the state of the parameters that live here, with `MARKER`."""
         own = dict(self.state_dict())
         mine = self._local_indices()
         own["state"] = {i: entry for i, entry in own["state"].items() if i in mine}
@@ -261,6 +266,7 @@ class _State:
         return own
 
     def full(self) -> dict[str, Any]:
+        """Returns the state of all parameters; see `_patches.state_dict`."""
         if state.cfg.shard_optimizer_state:
             raise SMPUsageError(
                 "with shard_optimizer_state there is no full state of the optimizer: use "
@@ -269,10 +275,11 @@ class _State:
         return self._whole(self.local(), "state_dict of the optimizer")
 
     def load(self, given: Mapping[str, Any]) -> None:
+        """Loads a full or partial state; see `_patches.load_state_dict`."""
         model = state.current_model()
         entries = dict(given)
         if given.get(MARKER):
-            entries = self._whole(given, "load_state_dict of a part, of the optimizer,")
+            entries = self._whole(given, "optimizer.load_state_dict with a partial state dict")
         entries.pop(MARKER, None)
         waits = self.masters is not None and model is None
         if waits or (model is not None and not model.partitioned):

@@ -177,7 +177,7 @@ class FusedLAMB(_Optimizer):
         parameter.add_(update, alpha=-group["lr"])
 
 
-# The documentation of the original library spells it like this; scripts use the other spelling.
+# `FusedLamb` is the spelling of the original library's documentation.
 FusedLamb = FusedLAMB
 
 

@@ -33,7 +33,7 @@ class LossScaler:
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the values of another scaler that this one has, too."""
+        """Copies those values of another scaler that this one has, too."""
         vars(self).update({name: state[name] for name in vars(self) if name in state})
 
 

@@ -76,12 +76,12 @@ class Decision:
 
     Attributes:
         names: of the modules, by number.
-        owners: the partition of each module, by its number, which is also the owner's rank in the
+        owners: for each module, by number: its partition, which is also the owner's rank in the
             pipeline; None for modules without state, which run where their input is.
         costs: per module, without those inside it: "bytes", "seconds", and "cost" as a share of the
             whole model, from 0 to 1. For `smp.explain` and the log.
         cut_bytes: bytes that cross borders between partitions, per microbatch and direction.
-        method: how the decision was made; for texts.
+        method: how the decision was made; for messages.
         shared: (number of the module, name, owner) of each buffer that lives where another tensor
             does whose memory it shares, and not where its module does.
     """
@@ -147,7 +147,7 @@ class Placement:
     Attributes:
         rank, size: in the pipeline.
         pins: the partitions that `set_partition` has asked for, by module number.
-        decision: the one that has been applied; None before.
+        decision: the one that has been applied; None before that.
         from_checkpoint: the decision of a checkpoint, which is used again if it fits.
         device: of what lives here.
         gathered: this rank has the values of all other ranks, too, until the next step.
@@ -325,7 +325,7 @@ class Placement:
         return new, forms != self._forms_before
 
     def accept_forms(self, rank: int, forms: dict[tuple[int, str], Form | None]) -> None:
-        """Takes over what a rank has told all others of the forms of its buffers.
+        """Applies what a rank has told all others about the forms of its buffers.
 
         If the rank is this one, it notes what the others know now; else it gives the buffers these
         forms.

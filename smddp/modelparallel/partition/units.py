@@ -73,7 +73,11 @@ class Units:
                 self.cuts[unit] += _DETOUR * detours
 
     def owners(self, starts: list[int]) -> list[int | None]:
-        """Returns the owner of each module for a division of the sequence."""
+        """Returns the owner of each module, by number; None for those that have none.
+
+        Args:
+            starts: the first unit of each part.
+        """
         part_of_unit = []
         part = -1
         for unit in range(len(self.costs)):

@@ -21,7 +21,10 @@ __all__ = ["Aborted", "Baton", "Inbox", "Priority", "Task", "Ticket"]
 
 
 class Aborted(BaseException):
-    """Ends a waiting task when its step has failed. No Exception, because users catch those."""
+    """Ends a waiting task when its step has failed.
+
+    It is not an Exception, because users catch those.
+    """
 
 
 class Priority(NamedTuple):
@@ -370,7 +373,8 @@ def _may_begin(task: Task) -> bool:
     return task.admitted is None or task.admitted()
 
 
-# Of a heap: the number decides between equal priorities; it is the order of submission.
+# Of a heap: the number decides between equal priorities; it is the order in which the tasks
+# became runnable.
 _Entry = tuple[Priority, int, Task]
 
 

@@ -116,7 +116,10 @@ class CallerSide:
         self._known.clear()
 
     def collector(self, frame: Frame) -> Collector:
-        """Returns the frame's open graph; sends it and begins another if its ambient is old."""
+        """Returns the frame's open graph.
+
+        It sends that and begins another if the ambient state has changed since.
+        """
         now = ambient()
         opened = frame.open
         if opened is not None and opened.ambient != now:
@@ -127,7 +130,12 @@ class CallerSide:
         return opened
 
     def send(self, frame: Frame) -> Outgoing:
-        """Sends the values of the frame's open graph to the owners; before, GRAPH if it is new.
+        """Sends the frame's open graph.
+
+        GRAPH goes to its members if they do not know it, then FORWARD with the caller's values.
+
+        Returns:
+            The sent graph.
 
         Raises:
             SMPUsageError: an argument of a call cannot be pickled.
@@ -205,9 +213,17 @@ class CallerSide:
     def results(self, frame: Frame, out: Outgoing) -> dict[TensorId, torch.Tensor]:
         """Waits for the values of a graph and makes them outputs of one autograd node.
 
+        Args:
+            frame: that waits.
+            out: the graph.
+
         Returns:
-            The values. `out` does not keep them: they refer to the autograd node, and the
+            The values, by id. `out` does not keep them: they refer to the autograd node, and the
             node refers to `out`. Python could not free such a cycle of references.
+
+        Raises:
+            ArgumentChangedError: code has changed an input since it was passed.
+            Aborted: the step has failed meanwhile.
         """
         self._services.wait(out.ticket, frame, frame.forward)
         self._check_inputs(out)

@@ -1,9 +1,9 @@
 """Streams of messages between the ranks of a pipeline.
 
 There is one stream per ordered pair of ranks, for the whole job. `Channel.open` begins a step on
-all streams, and END, the message marked `last`, ends the step on one, whether the step failed or
-not. Messages of one stream arrive in order; between streams there is no order. Between steps no
-receive is posted, and a failed step leaves no message behind.
+all streams. END is the last message of a step on each stream, whether the step failed or not;
+`send` tells the codec so. Messages of one stream arrive in order; between streams there is no
+order. Between steps no receive is posted, and a failed step leaves no message behind.
 
 Over smddp a sender never waits. Over other backends at most 8 messages are pending: before one
 more, the sender waits until the oldest has been received, which does not depend on what the peer
@@ -59,7 +59,8 @@ class Channel:
         peers: the other ranks of the pipeline.
         broken: the error of each stream that is broken, by peer.
         take: returns what has come; with True it waits until something has come, or somebody calls
-            `interrupt`. The caller passes each `Ended` to `end`, after the messages before it.
+            `interrupt`. Whoever calls `take` passes each `Ended` to `end`, after the messages
+            before it.
         interrupt: ends the `take` that waits, or else the next one.
         send: sends a message; see the top of this file. Its tensors must not change until they have
             left, because large ones are not copied.

@@ -145,12 +145,20 @@ class Collector:
         return [lazy for ref in self.lazies if (lazy := ref()) is not None]
 
     def signature(self, alive: list[Lazy]) -> Hashable:
-        """Returns a key: graphs with equal signatures are equal."""
+        """Returns a key: graphs with equal signatures are equal.
+
+        Args:
+            alive: the lazy tensors that are still in use; see `lazies_in_use`.
+        """
         wanted = tuple([lazy.tensor_id for lazy in alive])
         return self.ambient, tuple(self._owners), tuple(self._calls), wanted
 
     def graph(self, alive: list[Lazy]) -> Graph:
-        """Returns the graph in which the values of some lazy tensors come back to the caller."""
+        """Returns the graph.
+
+        Args:
+            alive: the lazy tensors whose values come back to the caller; see `lazies_in_use`.
+        """
         calls = [
             Call(known.module, known.method, known.structure, ids, numbers, known.returns)
             for known, ids, numbers in self._calls

@@ -47,8 +47,8 @@ class Executor:
 
     The thread that calls `run` waits there; the baton's threads do the work, and take the messages
     between two tasks. A failed step leaves the executor ready for the next one, unless a peer was
-    lost. One executor lives as long as the process; what belongs to one model or one step is given
-    to `adopt` and `run`.
+    lost. One executor lives from the first DistributedModel to `smp.shutdown`; what belongs to one
+    model or one step is given to `adopt` and `run`.
 
     Attributes:
         rank, size: in the pipeline.
@@ -190,6 +190,8 @@ class Executor:
                 try:
                     self._send_end((self._result.header, report), self._result.tensors)
                 except Exception:
+                    # END was not sent, so no rank has this report; name the value that does not
+                    # pickle.
                     del self._reports[self.rank]
                     structures, objects = self._result.header
                     for structure in structures:
@@ -212,7 +214,8 @@ class Executor:
                 self._end_by_signal(error)
                 raise
             finally:
-                # A peer may have given up a graph after this rank has sent END.
+                # DROP may come after this rank has sent END; the task that it makes has to end
+                # first.
                 self.baton.settle()
                 self._apply_late_decision()
                 self._end_step()
@@ -242,7 +245,7 @@ class Executor:
         for peer in silent:
             self.channel.end(peer, Ended(RuntimeError(f"it {_SILENT}")))
         if silent:
-            # The thread that waits for their messages.
+            # Wakes the thread that waits for their messages.
             self.channel.interrupt()
         return silent
 
@@ -366,7 +369,8 @@ class Executor:
         try:
             with self._mutex:
                 handler = self._handlers.get(message.kind)
-                # A graph stays known after the step, even if that fails before it has begun here.
+                # GRAPH is always taken: the caller sends it once only, so it must not be lost if
+                # the step fails before BEGIN has come.
                 ready = message.kind == Kind.GRAPH or (self._begun and self.divided)
                 if handler is not None and ready:
                     handler(message)

@@ -35,7 +35,7 @@ class OrderMattersError(Exception):
 
 
 class Redo(Exception):  # noqa: N818  not an error of the program
-    """Ends a step that has to be made again.
+    """Ends a step that has to be run again.
 
     In the second attempt every call waits for its result, and the microbatches run one after the
     other.
@@ -52,7 +52,7 @@ class Failure(NamedTuple):
         trace: its traceback.
         pickled: the exception itself; None if it does not pickle.
         redo: the program has no error. What smp had assumed, about a structure, an argument or
-            buffers, was wrong, so the step is made again.
+            buffers, was wrong, so the step is run again.
         order_matters: smp had assumed that no buffer changes that other ranks read.
     """
 

@@ -1,7 +1,8 @@
 """Values that another rank has not computed yet.
 
 A call of a module on another rank usually returns at once, with `Lazy` tensors. If the code passes
-them to other modules and then drops them, the values never come here: they go from owner to owner.
+them to other remote modules and then drops them, the values never come here: they go from owner to
+owner. A local module fetches them.
 As soon as the code uses a lazy tensor in any other way (any function, method or attribute of a
 tensor), smp fetches the value, and the code goes on with that.
 """

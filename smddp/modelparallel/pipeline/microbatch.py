@@ -15,7 +15,7 @@ __all__ = ["StepOutput", "collect", "split_arguments", "unequal_lengths"]
 
 
 class StepOutput:
-    """A tensor that the body of a step has returned: one value per microbatch.
+    """What a step returns for a tensor of the body: its value in each microbatch.
 
     Attributes:
         outputs: the values, by microbatch, with the shapes and dtypes that the body has returned.
@@ -36,7 +36,11 @@ class StepOutput:
     average = reduce_mean
 
     def reduce_sum(self) -> torch.Tensor:
-        """Returns the sum over the microbatches, of the shape and dtype of one value."""
+        """Returns the sum over the microbatches, of the shape and dtype of one value.
+
+        Raises:
+            RuntimeError: the shapes of the values do not broadcast.
+        """
         total = self.outputs[0]
         for output in self.outputs[1:]:
             total = total + output

@@ -49,7 +49,7 @@ _NAMED = 5
 # Arguments of these types do not change. Other objects may, before the call is sent.
 _IMMUTABLE = (int, float, complex, str, bytes, range, slice, frozenset, type, enum.Enum)
 # If the structure of a call's result has changed this often, callers always wait for the result
-# from then on, because each change means that a step is made twice.
+# from then on, because each change means that a step runs twice.
 _MAX_CHANGES = 2
 
 
@@ -478,7 +478,7 @@ def _may_hide_lazy(item: Any) -> bool:
 
 
 def _may_change(tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> bool:
-    """Says whether code may change an argument after a call so that nothing shows it.
+    """Says whether code may change an argument after a call without smp's noticing.
 
     Other tensors count their changes; see `version_of`.
     """

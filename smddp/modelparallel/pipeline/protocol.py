@@ -46,7 +46,7 @@ TensorId = tuple[int, int]
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages. Ranks are numbers in the pipeline.
+    """Kinds of messages. All ranks are ranks of the pipeline.
 
     The headers, which hold no tensors:
         BEGIN: a `StepBegin`.
@@ -94,7 +94,7 @@ class Origin(NamedTuple):
     It is sent as a plain tuple, which is shorter.
 
     Attributes:
-        caller_rank: of the rank of the pipeline that has sent the graph.
+        caller_rank: the rank of the pipeline that has sent the graph.
         sending: which sending of a graph it is, counted by the caller in this step.
         graph_id: names the graph in messages; the caller never uses one for two graphs.
         microbatch: for which it was sent.

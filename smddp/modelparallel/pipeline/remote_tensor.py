@@ -91,7 +91,7 @@ class ValueReader:
     """Reads the values of a remote tensor. This class is for copies, which have no values."""
 
     def in_step(self) -> bool:
-        """Says whether this thread runs code of a step, so that values can be had."""
+        """Says whether this thread runs code of a step, so that values can be fetched."""
         return False
 
     def in_order(self) -> bool:
@@ -170,7 +170,7 @@ class Home(NamedTuple):
 
 @functools.lru_cache(1024)
 def _about(func: Any) -> tuple[str, bool, bool]:
-    """Returns what is known of a function of torch.
+    """Returns what is known about a function of torch.
 
     Returns:
         Its name; whether it does without the values; whether it changes its first argument.
@@ -198,7 +198,7 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function of torch with the values if they can be had, else without."""
+        """Calls a function of torch with the values if they can be fetched, else without."""
         kwargs = kwargs or {}
         name, describes, changes = _about(func)
         remote = [value for value in tree_leaves((args, kwargs)) if isinstance(value, RemoteTensor)]
@@ -267,7 +267,7 @@ class RemoteBuffers(dict[str, Any]):
         homes: dict[str, Home],
         make_home: Callable[[str], Home] | None,
     ) -> None:
-        """Takes over the entries of a module.
+        """Copies the entries of a module.
 
         Args:
             entries: its buffers, by name; those that live elsewhere are `RemoteBuffer`s.
@@ -319,7 +319,8 @@ class RemoteBuffers(dict[str, Any]):
             value = force(home.reader.values(home.reader.moment()))
             if value is None or found is None:
                 return value if value is None else _ReadValues(home, value).view(value)
-        # The same for all names of a buffer, as code expects that looks for what is shared.
+        # All names of one buffer give the same object, because some code finds shared buffers by
+        # identity.
         moment = home.reader.moment()
         if found.taken is None or found.taken.moment is not moment:
             found.taken = _hollow(found, home)
@@ -342,11 +343,11 @@ class RemoteBuffers(dict[str, Any]):
         super().__delitem__(name)
 
     def items(self) -> Any:
-        """Yields names and buffers."""
+        """Returns (name, buffer) pairs."""
         return [(name, self[name]) for name in self]
 
     def values(self) -> Any:
-        """Yields the buffers."""
+        """Returns the buffers."""
         return [self[name] for name in self]
 
     def __deepcopy__(self, memo: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class _SegmentRun:
     Attributes:
         key: see `_Key`.
         number: of the segment.
-        origin: what the messages say of the caller and the graph.
+        origin: what the messages say about the caller and the graph.
         seeds: of the graph's calls; None for those that draw no random numbers.
         graph: the call graph of the segment.
         into, out_of: the edges into the segment and out of it.

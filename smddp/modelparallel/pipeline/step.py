@@ -68,7 +68,7 @@ class StepBegin(NamedTuple):
     """What rank 0 tells the others when a step begins.
 
     Attributes:
-        number: of the step, counted from 1 on every rank; a step that is made again counts twice.
+        number: of the step, counted from 1 on every rank; a step that is run again counts twice.
         name: of the step function.
         training_flags: one byte per module, 1 for train and 0 for eval; None if none has changed.
         modules: the names of the modules, as long as the model is not divided; then None.
@@ -94,7 +94,7 @@ class StepResult(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the owner of a buffer tells the other ranks of it; None stands for "no tensor".
+    """What the owner of a buffer tells the other ranks about it; None stands for "no tensor".
 
     Attributes:
         shape, dtype: of the tensor.
@@ -107,7 +107,7 @@ class Form(NamedTuple):
 
 
 class BufferReport(NamedTuple):
-    """What a rank tells the others of the buffers that live on it, at the end of a step.
+    """What a rank tells the others about the buffers that live on it, at the end of a step.
 
     Attributes:
         changed: the step has changed a buffer that another rank has read, so the order of the
@@ -136,7 +136,7 @@ class StepModel(Protocol):
         """Returns `StepBegin.training_flags`; called on rank 0 only."""
 
     def accept_begin(self, begin: StepBegin) -> None:
-        """Takes over what rank 0 says at the beginning of the step; called on the other ranks.
+        """Applies what rank 0 says at the beginning of the step; called on the other ranks.
 
         Raises:
             SMPUsageError: rank 0 is in another step, or has another model.
@@ -149,14 +149,14 @@ class StepModel(Protocol):
         """Notes that a microbatch gives no more gradients on this rank."""
 
     def report_buffers(self) -> BufferReport:
-        """Returns what to tell the other ranks of the buffers here, when all work has ended.
+        """Returns what to tell the other ranks about the buffers here, when all work has ended.
 
         Raises:
-            OrderMattersError: the step has to be made again, with one microbatch after the other.
+            OrderMattersError: the step has to be run again, with one microbatch after the other.
         """
 
     def accept_reports(self, reports: dict[int, BufferReport], order_matters: bool) -> None:
-        """Takes over what the ranks say of their buffers, after the step.
+        """Applies what the ranks say about their buffers, after the step.
 
         Args:
             reports: by rank of the pipeline, that of this rank included; not those of ranks that

@@ -74,7 +74,7 @@ STATES = [
 
 
 @pytest.mark.parametrize("wanted", STATES)
-def test_a_thread_takes_over_the_state_of_a_call(wanted: Ambient) -> None:
+def test_a_thread_gets_the_state_of_a_call(wanted: Ambient) -> None:
     # Code may have left the thread in any state.
     for before in STATES:
         with before.entered():

@@ -76,7 +76,7 @@ def train(model: Any, x: Tensor, mood: str) -> Any:
 def run(
     partitions: int, pipeline: str, passes: int, ends: tuple[int, ...] = (STEPS, STEPS)
 ) -> tuple[int, list[float], dict[str, Tensor], int]:
-    """Trains; returns which replica this is, its losses, its whole state, and steps made again.
+    """Trains; returns which replica this is, its losses, its whole state, and steps run again.
 
     Args:
         partitions: of the model.
@@ -117,7 +117,7 @@ def run(
 
 
 def _count_repetitions(runtime: Any) -> list[int]:
-    """Returns a list that gets an entry for each step that is made again."""
+    """Returns a list that gets an entry for each step that is run again."""
     again: list[int] = []
     begin = runtime.begin_step
 
@@ -139,7 +139,7 @@ def check_same(expected: list[Any], found: list[Any]) -> None:
         assert losses == pytest.approx(expected_losses, abs=1e-6)
         for name, tensor in expected_whole.items():
             torch.testing.assert_close(whole[name], tensor, atol=1e-6, rtol=0)
-    assert any(again for *_, again in found), "nothing was made again"
+    assert any(again for *_, again in found), "nothing was run again"
 
 
 @pytest.mark.parametrize(

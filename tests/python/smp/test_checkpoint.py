@@ -323,7 +323,7 @@ def test_safetensors_by_the_letter(tmp_path: Path) -> None:
     same(safetensors.read(file), entries)
     for wrong in (b"", data[:7], data[:40], data[:-1], b"\xff" * 8 + data[8:]):
         file.write_bytes(wrong)
-        with pytest.raises(ValueError, match="no safetensors file, or damaged"):
+        with pytest.raises(ValueError, match="not a safetensors file, or is damaged"):
             safetensors.read(file)
     with pytest.raises(SMPUsageError, match="'s' cannot be saved as safetensors"):
         safetensors.write(io.BytesIO(), {"s": "text"})

@@ -15,7 +15,7 @@ from smddp.modelparallel.common.errors import SMPUsageError
 
 @smp.step
 def train(model: Any, x: Tensor) -> Any:
-    """Makes one step; the loss is in full precision, as usual."""
+    """Runs one step; the loss is in full precision, as usual."""
     loss = model(x).float().square().mean()
     model.backward(loss)
     return loss

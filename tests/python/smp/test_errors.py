@@ -722,7 +722,7 @@ def out_of_step() -> str:
     model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
     train(model, torch.ones(8, 4), "")
     if smp.pp_rank() == 1:
-        model.runtime.steps += 1  # as if this rank alone had made a step
+        model.runtime.steps += 1  # as if this rank alone had run a step
     with pytest.raises(SMPUsageError) as caught:
         train(model, torch.ones(8, 4), "")
     return str(caught.value)
@@ -903,8 +903,10 @@ def asked_by_one_rank(what: str) -> tuple[str, list[str]]:
     ask = {
         "state_dict": model.state_dict,
         "state_dict of the optimizer": optimizer.state_dict,
-        "load_state_dict of a part": lambda: model.load_state_dict(parts[0]),
-        "load_state_dict of a part, of the optimizer,": lambda: optimizer.load_state_dict(parts[1]),
+        "model.load_state_dict with a partial state dict": lambda: model.load_state_dict(parts[0]),
+        "optimizer.load_state_dict with a partial state dict": lambda: optimizer.load_state_dict(
+            parts[1]
+        ),
     }[what]
     # Only this group has a short timeout: everything else must work on a slow machine, too.
     smp.state.groups._by_kind["pp"] = dist.new_group(timeout=timedelta(seconds=3))
@@ -920,8 +922,8 @@ def asked_by_one_rank(what: str) -> tuple[str, list[str]]:
     [
         "state_dict",
         "state_dict of the optimizer",
-        "load_state_dict of a part",
-        "load_state_dict of a part, of the optimizer,",
+        "model.load_state_dict with a partial state dict",
+        "optimizer.load_state_dict with a partial state dict",
     ],
 )
 def test_what_one_rank_alone_asks_for(what: str) -> None:

@@ -15,7 +15,7 @@ SHARES = [BIG, 1.0, -BIG]
 
 
 def total(sums: GradientSum, order: list[tuple[int, int]], parameter: nn.Parameter) -> float:
-    """Makes a step of two microbatches with contributions in a given order; returns the sum."""
+    """Runs a step of two microbatches with contributions in a given order; returns the sum."""
     sums.begin(2)
     left = {0: len(SHARES), 1: len(SHARES)}
     for microbatch, place in order:

@@ -229,7 +229,7 @@ def test_bf16_is_the_same_without_a_scale() -> None:
 
 
 def fp32_sums() -> tuple[int, list[Tensor]]:
-    """Makes one step; returns the partition of this rank, and its gradients."""
+    """Runs one step; returns the partition of this rank, and its gradients."""
     model, _, _ = begin(2, _fp32_grad_accumulation=True, arguments={"static_loss_scale": 8.0})
     train_step(model, None, *batch(0, smp.rdp_rank()))
     mine = list(model.local_parameters())
