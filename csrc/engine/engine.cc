@@ -308,6 +308,11 @@ std::vector<CompletionPtr> Engine::withdraw(Group& group, std::vector<Completion
 
 void Engine::wakeWaiters() { progress_.wakeWaiters(); }
 
+void Engine::keep(Group& group, std::shared_ptr<void> memory) {
+  if (!isUsable()) return;
+  call([&] { group.keep(std::move(memory)); });
+}
+
 void Engine::finish(Completion& completion, std::optional<Error> error) {
   for (const auto& action : completion.finish(std::move(error))) action();
   wakeWaiters();

@@ -100,6 +100,8 @@ class Engine {
   void onBreak(Group& group, std::function<void(const Error&)> action);
   // What has broken the group, as a sentence for the user.
   std::optional<Error> failureOf(const Group& group);
+  // Keeps memory of an operation that has failed until no mate and no rank of another node can touch it any more.
+  void keep(Group& group, std::shared_ptr<void> memory);
   // Finishes a completion that was not given to submit(), runs its continuations and wakes waiters.
   void finish(Completion& completion, std::optional<Error> error);
   // Throws Usage after shutdown(), and in a child of fork().

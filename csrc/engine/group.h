@@ -101,6 +101,8 @@ class Group final {
 
   // The continuations of operations that have ended since the last call. The caller runs them.
   std::vector<std::function<void()>> takeContinuations() { return continuations_.take(); }
+  // Keeps memory of an operation that has failed for as long as the group lives.
+  void keep(std::shared_ptr<void> memory) { continuations_.keep(std::move(memory)); }
   // This rank makes no more calls: tells mates and peers.
   void leave() { sentinel_->leave(idle()); }
   // Whether no mate and no peer can still touch the group's memory, which is then given back when the group ends.

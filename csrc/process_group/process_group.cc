@@ -239,11 +239,16 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
   const auto timeout = options ? options->timeout : std::chrono::milliseconds(timeoutMs_.load());
   const auto parent = group();
   // torch asks for each type of device, with one store; ranks that get no group are asked more often than the others.
-  if (!store || splitStore_.lock() != store) {
+  const auto isAgreedFor = [&] {
+    const std::lock_guard lock(splitMutex_);
+    return store && splitStore_.lock() == store;
+  };
+  if (!isAgreedFor()) {
     // So that all ranks come to it after the same calls.
     devices_->drain();
     translated(
         [&] { engine::agreeOnMembers(*engine_, parent, members, effectiveTimeout(timeout)); });
+    const std::lock_guard lock(splitMutex_);
     splitStore_ = c10::weak_intrusive_ptr<c10d::Store>(store);
   }
   const auto me = std::find(members.begin(), members.end(), getRank());
@@ -283,14 +288,19 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
   const bool willWait =
       messages.empty() && std::all_of(requests.begin(), requests.end(),
                                       [](const Request& request) { return request.willWait; });
-  // A caller that waits keeps its tensors alive itself. Copies of tensors are freed with the Work; after an error the
-  // network may still read them, so the operations keep them.
-  const bool mustKeep = !willWait || !call.staging.kept().empty();
-  const std::shared_ptr<void> tensors = mustKeep ? call.keepAlive() : nullptr;
+  // The caller of a single request that waits for it has its tensors itself until it has ended. Everybody else may drop
+  // them before.
+  const bool operationsKeep = !willWait || requests.size() != 1 || !call.staging.kept().empty();
+  const std::shared_ptr<void> tensors = operationsKeep ? call.keepAlive() : nullptr;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
   std::vector<engine::CompletionPtr> completions;
   completions.reserve(requests.size() + messages.size());
-  translated([&] {
+  // After an error the network may still read the tensors, and mates may still write to them. The caller may now free
+  // them.
+  const auto keepTensors = [&] {
+    if (!operationsKeep) engine_->keep(*target, work->keepAlive());
+  };
+  const auto submitAll = [&] {
     for (Request& request : requests) {
       request.keepAlive = tensors;
       // Only the last one has a caller that waits. While it waits, it runs those before it, too.
@@ -301,7 +311,14 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
       message.keepAlive = tensors;
       completions.push_back(engine_->submit(*target, std::move(message)));
     }
-  });
+  };
+  try {
+    translated(submitAll);
+  } catch (...) {
+    keepTensors();
+    throw;
+  }
+  if (!operationsKeep && completions.front()->error()) keepTensors();
   work->setOperations(std::move(completions));
   noteCoalesced(work);
   return work;

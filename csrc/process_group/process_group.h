@@ -12,6 +12,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -185,7 +186,8 @@ class ProcessGroup : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> timeoutMs_;
   const std::unique_ptr<DeviceCalls> devices_;
-  // The store of the last split on whose members all ranks have agreed.
+  std::mutex splitMutex_;  // not held while split() waits
+  // Guarded by splitMutex_. The store of the last split whose lists of members were compared.
   c10::weak_intrusive_ptr<c10d::Store> splitStore_{c10::intrusive_ptr<c10d::Store>()};
 };
 

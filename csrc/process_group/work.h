@@ -63,6 +63,8 @@ class Work final : public c10d::Work {
 
   // The completions of the call's operations.
   const std::vector<engine::CompletionPtr>& completions() const { return completions_; }
+  // A reference to the tensors of the call.
+  std::shared_ptr<void> keepAlive() const { return call_.keepAlive(); }
   // Called when only weak references are left, which must not keep the tensors alive.
   void release_resources() override { call_ = Call(); }
 

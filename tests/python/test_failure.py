@@ -18,6 +18,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import smddp
@@ -125,6 +126,28 @@ def test_death_in_all_reduce(layout: str, how: str, count: int, warm_up: int) ->
         assert "allreduce" in failure.text
     late = max(failure.at - culprit.ended_at for failure in failures)
     print(f"{layout} {how}: all survivors know {late * 1000:.1f} ms after the end was noticed here")
+
+
+def _fail_on(tensor: torch.Tensor) -> StorageWeakRef:
+    dist.all_reduce(tensor)
+    if dist.get_rank() == CULPRIT:
+        os._exit(7)
+    failure_of(lambda: [dist.all_reduce(tensor) for _ in range(1_000_000)])
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _is_freed_after_death(shared: bool) -> bool:
+    dist.init_process_group("smddp", timeout=timedelta(seconds=30))
+    memory = _fail_on(smddp.empty(1_000_000) if shared else torch.empty(1_000_000))
+    return memory.expired()
+
+
+@pytest.mark.parametrize("layout", ["2", "1+1"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_of_a_call_that_failed_is_not_freed(layout: str, shared: bool) -> None:
+    """The network may still read the tensor, and a mate may still write to it."""
+    freed, _ = survivors_of(_is_freed_after_death, layout, shared)
+    assert freed == [False]
 
 
 def _store_dies() -> Failure:
