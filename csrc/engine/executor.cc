@@ -434,7 +434,10 @@ Stall Executor::stall() const {
     if (at.block == blocks.size()) continue;
     addAwaited(plan.steps[blocks[at.block].firstStep + at.step], at.trip, found.awaited);
     if (found.where.empty()) {
-      found.where = fmt::format("in stage \"{}\", chunk {}", plan.lanes[lane].name, at.trip);
+      // A shorter last chunk is a block of its own.
+      int64_t chunk = at.trip;
+      for (size_t block = 0; block < at.block; ++block) chunk += blocks[block].trips;
+      found.where = fmt::format("in stage \"{}\", chunk {}", plan.lanes[lane].name, chunk);
     }
   }
   if (!found.where.empty()) return found;
