@@ -37,7 +37,7 @@ void bindProcessGroup(py::module& m) {
                        std::chrono::milliseconds timeout, const std::string& name,
                        const std::string& algorithm, const std::vector<int>& ranksOfWorld) {
              return c10::make_intrusive<ProcessGroup>(
-                 ProcessGroup::Birth{store, rank, size, timeout, name, algorithm, ranksOfWorld},
+                 ProcessGroup::Creation{store, rank, size, timeout, name, algorithm, ranksOfWorld},
                  std::make_unique<smddp::process_group::device::Calls>());
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
@@ -65,7 +65,7 @@ void bindProcessGroup(py::module& m) {
                        const std::string& type, decltype(GpuSupport::nameOf) nameOf,
                        decltype(GpuSupport::makeNccl) makeNccl, const std::string& library) {
              return c10::make_intrusive<GpuProcessGroup>(
-                 ProcessGroup::Birth{store, rank, size, timeout, name, algorithm, ranksOfWorld},
+                 ProcessGroup::Creation{store, rank, size, timeout, name, algorithm, ranksOfWorld},
                  GpuSupport{c10::Device(type).type(), std::move(nameOf), std::move(makeNccl),
                             library});
            }),
@@ -139,7 +139,7 @@ void bindMessageCodec(py::module& m) {
           const py::gil_scoped_release release;
           message = smddp::process_group::encodeMessage(header, tensors, last, least);
         }
-        return py::make_tuple(std::move(message.front), std::move(message.alone));
+        return py::make_tuple(std::move(message.front), std::move(message.largeTensors));
       },
       py::arg("header"), py::arg("tensors"), py::arg("last"), py::arg("least"));
   m.def(
@@ -153,7 +153,7 @@ void bindMessageCodec(py::module& m) {
       [bytesIn](const at::Tensor& front) {
         auto message = smddp::process_group::decodeFront(bytesIn(front));
         return py::make_tuple(py::bytes(message.header), std::move(message.tensors),
-                              std::move(message.alone));
+                              std::move(message.largeTensors));
       },
       py::arg("front"));
 }

@@ -18,10 +18,10 @@
 // whether a key is there.
 //
 // A rank that cannot take part, or meets a rank 0 that it cannot work with, leaves a note: under <epoch>/trouble while
-// the epoch is open, else under <epoch>/after for the ranks that wait for its successor. Ranks that wait look for signals
-// and at what they know of each other every kSlice, and for notes several times a second. So they hear of what is wrong
-// although others have yet to come. A note or a rank 0 may be left over from a meeting that was interrupted: a rank that
-// finds one as it comes gives this meeting's rank 0 kGrace to open another epoch.
+// the epoch is open, else under <epoch>/after for the ranks that wait for its successor. Ranks that wait look for
+// signals and at what they know of each other every kSlice, and for notes several times a second. So they hear of what
+// is wrong although others have not come yet. A note or a rank 0 may be left over from a meeting that was interrupted:
+// a rank that finds one as it comes gives this meeting's rank 0 kGrace to open another epoch.
 //
 // With a job token (seal.h) introductions and reports are sealed under their keys. Somebody without the token who
 // reaches the store can delay a meeting, but can neither join it nor change its values. The numbers of epochs and their

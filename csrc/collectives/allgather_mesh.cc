@@ -38,8 +38,8 @@ class Mesh : public BlockExchange {
     b_.stage("copy in");
     std::vector<plan::Ref> targets{b_.out(place(t_.me(), c))};
     if (staged_) {
-      b_.waitTeam(kGathered, c.index + 1 - depth_);
-      if (!t_.onRail()) b_.waitMate(blocks_.carrierOf(me_), kSlotSent, c.index + 1);
+      b_.waitMates(kGathered, c.index + 1 - depth_);
+      if (!t_.onRail()) b_.waitRank(blocks_.carrierOf(me_), kSlotSent, c.index + 1);
       targets.push_back(ownSlot(me_, c));
     }
     b_.copy(targets, b_.in(c.offset), c.length);
@@ -61,7 +61,7 @@ class Mesh : public BlockExchange {
       plan::Ref source = b_.in(c.offset);
       if (mate != me_ && !staged_) source = b_.mateIn(mate, c.offset);
       if (mate != me_ && staged_) {
-        b_.waitMate(mate, kFilled, c.index + 1);
+        b_.waitRank(mate, kFilled, c.index + 1);
         source = ownSlot(mate, c);
       }
       for (int n : others_) b_.put(t_.railPeer(n), 0, source, c.length);
@@ -70,7 +70,7 @@ class Mesh : public BlockExchange {
 
   void receive(const plan::Chunk& c) {
     b_.stage("receive");
-    if (staged_) b_.waitTeam(kGathered, c.index + 1 - depth_);
+    if (staged_) b_.waitMates(kGathered, c.index + 1 - depth_);
     forEachArrival(me_, [&](int n, int local, int64_t slot) {
       const Rank from = t_.node(n)[local];
       const plan::Ref chunk = b_.receive(t_.railPeer(n), 0, c.length);
@@ -89,13 +89,13 @@ class Mesh : public BlockExchange {
   void gather(const plan::Chunk& c) {
     b_.stage("gather");
     for (int mate : otherMates(t_)) {
-      if (staged_) b_.waitMate(mate, kFilled, c.index + 1);
+      if (staged_) b_.waitRank(mate, kFilled, c.index + 1);
       b_.copy({b_.out(place(t_.team()[mate], c))},
               staged_ ? ownSlot(mate, c) : b_.mateIn(mate, c.offset), c.length);
     }
     for (int rail : otherMates(t_)) {
       if (rail >= t_.numRails() || !staged_) continue;
-      b_.waitMate(rail, kReady, c.index + 1);
+      b_.waitRank(rail, kReady, c.index + 1);
       forEachArrival(rail, [&](int n, int local, int64_t slot) {
         b_.copy({b_.out(place(t_.node(n)[local], c))}, arrivedSlot(rail, c, slot), c.length);
       });
@@ -112,9 +112,9 @@ class Mesh : public BlockExchange {
     }
     if (staged_) return;
     b_.stage("finish");
-    b_.waitTeam(kGathered, numChunks);
+    b_.waitMates(kGathered, numChunks);
     waitRails(b_, kReady, numChunks);
-    if (!t_.onRail()) b_.waitMate(blocks_.carrierOf(me_), kSent, 1);
+    if (!t_.onRail()) b_.waitRank(blocks_.carrierOf(me_), kSent, 1);
   }
 
  private:

@@ -28,7 +28,7 @@ void gatherInputs(plan::Builder& b, const Shape& shape) {
     b.copy({b.out(t.team()[mate] * shape.bytes)}, b.mateIn(mate, 0), shape.bytes);
   }
   b.signal(kGathered, 1);
-  b.waitTeam(kGathered, 1);
+  b.waitMates(kGathered, 1);
 }
 
 void gatherThroughSlots(plan::Builder& b, const Shape& shape) {
@@ -38,14 +38,14 @@ void gatherThroughSlots(plan::Builder& b, const Shape& shape) {
   const uint8_t pool = b.pool("chunks", kSlots, chunkBytes);
   b.eachChunk(shape.bytes, chunkBytes, [&](const plan::Chunk& c) {
     b.stage("copy in");
-    b.waitTeam(kGathered, c.index + 1 - kSlots);
+    b.waitMates(kGathered, c.index + 1 - kSlots);
     b.copy({b.slot(pool, t.myLocal(), c.index, 0), b.out(t.me() * shape.bytes + c.offset)},
            b.in(c.offset), c.length);
     b.signal(kFilled, c.index + 1);
 
     b.stage("copy out");
     for (int mate : otherMates(t)) {
-      b.waitMate(mate, kFilled, c.index + 1);
+      b.waitRank(mate, kFilled, c.index + 1);
       b.copy({b.out(t.team()[mate] * shape.bytes + c.offset)}, b.slot(pool, mate, c.index, 0),
              c.length);
     }

@@ -83,7 +83,7 @@ class CubeExchange {
     if (cube_.isFolded()) {
       take(c, all, fold_);
     } else {
-      b_.waitMate(t_.myLocal(), kHalved, c.index + 1);
+      b_.waitRank(t_.myLocal(), kHalved, c.index + 1);
       for (int d = 0; d < cube_.dimensions(); ++d) {
         const plan::Range sent = half(c, d, cube_.isLower(d) ? 0 : 1);
         b_.put(partners_[d], kResults, node_.partial(c, sent.offset), sent.length);

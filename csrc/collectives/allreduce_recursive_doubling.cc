@@ -56,7 +56,7 @@ class RecursiveDoubling {
 
   void copyOut(const plan::Chunk& c) {
     b_.stage("copy out");
-    b_.waitMate(kLeader, kReduced, c.index + 1);
+    b_.waitRank(kLeader, kReduced, c.index + 1);
     b_.copy({b_.out(c.offset)}, vector(kLeader, c.offset), c.length);
   }
 

@@ -73,7 +73,7 @@ class RingExchange {
 
   void gather(const plan::Chunk& c) {
     b_.stage("ring gather");
-    b_.waitMate(t_.myLocal(), kReduced, c.index + 1);
+    b_.waitRank(t_.myLocal(), kReduced, c.index + 1);
     for (int step = 0; step < numSteps(); ++step) {
       const plan::Range sent = shard(c, -step);
       const plan::Range taken = shard(c, -1 - step);

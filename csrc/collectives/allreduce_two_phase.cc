@@ -42,8 +42,8 @@ plan::Plan allreduceTwoPhase(const plan::Topology& t, const plan::Limits& limits
 
     b.stage("copy in");
     // Wait for both: stages are lanes of their own, so a mate may have gathered and still be summing.
-    b.waitTeam(kSummed, slotFree);
-    b.waitTeam(kGathered, slotFree);
+    b.waitMates(kSummed, slotFree);
+    b.waitMates(kGathered, slotFree);
     for (int mate : otherMates(t)) {
       const plan::Range theirs = c.share(mate, team);
       b.copy({slot(me, theirs)}, b.in(theirs.offset), theirs.length);
@@ -51,8 +51,8 @@ plan::Plan allreduceTwoPhase(const plan::Topology& t, const plan::Limits& limits
     b.signal(kCopied, reached);
 
     b.stage("sum");
-    b.waitTeam(kCopied, reached);
-    b.waitMate(me, kCopied, reached);  // my "copy in" has waited until my slot is free
+    b.waitMates(kCopied, reached);
+    b.waitRank(me, kCopied, reached);  // my "copy in" has waited until my slot is free
     std::vector<plan::Ref> contributions;
     for (int mate = 0; mate < team; ++mate) {
       contributions.push_back(mate == me ? b.in(mine.offset) : slot(mate, mine));
@@ -62,7 +62,7 @@ plan::Plan allreduceTwoPhase(const plan::Topology& t, const plan::Limits& limits
     b.signal(kSummed, reached);
 
     b.stage("copy out");
-    b.waitTeam(kSummed, reached);
+    b.waitMates(kSummed, reached);
     for (int mate : otherMates(t)) {
       const plan::Range theirs = c.share(mate, team);
       b.copy({b.out(theirs.offset)}, slot(mate, theirs), theirs.length);

@@ -33,7 +33,7 @@ plan::Plan allreduceZeroCopy(const plan::Topology& t, const plan::Limits& limits
   }
   b.reduce(outputs, inputs, mine.length, {.pre = true, .post = true});
   b.signal(kSummed, 1);
-  b.waitTeam(kSummed, 1);
+  b.waitMates(kSummed, 1);
   return b.done();
 }
 

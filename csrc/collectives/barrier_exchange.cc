@@ -24,7 +24,7 @@ plan::Plan barrierExchange(const plan::Topology& t, const plan::Limits& limits, 
 
   b.stage("exchange");
   if (t.myLocal() != kLeader) {
-    b.waitMate(kLeader, kExchanged, 1);
+    b.waitRank(kLeader, kExchanged, 1);
     return b.done();
   }
   for (int node : otherNodes(t)) b.put(t.railPeer(node), 0, b.in(0), 0);

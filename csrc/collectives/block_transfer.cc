@@ -113,9 +113,9 @@ void BlockTransfer::copyIn(const plan::Chunk& c) {
   const int64_t slotFree = c.index + 1 - kContributionSlots;
   b_.stage("copy in");
   for (int mate : otherMates(t_)) {
-    if (receives(t_.team()[mate])) b_.waitMate(mate, kMoved, slotFree);
+    if (receives(t_.team()[mate])) b_.waitRank(mate, kMoved, slotFree);
   }
-  for (int carrier : myCarriers_) b_.waitMate(carrier, kSent, slotFree);
+  for (int carrier : myCarriers_) b_.waitRank(carrier, kSent, slotFree);
   for (Rank to : staging_) {
     b_.copy({b_.slot(contributions_, me_, c.index, isGather_ ? 0 : to * chunkBytes_)},
             b_.in(inputPlace(to, c)), c.length);
@@ -126,7 +126,7 @@ void BlockTransfer::copyIn(const plan::Chunk& c) {
 void BlockTransfer::send(const plan::Chunk& c) {
   b_.stage("send");
   if (staged_) {
-    for (int mate : carriesFrom_) b_.waitMate(mate, kCopied, c.index + 1);
+    for (int mate : carriesFrom_) b_.waitRank(mate, kCopied, c.index + 1);
   }
   forEachPair(me_, [&](int n, int from, int to) {
     if (from >= t_.teamSize() || to >= static_cast<int>(t_.node(n).size())) return;
@@ -143,7 +143,7 @@ void BlockTransfer::send(const plan::Chunk& c) {
 void BlockTransfer::receive(const plan::Chunk& c) {
   b_.stage("receive");
   if (staged_) {
-    for (int mate : carriesTo_) b_.waitMate(mate, kCollected, c.index + 1 - depth_);
+    for (int mate : carriesTo_) b_.waitRank(mate, kCollected, c.index + 1 - depth_);
   }
   forEachArrival(me_, [&](int n, Rank sender, int to, int64_t slot) {
     plan::Ref target = b_.out(outputPlace(sender, c));
@@ -168,7 +168,7 @@ void BlockTransfer::take(const plan::Chunk& c) {
     const Rank from = t_.team()[mate];
     if (!sends(from)) continue;
     isAwaited = true;
-    if (staged_) b_.waitMate(mate, kCopied, c.index + 1);
+    if (staged_) b_.waitRank(mate, kCopied, c.index + 1);
     b_.copy({b_.out(outputPlace(from, c))}, block(mate, t_.me(), c), c.length);
   }
   if (isAwaited) b_.signal(kMoved, c.index + 1);
@@ -186,7 +186,7 @@ void BlockTransfer::copyOut(const plan::Chunk& c) {
   if (!staged_ || deliverers_.empty()) return;
   b_.stage("copy out");
   for (int rail : deliverers_) {
-    b_.waitMate(rail, kArrived, c.index + 1);
+    b_.waitRank(rail, kArrived, c.index + 1);
     forEachArrival(rail, [&](int, Rank sender, int to, int64_t slot) {
       if (to != me_) return;
       b_.copy({b_.out(outputPlace(sender, c))}, arrivedSlot(rail, c, slot), c.length);
@@ -205,10 +205,10 @@ void BlockTransfer::finish(int64_t numChunks) {
     const Rank other = t_.team()[mate];
     const bool usesMine =
         gives_ ? sends(other) && receives(t_.me()) : sends(t_.me()) && receives(other);
-    if (usesMine) b_.waitMate(mate, kMoved, numChunks);
+    if (usesMine) b_.waitRank(mate, kMoved, numChunks);
   }
-  for (int carrier : myCarriers_) b_.waitMate(carrier, kSent, numChunks);
-  for (int rail : deliverers_) b_.waitMate(rail, kArrived, numChunks);
+  for (int carrier : myCarriers_) b_.waitRank(carrier, kSent, numChunks);
+  for (int rail : deliverers_) b_.waitRank(rail, kArrived, numChunks);
 }
 
 plan::Plan BlockTransfer::build() {

@@ -51,14 +51,14 @@ class Chain {
     if (t_.myLocal() == root_) {
       if (staged_) {
         b_.stage("copy in");
-        b_.waitTeam(kGathered, c.index + 1 - depth_);
+        b_.waitMates(kGathered, c.index + 1 - depth_);
         b_.copy({b_.slot(pool_, root_, c.index, 0)}, b_.in(c.offset), c.length);
         b_.signal(kFilled, c.index + 1);
       }
       b_.stage("send");
     } else {
       b_.stage("copy out");
-      if (staged_) b_.waitMate(root_, kFilled, c.index + 1);
+      if (staged_) b_.waitRank(root_, kFilled, c.index + 1);
       b_.copy({b_.out(c.offset)},
               staged_ ? b_.slot(pool_, root_, c.index, 0) : b_.mateIn(root_, c.offset), c.length);
       b_.signal(kGathered, c.index + 1);
@@ -75,7 +75,7 @@ class Chain {
     b_.stage("receive");
     std::vector<plan::Ref> targets{b_.out(mine.offset)};
     if (staged_) {
-      b_.waitTeam(kGathered, c.index + 1 - depth_);
+      b_.waitMates(kGathered, c.index + 1 - depth_);
       targets.push_back(b_.slot(pool_, t_.myLocal(), c.index, 0));
     } else {
       for (int mate : otherMates(t_)) targets.push_back(b_.mateOut(mate, mine.offset));
@@ -102,7 +102,7 @@ class Chain {
   void finish(int64_t numChunks) {
     if (onRootNode() && !staged_ && t_.myLocal() == root_) {
       b_.stage("finish");
-      b_.waitTeam(kGathered, numChunks);
+      b_.waitMates(kGathered, numChunks);
     }
     if (!sends()) return;
     b_.stage(!onRootNode() ? "receive" : t_.myLocal() == root_ ? "send" : "copy out");

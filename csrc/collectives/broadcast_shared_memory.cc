@@ -23,7 +23,7 @@ void copyFromRoot(plan::Builder& b, const Shape& shape, int root) {
   const bool isRoot = b.topology().myLocal() == root;
   b.stage(isRoot ? "finish" : "copy out");
   if (isRoot) {
-    b.waitTeam(kRead, 1);
+    b.waitMates(kRead, 1);
   } else {
     b.copy({b.out(0)}, b.mateIn(root, 0), shape.bytes);
     b.signal(kRead, 1);
@@ -39,12 +39,12 @@ void copyThroughSlots(plan::Builder& b, const Shape& shape, int root) {
     const plan::Ref slot = b.slot(pool, root, c.index, 0);
     if (b.topology().myLocal() == root) {
       b.stage("copy in");
-      b.waitTeam(kRead, c.index + 1 - kSlots);
+      b.waitMates(kRead, c.index + 1 - kSlots);
       b.copy({slot}, b.in(c.offset), c.length);
       b.signal(kFilled, c.index + 1);
     } else {
       b.stage("copy out");
-      b.waitMate(root, kFilled, c.index + 1);
+      b.waitRank(root, kFilled, c.index + 1);
       b.copy({b.out(c.offset)}, slot, c.length);
       b.signal(kRead, c.index + 1);
     }

@@ -62,7 +62,7 @@ inline std::vector<int> otherMates(const plan::Topology& t) {
 inline void waitRails(plan::Builder& b, int counter, int64_t value) {
   const plan::Topology& t = b.topology();
   for (int mate : otherMates(t)) {
-    if (mate < t.numRails()) b.waitMate(mate, counter, value);
+    if (mate < t.numRails()) b.waitRank(mate, counter, value);
   }
 }
 

@@ -99,7 +99,7 @@ void DirectExchange::collect(const plan::Chunk& c) {
     b_.copy(targets, result, shard.length);
     b_.release(peer, kResults);
   }
-  if (iServe_) b_.waitMate(t_.myLocal(), kServed, c.index + 1);
+  if (iServe_) b_.waitRank(t_.myLocal(), kServed, c.index + 1);
   node_.ready(c);
 }
 

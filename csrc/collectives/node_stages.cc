@@ -50,13 +50,13 @@ void NodeStages::sum(const plan::Chunk& c) {
   // The previous share in this slot must be complete, and gathered if mates copy it.
   const int64_t slotFree = c.index + 1 - depth_;
   if (staged_ && everybodyReads_) {
-    b_.waitTeam(kGathered, slotFree);
+    b_.waitMates(kGathered, slotFree);
   } else if (staged_ && soleReader_ >= 0 && soleReader_ != me) {
-    b_.waitMate(soleReader_, kGathered, slotFree);
+    b_.waitRank(soleReader_, kGathered, slotFree);
   } else {
-    b_.waitMate(me, kReady, slotFree);
+    b_.waitRank(me, kReady, slotFree);
   }
-  if (staged_) b_.waitTeam(kCopied, c.index + 1);
+  if (staged_) b_.waitMates(kCopied, c.index + 1);
   std::vector<plan::Ref> contributions;
   for (int mate = 0; mate < t_.teamSize(); ++mate) {
     if (mate == me) {
@@ -71,7 +71,7 @@ void NodeStages::sum(const plan::Chunk& c) {
   b_.signal(kSummed, c.index + 1);
 }
 
-void NodeStages::awaitSum(const plan::Chunk& c) { b_.waitMate(t_.myLocal(), kSummed, c.index + 1); }
+void NodeStages::awaitSum(const plan::Chunk& c) { b_.waitRank(t_.myLocal(), kSummed, c.index + 1); }
 
 void NodeStages::ready(const plan::Chunk& c) { b_.signal(kReady, c.index + 1); }
 

@@ -64,8 +64,8 @@ class DirectSum : public BlockExchange {
     for (int n : others_) {
       b_.flush(t_.railPeer(n), 0, (c.index + 1 - depth_) * blocks_.count(me_, n));
     }
-    b_.waitMate(me_, kServed, c.index + 1 - depth_);
-    if (staged_) b_.waitTeam(kCopied, c.index + 1);
+    b_.waitRank(me_, kServed, c.index + 1 - depth_);
+    if (staged_) b_.waitMates(kCopied, c.index + 1);
     const int64_t mine = blocks_.count(me_, t_.myNode());
     for (int64_t turn = 0, slot = 0; turn < blocks_.mostTurns(); ++turn) {
       // My own node's sum comes first. A put may have to wait for another rank's "serve", and mine waits for this sum.
@@ -88,7 +88,7 @@ class DirectSum : public BlockExchange {
     const int64_t mine = blocks_.count(me_, t_.myNode());
     for (int64_t turn = 0; turn < mine; ++turn) {
       const int mate = blocks_.local(me_, t_.myNode(), turn);
-      if (!t_.isFlat()) b_.waitMate(me_, kOwnSum, c.index * mine + turn + 1);
+      if (!t_.isFlat()) b_.waitRank(me_, kOwnSum, c.index * mine + turn + 1);
       const plan::Ref own = t_.isFlat() ? b_.in(place(t_.me(), c)) : sumSlot(c, turn);
       std::vector<plan::Ref> sums(static_cast<size_t>(t_.numNodes()), own);
       for (int n : others_) {
@@ -97,7 +97,7 @@ class DirectSum : public BlockExchange {
       plan::Ref target = b_.out(c.offset);
       if (mate != me_ && !staged_) target = b_.mateOut(mate, c.offset);
       if (mate != me_ && staged_) {
-        b_.waitMate(mate, kGathered, c.index + 1 - depth_);
+        b_.waitRank(mate, kGathered, c.index + 1 - depth_);
         target = resultSlot(me_, c, turn);
       }
       // In a flat group nobody has scaled the contributions.
@@ -112,7 +112,7 @@ class DirectSum : public BlockExchange {
     if (!staged_) return;
     const int carrier = blocks_.carrierOf(me_);
     b_.stage("copy out");
-    b_.waitMate(carrier, kServed, c.index + 1);
+    b_.waitRank(carrier, kServed, c.index + 1);
     b_.copy({b_.out(c.offset)}, resultSlot(carrier, c, me_ / t_.numRails()), c.length);
     b_.signal(kGathered, c.index + 1);
   }
@@ -125,7 +125,7 @@ class DirectSum : public BlockExchange {
     if (staged_) return;
     b_.stage("finish");
     waitRails(b_, kSummed, numChunks);
-    if (!t_.onRail()) b_.waitMate(blocks_.carrierOf(me_), kServed, numChunks);
+    if (!t_.onRail()) b_.waitRank(blocks_.carrierOf(me_), kServed, numChunks);
   }
 
  private:

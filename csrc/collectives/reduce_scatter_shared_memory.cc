@@ -31,7 +31,7 @@ void sumInputs(plan::Builder& b, const Shape& shape) {
   }
   b.reduce({b.out(0)}, inputs, shape.bytes, {.pre = true, .post = true});
   b.signal(kSummed, 1);
-  b.waitTeam(kSummed, 1);
+  b.waitMates(kSummed, 1);
 }
 
 void sumThroughSlots(plan::Builder& b, const Shape& shape) {
@@ -43,7 +43,7 @@ void sumThroughSlots(plan::Builder& b, const Shape& shape) {
   const uint8_t pool = b.pool("contributions", kSlots, t.teamSize() * chunkBytes);
   b.eachChunk(shape.bytes, chunkBytes, [&](const plan::Chunk& c) {
     b.stage("copy in");
-    b.waitTeam(kSummed, c.index + 1 - kSlots);
+    b.waitMates(kSummed, c.index + 1 - kSlots);
     for (int mate : otherMates(t)) {
       b.copy({b.slot(pool, me, c.index, mate * chunkBytes)},
              b.in(t.team()[mate] * shape.bytes + c.offset), c.length);
@@ -51,7 +51,7 @@ void sumThroughSlots(plan::Builder& b, const Shape& shape) {
     b.signal(kCopied, c.index + 1);
 
     b.stage("sum");
-    b.waitTeam(kCopied, c.index + 1);
+    b.waitMates(kCopied, c.index + 1);
     std::vector<plan::Ref> contributions;
     for (int mate = 0; mate < t.teamSize(); ++mate) {
       contributions.push_back(mate == me ? b.in(t.me() * shape.bytes + c.offset)

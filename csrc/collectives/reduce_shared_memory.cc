@@ -36,7 +36,7 @@ void sumInputs(plan::Builder& b, const Shape& shape, int root) {
   b.reduce({me == root ? b.out(mine.offset) : b.mateOut(root, mine.offset)}, inputs, mine.length,
            {.pre = true, .post = true});
   b.signal(kSummed, 1);
-  b.waitTeam(kSummed, 1);
+  b.waitMates(kSummed, 1);
 }
 
 void sumThroughSlots(plan::Builder& b, const Shape& shape, int root) {
@@ -54,8 +54,8 @@ void sumThroughSlots(plan::Builder& b, const Shape& shape, int root) {
     const plan::Range mine = c.share(me, team);
 
     b.stage("copy in");
-    b.waitTeam(kSummed, slotFree);
-    if (me != root) b.waitMate(root, kGathered, slotFree);
+    b.waitMates(kSummed, slotFree);
+    if (me != root) b.waitRank(root, kGathered, slotFree);
     for (int mate : otherMates(t)) {
       const plan::Range theirs = c.share(mate, team);
       b.copy({slot(me, theirs)}, b.in(theirs.offset), theirs.length);
@@ -63,8 +63,8 @@ void sumThroughSlots(plan::Builder& b, const Shape& shape, int root) {
     b.signal(kCopied, reached);
 
     b.stage("sum");
-    b.waitTeam(kCopied, reached);
-    b.waitMate(me, kCopied, reached);  // my "copy in" has waited until my slot is free
+    b.waitMates(kCopied, reached);
+    b.waitRank(me, kCopied, reached);  // my "copy in" has waited until my slot is free
     std::vector<plan::Ref> contributions;
     for (int mate = 0; mate < team; ++mate) {
       contributions.push_back(mate == me ? b.in(mine.offset) : slot(mate, mine));
@@ -75,7 +75,7 @@ void sumThroughSlots(plan::Builder& b, const Shape& shape, int root) {
 
     if (me != root) return;
     b.stage("copy out");
-    b.waitTeam(kSummed, reached);
+    b.waitMates(kSummed, reached);
     for (int mate : otherMates(t)) {
       const plan::Range theirs = c.share(mate, team);
       b.copy({b.out(theirs.offset)}, slot(mate, theirs), theirs.length);

@@ -96,7 +96,7 @@ bool canServe(const Row& row, const plan::Topology& t, const plan::Limits& limit
               const Shape& shape) {
   return row.collective == shape.collective && (row.nodes == Nodes::Any || t.numNodes() == 1) &&
          (row.buffers == Buffers::Any || shape.shared) &&
-         (row.choice.preamble == Preamble::Arrive || !shape.afterArrival) &&
+         (row.choice.preamble == Preamble::NoCopy || !shape.afterArrival) &&
          // The whole vector lies in one slot; recursive doubling (Tiny) needs more slots beside it.
          (row.size == Size::Any ||
           shape.bytes <= (row.size == Size::Tiny ? limits.halfBytes / 2 : limits.halfBytes));

@@ -12,7 +12,7 @@ namespace smddp::collectives {
 
 // What an algorithm's ranks do before the others have arrived.
 enum class Preamble : uint8_t {
-  Arrive,  // nothing
+  NoCopy,  // only the arrival signal and the wait. An algorithm that only serves shared buffers must have this
   CopyIn,  // some rank copies, so the algorithm cannot be chosen after the arrival (Shape::afterArrival)
   OneShot,  // every rank copies once; when all have arrived each makes one sum, and that is all
 };
@@ -20,7 +20,7 @@ enum class Preamble : uint8_t {
 struct Choice {
   const char* name;
   Algorithm build;
-  Preamble preamble = Preamble::Arrive;
+  Preamble preamble = Preamble::NoCopy;
 };
 
 // Returns the algorithm that `overrides` names for the collective; else the one of the first row of `tuning` that

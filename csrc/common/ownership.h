@@ -5,7 +5,8 @@
 //
 // How to use it in a class that only the owner touches:
 //   * keep a reference to the Ownership, or to an object that has one (Process::ownership());
-//   * begin each public function that only the owner may call with ownership.assertOwned(). It ends the process, with
+//   * begin each function through which other code enters the class with ownership.assertOwned(); what that calls does
+//     not repeat it. It ends the process, with
 //     file, line and function of the caller, unless the calling thread is the owner. It costs nothing in builds other
 //     than Debug and those under sanitizers (SMDDP_CHECK_OWNERSHIP), so it may stand on the fastest path;
 //   * mark fields SMDDP_GUARDED_BY(ownership_) and private functions SMDDP_REQUIRES(ownership_) where the Ownership is
@@ -43,7 +44,7 @@ class SMDDP_CAPABILITY("ownership") Ownership {
   }
   // Sequentially consistent: after the release the last owner checks for waiters and requests; a thread that waits or
   // leaves a request then checks for an owner. One of the two sees the other.
-  void release() SMDDP_RELEASE() {
+  void letGo() SMDDP_RELEASE() {
 #if SMDDP_CHECK_OWNERSHIP
     assertOwned();
     owner_.store({}, std::memory_order_relaxed);

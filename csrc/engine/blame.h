@@ -27,7 +27,7 @@ namespace smddp::engine {
 struct Blame {
   enum class Why : uint8_t {
     Unknown,      // it is waited for, nothing more is known
-    NotCalled,    // it has yet to make the call; its last one was number `reached`
+    NotCalled,    // it has not made the call yet; its last one was number `reached`
     Stopped,      // its process does not run (SIGSTOP, a debugger, a frozen container)
     Silent,       // it does not answer
     Unreachable,  // its host does not answer

@@ -9,7 +9,7 @@
 namespace smddp::engine {
 
 struct Break {
-  uint64_t from;  // sequence number
+  uint64_t firstBroken;  // the sequence number of the first operation that ends with the cause
   Error cause;
   // If the group broke because a rank was lost: that rank, and the one that noticed it; else -1. `cause` then says only
   // how it was lost. Each rank words the error for itself (Sentinel::inWords), because the lost rank may be alive and
@@ -18,7 +18,7 @@ struct Break {
   Rank noticedBy = -1;
   bool isHostSilent = false;  // its host does not answer; known on the node of `noticedBy` only
 
-  bool concerns(uint64_t sequence) const { return sequence >= from; }
+  bool concerns(uint64_t sequence) const { return sequence >= firstBroken; }
 };
 
 // An error kind that another process has written as a number. The number may be invalid.

@@ -22,7 +22,7 @@ Channels::Channels(Process& process, const Membership& membership, const plan::L
       limits_(limits) {}
 
 Channels::~Channels() {
-  if (!released_) return;
+  if (!windowsGivenBack_) return;
   for (const Window& window : windows_) pool_->giveBack(window.memory);
 }
 
@@ -35,33 +35,34 @@ void Channels::open(Track& track, const CachedPlan& cached) {
     auto ends = track.find(use.peer, use.stream, longest);
     if (ends == track.channels.end()) {
       track.channels.push_back(
-          {.peer = use.peer, .stream = use.stream, .isShort = longest <= kShortMessageBytes});
+          {.peer = use.peer, .stream = use.stream, .isShort = longest <= kShortSlotBytes});
       ends = std::prev(track.channels.end());
     }
     const int64_t slotBytes =
-        ends->isShort ? std::min(kShortMessageBytes, limits_.messageBytes) : limits_.messageBytes;
+        ends->isShort ? std::min(kShortSlotBytes, limits_.messageBytes) : limits_.messageBytes;
     // With 4 streams, the channels with long slots have numbers 0 to 3, those with short slots 4 to 7.
-    const auto stream = static_cast<uint8_t>(use.stream + (ends->isShort ? plan::kNumStreams : 0));
+    const auto subchannel =
+        static_cast<uint8_t>(use.stream + (ends->isShort ? plan::kNumStreams : 0));
     if (use.puts > 0 && ends->send == nullptr) {
       Peer& peer = peerOf(use.peer);
       ends->send = &peer.table->send(
-          membership_.channelKey(membership_.me(), use.peer, number, stream), peer.id);
+          membership_.channelKey(membership_.me(), use.peer, number, subchannel), peer.id);
     }
     if (use.receives > 0 && ends->receive == nullptr) {
-      ends->receive = &openReceiver(use.peer, number, stream, limits_.window, slotBytes);
+      ends->receive = &openReceiver(use.peer, number, subchannel, limits_.window, slotBytes);
     }
   }
 }
 
-transport::ReceiveChannel& Channels::openReceiver(Rank from, uint8_t track, uint8_t stream,
+transport::ReceiveChannel& Channels::openReceiver(Rank from, uint8_t track, uint8_t subchannel,
                                                   int64_t window, int64_t messageBytes) {
   Peer& peer = peerOf(from);
   const auto memory =
       pool_->take(static_cast<size_t>(window * transport::slotStride(messageBytes)));
   windows_.push_back({memory, from});
   const auto key = process_.registerMemory(peer, memory);
-  return peer.table->receive(membership_.channelKey(from, membership_.me(), track, stream), peer.id,
-                             memory, key, messageBytes, window);
+  return peer.table->receive(membership_.channelKey(from, membership_.me(), track, subchannel),
+                             peer.id, memory, key, messageBytes, window);
 }
 
 void Channels::flushGrants(const Track& track) {
@@ -71,22 +72,22 @@ void Channels::flushGrants(const Track& track) {
   if (any != track.channels.end()) peerOf(any->peer).table->flushGrants();
 }
 
-transport::SendChannel& Channels::messageSender(Rank peer) {
-  Peer& to = peerOf(peer);
-  return to.table->send(membership_.channelKey(membership_.me(), peer, kMessageTrack, 0), to.id);
+transport::SendChannel& Channels::messageSender(Rank to) {
+  Peer& peer = peerOf(to);
+  return peer.table->send(membership_.channelKey(membership_.me(), to, kMessageTrack, 0), peer.id);
 }
 
-transport::ReceiveChannel& Channels::messageReceiver(Rank peer) {
-  auto& channel = messageReceivers_[peer];
+transport::ReceiveChannel& Channels::messageReceiver(Rank from) {
+  auto& channel = messageReceivers_[from];
   if (channel == nullptr) {
-    channel = &openReceiver(peer, kMessageTrack, 0, kMessageWindow, kMessageBytes);
+    channel = &openReceiver(from, kMessageTrack, 0, kMessageWindow, kMessageBytes);
   }
   return *channel;
 }
 
-void Channels::control(Rank peer, transport::Bytes message) {
+void Channels::control(Rank to, transport::Bytes message) {
   process_.ownership().assertOwned();
-  peerOf(peer).table->control(peerOf(peer).id, message);
+  peerOf(to).table->control(peerOf(to).id, message);
 }
 
 void Channels::close() {
@@ -98,13 +99,13 @@ void Channels::close() {
   for (transport::ChannelTable* table : tables) table->closeGroup(membership_.group);
 }
 
-void Channels::release() {
+void Channels::giveBackWindows() {
   process_.ownership().assertOwned();
   std::erase_if(windows_, [&](const Window& window) {
     const Peer& from = peerOf(window.from);
     return !from.mate && from.lost && !isDrained(window.from);
   });
-  released_ = true;
+  windowsGivenBack_ = true;
 }
 
 }  // namespace smddp::engine

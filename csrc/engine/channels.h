@@ -1,8 +1,8 @@
 // The channels of one group: how its ranks send to one another, within a node and between nodes.
 //
 // A channel is opened when a plan or a message first needs it. Owns the windows (memory that senders write to) of the
-// receiving ends; they are given back when nobody can write to them any more (release()), or kept until the process
-// ends. Used by the thread that owns the engine.
+// receiving ends; they are given back when nobody can write to them any more (giveBackWindows()), or kept until the
+// process ends. Used by the thread that owns the engine.
 #pragma once
 
 #include <map>
@@ -37,22 +37,22 @@ class Channels {
   void flushGrants(const Track& track);
 
   // The channels for messages between two ranks (Matcher).
-  transport::SendChannel& messageSender(Rank peer);
-  transport::ReceiveChannel& messageReceiver(Rank peer);
+  transport::SendChannel& messageSender(Rank to);
+  transport::ReceiveChannel& messageReceiver(Rank from);
 
   // Sends a control message of the engine.
-  void control(Rank peer, transport::Bytes message);
-  // Whether control messages to this peer still wait for room.
-  bool hasBacklog(Rank peer) const { return peerOf(peer).table->hasBacklog(); }
+  void control(Rank to, transport::Bytes message);
+  // Whether control messages to this rank still wait for room.
+  bool hasBacklog(Rank to) const { return peerOf(to).table->hasBacklog(); }
 
   // This rank no longer uses the channels.
   void close();
-  // After close(): whether no put of this group, over the transport that reaches the peer, can still read or write our
+  // After close(): whether no put of this group, over the transport that reaches the rank, can still read or write our
   // memory.
-  bool isDrained(Rank peer) const { return peerOf(peer).table->drained(membership_.group); }
-  // No peer writes to the windows any more, so they are given back. Windows to which messages of lost peers may still
+  bool isDrained(Rank rank) const { return peerOf(rank).table->drained(membership_.group); }
+  // No rank writes to the windows any more, so they are given back. Windows to which messages of lost ranks may still
   // be on their way are kept.
-  void release();
+  void giveBackWindows();
 
  private:
   struct Window {
@@ -61,8 +61,8 @@ class Channels {
   };
 
   Peer& peerOf(Rank rank) const { return *membership_.peers[rank]; }
-  transport::ReceiveChannel& openReceiver(Rank from, uint8_t track, uint8_t stream, int64_t window,
-                                          int64_t messageBytes);
+  transport::ReceiveChannel& openReceiver(Rank from, uint8_t track, uint8_t subchannel,
+                                          int64_t window, int64_t messageBytes);
 
   Process& process_;
   const std::shared_ptr<WindowPool> pool_;  // outlives the process object
@@ -70,7 +70,7 @@ class Channels {
   const plan::Limits& limits_;
   std::map<Rank, transport::ReceiveChannel*> messageReceivers_;
   std::vector<Window> windows_;
-  bool released_ = false;
+  bool windowsGivenBack_ = false;
 };
 
 }  // namespace smddp::engine

@@ -6,7 +6,7 @@
 namespace smddp::engine {
 namespace {
 
-// A move costs some ten microseconds. To try costs less, but nothing new is known a moment later.
+// A move costs a few tens of microseconds. To try costs less, but nothing new is known a moment later.
 constexpr Nanoseconds kTryPeriod = 1'000'000;
 constexpr Nanoseconds kMovePeriod = 10'000'000;
 

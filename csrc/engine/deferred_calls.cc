@@ -128,13 +128,13 @@ void DeferredCalls::stopWaiting(State& state, size_t calls) {
 
 void DeferredCalls::serve(State& state, Call& head) {
   const MonotonicClock clock;
-  PollingBackoff backoff;
+  PollingWait wait;
   bool late = false;
   auto error = errorOf([&] {
     while (!state.stop && !head.ready()) {
       late = head.deadline.passed(clock);
       if (late) break;
-      backoff.wait();
+      wait.wait();
     }
   });
   if (late) {

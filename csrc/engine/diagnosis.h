@@ -20,7 +20,8 @@ class Diagnosis {
       : process_(process), membership_(membership), team_(team), channels_(channels) {}
 
   // Asks those of the awaited ranks that are on other nodes, and tells them which call this one is in; sequence 0: in
-  // send or recv. Mates see each other's calls at the arrival, and blame in each other's regions.
+  // send or recv. Mates are not asked: this rank reads their calls in the arrival records and whom they blame in their
+  // regions.
   void inquire(const std::set<Rank>& awaited, uint64_t sequence,
                const transport::CallFingerprint& call);
   void onAnswer(Rank from, uint64_t blame) {

@@ -16,7 +16,7 @@ namespace smddp::engine {
 namespace {
 
 // How long shutdown() waits for what is in flight, and then for peers to take in what was sent.
-constexpr Nanoseconds kFarewell = 2'000'000'000;
+constexpr Nanoseconds kShutdownWait = 2'000'000'000;
 
 // Waits until this process has a lifeline to every remote peer. All ranks of a new group wait here: a rank that went on
 // to compute would not answer the handshake and would look dead. A rank that fails now is reported by the first
@@ -63,7 +63,7 @@ void Engine::requireUsable() const {
         open.empty() ? "" : fmt::format(": its parent had not destroyed {}", open));
 }
 
-bool Engine::isOutlived() const {
+bool Engine::isReplaceableInChild() const {
   return !isShutDown_.load() && !isUsable() && groups_.namesInChild().empty();
 }
 
@@ -78,18 +78,18 @@ void Engine::shutdown() {
     return;
   }
   const auto waitAMoment = [this](const std::function<bool()>& isOver) {
-    const Deadline deadline = Deadline::after(process_->clock(), kFarewell);
+    const Deadline deadline = Deadline::after(process_->clock(), kShutdownWait);
     bool over = false;
     while (!over && progress_.hasThreads() && !deadline.passed(process_->clock())) {
       call([&] { over = isOver(); });
       if (!over) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   };
-  waitAMoment([this] { return !groups_.owesAnything(); });
-  progress_.callAndContinue([this] { groups_.leaveAll(); });
+  waitAMoment([this] { return !groups_.hasOpenExceptReceives(); });
+  progress_.callAndRunContinuations([this] { groups_.leaveAll(); });
   // Peers may not have read the last bytes that we sent. Wait until they have read them, or have left.
   waitAMoment([this] { return groups_.areRemoteRanksDone(); });
-  // Callbacks may wait for what has just ended.
+  // Continuations may wait for what has just ended.
   progress_.runContinuations();
   progress_.stop();
   // As the owner: until its connections are closed, the process still takes in what peers send.
@@ -125,15 +125,15 @@ void Engine::finishGroup(const std::shared_ptr<Group>& group,
   SMDDP_LOG(Info, "engine", "{}", group->describe());
 }
 
-std::vector<bootstrap::Rendezvous::Loss> Engine::lostOf(const Kin& kin) {
+std::vector<bootstrap::Rendezvous::Loss> Engine::lostOf(const KnownMembers& known) {
   std::vector<bootstrap::Rendezvous::Loss> lost;
-  if (!kin.parent) return lost;
+  if (!known.parent) return lost;
   call([&] {
     process_->checkPeers();
-    for (size_t rank = 0; rank < kin.ranks.size(); ++rank) {
-      if (auto error = kin.parent->lookFor(kin.ranks[rank])) {
+    for (size_t rank = 0; rank < known.ranks.size(); ++rank) {
+      if (auto error = known.parent->howLost(known.ranks[rank])) {
         // Ranks that died come first: others may have left because of them.
-        const bool died = kin.parent->hasDied(kin.ranks[rank]);
+        const bool died = known.parent->hasDied(known.ranks[rank]);
         lost.insert(died ? lost.begin() : lost.end(),
                     {static_cast<Rank>(rank), *std::move(error), died});
       }
@@ -143,7 +143,7 @@ std::vector<bootstrap::Rendezvous::Loss> Engine::lostOf(const Kin& kin) {
 }
 
 std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group::Spec& spec,
-                                           Nanoseconds timeout, const Kin& kin) {
+                                           Nanoseconds timeout, const KnownMembers& known) {
   const Seal seal(settings().jobToken.text);
   std::pair<std::shared_ptr<Group>, bootstrap::Introduction> begun;
   try {
@@ -156,12 +156,12 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
   bootstrap::Introduction& mine = begun.second;
   const auto watch = [&] {
     checkInterrupt();
-    return lostOf(kin);
+    return lostOf(known);
   };
   bootstrap::Rendezvous rendezvous(store, spec.name, spec.me, spec.size, timeout, seal, watch);
   auto introductions = rendezvous.exchange(mine);
   const auto probe = [this](const bootstrap::Introduction& other, std::string* why) {
-    return process_->probe(other, why);
+    return process_->tryMap(other, why);
   };
   const bootstrap::Locality locality = rendezvous.agreeOnNodes(introductions, probe);
   const auto& names = locality.nodeOfRank;
@@ -191,16 +191,16 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
   return group;
 }
 
-void Engine::finishCalls(Group& group) {
+void Engine::waitForOpenCalls(Group& group) {
   if (!isUsable()) return;
-  std::vector<CompletionPtr> owed;
-  call([&] { owed = group.owed(); });
-  for (const auto& completion : owed) wait(group, *completion);
+  std::vector<CompletionPtr> open;
+  call([&] { open = group.openExceptReceives(); });
+  for (const auto& completion : open) wait(group, *completion);
 }
 
 void Engine::destroyGroup(const std::shared_ptr<Group>& group) {
   if (!isUsable()) return;
-  progress_.callAndContinue([&] { groups_.leave(group); });
+  progress_.callAndRunContinuations([&] { groups_.leave(group); });
   call([&] { groups_.reap(); });
 }
 
@@ -210,8 +210,9 @@ template <typename Operation>
 CompletionPtr Engine::submitAny(Group& group, Operation operation) {
   requireUsable();
   auto completion = std::make_shared<Completion>();
-  const bool willWait = operation.willWait;
-  if (willWait) progress_.callerBeginsToWait();
+  bool willWait = false;
+  if constexpr (std::is_same_v<Operation, Request>) willWait = operation.willWait;
+  if (willWait) progress_.callerCameBack();
   const bool ran = progress_.tryRun([&] {
     bool isOneShot = false;
     if constexpr (std::is_same_v<Operation, Request>) {
@@ -275,7 +276,7 @@ void Engine::waitUntil(Group& group, const std::function<bool()>& done, Nanoseco
 }
 
 void Engine::wait(Group& group, const Completion& completion) {
-  progress_.callerBeginsToWait();
+  progress_.callerCameBack();
   if (!completion.done()) waitUntil(group, [&] { return completion.done(); });
   // If all ranks got a signal, it is the cause, even if another rank was the first to break the group.
   if (completion.error()) checkInterrupt();
@@ -289,9 +290,9 @@ bool Engine::waitFor(Group& group, const Completion& completion, Nanoseconds tim
 }
 
 void Engine::waitForAny(Group& group, const std::vector<CompletionPtr>& completions,
-                        const std::atomic<bool>& enough, Nanoseconds yieldFor) {
+                        const std::atomic<bool>& interrupted, Nanoseconds yieldFor) {
   const auto done = [&] {
-    return enough.load(std::memory_order_acquire) ||
+    return interrupted.load(std::memory_order_acquire) ||
            std::any_of(completions.begin(), completions.end(),
                        [](const auto& completion) { return completion->done(); });
   };
@@ -300,7 +301,7 @@ void Engine::waitForAny(Group& group, const std::vector<CompletionPtr>& completi
 
 std::vector<CompletionPtr> Engine::withdraw(Group& group, std::vector<CompletionPtr> receives) {
   requireUsable();
-  progress_.callAndContinue([&] {
+  progress_.callAndRunContinuations([&] {
     std::erase_if(receives, [&](const auto& receive) { return group.withdraw(*receive); });
   });
   return receives;
@@ -322,7 +323,7 @@ void Engine::finish(Completion& completion, std::optional<Error> error) {
 
 void Engine::callOn(Group& group, const std::function<void()>& action) {
   if (!isUsable()) return;
-  progress_.callAndContinue([&] {
+  progress_.callAndRunContinuations([&] {
     action();
     groups_.activate(group);
   });

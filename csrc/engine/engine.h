@@ -44,16 +44,16 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Where this process has met the ranks of a new group before: `parent` has all of them, and `ranks` are their numbers
-  // there, in the order of the new group.
-  struct Kin {
+  // Where this process has met the members of a new group before: `parent` has all of them, and `ranks` are their
+  // numbers there, in the order of the new group.
+  struct KnownMembers {
     std::shared_ptr<Group> parent;
     std::vector<Rank> ranks;
   };
-  // Meets the other ranks in the store. Throws Timeout, Mismatch, Transport, Resource; PeerLost if one of `kin` is lost
-  // that has yet to come.
+  // Meets the other ranks in the store. Throws Timeout, Mismatch, Transport, Resource; PeerLost if a known
+  // member that has not come yet is lost.
   std::shared_ptr<Group> createGroup(bootstrap::Store& store, const Group::Spec& spec,
-                                     Nanoseconds timeout, const Kin& kin = {});
+                                     Nanoseconds timeout, const KnownMembers& known = {});
   // The same in two halves. Between them the caller exchanges the introductions itself (split.h).
   std::pair<std::shared_ptr<Group>, bootstrap::Introduction> beginGroup(const Group::Spec& spec);
   void finishGroup(const std::shared_ptr<Group>& group,
@@ -61,10 +61,11 @@ class Engine {
                    const std::vector<std::string>& nodeOfRank);
   // Called before this rank leaves. Waits until everything in flight except receives has ended, well or not, because
   // other ranks may need this one for it. Each operation has its deadline.
-  void finishCalls(Group& group);
+  void waitForOpenCalls(Group& group);
   // Idempotent. What is in flight ends with Aborted.
   void destroyGroup(const std::shared_ptr<Group>& group);
 
+  // Takes an operation. With Request::willWait it returns when the operation has ended, well or not; else at once.
   CompletionPtr submit(Group& group, Request request);
   CompletionPtr submit(Group& group, Message message);
   // The same without running anything: for threads that must not run continuations. The group has to live until the
@@ -77,10 +78,10 @@ class Engine {
   void wait(Group& group, const Completion& completion);
   // The same, but at most this long; false when the time is over.
   bool waitFor(Group& group, const Completion& completion, Nanoseconds timeout);
-  // Waits until one of them has ended, or until a thread has set `enough` and called wakeWaiters(). Yields for
+  // Waits until one of them has ended, or until a thread has set `interrupted` and called wakeWaiters(). Yields for
   // `yieldFor` before it sleeps, instead of a fixed number of times.
   void waitForAny(Group& group, const std::vector<CompletionPtr>& completions,
-                  const std::atomic<bool>& enough, Nanoseconds yieldFor);
+                  const std::atomic<bool>& interrupted, Nanoseconds yieldFor);
   // Takes back receives for which nobody has sent anything yet. Returns those that cannot be taken back.
   std::vector<CompletionPtr> withdraw(Group& group, std::vector<CompletionPtr> receives);
   // Makes threads that wait look again at what they wait for.
@@ -106,9 +107,9 @@ class Engine {
   void finish(Completion& completion, std::optional<Error> error);
   // Throws Usage after shutdown(), and in a child of fork().
   void requireUsable() const;
-  // In a child of fork(): whether its parent had left all groups. Then nothing here is of use any more, and the child
-  // may have an engine of its own. It has to keep this one.
-  bool isOutlived() const;
+  // In a child of fork(): its parent had left all groups, so the child may make an engine of its own. It must keep this
+  // one.
+  bool isReplaceableInChild() const;
   // Runs `action` on the thread that owns the engine, and returns when it has run. Exceptions pass through.
   void call(const std::function<void()>& action) { progress_.call(action); }
   // One turn, for engines without a thread. True when anything advanced.
@@ -118,8 +119,8 @@ class Engine {
   // also between two waits. Else the end of each wait would wake the progress thread, which would compete with it.
   class WaitScope {
    public:
-    explicit WaitScope(Engine& engine) : progress_(engine.progress_) { progress_.beginWaiting(); }
-    ~WaitScope() { progress_.endWaiting(); }
+    explicit WaitScope(Engine& engine) : progress_(engine.progress_) { progress_.addWaiter(); }
+    ~WaitScope() { progress_.removeWaiter(); }
     WaitScope(const WaitScope&) = delete;
     WaitScope& operator=(const WaitScope&) = delete;
 
@@ -140,7 +141,7 @@ class Engine {
   // Neither shut down nor the copy in a child of a fork.
   bool isUsable() const { return !isShutDown_.load() && forkCount_ == forkCount(); }
   // Those members of a new group that are known to be lost, with what is known.
-  std::vector<bootstrap::Rendezvous::Loss> lostOf(const Kin& kin);
+  std::vector<bootstrap::Rendezvous::Loss> lostOf(const KnownMembers& known);
   // Waits on behalf of a caller of the group.
   void waitUntil(Group& group, const std::function<bool()>& done, Nanoseconds yieldFor = 0);
   // Runs `action`, which may end operations of the group or leave something in flight.

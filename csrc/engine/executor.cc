@@ -23,9 +23,9 @@ CachedPlan::CachedPlan(plan::Plan made)
       channelOfStep(plan.steps.size(), kNone),
       channelOfRef(plan.refs.size(), kNone),
       longestMessage(plan.channels.size(), 0) {
-  const auto find = [&](Rank peer, uint8_t stream) {
+  const auto find = [&](Rank rank, uint8_t stream) {
     for (size_t i = 0; i < plan.channels.size(); ++i) {
-      if (plan.channels[i].peer == peer && plan.channels[i].stream == stream) {
+      if (plan.channels[i].peer == rank && plan.channels[i].stream == stream) {
         return static_cast<uint16_t>(i);
       }
     }
@@ -68,7 +68,7 @@ CachedPlan::CachedPlan(plan::Plan made)
       }
       if (step.op == Op::Receive) receiveBytes += step.length * block.trips;
       if (step.op == Op::Copy || step.op == Op::Reduce) {
-        moveBytes += step.length * step.numSources * block.trips;
+        memoryBytes += step.length * step.numSources * block.trips;
         fitsNear &= slotsEnd(step, block.trips) <= static_cast<int64_t>(kNearBytes);
       }
     }
@@ -219,7 +219,7 @@ bool Executor::counterReached(const Step& step, int64_t value) const {
     return step.counter == plan::kArrival ? track_.hasArrived(local)
                                           : track_.hasReached(local, step.counter, value);
   };
-  if (step.who != plan::kTeam) return reached(step.who);
+  if (step.who != plan::kMates) return reached(step.who);
   for (int local = 0; local < topology_.teamSize(); ++local) {
     if (local != topology_.myLocal() && !reached(local)) return false;
   }
@@ -409,20 +409,20 @@ void Executor::addAwaited(const Step& step, int64_t trip, std::set<Rank>& awaite
     return;
   }
   for (int local = 0; local < topology_.teamSize(); ++local) {
-    if (local == topology_.myLocal() || (step.who != plan::kTeam && step.who != local)) continue;
+    if (local == topology_.myLocal() || (step.who != plan::kMates && step.who != local)) continue;
     Step one = step;
     one.who = local;
     if (!counterReached(one, step.value.at(trip))) awaited.insert(topology_.team()[local]);
   }
 }
 
-Stall Executor::stall() const {
+BlockedStep Executor::blockedStep() const {
   ownership_.assertOwned();
-  Stall found;
+  BlockedStep found;
   if (cached_ == nullptr || done_) return found;
   const plan::Plan& plan = cached_->plan;
-  found.moved = exchanged_;
-  found.toMove = cached_->putBytes + cached_->receiveBytes;
+  found.exchanged = exchanged_;
+  found.toExchange = cached_->putBytes + cached_->receiveBytes;
   if (!preambleDone()) {
     addAwaited(plan.steps[plan.preamble.firstStep + preambleNext_], 0, found.awaited);
     found.where = "at the arrival";

@@ -30,7 +30,7 @@ struct CachedPlan {
   std::vector<int64_t> longestMessage;
   int64_t putBytes = 0;      // sent to other nodes by one execution
   int64_t receiveBytes = 0;  // received from them
-  int64_t moveBytes = 0;     // read by its copies and reductions
+  int64_t memoryBytes = 0;   // read by its copies and reductions
   bool putsStaging = false;  // some of what it sends lies in staging memory
   bool fitsNear = true;      // its slots find room in Arrival::near
   // The heap memory that the plan takes beside this object.
@@ -50,11 +50,11 @@ struct Binding {
   transport::CallFingerprint call;
 };
 
-// Why nothing advances: where the first blocked lane stands, and whom any lane awaits.
-struct Stall {
+// Why nothing advances: the step at which the first blocked lane stands, and whom any lane awaits.
+struct BlockedStep {
   std::string where;
   std::set<Rank> awaited;
-  int64_t moved = 0, toMove = 0;  // bytes exchanged with other nodes so far, and in all
+  int64_t exchanged = 0, toExchange = 0;  // bytes exchanged with other nodes so far, and in all
 };
 
 class Executor {
@@ -75,7 +75,7 @@ class Executor {
   bool advance();
   bool preambleDone() const { return preambleNext_ == cached_->plan.preamble.numSteps; }
   bool done() const { return done_; }
-  Stall stall() const;
+  BlockedStep blockedStep() const;
 
  private:
   // Where a lane stands: at a step of a block, in one of the block's iterations.

@@ -120,7 +120,7 @@ void ForkHold::beforeFork() {
 }
 
 void ForkHold::afterForkInParent() {
-  if (isOwner_) progress_.release();
+  if (isOwner_) progress_.letGo();
   if (pause_) pause_->end();
   pause_.reset();
 }

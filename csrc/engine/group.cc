@@ -97,13 +97,13 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
   channels_.emplace(process_, *membership_, limits_);
   plans_.emplace(membership_->topology, limits_, spec_.algorithm);
   calls_.emplace(*membership_, team_);
-  sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, continuations_);
-  messages_.emplace(process_, *membership_, *channels_, continuations_);
+  sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, ended_);
+  messages_.emplace(process_, *membership_, *channels_, ended_);
   const int64_t numTracks = settings().inFlight > 0 ? settings().inFlight
                             : spansNodes()          ? kTracksAcrossNodes
                                                     : 1;
   operations_.emplace(process_, *membership_, team_, *channels_, *plans_, *calls_, *sentinel_,
-                      continuations_, numTracks);
+                      ended_, numTracks);
   sentinel_->attach(*operations_, *messages_);
 }
 
@@ -121,7 +121,7 @@ void Group::submit(Request request, CompletionPtr completion) {
 
 void Group::submit(Message message, CompletionPtr completion) {
   if (sentinel_->broken()) {
-    continuations_.finish(*completion, sentinel_->broken()->cause);
+    ended_.finish(*completion, sentinel_->broken()->cause);
     return;
   }
   sentinel_->attempt(calls_->last() + 1,
@@ -142,7 +142,7 @@ bool Group::advance() {
   return advanced;
 }
 
-std::vector<CompletionPtr> Group::owed() {
+std::vector<CompletionPtr> Group::openExceptReceives() {
   std::vector<CompletionPtr> open;
   operations_->appendOpen(open);
   messages_->appendOpenSends(open);
@@ -168,15 +168,15 @@ std::optional<Error> Group::breakAsUserError() const {
   return membership_->failed(fmt::format("group \"{}\"", spec_.name), sentinel_->broken()->cause);
 }
 
-bool Group::isAbandoned() {
+bool Group::tryGiveBack() {
   for (Rank rank = 0; rank < spec_.size; ++rank) {
     const Peer* peer = membership_->peers[rank];
     if (peer == nullptr || peer->lost) continue;
-    if (membership_->isMate(rank) && team_.isIn(rank)) return false;
+    if (membership_->isMate(rank) && team_.mayUseMemory(rank)) return false;
     if (!channels_->isDrained(rank)) return false;
   }
-  channels_->release();
-  team_.releaseRegion();
+  channels_->giveBackWindows();
+  team_.giveBackRegion();
   return true;
 }
 

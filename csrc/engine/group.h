@@ -12,7 +12,8 @@
 //   Messages     sends and receives
 //
 // Threads: everything on the thread that owns the engine, except where marked.
-// Ends: leave() tells mates and peers; its memory is given back when nobody can use it any more (isAbandoned()).
+// Ends: leave() tells mates and ranks of other nodes; its memory is given back when nobody can use it any more
+// (tryGiveBack()).
 // Errors: the first one breaks the group for good (Sentinel).
 #pragma once
 
@@ -23,7 +24,7 @@
 #include <vector>
 
 #include "engine/channels.h"
-#include "engine/continuation_queue.h"
+#include "engine/ended_operations.h"
 #include "engine/membership.h"
 #include "engine/messages.h"
 #include "engine/operations.h"
@@ -71,8 +72,8 @@ class Group final {
   // Does what can be done now; true when anything advanced. Never throws: an error breaks the group.
   bool advance();
   bool idle() const;
-  // What other ranks may need this one for: all in flight except receives.
-  std::vector<CompletionPtr> owed();
+  // The completions of all that is in flight, except receives: other ranks may need this one for it.
+  std::vector<CompletionPtr> openExceptReceives();
   // Whether anything in flight involves the network or messages.
   bool needsPolling() const { return spansNodes() || !messages_->idle(); }
   void onControl(Peer& from, transport::Bytes message);
@@ -85,9 +86,9 @@ class Group final {
   void fail(const Error& cause) { sentinel_->fail(cause); }
   // A signal has ended a wait of this rank: what is in flight ends on all ranks.
   void interrupt();
-  // For a caller that waits for `rank` in the store. Returns how the rank was lost, if it was. If not, probes its host,
-  // so that a host that does not answer is found.
-  std::optional<Error> lookFor(Rank rank) { return sentinel_->lookFor(rank); }
+  // For a caller that waits for the store to have the entry of `rank`. Returns how the rank was lost, if it was. If
+  // not, probes its host, so that a host that does not answer is found.
+  std::optional<Error> howLost(Rank rank) { return sentinel_->howLost(rank); }
   bool hasDied(Rank rank) const {
     const Peer* peer = membership_->peers[rank];
     return peer != nullptr && peer->died;
@@ -100,13 +101,14 @@ class Group final {
   std::optional<Error> breakAsUserError() const;
 
   // The continuations of operations that have ended since the last call. The caller runs them.
-  std::vector<std::function<void()>> takeContinuations() { return continuations_.take(); }
+  std::vector<std::function<void()>> takeContinuations() { return ended_.take(); }
   // Keeps memory of an operation that has failed for as long as the group lives.
-  void keep(std::shared_ptr<void> memory) { continuations_.keep(std::move(memory)); }
-  // This rank makes no more calls: tells mates and peers.
+  void keep(std::shared_ptr<void> memory) { ended_.keep(std::move(memory)); }
+  // This rank makes no more calls: tells mates and ranks of other nodes.
   void leave() { sentinel_->leave(idle()); }
-  // Whether no mate and no peer can still touch the group's memory, which is then given back when the group ends.
-  bool isAbandoned();
+  // If no mate and no rank of another node can still touch the group's memory: marks it to be given back when the group
+  // ends, and returns true.
+  bool tryGiveBack();
 
   // By collective and algorithm: "allreduce/direct".
   std::map<std::string, AlgorithmUse> statistics() const { return plans_->statistics(); }
@@ -117,7 +119,7 @@ class Group final {
   Process& process_;  // shutdown() of the engine destroys it
   const Spec spec_;
   const plan::Limits limits_;
-  ContinuationQueue continuations_;
+  EndedOperations ended_;
   Team team_;
   // Since join().
   std::optional<const Membership> membership_;

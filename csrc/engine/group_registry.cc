@@ -7,7 +7,7 @@
 namespace smddp::engine {
 namespace {
 
-// Control messages kept for groups that this rank has yet to make: groups, and messages of each.
+// Control messages kept for groups that this rank has not made yet: groups, and messages of each.
 constexpr size_t kMaxEarly = 1024;
 // Groups that have ended and are remembered. No message is under way for longer than it takes to end so many.
 constexpr size_t kMaxEnded = 4096;
@@ -64,17 +64,17 @@ void GroupRegistry::reap() {
   process_.checkPeers();
   std::erase_if(left_, [this](const auto& group) {
     ownership_.assertOwned();
-    if (!group->idle() || !group->isAbandoned()) return false;
+    if (!group->idle() || !group->tryGiveBack()) return false;
     std::erase(active_, group.get());
     ended_.insert(group->id());
     return true;
   });
 }
 
-bool GroupRegistry::owesAnything() const {
+bool GroupRegistry::hasOpenExceptReceives() const {
   ownership_.assertOwned();
   return std::any_of(joined_.begin(), joined_.end(),
-                     [](const auto& entry) { return !entry.second->owed().empty(); });
+                     [](const auto& entry) { return !entry.second->openExceptReceives().empty(); });
 }
 
 bool GroupRegistry::areRemoteRanksDone() {
@@ -82,7 +82,7 @@ bool GroupRegistry::areRemoteRanksDone() {
   process_.poll();
   process_.checkPeers();
   return std::all_of(left_.begin(), left_.end(), [](const auto& group) {
-    return !group->spansNodes() || group->isAbandoned();
+    return !group->spansNodes() || group->tryGiveBack();
   });
 }
 

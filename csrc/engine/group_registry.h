@@ -44,8 +44,8 @@ class GroupRegistry {
   std::string namesInChild() const SMDDP_NO_THREAD_ANALYSIS;
   // Frees the memory of groups that nobody can touch any more.
   void reap();
-  // Whether other ranks may need this one for something in flight.
-  bool owesAnything() const;
+  // Whether anything except receives is in flight: other ranks may need this one for it.
+  bool hasOpenExceptReceives() const;
   // Whether the ranks of other nodes have what this one has sent them, of all groups that it has left.
   bool areRemoteRanksDone();
   // Forgets the groups that were left. Called at the end, when no thread runs the engine any more.
@@ -61,7 +61,7 @@ class GroupRegistry {
   bool isActiveAcrossNodes() const;
   // Does what can be done now for what is in flight; true when anything advanced.
   bool advance();
-  // From now on the slow path looks for ranks that have died in groups that are idle, too.
+  // From now on the health check looks for ranks that have died in groups that are idle, too.
   void checkIdleGroups() {
     ownership_.assertOwned();
     checksIdleGroups_ = true;
@@ -70,7 +70,7 @@ class GroupRegistry {
     ownership_.assertOwned();
     return checksIdleGroups_;
   }
-  // The slow path: looks for everything that can have gone wrong.
+  // Looks for everything that can have gone wrong.
   void checkHealth();
   // Breaks the groups with something in flight.
   void failActive(const Error& error);
@@ -89,8 +89,9 @@ class GroupRegistry {
   Process& process_;
   std::map<uint64_t, std::shared_ptr<Group>> joined_ SMDDP_GUARDED_BY(ownership_);  // by id
   std::vector<Group*> active_ SMDDP_GUARDED_BY(ownership_);
-  std::vector<std::shared_ptr<Group>> left_ SMDDP_GUARDED_BY(ownership_);  // until abandoned by all
-  // By group: messages to groups that this rank has yet to make.
+  std::vector<std::shared_ptr<Group>> left_
+      SMDDP_GUARDED_BY(ownership_);  // until nobody can touch their memory
+  // By group: messages to groups that this rank has not made yet.
   std::map<uint64_t, std::deque<EarlyMessage>> early_ SMDDP_GUARDED_BY(ownership_);
   std::deque<uint64_t> earlyOrder_
       SMDDP_GUARDED_BY(ownership_);               // the groups in early_, the first is the oldest

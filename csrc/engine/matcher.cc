@@ -14,7 +14,7 @@ namespace {
 using transport::Bytes;
 using transport::ControlHeader;
 
-// A peer that announces more messages that nobody receives is broken.
+// A rank that announces more messages that nobody receives is broken.
 constexpr size_t kMaxAnnounced = 1 << 16;
 
 // Announce, Accept and Buffered; a Buffered has its data behind it. Accept uses header, group and id only.
@@ -29,10 +29,10 @@ struct MatcherMessage {
   uint32_t reserved = 0;
   int64_t bytes = 0;
 };
-static_assert(sizeof(MatcherMessage) + Matcher::kShortBytes <= transport::kMaxControlBytes);
+static_assert(sizeof(MatcherMessage) + Matcher::kMaxBuffered <= transport::kMaxControlBytes);
 static_assert(sizeof(MatcherMessage) == 40 && std::is_trivially_copyable_v<MatcherMessage>);
 
-MatcherMessage announcementOf(const Exchange& send, uint64_t group, uint8_t kind) {
+MatcherMessage announcementOf(const Transfer& send, uint64_t group, uint8_t kind) {
   MatcherMessage announcement;
   announcement.header.kind = kind;
   announcement.group = group;
@@ -53,38 +53,38 @@ void copy(const Buffer& from, const Buffer& to, int64_t bytes) {
 
 }  // namespace
 
-void Matcher::submit(Exchange exchange) {
+void Matcher::submit(Transfer transfer) {
   ownership_.assertOwned();
-  exchange.bytes = totalBytes(exchange.message.buffer);
-  if (!exchange.message.send) {
-    post(std::move(exchange));
+  transfer.bytes = totalBytes(transfer.message.buffer);
+  if (!transfer.message.send) {
+    post(std::move(transfer));
     return;
   }
-  if (exchange.message.peer == me_) {
-    sendToSelf(std::move(exchange));
+  if (transfer.message.peer == me_) {
+    sendToSelf(std::move(transfer));
     return;
   }
-  exchange.id = nextId_++;
-  if (exchange.message.buffered && exchange.bytes <= kShortBytes) {
-    sendBuffered(std::move(exchange));
+  transfer.id = nextId_++;
+  if (transfer.message.buffered && transfer.bytes <= kMaxBuffered) {
+    sendBuffered(std::move(transfer));
     return;
   }
-  const MatcherMessage announcement = announcementOf(exchange, group_, kAnnounce);
-  const Rank peer = exchange.message.peer;
-  offered_[peer].emplace(exchange.id, std::move(exchange));
-  host_.sendControl(peer, transport::bytesOf(announcement));
+  const MatcherMessage announcement = announcementOf(transfer, group_, kAnnounce);
+  const Rank to = transfer.message.peer;
+  offered_[to].emplace(transfer.id, std::move(transfer));
+  host_.sendControl(to, transport::bytesOf(announcement));
 }
 
-void Matcher::sendBuffered(Exchange send) {
+void Matcher::sendBuffered(Transfer send) {
   const MatcherMessage head = announcementOf(send, group_, kBuffered);
-  std::array<std::byte, sizeof head + kShortBytes> message;
+  std::array<std::byte, sizeof head + kMaxBuffered> message;
   std::memcpy(message.data(), &head, sizeof head);
   copy(Buffer(send.message.buffer), Buffer(message.data() + sizeof head), send.bytes);
-  const Rank peer = send.message.peer;
-  host_.sendControl(peer, {message.data(), sizeof head + static_cast<size_t>(send.bytes)});
+  const Rank to = send.message.peer;
+  host_.sendControl(to, {message.data(), sizeof head + static_cast<size_t>(send.bytes)});
   // A message that waits for room leaves when somebody polls. The engine polls for a group that is not idle, so the
   // send has not ended until then.
-  if (host_.backlogged(peer)) {
+  if (host_.backlogged(to)) {
     leaving_.push_back(std::move(send));
   } else {
     host_.finish(send);
@@ -93,37 +93,37 @@ void Matcher::sendBuffered(Exchange send) {
 
 bool Matcher::withdraw(const Completion& receive) {
   ownership_.assertOwned();
-  const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Exchange& exchange) {
-    return exchange.completion.get() == &receive;
+  const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Transfer& transfer) {
+    return transfer.completion.get() == &receive;
   });
   if (found == posted_.end()) return false;
   posted_.erase(found);
   return true;
 }
 
-void Matcher::post(Exchange exchange) {
-  const Rank wanted = exchange.message.peer;
-  const auto self = std::find_if(toSelf_.begin(), toSelf_.end(), [&](const Exchange& send) {
-    return (wanted == me_ || wanted == kAnySource) && send.message.tag == exchange.message.tag;
+void Matcher::post(Transfer transfer) {
+  const Rank wanted = transfer.message.peer;
+  const auto self = std::find_if(toSelf_.begin(), toSelf_.end(), [&](const Transfer& send) {
+    return (wanted == me_ || wanted == kAnySource) && send.message.tag == transfer.message.tag;
   });
   if (self != toSelf_.end()) {
-    Exchange send = std::move(*self);
+    Transfer send = std::move(*self);
     toSelf_.erase(self);
-    copyToSelf(send, exchange);
+    copyToSelf(send, transfer);
     return;
   }
   for (auto& [from, messages] : announced_) {
     if (wanted != kAnySource && wanted != from) continue;
     const auto found = std::find_if(messages.begin(), messages.end(), [&](const Announced& m) {
-      return m.tag == exchange.message.tag;
+      return m.tag == transfer.message.tag;
     });
     if (found == messages.end()) continue;
     Announced message = std::move(*found);
     messages.erase(found);
-    accept(from, std::move(message), std::move(exchange));
+    accept(from, std::move(message), std::move(transfer));
     return;
   }
-  posted_.push_back(std::move(exchange));
+  posted_.push_back(std::move(transfer));
 }
 
 bool Matcher::onControl(Rank from, Bytes message) {
@@ -148,12 +148,12 @@ bool Matcher::onControl(Rank from, Bytes message) {
 }
 
 void Matcher::announced(Rank from, Announced message) {
-  const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Exchange& receive) {
+  const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Transfer& receive) {
     return (receive.message.peer == from || receive.message.peer == kAnySource) &&
            receive.message.tag == message.tag;
   });
   if (found != posted_.end()) {
-    Exchange receive = std::move(*found);
+    Transfer receive = std::move(*found);
     posted_.erase(found);
     accept(from, std::move(message), std::move(receive));
     return;
@@ -166,11 +166,11 @@ void Matcher::announced(Rank from, Announced message) {
   waiting.push_back(std::move(message));
 }
 
-void Matcher::accept(Rank from, Announced message, Exchange exchange) {
-  if (message.bytes != exchange.bytes) {
-    const int64_t expected = exchange.bytes;
-    // The error ends it, like all exchanges of the group.
-    posted_.push_back(std::move(exchange));
+void Matcher::accept(Rank from, Announced message, Transfer transfer) {
+  if (message.bytes != transfer.bytes) {
+    const int64_t expected = transfer.bytes;
+    // The error ends it, like all transfers of the group.
+    posted_.push_back(std::move(transfer));
     raise(ErrorKind::Mismatch,
           "rank {} sends {} bytes {} to rank {}, which receives {}: {} must have the same size",
           from, message.bytes, describeTag(message.tag), me_, expected,
@@ -178,17 +178,17 @@ void Matcher::accept(Rank from, Announced message, Exchange exchange) {
                           : "the tensors on both sides");
   }
   if (message.buffered) {
-    copy(Buffer(message.data.data()), Buffer(exchange.message.buffer), message.bytes);
-    exchange.completion->setSource(from);
-    host_.finish(exchange);
+    copy(Buffer(message.data.data()), Buffer(transfer.message.buffer), message.bytes);
+    transfer.completion->setSource(from);
+    host_.finish(transfer);
     return;
   }
   MatcherMessage answer;
   answer.header.kind = kAccept;
   answer.group = group_;
   answer.id = message.id;
-  exchange.completion->setSource(from);
-  receiving_[from].push_back(std::move(exchange));
+  transfer.completion->setSource(from);
+  receiving_[from].push_back(std::move(transfer));
   host_.sendControl(from, transport::bytesOf(answer));
 }
 
@@ -202,8 +202,8 @@ void Matcher::accepted(Rank from, uint64_t id) {
   offers.erase(found);
 }
 
-void Matcher::sendToSelf(Exchange send) {
-  const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Exchange& receive) {
+void Matcher::sendToSelf(Transfer send) {
+  const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Transfer& receive) {
     return (receive.message.peer == me_ || receive.message.peer == kAnySource) &&
            receive.message.tag == send.message.tag;
   });
@@ -211,12 +211,12 @@ void Matcher::sendToSelf(Exchange send) {
     toSelf_.push_back(std::move(send));
     return;
   }
-  Exchange receive = std::move(*found);
+  Transfer receive = std::move(*found);
   posted_.erase(found);
   copyToSelf(send, receive);
 }
 
-void Matcher::copyToSelf(Exchange& send, Exchange& receive) {
+void Matcher::copyToSelf(Transfer& send, Transfer& receive) {
   if (send.bytes != receive.bytes) {
     toSelf_.push_back(std::move(send));
     posted_.push_back(std::move(receive));
@@ -232,14 +232,14 @@ void Matcher::copyToSelf(Exchange& send, Exchange& receive) {
 bool Matcher::advance() {
   ownership_.assertOwned();
   bool advanced = false;
-  for (auto& [peer, queue] : sending_) {
-    if (!queue.empty()) advanced |= pumpSend(peer, queue);
+  for (auto& [to, queue] : sending_) {
+    if (!queue.empty()) advanced |= pumpSend(to, queue);
   }
-  for (auto& [peer, queue] : receiving_) {
-    if (!queue.empty()) advanced |= pumpReceive(peer, queue);
+  for (auto& [from, queue] : receiving_) {
+    if (!queue.empty()) advanced |= pumpReceive(from, queue);
   }
   while (!leaving_.empty() && !host_.backlogged(leaving_.front().message.peer)) {
-    Exchange gone = std::move(leaving_.front());
+    Transfer gone = std::move(leaving_.front());
     leaving_.pop_front();
     host_.finish(gone);
     advanced = true;
@@ -247,55 +247,55 @@ bool Matcher::advance() {
   return advanced;
 }
 
-bool Matcher::pumpSend(Rank peer, Queue& queue) {
-  transport::SendChannel& channel = host_.sendChannel(peer);
+bool Matcher::pumpSend(Rank to, Queue& queue) {
+  transport::SendChannel& channel = host_.sendChannel(to);
   bool advanced = false;
-  for (Exchange& exchange : queue) {
-    const Buffer buffer(exchange.message.buffer);
-    while (exchange.moved < exchange.bytes) {
-      const int64_t wanted = std::min(messageBytes_, exchange.bytes - exchange.moved);
-      const transport::Payload payload = buffer.payload(exchange.moved, wanted);
+  for (Transfer& transfer : queue) {
+    const Buffer buffer(transfer.message.buffer);
+    while (transfer.moved < transfer.bytes) {
+      const int64_t wanted = std::min(messageBytes_, transfer.bytes - transfer.moved);
+      const transport::Payload payload = buffer.payload(transfer.moved, wanted);
       if (!channel.put(channel.sent() + 1, payload, {})) break;
-      exchange.moved += static_cast<int64_t>(payload.size());
-      exchange.lastPut = channel.sent();
+      transfer.moved += static_cast<int64_t>(payload.size());
+      transfer.lastPut = channel.sent();
       advanced = true;
     }
-    if (exchange.moved < exchange.bytes) break;
+    if (transfer.moved < transfer.bytes) break;
   }
   while (!queue.empty() && queue.front().moved == queue.front().bytes &&
          channel.flushed() >= queue.front().lastPut) {
-    Exchange exchange = std::move(queue.front());
+    Transfer transfer = std::move(queue.front());
     queue.pop_front();
-    host_.finish(exchange);
+    host_.finish(transfer);
     advanced = true;
   }
   return advanced;
 }
 
-bool Matcher::pumpReceive(Rank peer, Queue& queue) {
-  transport::ReceiveChannel& channel = host_.receiveChannel(peer);
+bool Matcher::pumpReceive(Rank from, Queue& queue) {
+  transport::ReceiveChannel& channel = host_.receiveChannel(from);
   bool advanced = false;
   while (!queue.empty()) {
-    Exchange& exchange = queue.front();
-    const Buffer buffer(exchange.message.buffer);
-    while (exchange.moved < exchange.bytes && channel.arrived() > channel.released()) {
+    Transfer& transfer = queue.front();
+    const Buffer buffer(transfer.message.buffer);
+    while (transfer.moved < transfer.bytes && channel.arrived() > channel.released()) {
       const uint64_t number = channel.released() + 1;
       const auto payload = channel.payload(number);
       const auto length = static_cast<int64_t>(payload.size());
-      if (length > exchange.bytes - exchange.moved) {
-        raise(ErrorKind::Transport, "rank {} sent more bytes than it had announced", peer);
+      if (length > transfer.bytes - transfer.moved) {
+        raise(ErrorKind::Transport, "rank {} sent more bytes than it had announced", from);
       }
       for (int64_t copied = 0; copied < length;) {
-        const auto run = buffer.at(exchange.moved + copied, length - copied);
+        const auto run = buffer.at(transfer.moved + copied, length - copied);
         std::memcpy(run.data, payload.data() + copied, static_cast<size_t>(run.bytes));
         copied += run.bytes;
       }
-      exchange.moved += length;
+      transfer.moved += length;
       channel.release(number);
       advanced = true;
     }
-    if (exchange.moved < exchange.bytes) return advanced;
-    Exchange finished = std::move(exchange);
+    if (transfer.moved < transfer.bytes) return advanced;
+    Transfer finished = std::move(transfer);
     queue.pop_front();
     host_.finish(finished);
     advanced = true;
@@ -313,17 +313,17 @@ bool Matcher::idle() const {
          empty(sending_) && empty(receiving_);
 }
 
-void Matcher::forEach(const std::function<void(Exchange&)>& visit) {
+void Matcher::forEach(const std::function<void(Transfer&)>& visit) {
   ownership_.assertOwned();
-  for (Exchange& exchange : posted_) visit(exchange);
-  for (Exchange& exchange : toSelf_) visit(exchange);
-  for (Exchange& exchange : leaving_) visit(exchange);
+  for (Transfer& transfer : posted_) visit(transfer);
+  for (Transfer& transfer : toSelf_) visit(transfer);
+  for (Transfer& transfer : leaving_) visit(transfer);
   for (auto& [peer, offers] : offered_) {
-    for (auto& [id, exchange] : offers) visit(exchange);
+    for (auto& [id, transfer] : offers) visit(transfer);
   }
   for (auto* queues : {&sending_, &receiving_}) {
     for (auto& [peer, queue] : *queues) {
-      for (Exchange& exchange : queue) visit(exchange);
+      for (Transfer& transfer : queue) visit(transfer);
     }
   }
 }

@@ -5,10 +5,10 @@
 //                              ◄────     Accept(id)
 //   data messages              ────►     in the order of the Accepts, straight into the buffer
 //
-// A message travels only when its buffer is known, so nothing unexpected ever has to be stored and messages
-// with different tags cannot block one another. Messages of one sender and one tag match in the order sent.
-// Short ones that were sent as buffered are part of their announcement, which then has no answer.
-// Runs on the thread that owns the engine. An exception is the end of the group.
+// A message travels only when its buffer is known, so nothing unexpected has to be stored, except buffered messages:
+// those are part of their announcement, which has no answer; they have at most kMaxBuffered bytes, and are kept until a
+// receive asks for them. So messages with different tags cannot block one another. Messages of one sender and one tag
+// match in the order sent. Runs on the thread that owns the engine. An exception is the end of the group.
 #pragma once
 
 #include <deque>
@@ -25,7 +25,7 @@
 namespace smddp::engine {
 
 // A send or a receive of this rank that has not ended.
-struct Exchange {
+struct Transfer {
   Message message;
   CompletionPtr completion;
   Deadline deadline;
@@ -41,21 +41,21 @@ class Matcher {
   class Host {
    public:
     virtual ~Host() = default;
-    virtual void sendControl(Rank peer, transport::Bytes message) = 0;
-    virtual transport::SendChannel& sendChannel(Rank peer) = 0;
-    virtual transport::ReceiveChannel& receiveChannel(Rank peer) = 0;
-    virtual void finish(Exchange& exchange) = 0;
-    // Whether control messages to this peer still wait for room.
-    virtual bool backlogged(Rank peer) = 0;
+    virtual void sendControl(Rank to, transport::Bytes message) = 0;
+    virtual transport::SendChannel& sendChannel(Rank to) = 0;
+    virtual transport::ReceiveChannel& receiveChannel(Rank from) = 0;
+    virtual void finish(Transfer& transfer) = 0;
+    // Whether control messages to this rank still wait for room.
+    virtual bool backlogged(Rank to) = 0;
   };
 
   // The longest message that is sent as buffered.
-  static constexpr int64_t kShortBytes = 960;
+  static constexpr int64_t kMaxBuffered = 960;
 
   Matcher(const Ownership& ownership, Host& host, uint64_t group, Rank me, int64_t messageBytes)
       : ownership_(ownership), host_(host), group_(group), me_(me), messageBytes_(messageBytes) {}
 
-  void submit(Exchange exchange);
+  void submit(Transfer transfer);
   // A control message of the kinds below. False when it is none of ours.
   bool onControl(Rank from, transport::Bytes message);
   // Moves data. True when anything advanced.
@@ -63,8 +63,8 @@ class Matcher {
   bool idle() const;
   // Takes back a receive that has no sender yet. False if it has one, or has ended.
   bool withdraw(const Completion& receive);
-  // Every exchange that has not ended, for errors and deadlines.
-  void forEach(const std::function<void(Exchange&)>& visit);
+  // Every transfer that has not ended, for errors and deadlines.
+  void forEach(const std::function<void(Transfer&)>& visit);
   void clear();
 
  private:
@@ -75,17 +75,17 @@ class Matcher {
     std::vector<std::byte> data = {};  // of a buffered message
     bool buffered = false;
   };
-  using Queue = std::deque<Exchange>;
+  using Queue = std::deque<Transfer>;
 
-  void post(Exchange exchange);
+  void post(Transfer transfer);
   void announced(Rank from, Announced message);
-  void accept(Rank from, Announced message, Exchange exchange);
-  void sendBuffered(Exchange send);
+  void accept(Rank from, Announced message, Transfer transfer);
+  void sendBuffered(Transfer send);
   void accepted(Rank from, uint64_t id);
-  void sendToSelf(Exchange send);
-  void copyToSelf(Exchange& send, Exchange& receive);
-  bool pumpSend(Rank peer, Queue& queue);
-  bool pumpReceive(Rank peer, Queue& queue);
+  void sendToSelf(Transfer send);
+  void copyToSelf(Transfer& send, Transfer& receive);
+  bool pumpSend(Rank to, Queue& queue);
+  bool pumpReceive(Rank from, Queue& queue);
 
   const Ownership& ownership_;
   Host& host_;
@@ -93,13 +93,13 @@ class Matcher {
   const Rank me_;
   const int64_t messageBytes_;
   uint64_t nextId_ = 1;
-  std::deque<Exchange> posted_;                           // receives without a sender yet
+  std::deque<Transfer> posted_;                           // receives without a sender yet
   std::map<Rank, std::deque<Announced>> announced_;       // messages without a receiver yet
-  std::map<Rank, std::map<uint64_t, Exchange>> offered_;  // our sends, not accepted yet
+  std::map<Rank, std::map<uint64_t, Transfer>> offered_;  // our sends, not accepted yet
   std::map<Rank, Queue> sending_;
   std::map<Rank, Queue> receiving_;
-  std::deque<Exchange> toSelf_;   // our sends to ourselves, not received yet
-  std::deque<Exchange> leaving_;  // buffered sends for which the transport has no room yet
+  std::deque<Transfer> toSelf_;   // our sends to ourselves, not received yet
+  std::deque<Transfer> leaving_;  // buffered sends for which the transport has no room yet
 };
 
 }  // namespace smddp::engine

@@ -33,7 +33,7 @@ struct GroupEntry {
 struct Membership {
   std::string name;
   uint64_t group = 0;  // the id of the group, which no other group of any process has
-  // Always 0 today; a group whose members change will count here.
+  // The place for a number of the members, should a group ever change them. Nothing reads it yet; it is always 0.
   uint64_t epoch = 0;
   plan::Topology topology;
   std::vector<Peer*> peers;  // by rank; null for this rank
@@ -49,8 +49,8 @@ struct Membership {
   Peer* reachable(Rank rank) const;
   std::optional<Rank> rankOf(const Peer& peer) const;
   transport::ChannelKey channelKey(Rank source, Rank destination, uint8_t track,
-                                   uint8_t stream) const {
-    return {group, track, stream, source, destination};
+                                   uint8_t subchannel) const {
+    return {group, track, subchannel, source, destination};
   }
 
   // "rank 3 (pid 40122 on ip-10-0-1-7)"

@@ -5,10 +5,10 @@
 #pragma once
 
 #include "engine/channels.h"
-#include "engine/continuation_queue.h"
+#include "engine/ended_operations.h"
+#include "engine/in_flight.h"
 #include "engine/matcher.h"
 #include "engine/membership.h"
-#include "engine/standstill.h"
 
 namespace smddp::engine {
 
@@ -16,7 +16,7 @@ class Messages final : public Watched, private Matcher::Host {
  public:
   // What is referred to outlives this.
   Messages(Process& process, const Membership& membership, Channels& channels,
-           ContinuationQueue& continuations);
+           EndedOperations& ended);
 
   // Throws what ends the group.
   void submit(Message message, CompletionPtr completion);
@@ -29,32 +29,28 @@ class Messages final : public Watched, private Matcher::Host {
   void appendOpenSends(std::vector<CompletionPtr>& open);
 
   // Watched.
-  std::vector<Standstill> standstills() override;
-  std::optional<Standstill> standstillOf(const Completion& completion) override;
-  void endFrom(const Break& broken) override;
+  std::vector<InFlight> inFlight() override;
+  std::optional<InFlight> inFlightOf(const Completion& completion) override;
+  void endBroken(const Break& broken) override;
   std::optional<uint64_t> oldest() const override { return std::nullopt; }
   bool advance() override { return matcher_.advance(); }
 
  private:
-  Standstill standstillOf(const Exchange& exchange) const;
+  InFlight inFlightOf(const Transfer& transfer) const;
 
   // Matcher::Host.
-  void sendControl(Rank peer, transport::Bytes message) override {
-    channels_.control(peer, message);
+  void sendControl(Rank to, transport::Bytes message) override { channels_.control(to, message); }
+  transport::SendChannel& sendChannel(Rank to) override { return channels_.messageSender(to); }
+  transport::ReceiveChannel& receiveChannel(Rank from) override {
+    return channels_.messageReceiver(from);
   }
-  transport::SendChannel& sendChannel(Rank peer) override { return channels_.messageSender(peer); }
-  transport::ReceiveChannel& receiveChannel(Rank peer) override {
-    return channels_.messageReceiver(peer);
-  }
-  void finish(Exchange& exchange) override {
-    continuations_.finish(*exchange.completion, std::nullopt);
-  }
-  bool backlogged(Rank peer) override { return channels_.hasBacklog(peer); }
+  void finish(Transfer& transfer) override { ended_.finish(*transfer.completion, std::nullopt); }
+  bool backlogged(Rank to) override { return channels_.hasBacklog(to); }
 
   Process& process_;
   const Membership& membership_;
   Channels& channels_;
-  ContinuationQueue& continuations_;
+  EndedOperations& ended_;
   Matcher matcher_;
 };
 

@@ -16,8 +16,8 @@ using collectives::Collective;
 
 struct Operations::Transition {
   Phase from, to;
-  bool (Operations::*condition)(Execution&);  // or kAlways
-  void (Operations::*action)(Execution&);
+  bool (Operations::*condition)(TrackState&);  // or kAlways
+  void (Operations::*action)(TrackState&);
 };
 
 static constexpr auto kAlways = nullptr;
@@ -27,22 +27,22 @@ static constexpr auto kAlways = nullptr;
 //
 //   Idle        nothing runs on the track
 //   Taken       has its operations
-//   Arriving    has arrived; its plan is chosen when all have, since it depends on the others' buffers
+//   Arrived     has signalled its arrival; when all have, the plan is chosen, since it depends on the others' buffers
 //   Preamble    runs the part of its plan that ends with the arrival of all
 //   Running     runs the rest
 const Operations::Transition Operations::kTransitions[] = {
     // from           to               condition                   action
     {Phase::Idle, Phase::Taken, &Operations::hasNext, &Operations::take},
-    {Phase::Taken, Phase::Arriving, &Operations::mustAskMates, &Operations::arrive},
+    {Phase::Taken, Phase::Arrived, &Operations::decidesAfterArrival, &Operations::arrive},
     {Phase::Taken, Phase::Preamble, kAlways, &Operations::begin},
-    {Phase::Arriving, Phase::Running, &Operations::allArrived, &Operations::agree},
+    {Phase::Arrived, Phase::Running, &Operations::allArrived, &Operations::agree},
     {Phase::Preamble, Phase::Running, &Operations::isPreambleDone, &Operations::agree},
     {Phase::Running, Phase::Idle, &Operations::isDone, &Operations::finish},
 };
 
 Operations::Operations(Process& process, const Membership& membership, Team& team,
                        Channels& channels, PlanCache& plans, CallHistory& calls, Sentinel& sentinel,
-                       ContinuationQueue& continuations, int64_t numTracks)
+                       EndedOperations& ended, int64_t numTracks)
     : process_(process),
       membership_(membership),
       team_(team),
@@ -50,10 +50,10 @@ Operations::Operations(Process& process, const Membership& membership, Team& tea
       plans_(plans),
       calls_(calls),
       sentinel_(sentinel),
-      continuations_(continuations) {
+      ended_(ended) {
   for (int64_t index = 0; index < numTracks; ++index) {
-    executions_.push_back(
-        std::make_unique<Execution>(process_.ownership(), membership_, team_, index));
+    tracks_.push_back(
+        std::make_unique<TrackState>(process_.ownership(), membership_, team_, index));
   }
 }
 
@@ -65,13 +65,13 @@ void Operations::submit(Request request, CompletionPtr completion) {
   const auto call = fingerprint(request);
   const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
   pending_.push_back({std::move(request), std::move(completion), deadline, sequence, call});
-  if (sentinel_.isBroken(sequence)) return endFrom(*sentinel_.broken());
+  if (sentinel_.isBroken(sequence)) return endBroken(*sentinel_.broken());
   sentinel_.attempt(sequence, [&] { calls_.record(sequence, call); });
 }
 
 bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
   process_.ownership().assertOwned();
-  Execution& execution = *executions_.front();
+  TrackState& state = *tracks_.front();
   // With several tracks, another execution may still run beside this one.
   if (numTracks() > 1 || sentinel_.broken() || request.collective != Collective::AllReduce ||
       request.output.size() != 1) {
@@ -86,25 +86,25 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
   const auto call = fingerprint(request);
   bool isSummed = false;
   sentinel_.attempt(sequence, [&] {
-    beginExecution(execution);
-    execution.shape = shape;
-    execution.entry = PlanCache::Held(*entry);
-    team_.prepareStaging(execution.track, static_cast<size_t>(entry->cached.plan.stagingBytes),
+    beginExecution(state);
+    state.shape = shape;
+    state.entry = PlanCache::Held(*entry);
+    team_.prepareStaging(state.track, static_cast<size_t>(entry->cached.plan.stagingBytes),
                          /*isSent=*/false);
     // bind() must come before publish(). publish() stores into a cache line that the mates hold, so these stores wait
     // in the store buffer. A later load that is wider than one of them cannot be served from the buffer and would wait
     // as well.
-    Binding& binding = bind(execution, request, call);
+    Binding& binding = bind(state, request, call);
     binding.output = Buffer(request.output.front().data());
     binding.input = binding.output;
     team_.publish(
-        execution.track,
+        state.track,
         {.fingerprint = call, .ends = {}, .buffers = nullptr, .isNear = entry->cached.fitsNear});
-    execution.executor.copyIn(entry->cached);
-    team_.arrive(execution.track);
-    if (!WaitPolicy::spinUntil([&] { return allArrived(execution); })) return;
-    team_.agree(execution.track);
-    execution.executor.sum();
+    state.executor.copyIn(entry->cached);
+    team_.arrive(state.track);
+    if (!WaitPolicy::spinUntil([&] { return allArrived(state); })) return;
+    team_.agree(state.track);
+    state.executor.sum();
     isSummed = true;
   });
   sentinel_.takeMatesBreaks();
@@ -113,10 +113,10 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
     completion->finishUnseen();
   } else {
     const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
-    execution.operations.push_back({std::move(request), completion, deadline, sequence, call});
-    combine(execution);
-    execution.phase = Phase::Arriving;
-    if (sentinel_.isBroken(sequence)) endFrom(*sentinel_.broken());
+    state.operations.push_back({std::move(request), completion, deadline, sequence, call});
+    combine(state);
+    state.phase = Phase::Arrived;
+    if (sentinel_.isBroken(sequence)) endBroken(*sentinel_.broken());
   }
   team_.bell().ring();
   return true;
@@ -137,7 +137,7 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
     bytes += next.bytes;
     if (next.collective != first.collective || next.type != first.type || next.op != first.op ||
         next.factor != first.factor || bytes > settings().fusionBytes ||
-        !haveSamePreamble(first.bytes, bytes)) {
+        !canFuse(first.bytes, bytes)) {
       break;
     }
     taken.push_back(std::move(pending_.front()));
@@ -145,13 +145,13 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
   }
 }
 
-// Whether the plans for `one` and for `several` bytes copy in the same way before the arrival. A rank that has more
-// requests than the others learns that at the arrival, when it has copied all of them. What it copied must also serve
-// the plan for fewer.
-bool Operations::haveSamePreamble(int64_t one, int64_t several) {
-  const collectives::Choice* first = plans_.get({Collective::AllReduce, one}).choice;
-  return first->preamble != collectives::Preamble::Arrive &&
-         plans_.get({Collective::AllReduce, several}).choice == first;
+// Whether requests of `first` bytes may grow to `together` bytes in one execution: the same algorithm serves both, and
+// it copies before the arrival (one_shot). A rank that has more requests than the others learns that at the arrival,
+// when it has copied all of them; what it copied must also serve the plan for fewer.
+bool Operations::canFuse(int64_t first, int64_t together) {
+  const collectives::Choice* choice = plans_.get({Collective::AllReduce, first}).choice;
+  return choice->preamble != collectives::Preamble::NoCopy &&
+         plans_.get({Collective::AllReduce, together}).choice == choice;
 }
 
 // --- the life of an execution -----------------------------------------------------------------------------
@@ -159,99 +159,98 @@ bool Operations::haveSamePreamble(int64_t one, int64_t several) {
 bool Operations::advance() {
   process_.ownership().assertOwned();
   bool advanced = false;
-  for (auto& execution : executions_) {
-    if (execution->phase == Phase::Idle) continue;
-    advanced |= sentinel_.attempt(execution->operations.front().sequence,
-                                  [&] { return advance(*execution); });
-  }
-  while (nextExecution().phase == Phase::Idle && hasNext(nextExecution())) {
+  for (auto& state : tracks_) {
+    if (state->phase == Phase::Idle) continue;
     advanced |=
-        sentinel_.attempt(pending_.front().sequence, [&] { return advance(nextExecution()); });
+        sentinel_.attempt(state->operations.front().sequence, [&] { return advance(*state); });
+  }
+  while (nextTrack().phase == Phase::Idle && hasNext(nextTrack())) {
+    advanced |= sentinel_.attempt(pending_.front().sequence, [&] { return advance(nextTrack()); });
   }
   return advanced;
 }
 
 // Advances one execution until it can do nothing more, or has ended.
-bool Operations::advance(Execution& execution) {
+bool Operations::advance(TrackState& state) {
   bool advanced = false;
-  while (step(execution)) {
+  while (step(state)) {
     advanced = true;
-    if (execution.phase == Phase::Idle) break;
+    if (state.phase == Phase::Idle) break;
   }
   return advanced;
 }
 
-bool Operations::step(Execution& execution) {
-  const Phase phase = execution.phase;
+bool Operations::step(TrackState& state) {
+  const Phase phase = state.phase;
   const bool hasPlan = phase == Phase::Preamble || phase == Phase::Running;
-  const bool advanced = hasPlan && execution.executor.advance();
+  const bool advanced = hasPlan && state.executor.advance();
   for (const Transition& transition : kTransitions) {
     if (transition.from != phase) continue;
-    if (transition.condition != kAlways && !(this->*transition.condition)(execution)) continue;
-    (this->*transition.action)(execution);
-    if (execution.phase == phase) execution.phase = transition.to;
+    if (transition.condition != kAlways && !(this->*transition.condition)(state)) continue;
+    (this->*transition.action)(state);
+    if (state.phase == phase) state.phase = transition.to;
     return true;
   }
   return advanced;
 }
 
-bool Operations::hasNext(Execution&) {
+bool Operations::hasNext(TrackState&) {
   if (pending_.empty()) return false;
   const Request& next = pending_.front().request;
   const bool isBarrier = next.collective == Collective::Barrier && next.partOf == PartOf::Itself;
-  return !isBarrier || oldestExecution() == nullptr;
+  return !isBarrier || oldestRunning() == nullptr;
 }
 
-Operations::Execution* Operations::oldestExecution() {
-  Execution* oldest = nullptr;
-  for (const auto& execution : executions_) {
-    if (execution->phase == Phase::Idle) continue;
+Operations::TrackState* Operations::oldestRunning() {
+  TrackState* oldest = nullptr;
+  for (const auto& state : tracks_) {
+    if (state->phase == Phase::Idle) continue;
     if (oldest == nullptr ||
-        execution->operations.front().sequence < oldest->operations.front().sequence) {
-      oldest = execution.get();
+        state->operations.front().sequence < oldest->operations.front().sequence) {
+      oldest = state.get();
     }
   }
   return oldest;
 }
 
-void Operations::beginExecution(Execution& execution) {
+void Operations::beginExecution(TrackState& state) {
   ++started_;
-  ++execution.track.execution;
-  execution.track.afterArrival = false;
-  execution.operations.clear();
+  ++state.track.executionNumber;
+  state.track.afterArrival = false;
+  state.operations.clear();
 }
 
-void Operations::take(Execution& execution) {
-  beginExecution(execution);
-  execution.operations.push_back(std::move(pending_.front()));
+void Operations::take(TrackState& state) {
+  beginExecution(state);
+  state.operations.push_back(std::move(pending_.front()));
   pending_.pop_front();
-  takeFusable(execution.operations);
-  combine(execution);
-  execution.entry = PlanCache::Held(plans_.get(execution.shape));
-  execution.buffers.reset();
-  if (execution.entry->start == Start::AskMates) execution.buffers = locate(execution);
+  takeFusable(state.operations);
+  combine(state);
+  state.entry = PlanCache::Held(plans_.get(state.shape));
+  state.buffers.reset();
+  if (state.entry->start == Start::DecideAfterArrival) state.buffers = locate(state);
 }
 
-// Only a rank with shared buffers asks. One with private buffers runs the plan for them at once. If a mate's buffers
-// are shared, it learns that at the arrival, and does not use what it has copied.
-bool Operations::mustAskMates(Execution& execution) { return execution.buffers.has_value(); }
+// Only a rank with shared buffers waits with its decision. One with private buffers runs the plan for them at once. If
+// a mate's buffers are shared, it learns that at the arrival, and does not use what it has copied.
+bool Operations::decidesAfterArrival(TrackState& state) { return state.buffers.has_value(); }
 
-void Operations::arrive(Execution& execution) {
-  publish(execution);
-  team_.arrive(execution.track);
+void Operations::arrive(TrackState& state) {
+  publish(state);
+  team_.arrive(state.track);
 }
 
-void Operations::begin(Execution& execution) {
-  publish(execution);
-  run(execution, /*arrived=*/false);
+void Operations::begin(TrackState& state) {
+  publish(state);
+  run(state, /*arrived=*/false);
 }
 
 // All have arrived: from here on all ranks of the node take the same decisions.
-void Operations::agree(Execution& execution) {
+void Operations::agree(TrackState& state) {
   // A mate whose operation has ended with an error may have left, and its buffers may be gone.
-  if (sentinel_.takeMatesBreaks() && execution.phase == Phase::Idle) return;
-  const Agreement agreement = team_.agree(execution.track);
-  auto& operations = execution.operations;
+  if (sentinel_.takeMatesBreaks() && state.phase == Phase::Idle) return;
+  const Agreement agreement = team_.agree(state.track);
+  auto& operations = state.operations;
   const bool takesFewer = agreement.fused < operations.size();
   while (operations.size() > agreement.fused) {
     pending_.push_front(std::move(operations.back()));
@@ -259,54 +258,54 @@ void Operations::agree(Execution& execution) {
   }
   if (takesFewer) {
     // A break that was met earlier may concern the operations that went back to the queue. Nothing else would end them.
-    if (sentinel_.broken()) endFrom(*sentinel_.broken());
-    combine(execution);
+    if (sentinel_.broken()) endBroken(*sentinel_.broken());
+    combine(state);
   }
   const bool copiedInVain =
-      agreement.afterArrival && execution.entry->choice->preamble != collectives::Preamble::Arrive;
-  execution.track.afterArrival = agreement.afterArrival;
-  if (execution.phase == Phase::Preamble && !takesFewer && !copiedInVain) return;
-  execution.shape.shared = agreement.shared;
-  execution.shape.afterArrival = agreement.afterArrival;
-  execution.entry = PlanCache::Held(plans_.get(execution.shape));
-  run(execution, /*arrived=*/true);
+      agreement.afterArrival && state.entry->choice->preamble != collectives::Preamble::NoCopy;
+  state.track.afterArrival = agreement.afterArrival;
+  if (state.phase == Phase::Preamble && !takesFewer && !copiedInVain) return;
+  state.shape.shared = agreement.shared;
+  state.shape.afterArrival = agreement.afterArrival;
+  state.entry = PlanCache::Held(plans_.get(state.shape));
+  run(state, /*arrived=*/true);
 }
 
-void Operations::finish(Execution& execution) {
-  if (membership_.spansNodes()) channels_.flushGrants(execution.track);
+void Operations::finish(TrackState& state) {
+  if (membership_.spansNodes()) channels_.flushGrants(state.track);
   // If a mate has ended this operation with an error, it ends with that error here too, even if we have all data: with
   // zero copy the mate may have overwritten its buffer while we read it.
   std::atomic_thread_fence(std::memory_order_acquire);
-  if (sentinel_.takeMatesBreaks() && execution.phase == Phase::Idle) return;
+  if (sentinel_.takeMatesBreaks() && state.phase == Phase::Idle) return;
   team_.clearBlame();
-  execution.entry->count(execution.operations.size(), execution.shape.bytes);
-  for (Operation& operation : execution.operations) {
-    continuations_.finish(*operation.completion, std::nullopt);
+  state.entry->count(state.operations.size(), state.shape.bytes);
+  for (Operation& operation : state.operations) {
+    ended_.finish(*operation.completion, std::nullopt);
   }
-  execution.operations.clear();
+  state.operations.clear();
 }
 
 // --- buffers and plans ------------------------------------------------------------------------------------
 
 // Sets the shape and the buffers of the execution: those of all its operations, one behind the other.
-void Operations::combine(Execution& execution) {
-  const Request& first = execution.operations.front().request;
-  execution.shape = {first.collective, 0, first.root, /*shared=*/false};
-  execution.input.clear();
-  execution.output.clear();
+void Operations::combine(TrackState& state) {
+  const Request& first = state.operations.front().request;
+  state.shape = {first.collective, 0, first.root, /*shared=*/false};
+  state.input.clear();
+  state.output.clear();
   const auto append = [](Pieces& to, const Pieces& from) {
     std::copy_if(from.begin(), from.end(), std::back_inserter(to),
                  [](const auto& piece) { return !piece.empty(); });
   };
-  for (const Operation& operation : execution.operations) {
-    execution.shape.bytes += operation.request.bytes;
-    append(execution.input, operation.request.input);
-    append(execution.output, operation.request.output);
+  for (const Operation& operation : state.operations) {
+    state.shape.bytes += operation.request.bytes;
+    append(state.input, operation.request.input);
+    append(state.output, operation.request.output);
   }
 }
 
 // Where mates find this rank's buffers, if all of them lie in communication memory.
-std::optional<BufferLocations> Operations::locate(const Execution& execution) const {
+std::optional<BufferLocations> Operations::locate(const TrackState& state) const {
   BufferLocations locations;
   const auto found = [&](const Pieces& pieces, transport::shm::Location& at) {
     if (pieces.size() != 1) return false;
@@ -315,47 +314,47 @@ std::optional<BufferLocations> Operations::locate(const Execution& execution) co
     if (where) at = *where;
     return where.has_value();
   };
-  const auto buffers = buffersOf(execution.shape, membership_.me(), membership_.size());
+  const auto buffers = buffersOf(state.shape, membership_.me(), membership_.size());
   const bool hasInput = buffers.inputBytes > 0 && !buffers.inPlace;
-  if (execution.shape.bytes == 0) return std::nullopt;
-  if (buffers.outputBytes > 0 && !found(execution.output, locations.output)) return std::nullopt;
-  if (hasInput && !found(execution.input, locations.input)) return std::nullopt;
+  if (state.shape.bytes == 0) return std::nullopt;
+  if (buffers.outputBytes > 0 && !found(state.output, locations.output)) return std::nullopt;
+  if (hasInput && !found(state.input, locations.input)) return std::nullopt;
   return locations;
 }
 
-void Operations::publish(Execution& execution) {
-  const auto& operations = execution.operations;
+void Operations::publish(TrackState& state) {
+  const auto& operations = state.operations;
   std::array<uint32_t, kMaxFused> ends;
   uint32_t end = 0;
   for (size_t i = 0; i < operations.size(); ++i) {
     ends[i] = end += static_cast<uint32_t>(operations[i].request.bytes);
   }
   const size_t fusable = operations.size() > 1 ? operations.size() : 0;
-  team_.publish(execution.track, {.fingerprint = operations.front().call,
-                                  .ends = std::span(ends).first(fusable),
-                                  .buffers = execution.buffers ? &*execution.buffers : nullptr,
-                                  .isNear = execution.entry->cached.fitsNear});
+  team_.publish(state.track, {.fingerprint = operations.front().call,
+                              .ends = std::span(ends).first(fusable),
+                              .buffers = state.buffers ? &*state.buffers : nullptr,
+                              .isNear = state.entry->cached.fitsNear});
 }
 
 // Starts the execution's plan, after its preamble if all have `arrived`. (runOneShot() starts none.)
-void Operations::run(Execution& execution, bool arrived) {
-  const CachedPlan& cached = execution.entry->cached;
-  team_.prepareStaging(execution.track, static_cast<size_t>(cached.plan.stagingBytes),
+void Operations::run(TrackState& state, bool arrived) {
+  const CachedPlan& cached = state.entry->cached;
+  team_.prepareStaging(state.track, static_cast<size_t>(cached.plan.stagingBytes),
                        cached.putsStaging);
-  channels_.open(execution.track, cached);
-  const Operation& first = execution.operations.front();
-  Binding& binding = bind(execution, first.request, first.call);
-  binding.output = Buffer(execution.output);
-  const auto buffers = buffersOf(execution.shape, membership_.me(), membership_.size());
-  binding.input = Buffer(buffers.inPlace ? execution.output : execution.input);
-  if (execution.shape.shared) bindMates(execution, binding);
-  execution.executor.start(cached, arrived);
+  channels_.open(state.track, cached);
+  const Operation& first = state.operations.front();
+  Binding& binding = bind(state, first.request, first.call);
+  binding.output = Buffer(state.output);
+  const auto buffers = buffersOf(state.shape, membership_.me(), membership_.size());
+  binding.input = Buffer(buffers.inPlace ? state.output : state.input);
+  if (state.shape.shared) bindMates(state, binding);
+  state.executor.start(cached, arrived);
 }
 
 // Fills in what does not depend on buffers. The caller adds input and output.
-Binding& Operations::bind(Execution& execution, const Request& request,
+Binding& Operations::bind(TrackState& state, const Request& request,
                           const transport::CallFingerprint& call) const {
-  Binding& binding = execution.executor.binding();
+  Binding& binding = state.executor.binding();
   binding.type = request.type;
   binding.op = request.op;
   binding.scale.factor = request.factor;
@@ -366,20 +365,19 @@ Binding& Operations::bind(Execution& execution, const Request& request,
   return binding;
 }
 
-void Operations::bindMates(Execution& execution, Binding& binding) const {
+void Operations::bindMates(TrackState& state, Binding& binding) const {
   const plan::Topology& topology = membership_.topology;
   const auto mine = [](const Pieces& pieces) {
     return pieces.empty() ? nullptr : pieces.front().data();
   };
   for (int local = 0; local < topology.teamSize(); ++local) {
-    const auto buffers = buffersOf(execution.shape, topology.team()[local], membership_.size());
+    const auto buffers = buffersOf(state.shape, topology.team()[local], membership_.size());
     const bool isMe = local == topology.myLocal();
     std::byte* output =
-        isMe ? mine(execution.output) : team_.outputOf(execution.track, local, buffers.outputBytes);
+        isMe ? mine(state.output) : team_.outputOf(state.track, local, buffers.outputBytes);
     std::byte* input = output;
     if (!buffers.inPlace) {
-      input =
-          isMe ? mine(execution.input) : team_.inputOf(execution.track, local, buffers.inputBytes);
+      input = isMe ? mine(state.input) : team_.inputOf(state.track, local, buffers.inputBytes);
     }
     binding.mateOutputs.push_back(output);
     binding.mateInputs.push_back(input);
@@ -389,78 +387,78 @@ void Operations::bindMates(Execution& execution, Binding& binding) const {
 // --- watched ----------------------------------------------------------------------------------------------
 
 void Operations::appendOpen(std::vector<CompletionPtr>& open) const {
-  for (const auto& execution : executions_) {
-    if (execution->phase == Phase::Idle) continue;
-    for (const Operation& operation : execution->operations) open.push_back(operation.completion);
+  for (const auto& state : tracks_) {
+    if (state->phase == Phase::Idle) continue;
+    for (const Operation& operation : state->operations) open.push_back(operation.completion);
   }
   for (const Operation& operation : pending_) open.push_back(operation.completion);
 }
 
 bool Operations::idle() const {
-  return pending_.empty() &&
-         std::all_of(executions_.begin(), executions_.end(),
-                     [](const auto& execution) { return execution->phase == Phase::Idle; });
+  return pending_.empty() && std::all_of(tracks_.begin(), tracks_.end(), [](const auto& state) {
+           return state->phase == Phase::Idle;
+         });
 }
 
 std::optional<uint64_t> Operations::oldest() const {
   std::optional<uint64_t> oldest;
   if (!pending_.empty()) oldest = pending_.front().sequence;
-  for (const auto& execution : executions_) {
-    if (execution->phase == Phase::Idle) continue;
-    const uint64_t sequence = execution->operations.front().sequence;
+  for (const auto& state : tracks_) {
+    if (state->phase == Phase::Idle) continue;
+    const uint64_t sequence = state->operations.front().sequence;
     oldest = std::min(oldest.value_or(sequence), sequence);
   }
   return oldest;
 }
 
-std::vector<Standstill> Operations::standstills() {
-  std::vector<Standstill> all;
-  for (const auto& execution : executions_) {
-    if (execution->phase != Phase::Idle) all.push_back(standstillOf(*execution));
+std::vector<InFlight> Operations::inFlight() {
+  std::vector<InFlight> all;
+  for (const auto& state : tracks_) {
+    if (state->phase != Phase::Idle) all.push_back(inFlightOf(*state));
   }
   // An operation in the queue waits for those that run, and its deadline may be earlier than theirs.
-  Execution* oldest = oldestExecution();
+  TrackState* oldest = oldestRunning();
   if (oldest != nullptr && !pending_.empty() &&
       pending_.front().deadline.passed(process_.clock())) {
-    all.push_back(standstillOf(*oldest));
+    all.push_back(inFlightOf(*oldest));
     all.back().expired = pending_.front().request.timeout;
   }
   return all;
 }
 
-std::optional<Standstill> Operations::standstillOf(const Completion& completion) {
+std::optional<InFlight> Operations::inFlightOf(const Completion& completion) {
   const auto is = [&](const Operation& operation) {
     return operation.completion.get() == &completion;
   };
-  for (const auto& execution : executions_) {
-    const auto& operations = execution->operations;
-    if (std::any_of(operations.begin(), operations.end(), is)) return standstillOf(*execution);
+  for (const auto& state : tracks_) {
+    const auto& operations = state->operations;
+    if (std::any_of(operations.begin(), operations.end(), is)) return inFlightOf(*state);
   }
   // An operation in the queue waits for those that run.
   if (std::none_of(pending_.begin(), pending_.end(), is)) return std::nullopt;
-  Execution* oldest = oldestExecution();
-  return standstillOf(oldest != nullptr ? *oldest : nextExecution());
+  TrackState* oldest = oldestRunning();
+  return inFlightOf(oldest != nullptr ? *oldest : nextTrack());
 }
 
-Standstill Operations::standstillOf(const Execution& execution) const {
-  Stall stall;
-  if (execution.phase == Phase::Arriving) {
-    stall.where = "at the arrival";
-    stall.awaited = team_.absent(execution.track);
-  } else if (execution.phase != Phase::Idle) {
-    stall = execution.executor.stall();
+InFlight Operations::inFlightOf(const TrackState& state) const {
+  BlockedStep blocked;
+  if (state.phase == Phase::Arrived) {
+    blocked.where = "at the arrival";
+    blocked.awaited = team_.absent(state.track);
+  } else if (state.phase != Phase::Idle) {
+    blocked = state.executor.blockedStep();
   }
   std::string ranks;
-  for (const Rank rank : stall.awaited) {
+  for (const Rank rank : blocked.awaited) {
     ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", rank);
   }
-  Standstill at;
+  InFlight at;
   at.wait =
-      fmt::format("{} for rank{} {}", stall.where, stall.awaited.size() == 1 ? "" : "s", ranks);
-  at.awaited = std::move(stall.awaited);
-  at.moved = stall.moved;
-  at.toMove = stall.toMove;
-  for (const Operation& operation : execution.operations) {
+      fmt::format("{} for rank{} {}", blocked.where, blocked.awaited.size() == 1 ? "" : "s", ranks);
+  at.awaited = std::move(blocked.awaited);
+  at.exchanged = blocked.exchanged;
+  at.toExchange = blocked.toExchange;
+  for (const Operation& operation : state.operations) {
     if (at.sequence == 0) {
       at.sequence = operation.sequence;
       at.call = operation.call;
@@ -473,20 +471,20 @@ Standstill Operations::standstillOf(const Execution& execution) const {
 }
 
 void Operations::endWith(Operation& operation, const Break& broken) {
-  continuations_.keep(std::move(operation.request.keepAlive));
+  ended_.keep(std::move(operation.request.keepAlive));
   const std::string what = fmt::format("{} #{} (group \"{}\")", describe(operation.call),
                                        operation.sequence, membership_.name);
-  continuations_.finish(*operation.completion, membership_.failed(what, broken.cause));
+  ended_.finish(*operation.completion, membership_.failed(what, broken.cause));
 }
 
-void Operations::endFrom(const Break& broken) {
+void Operations::endBroken(const Break& broken) {
   process_.ownership().assertOwned();
-  for (auto& execution : executions_) {
-    auto& operations = execution->operations;
+  for (auto& state : tracks_) {
+    auto& operations = state->operations;
     if (operations.empty() || !broken.concerns(operations.front().sequence)) continue;
     for (Operation& operation : operations) endWith(operation, broken);
     operations.clear();
-    execution->phase = Phase::Idle;
+    state->phase = Phase::Idle;
   }
   while (!pending_.empty() && broken.concerns(pending_.back().sequence)) {
     endWith(pending_.back(), broken);

@@ -7,7 +7,7 @@
 // in operations.cc is the life of an execution.
 //
 // Ends an operation with its result. Errors go to the sentinel, which ends the operations that they concern
-// (endFrom()). What the constructor takes outlives this. Used by the thread that owns the engine.
+// (endBroken()). What the constructor takes outlives this. Used by the thread that owns the engine.
 #pragma once
 
 #include <deque>
@@ -17,13 +17,13 @@
 
 #include "engine/call_history.h"
 #include "engine/channels.h"
-#include "engine/continuation_queue.h"
+#include "engine/ended_operations.h"
 #include "engine/executor.h"
+#include "engine/in_flight.h"
 #include "engine/membership.h"
 #include "engine/plan_cache.h"
 #include "engine/request.h"
 #include "engine/sentinel.h"
-#include "engine/standstill.h"
 #include "engine/team.h"
 
 namespace smddp::engine {
@@ -31,8 +31,8 @@ namespace smddp::engine {
 class Operations final : public Watched {
  public:
   Operations(Process& process, const Membership& membership, Team& team, Channels& channels,
-             PlanCache& plans, CallHistory& calls, Sentinel& sentinel,
-             ContinuationQueue& continuations, int64_t numTracks);
+             PlanCache& plans, CallHistory& calls, Sentinel& sentinel, EndedOperations& ended,
+             int64_t numTracks);
 
   // Queues an operation. It begins in advance().
   void submit(Request request, CompletionPtr completion);
@@ -43,12 +43,12 @@ class Operations final : public Watched {
   bool idle() const;
   // Appends the completions of all that has not ended.
   void appendOpen(std::vector<CompletionPtr>& open) const;
-  size_t numTracks() const { return executions_.size(); }
+  size_t numTracks() const { return tracks_.size(); }
 
   // Watched.
-  std::vector<Standstill> standstills() override;
-  std::optional<Standstill> standstillOf(const Completion& completion) override;
-  void endFrom(const Break& broken) override;
+  std::vector<InFlight> inFlight() override;
+  std::optional<InFlight> inFlightOf(const Completion& completion) override;
+  void endBroken(const Break& broken) override;
   std::optional<uint64_t> oldest() const override;
   bool advance() override;
 
@@ -61,13 +61,13 @@ class Operations final : public Watched {
     transport::CallFingerprint call;
   };
   // See kTransitions.
-  enum class Phase { Idle, Taken, Arriving, Preamble, Running };
+  enum class Phase { Idle, Taken, Arrived, Preamble, Running };
   // A track, and the execution that runs on it, if one does.
-  struct Execution {
-    Execution(const Ownership& ownership, const Membership& membership, Team& team, int64_t index)
+  struct TrackState {
+    TrackState(const Ownership& ownership, const Membership& membership, Team& team, int64_t index)
         : track(team.makeTrack(index)), executor(ownership, membership, track, team.bell()) {}
-    Execution(const Execution&) = delete;
-    Execution& operator=(const Execution&) = delete;
+    TrackState(const TrackState&) = delete;
+    TrackState& operator=(const TrackState&) = delete;
 
     Track track;
     Executor executor;
@@ -76,46 +76,47 @@ class Operations final : public Watched {
     collectives::Shape shape;           // of all of them together
     Pieces input, output;
     PlanCache::Held entry;  // its plan; held until the next execution on this track has one
-    // Where this rank's buffers lie. Set only if they are shared and the choice of the plan depends on it.
+    // Where this rank's buffers lie in communication memory. Null: they are private, or the choice of the plan does not
+    // depend on that.
     std::optional<BufferLocations> buffers;
   };
   struct Transition;
   static const Transition kTransitions[];
 
-  bool advance(Execution& execution);
-  bool step(Execution& execution);
+  bool advance(TrackState& state);
+  bool step(TrackState& state);
 
   // Conditions of transitions.
-  bool hasNext(Execution&);
-  bool mustAskMates(Execution& execution);
-  bool allArrived(Execution& execution) { return team_.allArrived(execution.track); }
-  bool isPreambleDone(Execution& execution) { return execution.executor.preambleDone(); }
-  bool isDone(Execution& execution) { return execution.executor.done(); }
+  bool hasNext(TrackState&);
+  bool decidesAfterArrival(TrackState& state);
+  bool allArrived(TrackState& state) { return team_.allArrived(state.track); }
+  bool isPreambleDone(TrackState& state) { return state.executor.preambleDone(); }
+  bool isDone(TrackState& state) { return state.executor.done(); }
   // Their actions.
-  void take(Execution& execution);
-  void arrive(Execution& execution);
-  void begin(Execution& execution);
-  void agree(Execution& execution);
-  void finish(Execution& execution);
+  void take(TrackState& state);
+  void arrive(TrackState& state);
+  void begin(TrackState& state);
+  void agree(TrackState& state);
+  void finish(TrackState& state);
 
   // The oldest execution that runs; null if none does.
-  Execution* oldestExecution();
+  TrackState* oldestRunning();
   // Where the next execution will run.
-  Execution& nextExecution() { return *executions_[started_ % executions_.size()]; }
-  // Numbers a new execution on its track.
-  void beginExecution(Execution& execution);
+  TrackState& nextTrack() { return *tracks_[started_ % tracks_.size()]; }
+  // Gives a new execution its number on its track.
+  void beginExecution(TrackState& state);
   void takeFusable(std::vector<Operation>& taken);
-  bool haveSamePreamble(int64_t one, int64_t several);
-  void combine(Execution& execution);
-  std::optional<BufferLocations> locate(const Execution& execution) const;
-  void publish(Execution& execution);
-  void run(Execution& execution, bool arrived);
-  Binding& bind(Execution& execution, const Request& request,
+  bool canFuse(int64_t first, int64_t together);
+  void combine(TrackState& state);
+  std::optional<BufferLocations> locate(const TrackState& state) const;
+  void publish(TrackState& state);
+  void run(TrackState& state, bool arrived);
+  Binding& bind(TrackState& state, const Request& request,
                 const transport::CallFingerprint& call) const;
-  void bindMates(Execution& execution, Binding& binding) const;
+  void bindMates(TrackState& state, Binding& binding) const;
   // Ends an operation with the cause of a break.
   void endWith(Operation& operation, const Break& broken);
-  Standstill standstillOf(const Execution& execution) const;
+  InFlight inFlightOf(const TrackState& state) const;
 
   Process& process_;
   const Membership& membership_;
@@ -124,8 +125,8 @@ class Operations final : public Watched {
   PlanCache& plans_;
   CallHistory& calls_;
   Sentinel& sentinel_;
-  ContinuationQueue& continuations_;
-  std::vector<std::unique_ptr<Execution>> executions_;  // by track
+  EndedOperations& ended_;
+  std::vector<std::unique_ptr<TrackState>> tracks_;
   std::deque<Operation> pending_;
   uint64_t started_ = 0;  // executions
 };

@@ -33,8 +33,8 @@ struct AlgorithmUse {
 // How an execution begins, once the plan for private buffers has been found.
 enum class Start : uint8_t {
   // If another plan would be used when all ranks have shared buffers, a rank with shared buffers arrives without
-  // copying.
-  AskMates,
+  // copying, and waits with its decision.
+  DecideAfterArrival,
   RunPlan,  // every rank runs it, since it is used for shared buffers, too
   OneShot,  // the same, and it is one copy, the arrival and one sum (Operations::runOneShot)
 };
@@ -55,7 +55,7 @@ class PlanCache {
     AlgorithmUse* use;  // of all entries with this algorithm
     CachedPlan cached;
     const collectives::Choice* choice;
-    Start start = Start::AskMates;
+    Start start = Start::DecideAfterArrival;
     size_t bytes = 0;              // what the cache keeps for it
     mutable uint32_t holders = 0;  // Held
 
@@ -63,7 +63,7 @@ class PlanCache {
     void count(uint64_t calls, int64_t bytesOfCalls) const {
       use->calls += calls;
       use->bytes += static_cast<uint64_t>(bytesOfCalls);
-      use->memoryBytes += static_cast<uint64_t>(cached.moveBytes);
+      use->memoryBytes += static_cast<uint64_t>(cached.memoryBytes);
       use->fabricBytes += static_cast<uint64_t>(cached.putBytes);
       use->zeroCopy += cached.plan.zeroCopy ? calls : 0;
     }
@@ -171,8 +171,8 @@ class PlanCache {
       return Start::RunPlan;
     }
     shape.shared = true;
-    if (choice.preamble == collectives::Preamble::Arrive || &choose(shape) != &choice) {
-      return Start::AskMates;
+    if (choice.preamble == collectives::Preamble::NoCopy || &choose(shape) != &choice) {
+      return Start::DecideAfterArrival;
     }
     const bool isOneShot = choice.preamble == collectives::Preamble::OneShot && shape.bytes > 0;
     return isOneShot ? Start::OneShot : Start::RunPlan;

@@ -133,11 +133,11 @@ void Process::setNodeAgreement(uint64_t agreement) {
   nodeAgreement_ = agreement;
 }
 
-bool Process::probe(const bootstrap::Introduction& other, std::string* why) {
-  const MutexLock lock(probeMutex_);
-  if (probed_.contains(other.processId)) return true;
+bool Process::tryMap(const bootstrap::Introduction& other, std::string* why) {
+  const MutexLock lock(mapMutex_);
+  if (mapped_.contains(other.processId)) return true;
   try {
-    probed_[other.processId] = transport::shm::Mate::attach(slabAddress(other));
+    mapped_[other.processId] = transport::shm::Mate::attach(slabAddress(other));
     return true;
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::Resource) throw;
@@ -179,11 +179,11 @@ Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
   const std::string name = peer->describe();
   if (sharesNode) {
     std::string why;
-    if (!probe(other, &why)) {
+    if (!tryMap(other, &why)) {
       raise(ErrorKind::Transport, "the memory of {} cannot be mapped any more: {}", name, why);
     }
-    const MutexLock lock(probeMutex_);
-    peer->mate = probed_[other.processId];
+    const MutexLock lock(mapMutex_);
+    peer->mate = mapped_[other.processId];
     peer->memory = std::make_unique<transport::shm::MateMemory>(peer->mate);
     matePages_.push_back(&peer->mate->page());
   }

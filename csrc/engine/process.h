@@ -113,7 +113,7 @@ class Process {
   bootstrap::Introduction introduce(std::vector<std::byte> group);
   // Whether the memory of `other` can be mapped here. Keeps the mapping. Throws Resource if our process has no
   // descriptor or address space left. [thread-safe]
-  bool probe(const bootstrap::Introduction& other, std::string* why);
+  bool tryMap(const bootstrap::Introduction& other, std::string* why);
   // Creates the endpoint and the lifelines; once. Throws Usage when built without libfabric.
   // Throws Resource when there are not enough descriptors for `remotePeers` as well.
   void openFabric(size_t remotePeers);
@@ -202,8 +202,8 @@ class Process {
   const std::shared_ptr<transport::shm::Doorbell> doorbell_;
   ControlHandler handler_;
   std::map<ProcessId, std::unique_ptr<Peer>> peers_ SMDDP_GUARDED_BY(ownership_);
-  Mutex probeMutex_;
-  std::map<ProcessId, std::shared_ptr<transport::shm::Mate>> probed_ SMDDP_GUARDED_BY(probeMutex_);
+  Mutex mapMutex_;
+  std::map<ProcessId, std::shared_ptr<transport::shm::Mate>> mapped_ SMDDP_GUARDED_BY(mapMutex_);
   std::unique_ptr<Link> local_;
   std::unique_ptr<Link> fabric_ SMDDP_GUARDED_BY(ownership_);
   std::unique_ptr<bootstrap::Lifeline> lifeline_ SMDDP_GUARDED_BY(ownership_);

@@ -42,7 +42,7 @@ void Progress::post(Inbox::Action action) {
   // The owner may have let go between our look and the push. Then this thread takes the action up.
   if (!ownership_.tryAcquire()) return;
   drainInbox();
-  release();
+  letGo();
 }
 
 void Progress::leaveForOwner(Inbox::Action action) {
@@ -50,7 +50,8 @@ void Progress::leaveForOwner(Inbox::Action action) {
   doorbell_->ringSelf();
 }
 
-// Each action by itself: what one throws concerns neither the others nor the thread that happens to be the owner.
+// Each action by itself: after one that throws, the others still run, and so does the owner. The groups that have
+// something in flight break (fail()).
 void Progress::drainInbox() {
   while (!inbox_.empty()) {
     for (const auto& action : inbox_.take()) guarded(action);
@@ -67,7 +68,7 @@ void Progress::call(const std::function<void()>& action) {
     } catch (...) {
       error = std::current_exception();
     }
-    release();
+    letGo();
     if (error) std::rethrow_exception(error);
     return;
   }
@@ -88,7 +89,7 @@ void Progress::call(const std::function<void()>& action) {
   if (outcome.error) std::rethrow_exception(outcome.error);
 }
 
-void Progress::callAndContinue(const std::function<void()>& action) {
+void Progress::callAndRunContinuations(const std::function<void()>& action) {
   call([&] {
     ownership_.assertOwned();
     action();
@@ -150,7 +151,7 @@ void Progress::collectContinuations() {
 
 void Progress::runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor) {
   ownership_.assertOwned();
-  WaitPolicy::Backoff backoff(policy_, waiter, yieldFor);
+  WaitPolicy::IdleWait wait(policy_, waiter, yieldFor);
   const bool isThread = waiter == Waiter::ProgressThread;
   // Set at the first look at the clock. Most waits are too short for one.
   std::optional<Deadline> interrupt;
@@ -169,10 +170,10 @@ void Progress::runUntil(const std::function<bool()>& done, Waiter waiter, Nanose
     if (isThread && (waiters_.any() || threads_.hasBlocking())) return;
     if (turns % kTurnsPerLook == 0 && isTimeToLetGo()) return;
     if (advanced) {
-      backoff.reset();
+      wait.reset();
       continue;
     }
-    if (backoff.spinOrYield()) continue;
+    if (wait.spinOrYield()) continue;
     if (policy_.healthCheckDue()) {
       checkHealth();
       if (done() || !continuations_.empty() || isTimeToLetGo()) return;
@@ -194,14 +195,14 @@ void Progress::runUnattendedWork() {
     runUntil([this] { return groups_.idle(); }, Waiter::ProgressThread);
   });
   if (!continuations_.empty()) threads_.keepOneIdle();
-  release();
+  letGo();
   runContinuations();
 }
 
-void Progress::release() {
+void Progress::letGo() {
   const bool isBusy = !groups_.idle();
   isBusy_.store(isBusy);
-  ownership_.release();
+  ownership_.letGo();
   if (waiters_.any()) {
     waiters_.wake();
   } else {
@@ -215,7 +216,7 @@ void Progress::release() {
     drainInbox();
     turn();
   });
-  release();
+  letGo();
 }
 
 void Progress::handOver() {
@@ -228,7 +229,7 @@ bool Progress::runSomeContinuations() {
   if (!ownership_.tryAcquire()) return false;
   const GroupRegistry::Actions ready = std::exchange(continuations_, {});
   hasContinuations_.store(false);
-  release();
+  letGo();
   for (const auto& action : ready) {
     try {
       action();
@@ -247,7 +248,7 @@ void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor
 
 void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor,
                          Interruptible interruptible) {
-  callerBeginsToWait();
+  callerCameBack();
   bool asked = false;
   std::optional<std::chrono::steady_clock::time_point> lookAt;
   while (!done()) {
@@ -268,7 +269,7 @@ void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor
   handOver();
 }
 
-void Progress::endWaiting() {
+void Progress::removeWaiter() {
   waiters_.remove();
   handOver();
 }

@@ -51,24 +51,24 @@ class Progress {
   // Runs `action` on the owner and returns when it has run.
   void call(const std::function<void()>& action);
   // The same for an action that may end operations; runs their continuations.
-  void callAndContinue(const std::function<void()>& action);
+  void callAndRunContinuations(const std::function<void()>& action);
   // Runs `action` on the owner, now or later.
   void post(Inbox::Action action);
   // The same, but never on this thread.
   void leaveForOwner(Inbox::Action action);
   // Runs what may block on a progress thread. Without threads it runs at once.
   void runBlocking(std::function<void()> action);
-  // One turn, with the slow path if nothing advances. True when anything has advanced.
+  // One turn, with a health check if nothing advances. True when anything has advanced.
   bool step();
 
-  // A caller begins to wait, or would if its operation had not ended already.
-  void callerBeginsToWait() { policy_.returned(); }
+  // A caller that may have left work begins to wait, or would if its operation had not ended already.
+  void callerCameBack() { policy_.callerCameBack(); }
   // Waits until `done`. Yields for `yieldFor`, if that is given, before it sleeps. Calls checkInterrupt() now and then,
   // and throws what that throws: then this thread has let go of the engine, and what it waited for goes on.
   void waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor = 0);
   // Between these two a caller counts as one that waits, whatever it does.
-  void beginWaiting() { waiters_.add(); }
-  void endWaiting();
+  void addWaiter() { waiters_.add(); }
+  void removeWaiter();
   // Makes threads that wait look again at what they wait for.
   void wakeWaiters();
   void runContinuations() {
@@ -76,13 +76,13 @@ class Progress {
     }
   }
 
-  // The owner: runs what is in flight until `done`, or until continuations must run, another thread needs the engine,
-  // or it is time to look for signals.
+  // The owner: runs what is in flight until `done`, or until continuations must run. A progress thread also stops for a
+  // caller that waits and for a blocking action; a caller also stops when it is time to look for signals.
   void runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor = 0);
   // The owner: does what can be done now.
   void advanceOnce();
   // The owner: lets go. What is left in flight goes to the progress thread, unless somebody waits or is about to.
-  void release() SMDDP_RELEASE(ownership_);
+  void letGo() SMDDP_RELEASE(ownership_);
 
   // For progress threads: whether something is in flight that nobody waits for or runs, and to run it if so.
   bool hasUnattendedWork() const {
@@ -99,7 +99,7 @@ class Progress {
   void checkHealth() SMDDP_REQUIRES(ownership_);
   void collectContinuations() SMDDP_REQUIRES(ownership_);
   void fail(const Error& error) SMDDP_REQUIRES(ownership_);
-  // What `action` throws ends what is in flight: an owner that threw past release() would leave everybody waiting.
+  // What `action` throws ends what is in flight: an owner that threw past letGo() would leave everybody waiting.
   template <typename Action>
   void guarded(const Action& action) SMDDP_REQUIRES(ownership_);
   void handOver();
@@ -127,7 +127,7 @@ bool Progress::tryRun(const Action& action) {
     drainInbox();
     action();
   });
-  release();
+  letGo();
   runContinuations();
   return true;
 }

@@ -12,7 +12,7 @@
 namespace smddp::engine {
 namespace {
 
-// Far more threads than any program needs: one for each callback that waits for another operation.
+// Far more threads than any program needs: one for each continuation that waits for another operation.
 constexpr size_t kMaxThreads = 64;
 
 }  // namespace

@@ -24,9 +24,9 @@ inline constexpr int kMaxFused = 16;
 // Staging memory beside an arrival: 96 = 2 cache lines − 32 bytes of fields before it.
 inline constexpr size_t kNearBytes = 96;
 
-// A team counter. It holds (execution << kValueBits) | value, where `execution` is Track::execution and `value` counts
-// from 0 in each execution. So a counter never goes back. Example: chunk 5 in execution 3 is 3·2^24 + 5; a rank already
-// in execution 4 has at least 4·2^24, so every wait of execution 3 is satisfied.
+// A team counter. It holds (execution << kValueBits) | value, where `execution` is Track::executionNumber and `value`
+// counts from 0 in each execution. So a counter never goes back. Example: chunk 5 in execution 3 is 3·2^24 + 5; a rank
+// already in execution 4 has at least 4·2^24, so every wait of execution 3 is satisfied.
 struct alignas(kCacheLine) Counter {
   std::atomic<uint64_t> value{0};
 };
@@ -35,7 +35,7 @@ constexpr uint64_t counterValue(uint64_t execution, int64_t value) {
   return execution << kValueBits | static_cast<uint64_t>(value);
 }
 
-// The buffers of a rank for one execution, in communication memory.
+// Where the buffers of a rank for one execution lie in communication memory.
 struct BufferLocations {
   transport::shm::Location input;
   transport::shm::Location output;
@@ -45,10 +45,11 @@ struct BufferLocations {
 // last, with release order: a mate that has seen it sees all other fields. Executions use the two records in turn: a
 // record is written again only after everyone has arrived at the execution in between, hence has read it.
 struct alignas(2 * kCacheLine) Arrival {
-  std::atomic<uint64_t> number{0};  // Track::execution: counts the executions of this track
+  std::atomic<uint64_t> number{0};  // Track::executionNumber: counts the executions of this track
   transport::CallFingerprint call;
-  uint32_t ready = 1;   // requests this rank could fuse, the first included
-  uint16_t shared = 0;  // 1: `buffers` is valid
+  uint32_t ready = 1;  // requests this rank could fuse, the first included
+  // 1: `buffers` is valid. 0: the buffers are private, or the choice of the plan does not depend on where they lie.
+  uint16_t shared = 0;
   uint16_t isNear = 0;  // 1: its slots are in `near`, not in the half
   // The bytes of a small vector arrive in the line that a mate looks at anyway, and in the next, which processors fetch
   // with it.
@@ -66,7 +67,7 @@ static_assert(offsetof(Arrival, ends) == 2 * kCacheLine);
 
 // A Break in shared memory (break.h).
 struct BreakRecord {
-  uint64_t from = 0;
+  uint64_t firstBroken = 0;
   uint32_t kind = 0;
   int32_t lost = 0;
   int32_t noticedBy = 0;

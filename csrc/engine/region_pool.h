@@ -1,6 +1,6 @@
 // Regions of groups (region.h) in this process's slab. Memory that was a region is used for regions only.
 //
-// So a mate that has yet to notice that its group is over may look at the header of a region that its owner has given
+// So a mate that has not noticed yet that its group is over may look at the header of a region that its owner has given
 // up. It finds another group's number there, never bytes that mean something else.
 //
 // Thread-safe: a group may end with the last reference to it, on any thread.

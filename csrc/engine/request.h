@@ -34,7 +34,7 @@ struct Request {
   Pieces input;  // empty where the call works in place on the output
   Pieces output;
   Nanoseconds timeout = 0;
-  // The caller waits for the result right after submitting, so it runs the operation itself.
+  // submit() runs the operation and returns when it has ended.
   bool willWait = false;
   // Whatever must stay alive until the operation has ended (tensors). Dropped on the thread that ends it.
   std::shared_ptr<void> keepAlive;
@@ -48,8 +48,7 @@ struct Message {
   int32_t tag = 0;
   Pieces buffer;
   Nanoseconds timeout = 0;
-  bool willWait = false;
-  // For a send of at most Matcher::kShortBytes: it leaves at once, and has ended when it has left, before anybody has
+  // For a send of at most Matcher::kMaxBuffered: it leaves at once, and has ended when it has left, before anybody has
   // received it. The receiver's engine keeps it until a receive asks for it.
   bool buffered = false;
   std::shared_ptr<void> keepAlive;

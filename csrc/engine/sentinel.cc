@@ -34,7 +34,7 @@ std::vector<std::byte> makeAbort(uint64_t group, const Break& broken) {
   const AbortHead head{static_cast<uint32_t>(broken.cause.kind()), broken.lost, broken.noticedBy};
   std::string text(sizeof head, '\0');
   std::memcpy(text.data(), &head, sizeof head);
-  return transport::makeAbort(group, broken.from, text + broken.cause.what());
+  return transport::makeAbort(group, broken.firstBroken, text + broken.cause.what());
 }
 
 // The numbers in `broken` come from another process, and may be invalid.
@@ -48,21 +48,21 @@ Break checked(Break broken, int numRanks) {
 }  // namespace
 
 Sentinel::Sentinel(Process& process, const Membership& membership, Team& team, Channels& channels,
-                   CallHistory& calls, ContinuationQueue& continuations)
+                   CallHistory& calls, EndedOperations& ended)
     : process_(process),
       membership_(membership),
       team_(team),
       channels_(channels),
       calls_(calls),
-      continuations_(continuations),
+      ended_(ended),
       diagnosis_(process, membership, team, channels) {}
 
 // --- looking ----------------------------------------------------------------------------------------------
 
-std::vector<Standstill> Sentinel::standstills() {
-  std::vector<Standstill> all;
+std::vector<InFlight> Sentinel::inFlight() {
+  std::vector<InFlight> all;
   for (Watched* watched : watched_) {
-    auto some = watched->standstills();
+    auto some = watched->inFlight();
     std::move(some.begin(), some.end(), std::back_inserter(all));
   }
   return all;
@@ -72,18 +72,18 @@ void Sentinel::checkHealth() {
   process_.ownership().assertOwned();
   if (left_) return;
   takeMatesBreaks();
-  const auto waits = standstills();
+  const auto waits = inFlight();
   followAll(waits);
   const bool changed = checkLost(waits);
-  checkDeadlines(changed ? standstills() : waits);
+  checkDeadlines(changed ? inFlight() : waits);
 }
 
 // Asks all awaited ranks, and publishes for the mates whom this rank blames.
-void Sentinel::followAll(const std::vector<Standstill>& standstills) {
+void Sentinel::followAll(const std::vector<InFlight>& inFlight) {
   Blame blame;
   std::set<Rank> all, senders;
   std::map<uint64_t, Wait> waits;
-  for (const Standstill& at : standstills) {
+  for (const InFlight& at : inFlight) {
     all.insert(at.awaited.begin(), at.awaited.end());
     if (at.sequence == 0) {
       senders.insert(at.awaited.begin(), at.awaited.end());
@@ -106,11 +106,11 @@ void Sentinel::followAll(const std::vector<Standstill>& standstills) {
 
 // Asks the ranks that one operation awaits, and says in the log which rank holds up an operation that has waited for
 // long.
-void Sentinel::followOne(Wait& wait, const Standstill& at) {
+void Sentinel::followOne(Wait& wait, const InFlight& at) {
   const Nanoseconds now = process_.clock().now();
-  if (wait.moved != at.moved) {
-    wait.moved = at.moved;
-    wait.movedAt = now;
+  if (wait.exchanged != at.exchanged) {
+    wait.exchanged = at.exchanged;
+    wait.exchangedAt = now;
   }
   if (wait.askedAt == 0 || now - wait.askedAt >= kAskPeriod) {
     wait.askedAt = now;
@@ -127,14 +127,14 @@ void Sentinel::followOne(Wait& wait, const Standstill& at) {
 }
 
 // A lost rank is an error only where it is awaited: it may have done its part and left. True when anything changed.
-bool Sentinel::checkLost(const std::vector<Standstill>& standstills) {
-  const auto lostOf = [&](const Standstill& at) -> std::optional<Rank> {
+bool Sentinel::checkLost(const std::vector<InFlight>& inFlight) {
+  const auto lostOf = [&](const InFlight& at) -> std::optional<Rank> {
     if (at.awaitsAnyone) return diagnosis_.lostIfAllAre();
     const auto found = std::find_if(at.awaited.begin(), at.awaited.end(),
                                     [&](Rank rank) { return diagnosis_.isLost(rank); });
     return found == at.awaited.end() ? std::nullopt : std::optional(*found);
   };
-  if (std::none_of(standstills.begin(), standstills.end(), lostOf)) return false;
+  if (std::none_of(inFlight.begin(), inFlight.end(), lostOf)) return false;
   // Since we looked, more of what the lost rank sent before its end may have arrived, such as the reason why it left.
   bool advanced = takeMatesBreaks() || process_.poll() > 0;
   for (Watched* watched : watched_) {
@@ -142,21 +142,21 @@ bool Sentinel::checkLost(const std::vector<Standstill>& standstills) {
   }
   team_.bell().ring();
   if (advanced) return true;
-  for (const Standstill& at : this->standstills()) {
+  for (const InFlight& at : this->inFlight()) {
     if (const auto lost = lostOf(at)) {
-      take(lossOf(placeOf(at), *lost), Origin::Here);
+      breakGroup(lossOf(placeOf(at), *lost), Origin::Here);
     }
   }
   return true;
 }
 
-void Sentinel::checkDeadlines(const std::vector<Standstill>& standstills) {
-  for (const Standstill& at : standstills) {
+void Sentinel::checkDeadlines(const std::vector<InFlight>& inFlight) {
+  for (const InFlight& at : inFlight) {
     if (at.expired) breakFrom(placeOf(at), timeout(at, *at.expired));
   }
 }
 
-Error Sentinel::timeout(const Standstill& at, Nanoseconds waited) const {
+Error Sentinel::timeout(const InFlight& at, Nanoseconds waited) const {
   // Who waits for anyone waits as long as somebody is left, even if the sender is one of the lost.
   const std::string culprit =
       at.awaitsAnyone ? diagnosis_.lostRanks()
@@ -167,25 +167,25 @@ Error Sentinel::timeout(const Standstill& at, Nanoseconds waited) const {
 }
 
 // Says when a call last exchanged data, because a call that only needs more time is not stuck.
-std::string Sentinel::progressOf(const Standstill& at) const {
+std::string Sentinel::progressOf(const InFlight& at) const {
   const auto wait = waits_.find(at.sequence);
-  if (at.moved == 0 || wait == waits_.end()) return "";
+  if (at.exchanged == 0 || wait == waits_.end()) return "";
   constexpr double kMiB = 1 << 20;
   return fmt::format(
       "; it has exchanged {:.1f} of {:.1f} MiB with other nodes, the last {:.1f} s ago",
-      static_cast<double>(at.moved) / kMiB, static_cast<double>(at.toMove) / kMiB,
-      static_cast<double>(process_.clock().now() - wait->second.movedAt) * 1e-9);
+      static_cast<double>(at.exchanged) / kMiB, static_cast<double>(at.toExchange) / kMiB,
+      static_cast<double>(process_.clock().now() - wait->second.exchangedAt) * 1e-9);
 }
 
 void Sentinel::expire(const Completion& completion, Nanoseconds waited) {
   process_.ownership().assertOwned();
   if (completion.done()) return;
   for (Watched* watched : watched_) {
-    if (const auto at = watched->standstillOf(completion)) return fail(timeout(*at, waited));
+    if (const auto at = watched->inFlightOf(completion)) return fail(timeout(*at, waited));
   }
 }
 
-std::optional<Error> Sentinel::lookFor(Rank rank) {
+std::optional<Error> Sentinel::howLost(Rank rank) {
   process_.ownership().assertOwned();
   if (diagnosis_.isLost(rank)) return inWords(lossOf(calls_.last() + 1, rank));
   if (Peer* peer = membership_.reachable(rank)) process_.probeHost(*peer);
@@ -212,7 +212,7 @@ void Sentinel::onBreak(std::function<void(const Error&)> action) {
   checksMembers_ = true;
   if (left_) return;
   if (broken_) {
-    continuations_.add([action = std::move(action), cause = broken_->cause] { action(cause); });
+    ended_.add([action = std::move(action), cause = broken_->cause] { action(cause); });
   } else {
     breakActions_.push_back(std::move(action));
   }
@@ -228,7 +228,7 @@ bool Sentinel::checkMembers() {
     const Peer* peer = membership_.peers[rank];
     if (peer == nullptr || !peer->died || !diagnosis_.isLost(rank)) continue;
     if (membership_.isMate(rank) && team_.hasLeft(rank)) continue;
-    take(lossOf(calls_.last() + 1, rank), Origin::Here);
+    breakGroup(lossOf(calls_.last() + 1, rank), Origin::Here);
     return true;
   }
   return false;
@@ -256,8 +256,8 @@ Error Sentinel::inWords(const Break& broken) const {
                            broken.lost == membership_.me() ? "this rank" : lost, how));
 }
 
-void Sentinel::take(const Break& broken, Origin origin) {
-  if (isBroken(broken.from)) return;
+void Sentinel::breakGroup(const Break& broken, Origin origin) {
+  if (isBroken(broken.firstBroken)) return;
   // If a mate died, this process can see that before another host does, and inWords() must know it.
   if (broken.lost >= 0 && membership_.isMate(broken.lost)) process_.checkPeers();
   forOthers_.emplace(broken);
@@ -265,15 +265,15 @@ void Sentinel::take(const Break& broken, Origin origin) {
   broken_->cause = inWords(broken);
   const Error& cause = broken_->cause;
   for (auto& action : std::exchange(breakActions_, {})) {
-    continuations_.add([action = std::move(action), cause] { action(cause); });
+    ended_.add([action = std::move(action), cause] { action(cause); });
   }
   SMDDP_LOG(Debug, "engine", "group \"{}\" is broken from #{} on: {}", membership_.name,
-            broken.from, cause.what());
+            broken.firstBroken, cause.what());
   team_.publishBreak(broken);
   // A rank that receives the break tells no other node: we do, and a rank that waits for us asks (onInquiry).
   if (origin == Origin::Here) tellOtherNodes();
   if (broken.isHostSilent) giveUpNodeOf(broken.lost, broken.cause.what());
-  for (Watched* watched : watched_) watched->endFrom(*broken_);
+  for (Watched* watched : watched_) watched->endBroken(*broken_);
 }
 
 void Sentinel::tellOtherNodes() {
@@ -295,7 +295,7 @@ bool Sentinel::takeMatesBreaks() {
   process_.ownership().assertOwned();
   bool heard = false;
   while (const auto broken = team_.nextBreak()) {
-    take(checked(*broken, membership_.size()), Origin::Elsewhere);
+    breakGroup(checked(*broken, membership_.size()), Origin::Elsewhere);
     heard = true;
   }
   return heard;
@@ -322,8 +322,8 @@ void Sentinel::onAbort(const transport::ParsedAbort& abort) {
   if (abort.text.size() <= sizeof head) return;
   std::memcpy(&head, abort.text.data(), sizeof head);
   const Error cause(errorKindOf(head.kind), std::string(abort.text.substr(sizeof head)));
-  take(checked({abort.from, cause, head.lost, head.noticedBy}, membership_.size()),
-       Origin::Elsewhere);
+  breakGroup(checked({abort.from, cause, head.lost, head.noticedBy}, membership_.size()),
+             Origin::Elsewhere);
 }
 
 void Sentinel::onInquiry(Rank from, const InquiryMessage& inquiry) {
@@ -337,7 +337,8 @@ void Sentinel::onInquiry(Rank from, const InquiryMessage& inquiry) {
   if (isMessage ? broken_ && !leftInOrder : isBroken(sequence)) {
     const Rank me = membership_.me();
     channels_.control(
-        from, makeAbort(membership_.group, leftInOrder ? lossOf(broken_->from, me) : *forOthers_));
+        from,
+        makeAbort(membership_.group, leftInOrder ? lossOf(broken_->firstBroken, me) : *forOthers_));
     return;
   }
   AnswerMessage answer;

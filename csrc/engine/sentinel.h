@@ -20,10 +20,10 @@
 #include "engine/break.h"
 #include "engine/call_history.h"
 #include "engine/channels.h"
-#include "engine/continuation_queue.h"
 #include "engine/diagnosis.h"
+#include "engine/ended_operations.h"
+#include "engine/in_flight.h"
 #include "engine/membership.h"
-#include "engine/standstill.h"
 #include "engine/team.h"
 
 namespace smddp::engine {
@@ -32,7 +32,7 @@ class Sentinel {
  public:
   // What is referred to outlives the sentinel.
   Sentinel(Process& process, const Membership& membership, Team& team, Channels& channels,
-           CallHistory& calls, ContinuationQueue& continuations);
+           CallHistory& calls, EndedOperations& ended);
   // What runs in the group; before anything does.
   void attach(Watched& operations, Watched& messages) { watched_ = {&operations, &messages}; }
 
@@ -45,7 +45,7 @@ class Sentinel {
   bool attempt(uint64_t from, Step step);
   // Takes over breaks that mates have published; true when there was any.
   bool takeMatesBreaks();
-  // Looks at deadlines, peers and mates; on the slow path.
+  // Looks at deadlines, mates and ranks of other nodes; see Progress::checkHealth().
   void checkHealth();
   // False when the message is not for the sentinel.
   bool onControl(Rank from, transport::Bytes message);
@@ -54,7 +54,7 @@ class Sentinel {
   // Breaks the group from the oldest operation in flight on.
   void fail(const Error& cause);
   // How `rank` was lost, if it was. If not, probes its host.
-  std::optional<Error> lookFor(Rank rank);
+  std::optional<Error> howLost(Rank rank);
 
   // `action` runs with the first error that breaks the group, as a continuation, unless this rank leaves before. From
   // now on a rank that dies breaks the group, awaited or not.
@@ -75,30 +75,32 @@ class Sentinel {
     Nanoseconds since = 0;
     Nanoseconds askedAt = 0;
     bool isReported = false;
-    int64_t moved = 0;  // Standstill::moved, and when it changed
-    Nanoseconds movedAt = 0;
+    int64_t exchanged = 0;  // InFlight::exchanged, and when it changed
+    Nanoseconds exchangedAt = 0;
   };
 
-  void breakFrom(uint64_t from, const Error& cause) { take({from, cause}, Origin::Here); }
+  void breakFrom(uint64_t from, const Error& cause) { breakGroup({from, cause}, Origin::Here); }
   Break lossOf(uint64_t from, Rank lost) const;
-  void take(const Break& broken, Origin origin);
+  // Breaks the group, unless it is broken from an operation at or before this one: publishes the break to mates, tells
+  // other nodes if it was found Here, ends what it concerns.
+  void breakGroup(const Break& broken, Origin origin);
   Error inWords(const Break& broken) const;
   void tellOtherNodes();
   // The lost rank's host is silent. Gives up all ranks of that node, so that they learn why this rank ends the group,
   // and do not believe that it left in order.
   void giveUpNodeOf(Rank lost, const std::string& cause);
-  std::vector<Standstill> standstills();
-  void followAll(const std::vector<Standstill>& standstills);
-  void followOne(Wait& wait, const Standstill& at);
-  bool checkLost(const std::vector<Standstill>& standstills);
-  void checkDeadlines(const std::vector<Standstill>& standstills);
-  Error timeout(const Standstill& at, Nanoseconds waited) const;
-  std::string progressOf(const Standstill& at) const;
+  std::vector<InFlight> inFlight();
+  void followAll(const std::vector<InFlight>& inFlight);
+  void followOne(Wait& wait, const InFlight& at);
+  bool checkLost(const std::vector<InFlight>& inFlight);
+  void checkDeadlines(const std::vector<InFlight>& inFlight);
+  Error timeout(const InFlight& at, Nanoseconds waited) const;
+  std::string progressOf(const InFlight& at) const;
   void onAbort(const transport::ParsedAbort& abort);
   void onInquiry(Rank from, const InquiryMessage& inquiry);
   // From which operation on its error breaks the group. A message has no place in the order of operations, so with it
   // that is the next call.
-  uint64_t placeOf(const Standstill& at) const {
+  uint64_t placeOf(const InFlight& at) const {
     return at.sequence > 0 ? at.sequence : calls_.last() + 1;
   }
 
@@ -107,7 +109,7 @@ class Sentinel {
   Team& team_;
   Channels& channels_;
   CallHistory& calls_;
-  ContinuationQueue& continuations_;
+  EndedOperations& ended_;
   Diagnosis diagnosis_;
   std::array<Watched*, 2> watched_{};
   std::optional<Break> broken_;     // its cause is worded for this rank

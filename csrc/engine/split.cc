@@ -115,10 +115,10 @@ std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& 
   std::copy(mine.group.begin(), mine.group.end(), entries->begin() + static_cast<long>(me * size));
   const auto entryOf = [&](size_t rank) { return std::span(*entries).subspan(rank * size, size); };
   std::vector<CompletionPtr> open;
-  const auto submit = [&](bool send, Rank peer, int32_t tag, std::span<std::byte> bytes) {
+  const auto submit = [&](bool send, Rank rank, int32_t tag, std::span<std::byte> bytes) {
     Message message;
     message.send = send;
-    message.peer = peer;
+    message.peer = rank;
     message.tag = tag;
     message.buffer = {bytes};
     message.timeout = timeout;

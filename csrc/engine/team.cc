@@ -28,7 +28,7 @@ Team::Team(Process& process, const RegionLayout& layout)
 Team::~Team() {
   // A mate may still be in the last operation. Pages that are given back read as zeros at once, and the mate would get
   // a wrong result. Then the region is not given back; it lives until the last mate has unmapped the slab.
-  const bool mayBeRead = membership_ != nullptr && !released_;
+  const bool mayBeRead = membership_ != nullptr && !regionGivenBack_;
   if (!mayBeRead && !region_.empty()) regions_->giveBack(region_, layout_);
 }
 
@@ -48,7 +48,7 @@ void Team::join(const Membership& membership, const std::vector<GroupEntry>& ent
   for (const Rank rank : topology().team()) {
     std::byte* region =
         rank == membership.me() ? region_.data() : checkedRegion(rank, entries[rank]);
-    mates_.push_back({reinterpret_cast<RegionHeader*>(region), entries[rank].groupId});
+    members_.push_back({reinterpret_cast<RegionHeader*>(region), entries[rank].groupId});
     if (rank != membership.me()) bell_.add(*membership.peers[rank]);
   }
 }
@@ -71,8 +71,8 @@ std::byte* Team::checkedRegion(Rank rank, const GroupEntry& entry) const {
 Track Team::makeTrack(int64_t index) const {
   Track track;
   track.index = index;
-  for (const Mate& mate : mates_) {
-    auto* region = reinterpret_cast<std::byte*>(mate.region);
+  for (const Member& member : members_) {
+    auto* region = reinterpret_cast<std::byte*>(member.region);
     track.headers.push_back(reinterpret_cast<TrackHeader*>(region + layout_.trackOffset(index)));
     track.halves.push_back(
         {region + layout_.halfOffset(index, 0), region + layout_.halfOffset(index, 1)});
@@ -155,7 +155,7 @@ std::byte* Team::resolve(int local, transport::shm::Location& at, int64_t bytes)
 }
 
 void Team::prepareStaging(Track& track, size_t bytes, bool isSent) {
-  const auto half = static_cast<size_t>(track.execution & 1);
+  const auto half = static_cast<size_t>(track.executionNumber & 1);
   const bool registers = isSent && bytes > track.registered[half];
   // The registered part grows by doubling, because each time all of it is registered anew.
   if (registers) bytes = std::min(std::bit_ceil(bytes), static_cast<size_t>(layout_.halfBytes));
@@ -176,7 +176,7 @@ void Team::publishCalled(uint64_t sequence) {
 }
 
 uint64_t Team::calledBy(Rank rank) const {
-  return mate(rank).region->called.load(std::memory_order_relaxed);
+  return member(rank).region->called.load(std::memory_order_relaxed);
 }
 
 void Team::publishBlame(const Blame& blame) {
@@ -188,7 +188,7 @@ void Team::clearBlame() {
 }
 
 Blame Team::blameOf(Rank rank) const {
-  return Blame::unpack(mate(rank).region->blame.load(std::memory_order_relaxed),
+  return Blame::unpack(member(rank).region->blame.load(std::memory_order_relaxed),
                        membership_->size());
 }
 
@@ -200,7 +200,7 @@ void Team::publishBreak(const Break& broken) {
   const std::string text = broken.cause.what();
   text.copy(record.text, sizeof record.text - 1);
   record.kind = static_cast<uint32_t>(broken.cause.kind());
-  record.from = broken.from;
+  record.firstBroken = broken.firstBroken;
   record.lost = broken.lost;
   record.noticedBy = broken.noticedBy;
   record.isHostSilent = broken.isHostSilent;
@@ -213,12 +213,12 @@ std::optional<Break> Team::nextBreak() {
   process_.ownership().assertOwned();
   for (int local = 0; local < topology().teamSize(); ++local) {
     if (local == topology().myLocal()) continue;
-    Mate& mate = mates_[local];
+    Member& mate = members_[local];
     const uint32_t number =
         std::min(mate.region->numBreaks.load(std::memory_order_acquire), kMaxBreaks);
     if (mate.breaksRead >= number) continue;
     const BreakRecord& record = mate.region->breaks[mate.breaksRead++];
-    return Break{record.from,
+    return Break{record.firstBroken,
                  Error(errorKindOf(record.kind),
                        std::string(record.text, strnlen(record.text, sizeof record.text))),
                  record.lost, record.noticedBy, record.isHostSilent};
@@ -234,11 +234,11 @@ void Team::publishLeft() {
 }
 
 bool Team::hasLeft(Rank rank) const {
-  return mate(rank).region->left.load(std::memory_order_acquire) != 0;
+  return member(rank).region->left.load(std::memory_order_acquire) != 0;
 }
 
-bool Team::isIn(Rank rank) const {
-  const Mate& theirs = mate(rank);
+bool Team::mayUseMemory(Rank rank) const {
+  const Member& theirs = member(rank);
   return theirs.region->group.load(std::memory_order_acquire) == theirs.group && !hasLeft(rank);
 }
 

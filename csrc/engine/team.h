@@ -5,7 +5,7 @@
 // only the copy is checked and used. (A break record is copied without atomic loads, once its mate has published it;
 // Sentinel checks the copy.)
 //
-// Owns this rank's region: taken in lease(), given back when mates can no longer read it (releaseRegion()), or kept
+// Owns this rank's region: taken in lease(), given back when mates can no longer read it (giveBackRegion()), or kept
 // until the process ends. Used by the thread that owns the engine.
 #pragma once
 
@@ -31,7 +31,8 @@ struct Descriptor {
   transport::CallFingerprint fingerprint;
   // Where the bytes of each request that could be fused end; empty when there is one request only.
   std::span<const uint32_t> ends;
-  // Of buffers in communication memory; null when they are private.
+  // Where its buffers lie in communication memory. Null: they are private, or the choice of the plan does not depend on
+  // that.
   const BufferLocations* buffers = nullptr;
   bool isNear = false;  // this rank's slots lie beside its arrival record
 };
@@ -88,7 +89,7 @@ class Team {
   // Whom a rank blames for what it waits for (blame.h).
   void publishBlame(const Blame& blame);
   void clearBlame();
-  Blame blameOf(Rank mateOrMe) const;
+  Blame blameOf(Rank member) const;
   void publishBreak(const Break& broken);
   // The next break that a mate has published and that was not read yet.
   std::optional<Break> nextBreak();
@@ -96,19 +97,19 @@ class Team {
   bool hasLeft(Rank mate) const;
   // Whether the mate may still use the group's memory. (It no longer does if its region belongs to another group by
   // now, which can be so once it saw us leave.)
-  bool isIn(Rank mate) const;
-  // No mate can touch this rank's region any more.
-  void releaseRegion() { released_ = true; }
+  bool mayUseMemory(Rank mate) const;
+  // No mate can touch this rank's region any more, so it may be given back.
+  void giveBackRegion() { regionGivenBack_ = true; }
 
  private:
-  struct Mate {
+  struct Member {
     RegionHeader* region = nullptr;
     uint64_t group = 0;       // RegionHeader::group, until the mate gives the region up
     uint32_t breaksRead = 0;  // of RegionHeader::breaks
   };
 
   const plan::Topology& topology() const { return membership_->topology; }
-  const Mate& mate(Rank rank) const { return mates_[topology().localOf(rank)]; }
+  const Member& member(Rank rank) const { return members_[topology().localOf(rank)]; }
   RegionHeader& mine() const { return *reinterpret_cast<RegionHeader*>(region_.data()); }
   std::byte* checkedRegion(Rank rank, const GroupEntry& entry) const;
   std::byte* resolve(int local, transport::shm::Location& at, int64_t bytes) const;
@@ -118,9 +119,9 @@ class Team {
   const RegionLayout layout_;
   std::span<std::byte> region_;
   const Membership* membership_ = nullptr;  // set by join()
-  std::vector<Mate> mates_;                 // by local index, this rank included
+  std::vector<Member> members_;             // by local index, this rank included
   TeamBell bell_;
-  bool released_ = false;
+  bool regionGivenBack_ = false;
 };
 
 }  // namespace smddp::engine

@@ -24,13 +24,13 @@ T loadShared(T& word) {
 // A stream of a plan between two ranks has two channels: one with slots for short messages, and one whose slots have
 // room for any. So a group that sends short messages only, as most groups do, has small windows. An execution uses one
 // of the two. Its longest message, which both ranks know, decides which.
-inline constexpr int64_t kShortMessageBytes = 16 << 10;
+inline constexpr int64_t kShortSlotBytes = 16 << 10;
 
-// This rank's ends of such a channel to and from one peer.
+// This rank's ends of such a channel to and from one other rank.
 struct ChannelEnds {
   Rank peer = 0;
   uint8_t stream = 0;
-  bool isShort = false;                          // no message has more than kShortMessageBytes
+  bool isShort = false;                          // no message has more than kShortSlotBytes
   transport::SendChannel* send = nullptr;        // null until a plan puts on it
   transport::ReceiveChannel* receive = nullptr;  // null until a plan receives from it
   uint64_t putsBefore = 0;                       // messages of all earlier executions
@@ -41,7 +41,7 @@ struct Track {
   int64_t index = 0;
   // Counts the executions of *this track*, from 1. Its lowest bit chooses the half. With 4 tracks, executions 0, 4 and
   // 8 of the group are executions 1, 2 and 3 of track 0.
-  uint64_t execution = 0;
+  uint64_t executionNumber = 0;
   // Shape::afterArrival of this execution's plan: it was chosen when all had arrived, and copies nothing before.
   bool afterArrival = false;
   // By local index, mine included.
@@ -53,33 +53,33 @@ struct Track {
   std::array<size_t, 2> registered{};  // bytes of them from which puts may leave
 
   // The channel of an execution whose longest message on the stream has this many bytes; end() if there is none yet.
-  std::vector<ChannelEnds>::iterator find(Rank peer, uint8_t stream, int64_t longestMessage) {
-    const bool isShort = longestMessage <= kShortMessageBytes;
+  std::vector<ChannelEnds>::iterator find(Rank rank, uint8_t stream, int64_t longestMessage) {
+    const bool isShort = longestMessage <= kShortSlotBytes;
     return std::find_if(channels.begin(), channels.end(), [&](const ChannelEnds& ends) {
-      return ends.peer == peer && ends.stream == stream && ends.isShort == isShort;
+      return ends.peer == rank && ends.stream == stream && ends.isShort == isShort;
     });
   }
-  Arrival& arrivalOf(int local) const { return headers[local]->arrivals[execution & 1]; }
+  Arrival& arrivalOf(int local) const { return headers[local]->arrivals[executionNumber & 1]; }
   void arrive(int myLocal) {
-    arrivalOf(myLocal).number.store(execution, std::memory_order_release);
+    arrivalOf(myLocal).number.store(executionNumber, std::memory_order_release);
   }
   bool hasArrived(int local) const {
-    return arrivalOf(local).number.load(std::memory_order_acquire) >= execution;
+    return arrivalOf(local).number.load(std::memory_order_acquire) >= executionNumber;
   }
   void signal(int myLocal, uint8_t counter, int64_t value) {
-    headers[myLocal]->counters[counter].value.store(counterValue(execution, value),
+    headers[myLocal]->counters[counter].value.store(counterValue(executionNumber, value),
                                                     std::memory_order_release);
   }
   bool hasReached(int local, uint8_t counter, int64_t value) const {
     return headers[local]->counters[counter].value.load(std::memory_order_acquire) >=
-           counterValue(execution, value);
+           counterValue(executionNumber, value);
   }
   // Where the slots of a rank are. The arrival record says so for the plan with which the rank arrived. A plan that was
   // chosen after the arrival does not use the memory beside the record.
   std::byte* stagingOf(int local) const {
     Arrival& arrival = arrivalOf(local);
     return loadShared(arrival.isNear) != 0 && !afterArrival ? arrival.near.data()
-                                                            : halves[local][execution & 1];
+                                                            : halves[local][executionNumber & 1];
   }
 };
 

@@ -20,13 +20,13 @@ void pauseInstruction() {
 
 }  // namespace
 
-bool WaitPolicy::Backoff::spin() {
+bool WaitPolicy::IdleWait::spin() {
   ++round_;
   pauseInstruction();
   return true;
 }
 
-bool WaitPolicy::Backoff::yield() {
+bool WaitPolicy::IdleWait::yield() {
   const Clock& clock = policy_.process_.clock();
   if (round_ == kSpins) policy_.placement_.moveApart(policy_.process_.matePages(), clock.now());
   ++round_;
@@ -50,7 +50,7 @@ Nanoseconds WaitPolicy::untilHealthCheck() const {
   return std::max<Nanoseconds>(nextHealthCheck_ - process_.clock().now(), 1);
 }
 
-void PollingBackoff::wait() {
+void PollingWait::wait() {
   if (++yields_ <= kYieldsForDevice) {
     std::this_thread::yield();
     return;

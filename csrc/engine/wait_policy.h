@@ -4,8 +4,8 @@
 // A thread can wait in five ways. Each costs the waiting thread, or others, something else:
 //   spin      looks again at once. Costs nothing when the wait is short; keeps the core from whoever needs it.
 //   yield     gives the core to others, and looks again when it gets it back (sched_yield): some 0.5 us if nobody else
-//             wants the core, a whole turn of the scheduler if another program computes on it.
-//   back off  does not yield for a while, since the last yield has lost a turn of the scheduler (yield_backoff.h).
+//             wants the core, a whole time slice if another program computes on it.
+//   back off  does not yield for a while, since the last yield has lost a time slice (yield_backoff.h).
 //   sleep     until woken: 30 to 100 us between the wake-up and the first instruction.
 //   poll      sleeps for a fixed time, again and again: where nobody can wake the thread, or it should not be woken.
 //
@@ -15,11 +15,11 @@
 //   the other ranks have not arrived by then, the call becomes an operation in flight, and its caller waits as the
 //   owner.
 //
-// * The owner of the engine, while nothing advances (Backoff). Whenever something advances it begins again.
+// * The owner of the engine, while nothing advances (IdleWait). Whenever something advances it begins again.
 //     1. spins, kSpins times with a pause instruction. The progress thread skips this: what it waits for takes longer.
 //     2. moves to another core if one of its mates runs on this one (core_placement.h).
 //     3. yields, kYields times, or for as long as the caller asks (Engine::waitForAny); not while it backs off.
-//     4. checks the health of peers, mates and deadlines, every kHealthPeriod (healthCheckDue).
+//     4. checks the health of mates, lifelines and deadlines, every kHealthPeriod (healthCheckDue).
 //     5. sleeps until a mate rings, the network has something, a request comes, or the next health check is due.
 //   Where the network cannot wake a thread, or something is still to be sent, it sleeps kNetworkPoll at most.
 //
@@ -27,19 +27,20 @@
 //   polls every kWaiterPoll besides, because what it waits for can also come from elsewhere.
 //
 // * The progress thread, while nothing is in flight that nobody waits for: sleeps. Whoever leaves work in flight wakes
-//   it, unless callers are predicted to return for such work at once (return_predictor.h): then it polls every
-//   kParkedPoll, and takes over what nobody has returned for. It wakes every kAnswerPeriod in any case. Where there are
+//   it, unless callers are predicted to come back for such work at once (wait_predictor.h): then it polls every
+//   kParkedPoll, and takes over what nobody has come back for. It wakes every kAnswerPeriod in any case. Where there are
 //   other nodes or groups with Engine::onBreak() it then also checks health, because ranks of other nodes may wait for
 //   an answer from this one.
 //
 // * A caller, waiting in whichever way: lets go of the engine every kInterruptPeriod, and looks whether a signal has
 //   ended the wait (common/interrupt.h).
 //
-// * The thread of DeferredCalls (PollingBackoff): nobody wakes it when a call may begin, so it yields first and then
+// * The thread of DeferredCalls (PollingWait): nobody wakes it when a call may begin, so it yields first and then
 //   polls, less and less often.
 //
-// Threads: spinUntil() and PollingBackoff anywhere; leftInFlight(), returned() and ended() on any thread; beginPoll(),
-// takesWork() and endPoll() on a progress thread; the rest on the thread that owns the engine. Ends with the engine.
+// Threads: spinUntil() and PollingWait anywhere; leftInFlight(), callerCameBack() and ended() on any thread;
+// beginPoll(), takesWork() and endPoll() on a progress thread; the rest on the thread that owns the engine. Ends with
+// the engine.
 #pragma once
 
 #include <sched.h>
@@ -49,7 +50,7 @@
 
 #include "engine/core_placement.h"
 #include "engine/process.h"
-#include "engine/return_predictor.h"
+#include "engine/wait_predictor.h"
 #include "engine/yield_backoff.h"
 
 namespace smddp::engine {
@@ -81,11 +82,11 @@ class WaitPolicy {
 
   enum class Waiter { Caller, ProgressThread };
 
-  // One stretch of waiting.
-  class Backoff {
+  // One wait of the owner, from the first spin to the sleep.
+  class IdleWait {
    public:
     // With `yieldFor` it yields for so long instead of kYields times.
-    Backoff(WaitPolicy& policy, Waiter waiter, Nanoseconds yieldFor)
+    IdleWait(WaitPolicy& policy, Waiter waiter, Nanoseconds yieldFor)
         : policy_(policy), firstRound_(waiter == Waiter::Caller ? 0 : kSpins), yieldFor_(yieldFor) {
       policy.placement_.note();
       reset();
@@ -109,7 +110,7 @@ class WaitPolicy {
     Nanoseconds yieldUntil_ = 0;
   };
 
-  // Whether the slow path's health check is due; the next one is due kHealthPeriod later.
+  // Whether the health check is due; the next one is due kHealthPeriod later.
   bool healthCheckDue();
   // For how long the owner may sleep.
   Nanoseconds untilHealthCheck() const;
@@ -118,27 +119,27 @@ class WaitPolicy {
 
   // A caller lets go of it. True: the progress thread has to be woken.
   bool leftInFlight() {
-    returns_.left(process_.clock().now());
-    return !parkedPolls_.load() || !returns_.isConfident();
+    predictor_.workLeft(process_.clock().now());
+    return !parkedPolls_.load() || !predictor_.isConfident();
   }
   // A caller begins to wait.
-  void returned() {
-    if (returns_.isLeft()) returns_.returned(process_.clock().now());
+  void callerCameBack() {
+    if (predictor_.hasLeftWork()) predictor_.cameBack(process_.clock().now());
   }
   // Nothing is in flight any more.
-  void ended() { returns_.ended(); }
+  void ended() { predictor_.ended(); }
 
   // The parked progress thread asks, before it looks for work, whether it polls for work. If not, callers wake it.
   bool beginPoll() {
-    const bool polls = returns_.isActive(process_.clock().now());
+    const bool polls = predictor_.isActive(process_.clock().now());
     parkedPolls_.store(polls);
     return polls;
   }
   // There is work that nobody waits for. Whether the progress thread takes it over.
   bool takesWork(bool polls) {
     if (!polls) return true;
-    if (returns_.expectsReturn(process_.clock().now())) return false;
-    returns_.missed();
+    if (predictor_.expectsReturn(process_.clock().now())) return false;
+    predictor_.didNotComeBack();
     return true;
   }
   void endPoll() { parkedPolls_.store(false); }
@@ -147,13 +148,13 @@ class WaitPolicy {
   Process& process_;
   CorePlacement placement_;
   YieldBackoff yields_;
-  ReturnPredictor returns_;
+  WaitPredictor predictor_;
   std::atomic<bool> parkedPolls_{false};
   Nanoseconds nextHealthCheck_ = 0;
 };
 
 // For a thread that nobody can wake: one object for each wait.
-class PollingBackoff {
+class PollingWait {
  public:
   // Gives up the core once, or sleeps for a while.
   void wait();

@@ -53,7 +53,7 @@ uint8_t Builder::pool(std::string name, int64_t slots, int64_t slotBytes) {
 void Builder::arrive() {
   SMDDP_CHECK(!arrived_ && stages_.empty(), "{}: one arrival, before the first stage", plan_.name);
   signal(kArrival, 1);
-  waitTeam(kArrival, 1);
+  waitMates(kArrival, 1);
   arrived_ = true;
 }
 
@@ -113,9 +113,9 @@ void Builder::signal(int counter, int64_t value) {
   write(step, {});
 }
 
-void Builder::waitTeam(int counter, int64_t value) { waitMate(kTeam, counter, value); }
+void Builder::waitMates(int counter, int64_t value) { waitRank(kMates, counter, value); }
 
-void Builder::waitMate(int local, int counter, int64_t value) {
+void Builder::waitRank(int local, int counter, int64_t value) {
   Step step;
   step.op = Op::Wait;
   step.who = local;
@@ -124,42 +124,42 @@ void Builder::waitMate(int local, int counter, int64_t value) {
   write(step, {});
 }
 
-Step Builder::channelStep(Op op, Rank peer, int stream, int64_t value, int64_t length) const {
-  SMDDP_CHECK(topology_.nodeOf(peer) != topology_.myNode(), "{}: a channel to rank {} of this node",
-              plan_.name, peer);
+Step Builder::channelStep(Op op, Rank rank, int stream, int64_t value, int64_t length) const {
+  SMDDP_CHECK(topology_.nodeOf(rank) != topology_.myNode(), "{}: a channel to rank {} of this node",
+              plan_.name, rank);
   SMDDP_CHECK(stream >= 0 && stream < kNumStreams, "stream {}", stream);
   SMDDP_CHECK(length <= limits_.messageBytes, "{}: a message of {} bytes", plan_.name, length);
   Step step;
   step.op = op;
-  step.who = peer;
+  step.who = rank;
   step.stream = static_cast<uint8_t>(stream);
   step.value.base = value;
   step.length = length;
   return step;
 }
 
-void Builder::put(Rank peer, int stream, Ref source, int64_t length) {
-  const int64_t number = ++channels_[{peer, stream}].puts;
-  Step step = channelStep(Op::Put, peer, stream, number, length);
+void Builder::put(Rank to, int stream, Ref source, int64_t length) {
+  const int64_t number = ++channels_[{to, stream}].puts;
+  Step step = channelStep(Op::Put, to, stream, number, length);
   step.numSources = 1;
   write(step, {source});
 }
 
-Ref Builder::receive(Rank peer, int stream, int64_t length) {
-  const int64_t number = ++channels_[{peer, stream}].receives;
-  write(channelStep(Op::Receive, peer, stream, number, length), {});
-  return {Space::Message, static_cast<uint8_t>(stream), peer, {number - 1, 0}, {}};
+Ref Builder::receive(Rank from, int stream, int64_t length) {
+  const int64_t number = ++channels_[{from, stream}].receives;
+  write(channelStep(Op::Receive, from, stream, number, length), {});
+  return {Space::Message, static_cast<uint8_t>(stream), from, {number - 1, 0}, {}};
 }
 
-void Builder::release(Rank peer, int stream) {
-  write(channelStep(Op::Release, peer, stream, ++channels_[{peer, stream}].releases, 0), {});
+void Builder::release(Rank from, int stream) {
+  write(channelStep(Op::Release, from, stream, ++channels_[{from, stream}].releases, 0), {});
 }
 
-void Builder::flush(Rank peer, int stream, int64_t count) {
-  write(channelStep(Op::Flush, peer, stream, count, 0), {});
+void Builder::flush(Rank to, int stream, int64_t count) {
+  write(channelStep(Op::Flush, to, stream, count, 0), {});
 }
 
-void Builder::flush(Rank peer, int stream) { flush(peer, stream, channels_[{peer, stream}].puts); }
+void Builder::flush(Rank to, int stream) { flush(to, stream, channels_[{to, stream}].puts); }
 
 Builder::Script Builder::record(const std::function<void(const Chunk&)>& body, const Chunk& chunk) {
   Script script;

@@ -5,7 +5,7 @@
 //   b.arrive();
 //   b.eachChunk(bytes, limits.chunkBytes, [&](const Chunk& c) {
 //     b.stage("reduce");
-//     b.waitTeam(kCopied, c.index + 1);
+//     b.waitMates(kCopied, c.index + 1);
 //     b.reduce({b.out(mine)}, contributions, final);
 //     b.signal(kReduced, c.index + 1);
 //   });
@@ -98,16 +98,16 @@ class Builder {
   void reduce(std::vector<Ref> destinations, std::vector<Ref> sources, int64_t length,
               Scales scales = {});
   void signal(int counter, int64_t value);
-  void waitTeam(int counter, int64_t value);
-  void waitMate(int local, int counter, int64_t value);
-  void put(Rank peer, int stream, Ref source, int64_t length);
+  void waitMates(int counter, int64_t value);
+  void waitRank(int local, int counter, int64_t value);
+  void put(Rank to, int stream, Ref source, int64_t length);
   // Waits for the next message. Returns a reference to its bytes.
-  Ref receive(Rank peer, int stream, int64_t length);
-  void release(Rank peer, int stream);
+  Ref receive(Rank from, int stream, int64_t length);
+  void release(Rank from, int stream);
   // Waits until the sources of the first `count` puts of this execution on the channel may be overwritten.
-  void flush(Rank peer, int stream, int64_t count);
+  void flush(Rank to, int stream, int64_t count);
   // The same for all puts written so far.
-  void flush(Rank peer, int stream);
+  void flush(Rank to, int stream);
 
   // Cuts [0, bytes) into nearly equal chunks of at most chunkBytes. Calls the body for some of them only; it must
   // write the same steps each time. An empty vector is one empty chunk.
@@ -132,7 +132,7 @@ class Builder {
   using Channels = std::map<std::pair<Rank, int>, ChannelCount>;
 
   void write(Step step, std::vector<Ref> refs);
-  Step channelStep(Op op, Rank peer, int stream, int64_t value, int64_t length) const;
+  Step channelStep(Op op, Rank rank, int stream, int64_t value, int64_t length) const;
   Script record(const std::function<void(const Chunk&)>& body, const Chunk& chunk);
   static Channels advance(const Channels& start, const Channels& end, int64_t times);
   void emit(Script&& script, int64_t trips);

@@ -68,7 +68,7 @@ class Inspection {
     if (!problem_.empty()) return;
     const Step* end = plan_.steps.data() + preamble.firstStep + preamble.numSteps;
     const auto isArrival = [](const Step& step, Op op) {
-      return step.op == op && step.counter == kArrival && step.who == kTeam &&
+      return step.op == op && step.counter == kArrival && step.who == kMates &&
              step.value == Affine{1, 0};
     };
     require(isArrival(end[-2], Op::Signal), "the preamble does not signal the arrival");
@@ -150,7 +150,7 @@ class Inspection {
   std::string aboutCounter(const Step& step, bool inPreamble) const {
     if (step.counter >= kNumCounters) return "no such counter";
     if (step.counter == kArrival && !inPreamble) return "the arrival belongs to the preamble";
-    if (step.op == Op::Wait && step.who != kTeam &&
+    if (step.op == Op::Wait && step.who != kMates &&
         (step.who < 0 || step.who >= topology_.teamSize())) {
       return "no such mate";
     }

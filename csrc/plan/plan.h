@@ -11,7 +11,8 @@
 //
 //   team counters   Signal / Wait        A counter is a monotonic word in shared memory. Its rank writes it, the
 //                                        ranks of the node read it. Values are relative to the execution.
-//   channels        Put / Receive /      A channel is a one-way stream of messages to a rank of another node. A put
+//   channels        Put / Receive /      A channel is a one-way sequence of messages to a rank of another node. A
+//                                        put
 //                   Release / Flush      takes the next slot of the receiver's window. Receive waits until message
 //                                        i has arrived. Release gives its slot back to the sender (credit). Flush
 //                                        waits until the sources of the first i puts may be overwritten.
@@ -71,14 +72,14 @@ enum class Op : uint8_t {
   Copy,    // every destination = the one source
   Reduce,  // every destination = source 0 (op) source 1 (op) … in this order
   Signal,  // my counter := value
-  Wait,  // wait until the counter of `who` (a local index, or kTeam: all other ranks of my node) >= value
+  Wait,  // wait until the counter of `who` (a local index, or kMates: all other ranks of my node) >= value
   Put,  // send `length` bytes of the one source as message `value`, counted from 1, of channel (who, stream)
   Receive,  // wait until message `value`, counted from 1, of channel (who, stream) has arrived; it has `length` bytes
   Release,  // give the slots of the first `value` messages of channel (who, stream) back to the sender
   Flush,  // wait until the sources of the first `value` puts on channel (who, stream) may be overwritten
 };
 
-inline constexpr Rank kTeam = -1;
+inline constexpr Rank kMates = -1;
 // Counter 0 is the arrival signal of every plan. A plan may use the other counters as it likes.
 inline constexpr int kArrival = 0;
 inline constexpr int kNumCounters = 8;
@@ -94,7 +95,7 @@ struct Step {  // one action of a lane; the comments say which kinds of step use
   uint8_t numDestinations = 0;
   uint16_t numSources = 0;
   uint32_t firstRef = 0;  // Plan::refs[firstRef …]: destinations, then sources
-  Rank who = kTeam;       // Wait: local index or kTeam; channel steps: group rank
+  Rank who = kMates;      // Wait: local index or kMates; channel steps: group rank
   int64_t length = 0;     // bytes: Copy, Reduce, Put, Receive
   Affine value;           // Signal, Wait, Put, Receive, Release, Flush
   friend bool operator==(const Step&, const Step&) = default;

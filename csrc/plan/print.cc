@@ -123,7 +123,7 @@ std::string printStep(const Plan& plan, const Step& step) {
     case Op::Wait:
       return fmt::format("wait {} of {} >= {}",
                          step.counter == kArrival ? "arrival" : fmt::format("c{}", step.counter),
-                         step.who == kTeam ? "the team" : fmt::format("mate {}", step.who),
+                         step.who == kMates ? "the team" : fmt::format("mate {}", step.who),
                          number(step.value));
     case Op::Put:
       return fmt::format("put to rank {}{} <- {}, message {}", step.who, stream,

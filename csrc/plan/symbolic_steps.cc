@@ -39,7 +39,7 @@ SymbolicRun::Channel& SymbolicRun::incoming(const Thread& t, const Step& step) {
 
 std::vector<Rank> SymbolicRun::waitedFor(const Thread& t, const Step& step) const {
   const auto& team = topology_.node(topology_.nodeOf(t.rank));
-  if (step.who != kTeam) return {team[step.who]};
+  if (step.who != kMates) return {team[step.who]};
   std::vector<Rank> others;
   std::copy_if(team.begin(), team.end(), std::back_inserter(others),
                [&](Rank mate) { return mate != t.rank; });

@@ -14,13 +14,13 @@ namespace smddp::process_group {
 namespace {
 
 template <typename... Args>
-[[noreturn]] void invalid(OpName op, fmt::format_string<Args...> format, Args&&... args) {
+[[noreturn]] void valueError(OpName op, fmt::format_string<Args...> format, Args&&... args) {
   throw std::invalid_argument(
       fmt::format("smddp: {}: {}", op, fmt::format(format, std::forward<Args>(args)...)));
 }
 
 template <typename... Args>
-[[noreturn]] void undefined(OpName op, fmt::format_string<Args...> format, Args&&... args) {
+[[noreturn]] void typeError(OpName op, fmt::format_string<Args...> format, Args&&... args) {
   C10_THROW_ERROR(TypeError, fmt::format("smddp: {}: {}", op,
                                          fmt::format(format, std::forward<Args>(args)...)));
 }
@@ -31,11 +31,11 @@ std::string shapeOf(const at::Tensor& tensor) {
 
 double factorOf(OpName name, const c10d::ReduceOp& op) {
   const auto* given = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  if (given == nullptr) invalid(name, "PREMUL_SUM without a factor");
+  if (given == nullptr) valueError(name, "PREMUL_SUM without a factor");
   const at::Tensor& factor = given->tensor_factor;
   if (!factor.defined()) return given->double_factor;
   if (factor.numel() != 1 || factor.is_complex()) {
-    invalid(name, "the factor of PREMUL_SUM must be one real number, got a {}", shapeOf(factor));
+    valueError(name, "the factor of PREMUL_SUM must be one real number, got a {}", shapeOf(factor));
   }
   return factor.item<double>();
 }
@@ -57,7 +57,7 @@ void requireStorage(OpName op, const at::Tensor& tensor) {
                                                        tensor.itemsize(), tensor.storage_offset());
   const size_t bytes = tensor.storage().nbytes();
   if (tensor.numel() > 0 && needed > bytes) {
-    invalid(op, "a {} reaches beyond the {} bytes of its storage", shapeOf(tensor), bytes);
+    valueError(op, "a {} reaches beyond the {} bytes of its storage", shapeOf(tensor), bytes);
   }
 }
 
@@ -101,9 +101,10 @@ void notImplemented(OpName op, const std::string& detail) {
 }
 
 void requireDense(OpName op, const at::Tensor& tensor) {
-  if (!tensor.defined()) invalid(op, "a tensor is undefined");
+  if (!tensor.defined()) valueError(op, "a tensor is undefined");
   if (tensor.layout() != c10::kStrided) {
-    invalid(op, "a tensor has layout {}; make it dense with to_dense()", c10::str(tensor.layout()));
+    valueError(op, "a tensor has layout {}; make it dense with to_dense()",
+               c10::str(tensor.layout()));
   }
   // A device with streams can be copied from and to. (Meta tensors have no memory.)
   if (!tensor.device().is_cpu() &&
@@ -116,19 +117,19 @@ void requireDense(OpName op, const at::Tensor& tensor) {
 void requireWritable(OpName op, const at::Tensor& tensor) {
   requireDense(op, tensor);
   if (sharesElements(tensor)) {
-    invalid(op, "elements of a {} share memory (strides {}); pass tensor.contiguous()",
-            shapeOf(tensor), c10::str(tensor.strides()));
+    valueError(op, "elements of a {} share memory (strides {}); pass tensor.contiguous()",
+               shapeOf(tensor), c10::str(tensor.strides()));
   }
 }
 
 const at::Tensor& onlyTensor(OpName op, const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() != 1) invalid(op, "expects one tensor per rank, got {}", tensors.size());
+  if (tensors.size() != 1) valueError(op, "expects one tensor per rank, got {}", tensors.size());
   return tensors.front();
 }
 
 void requireSameType(OpName op, const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() == b.scalar_type()) return;
-  undefined(op, "all tensors of a call must have one dtype, got {} and {}",
+  typeError(op, "all tensors of a call must have one dtype, got {} and {}",
             c10::toString(a.scalar_type()), c10::toString(b.scalar_type()));
 }
 
@@ -136,14 +137,16 @@ void requireMultiple(OpName op, const at::Tensor& whole, const at::Tensor& part,
                      const char* wholeName, const char* partName) {
   requireSameType(op, whole, part);
   if (whole.numel() == part.numel() * parts) return;
-  invalid(op, "the {} must have {} times the elements of the {} (one part per rank), got {} and {}",
-          wholeName, parts, partName, whole.numel(), part.numel());
+  valueError(op,
+             "the {} must have {} times the elements of the {} (one part per rank), got {} and {}",
+             wholeName, parts, partName, whole.numel(), part.numel());
 }
 
 void requireList(OpName op, const std::vector<at::Tensor>& list, size_t count,
                  const at::Tensor& like, const char* listName) {
   if (list.size() != count) {
-    invalid(op, "the {} must have one tensor per rank ({}), got {}", listName, count, list.size());
+    valueError(op, "the {} must have one tensor per rank ({}), got {}", listName, count,
+               list.size());
   }
   for (const at::Tensor& tensor : list) {
     requireDense(op, tensor);
@@ -160,8 +163,8 @@ void requireSameSizes(OpName op, const std::vector<at::Tensor>& list, const at::
                       const char* listName) {
   for (const at::Tensor& tensor : list) {
     if (tensor.numel() == like.numel()) continue;
-    invalid(op, "all tensors of the {} must have {} elements, got {}", listName, like.numel(),
-            tensor.numel());
+    valueError(op, "all tensors of the {} must have {} elements, got {}", listName, like.numel(),
+               tensor.numel());
   }
 }
 
@@ -170,12 +173,12 @@ const std::vector<at::Tensor>& onlyList(OpName op,
                                         bool takesPart, const char* listName) {
   static const std::vector<at::Tensor> none;
   if (takesPart) {
-    if (lists.size() != 1) invalid(op, "expects one {}, got {}", listName, lists.size());
+    if (lists.size() != 1) valueError(op, "expects one {}, got {}", listName, lists.size());
     return lists.front();
   }
   const bool empty =
       std::all_of(lists.begin(), lists.end(), [](const auto& list) { return list.empty(); });
-  if (!empty) invalid(op, "only the root rank has an {}", listName);
+  if (!empty) valueError(op, "only the root rank has an {}", listName);
   return none;
 }
 
@@ -185,24 +188,24 @@ std::vector<int64_t> elementsPerRank(OpName op, const at::Tensor& tensor,
   const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
   if (splits.empty()) {
     if (rows % size != 0) {
-      invalid(op, "{} rows of the {} do not divide among {} ranks; pass its split sizes", rows,
-              name, size);
+      valueError(op, "{} rows of the {} do not divide among {} ranks; pass its split sizes", rows,
+                 name, size);
     }
     return std::vector<int64_t>(static_cast<size_t>(size), tensor.numel() / size);
   }
   if (static_cast<int64_t>(splits.size()) != size) {
-    invalid(op, "the {} needs one split size per rank ({}), got {}", name, size, splits.size());
+    valueError(op, "the {} needs one split size per rank ({}), got {}", name, size, splits.size());
   }
   int64_t sum = 0;
   for (const int64_t split : splits) {
-    if (split < 0) invalid(op, "a split size of the {} is negative: {}", name, split);
+    if (split < 0) valueError(op, "a split size of the {} is negative: {}", name, split);
     if (__builtin_add_overflow(sum, split, &sum)) {
-      invalid(op, "the split sizes of the {} add up to more than 2^63, but it has {} rows", name,
-              rows);
+      valueError(op, "the split sizes of the {} add up to more than 2^63, but it has {} rows", name,
+                 rows);
     }
   }
   if (sum != rows) {
-    invalid(op, "the split sizes of the {} add up to {}, but it has {} rows", name, sum, rows);
+    valueError(op, "the split sizes of the {} add up to {}, but it has {} rows", name, sum, rows);
   }
   std::vector<int64_t> elements;
   for (const int64_t split : splits) {
@@ -212,7 +215,7 @@ std::vector<int64_t> elementsPerRank(OpName op, const at::Tensor& tensor,
 }
 
 void requireRank(OpName op, int64_t rank, int64_t size, const char* what) {
-  if (rank < 0 || rank >= size) invalid(op, "{} rank {} is not in 0 … {}", what, rank, size - 1);
+  if (rank < 0 || rank >= size) valueError(op, "{} rank {} is not in 0 … {}", what, rank, size - 1);
 }
 
 DataType reducibleType(OpName op, const at::Tensor& tensor) {
@@ -234,7 +237,7 @@ DataType reducibleType(OpName op, const at::Tensor& tensor) {
     case at::kBool: return DataType::boolean;
     default: break;
   }
-  undefined(op, "{} can be moved, but not reduced; convert the tensor, to float32 for example",
+  typeError(op, "{} can be moved, but not reduced; convert the tensor, to float32 for example",
             c10::toString(tensor.scalar_type()));
 }
 
@@ -249,14 +252,14 @@ ReduceOp reduceOpOf(OpName name, const c10d::ReduceOp& op) {
     case c10d::ReduceOp::BOR: return ReduceOp::BOR;
     case c10d::ReduceOp::BXOR: return ReduceOp::BXOR;
     case c10d::ReduceOp::PREMUL_SUM: return ReduceOp::PREMUL_SUM;
-    default: invalid(name, "an unknown reduce operation");
+    default: valueError(name, "an unknown reduce operation");
   }
 }
 
 void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::Request& request) {
   request.op = reduceOpOf(name, op);
   if (!engine::canReduce(type, request.op)) {
-    undefined(name, "{} of {} is undefined; {} has {}", toString(request.op), toString(type),
+    typeError(name, "{} of {} is undefined; {} has {}", toString(request.op), toString(type),
               toString(type), operationsOf(type));
   }
   if (request.op == ReduceOp::PREMUL_SUM) request.factor = factorOf(name, op);

@@ -23,7 +23,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tenso
   request.type = reducibleType(kName, tensor);
   setReduceOp(kName, options.reduceOp, request.type, request);
   call.staging.begin(*devices_, {Collective::AllReduce, request.op});
-  request.output = {call.staging.update(tensor)};
+  request.output = {call.staging.toUpdate(tensor)};
   request.bytes = numBytes(tensor);
   return submit(std::move(call), std::move(request));
 }
@@ -41,7 +41,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
   request.type = reducibleType(kName, tensors.front());
   setReduceOp(kName, options.reduceOp, request.type, request);
   call.staging.begin(*devices_, {Collective::AllReduce, request.op});
-  request.output = call.staging.update(tensors);
+  request.output = call.staging.toUpdate(tensors);
   request.bytes = engine::totalBytes(request.output);
   return submit(std::move(call), std::move(request));
 }
@@ -70,8 +70,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
     Request request = newRequest(Collective::Broadcast, options.timeout, options.asyncOp);
     request.root = root;
     request.partOf = engine::PartOf::UnevenAllGather;
-    request.output = {root == getRank() ? call.staging.placeThrough(input, own, Access::Send)
-                                        : call.staging.write(block)};
+    request.output = {root == getRank() ? call.staging.placeCopied(input, own, Access::Send)
+                                        : call.staging.toWrite(block)};
     request.bytes = numBytes(block);
     requests.push_back(std::move(request));
   }
@@ -161,8 +161,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
   call.staging.begin(*devices_,
                      {even ? Collective::ReduceScatter : Collective::Reduce, request.op});
   if (even) {
-    request.input = call.staging.read(input);
-    request.output = {call.staging.write(output)};
+    request.input = call.staging.toRead(input);
+    request.output = {call.staging.toWrite(output)};
     request.bytes = numBytes(output);
     return submit(std::move(call), std::move(request));
   }
@@ -177,11 +177,11 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
     one.root = root;
     one.partOf = engine::PartOf::UnevenReduceScatter;
     one.bytes = numBytes(block);
-    if (root != getRank()) one.input = {call.staging.read(block)};
+    if (root != getRank()) one.input = {call.staging.toRead(block)};
   }
   // Comes last, because it writes to `output`, which may share memory with a block.
   requests[static_cast<size_t>(getRank())].output = {
-      call.staging.placeThrough(own, output, Access::Read)};
+      call.staging.placeCopied(own, output, Access::Read)};
   return submit(std::move(call), std::move(requests));
 }
 
@@ -195,8 +195,8 @@ Request ProcessGroup::scatterRequest(const char* name, const at::Tensor& output,
   request.type = reducibleType(name, output);
   setReduceOp(name, options.reduceOp, request.type, request);
   staging.begin(*devices_, {Collective::ReduceScatter, request.op});
-  request.input = {staging.read(input)};
-  request.output = {staging.write(output)};
+  request.input = {staging.toRead(input)};
+  request.output = {staging.toWrite(output)};
   request.bytes = numBytes(output);
   return request;
 }

@@ -35,15 +35,15 @@ enum class Access : uint8_t {
 constexpr bool reads(Access access) { return access != Access::Write; }
 constexpr bool writes(Access access) { return access == Access::Write || access == Access::Update; }
 
-// The tensors of a call that has a block for each rank, one tensor or several, and where this rank's own block is in
-// them: `count` elements, of which the first is element `begin` of all tensors, one behind the other.
+// The tensors of a call that has one block for each rank. Seen as one vector, one tensor behind the other, this rank's
+// own block is the `count` elements from element `begin` on.
 struct Blocks {
   at::TensorList tensors;
   int64_t begin = 0;
   int64_t count = 0;
 };
 
-// Threads: place(), placeThrough() and placeBlocks() on the thread that makes the call, before it submits it; finish()
+// Threads: place(), placeCopied() and placeBlocks() on the thread that makes the call, before it submits it; finish()
 // once, on the thread that sees the operation's end; after that any thread. Owns what it has staged. A device that
 // fails throws.
 class DeviceCall {
@@ -53,8 +53,8 @@ class DeviceCall {
   // As Staging's functions: where a request finds the bytes of these tensors.
   virtual engine::Piece place(const at::Tensor& tensor, Access access) = 0;
   virtual engine::Pieces place(at::TensorList tensors, Access access) = 0;
-  virtual engine::Piece placeThrough(const at::Tensor& from, const at::Tensor& into,
-                                     Access access) = 0;
+  virtual engine::Piece placeCopied(const at::Tensor& from, const at::Tensor& into,
+                                    Access access) = 0;
   virtual std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent,
                                                                 const Blocks& received) = 0;
   // Whether one request may have blocks of several sizes.
@@ -71,8 +71,8 @@ class DeviceCall {
   // What the call's copies are enqueued on.
   virtual c10::Stream stream() const = 0;
   // A stream, by default the thread's current one, waits for the end of the call.
-  virtual void order() const = 0;
-  virtual void order(c10::Stream stream) const = 0;
+  virtual void makeStreamWait() const = 0;
+  virtual void makeStreamWait(c10::Stream stream) const = 0;
 };
 
 }  // namespace smddp::process_group

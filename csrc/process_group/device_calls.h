@@ -24,7 +24,7 @@ class DeviceCalls {
   // Once, before the first call.
   void attach(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group);
   // The same for a group that split() makes of some of the ranks.
-  virtual std::unique_ptr<DeviceCalls> forPart() const = 0;
+  virtual std::unique_ptr<DeviceCalls> forSplit() const = 0;
 
   // What stages the tensors of a call, of which `first` is one.
   virtual std::shared_ptr<DeviceCall> begin(const CallKind& kind, const at::Tensor& first) = 0;

@@ -11,9 +11,9 @@
 
 namespace smddp::process_group {
 
-// Seen in Python as smddp.errors.SMDDPPeerLostError and its siblings, all torch.distributed.DistBackendError.
-// DDP keeps only c10's text of it. Launchers search the log for the name of the class, so that text begins
-// with it.
+// Seen in Python as smddp.errors.SMDDPPeerLostError and its siblings, all torch.distributed.DistBackendError. DDP
+// passes on only the text of c10's error, and launchers search logs for the class name; so the text begins with that
+// name.
 class BackendError : public c10::DistBackendError {
  public:
   explicit BackendError(const smddp::Error& error)

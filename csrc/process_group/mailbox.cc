@@ -14,9 +14,9 @@ namespace smddp::process_group {
 
 namespace {
 
-constexpr auto kEnvelope = static_cast<size_t>(engine::Matcher::kShortBytes);
+constexpr auto kEnvelope = static_cast<size_t>(engine::Matcher::kMaxBuffered);
 // A front up to this length is sent in parts that are as long as the envelope, and so short enough for buffered
-// core messages. A longer one is sent as the envelope and one ordinary core message.
+// engine messages. A longer one is sent as the envelope and one ordinary engine message.
 constexpr size_t kShortFront = 8 * kEnvelope;
 // How long a thread that waits polls, yielding the processor, before it sleeps. To sleep and to wake takes 30 to
 // 100 us, as long as the call of a small module at the other end.
@@ -152,7 +152,7 @@ void Mailbox::readFront(Stream& stream) {
   DecodedMessage message = decodeFront(bytesIn(stream.front));
   stream.arriving = {
       stream.peer, std::move(message.header), std::move(message.tensors), message.last, {}};
-  for (at::Tensor& bytes : message.alone) {
+  for (at::Tensor& bytes : message.largeTensors) {
     stream.receives.push_back(submit(false, stream.peer, std::move(bytes), false));
   }
   stream.expects = Stream::Tensors;
@@ -175,7 +175,7 @@ void Mailbox::send(int peer, const std::string& header,
       sending.push_back(
           submit(true, peer, byteView(message.front, begin, length), /*buffered=*/true));
     }
-    for (at::Tensor& bytes : message.alone) {
+    for (at::Tensor& bytes : message.largeTensors) {
       sending.push_back(submit(true, peer, std::move(bytes), /*buffered=*/false));
     }
     if (!gone(sending)) sending_.push_back(std::move(sending));

@@ -17,10 +17,11 @@
 namespace smddp::process_group {
 
 // There is one stream per ordered pair of ranks of the group, for the whole job. open() begins a step on it, and the
-// message marked `last` ends that step. Messages of a stream arrive in order; between streams there is no order. A
-// message travels as one or more core messages, which is what the engine calls a message. The first one, the envelope,
-// has a fixed size; the rest of the front and the large tensors follow in others. Short fronts are sent buffered: they
-// arrive even if the receiver does nothing.
+// message marked `last` ends that step. Messages of a stream arrive in order; between streams there is no order.
+//
+// A message begins with a *front* (message_codec.h). It travels as one or more messages of the engine (here: engine
+// messages). The first, the *envelope*, has a fixed size and is the beginning of the front; the rest of the front and
+// the large tensors follow in others. Short fronts are sent buffered: they arrive even if the receiver does nothing.
 //
 // take() posts the receives and, before it returns, withdraws the receives of messages that have not begun to arrive.
 // Only a message of which a part has come keeps its receives. So while a rank computes, messages seldom wake its

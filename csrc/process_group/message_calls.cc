@@ -57,7 +57,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::send(std::vector<at::Tensor>& tensors, i
   requireDense(kName, tensor);
   Work::Call call(c10d::OpType::SEND, "smddp:send", tensors, {tensors});
   call.staging.begin(*devices_, CallKind::send(destination));
-  auto message = newMessage(true, destination, tag, {call.staging.send(tensor)});
+  auto message = newMessage(true, destination, tag, {call.staging.toSend(tensor)});
   return submit(std::move(call), {}, {std::move(message)});
 }
 
@@ -70,7 +70,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::recv(std::vector<at::Tensor>& tensors, i
   requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::RECV, "smddp:recv", tensors, {tensors});
   call.staging.begin(*devices_, CallKind::receive());
-  auto message = newMessage(false, source, tag, {call.staging.write(tensor)});
+  auto message = newMessage(false, source, tag, {call.staging.toWrite(tensor)});
   return submit(std::move(call), {}, {std::move(message)});
 }
 
@@ -81,15 +81,15 @@ intrusive_ptr<c10d::Work> ProcessGroup::recvAnysource(std::vector<at::Tensor>& t
   requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::RECVANYSOURCE, "smddp:recvAnySource", tensors, {tensors});
   call.staging.begin(*devices_, CallKind::receive());
-  auto message = newMessage(false, engine::kAnySource, tag, {call.staging.write(tensor)});
+  auto message = newMessage(false, engine::kAnySource, tag, {call.staging.toWrite(tensor)});
   return submit(std::move(call), {}, {std::move(message)});
 }
 
-engine::Message ProcessGroup::newMessage(bool send, Rank peer, int32_t tag, engine::Pieces buffer,
+engine::Message ProcessGroup::newMessage(bool send, Rank rank, int32_t tag, engine::Pieces buffer,
                                          std::chrono::milliseconds timeout) const {
   engine::Message message;
   message.send = send;
-  message.peer = peer;
+  message.peer = rank;
   message.tag = tag;
   message.buffer = std::move(buffer);
   message.timeout = effectiveTimeout(timeout);
@@ -98,12 +98,13 @@ engine::Message ProcessGroup::newMessage(bool send, Rank peer, int32_t tag, engi
 
 // No plan has such blocks: they are messages. A barrier's plan with the fingerprint of this call runs beside them, so
 // that a rank in another call is found at once.
-intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces to, engine::Pieces from,
+intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces sent,
+                                           engine::Pieces received,
                                            const c10d::AllToAllOptions& options) {
   if (call.staging.takesSplits()) {
     auto request = newRequest(collectives::Collective::AllToAll, options.timeout, options.asyncOp);
-    request.input = std::move(to);
-    request.output = std::move(from);
+    request.input = std::move(sent);
+    request.output = std::move(received);
     return submit(std::move(call), std::move(request));
   }
   auto agreement = newRequest(collectives::Collective::Barrier, options.timeout, /*asyncOp=*/true);
@@ -112,15 +113,15 @@ intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces to, e
   const int32_t tag = tagOfCall(call.sequence);
   std::vector<engine::Message> messages;
   // This rank's own block may already be where it belongs.
-  const auto& given = to[static_cast<size_t>(getRank())];
-  const auto& taken = from[static_cast<size_t>(getRank())];
+  const auto& given = sent[static_cast<size_t>(getRank())];
+  const auto& taken = received[static_cast<size_t>(getRank())];
   const bool isInPlace = given.data() == taken.data() && given.size() == taken.size();
   // Receives first. Each rank begins with another peer, so that not all send to one rank at once.
   for (const bool send : {false, true}) {
     for (int i = 0; i < getSize(); ++i) {
       const Rank peer =
           send ? (getRank() + i) % getSize() : (getRank() - i + getSize()) % getSize();
-      const auto& piece = (send ? to : from)[static_cast<size_t>(peer)];
+      const auto& piece = (send ? sent : received)[static_cast<size_t>(peer)];
       if (peer == getRank() && isInPlace) continue;
       messages.push_back(newMessage(send, peer, tag, {piece}, options.timeout));
     }

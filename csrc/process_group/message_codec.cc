@@ -12,8 +12,9 @@ namespace smddp::process_group {
 
 namespace {
 
-// Tensors are copied into the front as long as they have at most this many bytes together; any other travels alone.
-constexpr size_t kInside = 4096;
+// Small tensors are those that have at most this many bytes together; they are copied into the front. A large one
+// travels by itself.
+constexpr size_t kSmallBytes = 4096;
 
 // The first bytes of a front.
 struct Front {
@@ -25,7 +26,7 @@ struct Front {
 static_assert(sizeof(Front) == kFrontPrefix);
 
 struct Description {
-  enum Kind : uint8_t { None, Inside, Alone };
+  enum Kind : uint8_t { None, Small, Large };
   Kind kind = None;
   int8_t type = 0;  // c10::ScalarType
   uint8_t requiresGrad = 0;
@@ -115,12 +116,12 @@ EncodedMessage encodeMessage(const std::string& header,
                              size_t least) {
   const c10::InferenceMode guard(false);
   Writer writer;
-  writer.bytes().reserve(kInside + least);
+  writer.bytes().reserve(kSmallBytes + least);
   Front front{narrowed(header.size()), narrowed(tensors.size()), 0, last};
   writer.value(front);
   writer.raw(header.data(), header.size());
   EncodedMessage message;
-  size_t inside = 0;
+  size_t small = 0;
   for (const auto& tensor : tensors) {
     Description about;
     if (!tensor) {
@@ -128,17 +129,17 @@ EncodedMessage encodeMessage(const std::string& header,
       continue;
     }
     const at::Tensor data = sendable(*tensor);
-    const bool isInside = inside + data.nbytes() <= kInside;
-    about = {isInside ? Description::Inside : Description::Alone,
+    const bool isSmall = small + data.nbytes() <= kSmallBytes;
+    about = {isSmall ? Description::Small : Description::Large,
              static_cast<int8_t>(data.scalar_type()), tensor->requires_grad(),
              static_cast<uint8_t>(data.dim())};
     writer.value(about);
     for (const int64_t size : data.sizes()) writer.value(size);
-    if (isInside) {
-      inside += data.nbytes();
+    if (isSmall) {
+      small += data.nbytes();
       writer.raw(data.const_data_ptr(), data.nbytes());
     } else {
-      message.alone.push_back(byteView(data, 0, static_cast<int64_t>(data.nbytes())));
+      message.largeTensors.push_back(byteView(data, 0, static_cast<int64_t>(data.nbytes())));
     }
   }
   auto& bytes = writer.bytes();
@@ -164,7 +165,7 @@ DecodedMessage decodeFront(std::span<const std::byte> bytes) {
     const auto about = reader.value<Description>();
     auto& place = message.tensors.emplace_back();
     if (about.kind == Description::None) continue;
-    check(about.kind <= Description::Alone);
+    check(about.kind <= Description::Large);
     check(about.type >= 0 && about.type < static_cast<int8_t>(at::ScalarType::Undefined));
     std::vector<int64_t> sizes;
     for (int d = 0; d < about.dimensions; ++d) {
@@ -172,13 +173,13 @@ DecodedMessage decodeFront(std::span<const std::byte> bytes) {
       check(sizes.back() >= 0);
     }
     place = newTensor(sizes, static_cast<at::ScalarType>(about.type));
-    if (about.kind == Description::Inside) {
+    if (about.kind == Description::Small) {
       const auto elements = reader.raw(place->nbytes());
       if (!elements.empty()) {
         std::memcpy(place->mutable_data_ptr(), elements.data(), elements.size());
       }
     } else {
-      message.alone.push_back(byteView(*place, 0, static_cast<int64_t>(place->nbytes())));
+      message.largeTensors.push_back(byteView(*place, 0, static_cast<int64_t>(place->nbytes())));
     }
     place->set_requires_grad(about.requiresGrad != 0);
   }

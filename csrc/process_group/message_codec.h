@@ -30,14 +30,14 @@ struct EncodedMessage {
   // Has at least `least` bytes; the message's front is the first `length` of them.
   at::Tensor front;
   size_t length = 0;
-  std::vector<at::Tensor> alone;  // the bytes of each large tensor; they share its memory
+  std::vector<at::Tensor> largeTensors;  // the bytes of each large tensor; they share its memory
 };
 
 struct DecodedMessage {
   std::string header;
   std::vector<std::optional<at::Tensor>> tensors;
   std::vector<at::Tensor>
-      alone;  // where the bytes of each large tensor have to be received, in order
+      largeTensors;  // where the bytes of each large tensor have to be received, in order
   bool last = false;
 };
 

@@ -29,12 +29,12 @@ void MonitoredBarrier::run(Nanoseconds timeout, bool waitAllRanks) const {
   }
 }
 
-engine::CompletionPtr MonitoredBarrier::signal(bool send, Rank peer, int32_t tag,
+engine::CompletionPtr MonitoredBarrier::signal(bool send, Rank rank, int32_t tag,
                                                Nanoseconds timeout) const {
   const auto byte = std::make_shared<std::byte>();
   engine::Message message;
   message.send = send;
-  message.peer = peer;
+  message.peer = rank;
   message.tag = tag;
   message.buffer = {{byte.get(), 1}};
   message.keepAlive = byte;
@@ -46,7 +46,7 @@ void MonitoredBarrier::awaitRelease(Nanoseconds timeout) const {
   // Rank 0 may have begun later. Its error names the missing rank, which this rank does not know.
   const Nanoseconds patience = timeout + kExtraTime;
   const auto here = signal(true, 0, kTagOfBarrier, patience);
-  const auto go = signal(false, 0, kTagOfRelease, patience);
+  const auto go = signal(false, 0, kTagOfBarrierAnswer, patience);
   for (const auto& completion : {go, here}) {
     engine_->wait(*group_, *completion);
     if (!completion->error()) continue;
@@ -91,7 +91,7 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   }
   std::vector<engine::CompletionPtr> go;
   for (Rank r = 1; r < group_->spec().size; ++r)
-    go.push_back(signal(true, r, kTagOfRelease, kExtraTime));
+    go.push_back(signal(true, r, kTagOfBarrierAnswer, kExtraTime));
   for (const auto& completion : go) {
     engine_->wait(*group_, *completion);
     if (completion->error()) throwAsTorch(*completion->error());

@@ -1,7 +1,7 @@
 // The barrier that knows which ranks are missing: every rank sends rank 0 a message, and rank 0 answers all of them.
 //
-// Blocks the caller; one object serves one call. Owns a share of engine and group. When a rank does not come, rank 0
-// makes the group fail with an error that names it, which every rank throws.
+// Blocks the caller; one object serves one call. Holds references to engine and group. When a rank does not come, rank
+// 0 makes the group fail with an error that names it, which every rank throws.
 #pragma once
 
 #include <memory>
@@ -19,7 +19,7 @@ class MonitoredBarrier {
 
  private:
   // A byte that arrives says that its sender has come, or that its receiver may go.
-  engine::CompletionPtr signal(bool send, Rank peer, int32_t tag, Nanoseconds timeout) const;
+  engine::CompletionPtr signal(bool send, Rank rank, int32_t tag, Nanoseconds timeout) const;
   // What rank 0 does, and what the others do.
   void awaitRanks(Nanoseconds timeout, bool all) const;
   void awaitRelease(Nanoseconds timeout) const;

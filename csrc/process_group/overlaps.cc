@@ -26,7 +26,7 @@ bool Overlaps::add(const at::Tensor& tensor, Access access, const at::Tensor* ex
   return numShared > 0;
 }
 
-bool Overlaps::addIfNone(at::TensorList tensors, Access access) {
+bool Overlaps::addIfApart(at::TensorList tensors, Access access) {
   std::vector<Extent> all(extents_.begin(), extents_.end());
   all.reserve(extents_.size() + tensors.size());
   for (const at::Tensor& tensor : tensors) all.push_back(extentOf(tensor, access));

@@ -40,7 +40,7 @@ std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>>& coalescing() {
 std::shared_ptr<engine::Engine> engineAtFirstUse() {
   EngineSlot& slot = engineSlot();
   const std::lock_guard lock(slot.mutex);
-  if (slot.engine && slot.engine->isOutlived()) {
+  if (slot.engine && slot.engine->isReplaceableInChild()) {
     // Never destroyed: its threads and connections are the parent's.
     static_cast<void>(new std::shared_ptr<engine::Engine>(std::move(slot.engine)));
     slot.engine.reset();
@@ -50,23 +50,23 @@ std::shared_ptr<engine::Engine> engineAtFirstUse() {
 }
 
 // The engine for a new group. If there is none, the other ranks hear why.
-std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Birth& birth) {
+std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Creation& creation) {
   try {
     return engineAtFirstUse();
   } catch (const Error& error) {
-    reportTrouble(birth.store, birth.name, birth.rank, error);
+    reportTrouble(creation.store, creation.name, creation.rank, error);
     throwAsTorch(error);
   }
 }
 
 // The ranks of a new group in the default group. Empty if that is not one of ours, or does not have all of them.
-engine::Engine::Kin kinOf(const ProcessGroup::Birth& birth) {
+engine::Engine::KnownMembers knownMembersOf(const ProcessGroup::Creation& creation) {
   EngineSlot& slot = engineSlot();
   const std::lock_guard lock(slot.mutex);
   const auto world = slot.world.lock();
-  const auto& ranks = birth.ranksOfWorld;
+  const auto& ranks = creation.ranksOfWorld;
   const auto isOfWorld = [&](Rank rank) { return rank >= 0 && rank < world->spec().size; };
-  if (!world || static_cast<int>(ranks.size()) != birth.size ||
+  if (!world || static_cast<int>(ranks.size()) != creation.size ||
       !std::all_of(ranks.begin(), ranks.end(), isOfWorld)) {
     return {};
   }
@@ -94,7 +94,7 @@ void shutdownEngine() {
     const std::lock_guard lock(slot.mutex);
     engine = slot.engine;
   }
-  // Without the lock: callbacks that run now may ask for the engine, too.
+  // Without the lock: continuations that run now may ask for the engine, too.
   if (engine) engine->shutdown();
 }
 
@@ -123,19 +123,20 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
   }
 }
 
-ProcessGroup::ProcessGroup(const Birth& birth, std::unique_ptr<DeviceCalls> devices)
-    : Backend(birth.rank, birth.size),
-      engine_(engineFor(birth)),
-      timeoutMs_(birth.timeout.count()),
+ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls> devices)
+    : Backend(creation.rank, creation.size),
+      engine_(engineFor(creation)),
+      timeoutMs_(creation.timeout.count()),
       devices_(std::move(devices)) {
-  const std::string& name = birth.name;
+  const std::string& name = creation.name;
   const bool isWorld =
-      birth.ranksOfWorld.empty() && (name == "default_pg" || name.empty() || name == "0");
-  if (isWorld) setLogRank(birth.rank);
-  StoreAdapter adapter(birth.store);
+      creation.ranksOfWorld.empty() && (name == "default_pg" || name.empty() || name == "0");
+  if (isWorld) setLogRank(creation.rank);
+  StoreAdapter adapter(creation.store);
   translated([&] {
-    group_ = engine_->createGroup(adapter, {birth.name, birth.rank, birth.size, birth.algorithm},
-                                  std::chrono::nanoseconds(birth.timeout).count(), kinOf(birth));
+    group_ = engine_->createGroup(
+        adapter, {creation.name, creation.rank, creation.size, creation.algorithm},
+        std::chrono::nanoseconds(creation.timeout).count(), knownMembersOf(creation));
   });
   if (isWorld) {
     const std::lock_guard lock(engineSlot().mutex);
@@ -193,7 +194,7 @@ void ProcessGroup::abort() {
 void ProcessGroup::shutdown() {
   if (shutDown_.exchange(true)) return;
   try {
-    engine_->finishCalls(*group_);
+    engine_->waitForOpenCalls(*group_);
   } catch (...) {
     // A signal has ended the wait.
     leave();
@@ -220,7 +221,7 @@ intrusive_ptr<c10d::Backend> ProcessGroup::split(
     const intrusive_ptr<c10d::Backend::Options>& options) {
   const auto [group, timeout] = splitEngineGroup(store, ranks, options);
   if (!group) return nullptr;
-  return c10::make_intrusive<ProcessGroup>(group, timeout, devices_->forPart());
+  return c10::make_intrusive<ProcessGroup>(group, timeout, devices_->forSplit());
 }
 
 std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGroup::splitEngineGroup(
@@ -238,13 +239,15 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
   }
   const auto timeout = options ? options->timeout : std::chrono::milliseconds(timeoutMs_.load());
   const auto parent = group();
-  // torch asks for each type of device, with one store; ranks that get no group are asked more often than the others.
+  // torch calls this once for each device type, with the same store, and more often on ranks that get no group. So the
+  // lists are compared only at the first call with a store.
   const auto isAgreedFor = [&] {
     const std::lock_guard lock(splitMutex_);
     return store && splitStore_.lock() == store;
   };
   if (!isAgreedFor()) {
-    // So that all ranks come to it after the same calls.
+    // The comparison is a call of the group: deferred calls must begin before it, or its number would differ between
+    // ranks.
     devices_->drain();
     translated(
         [&] { engine::agreeOnMembers(*engine_, parent, members, effectiveTimeout(timeout)); });

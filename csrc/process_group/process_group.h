@@ -39,8 +39,8 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 class ProcessGroup : public c10d::Backend {
  public:
-  // What makes a group whose ranks meet through the store.
-  struct Birth {
+  // What a group is made from whose ranks meet through the store.
+  struct Creation {
     c10::intrusive_ptr<c10d::Store> store;
     int rank;
     int size;
@@ -50,7 +50,7 @@ class ProcessGroup : public c10d::Backend {
     std::vector<int> ranksOfWorld;  // its ranks in the default group; empty for the default group
   };
   // Meets the other ranks; blocks until all are there or the timeout is over. `devices` serves tensors on a device.
-  ProcessGroup(const Birth& birth, std::unique_ptr<DeviceCalls> devices);
+  ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls> devices);
   // Takes a group of the engine that exists already.
   ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout,
                std::unique_ptr<DeviceCalls> devices);
@@ -172,10 +172,10 @@ class ProcessGroup : public c10d::Backend {
   engine::Request scatterRequest(const char* name, const at::Tensor& output,
                                  const at::Tensor& input, Staging& staging,
                                  const c10d::ReduceScatterOptions& options) const;
-  engine::Message newMessage(bool send, Rank peer, int32_t tag, engine::Pieces buffer,
+  engine::Message newMessage(bool send, Rank rank, int32_t tag, engine::Pieces buffer,
                              std::chrono::milliseconds timeout = c10d::kUnsetTimeout) const;
   // An all-to-all of blocks, one for each rank, of which only sender and receiver know the size.
-  c10::intrusive_ptr<Work> exchange(Work::Call call, engine::Pieces to, engine::Pieces from,
+  c10::intrusive_ptr<Work> exchange(Work::Call call, engine::Pieces sent, engine::Pieces received,
                                     const c10d::AllToAllOptions& options);
   // If this thread is between startCoalescing() and endCoalescing(), the call is one of theirs.
   void noteCoalesced(const c10::intrusive_ptr<Work>& work);

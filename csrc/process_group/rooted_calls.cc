@@ -22,10 +22,10 @@ intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tenso
   request.root = static_cast<Rank>(options.rootRank);
   if (getRank() == options.rootRank) {
     requireDense(kName, tensor);
-    request.output = {call.staging.send(tensor)};
+    request.output = {call.staging.toSend(tensor)};
   } else {
     requireWritable(kName, tensor);
-    request.output = {call.staging.write(tensor)};
+    request.output = {call.staging.toWrite(tensor)};
   }
   request.bytes = numBytes(tensor);
   return submit(std::move(call), std::move(request));
@@ -49,9 +49,9 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce(std::vector<at::Tensor>& tensors,
   setReduceOp(kName, options.reduceOp, request.type, request);
   call.staging.begin(*devices_, {Collective::Reduce, request.op});
   if (isRoot) {
-    request.output = {call.staging.update(tensor)};
+    request.output = {call.staging.toUpdate(tensor)};
   } else {
-    request.input = {call.staging.read(tensor)};
+    request.input = {call.staging.toRead(tensor)};
   }
   request.bytes = numBytes(tensor);
   return submit(std::move(call), std::move(request));
@@ -72,12 +72,12 @@ intrusive_ptr<c10d::Work> ProcessGroup::gather(std::vector<std::vector<at::Tenso
   request.root = static_cast<Rank>(options.rootRank);
   request.bytes = numBytes(input);
   // The root copies its own block to the output; other ranks only send theirs.
-  request.input = {isRoot ? call.staging.read(input) : call.staging.send(input)};
+  request.input = {isRoot ? call.staging.toRead(input) : call.staging.toSend(input)};
   if (isRoot) {
     requireList(kName, output, static_cast<size_t>(getSize()), input, "output list");
     requireSameSizes(kName, output, input, "output list");
     for (const at::Tensor& tensor : output) requireWritable(kName, tensor);
-    request.output = call.staging.write(output);
+    request.output = call.staging.toWrite(output);
   }
   return submit(std::move(call), std::move(request));
 }
@@ -103,7 +103,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::scatter(std::vector<at::Tensor>& outputs
     std::tie(request.input, request.output) =
         call.staging.placeBlocks({input, getRank() * count, count}, {output, 0, count});
   } else {
-    request.output = {call.staging.write(output)};
+    request.output = {call.staging.toWrite(output)};
   }
   return submit(std::move(call), std::move(request));
 }

@@ -27,6 +27,8 @@ class SparseSum : public std::enable_shared_from_this<SparseSum> {
   engine::CompletionPtr begin();
 
  private:
+  // Headers of all ranks are gathered before a rank knows how many dimensions the others have, so they have a fixed
+  // size. 29 is more than tensors have; nothing else depends on it.
   static constexpr int64_t kMaxDims = 29;
   // Dtype, number of sparse dimensions, of non-zeros and of all dimensions; the size of each dimension.
   using Header = std::array<int64_t, 4 + kMaxDims>;

@@ -74,17 +74,17 @@ engine::Pieces Staging::place(at::TensorList tensors, Access access) {
   if (DeviceCall* const device = deviceCallFor(tensors)) return device->place(tensors, access);
   engine::Pieces pieces;
   pieces.reserve(tensors.size());
-  const bool areApart = overlaps_.addIfNone(tensors, access);
+  const bool areApart = overlaps_.addIfApart(tensors, access);
   for (const at::Tensor& tensor : tensors) {
     pieces.push_back(placeAt(tensor, access, !areApart && overlaps_.add(tensor, access)));
   }
   return pieces;
 }
 
-engine::Piece Staging::placeThrough(const at::Tensor& from, const at::Tensor& into, Access access) {
+engine::Piece Staging::placeCopied(const at::Tensor& from, const at::Tensor& into, Access access) {
   deviceCallFor(into);
   if (DeviceCall* const device = deviceCallFor(from)) {
-    return device->placeThrough(from, into, access);
+    return device->placeCopied(from, into, access);
   }
   const bool areSame = usableInPlace(from) && from.nbytes() == into.nbytes() &&
                        from.const_data_ptr() == into.const_data_ptr();
@@ -106,12 +106,12 @@ std::pair<engine::Pieces, engine::Pieces> Staging::placeBlocks(const Blocks& sen
     return device->placeBlocks(sent, received);
   }
   const OwnBlock from = ownBlockOf(sent), into = ownBlockOf(received);
-  engine::Pieces input = read(sent.tensors);
+  engine::Pieces input = toRead(sent.tensors);
   // This rank's own block may lie in both lists: no other rank writes it.
   const bool isInPlace = from.address != nullptr && from.address == into.address &&
                          sent.tensors[from.holder].numel() == sent.count &&
                          sent.count == received.count && usableInPlace(sent.tensors[from.holder]);
-  if (!isInPlace) return {std::move(input), write(received.tensors)};
+  if (!isInPlace) return {std::move(input), toWrite(received.tensors)};
   engine::Pieces output;
   for (size_t i = 0; i < received.tensors.size(); ++i) {
     const at::Tensor* const except = i == into.holder ? &sent.tensors[from.holder] : nullptr;

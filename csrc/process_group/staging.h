@@ -40,17 +40,18 @@ class Staging {
     kind_ = kind;
   }
 
-  // The bytes of a tensor, or of several.
-  engine::Piece read(const at::Tensor& tensor) { return place(tensor, Access::Read); }
-  engine::Piece send(const at::Tensor& tensor) { return place(tensor, Access::Send); }
-  engine::Piece write(const at::Tensor& tensor) { return place(tensor, Access::Write); }
-  engine::Piece update(const at::Tensor& tensor) { return place(tensor, Access::Update); }
-  engine::Pieces read(at::TensorList tensors) { return place(tensors, Access::Read); }
-  engine::Pieces write(at::TensorList tensors) { return place(tensors, Access::Write); }
-  engine::Pieces update(at::TensorList tensors) { return place(tensors, Access::Update); }
+  // The bytes that a request uses for a tensor that the call reads, sends to other ranks only, writes, or reads and
+  // writes: those of the tensor, or of a copy.
+  engine::Piece toRead(const at::Tensor& tensor) { return place(tensor, Access::Read); }
+  engine::Piece toSend(const at::Tensor& tensor) { return place(tensor, Access::Send); }
+  engine::Piece toWrite(const at::Tensor& tensor) { return place(tensor, Access::Write); }
+  engine::Piece toUpdate(const at::Tensor& tensor) { return place(tensor, Access::Update); }
+  engine::Pieces toRead(at::TensorList tensors) { return place(tensors, Access::Read); }
+  engine::Pieces toWrite(at::TensorList tensors) { return place(tensors, Access::Write); }
+  engine::Pieces toUpdate(at::TensorList tensors) { return place(tensors, Access::Update); }
   // For calls that work in place: the bytes of `into`, with the elements of `from` already there. Access::Read, or
   // Access::Send where they only go to other ranks.
-  engine::Piece placeThrough(const at::Tensor& from, const at::Tensor& into, Access access);
+  engine::Piece placeCopied(const at::Tensor& from, const at::Tensor& into, Access access);
   // For calls that move blocks: the bytes that are sent, and those that are received. This rank's own block goes from
   // `sent` to `received`.
   std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent, const Blocks& received);

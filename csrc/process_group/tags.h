@@ -5,8 +5,8 @@
 
 namespace smddp::process_group {
 
-inline constexpr int32_t kTagOfBarrier = -1;  // monitored barrier: a rank has come
-inline constexpr int32_t kTagOfRelease = -2;  // and may go
+inline constexpr int32_t kTagOfBarrier = -1;  // monitored barrier, to rank 0: this rank has come
+inline constexpr int32_t kTagOfBarrierAnswer = -2;  // monitored barrier, from rank 0: all have come
 
 // Several calls that are made of messages may be in flight at once. Their sequence numbers, which are the same on all
 // ranks, tell them apart: call 1 has tag -17. (Tags -3 and -4 are for splitting groups, see engine/split.cc.)

@@ -66,7 +66,7 @@ void Work::settle() {
   });
 }
 
-std::vector<DeviceCall*> Work::onDevice() const {
+std::vector<DeviceCall*> Work::deviceCalls() const {
   std::vector<DeviceCall*> all;
   if (call_.staging.device()) all.push_back(call_.staging.device().get());
   for (const auto& part : call_.parts) {
@@ -94,7 +94,7 @@ const Error* Work::firstError() const {
 bool Work::isCompleted() {
   if (!allDone()) return false;
   settle();
-  const auto all = onDevice();
+  const auto all = deviceCalls();
   return firstError() != nullptr ||
          std::all_of(all.begin(), all.end(), [](const auto* call) { return call->ended(); });
 }
@@ -119,7 +119,7 @@ std::vector<at::Tensor> Work::result() {
 }
 
 void Work::synchronize() {
-  if (!onDevice().empty()) wait();
+  if (!deviceCalls().empty()) wait();
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
@@ -136,7 +136,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
     settle();
     if (const Error* error = firstError()) throw *error;
   });
-  for (const auto* call : onDevice()) call->order();
+  for (const auto* call : deviceCalls()) call->makeStreamWait();
   return true;
 }
 
@@ -153,14 +153,14 @@ void Work::finishFuture() {
     future_->setError(error);
     return;
   }
-  const auto all = onDevice();
+  const auto all = deviceCalls();
   if (all.empty()) {
     future_->markCompleted(futureValue());
     return;
   }
   // The future takes the current stream as the one on which its value is made.
   const c10::Stream stream = all.front()->stream();
-  for (size_t i = 1; i < all.size(); ++i) all[i]->order(stream);
+  for (size_t i = 1; i < all.size(); ++i) all[i]->makeStreamWait(stream);
   const c10::StreamGuard guard(stream);
   future_->markCompleted(futureValue());
 }
@@ -172,7 +172,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     if (!future_) {
       const auto list = c10::ListType::create(c10::TensorType::get());
       std::vector<c10::Device> devices;
-      if (const auto all = onDevice(); !all.empty()) devices = {all.front()->stream().device()};
+      if (const auto all = deviceCalls(); !all.empty()) devices = {all.front()->stream().device()};
       future_ = c10::make_intrusive<at::ivalue::Future>(
           call_.outputs.size() <= 1 ? c10::TypePtr(list) : c10::ListType::create(list), devices);
       isNew = true;

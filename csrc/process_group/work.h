@@ -19,10 +19,11 @@ namespace smddp::process_group {
 // One call of a collective or of send/recv. Some calls are several operations, as coalesced ones are.
 //
 // Threads: any. wait() runs the engine itself where it can; its caller has released the GIL. Outputs that were staged
-// are copied before anybody hears of the end. A call on a device has ended when the copies back are enqueued: wait()
-// and synchronize() block the host until then, and make the current stream wait for the copies. A future makes the
-// streams wait on which its value is used. Owns shares of the tensors, the completions and the engine, so it may
-// outlive its process group. Dropping it does not end the operation. After an error, every wait() throws the same one.
+// are copied before wait() returns and before the future completes. A call on a device has ended when the copies back
+// are enqueued: wait() and synchronize() block the host until then, and make the current stream wait for the copies.
+// With a future, each stream that uses its value waits for the copies. Holds references to the tensors, the completions
+// and the engine, so it may outlive its process group. Dropping it does not end the operation. After an error, every
+// wait() throws the same one.
 class Work final : public c10d::Work {
  public:
   struct Call {
@@ -30,7 +31,7 @@ class Work final : public c10d::Work {
     Call(c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
          std::vector<std::vector<at::Tensor>> outputs)
         : type(type), title(title), inputs(std::move(inputs)), outputs(std::move(outputs)) {}
-    // A share of the tensors that the operation reads or writes after the call has returned.
+    // A reference to the tensors that the operation reads or writes after the call has returned.
     std::shared_ptr<void> keepAlive() const;
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char* title = "";  // of the profiler's range: "smddp:all_reduce"
@@ -70,8 +71,8 @@ class Work final : public c10d::Work {
 
  private:
   bool allDone() const;
-  // The tensors on a device: of this call, and of its parts.
-  std::vector<DeviceCall*> onDevice() const;
+  // What is on a device: of this call, and of its parts.
+  std::vector<DeviceCall*> deviceCalls() const;
   // Runs `action` once all operations have ended, on the thread that sees the last one end.
   void whenDone(std::function<void()> action);
   // After the operations have ended, the first thread that comes copies what was staged; the others wait for it.

@@ -10,7 +10,7 @@
 namespace smddp::transport {
 std::string toString(const ChannelKey& key) {
   return fmt::format("group {:x} track {} stream {} rank {} -> {}", key.group, key.track,
-                     key.stream, key.source, key.destination);
+                     key.subchannel, key.source, key.destination);
 }
 
 bool SendChannel::put(uint64_t number, Payload payload, const CallFingerprint& call) {
@@ -31,7 +31,7 @@ bool SendChannel::put(uint64_t number, Payload payload, const CallFingerprint& c
   header.number = number;
   header.call = call;
   const uint64_t slot = (number - 1) % window_;
-  const RemoteSlot where{region_, slot * static_cast<uint64_t>(slotStride(slotBytes_))};
+  const RemoteSlot where{target_, slot * static_cast<uint64_t>(slotStride(slotBytes_))};
   const uint64_t token = uint64_t{serial_} << 32 | static_cast<uint32_t>(number);
   if (!transport_.put(peer_, where, makeImmediate(remoteId_, number), bytesOf(header), payload,
                       token)) {
@@ -43,7 +43,7 @@ bool SendChannel::put(uint64_t number, Payload payload, const CallFingerprint& c
 
 void SendChannel::onOpen(const OpenMessage& message) {
   remoteId_ = message.header.channel;
-  region_ = message.region;
+  target_ = message.target;
   slotBytes_ = static_cast<int64_t>(message.slotBytes);
   window_ = message.window;
   done_.assign(window_, false);

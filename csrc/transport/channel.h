@@ -1,4 +1,4 @@
-// Channels: one-way streams of numbered messages between two ranks, over put() and control().
+// Channels: one-way sequences of numbered messages between two ranks, over put() and control().
 //
 // The receiver owns `window` slots in registered memory and tells the sender where they lie (Open). Message n goes
 // to slot (n-1) % window when the receiver has released message n - window (Grant). With a window of 4, messages 1 to
@@ -28,8 +28,10 @@ class ChannelTable;
 // Identifies a channel. Both ends use the same key.
 struct ChannelKey {
   uint64_t group = 0;
-  uint8_t track = 0;   // operations in flight at the same time use different tracks
-  uint8_t stream = 0;  // tells apart the channels between the same two ranks in one plan
+  uint8_t track = 0;  // operations in flight at the same time use different tracks
+  // Tells apart the channels between the same two ranks on a track: the plan's stream, + plan::kNumStreams for short
+  // slots.
+  uint8_t subchannel = 0;
   Rank source = 0;
   Rank destination = 0;
   // clang-tidy 14 takes the default for a comparison with 0.
@@ -72,7 +74,7 @@ class SendChannel {
   const uint32_t
       serial_;  // upper half of our tokens; never reused, so that a late token finds no other channel
   uint16_t remoteId_ = 0;  // the receiver's channel id
-  RemoteKey region_;
+  RemoteKey target_;
   int64_t slotBytes_ = 0;
   uint64_t window_ = 0;  // 0: not open yet
   uint64_t sent_ = 0;

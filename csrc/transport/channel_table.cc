@@ -13,7 +13,7 @@ namespace {
 constexpr uint32_t kNumIds = 1u << 16;
 
 ChannelKey keyOf(const OpenMessage& m) {
-  return {m.group, m.track, m.stream, m.source, m.destination};
+  return {m.group, m.track, m.subchannel, m.source, m.destination};
 }
 
 }  // namespace
@@ -39,7 +39,7 @@ SendChannel& ChannelTable::send(const ChannelKey& key, PeerId peer) {
 }
 
 ReceiveChannel& ChannelTable::receive(const ChannelKey& key, PeerId peer,
-                                      std::span<std::byte> memory, RemoteKey region,
+                                      std::span<std::byte> memory, RemoteKey target,
                                       int64_t slotBytes, int64_t window) {
   SMDDP_CHECK(!closedGroups_.contains(key.group), "{} after closeGroup()", toString(key));
   if (const auto known = receiveByKey_.find(key); known != receiveByKey_.end()) {
@@ -65,10 +65,10 @@ ReceiveChannel& ChannelTable::receive(const ChannelKey& key, PeerId peer,
   open.source = key.source;
   open.destination = key.destination;
   open.track = key.track;
-  open.stream = key.stream;
+  open.subchannel = key.subchannel;
   open.window = static_cast<uint32_t>(window);
   open.slotBytes = static_cast<uint64_t>(slotBytes);
-  open.region = region;
+  open.target = target;
   control(peer, bytesOf(open));
   return channel;
 }

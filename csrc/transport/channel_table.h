@@ -43,9 +43,9 @@ class ChannelTable final : private Sink {
   // Returns the channel with this key; the first call makes it, and applies an Open that came before.
   SendChannel& send(const ChannelKey& key, PeerId peer);
   // Returns the channel with this key; the first call makes it, and tells the sender where its slots lie. `memory` has
-  // window * slotStride(slotBytes) bytes, is aligned to 64, and is registered as `region`.
+  // window * slotStride(slotBytes) bytes, is aligned to 64, and is registered as `target`.
   ReceiveChannel& receive(const ChannelKey& key, PeerId peer, std::span<std::byte> memory,
-                          RemoteKey region, int64_t slotBytes, int64_t window);
+                          RemoteKey target, int64_t slotBytes, int64_t window);
 
   // Sends a control message of the engine, in order after all earlier ones to this peer. If the transport has no room,
   // the message is kept and poll() sends it. Nothing is sent to a peer that failed.

@@ -169,7 +169,7 @@ bool StripedTransport::control(PeerId peer, Bytes message) {
 bool StripedTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, Bytes header,
                            Payload payload, uint64_t token) {
   Peer& peer = peerOf(id);
-  const auto known = peer.regions.find({slot.region.address, slot.region.key});
+  const auto known = peer.regions.find({slot.target.address, slot.target.key});
   if (known == peer.regions.end()) {
     return cards_.front()->put(id, slot, immediate, header, payload, token);
   }

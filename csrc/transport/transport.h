@@ -47,9 +47,10 @@ struct RemoteKey {
   friend bool operator==(const RemoteKey&, const RemoteKey&) = default;
 };
 
-// The target of a put: `offset` bytes into a region of the peer. The header comes first, then the payload.
+// Where a put goes: `offset` bytes into `target`, which is registered memory of the peer, usually a window. The header
+// comes first, then the payload.
 struct RemoteSlot {
-  RemoteKey region;
+  RemoteKey target;
   uint64_t offset = 0;
 };
 

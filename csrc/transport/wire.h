@@ -77,25 +77,25 @@ struct ControlHeader {
 };
 static_assert(sizeof(ControlHeader) == 8 && std::is_trivially_copyable_v<ControlHeader>);
 
-// Receiver to sender: the window of the channel is this region; its first slot lies at the beginning.
+// Receiver to sender: the channel's window lies in this registered memory, from its first byte on.
 //
 //   byte  0               8               16              20              24
 //         | header        | group         | source        | destination   |
-//        24      25       26         28       32          40
-//         | track | stream | reserved | window | slotBytes |
+//        24      25           26         28       32          40
+//         | track | subchannel | reserved | window | slotBytes |
 //        40               48              56
-//         | region.address | region.key   |
+//         | target.address | target.key   |
 struct OpenMessage {
   ControlHeader header{.kind = static_cast<uint8_t>(ControlKind::Open)};
   uint64_t group = 0;
   Rank source = 0;
   Rank destination = 0;
   uint8_t track = 0;
-  uint8_t stream = 0;
+  uint8_t subchannel = 0;
   uint16_t reserved = 0;
   uint32_t window = 0;     // slots
   uint64_t slotBytes = 0;  // longest payload
-  RemoteKey region;
+  RemoteKey target;
 };
 static_assert(sizeof(OpenMessage) == 56 && std::is_trivially_copyable_v<OpenMessage>);
 static_assert(std::has_unique_object_representations_v<OpenMessage>);

@@ -67,7 +67,7 @@ PARSERS = [
     Parser("csrc/engine/group_registry.cc", 95, "dispatch|3add"),
     Parser("csrc/engine/matcher.cc", 90, "onControl|9announced|6accept|8accepted|pump"),
     Parser("csrc/engine/membership.cc", 95),
-    Parser("csrc/engine/process.cc", 95, "slabAddress|4meet|5probe|4Link"),
+    Parser("csrc/engine/process.cc", 95, "slabAddress|4meet|6tryMap|4Link"),
     Parser("csrc/engine/sentinel.cc", 90, "onControl|onAbort|onInquiry|checked|inWords|takeMates"),
     Parser("csrc/engine/team.cc", 90, "checkedRegion|copyShared|5agree|resolve|nextBreak|blameOf"),
     Parser("csrc/transport/channel.cc", 95),
@@ -141,8 +141,8 @@ BUGS = [
     Bug(
         "matcher_fuzz",
         "csrc/engine/matcher.cc",
-        "if (length > exchange.bytes - exchange.moved) {",
-        "if (length > exchange.bytes - exchange.moved + 1) {",
+        "if (length > transfer.bytes - transfer.moved) {",
+        "if (length > transfer.bytes - transfer.moved + 1) {",
     ),
     Bug(
         "memory_fuzz",

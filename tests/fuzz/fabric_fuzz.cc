@@ -59,7 +59,7 @@ void puts(Script& script) {
   Reassembly reassembly(registry);
   while (!script.done()) {
     auto fragment = script.number<FragmentHeader>();
-    if (script.byte() % 4 != 0) fragment.slot.region = key;
+    if (script.byte() % 4 != 0) fragment.slot.target = key;
     if (script.byte() % 4 != 0) fragment.totalBytes %= 128;
     const auto bytes = script.piece();
     try {

@@ -29,9 +29,9 @@ class Peer final : public Matcher::Host, public transport::ControlSink {
   transport::ReceiveChannel& receiveChannel(Rank) override {
     return table.receive({kGroup, 0, 0, 1, 0}, 0, window, {}, kMessageBytes, kWindow);
   }
-  void finish(Exchange& exchange) override {
-    if (exchange.moved > exchange.bytes) std::abort();
-    (void)exchange.completion->finish(std::nullopt);
+  void finish(Transfer& transfer) override {
+    if (transfer.moved > transfer.bytes) std::abort();
+    (void)transfer.completion->finish(std::nullopt);
   }
   bool backlogged(Rank) override { return full; }
   void onControl(transport::PeerId, Bytes message) override { (void)matcher.onControl(1, message); }
@@ -54,15 +54,15 @@ void play(Script& script, Peer& peer, std::vector<std::vector<std::byte>>& buffe
     case 0:
     case 1: {
       buffers.emplace_back(script.byte());
-      Exchange exchange;
-      exchange.message.send = what % 8 == 0;
-      exchange.message.buffered = what >= 128;
-      exchange.message.peer = what % 8 == 1 && what >= 128 ? kAnySource : 1;
-      exchange.message.tag = what / 8 % 4;
-      exchange.message.buffer = {buffers.back()};
-      exchange.completion = std::make_shared<Completion>();
-      const auto completion = exchange.completion;
-      peer.matcher.submit(std::move(exchange));
+      Transfer transfer;
+      transfer.message.send = what % 8 == 0;
+      transfer.message.buffered = what >= 128;
+      transfer.message.peer = what % 8 == 1 && what >= 128 ? kAnySource : 1;
+      transfer.message.tag = what / 8 % 4;
+      transfer.message.buffer = {buffers.back()};
+      transfer.completion = std::make_shared<Completion>();
+      const auto completion = transfer.completion;
+      peer.matcher.submit(std::move(transfer));
       if (what >= 192) (void)peer.matcher.withdraw(*completion);
       break;
     }
@@ -102,8 +102,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   try {
     while (!script.done()) play(script, peer, buffers);
     // What is left in flight is intact.
-    peer.matcher.forEach([](const engine::Exchange& exchange) {
-      if (exchange.moved > exchange.bytes) std::abort();
+    peer.matcher.forEach([](const engine::Transfer& transfer) {
+      if (transfer.moved > transfer.bytes) std::abort();
     });
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::Internal) std::abort();

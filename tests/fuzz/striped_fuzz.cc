@@ -45,7 +45,7 @@ void play(Script& script, StripedTransport& striped,
     default: {
       const PeerId first = cards[0]->numPeers() > 0 ? what / 16 % cards[0]->numPeers() : -1;
       RemoteSlot slot;
-      slot.region.key = script.byte();
+      slot.target.key = script.byte();
       if (first >= 0) (void)striped.put(first, slot, 1, {}, {}, 1);
     }
   }

@@ -33,7 +33,7 @@ class Calls final : public DeviceCalls {
   // route, sources: null where there is none; both outlive the object.
   explicit Calls(Route* route = nullptr, DeviceSources* sources = nullptr)
       : route_(route), sources_(sources) {}
-  std::unique_ptr<DeviceCalls> forPart() const override { return std::make_unique<Calls>(); }
+  std::unique_ptr<DeviceCalls> forSplit() const override { return std::make_unique<Calls>(); }
 
   // From now on messages to other nodes leave from memory of the device, where that is possible. Before the first call.
   void sendFrom(DeviceSources& sources) { sources_ = &sources; }

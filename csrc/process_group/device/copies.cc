@@ -138,8 +138,8 @@ void DeviceCopies::finish() {
   finished_.store(true, std::memory_order_release);
 }
 
-void DeviceCopies::order() const { order(currentStream(device())); }
+void DeviceCopies::makeStreamWait() const { makeStreamWait(currentStream(device())); }
 
-void DeviceCopies::order(c10::Stream stream) const { end_->block(stream); }
+void DeviceCopies::makeStreamWait(c10::Stream stream) const { end_->block(stream); }
 
 }  // namespace smddp::process_group::device

@@ -4,15 +4,15 @@
 // after wait(). The interface is torch's device-neutral streams and events: nothing here names CUDA, and nothing of it
 // is linked.
 //
-//   constructor   caller    the stream waits for the caller's
-//   fetch()       caller    device -> pinned, enqueued
-//   seal()        caller    after the last fetch; arrived() is true when the stream has done what came before
-//   putBack()     anybody   pinned -> device, enqueued, when the operation has ended; then finish(), once
-//   order()       anybody   after finish(): the thread's current stream waits for the copies back
+//   constructor       caller    the stream waits for the caller's
+//   fetch()           caller    device -> pinned, enqueued
+//   seal()            caller    after the last fetch; arrived() is true when the stream has done what came before
+//   putBack()         anybody   pinned -> device, enqueued, when the operation has ended; then finish(), once
+//   makeStreamWait()  anybody   after finish(): the thread's current stream waits for the copies back
 //
-// Owns the stream's events, and until finish() a share of the tensors that fetch() reads: if a call fails before they
-// are read, nobody else gets their memory before the stream has come so far. An error of the device is an exception of
-// torch.
+// Owns the stream's events, and until finish() references to the tensors that fetch() reads: if a call fails before
+// they are read, nobody else gets their memory before the stream has come so far. An error of the device is an
+// exception of torch.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -61,8 +61,8 @@ class DeviceCopies {
   // Whether the device has done everything.
   bool ended() const { return finished() && end_->query(); }
   // Makes a stream, by default the current one, wait for the copies back.
-  void order() const;
-  void order(c10::Stream stream) const;
+  void makeStreamWait() const;
+  void makeStreamWait(c10::Stream stream) const;
   // The host waits until the device has done everything.
   void synchronize() const { end_->synchronize(); }
 

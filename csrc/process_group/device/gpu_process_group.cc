@@ -121,9 +121,9 @@ std::map<const GpuProcessGroup*, bool>& coalescing() {
 
 }  // namespace
 
-GpuProcessGroup::GpuProcessGroup(const Birth& birth, GpuSupport support)
-    : ProcessGroup(birth, std::make_unique<Calls>(this)),
-      store_(birth.store),
+GpuProcessGroup::GpuProcessGroup(const Creation& creation, GpuSupport support)
+    : ProcessGroup(creation, std::make_unique<Calls>(this)),
+      store_(creation.store),
       support_(std::move(support)) {
   sendDirectly(static_cast<Calls&>(devices()));
 }

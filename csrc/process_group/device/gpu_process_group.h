@@ -44,7 +44,7 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<Tensors>;
 
-  GpuProcessGroup(const Birth& birth, GpuSupport support);
+  GpuProcessGroup(const Creation& creation, GpuSupport support);
   GpuProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout,
                   const c10::intrusive_ptr<c10d::Store>& store, GpuSupport support);
   ~GpuProcessGroup() override;

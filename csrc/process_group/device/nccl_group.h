@@ -4,7 +4,7 @@
 // died or met an error, every rank aborts its part of the NCCL group. Then nothing waits any longer, and later calls
 // throw the error that the smddp group failed with. Calls that were on the device have no result.
 //
-// Threads: any. Owns NCCL's backend. The callback at the engine's group holds the object weakly.
+// Threads: any. Owns NCCL's backend. The action of Engine::onBreak() holds the object weakly.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

@@ -50,8 +50,8 @@ engine::Pieces HostStaging::place(at::TensorList tensors, Access access) {
   return pieces;
 }
 
-engine::Piece HostStaging::placeThrough(const at::Tensor& from, const at::Tensor& into,
-                                        Access access) {
+engine::Piece HostStaging::placeCopied(const at::Tensor& from, const at::Tensor& into,
+                                       Access access) {
   if (access == Access::Send && canSend(from)) return giveOwn(into, from);
   const at::Tensor copy = keep(DeviceCopies::pinnedLike(into));
   back_.emplace_back(into, copy);
@@ -153,7 +153,7 @@ engine::Pieces DeviceStaging::place(at::TensorList tensors, Access access) {
   return {bytesOf(all)};
 }
 
-engine::Piece DeviceStaging::placeThrough(const at::Tensor& from, const at::Tensor& into, Access) {
+engine::Piece DeviceStaging::placeCopied(const at::Tensor& from, const at::Tensor& into, Access) {
   at::Tensor target = residentOf(into, Access::Write);
   copies_->use(from);
   const c10::StreamGuard guard(copies_->stream());

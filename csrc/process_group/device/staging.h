@@ -1,6 +1,6 @@
 // What stages the tensors of a call on a device (device_call.h): through memory of the host, or where they lie.
 //
-// Owns the call's stream and copies (copies.h), and a share of what is read in place, until it is dropped.
+// Owns the call's stream and copies (copies.h), and references to what is read in place, until it is dropped.
 #pragma once
 
 #include <memory>
@@ -24,8 +24,8 @@ class StagedCall : public DeviceCall {
   void abandon() final { copies_->abandon(); }
   bool ended() const final { return copies_->ended(); }
   c10::Stream stream() const final { return copies_->stream(); }
-  void order() const final { copies_->order(); }
-  void order(c10::Stream stream) const final { copies_->order(stream); }
+  void makeStreamWait() const final { copies_->makeStreamWait(); }
+  void makeStreamWait(c10::Stream stream) const final { copies_->makeStreamWait(stream); }
 
  protected:
   at::Tensor keep(at::Tensor tensor) { return kept_.emplace_back(std::move(tensor)); }
@@ -46,8 +46,7 @@ class HostStaging final : public StagedCall {
 
   engine::Piece place(const at::Tensor& tensor, Access access) override;
   engine::Pieces place(at::TensorList tensors, Access access) override;
-  engine::Piece placeThrough(const at::Tensor& from, const at::Tensor& into,
-                             Access access) override;
+  engine::Piece placeCopied(const at::Tensor& from, const at::Tensor& into, Access access) override;
   std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent,
                                                         const Blocks& received) override;
   bool takesSplits() const override { return false; }
@@ -73,8 +72,7 @@ class DeviceStaging final : public StagedCall {
 
   engine::Piece place(const at::Tensor& tensor, Access access) override;
   engine::Pieces place(at::TensorList tensors, Access access) override;
-  engine::Piece placeThrough(const at::Tensor& from, const at::Tensor& into,
-                             Access access) override;
+  engine::Piece placeCopied(const at::Tensor& from, const at::Tensor& into, Access access) override;
   std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent,
                                                         const Blocks& received) override;
   bool takesSplits() const override { return true; }

@@ -19,7 +19,7 @@ class DeviceTurns {
   // Carries out the whole call on the thread of a caller that waits for it.
   virtual void advanceToEnd() = 0;
   // Before the first advance(): the action for the end of the call, or for its error. It runs on a thread that may run
-  // callbacks.
+  // continuations.
   virtual void atEnd(std::function<void(const std::optional<Error>&)> action) = 0;
   // The call has failed on this rank. The group fails, too, and memory that other ranks may still use is kept.
   virtual void giveUp(const Error& error) noexcept = 0;

@@ -242,7 +242,7 @@ ssize_t FabricTransport::postWrite(Peer& peer, PostedOperation& operation) {
   std::memcpy(operation.slot, put.header.data(), headBytes);
   const ssize_t result =
       endpoint_->write(peer.address, operation, headBytes, tail, put.descriptor,
-                       put.slot.region.address + put.slot.offset + put.posted, put.slot.region.key,
+                       put.slot.target.address + put.slot.offset + put.posted, put.slot.target.key,
                        put.twoWrites ? put.immediate | kTwoWrites : put.immediate);
   if (result == 0) put.posted += headBytes + tail.size();
   return result;

@@ -70,7 +70,7 @@ class FabricTransport final : public Transport, private CompletionHandler {
 
   Peer& peerOf(PeerId peer);
   uint64_t proofOf(uint64_t sender, uint64_t receiver) const;
-  PeerId knownPeer(uint64_t sender) const;  // negative: connect() has yet to make it known
+  PeerId knownPeer(uint64_t sender) const;  // negative: connect() has not made it known yet
   bool isGenuine(PeerId peer, uint64_t sender, uint64_t proof);
   bool prepare(OutgoingPut& put, Bytes header, Payload payload);
   ssize_t postControl(Peer& peer, PeerId id, Bytes message);

@@ -9,21 +9,21 @@ namespace {
 
 bool samePut(const FragmentHeader& a, const FragmentHeader& b) {
   return a.immediate == b.immediate && a.totalBytes == b.totalBytes &&
-         a.slot.offset == b.slot.offset && a.slot.region.key == b.slot.region.key &&
-         a.slot.region.address == b.slot.region.address;
+         a.slot.offset == b.slot.offset && a.slot.target.key == b.slot.target.key &&
+         a.slot.target.address == b.slot.target.address;
 }
 
 }  // namespace
 
 bool Reassembly::accept(const FragmentHeader& fragment, Bytes bytes) {
   const uint64_t total = fragment.totalBytes;
-  std::byte* const slot = registry_.translate(fragment.slot.region, fragment.slot.offset, total);
+  std::byte* const slot = registry_.translate(fragment.slot.target, fragment.slot.offset, total);
   if (slot == nullptr || bytes.empty() || fragment.offset > total ||
       bytes.size() > total - fragment.offset)
     raise(ErrorKind::Transport,
           "it sent {} bytes at {} of a put of {} bytes to offset {} of region {}, which is not our "
           "memory",
-          bytes.size(), fragment.offset, total, fragment.slot.offset, fragment.slot.region.key);
+          bytes.size(), fragment.offset, total, fragment.slot.offset, fragment.slot.target.key);
 
   const std::pair key(fragment.sender, fragment.number);
   auto it = unfinished_.find(key);

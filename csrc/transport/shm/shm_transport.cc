@@ -143,7 +143,7 @@ bool ShmTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, By
   Peer& peer = *peers_.at(id);
   if (!roomFor(peer, 0)) return false;
   // The peer named the slot. A wrong one must not make us write to its control page, or outside of its slab.
-  const auto [begin, length] = slot.region;
+  const auto [begin, length] = slot.target;
   const uint64_t bytes = kHeaderBytes + payload.size();
   const uint64_t size = peer.mate->size();
   if (begin < sizeof(ProcessPage) || begin > size || length > size - begin || bytes > length ||

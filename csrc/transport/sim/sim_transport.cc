@@ -46,7 +46,7 @@ RemoteKey SimTransport::registerMemory(std::span<std::byte> memory) {
 }
 
 std::span<std::byte> SimTransport::locate(const RemoteSlot& slot, size_t length) const {
-  const auto& [address, key] = slot.region;
+  const auto& [address, key] = slot.target;
   if (address >= regions_.size() || regions_[address].key != key) {
     raise(ErrorKind::Transport, "a put names memory that {} did not register", name_);
   }

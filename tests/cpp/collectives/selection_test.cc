@@ -132,7 +132,7 @@ TEST(Selection, KnowsWhatCopiesFirst) {
                 continue;  // not with these nodes or buffers
               }
               copies |= choice->build(t, {}, shape).preamble.numSteps > 2;
-              marked |= choice->preamble != Preamble::Arrive;
+              marked |= choice->preamble != Preamble::NoCopy;
             }
           }
         }

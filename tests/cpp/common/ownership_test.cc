@@ -15,7 +15,7 @@ TEST(OwnershipTest, HasOneOwnerAtATime) {
   EXPECT_TRUE(ownership.isTaken());
   EXPECT_FALSE(ownership.tryAcquire());
   ownership.assertOwned();
-  ownership.release();
+  ownership.letGo();
   EXPECT_FALSE(ownership.isTaken());
 }
 
@@ -27,7 +27,7 @@ TEST(OwnershipTest, IsHandedFromThreadToThread) {
       while (!ownership.tryAcquire()) std::this_thread::yield();
       ownership.assertOwned();
       ++value;
-      ownership.release();
+      ownership.letGo();
     }
   };
   std::thread other(add);

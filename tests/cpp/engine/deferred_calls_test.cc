@@ -120,7 +120,7 @@ TEST(DeferredCalls, EndWhenTheLineIsClosed) {
               ElementsAre("first: AbortedError", "second: AbortedError", "third: AbortedError"));
 }
 
-// The callback of a call that ended may destroy the group, on the queue's own thread.
+// The continuation of a call that ended may destroy the group, on the queue's own thread.
 TEST(DeferredCalls, MayBeDestroyedByWhatTheyEnd) {
   auto line = std::make_unique<DeferredCalls>();
   Events events;

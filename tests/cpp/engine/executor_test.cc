@@ -17,7 +17,7 @@ plan::Plan waitsInEachChunk(const plan::Topology& topology) {
   b.arrive();
   b.eachChunk(3 * 256 + 64, 256, [&](const plan::Chunk& c) {
     b.stage("sum");
-    b.waitMate(1, kCopied, c.index + 1);
+    b.waitRank(1, kCopied, c.index + 1);
     b.signal(kCopied, c.index + 1);
   });
   return b.done();
@@ -30,7 +30,7 @@ TEST(Executor, NamesTheChunkInWhichItWaits) {
       .name = "", .topology = plan::Topology::fromNames({"a", "a"}, 0), .peers = {}, .self = ""};
   std::array<TrackHeader, 2> headers{};
   Track track;
-  track.execution = 1;
+  track.executionNumber = 1;
   track.headers = {&headers[0], &headers[1]};
   track.halves.resize(2);
   TeamBell bell;
@@ -40,13 +40,13 @@ TEST(Executor, NamesTheChunkInWhichItWaits) {
   executor.start(cached, /*arrived=*/true);
   for (int64_t chunk = 0; chunk < 4; ++chunk) {
     executor.advance();
-    EXPECT_EQ(executor.stall().where, fmt::format("in stage \"sum\", chunk {}", chunk));
-    EXPECT_THAT(executor.stall().awaited, testing::ElementsAre(1));
+    EXPECT_EQ(executor.blockedStep().where, fmt::format("in stage \"sum\", chunk {}", chunk));
+    EXPECT_THAT(executor.blockedStep().awaited, testing::ElementsAre(1));
     track.signal(/*myLocal=*/1, kCopied, chunk + 1);
   }
   executor.advance();
   EXPECT_TRUE(executor.done());
-  ownership.release();
+  ownership.letGo();
 }
 
 }  // namespace

@@ -355,7 +355,7 @@ TEST_P(FailureTest, TheFirstErrorIsTheAnswerToAllLaterCalls) {
   });
 }
 
-// The group is idle on all ranks, and the callback may block for any time.
+// The group is idle on all ranks, and the action may block for any time.
 TEST_P(FailureTest, BreakActionsRunOnAThreadThatMayBlock) {
   runRanks(GetParam(), [](RankContext& rank) {
     const auto other =

@@ -101,7 +101,7 @@ TEST_P(MatcherTest, BufferedMessagesEndBeforeTheyAreReceived) {
   runRanks(GetParam(), [](RankContext& rank) {
     const Rank next = (rank.rank + 1) % rank.size;
     const Rank previous = (rank.rank + rank.size - 1) % rank.size;
-    constexpr auto kLongest = static_cast<size_t>(engine::Matcher::kShortBytes);
+    constexpr auto kLongest = static_cast<size_t>(engine::Matcher::kMaxBuffered);
     std::vector<size_t> sizes{0, 1, kLongest, kLongest + 1, 7, 300'000, 64};
     // More messages than any transport has room for.
     for (size_t i = 0; i < 500; ++i) sizes.push_back(kLongest - i);

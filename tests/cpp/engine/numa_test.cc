@@ -107,8 +107,8 @@ TEST_F(NumaTest, StagingMemoryAndWindowsLieWithTheirOwner) {
       message.peer = 1 - rank.rank;
       message.buffer = {bytesOf(vector)};
       message.timeout = kTimeout;
-      message.willWait = true;
       const auto completion = rank.engine.submit(*rank.group, std::move(message));
+      rank.engine.wait(*rank.group, *completion);
       if (completion->error()) throw *completion->error();
     }
     auto& slab = *rank.engine.process().memory().slab;

@@ -14,7 +14,7 @@ constexpr Nanoseconds kStart = 1'000'000'000;
 
 // Loses a time slice that ends at `now`. Returns how long yields are avoided then.
 Nanoseconds lose(YieldBackoff& backoff, Nanoseconds now) {
-  backoff.yielded(now - YieldBackoff::kLostTurn, now);
+  backoff.yielded(now - YieldBackoff::kLostSlice, now);
   EXPECT_TRUE(backoff.avoidsYields(now));
   Nanoseconds period = kMin / 4;
   while (backoff.avoidsYields(now + period)) period *= 2;
@@ -25,8 +25,8 @@ Nanoseconds lose(YieldBackoff& backoff, Nanoseconds now) {
 TEST(YieldBackoffTest, ShortYieldsAreNoneOfIt) {
   YieldBackoff backoff;
   EXPECT_FALSE(backoff.avoidsYields(kStart));
-  backoff.yielded(kStart, kStart + YieldBackoff::kLostTurn - 1);
-  EXPECT_FALSE(backoff.avoidsYields(kStart + YieldBackoff::kLostTurn - 1));
+  backoff.yielded(kStart, kStart + YieldBackoff::kLostSlice - 1);
+  EXPECT_FALSE(backoff.avoidsYields(kStart + YieldBackoff::kLostSlice - 1));
 }
 
 TEST(YieldBackoffTest, AvoidsYieldsForLongerEachTime) {
@@ -34,7 +34,7 @@ TEST(YieldBackoffTest, AvoidsYieldsForLongerEachTime) {
   Nanoseconds now = kStart;
   for (Nanoseconds period = kMin; period <= kMax; period *= 2) {
     EXPECT_EQ(lose(backoff, now), period);
-    now += period + YieldBackoff::kLostTurn;
+    now += period + YieldBackoff::kLostSlice;
   }
   EXPECT_EQ(lose(backoff, now), kMax);
 }

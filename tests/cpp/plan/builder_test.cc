@@ -48,7 +48,7 @@ TEST(Builder, RepeatsWhatIsAffine) {
   b.arrive();
   b.eachChunk(1000 * 256, 256, [&](const Chunk& c) {
     b.stage("copy");
-    b.waitTeam(2, c.index - 2);
+    b.waitMates(2, c.index - 2);
     b.copy({b.slot(pool, 0, c.index, 0)}, b.in(c.offset), c.length);
     b.signal(1, c.index + 1);
   });
@@ -87,7 +87,7 @@ TEST(Builder, RefusesStepsThatDependOnTheChunk) {
     b.eachChunk(8 * 256, 256, [&](const Chunk& c) {
       b.stage("only");
       b.signal(1, c.index + 1);
-      if (c.index == special) b.waitTeam(1, 1);
+      if (c.index == special) b.waitMates(1, 1);
     });
     return b.done();
   };
@@ -220,7 +220,7 @@ TEST(Builder, PutsStepsBeforeTheArrivalFirst) {
   EXPECT_EQ(steps[0].op, Op::Copy);
   EXPECT_EQ(steps[1].op, Op::Signal);
   EXPECT_EQ(steps[2].op, Op::Wait);
-  EXPECT_EQ(steps[2].who, kTeam);
+  EXPECT_EQ(steps[2].who, kMates);
 }
 
 TEST(Builder, RefusesBrokenRules) {

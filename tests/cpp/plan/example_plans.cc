@@ -42,17 +42,17 @@ std::vector<Plan> sumThroughSlots(const Nodes& nodes, const Limits& limits, int6
       const int64_t reached = c.index + 1;
       const int64_t early = mistake == Mistake::SlotReusedEarly ? 1 : 0;
       b.stage("copy");
-      b.waitTeam(kSummed, reached - kSlots - early);
+      b.waitMates(kSummed, reached - kSlots - early);
       // Another lane of this rank may still be reading the slot.
-      b.waitMate(me, kSummed, reached - kSlots - early);
+      b.waitRank(me, kSummed, reached - kSlots - early);
       const int owner = mistake == Mistake::WriteMatesSlot ? me ^ 1 : me;
       b.copy({b.slot(pool, owner, c.index, 0)}, b.in(c.offset), c.length);
       const bool silent = mistake == Mistake::TooFewSignals && c.length < c.fullLength;
       if (!silent) b.signal(kCopied, reached);
 
       b.stage("sum");
-      if (mistake != Mistake::MissingWait) b.waitTeam(kCopied, reached);
-      b.waitMate(me, kCopied, reached);
+      if (mistake != Mistake::MissingWait) b.waitMates(kCopied, reached);
+      b.waitRank(me, kCopied, reached);
       std::vector<Ref> sources;
       for (int mate = 0; mate < t.teamSize(); ++mate) {
         sources.push_back(b.slot(pool, mate, c.index, 0));
@@ -119,7 +119,7 @@ std::vector<Plan> sumInPlace(const Nodes& nodes, const Limits& limits, int64_t b
     }
     b.reduce(destinations, sources, mine.length, {true, true});
     b.signal(kSummed, 1);
-    if (staysForMates) b.waitTeam(kSummed, 1);
+    if (staysForMates) b.waitMates(kSummed, 1);
     return b.done();
   });
 }

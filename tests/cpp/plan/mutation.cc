@@ -151,7 +151,7 @@ void forEachMutation(
       const bool isAlone = topology.node(topology.nodeOf(r)).size() == 1;
       for (size_t i = 0; i < plans[r].steps.size(); ++i) {
         const Step& step = plans[r].steps[i];
-        if (isAlone && step.op == Op::Wait && step.who == kTeam) continue;
+        if (isAlone && step.op == Op::Wait && step.who == kMates) continue;
         std::vector<Plan> mutated = plans;
         if (!change.apply(mutated[r], i)) continue;
         const std::string what = fmt::format("stage {}, {}: {}", stageOf(plans[r], i),

@@ -18,7 +18,7 @@ Plan samplePlan(const Topology& t) {
   b.arrive();
   b.eachChunk(256, 128, [&](const Chunk& c) {
     b.stage("send");
-    b.waitTeam(2, c.index - 2);
+    b.waitMates(2, c.index - 2);
     b.copy({b.slot(pool, t.myLocal(), c.index + 1, 0)}, b.in(c.offset), c.length);
     b.put(2, 1, b.slot(pool, t.myLocal(), c.index + 1, 0), c.length);
     b.flush(2, 1);
@@ -83,7 +83,7 @@ TEST(Print, NamesMatesBuffersAndNegativeSlopes) {
   b.eachChunk(256, 128, [&](const Chunk& c) {
     b.stage("only");
     b.copy({b.mateOut(1, 128 - c.offset)}, b.mateIn(1, 128 - c.offset), c.length);
-    b.waitMate(1, 3, 7 - c.index);
+    b.waitRank(1, 3, 7 - c.index);
   });
   const std::string text = print(b.done(), t);
   EXPECT_THAT(text, HasSubstr("local 0), zero-copy\n"));

@@ -93,10 +93,10 @@ class ChannelTest : public ::testing::Test {
     open.source = key.source;
     open.destination = key.destination;
     open.track = key.track;
-    open.stream = key.stream;
+    open.subchannel = key.subchannel;
     open.window = window;
     open.slotBytes = kSlotBytes;
-    open.region = {11, 22};
+    open.target = {11, 22};
     return open;
   }
   std::vector<std::byte> grantOf(uint16_t id, uint64_t released) {
@@ -156,8 +156,8 @@ TEST_F(ChannelTest, PutWaitsForTheWindowAndNamesSlotAndMessage) {
   EXPECT_FALSE(channel.put(3, payload_, call)) << "no credit is left";
   ASSERT_EQ(transport_.puts.size(), 2u);
   const auto& [slot, immediate, header, payload, token] = transport_.puts[0];
-  EXPECT_EQ(slot.region.address, 11u);
-  EXPECT_EQ(slot.region.key, 22u);
+  EXPECT_EQ(slot.target.address, 11u);
+  EXPECT_EQ(slot.target.key, 22u);
   EXPECT_EQ(slot.offset, 0u);
   EXPECT_EQ(transport_.puts[1].slot.offset, 192u);
   EXPECT_EQ(immediate, makeImmediate(300, 1));

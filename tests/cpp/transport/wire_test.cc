@@ -19,10 +19,10 @@ OpenMessage someOpen() {
   open.source = 3;
   open.destination = 5;
   open.track = 2;
-  open.stream = 1;
+  open.subchannel = 1;
   open.window = 4;
   open.slotBytes = 262144;
-  open.region = {0xAABB, 0xCCDD};
+  open.target = {0xAABB, 0xCCDD};
   return open;
 }
 

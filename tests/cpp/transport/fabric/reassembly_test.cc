@@ -39,7 +39,7 @@ TEST_F(ReassemblyTest, RefusesWhatIsOutsideOrContradicts) {
   EXPECT_THROW(reassembly.accept(fragment(1, 99, 0), bytes), Error) << "more than the put";
   EXPECT_THROW(reassembly.accept(fragment(1, 99, 0), {}), Error) << "nothing";
   auto wrongKey = fragment(1, 300, 0);
-  wrongKey.slot.region.key += 1;
+  wrongKey.slot.target.key += 1;
   EXPECT_THROW(reassembly.accept(wrongKey, bytes), Error);
   EXPECT_THAT(memory, ::testing::Each(std::byte{0})) << "nothing was written";
 

@@ -20,7 +20,7 @@ constexpr int kRanks = 3;
 std::vector<std::byte> payloadOf(const ChannelKey& key, uint64_t number, size_t size) {
   Random random(key.group * 31 + number * 1009 +
                 static_cast<uint64_t>(key.source * 8 + key.destination) * 7919 +
-                key.track * 104729u + key.stream * 1299709u);
+                key.track * 104729u + key.subchannel * 1299709u);
   std::vector<std::byte> bytes(size);
   for (auto& b : bytes) b = static_cast<std::byte>(random.next());
   return bytes;
@@ -123,7 +123,7 @@ class World {
     Stream s;
     s.key.group = static_cast<uint64_t>(1 + i % 2);
     s.key.track = static_cast<uint8_t>(i / 4);
-    s.key.stream = static_cast<uint8_t>(i);
+    s.key.subchannel = static_cast<uint8_t>(i);
     s.key.source = static_cast<Rank>(random_.between(0, kRanks - 1));
     s.key.destination = (s.key.source + static_cast<Rank>(random_.between(1, kRanks - 1))) % kRanks;
     s.slotBytes = random_.between(0, 300);

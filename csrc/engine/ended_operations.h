@@ -1,7 +1,7 @@
-// Finishes completions, and collects their continuations until the engine can run them.
+// What operations that ended leave behind: completions, their continuations, and memory that must outlive a failure.
 //
-// Continuations are the user's code, so they must not run while a thread owns the engine. Used by the thread that owns
-// the engine.
+// Finishes the completions, and collects their continuations until the engine can run them: they are the user's code,
+// so they must not run while a thread owns the engine. Used by the thread that owns the engine.
 #pragma once
 
 #include <functional>
@@ -14,7 +14,7 @@
 
 namespace smddp::engine {
 
-class ContinuationQueue {
+class EndedOperations {
  public:
   void finish(Completion& completion, std::optional<Error> error) {
     for (auto& action : completion.finish(std::move(error))) add(std::move(action));

@@ -16,9 +16,9 @@
 
 namespace smddp::engine {
 
-class ReturnPredictor {
+class WaitPredictor {
  public:
-  // A caller that returns within this time returns before a woken progress thread has begun.
+  // A caller that comes back within this time does so before a woken progress thread has begun.
   static constexpr Nanoseconds kQuickReturn = 100'000;
   // So many quick returns in a row make the predictor confident.
   static constexpr int kReturnsNeeded = 8;
@@ -26,30 +26,30 @@ class ReturnPredictor {
   static constexpr Nanoseconds kActive = 50'000'000;
 
   // A caller lets go of the engine, and nobody waits for what is in flight.
-  void left(Nanoseconds now) {
+  void workLeft(Nanoseconds now) {
     Nanoseconds nothing = kNothing;
     firstLeft_.compare_exchange_strong(nothing, now);
     lastLeft_.store(now);
   }
   // Nothing is in flight any more.
   void ended() {
-    if (isLeft()) firstLeft_.store(kNothing);
+    if (hasLeftWork()) firstLeft_.store(kNothing);
   }
-  // Whether work has been left since a caller returned, and has not ended.
-  bool isLeft() const { return firstLeft_.load(std::memory_order_relaxed) != kNothing; }
+  // Whether work has been left since a caller came back, and has not ended.
+  bool hasLeftWork() const { return firstLeft_.load(std::memory_order_relaxed) != kNothing; }
   // A caller begins to wait.
-  void returned(Nanoseconds now) {
+  void cameBack(Nanoseconds now) {
     const Nanoseconds since = firstLeft_.exchange(kNothing);
     if (since == kNothing) return;
     returns_.store(now - since < kQuickReturn ? std::min(returns_.load() + 1, kReturnsNeeded) : 0);
   }
-  // No caller has returned in time.
-  void missed() { returns_.store(0); }
+  // No caller has come back in time.
+  void didNotComeBack() { returns_.store(0); }
 
   bool isConfident() const { return returns_.load() >= kReturnsNeeded; }
   // Confident, and work has been left a short time ago.
   bool isActive(Nanoseconds now) const { return isConfident() && now - lastLeft_.load() < kActive; }
-  // Whether the caller that has left work is likely to return for it, or has just returned.
+  // Whether the caller that has left work is likely to come back for it, or has just come back.
   bool expectsReturn(Nanoseconds now) const {
     const Nanoseconds since = firstLeft_.load();
     return isConfident() && (since == kNothing || now - since < kQuickReturn);
