@@ -267,7 +267,7 @@ def _message_from_anyone_alive() -> Failure | None:
 
 @pytest.mark.parametrize("layout", ["3", "1+2"])
 def test_death_of_one_who_could_send(layout: str) -> None:
-    """Another rank could still send, so the call waits until its time-out, and names the lost one."""
+    """Another rank could still send: the call waits until its time-out, and names the lost one."""
     (failure, _), culprit = survivors_of(_message_from_anyone_alive, layout)
     assert failure.kind == "SMDDPCollectiveTimeoutError"
     assert "waits to receive from any rank" in failure.text

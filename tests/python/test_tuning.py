@@ -179,7 +179,10 @@ def test_bad_file_ends_init_with_its_line(tmp_path: Path) -> None:
     file.write_text("smddp-tuning 1\nallreduce 1x2 any 8 rign\n")
     for failure in ranks.check_ranks(_fail, "2", [str(file)] * 2):
         assert failure.kind == "ValueError"
-        assert f'SMDDP_TUNING_FILE: {file}:2: allreduce has no algorithm "rign", only one_shot' in failure.text
+        assert (
+            f'SMDDP_TUNING_FILE: {file}:2: allreduce has no algorithm "rign", only one_shot'
+            in failure.text
+        )
 
 
 def test_file_for_another_layout_is_said_once(tmp_path: Path) -> None:
