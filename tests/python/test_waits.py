@@ -34,6 +34,11 @@ def _error_of(action: Callable[[], Any]) -> tuple[str, str, float]:
     raise AssertionError("nothing was raised")
 
 
+of_this_torch = pytest.mark.skipif(
+    torch.__version__ < (2, 15), reason="torch splits no groups without GPUs"
+)
+
+
 def _init() -> None:
     dist.init_process_group("smddp", timeout=FOREVER)
 
@@ -101,7 +106,10 @@ def _interrupted(wait: str) -> tuple[tuple[str, str, float], float]:
 
 
 @pytest.mark.parametrize("layout", ["3", "1+1+1"])
-@pytest.mark.parametrize("wait", _WAITS)
+@pytest.mark.parametrize(
+    "wait",
+    [pytest.param(wait, marks=[of_this_torch] * (wait == "split_group")) for wait in _WAITS],
+)
 def test_a_signal_ends_the_wait(layout: str, wait: str) -> None:
     outcomes = ranks.check_ranks(_interrupted, layout, wait)
     (kind, text, at), sent = outcomes[0]
@@ -173,7 +181,7 @@ def _dies_before_it_comes(call: str) -> tuple[tuple[str, str, float], int]:
 
 
 @layouts
-@pytest.mark.parametrize("call", ["new_group", "split_group"])
+@pytest.mark.parametrize("call", ["new_group", pytest.param("split_group", marks=of_this_torch)])
 def test_death_of_a_rank_that_is_to_come(layout: str, call: str) -> None:
     outcomes = ranks.run_ranks(_dies_before_it_comes, layout, call)
     dead = outcomes[CULPRIT]
@@ -316,11 +324,6 @@ def _split(lists: list[list[list[int]]]) -> tuple[str, str]:
     dist.all_reduce(torch.ones(10))
     dist.destroy_process_group()
     return said
-
-
-of_this_torch = pytest.mark.skipif(
-    torch.__version__ < (2, 15), reason="torch splits no groups without GPUs"
-)
 
 
 @of_this_torch
