@@ -22,7 +22,7 @@ Channels::Channels(Process& process, const Membership& membership, const plan::L
       limits_(limits) {}
 
 Channels::~Channels() {
-  if (!windowsGivenBack_) return;
+  if (!mayGiveBack_) return;
   for (const Window& window : windows_) pool_->giveBack(window.memory);
 }
 
@@ -65,11 +65,11 @@ transport::ReceiveChannel& Channels::openReceiver(Rank from, uint8_t track, uint
                              peer.id, memory, key, messageBytes, window);
 }
 
-void Channels::flushGrants(const Track& track) {
+void Channels::sendGrantsNow(const Track& track) {
   const auto receives = [](const ChannelEnds& ends) { return ends.receive != nullptr; };
   // All peers on other nodes share one table.
   const auto any = std::find_if(track.channels.begin(), track.channels.end(), receives);
-  if (any != track.channels.end()) peerOf(any->peer).table->flushGrants();
+  if (any != track.channels.end()) peerOf(any->peer).table->sendGrantsNow();
 }
 
 transport::SendChannel& Channels::messageSender(Rank to) {
@@ -99,13 +99,13 @@ void Channels::close() {
   for (transport::ChannelTable* table : tables) table->closeGroup(membership_.group);
 }
 
-void Channels::giveBackWindows() {
+void Channels::allowGiveBack() {
   process_.ownership().assertOwned();
   std::erase_if(windows_, [&](const Window& window) {
     const Peer& from = peerOf(window.from);
     return !from.mate && from.lost && !isDrained(window.from);
   });
-  windowsGivenBack_ = true;
+  mayGiveBack_ = true;
 }
 
 }  // namespace smddp::engine

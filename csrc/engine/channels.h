@@ -1,7 +1,7 @@
 // The channels of one group: how its ranks send to one another, within a node and between nodes.
 //
 // A channel is opened when a plan or a message first needs it. Owns the windows (memory that senders write to) of the
-// receiving ends; they are given back when nobody can write to them any more (giveBackWindows()), or kept until the
+// receiving ends; they are given back when nobody can write to them any more (allowGiveBack()), or kept until the
 // process ends. Used by the thread that owns the engine.
 #pragma once
 
@@ -34,7 +34,7 @@ class Channels {
   void open(Track& track, const CachedPlan& cached);
   // If this rank receives on the track: sends all grants now, also those that ReceiveChannel::release() holds back to
   // send several at once.
-  void flushGrants(const Track& track);
+  void sendGrantsNow(const Track& track);
 
   // The channels for messages between two ranks (Matcher).
   transport::SendChannel& messageSender(Rank to);
@@ -50,9 +50,9 @@ class Channels {
   // After close(): whether no put of this group, over the transport that reaches the rank, can still read or write our
   // memory.
   bool isDrained(Rank rank) const { return peerOf(rank).table->drained(membership_.group); }
-  // No rank writes to the windows any more, so they are given back. Windows to which messages of lost ranks may still
-  // be on their way are kept.
-  void giveBackWindows();
+  // No rank writes to the windows any more, so the destructor may give them back. Windows to which messages of lost
+  // ranks may still be on their way are kept.
+  void allowGiveBack();
 
  private:
   struct Window {
@@ -70,7 +70,7 @@ class Channels {
   const plan::Limits& limits_;
   std::map<Rank, transport::ReceiveChannel*> messageReceivers_;
   std::vector<Window> windows_;
-  bool windowsGivenBack_ = false;
+  bool mayGiveBack_ = false;
 };
 
 }  // namespace smddp::engine

@@ -36,7 +36,7 @@ class Engine {
  public:
   struct Options {
     Process::Options process;
-    // Without it the engine runs only in step() and in callers that wait: for the simulator's tests.
+    // Without it the engine runs only in runTurn() and in callers that wait: for the simulator's tests.
     bool progressThread = true;
   };
   explicit Engine(const Options& options);
@@ -113,7 +113,7 @@ class Engine {
   // Runs `action` on the thread that owns the engine, and returns when it has run. Exceptions pass through.
   void call(const std::function<void()>& action) { progress_.call(action); }
   // One turn, for engines without a thread. True when anything advanced.
-  bool step() { return progress_.step(); }
+  bool runTurn() { return progress_.runTurn(); }
 
   // For a caller that waits for several things, one after the other. While this lives, it counts as one that waits,
   // also between two waits. Else the end of each wait would wake the progress thread, which would compete with it.

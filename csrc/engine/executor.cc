@@ -356,7 +356,7 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
   if (step.length > 0) {
     payload = payloadOf(step, trip);
     if (payload.size() < static_cast<size_t>(step.length)) {
-      if (!channel.ends->send->open()) return false;
+      if (!channel.ends->send->isOpen()) return false;
       auto& whole = gathered_.emplace_back(static_cast<size_t>(step.length));
       for (int64_t moved = 0; moved < step.length;) {
         const auto part = resolve(step.firstRef, trip, moved, step.length - moved);
@@ -366,7 +366,7 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
       payload = transport::Bytes(whole);
     }
   }
-  const bool sent = channel.ends->send->put(number, payload, binding_.call);
+  const bool sent = channel.ends->send->put(number, payload, binding_.fingerprint);
   // A put that was refused is tried again later, with a new copy.
   if (!sent && payload.size() > 0 && !gathered_.empty() &&
       payload.data() == gathered_.back().data()) {
@@ -380,7 +380,7 @@ bool Executor::received(const Step& step, uint32_t stepIndex, int64_t trip) {
   const uint64_t number = channel.receivesBefore + static_cast<uint64_t>(step.value.at(trip));
   if (channel.ends->receive->arrived() < number) return false;
   const transport::PutHeader& header = channel.ends->receive->header(number);
-  membership_.requireSameCall(step.who, header.call, binding_.call);
+  membership_.requireSameCall(step.who, header.call, binding_.fingerprint);
   if (header.length != static_cast<uint64_t>(step.length)) {
     raise(ErrorKind::Mismatch,
           "rank {} sent {} bytes where its plan has {}: do all ranks run the same smddp with the "

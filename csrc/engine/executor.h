@@ -47,7 +47,7 @@ struct Binding {
   DataType type = DataType::uint8;
   ReduceOp op = ReduceOp::SUM;
   reduction::Scale scale;  // factor and divisor
-  transport::CallFingerprint call;
+  transport::CallFingerprint fingerprint;
 };
 
 // Why nothing advances: the step at which the first blocked lane stands, and whom any lane awaits.

@@ -175,8 +175,8 @@ bool Group::tryGiveBack() {
     if (membership_->isMate(rank) && team_.mayUseMemory(rank)) return false;
     if (!channels_->isDrained(rank)) return false;
   }
-  channels_->giveBackWindows();
-  team_.giveBackRegion();
+  channels_->allowGiveBack();
+  team_.allowGiveBack();
   return true;
 }
 

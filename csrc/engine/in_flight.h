@@ -17,8 +17,8 @@ namespace smddp::engine {
 
 // Something that has begun and not ended; with what it waits for, if it waits.
 struct InFlight {
-  uint64_t sequence = 0;            // 0: a message; messages are not numbered
-  transport::CallFingerprint call;  // unless it is a message
+  uint64_t sequence = 0;                   // 0: a message; messages are not numbered
+  transport::CallFingerprint fingerprint;  // unless it is a message
   std::string wait;           // "at the arrival for ranks 1, 2", "to send to rank 3 with tag 0"
   std::set<Rank> awaited;     // never this rank
   bool awaitsAnyone = false;  // any other rank can end it; then `awaited` is empty

@@ -71,7 +71,7 @@ void Matcher::submit(Transfer transfer) {
   }
   const MatcherMessage announcement = announcementOf(transfer, group_, kAnnounce);
   const Rank to = transfer.message.peer;
-  offered_[to].emplace(transfer.id, std::move(transfer));
+  awaitingAccept_[to].emplace(transfer.id, std::move(transfer));
   host_.sendControl(to, transport::bytesOf(announcement));
 }
 
@@ -134,20 +134,20 @@ bool Matcher::onControl(Rank from, Bytes message) {
   const Bytes data = message.subspan(sizeof head);
   if (head.header.kind == kBuffered) {
     if (head.bytes < 0 || static_cast<uint64_t>(head.bytes) != data.size()) return false;
-    announced(from, {head.id, head.tag, head.bytes, {data.begin(), data.end()}, true});
+    onAnnounce(from, {head.id, head.tag, head.bytes, {data.begin(), data.end()}, true});
     return true;
   }
   if (!data.empty()) return false;
   if (head.header.kind == kAccept) {
-    accepted(from, head.id);
+    onAccept(from, head.id);
     return true;
   }
   if (head.header.kind != kAnnounce || head.bytes < 0) return false;
-  announced(from, {head.id, head.tag, head.bytes});
+  onAnnounce(from, {head.id, head.tag, head.bytes});
   return true;
 }
 
-void Matcher::announced(Rank from, Announced message) {
+void Matcher::onAnnounce(Rank from, Announced message) {
   const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Transfer& receive) {
     return (receive.message.peer == from || receive.message.peer == kAnySource) &&
            receive.message.tag == message.tag;
@@ -192,14 +192,14 @@ void Matcher::accept(Rank from, Announced message, Transfer transfer) {
   host_.sendControl(from, transport::bytesOf(answer));
 }
 
-void Matcher::accepted(Rank from, uint64_t id) {
-  auto& offers = offered_[from];
-  const auto found = offers.find(id);
-  if (found == offers.end()) {
-    raise(ErrorKind::Transport, "rank {} accepts a message that was never offered", from);
+void Matcher::onAccept(Rank from, uint64_t id) {
+  auto& awaiting = awaitingAccept_[from];
+  const auto found = awaiting.find(id);
+  if (found == awaiting.end()) {
+    raise(ErrorKind::Transport, "rank {} accepts a message that was never announced", from);
   }
   sending_[from].push_back(std::move(found->second));
-  offers.erase(found);
+  awaiting.erase(found);
 }
 
 void Matcher::sendToSelf(Transfer send) {
@@ -309,7 +309,7 @@ bool Matcher::idle() const {
     return std::all_of(queues.begin(), queues.end(),
                        [](const auto& entry) { return entry.second.empty(); });
   };
-  return posted_.empty() && toSelf_.empty() && leaving_.empty() && empty(offered_) &&
+  return posted_.empty() && toSelf_.empty() && leaving_.empty() && empty(awaitingAccept_) &&
          empty(sending_) && empty(receiving_);
 }
 
@@ -318,8 +318,8 @@ void Matcher::forEach(const std::function<void(Transfer&)>& visit) {
   for (Transfer& transfer : posted_) visit(transfer);
   for (Transfer& transfer : toSelf_) visit(transfer);
   for (Transfer& transfer : leaving_) visit(transfer);
-  for (auto& [peer, offers] : offered_) {
-    for (auto& [id, transfer] : offers) visit(transfer);
+  for (auto& [peer, awaiting] : awaitingAccept_) {
+    for (auto& [id, transfer] : awaiting) visit(transfer);
   }
   for (auto* queues : {&sending_, &receiving_}) {
     for (auto& [peer, queue] : *queues) {
@@ -334,7 +334,7 @@ void Matcher::clear() {
   toSelf_.clear();
   leaving_.clear();
   announced_.clear();
-  offered_.clear();
+  awaitingAccept_.clear();
   sending_.clear();
   receiving_.clear();
 }

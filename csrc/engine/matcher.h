@@ -56,7 +56,7 @@ class Matcher {
       : ownership_(ownership), host_(host), group_(group), me_(me), messageBytes_(messageBytes) {}
 
   void submit(Transfer transfer);
-  // A control message of the kinds below. False when it is none of ours.
+  // An Announce, Accept or Buffered (control_kind.h). False: it is of another kind, or malformed.
   bool onControl(Rank from, transport::Bytes message);
   // Moves data. True when anything advanced.
   bool advance();
@@ -78,10 +78,10 @@ class Matcher {
   using Queue = std::deque<Transfer>;
 
   void post(Transfer transfer);
-  void announced(Rank from, Announced message);
+  void onAnnounce(Rank from, Announced message);
   void accept(Rank from, Announced message, Transfer transfer);
   void sendBuffered(Transfer send);
-  void accepted(Rank from, uint64_t id);
+  void onAccept(Rank from, uint64_t id);
   void sendToSelf(Transfer send);
   void copyToSelf(Transfer& send, Transfer& receive);
   bool pumpSend(Rank to, Queue& queue);
@@ -93,9 +93,9 @@ class Matcher {
   const Rank me_;
   const int64_t messageBytes_;
   uint64_t nextId_ = 1;
-  std::deque<Transfer> posted_;                           // receives without a sender yet
-  std::map<Rank, std::deque<Announced>> announced_;       // messages without a receiver yet
-  std::map<Rank, std::map<uint64_t, Transfer>> offered_;  // our sends, not accepted yet
+  std::deque<Transfer> posted_;                                  // receives without a sender yet
+  std::map<Rank, std::deque<Announced>> announced_;              // messages without a receiver yet
+  std::map<Rank, std::map<uint64_t, Transfer>> awaitingAccept_;  // our sends, not accepted yet
   std::map<Rank, Queue> sending_;
   std::map<Rank, Queue> receiving_;
   std::deque<Transfer> toSelf_;   // our sends to ourselves, not received yet

@@ -173,14 +173,14 @@ bool Operations::advance() {
 // Advances one execution until it can do nothing more, or has ended.
 bool Operations::advance(TrackState& state) {
   bool advanced = false;
-  while (step(state)) {
+  while (takeTransition(state)) {
     advanced = true;
     if (state.phase == Phase::Idle) break;
   }
   return advanced;
 }
 
-bool Operations::step(TrackState& state) {
+bool Operations::takeTransition(TrackState& state) {
   const Phase phase = state.phase;
   const bool hasPlan = phase == Phase::Preamble || phase == Phase::Running;
   const bool advanced = hasPlan && state.executor.advance();
@@ -198,10 +198,10 @@ bool Operations::hasNext(TrackState&) {
   if (pending_.empty()) return false;
   const Request& next = pending_.front().request;
   const bool isBarrier = next.collective == Collective::Barrier && next.partOf == PartOf::Itself;
-  return !isBarrier || oldestRunning() == nullptr;
+  return !isBarrier || oldestInFlight() == nullptr;
 }
 
-Operations::TrackState* Operations::oldestRunning() {
+Operations::TrackState* Operations::oldestInFlight() {
   TrackState* oldest = nullptr;
   for (const auto& state : tracks_) {
     if (state->phase == Phase::Idle) continue;
@@ -272,7 +272,7 @@ void Operations::agree(TrackState& state) {
 }
 
 void Operations::finish(TrackState& state) {
-  if (membership_.spansNodes()) channels_.flushGrants(state.track);
+  if (membership_.spansNodes()) channels_.sendGrantsNow(state.track);
   // If a mate has ended this operation with an error, it ends with that error here too, even if we have all data: with
   // zero copy the mate may have overwritten its buffer while we read it.
   std::atomic_thread_fence(std::memory_order_acquire);
@@ -330,7 +330,7 @@ void Operations::publish(TrackState& state) {
     ends[i] = end += static_cast<uint32_t>(operations[i].request.bytes);
   }
   const size_t fusable = operations.size() > 1 ? operations.size() : 0;
-  team_.publish(state.track, {.fingerprint = operations.front().call,
+  team_.publish(state.track, {.fingerprint = operations.front().fingerprint,
                               .ends = std::span(ends).first(fusable),
                               .buffers = state.buffers ? &*state.buffers : nullptr,
                               .isNear = state.entry->cached.fitsNear});
@@ -343,7 +343,7 @@ void Operations::run(TrackState& state, bool arrived) {
                        cached.putsStaging);
   channels_.open(state.track, cached);
   const Operation& first = state.operations.front();
-  Binding& binding = bind(state, first.request, first.call);
+  Binding& binding = bind(state, first.request, first.fingerprint);
   binding.output = Buffer(state.output);
   const auto buffers = buffersOf(state.shape, membership_.me(), membership_.size());
   binding.input = Buffer(buffers.inPlace ? state.output : state.input);
@@ -359,7 +359,7 @@ Binding& Operations::bind(TrackState& state, const Request& request,
   binding.op = request.op;
   binding.scale.factor = request.factor;
   binding.scale.divisor = membership_.size();
-  binding.call = call;
+  binding.fingerprint = call;
   binding.mateOutputs.clear();
   binding.mateInputs.clear();
   return binding;
@@ -417,7 +417,7 @@ std::vector<InFlight> Operations::inFlight() {
     if (state->phase != Phase::Idle) all.push_back(inFlightOf(*state));
   }
   // An operation in the queue waits for those that run, and its deadline may be earlier than theirs.
-  TrackState* oldest = oldestRunning();
+  TrackState* oldest = oldestInFlight();
   if (oldest != nullptr && !pending_.empty() &&
       pending_.front().deadline.passed(process_.clock())) {
     all.push_back(inFlightOf(*oldest));
@@ -436,7 +436,7 @@ std::optional<InFlight> Operations::inFlightOf(const Completion& completion) {
   }
   // An operation in the queue waits for those that run.
   if (std::none_of(pending_.begin(), pending_.end(), is)) return std::nullopt;
-  TrackState* oldest = oldestRunning();
+  TrackState* oldest = oldestInFlight();
   return inFlightOf(oldest != nullptr ? *oldest : nextTrack());
 }
 
@@ -461,7 +461,7 @@ InFlight Operations::inFlightOf(const TrackState& state) const {
   for (const Operation& operation : state.operations) {
     if (at.sequence == 0) {
       at.sequence = operation.sequence;
-      at.call = operation.call;
+      at.fingerprint = operation.fingerprint;
     }
     if (!at.expired && operation.deadline.passed(process_.clock())) {
       at.expired = operation.request.timeout;
@@ -472,7 +472,7 @@ InFlight Operations::inFlightOf(const TrackState& state) const {
 
 void Operations::endWith(Operation& operation, const Break& broken) {
   ended_.keep(std::move(operation.request.keepAlive));
-  const std::string what = fmt::format("{} #{} (group \"{}\")", describe(operation.call),
+  const std::string what = fmt::format("{} #{} (group \"{}\")", describe(operation.fingerprint),
                                        operation.sequence, membership_.name);
   ended_.finish(*operation.completion, membership_.failed(what, broken.cause));
 }

@@ -58,7 +58,7 @@ class Operations final : public Watched {
     CompletionPtr completion;
     Deadline deadline;
     uint64_t sequence = 0;
-    transport::CallFingerprint call;
+    transport::CallFingerprint fingerprint;
   };
   // See kTransitions.
   enum class Phase { Idle, Taken, Arrived, Preamble, Running };
@@ -84,7 +84,7 @@ class Operations final : public Watched {
   static const Transition kTransitions[];
 
   bool advance(TrackState& state);
-  bool step(TrackState& state);
+  bool takeTransition(TrackState& state);
 
   // Conditions of transitions.
   bool hasNext(TrackState&);
@@ -99,8 +99,8 @@ class Operations final : public Watched {
   void agree(TrackState& state);
   void finish(TrackState& state);
 
-  // The oldest execution that runs; null if none does.
-  TrackState* oldestRunning();
+  // The execution in flight that began first; null if there is none.
+  TrackState* oldestInFlight();
   // Where the next execution will run.
   TrackState& nextTrack() { return *tracks_[started_ % tracks_.size()]; }
   // Gives a new execution its number on its track.

@@ -123,7 +123,7 @@ void Progress::advanceOnce() {
   if (!turn()) collectContinuations();
 }
 
-bool Progress::step() {
+bool Progress::runTurn() {
   bool advanced = true;
   const bool ran = tryRun([&] {
     ownership_.assertOwned();
@@ -221,7 +221,7 @@ void Progress::letGo() {
 
 void Progress::handOver() {
   if (!hasThreads_ || !hasUnattendedWork()) return;
-  if (policy_.leftInFlight()) threads_.wakeOne();
+  if (policy_.noteWorkLeft()) threads_.wakeOne();
 }
 
 // Called without ownership. A continuation is the user's code: what it throws is logged, and concerns nobody else.
@@ -250,7 +250,7 @@ void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor
                          Interruptible interruptible) {
   callerCameBack();
   bool asked = false;
-  std::optional<std::chrono::steady_clock::time_point> lookAt;
+  std::optional<std::chrono::steady_clock::time_point> nextInterruptCheck;
   while (!done()) {
     const bool ran = tryRun([&] { runUntil(done, Waiter::Caller, yieldFor); });
     if (!ran) {
@@ -262,8 +262,8 @@ void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor
     }
     if (interruptible == Interruptible::No || done()) continue;
     const auto now = std::chrono::steady_clock::now();
-    const bool isTime = lookAt && now >= *lookAt;
-    if (!lookAt || isTime) lookAt = now + kInterruptTime;
+    const bool isTime = nextInterruptCheck && now >= *nextInterruptCheck;
+    if (!nextInterruptCheck || isTime) nextInterruptCheck = now + kInterruptTime;
     if (isTime) checkInterrupt();
   }
   handOver();

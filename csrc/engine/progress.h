@@ -35,7 +35,7 @@ class Progress {
  public:
   using Waiter = WaitPolicy::Waiter;
 
-  // Without threads the engine runs only in step() and in callers that wait: for the simulator's tests.
+  // Without threads the engine runs only in runTurn() and in callers that wait: for the simulator's tests.
   Progress(Ownership& ownership, Process& process, GroupRegistry& groups, bool hasThreads);
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
@@ -59,9 +59,9 @@ class Progress {
   // Runs what may block on a progress thread. Without threads it runs at once.
   void runBlocking(std::function<void()> action);
   // One turn, with a health check if nothing advances. True when anything has advanced.
-  bool step();
+  bool runTurn();
 
-  // A caller that may have left work begins to wait, or would if its operation had not ended already.
+  // A caller comes to wait for its operation, ended or not. Tells the predictor (wait_predictor.h).
   void callerCameBack() { policy_.callerCameBack(); }
   // Waits until `done`. Yields for `yieldFor`, if that is given, before it sleeps. Calls checkInterrupt() now and then,
   // and throws what that throws: then this thread has let go of the engine, and what it waited for goes on.

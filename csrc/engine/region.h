@@ -46,7 +46,7 @@ struct BufferLocations {
 // record is written again only after everyone has arrived at the execution in between, hence has read it.
 struct alignas(2 * kCacheLine) Arrival {
   std::atomic<uint64_t> number{0};  // Track::executionNumber: counts the executions of this track
-  transport::CallFingerprint call;
+  transport::CallFingerprint fingerprint;
   uint32_t ready = 1;  // requests this rank could fuse, the first included
   // 1: `buffers` is valid. 0: the buffers are private, or the choice of the plan does not depend on where they lie.
   uint16_t shared = 0;

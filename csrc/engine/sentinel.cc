@@ -114,14 +114,14 @@ void Sentinel::followOne(Wait& wait, const InFlight& at) {
   }
   if (wait.askedAt == 0 || now - wait.askedAt >= kAskPeriod) {
     wait.askedAt = now;
-    diagnosis_.inquire(at.awaited, at.sequence, at.call);
+    diagnosis_.inquire(at.awaited, at.sequence, at.fingerprint);
   }
   if (wait.isReported) return;
   const Blame blame = diagnosis_.blameFor(at.awaited, at.sequence);
   if (!blame.definite() || now - wait.since < reportAfter(blame)) return;
   wait.isReported = true;
   SMDDP_LOG(Warn, "engine", "{} #{} (group \"{}\") has waited for {:.1f} s: {} {}",
-            describe(at.call), at.sequence, membership_.name,
+            describe(at.fingerprint), at.sequence, membership_.name,
             static_cast<double>(now - wait.since) * 1e-9, membership_.nameOf(blame.rank),
             blame.describe());
 }

@@ -28,7 +28,7 @@ Team::Team(Process& process, const RegionLayout& layout)
 Team::~Team() {
   // A mate may still be in the last operation. Pages that are given back read as zeros at once, and the mate would get
   // a wrong result. Then the region is not given back; it lives until the last mate has unmapped the slab.
-  const bool mayBeRead = membership_ != nullptr && !regionGivenBack_;
+  const bool mayBeRead = membership_ != nullptr && !mayGiveBack_;
   if (!mayBeRead && !region_.empty()) regions_->giveBack(region_, layout_);
 }
 
@@ -85,7 +85,7 @@ Track Team::makeTrack(int64_t index) const {
 void Team::publish(const Track& track, const Descriptor& descriptor) {
   process_.ownership().assertOwned();
   Arrival& mine = track.arrivalOf(topology().myLocal());
-  mine.call = descriptor.fingerprint;
+  mine.fingerprint = descriptor.fingerprint;
   mine.ready = std::max<uint32_t>(1, static_cast<uint32_t>(descriptor.ends.size()));
   mine.shared = descriptor.buffers != nullptr ? 1 : 0;
   mine.isNear = descriptor.isNear ? 1 : 0;
@@ -111,13 +111,13 @@ std::set<Rank> Team::absent(const Track& track) const {
 Agreement Team::agree(const Track& track) const {
   process_.ownership().assertOwned();
   Arrival& mine = track.arrivalOf(topology().myLocal());
-  const transport::CallFingerprint call = copyShared(mine.call);
+  const transport::CallFingerprint call = copyShared(mine.fingerprint);
   Agreement agreement{
       .fused = mine.ready, .shared = mine.shared != 0, .afterArrival = mine.shared != 0};
   for (int local = 0; local < topology().teamSize(); ++local) {
     if (local == topology().myLocal()) continue;
     Arrival& theirs = track.arrivalOf(local);
-    membership_->requireSameCall(topology().team()[local], copyShared(theirs.call), call);
+    membership_->requireSameCall(topology().team()[local], copyShared(theirs.fingerprint), call);
     agreement.fused = std::clamp<uint32_t>(loadShared(theirs.ready), 1, agreement.fused);
     const bool isShared = loadShared(theirs.shared) != 0;
     agreement.shared &= isShared;

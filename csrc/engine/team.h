@@ -5,7 +5,7 @@
 // only the copy is checked and used. (A break record is copied without atomic loads, once its mate has published it;
 // Sentinel checks the copy.)
 //
-// Owns this rank's region: taken in lease(), given back when mates can no longer read it (giveBackRegion()), or kept
+// Owns this rank's region: taken in lease(), given back when mates can no longer read it (allowGiveBack()), or kept
 // until the process ends. Used by the thread that owns the engine.
 #pragma once
 
@@ -99,7 +99,7 @@ class Team {
   // now, which can be so once it saw us leave.)
   bool mayUseMemory(Rank mate) const;
   // No mate can touch this rank's region any more, so it may be given back.
-  void giveBackRegion() { regionGivenBack_ = true; }
+  void allowGiveBack() { mayGiveBack_ = true; }
 
  private:
   struct Member {
@@ -121,7 +121,7 @@ class Team {
   const Membership* membership_ = nullptr;  // set by join()
   std::vector<Member> members_;             // by local index, this rank included
   TeamBell bell_;
-  bool regionGivenBack_ = false;
+  bool mayGiveBack_ = false;
 };
 
 }  // namespace smddp::engine

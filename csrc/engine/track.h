@@ -42,7 +42,8 @@ struct Track {
   // Counts the executions of *this track*, from 1. Its lowest bit chooses the half. With 4 tracks, executions 0, 4 and
   // 8 of the group are executions 1, 2 and 3 of track 0.
   uint64_t executionNumber = 0;
-  // Shape::afterArrival of this execution's plan: it was chosen when all had arrived, and copies nothing before.
+  // Shape::afterArrival of this execution's plan: some rank arrived without copying, so this plan was chosen then, and
+  // copies nothing before. (A plan chosen again only because fewer requests are fused does not count.)
   bool afterArrival = false;
   // By local index, mine included.
   std::vector<TrackHeader*> headers;
@@ -74,8 +75,8 @@ struct Track {
     return headers[local]->counters[counter].value.load(std::memory_order_acquire) >=
            counterValue(executionNumber, value);
   }
-  // Where the slots of a rank are. The arrival record says so for the plan with which the rank arrived. A plan that was
-  // chosen after the arrival does not use the memory beside the record.
+  // Where the slots of a rank are. The arrival record says so for the plan with which the rank arrived. A plan with
+  // `afterArrival` does not use the memory beside the record.
   std::byte* stagingOf(int local) const {
     Arrival& arrival = arrivalOf(local);
     return loadShared(arrival.isNear) != 0 && !afterArrival ? arrival.near.data()

@@ -38,7 +38,7 @@
 // * The thread of DeferredCalls (PollingWait): nobody wakes it when a call may begin, so it yields first and then
 //   polls, less and less often.
 //
-// Threads: spinUntil() and PollingWait anywhere; leftInFlight(), callerCameBack() and ended() on any thread;
+// Threads: spinUntil() and PollingWait anywhere; noteWorkLeft(), callerCameBack() and ended() on any thread;
 // beginPoll(), takesWork() and endPoll() on a progress thread; the rest on the thread that owns the engine. Ends with
 // the engine.
 #pragma once
@@ -117,9 +117,9 @@ class WaitPolicy {
 
   // --- work in flight that nobody waits for ---
 
-  // A caller lets go of it. True: the progress thread has to be woken.
-  bool leftInFlight() {
-    predictor_.workLeft(process_.clock().now());
+  // A caller lets go of work in flight. True: the progress thread has to be woken.
+  bool noteWorkLeft() {
+    predictor_.noteWorkLeft(process_.clock().now());
     return !parkedPolls_.load() || !predictor_.isConfident();
   }
   // A caller begins to wait.

@@ -26,7 +26,7 @@ class WaitPredictor {
   static constexpr Nanoseconds kActive = 50'000'000;
 
   // A caller lets go of the engine, and nobody waits for what is in flight.
-  void workLeft(Nanoseconds now) {
+  void noteWorkLeft(Nanoseconds now) {
     Nanoseconds nothing = kNothing;
     firstLeft_.compare_exchange_strong(nothing, now);
     lastLeft_.store(now);

@@ -291,15 +291,15 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
   const bool willWait =
       messages.empty() && std::all_of(requests.begin(), requests.end(),
                                       [](const Request& request) { return request.willWait; });
-  // The caller of a single request that waits for it has its tensors itself until it has ended. Everybody else may drop
-  // them before.
+  // A caller that waits for a single request holds its tensors until the request has ended. In all other cases the caller
+  // may drop them earlier, so the operation holds them.
   const bool operationsKeep = !willWait || requests.size() != 1 || !call.staging.kept().empty();
   const std::shared_ptr<void> tensors = operationsKeep ? call.keepAlive() : nullptr;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
   std::vector<engine::CompletionPtr> completions;
   completions.reserve(requests.size() + messages.size());
-  // After an error the network may still read the tensors, and mates may still write to them. The caller may now free
-  // them.
+  // After an error the network may still read the tensors, and mates may still write to them, but the caller, which gets
+  // the error now, may free them. So the group keeps them.
   const auto keepTensors = [&] {
     if (!operationsKeep) engine_->keep(*target, work->keepAlive());
   };

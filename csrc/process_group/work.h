@@ -35,7 +35,9 @@ class Work final : public c10d::Work {
     std::shared_ptr<void> keepAlive() const;
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char* title = "";  // of the profiler's range: "smddp:all_reduce"
-    uint64_t sequence = 0;   // of the call in its group; 0: not numbered
+    // Counted by the process group; 0: not numbered. The engine's numbers (Completion::sequence()) count collectives, of
+    // which a call can have several.
+    uint64_t sequence = 0;
     std::vector<at::Tensor> inputs;
     // What result() and the future hold: one list, or one per input.
     std::vector<std::vector<at::Tensor>> outputs;

@@ -9,13 +9,13 @@
 
 namespace smddp::transport {
 std::string toString(const ChannelKey& key) {
-  return fmt::format("group {:x} track {} stream {} rank {} -> {}", key.group, key.track,
+  return fmt::format("group {:x} track {} subchannel {} rank {} -> {}", key.group, key.track,
                      key.subchannel, key.source, key.destination);
 }
 
 bool SendChannel::put(uint64_t number, Payload payload, const CallFingerprint& call) {
   SMDDP_CHECK(number == sent_ + 1, "{}: message {} after {}", toString(key_), number, sent_);
-  if (!open()) return false;
+  if (!isOpen()) return false;
   if (payload.size() > static_cast<uint64_t>(slotBytes_)) {
     raise(ErrorKind::Mismatch,
           "{}: a message of {} bytes, but rank {} has slots of {} bytes. SMDDP_FABRIC_CHUNK_BYTES "

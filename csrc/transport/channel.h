@@ -51,7 +51,7 @@ class SendChannel {
   const ChannelKey& key() const { return key_; }
   PeerId peer() const { return peer_; }
   // True when the receiver has told where its window lies.
-  bool open() const { return window_ != 0; }
+  bool isOpen() const { return window_ != 0; }
   uint64_t sent() const { return sent_; }
   // The payloads of the first flushed() puts may be overwritten.
   uint64_t flushed() const { return flushed_; }
@@ -126,7 +126,7 @@ class ReceiveChannel {
   std::vector<bool> early_;         // messages above arrived_ that have arrived, by number % window
   std::vector<PutHeader> headers_;  // copied on arrival, so that check and use see the same bytes
   bool listed_ = false;             // the channel is in the table's owing_
-  bool unbatched_ = false;          // by flushGrants(): send the next grant at once
+  bool unbatched_ = false;          // by sendGrantsNow(): send the next grant at once
   bool closed_ = false;             // by closeGroup(): we may not read memory_ any more
   bool senderClosed_ = false;
   uint64_t sentBySender_ = 0;  // the number of messages sent in all; valid if senderClosed_

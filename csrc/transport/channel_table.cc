@@ -136,7 +136,7 @@ void ChannelTable::sendDueGrants() {
   });
 }
 
-void ChannelTable::flushGrants() {
+void ChannelTable::sendGrantsNow() {
   for (ReceiveChannel* channel : owing_) channel->unbatched_ = channel->owed() != 0;
   sendDueGrants();
 }
@@ -178,9 +178,9 @@ void ChannelTable::onOpen(PeerId from, const OpenMessage& message) {
 }
 
 void ChannelTable::bind(SendChannel& channel, PeerId from, const OpenMessage& message) {
-  if (channel.peer_ != from || channel.open()) {
+  if (channel.peer_ != from || channel.isOpen()) {
     return fail(from, fmt::format("it opened {}, which is {}", toString(channel.key_),
-                                  channel.open() ? "open already" : "another rank's"));
+                                  channel.isOpen() ? "open already" : "another rank's"));
   }
   channel.onOpen(message);
   sendByRemoteId_[{from, message.header.channel}] = &channel;
@@ -297,7 +297,7 @@ void ChannelTable::closeGroup(uint64_t group) {
   for (auto it = firstSender; it != endOfSenders; ++it) {
     SendChannel* const channel = it->second;
     channel->closed_ = true;
-    if (channel->open()) {
+    if (channel->isOpen()) {
       sendByRemoteId_.erase({channel->peer_, channel->remoteId_});
       sendClose(channel->peer_, channel->remoteId_, group, channel->sent_);
     }

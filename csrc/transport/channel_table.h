@@ -54,7 +54,7 @@ class ChannelTable final : private Sink {
   // Makes progress: sends kept messages, polls the transport, sends grants that are due. Returns the number of events.
   size_t poll();
   // Sends grants for all released messages, without batching. For the end of an operation.
-  void flushGrants();
+  void sendGrantsNow();
   // True if messages wait for room in the transport: do not sleep, poll() again.
   bool hasBacklog() const { return backlog_ != 0 || grantsDue_; }
 

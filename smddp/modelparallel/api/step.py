@@ -144,9 +144,9 @@ class StepFunction:
         try:
             result = executor.run(body.function.__name__, schedule, runtime, driver)
             if driver is not None:
-                body.trains = body.trains or driver.backward
+                body.trains = body.trains or driver.called_backward
         except Redo:
-            redo = True
+            redo = True  # `end_step` below always raises then, usually Redo
         except BaseException as error:
             failure = summary(error)
             raise

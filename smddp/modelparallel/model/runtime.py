@@ -94,7 +94,7 @@ class ModelRuntime:
         self.steps = 0
         # Does this rank still have to call `agree` or `abstain` in this step?
         self._undecided = False
-        # Without a place: before the model is divided, no buffer is saved.
+        # Before the model is divided, no buffer counts as living here, so none is saved.
         self.buffers = Buffers(module, lambda _: False)
         # In a first step on rank 0: all buffers, before the body has run.
         self._unplaced: Buffers | None = None
@@ -221,7 +221,7 @@ class ModelRuntime:
             raise SMPUsageError("set_partition has to be called before the first step")
         self.placement.pin(module, partition)
 
-    # --- the life of a step; called by step.py ----------------------------------------------------
+    # --- the life of a step; api/step.py calls begin_step and end_step, the executor the others ---
 
     def begin_step(self, name: str, schedule: Schedule, again: bool) -> Schedule:
         """Prepares for a step.
@@ -254,8 +254,8 @@ class ModelRuntime:
         modules.predicts_structures = not again
         modules.in_order = in_order
         modules.buffers_read.clear()
-        # For a Redo. There is no Redo with one partition, in a second attempt, or in the first
-        # step; in that one `buffers` has no places yet.
+        # A Redo restores these values. There is none with one partition, or in a second attempt.
+        # There is none in the first step either; `buffers` is empty then, so this saves nothing.
         if several and not again:
             self.buffers.save()
         if several and not self.divided and self.executor.rank == 0:

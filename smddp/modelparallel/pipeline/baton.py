@@ -109,7 +109,8 @@ class Baton:
     for messages. When a message lets the task of this thread go on, or makes a new task, the same
     thread runs it, and no other thread has to be woken.
 
-    Any thread may call any method, but only a task may call `wait`, and no task may call `settle`.
+    Any thread may call any method, but only a task may call `wait`, and no task may call
+    `wait_until_idle`.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Baton:
         self._running: Task | None = None
         # Does a thread hold the baton? Does that thread wait in `Inbox.take`?
         self._held = self._blocked = False
-        self._aborted = self._settling = False
+        self._aborted = self._idle_awaited = False
         self._quiet = threading.Condition(self._lock)
         self._current = threading.local()
 
@@ -222,13 +223,13 @@ class Baton:
             self._waiting.clear()
             self._rouse()
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Waits until no task runs, waits or is runnable."""
         with self._quiet:
-            self._settling = True
+            self._idle_awaited = True
             while self._running is not None or self._waiting or self._has_ready():
                 self._quiet.wait()
-            self._settling = False
+            self._idle_awaited = False
 
     def _has_ready(self) -> bool:
         return bool(self._resumed or self._forward or self._backward)
@@ -285,7 +286,7 @@ class Baton:
                     restore_state = self._save_state()
                 if task is not None:
                     self._pass_on(task)
-                elif self._settling and not self._waiting:
+                elif self._idle_awaited and not self._waiting:
                     self._quiet.notify_all()
                 if not keeps_baton:
                     self._held = task is not None

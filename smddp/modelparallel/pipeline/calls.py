@@ -94,7 +94,7 @@ class CallerSide:
 
     def __init__(self, services: RankServices) -> None:
         self._services = services
-        # By sending; a graph is taken out when it has had its backward pass, or needs none.
+        # By `Origin.sending`. A graph is taken out after its backward pass, or if it needs none.
         self._outgoing: dict[int, Outgoing] = {}
         self._sendings = itertools.count()
         # By the signature of a graph: the graph and its graph_id, which all its members know.
@@ -458,7 +458,8 @@ class _FirstDerivative(torch.autograd.Function):
         )
 
 
-# `Function.apply` would search the arguments for lazy tensors and functorch; there are none.
+# `Function.apply` would look for lazy tensors among the arguments, and for functorch transforms;
+# there are neither.
 _apply_remote: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Remote)
 _engine: Any = torch.autograd.Variable._execution_engine
 

@@ -29,7 +29,8 @@ class KnownCall:
     """What stays the same each time a call is made, unlike its tensors, its objects and its seed.
 
     `Modules` keeps one for each module, method, structure of arguments and mode. They are compared
-    by identity, so a known call graph is found without comparing structures.
+    by identity, so a known call graph is found without comparing structures. "Known" means that
+    this rank has met the call before; `returns` says whether its result's structure is known.
 
     Attributes:
         module, method, structure, returns: see `Call`.

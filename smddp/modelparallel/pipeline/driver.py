@@ -56,7 +56,7 @@ class Driver:
     its backward pass waits until all active microbatches have reached it.
 
     Attributes:
-        backward: has a microbatch of this step called `model.backward`?
+        called_backward: has a microbatch of this step called `model.backward`?
         random_state: of the script's generators, after the step has drawn its seed; None before.
     """
 
@@ -83,7 +83,7 @@ class Driver:
         self._parked: list[Ticket] = []
         self._reached_backward: set[int] = set()  # microbatches
         self._results: list[Any] = [None] * schedule.microbatches
-        self.backward = False
+        self.called_backward = False
         self.random_state: RandomState | None = None
 
     def drive(self) -> StepResult:
@@ -162,7 +162,7 @@ class Driver:
         Raises:
             Aborted: the step has failed meanwhile.
         """
-        self.backward = True
+        self.called_backward = True
         if frame.microbatch in self._reached_backward:
             return
         self._reached_backward.add(frame.microbatch)
@@ -222,8 +222,9 @@ class Driver:
         self._executor.caller.drop(frame.sent)
         reached_backward = number in self._reached_backward
         # In a training step the backward pass itself frees what other ranks keep of the microbatch.
-        # DONE is needed if this microbatch has not called model.backward, or as long as we do not
-        # know that this function trains.
+        # Other ranks need DONE if this microbatch has not called model.backward. They need it also
+        # until a step of this function that called it has succeeded: while a rank does not know how
+        # many gradients to expect, it adds those of a microbatch only at its end (GradientSum).
         self._executor.microbatch_done(number, not (reached_backward and self._body.trains))
         with self._lock:
             if not reached_backward:

@@ -216,7 +216,7 @@ class Executor:
             finally:
                 # DROP may come after this rank has sent END; the task that it makes has to end
                 # first.
-                self.baton.settle()
+                self.baton.wait_until_idle()
                 self._apply_late_decision()
                 self._end_step()
                 if self.divided:
@@ -238,7 +238,7 @@ class Executor:
             they may still send belongs to this step, and the next one must not read it.
         """
         self.baton.wake()
-        self.baton.settle()
+        self.baton.wait_until_idle()
         if self.channel is None or self._ended_by_signal:
             return []
         silent = self.channel.drain(_END_TIMEOUT)
@@ -315,6 +315,8 @@ class Executor:
 
     def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> bool:
         """Sends a message to a rank of the pipeline, which may be this one.
+
+        Two segments of one graph may have the same owner, and an edge between them.
 
         Args:
             peer: rank of the pipeline.

@@ -22,7 +22,7 @@ class Frame:
             in the longest chain of segments of its graph that leads to it. Backward tasks have 0.
         grad: were gradients enabled when it began?
         open: the call graph that has not been sent yet; None if there is none.
-        sent: the sendings of the call graphs that it has sent; see `Origin.sending`.
+        sent: the numbers (`Origin.sending`) of the call graphs that it has sent.
         moment: an object that is replaced by a new one with each call of a module on another rank.
             Code that has kept it can tell whether there was such a call since.
     """

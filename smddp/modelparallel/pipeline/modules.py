@@ -115,9 +115,9 @@ class Modules:
         self._numbers = {id(module): number for number, module in enumerate(self.by_number)}
         self._draws = [may_draw(module) for module in self.by_number]
         self.owners: list[int | None] = [0] * len(self.by_number)
-        # By (module, method, structure of the arguments, train or eval, gradients on?): the call
-        # with the structure of its last result, if callers may rely on that; and the same calls
-        # without such a structure.
+        # By (module, method, structure of the arguments, train or eval, gradients on?): first calls
+        # whose result structure callers may rely on; then calls whose callers wait for the
+        # result. A key may be in both.
         self._with_structure: dict[Any, KnownCall] = {}
         self._without_structure: dict[Any, KnownCall] = {}
         # Structures found in this step. They are used from the next step on, so that all

@@ -235,7 +235,7 @@ class Segment(NamedTuple):
 class Graph:
     """The calls, segments and edges of a call graph; the same for many microbatches and steps.
 
-    It is sent to its members once for each model. Then messages name it by a number.
+    It is sent to its members once for each model. Then FORWARD and DROP name it by its `graph_id`.
 
     Attributes:
         ambient: the state in which all its calls run.

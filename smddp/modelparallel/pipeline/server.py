@@ -204,6 +204,7 @@ class Server:
                 depth=origin.depth + run.graph.depths[target],
                 grad=grad,
             )
+            # No limit without gradients: nothing is kept for a backward pass.
             self._submit(frame, run, self._forward, self._admits if grad else None)
 
     def on_backward(self, message: Message) -> None:
@@ -401,7 +402,7 @@ class Server:
 def _unchanging(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that no code changes while a message refers to its memory.
 
-    A tensor that autograd has not made may be one that the module keeps, such as a buffer.
+    A tensor without a `grad_fn` may be one that the module keeps, such as a buffer.
     """
     if tensor.grad_fn is not None:
         return tensor
@@ -420,7 +421,8 @@ class _Entrance(torch.autograd.Function):
         return gradient
 
 
-# `Function.apply` would search the arguments for lazy tensors and functorch; there are none.
+# `Function.apply` would look for lazy tensors among the arguments, and for functorch transforms;
+# there are neither.
 _apply_entrance: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Entrance)
 
 

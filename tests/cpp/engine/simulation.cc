@@ -346,7 +346,7 @@ void Simulation::run() {
         submitNext(player, *seat);
         advanced = true;
       }
-      advanced |= player.engine->step();
+      advanced |= player.engine->runTurn();
       for (auto& seat : player.seats) look(*seat);
       if (testing::Test::HasFailure()) return;
     }

@@ -13,7 +13,7 @@ constexpr Nanoseconds kSoon = WaitPredictor::kQuickReturn;
 // Leaves and comes back `times` times. Returns the time at the end.
 Nanoseconds leaveAndReturn(WaitPredictor& predictor, Nanoseconds now, Nanoseconds away, int times) {
   for (int i = 0; i < times; ++i) {
-    predictor.workLeft(now);
+    predictor.noteWorkLeft(now);
     now += away;
     predictor.cameBack(now);
   }
@@ -40,8 +40,9 @@ TEST(WaitPredictorTest, OneLateReturnEndsIt) {
 TEST(WaitPredictorTest, CountsFromTheFirstThatWasLeft) {
   WaitPredictor predictor;
   leaveAndReturn(predictor, 0, 1, WaitPredictor::kReturnsNeeded);
-  predictor.workLeft(1000);
-  predictor.workLeft(1000 + kSoon - 1);  // like DDP's last bucket, just before DDP waits for all
+  predictor.noteWorkLeft(1000);
+  predictor.noteWorkLeft(1000 + kSoon -
+                         1);  // like DDP's last bucket, just before DDP waits for all
   predictor.cameBack(1000 + kSoon);
   EXPECT_FALSE(predictor.isConfident());
 }
@@ -49,7 +50,7 @@ TEST(WaitPredictorTest, CountsFromTheFirstThatWasLeft) {
 TEST(WaitPredictorTest, WhatEndsByItselfSaysNothing) {
   WaitPredictor predictor;
   leaveAndReturn(predictor, 0, 1, WaitPredictor::kReturnsNeeded - 1);
-  predictor.workLeft(0);
+  predictor.noteWorkLeft(0);
   predictor.ended();
   predictor.cameBack(10 * kSoon);
   EXPECT_FALSE(predictor.isConfident());
@@ -59,12 +60,12 @@ TEST(WaitPredictorTest, WhatEndsByItselfSaysNothing) {
 
 TEST(WaitPredictorTest, ExpectsCallersWhoHaveJustLeftOrJustReturned) {
   WaitPredictor predictor;
-  predictor.workLeft(0);
+  predictor.noteWorkLeft(0);
   EXPECT_FALSE(predictor.expectsReturn(1)) << "no predictor yet";
   predictor.cameBack(1);
   const Nanoseconds now = leaveAndReturn(predictor, 0, 1, WaitPredictor::kReturnsNeeded);
   EXPECT_TRUE(predictor.expectsReturn(now)) << "returned";
-  predictor.workLeft(now);
+  predictor.noteWorkLeft(now);
   EXPECT_TRUE(predictor.expectsReturn(now + kSoon - 1));
   EXPECT_FALSE(predictor.expectsReturn(now + kSoon));
   predictor.didNotComeBack();

@@ -149,7 +149,7 @@ TEST_F(ChannelTest, PutWaitsForTheWindowAndNamesSlotAndMessage) {
   SendChannel& channel = table_.send(key_, kPeer);
   EXPECT_FALSE(channel.put(1, payload_, {}));
   hear(copyOf(openFor(key_, 2, 300)));
-  ASSERT_TRUE(channel.open());
+  ASSERT_TRUE(channel.isOpen());
   const CallFingerprint call{1, 2, 3, 4, 5, 6};
   EXPECT_TRUE(channel.put(1, payload_, call));
   EXPECT_TRUE(channel.put(2, {}, call));
@@ -170,7 +170,7 @@ TEST_F(ChannelTest, PutWaitsForTheWindowAndNamesSlotAndMessage) {
 
 TEST_F(ChannelTest, AnOpenThatCameFirstIsKept) {
   hear(copyOf(openFor(key_, 1, 0)));
-  EXPECT_TRUE(table_.send(key_, kPeer).open());
+  EXPECT_TRUE(table_.send(key_, kPeer).isOpen());
   EXPECT_EQ(&table_.send(key_, kPeer), &table_.send(key_, kPeer));
 }
 
@@ -260,8 +260,8 @@ TEST_F(ChannelTest, GrantsAreBatchedByHalfTheWindow) {
   for (uint64_t n = 1; n <= 7; ++n) arrive(makeImmediate(id, n));
   for (uint64_t n = 1; n <= 7; ++n) channel.release(n);
   EXPECT_EQ(grantsSent(), (std::vector<uint64_t>{4}));
-  table_.flushGrants();
-  table_.flushGrants();
+  table_.sendGrantsNow();
+  table_.sendGrantsNow();
   EXPECT_EQ(grantsSent(), (std::vector<uint64_t>{4, 7}));
 }
 
@@ -314,7 +314,7 @@ TEST_F(ChannelTest, FlushedGrantsThatWereRefusedAreSentLater) {
   arrive(makeImmediate(lastOpenedId(), 1));
   channel.release(1);
   transport_.full = true;
-  table_.flushGrants();
+  table_.sendGrantsNow();
   EXPECT_TRUE(table_.hasBacklog());
   transport_.full = false;
   table_.poll();

@@ -187,9 +187,9 @@ class World {
       s.receive->release(count);
       moved = true;
     }
-    // Progress must not need flushGrants(), and an early grant must do no harm.
+    // Progress must not need sendGrantsNow(), and an early grant must do no harm.
     if (random_.chance(0.02))
-      processes_[static_cast<size_t>(s.key.destination)].table->flushGrants();
+      processes_[static_cast<size_t>(s.key.destination)].table->sendGrantsNow();
     return moved;
   }
 
