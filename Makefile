@@ -39,7 +39,11 @@ build:  ## compile the C++ core, its tests and the module
 .PHONY: test
 test:  ## all kinds of test in 25 minutes: C++, Python, C++ again under sanitizers, fuzzers
 	@echo "TEST_TURN=$(TEST_TURN)"
-	@tools/stages.sh setup test-optimized test-python sanitize-address,undefined fuzz sanitize-thread
+	@tools/stages.sh prepare test-optimized test-python sanitize-address,undefined fuzz sanitize-thread
+
+.PHONY: prepare
+prepare:  ## install, and build most of what `make test` runs
+	@tools/setup.sh prepare-tests
 
 .PHONY: test-all
 test-all: export ALL_SEEDS := 1

@@ -6,6 +6,7 @@
 #   tools/setup.sh build [target]   + the C++ core, its tests and the module, or one target, in build/torch-<release>
 #   tools/setup.sh               + `import smddp` works in .venv
 #   tools/setup.sh python-tests  + the device of the Python tests
+#   tools/setup.sh prepare-tests   the same, and the core with its tests for AddressSanitizer
 #   tools/setup.sh sanitized <sanitizers> <target>   a target of build/<sanitizers>: the core, its tests, the fuzzers
 #   tools/setup.sh fuzz-coverage <target>   a target of build/fuzz-coverage: fuzzers that count which lines they reach
 #   tools/setup.sh lint          + the programs for `make lint`
@@ -119,13 +120,25 @@ develop() {
   ln -sfn "../$build/csrc/bindings/_build.py" smddp/_build.py
 }
 
+# The installation of torch uses one core. Meanwhile the others compile what needs no torch.
+prepare-tests() {
+  packages
+  install_packages clang libclang-rt-dev
+  environment &
+  local status=0
+  (sanitized address,undefined all) || status=$?
+  wait $! || status=$?
+  [ $status = 0 ] || exit $status
+  develop fake_device
+}
+
 lint() {
   environment
   install_packages clang-format clang-tidy
 }
 
 case "${1:-develop}" in
-  packages | environment | build | sanitized | fuzz-coverage | develop | lint) "${@:-develop}" ;;
+  packages | environment | build | prepare-tests | sanitized | fuzz-coverage | develop | lint) "${@:-develop}" ;;
   python-tests) develop fake_device ;;
   *) die "unknown step $1" ;;
 esac

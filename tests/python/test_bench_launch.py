@@ -70,6 +70,7 @@ def test_on_hosts_with_a_link(tmp_path: Path) -> None:
     assert written["out_of_bounds"]["okay"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -129,7 +130,11 @@ def _ddp_rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("parallel", "backends"), [("ddp", ["smddp", "gloo", "fake"]), ("fsdp", ["smddp"])]
+    ("parallel", "backends"),
+    [
+        ("ddp", ["smddp", "gloo", "fake"]),
+        pytest.param("fsdp", ["smddp"], marks=pytest.mark.exhaustive),
+    ],
 )
 def test_training_steps(parallel: str, backends: list[str], tmp_path: Path) -> None:
     file = tmp_path / "ddp.json"
