@@ -123,7 +123,6 @@ develop() {
 # The installation of torch uses one core. Meanwhile the others compile what needs no torch.
 prepare-tests() {
   packages
-  install_packages clang libclang-rt-dev
   environment &
   local status=0
   (sanitized address,undefined all) || status=$?

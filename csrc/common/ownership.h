@@ -5,10 +5,10 @@
 //
 // How to use it in a class that only the owner touches:
 //   * keep a reference to the Ownership, or to an object that has one (Process::ownership());
-//   * begin each function through which other code enters the class with ownership.assertOwned(); what that calls does
-//     not repeat it. It ends the process, with
-//     file, line and function of the caller, unless the calling thread is the owner. It costs nothing in builds other
-//     than Debug and those under sanitizers (SMDDP_CHECK_OWNERSHIP), so it may stand on the fastest path;
+//   * begin each function through which other code enters the class with ownership.assertOwned(). Functions that only
+//     these call need not repeat it. It ends the process, with file, line and function of the caller, unless the
+//     calling thread is the owner. It costs nothing in builds other than Debug and those under sanitizers
+//     (SMDDP_CHECK_OWNERSHIP), so it may stand on the fastest path;
 //   * mark fields SMDDP_GUARDED_BY(ownership_) and private functions SMDDP_REQUIRES(ownership_) where the Ownership is
 //     a member. `make tidy` then refuses code that reaches them without tryAcquire() or assertOwned() before. A lambda
 //     that the owner runs later begins with assertOwned(), too.

@@ -19,13 +19,14 @@ std::string describe(const transport::CallFingerprint& call) {
       call.op >= kNumReduceOps) {
     return "an unknown operation";
   }
+  const char* ofBlocks = nullptr;
   switch (static_cast<PartOf>(call.flags)) {
     case PartOf::Itself: break;
     case PartOf::AllToAllWithSplits: return "alltoall with split sizes";
     case PartOf::SparseAllReduce: return "allreduce of a sparse tensor";
     case PartOf::SplitGroup: return "split_group";
-    case PartOf::UnevenAllGather:
-    case PartOf::UnevenReduceScatter: break;
+    case PartOf::UnevenAllGather: ofBlocks = "all_gather"; break;
+    case PartOf::UnevenReduceScatter: ofBlocks = "reduce_scatter"; break;
     default: return "an unknown operation";
   }
   const auto collective = static_cast<collectives::Collective>(call.collective);
@@ -50,11 +51,7 @@ std::string describe(const transport::CallFingerprint& call) {
     text += fmt::format(" {} rank {}", isSource ? "from" : "to", root);
   }
   // "reduce of 3 float32 (12 B) with SUM to rank 1, for reduce_scatter of blocks of several sizes"
-  const auto partOf = static_cast<PartOf>(call.flags);
-  if (partOf != PartOf::Itself) {
-    text += fmt::format(", for {} of blocks of several sizes",
-                        partOf == PartOf::UnevenAllGather ? "all_gather" : "reduce_scatter");
-  }
+  if (ofBlocks != nullptr) text += fmt::format(", for {} of blocks of several sizes", ofBlocks);
   return text;
 }
 

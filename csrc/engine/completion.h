@@ -1,9 +1,9 @@
 // The outcome of one operation: all that the layers above hear of it.
 //
 // Set once, by the thread that owns the engine; read by any. It outlives the group: Work holds a reference. The first
-// error is kept and every waiter gets the same one. Continuations (torch's future, the profiler; log texts call them
-// callbacks) run after the result is visible, on the thread that completed the operation, which then holds no lock and
-// does not own the engine: a continuation may submit and wait for further operations.
+// error is kept and every waiter gets the same one. Continuations are torch's future and the profiler; log texts call
+// them callbacks. The thread that completed the operation runs them after the result is visible. It then holds no lock
+// and does not own the engine, so a continuation may submit and wait for further operations.
 #pragma once
 
 #include <atomic>

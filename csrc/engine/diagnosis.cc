@@ -81,15 +81,6 @@ std::optional<Rank> Diagnosis::lostIfAllAre() const {
   return lost;
 }
 
-std::string Diagnosis::lostRanks() const {
-  std::string text;
-  for (Rank rank = 0; rank < membership_.size(); ++rank) {
-    if (rank == membership_.me() || !isLost(rank)) continue;
-    text += fmt::format("; {} is gone: {}", membership_.nameOf(rank), howLost(rank));
-  }
-  return text;
-}
-
 std::string Diagnosis::howLost(Rank rank) const {
   const Peer* peer = membership_.peers[rank];
   return peer != nullptr && peer->lost ? *peer->lost : "it left the group";

@@ -40,8 +40,6 @@ class Diagnosis {
   bool isLost(Rank rank) const;
   // The last of the other ranks, if nothing more will come from any of them.
   std::optional<Rank> lostIfAllAre() const;
-  // "; rank 3 (…) is gone: its process died", for each that is lost; nothing if none is.
-  std::string lostRanks() const;
   // "its process died"
   std::string howLost(Rank rank) const;
 

@@ -11,8 +11,8 @@
 
 namespace smddp::engine {
 
-// Some calls of the user are made of several collectives, or of messages and a collective beside them, by which all
-// ranks find out whether they are in the same call. This says which call the collective is part of.
+// Some calls of the user are made of several collectives. Others are made of messages; a collective beside these shows
+// whether all ranks are in the same call. This says which call the collective is part of.
 enum class PartOf : uint8_t {
   Itself,
   AllToAllWithSplits,

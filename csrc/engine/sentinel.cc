@@ -157,10 +157,16 @@ void Sentinel::checkDeadlines(const std::vector<InFlight>& inFlight) {
 }
 
 Error Sentinel::timeout(const InFlight& at, Nanoseconds waited) const {
-  // Who waits for anyone waits as long as somebody is left, even if the sender is one of the lost.
-  const std::string culprit =
-      at.awaitsAnyone ? diagnosis_.lostRanks()
-                      : diagnosis_.culprit(diagnosis_.blameFor(at.awaited, at.sequence));
+  std::string culprit;
+  if (!at.awaitsAnyone) {
+    culprit = diagnosis_.culprit(diagnosis_.blameFor(at.awaited, at.sequence));
+  } else {
+    // It waits as long as somebody is left who could send, although the sender may be one of the lost.
+    for (Rank rank = 0; rank < membership_.size(); ++rank) {
+      if (rank == membership_.me() || !diagnosis_.isLost(rank)) continue;
+      culprit += fmt::format("; {}", inWords(lossOf(at.sequence, rank)).what());
+    }
+  }
   return Error(ErrorKind::Timeout, fmt::format("Timed out after {:.1f} s, rank {} waits {}{}{}",
                                                static_cast<double>(waited) * 1e-9, membership_.me(),
                                                at.wait, culprit, progressOf(at)));

@@ -128,12 +128,11 @@ Agreement Team::agree(const Track& track) const {
     for (uint32_t i = 0; i < agreement.fused; ++i) {
       const uint32_t end = loadShared(theirs.ends[i]);
       if (end == mine.ends[i]) continue;
-      // All before this one are equal, so it begins at the same place. The fingerprint is that of the first, whose
-      // bytes are ends[0]: of calls of 8 and 12 bytes the second has 12 - 8 bytes more.
+      // Fused calls differ in their sizes only. All before this one are equal, so it begins at the same place.
       const uint32_t begin = i == 0 ? 0 : mine.ends[i - 1];
       transport::CallFingerprint theirCall = call, myCall = call;
-      theirCall.bytes += static_cast<uint64_t>(end - begin) - mine.ends[0];
-      myCall.bytes += static_cast<uint64_t>(mine.ends[i] - begin) - mine.ends[0];
+      theirCall.bytes = end - begin;
+      myCall.bytes = mine.ends[i] - begin;
       membership_->requireSameCall(topology().team()[local], theirCall, myCall);
     }
   }
