@@ -50,7 +50,8 @@ void SharedCall::startPart() {
   const auto all = exchange_.all();
   if (part_ == 0) {
     // All ranks read the same descriptors, and so choose the same way.
-    direct_ = std::all_of(all.begin(), all.end(), [](const auto& said) { return said.canShare; });
+    direct_ =
+        std::all_of(all.begin(), all.end(), [](const auto& said) { return said.canShare != 0; });
     for (const Descriptor& said : all) {
       for (const uint64_t block : said.splits.to) call_.bytes = std::max(call_.bytes, block);
     }

@@ -118,7 +118,7 @@ Descriptor SharedGpu::describe(const Call& call, const Buffers& mine) {
   const auto names = [&](const std::byte* data, MemoryName& name) {
     return data == nullptr || table_.nameOf(device_, data, &name) == 0;
   };
-  said.canShare = names(mine.input, said.input) && names(mine.output, said.output);
+  said.canShare = names(mine.input, said.input) && names(mine.output, said.output) ? 1 : 0;
   return said;
 }
 

@@ -56,7 +56,7 @@ struct Descriptor {
   Operation operation = Operation::AllReduce;
   DataType type = DataType::uint8;
   ReduceOp op = ReduceOp::SUM;
-  bool canShare = false;  // the buffers can be opened by others
+  uint8_t canShare = 0;  // 1: the buffers can be opened by others
   int32_t root = 0;
   double factor = 1.0;
   uint64_t bytes = 0;

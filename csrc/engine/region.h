@@ -65,13 +65,13 @@ struct TrackHeader {
 };
 static_assert(offsetof(Arrival, ends) == 2 * kCacheLine);
 
-// A Break in shared memory (break.h).
+// A Break in shared memory (break.h). No field is a bool: a mate may write any byte, and not every byte is one.
 struct BreakRecord {
   uint64_t firstBroken = 0;
   uint32_t kind = 0;
   int32_t lost = 0;
   int32_t noticedBy = 0;
-  bool isHostSilent = false;
+  uint8_t isHostSilent = 0;
   char text[1000] = {};
 };
 // A rank can publish several breaks, each from an earlier operation than the last; more than kMaxBreaks are dropped.

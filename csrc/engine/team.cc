@@ -202,7 +202,7 @@ void Team::publishBreak(const Break& broken) {
   record.firstBroken = broken.firstBroken;
   record.lost = broken.lost;
   record.noticedBy = broken.noticedBy;
-  record.isHostSilent = broken.isHostSilent;
+  record.isHostSilent = broken.isHostSilent ? 1 : 0;
   mine().numBreaks.store(number + 1, std::memory_order_release);
   bell_.signalled();
   bell_.ring();
@@ -220,7 +220,7 @@ std::optional<Break> Team::nextBreak() {
     return Break{record.firstBroken,
                  Error(errorKindOf(record.kind),
                        std::string(record.text, strnlen(record.text, sizeof record.text))),
-                 record.lost, record.noticedBy, record.isHostSilent};
+                 record.lost, record.noticedBy, record.isHostSilent != 0};
   }
   return std::nullopt;
 }
