@@ -21,8 +21,8 @@ namespace smddp::collectives {
 // The steps of one rank on a rail.
 class DirectExchange {
  public:
-  // The chunk length that suits this exchange.
-  static int64_t preferredChunk(const plan::Topology& t, const plan::Limits& limits);
+  // The stages inside nodes, with the chunk length that suits this exchange.
+  static NodeStages stagesFor(plan::Builder& b, const Shape& shape);
 
   DirectExchange(plan::Builder& b, NodeStages& node, const Shape& shape);
 

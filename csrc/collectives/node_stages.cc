@@ -8,7 +8,7 @@ constexpr int64_t kContributionSlots = 2;
 
 }  // namespace
 
-NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes)
+NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes, Partials partials)
     : b_(b),
       t_(b.topology()),
       staged_(isStaged(t_, shape.shared)),
@@ -22,9 +22,10 @@ NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes)
   const int64_t rails = t_.numRails();
   const int64_t largestShare =
       wholeGranules(b.limits().halfBytes / (kContributionSlots * rails + depth_));
-  chunkBytes_ = clipChunk(std::min(chunkBytes, largestShare * rails), shape.bytes);
+  if (partials == Partials::Slots) chunkBytes = std::min(chunkBytes, largestShare * rails);
+  chunkBytes_ = clipChunk(chunkBytes, shape.bytes);
   shareBytes_ = divideUp(granulesIn(chunkBytes_), rails) * kGranule;
-  partials_ = b.pool("partials", depth_, shareBytes_);
+  if (partials == Partials::Slots) partials_ = b.pool("partials", depth_, shareBytes_);
   if (staged_) contributions_ = b.pool("contributions", kContributionSlots, chunkBytes_);
   if (shape.shared) b.shareBuffers();
 }

@@ -29,9 +29,13 @@ class NodeStages {
   static constexpr int kGathered = 4;  // I have copied the others' results
   static constexpr int kFirstFree = 5;
 
+  // Partial slots lie in staging memory. An exchange needs none if it sends straight from its buffers; then
+  // partial() must not be called.
+  enum class Partials : uint8_t { Slots, None };
   // Declares the pools. `chunkBytes` is the chunk that the exchange prefers; it is made smaller if the staging
   // memory is too small.
-  NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes);
+  NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes,
+             Partials partials = Partials::Slots);
 
   int64_t chunkBytes() const { return chunkBytes_; }
   // The largest share of a full chunk.

@@ -19,7 +19,7 @@ namespace smddp::collectives {
 
 plan::Plan reduceDirect(const plan::Topology& t, const plan::Limits& limits, const Shape& shape) {
   plan::Builder b(t, limits, "direct reduce");
-  NodeStages node(b, shape, DirectExchange::preferredChunk(t, limits));
+  NodeStages node = DirectExchange::stagesFor(b, shape);
   DirectExchange exchange(b, node, shape);
   b.arrive();
   b.eachChunk(shape.bytes, node.chunkBytes(), [&](const plan::Chunk& c) {
