@@ -21,6 +21,25 @@ import torch
 torch.set_num_threads(1)
 
 
+# `make test-fast` leaves out these modules: each takes more than about ten seconds, for what a change breaks less often
+# than the calls, collectives and failures that the others test.
+_SLOW_MODULES = {
+    *("test_bench", "test_bench_launch", "test_bystanders", "test_checkpoint", "test_device"),
+    *("test_device_direct", "test_device_lost", "test_device_rails", "test_device_shared"),
+    *("test_device_sums", "test_env", "test_errors", "test_examples", "test_groups", "test_hosts"),
+    *("test_launch", "test_limits", "test_random_calls", "test_random_models"),
+    *("test_registration", "test_remote_buffers", "test_soak", "test_training"),
+    *("test_transparency", "test_tuning", "test_waits"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of slow modules."""
+    for item in items:
+        if item.path.stem in _SLOW_MODULES:
+            item.add_marker(pytest.mark.slow)
+
+
 def _shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
