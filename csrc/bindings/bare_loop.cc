@@ -6,17 +6,12 @@
 #include <stdexcept>
 #include <vector>
 
+#include "bindings/every_cpu.h"
+
 namespace py = pybind11;
 
 namespace smddp::bindings {
 namespace {
-
-// The compiler makes one version for each instruction set, and the loader selects one.
-#if defined(__x86_64__)
-#define SMDDP_EVERY_CPU __attribute__((target_clones("default", "avx2", "arch=skylake-avx512")))
-#else
-#define SMDDP_EVERY_CPU
-#endif
 
 // Two buffers: the common case. The compiler vectorises it without help.
 SMDDP_EVERY_CPU void sumTwo(float* __restrict a, float* __restrict b, size_t count) {

@@ -5,6 +5,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include "bindings/bare_exchange.h"
 #include "bindings/bare_loop.h"
 #include "bindings/error_types.h"
 #include "bindings/interrupt.h"
@@ -184,6 +185,7 @@ PYBIND11_MODULE(_C, m) {
   smddp::bindings::installInterruptCheck();
   smddp::bindings::bindPlanTool(m);
   smddp::bindings::bindBareLoop(m);
+  smddp::bindings::bindBareExchange(m);
   smddp::bindings::bindRandomNumber(m);
   bindProcessGroup(m);
   bindMailbox(m);
