@@ -73,7 +73,9 @@ class _Rank:
     def _contender(self, case: Case) -> Contender | None:
         largest = max(size for _, size in self._run.workload.tasks)
         if case.backend == table.BOUND:
-            return BoundContender(self._nodes, largest, self._limits["link_gbps"])
+            bound = BoundContender(self._nodes, largest, self._limits["link_gbps"])
+            self._exit.callback(bound.close)
+            return bound
         if case.backend in MPIS:
             if max(self._nodes) > 0:
                 self._notes.append(f"{case.backend} is left out: it is measured on one host only")

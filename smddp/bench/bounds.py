@@ -1,8 +1,13 @@
-"""The rows `bound` of the table: what the hardware allows, which no library can exceed.
+"""The rows `bound` of the table: what the hardware allows, without a library.
 
-On one node the bound of allreduce is the bare loop that sums the vectors of all ranks in shared
-memory. The bound of other collectives is a copy of the bytes that a rank receives. Between N nodes
-the bound is the link: each node sends and receives 2 (N - 1) / N of the vector.
+| layout | collective | bound |
+|---|---|---|
+| one node | allreduce | the bare loop that sums the vectors of all ranks in shared memory |
+| one node | others, unless they reduce | a copy of the bytes that a rank receives |
+| several nodes, one rank each | allreduce | the bare exchange: what it sends and sums over TCP |
+| several nodes, others | allreduce | computed: 2 (N - 1) / N of the vector at the link's rate |
+
+The first three are programs, which are measured beside the others.
 """
 
 from __future__ import annotations
@@ -19,8 +24,10 @@ import torch
 import torch.distributed as dist
 
 from smddp import _load
+from smddp.bench import mesh
 from smddp.bench.contender import Unable
-from smddp.bench.operations import Task
+from smddp.bench.operations import Task, contribution, result
+from smddp.bench.torch_calls import DTYPES, differing, tiled
 
 __all__ = ["BoundContender", "copy_rate", "link_rate"]
 
@@ -138,35 +145,96 @@ class _SharedVectors:
         return [vector[begin:end] for vector in self._vectors]
 
 
+class _Exchange:
+    """A vector of this rank, which it exchanges with all other ranks.
+
+    Args:
+        count: elements of the vector.
+        streams: from mesh.connect(); close() closes them.
+    """
+
+    def __init__(self, count: int, streams: list[socket.socket | None]) -> None:
+        size = max(count, 1) * 4
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._vector = memoryview(memory).cast("f")
+        self._streams = streams
+        sockets = [-1 if stream is None else stream.fileno() for stream in streams]
+        self._bare = _load.load().BareExchange(sockets, dist.get_rank())
+        self.use(0)
+
+    def use(self, count: int) -> None:
+        """Selects the first `count` elements."""
+        self._used = self._vector[:count]
+
+    def clear(self) -> None:
+        """Sets the elements to zero; repeated sums of other values would overflow."""
+        self._tensor().zero_()
+
+    def run(self) -> None:
+        """Replaces the elements by the sums of all ranks'; all ranks call it."""
+        self._bare.sum_in_place(self._used, _TIMEOUT)
+
+    def wrong(self, shift: int) -> int:
+        """See Contender."""
+        task, vector = Task("allreduce", len(self._used)), self._tensor()
+        data = [contribution(task, dist.get_rank(), 0, shift)]
+        vector.copy_(tiled(data, task.count, vector.dtype))
+        self.run()
+        right = result(task, dist.get_world_size(), dist.get_rank(), shift)
+        assert right is not None
+        wrong = torch.tensor(differing(vector, tiled(right, task.count, torch.float64)))
+        dist.all_reduce(wrong)
+        return int(wrong)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for stream in self._streams:
+            if stream is not None:
+                stream.close()
+
+    def _tensor(self) -> torch.Tensor:
+        return torch.frombuffer(self._used, dtype=torch.float32)
+
+
 class BoundContender:
     """The contender that makes the rows `bound`.
 
     Args:
         nodes: the node of each rank.
         largest: bytes of the largest buffer that will be measured.
-        link: GB/s between nodes; None on one node.
+        link: GB/s between nodes; None if it is not known.
     """
 
     def __init__(self, nodes: list[int], largest: int, link: float | None) -> None:
         self._num_nodes = max(nodes) + 1
         self._link = link
-        one_node = self._num_nodes == 1 and len(nodes) > 1
-        self._vectors = _SharedVectors(-(-largest // 4)) if one_node else None
+        floats = -(-largest // 4)
+        several = len(nodes) > 1
+        self._vectors = _SharedVectors(floats) if several and self._num_nodes == 1 else None
+        self._exchange: _Exchange | None = None
+        self._unconnected = ""
+        if several and self._num_nodes == len(nodes):
+            try:
+                streams = mesh.connect()
+            except OSError as error:
+                self._unconnected = f"the ranks cannot be connected: {error}"
+            else:
+                self._exchange = _Exchange(floats, streams)
         self._action: Callable[[], Any] | None = None
         self._constant = 0.0
 
+    def close(self) -> None:
+        """Closes the connections to other ranks."""
+        if self._exchange is not None:
+            self._exchange.close()
+
     def prepare(self, task: Task) -> list[str]:
         """See Contender."""
-        from smddp.bench.torch_calls import DTYPES
-
         block = task.count * DTYPES[task.dtype].itemsize
         operation, ranks = task.operation, dist.get_world_size()
         self._action, self._constant = None, 0.0
         if self._num_nodes > 1:
-            if task.collective != "allreduce" or self._link is None:
-                raise Unable("between nodes it is known for allreduce only")
-            share = 2 * (self._num_nodes - 1) / self._num_nodes
-            self._constant = share * block / self._link / 1e3
+            self._prepare_between_nodes(task, block)
         elif task.collective == "allreduce" and self._vectors is not None:
             slices = self._vectors.slices(-(-block // 4))
             add = _load.load().sum_in_place
@@ -178,12 +246,31 @@ class BoundContender:
             self._action = _copying(received)
         return ["in_place" if operation.in_place else "out_of_place"]
 
+    def _prepare_between_nodes(self, task: Task, block: int) -> None:
+        if task.collective != "allreduce":
+            raise Unable("between nodes it is known for allreduce only")
+        if self._unconnected:
+            raise Unable(self._unconnected)
+        if self._exchange is not None:
+            # Also for other types and operations: as many bytes, summed as float.
+            self._exchange.use(-(-block // 4))
+            self._action = self._exchange.run
+        elif self._link is not None:
+            share = 2 * (self._num_nodes - 1) / self._num_nodes
+            self._constant = share * block / self._link / 1e3
+        else:
+            raise Unable("the rate of the link between nodes is unknown")
+
     def time(self, place: str, calls: int) -> list[float]:
         """See Contender."""
         if self._action is None:
             return [self._constant] * calls
-        self._action()
+        if self._exchange is not None:
+            self._exchange.clear()
         dist.barrier()
+        self._action()  # after an exchange no rank is late for the first one that counts
+        if self._exchange is None:
+            dist.barrier()
         times = []
         for _ in range(calls):
             start = time.perf_counter_ns()
@@ -195,4 +282,4 @@ class BoundContender:
 
     def wrong(self, place: str, shift: int) -> int | None:
         """See Contender."""
-        return None
+        return None if self._exchange is None else self._exchange.wrong(shift)

@@ -15,7 +15,7 @@ from smddp import _load
 from smddp.bench.contender import PLACES, Unable
 from smddp.bench.operations import Task, contribution, result
 
-__all__ = ["DTYPES", "OPS", "TorchContender", "preferring"]
+__all__ = ["DTYPES", "OPS", "TorchContender", "differing", "preferring", "tiled"]
 
 DTYPES = {
     "float": torch.float32,
@@ -223,12 +223,12 @@ class TorchContender:
         out.zero_()
         blocks = size if task.operation.blocks_in else 1
         data = [contribution(task, rank, block, shift) for block in range(blocks)]
-        given.copy_(_tiled(data, task.count, given.dtype))
+        given.copy_(tiled(data, task.count, given.dtype))
         self._calls[place]()
         wrong = torch.zeros((), dtype=torch.int64)
         right = result(task, size, rank, shift)
         if right is not None:
-            wrong += _differing(out.cpu(), _tiled(right, task.count, torch.float64))
+            wrong += differing(out.cpu(), tiled(right, task.count, torch.float64))
         dist.all_reduce(wrong)
         return int(wrong)
 
@@ -247,14 +247,15 @@ def _send_and_receive(out: torch.Tensor, given: torch.Tensor, group: dist.Proces
     sending.wait()
 
 
-def _tiled(blocks: list[Any], count: int, dtype: torch.dtype) -> torch.Tensor:
+def tiled(blocks: list[Any], count: int, dtype: torch.dtype) -> torch.Tensor:
     """Returns blocks of `count` elements, each filled by repeating its period."""
     periods = torch.tensor(blocks, dtype=torch.float64).to(dtype)
     times = -(-count // periods.shape[1])
     return periods.repeat(1, times)[:, :count].reshape(-1)
 
 
-def _differing(out: torch.Tensor, right: torch.Tensor) -> int:
+def differing(out: torch.Tensor, right: torch.Tensor) -> int:
+    """Returns the number of elements that differ from the right ones by more than rounding."""
     if out.dtype.is_floating_point or out.dtype.is_complex:
         # Results are exact, except averages if the number of ranks is not a power of two.
         wide = out.to(torch.complex128 if out.dtype.is_complex else torch.float64)

@@ -1,4 +1,4 @@
-"""The bound between nodes of one rank: the exchange."""
+"""The bound between nodes of one rank: the exchange, its connections, and its rows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import hosts
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
+from bench_runs import bench, rows_of
 
 from smddp import _load
+from smddp.bench import mesh
+from smddp.bench.bounds import BoundContender
+from smddp.bench.contender import Unable
+from smddp.bench.operations import Task
 
 TIMEOUT = 60.0
 
@@ -108,3 +117,88 @@ def test_wrong_arguments_of_an_exchange() -> None:
         for descriptor in (-1, lonely.fileno()):
             with pytest.raises(ValueError, match="that of rank 1 is none"):
                 make([-1, descriptor], 0)
+
+
+# --- connections, and the contender ---------------------------------------------------------------
+
+
+def test_strangers_are_not_ranks() -> None:
+    token = b"t" * 16
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n\r\n", token + b"\0\0\0\7"):
+            stream = opened.enter_context(socket.create_connection(server.getsockname()))
+            stream.sendall(said)
+            stream.shutdown(socket.SHUT_WR)
+        rank, accepted = mesh._accept(server, token, time.monotonic() + TIMEOUT)
+        with accepted:
+            assert rank == 7
+            assert accepted.getpeername() == stream.getsockname()
+
+
+def _measure_bound(count: int) -> tuple[list[str], int, int | None]:
+    dist.init_process_group("gloo")
+    bound = BoundContender(list(range(dist.get_world_size())), count * 4, None)
+    places = bound.prepare(Task("allreduce", count))
+    wrong = bound.wrong("in_place", shift=0)
+    times = bound.time("in_place", 5)
+    assert all(time > 0 for time in times)
+    # As many bytes of another type; then something that it cannot do.
+    bound.prepare(Task("allreduce", count // 2, "int64", "max"))
+    wrong = max(wrong or 0, bound.wrong("in_place", shift=1) or 0)
+    with pytest.raises(Unable, match="for allreduce only"):
+        bound.prepare(Task("broadcast", 1))
+    bound.close()
+    dist.destroy_process_group()
+    return places, len(times), wrong
+
+
+@pytest.mark.multiprocess
+def test_contender_between_nodes() -> None:
+    assert ranks.check_ranks(_measure_bound, "3x1", 1001) == [(["in_place"], 5, 0)] * 3
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(hosts.unavailable() is not None, reason=str(hosts.unavailable()))
+def test_contender_between_hosts() -> None:
+    with hosts.Hosts(3) as network:
+        found = ranks.check_ranks(_measure_bound, "3x1", 1001, network=network)
+    assert found == [(["in_place"], 5, 0)] * 3
+
+
+def _fail_to_connect(where: str) -> str:
+    dist.init_process_group("gloo")
+
+    def fail(*_: Any) -> Any:
+        raise OSError("no luck")
+
+    if dist.get_rank() == 1:
+        setattr(mesh, where, fail)
+    bound = BoundContender(list(range(dist.get_world_size())), 4, 1.0)
+    with pytest.raises(Unable) as caught:
+        bound.prepare(Task("allreduce", 1))
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("where", ["_listen", "_accept"])
+def test_all_hear_that_ranks_cannot_connect(where: str) -> None:
+    said = ranks.check_ranks(_fail_to_connect, "3x1", where)
+    right = f"the ranks cannot be connected: rank 1 on {socket.gethostname()}: no luck"
+    assert said == [right] * 3
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_bound_between_nodes() -> None:
+    done = bench("allreduce", "--nodes=3x1", "--backends=bound", "--counts=1,1001,100000",
+                 "--iterations=5")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(done.stdout)
+    assert [int(row[1]) for row in rows] == [1, 1001, 100_000]
+    for row in rows:
+        assert row[5:9] == ["-"] * 4  # nothing out of place
+        assert float(row[9]) > 0
+        assert row[12:] == ["0", "bound", "-", "-", "100.0", "%"]
+    assert "left out" not in done.stdout
