@@ -12,6 +12,7 @@
 
 #include "common/config.h"
 #include "common/error.h"
+#include "reduction/guarded_buffer.h"
 #include "reduction/kernel_table.h"
 #include "reduction/oracle.h"
 #include "reduction/reduce_one.h"
@@ -19,8 +20,6 @@
 
 namespace smddp::reduction {
 namespace {
-
-using Bytes = std::vector<std::byte>;
 
 template <typename Enum>
 std::vector<Enum> allOf(int number) {
@@ -69,29 +68,6 @@ struct Layout {
   size_t misalignment;  // in elements; every buffer has another offset
   size_t numDsts;
   bool inPlace;  // the first destinations are sources, in reversed order
-};
-
-// Memory for one buffer, with a margin on both sides that must not change.
-class GuardedBuffer {
- public:
-  static constexpr size_t kMargin = 64;
-  GuardedBuffer(size_t bytes, size_t offset)
-      : offset_(kMargin + offset), bytes_(bytes), memory_(offset_ + bytes + kMargin, kFill) {}
-  std::byte* data() { return memory_.data() + offset_; }
-  bool holds(const Bytes& prefix) const {
-    return std::equal(memory_.begin() + offset_, memory_.begin() + offset_ + bytes_,
-                      prefix.begin());
-  }
-  bool marginsIntact() const {
-    const auto isFill = [](std::byte b) { return b == kFill; };
-    return std::all_of(memory_.begin(), memory_.begin() + offset_, isFill) &&
-           std::all_of(memory_.begin() + offset_ + bytes_, memory_.end(), isFill);
-  }
-
- private:
-  static constexpr std::byte kFill{0xa5};
-  size_t offset_, bytes_;
-  Bytes memory_;
 };
 
 // Returns an empty text if all destinations are right and nothing else was changed; otherwise the first mistake.
