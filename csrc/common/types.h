@@ -34,6 +34,10 @@ inline constexpr int kNumDataTypes = 15;
 enum class ReduceOp : uint8_t { SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM };
 inline constexpr int kNumReduceOps = 9;
 
+// How vectors of float32 travel between nodes (reduction/encoded.h).
+enum class Wire : uint8_t { fp32, bf16, int8 };
+inline constexpr int kNumWires = 3;
+
 // Bytes of one element.
 constexpr size_t sizeOf(DataType type) {
   switch (type) {
@@ -88,6 +92,15 @@ constexpr const char* toString(ReduceOp op) {
     case ReduceOp::BOR: return "BOR";
     case ReduceOp::BXOR: return "BXOR";
     case ReduceOp::PREMUL_SUM: return "PREMUL_SUM";
+  }
+  return "?";
+}
+
+constexpr const char* toString(Wire wire) {
+  switch (wire) {
+    case Wire::fp32: return "fp32";
+    case Wire::bf16: return "bf16";
+    case Wire::int8: return "int8";
   }
   return "?";
 }

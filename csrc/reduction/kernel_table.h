@@ -1,4 +1,5 @@
-// The tables [DataType][ReduceOp] -> kernel, one for every instruction set for which the library was compiled.
+// The tables [DataType][ReduceOp] -> kernel and [Wire] -> kernel, one of each for every instruction set for which the
+// library was compiled.
 #pragma once
 
 #include <cstddef>
@@ -6,6 +7,7 @@
 #include <string_view>
 
 #include "common/types.h"
+#include "reduction/encoded.h"
 #include "reduction/reduce.h"
 
 namespace smddp::reduction {
@@ -24,12 +26,27 @@ struct Job {
 
 using Kernel = void (*)(const Job& job);
 
+// The same for reduceEncoded().
+struct EncodedJob {
+  const Destination* dsts;
+  size_t numDsts;
+  const Source* srcs;
+  size_t numSrcs;
+  size_t count;
+  bool divides;
+  int64_t divisor;
+  float* residual;
+};
+
+using EncodedKernel = void (*)(const EncodedJob& job);
+
 // A null entry is an unsupported combination.
 struct KernelTable {
   struct Row {
     Kernel ops[kNumReduceOps];
   };
   Row types[kNumDataTypes];
+  EncodedKernel wires[kNumWires];
 };
 
 extern const KernelTable kScalarKernels;
@@ -44,9 +61,15 @@ const KernelTable* kernelsOf(SimdLevel level);
 // The level for a value of SMDDP_SIMD; throws Usage as simdLevel() does.
 SimdLevel parseSimdLevel(std::string_view wanted);
 
-// reduce() with a given table, so that one process can compare the levels.
+// reduce() and reduceEncoded() with a given table, so that one process can compare the levels.
 void reduceWith(const KernelTable& kernels, std::span<void* const> dsts,
                 std::span<const void* const> srcs, size_t count, DataType type, ReduceOp op,
                 const Scale& scale);
+void reduceEncodedWith(const KernelTable& kernels, Wire wire, std::span<const Destination> dsts,
+                       std::span<const Source> srcs, size_t count, ReduceOp op, const Scale& scale,
+                       float* residual = nullptr);
+
+// What reduce() and reduceEncoded() refuse.
+void checkArguments(size_t numSrcs, DataType type, ReduceOp op, const Scale& scale);
 
 }  // namespace smddp::reduction

@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "reduction/encoded.inl.h"
 #include "reduction/kernel_table.h"
 #include "reduction/number_formats.inl.h"
 
@@ -232,7 +233,8 @@ constexpr KernelTable::Row row(std::integer_sequence<int, kOps...>) {
 
 template <int... kTypes>
 constexpr KernelTable table(std::integer_sequence<int, kTypes...>) {
-  return {{row<(DataType)kTypes>(std::make_integer_sequence<int, kNumReduceOps>{})...}};
+  return {{row<(DataType)kTypes>(std::make_integer_sequence<int, kNumReduceOps>{})...},
+          {encodedKernel<Fp32Wire>, encodedKernel<Bf16Wire>, encodedKernel<Int8Wire>}};
 }
 
 constexpr KernelTable kTable = table(std::make_integer_sequence<int, kNumDataTypes>{});

@@ -1,8 +1,8 @@
 // Number formats: how vectors of elements are loaded, stored and computed.
 //
-// Vectors are an extension of GCC and Clang, so the same source becomes SSE2, AVX2, AVX-512 or NEON. Only float16 uses
-// intrinsics, if there are any. This file is a part of kernels.inl.h; what is said there about unnamed namespaces
-// applies here.
+// Vectors are an extension of GCC and Clang, so the same source becomes SSE2, AVX2, AVX-512 or NEON. In this file only
+// float16 uses intrinsics, if there are any. The file is a part of kernels.inl.h; what is said there about unnamed
+// namespaces applies here.
 #pragma once
 
 #include <cstddef>

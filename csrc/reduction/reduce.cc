@@ -20,16 +20,6 @@ Kernel kernelAt(const KernelTable& kernels, DataType type, ReduceOp op) {
   return kernels.types[static_cast<size_t>(type)].ops[static_cast<size_t>(op)];
 }
 
-void check(std::span<const void* const> srcs, DataType type, ReduceOp op, const Scale& scale) {
-  if (!supports(type, op))
-    raise(ErrorKind::Usage, "{} of {} is not supported; use SUM, or another type", toString(op),
-          toString(type));
-  SMDDP_CHECK(!srcs.empty(), "{} of no sources", toString(op));
-  SMDDP_CHECK(!scale.pre || op == ReduceOp::PREMUL_SUM, "a factor with {}", toString(op));
-  SMDDP_CHECK(!scale.post || op == ReduceOp::AVG, "a divisor with {}", toString(op));
-  SMDDP_CHECK(scale.divisor > 0, "divisor {}", scale.divisor);
-}
-
 void copy(const KernelTable& kernels, std::span<void* const> dsts, const void* src, size_t bytes) {
   if (dsts.size() == 1) {
     if (dsts[0] != src) std::memcpy(dsts[0], src, bytes);
@@ -60,10 +50,20 @@ SimdLevel bestLevel() {
 
 }  // namespace
 
+void checkArguments(size_t numSrcs, DataType type, ReduceOp op, const Scale& scale) {
+  if (!supports(type, op))
+    raise(ErrorKind::Usage, "{} of {} is not supported; use SUM, or another type", toString(op),
+          toString(type));
+  SMDDP_CHECK(numSrcs > 0, "{} of no sources", toString(op));
+  SMDDP_CHECK(!scale.pre || op == ReduceOp::PREMUL_SUM, "a factor with {}", toString(op));
+  SMDDP_CHECK(!scale.post || op == ReduceOp::AVG, "a divisor with {}", toString(op));
+  SMDDP_CHECK(scale.divisor > 0, "divisor {}", scale.divisor);
+}
+
 void reduceWith(const KernelTable& kernels, std::span<void* const> dsts,
                 std::span<const void* const> srcs, size_t count, DataType type, ReduceOp op,
                 const Scale& scale) {
-  check(srcs, type, op, scale);
+  checkArguments(srcs.size(), type, op, scale);
   if (count == 0 || dsts.empty()) return;
   // If this call does not scale, AVG and PREMUL_SUM are plain sums.
   const bool scaled = scale.pre || scale.post;
