@@ -1,4 +1,5 @@
-// Throughput of the reduction kernels, compared with memcpy, in bytes of one buffer per second.
+// Throughput of the reduction kernels, compared with memcpy, in bytes of one buffer per second. For the formats between
+// nodes these are the bytes of the float32 vector, encoded or not.
 //
 //   cmake --build <folder> --target reduction_bench
 //   <folder>/benchmarks/reduction_bench --benchmark_filter=float32
@@ -37,6 +38,40 @@ void runReduce(benchmark::State& state, SimdLevel level, DataType type, size_t n
   state.SetBytesProcessed(static_cast<int64_t>(state.iterations() * bytes));
 }
 
+// One step of an allreduce between nodes.
+struct EncodedCase {
+  const char* name;
+  size_t numSrcs;
+  bool fromEncoded, toEncoded, hasResidual;
+};
+constexpr EncodedCase kEncodedCases[] = {
+    {"encode", 1, false, true, false},
+    {"encode_residual", 1, false, true, true},
+    {"decode", 1, true, false, false},
+    {"sum4_encoded", 4, true, true, false},
+};
+
+void runEncoded(benchmark::State& state, SimdLevel level, Wire wire, const EncodedCase& what) {
+  const size_t bytes = state.range(0), count = bytes / sizeof(float);
+  std::vector<float> numbers(count), residual(count);
+  for (size_t i = 0; i < count; ++i) numbers[i] = static_cast<float>(i % 1001) - 500;
+  std::vector<Buffer> buffers(what.numSrcs + 1, Buffer(bytes / sizeof(double)));
+  const Source plain{numbers.data(), false};
+  std::vector<Source> srcs;
+  for (size_t s = 0; s < what.numSrcs; ++s) {
+    const Destination dst{buffers[s].data(), what.fromEncoded};
+    reduceEncoded(wire, {&dst, 1}, {&plain, 1}, count, ReduceOp::SUM);
+    srcs.push_back({dst.data, dst.isEncoded});
+  }
+  const Destination dst{buffers.back().data(), what.toEncoded};
+  for (auto _ : state) {
+    reduceEncodedWith(*kernelsOf(level), wire, {&dst, 1}, srcs, count, ReduceOp::SUM, {},
+                      what.hasResidual ? residual.data() : nullptr);
+    benchmark::ClobberMemory();
+  }
+  state.SetBytesProcessed(static_cast<int64_t>(state.iterations() * bytes));
+}
+
 void runMemcpy(benchmark::State& state) {
   const size_t bytes = state.range(0);
   Buffer from(bytes / sizeof(double)), to(from);
@@ -64,6 +99,13 @@ const bool kRegistered = [] {
             runReduce(state, level, type, numSrcs, numDsts);
           }));
         }
+    for (Wire wire : {Wire::fp32, Wire::bf16, Wire::int8})
+      for (const EncodedCase& what : kEncodedCases) {
+        const std::string name =
+            fmt::format("{}/wire_{}/{}", toString(level), toString(wire), what.name);
+        registerSizes(benchmark::RegisterBenchmark(
+            name.c_str(), [=](benchmark::State& state) { runEncoded(state, level, wire, what); }));
+      }
   }
   return true;
 }();
