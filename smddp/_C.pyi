@@ -39,6 +39,7 @@ class ProcessGroup(torch._C._distributed_c10d.Backend):
         timeout: timedelta,
         name: str,
         algorithm: str = "",
+        wire: str = "",
         ranks_of_world: Sequence[int] = (),
     ) -> None: ...
     def describe(self) -> str: ...
@@ -55,6 +56,7 @@ class GpuProcessGroup(ProcessGroup):
         timeout: timedelta,
         name: str,
         algorithm: str,
+        wire: str,
         ranks_of_world: Sequence[int],
         device_type: str,
         name_of: Callable[[int], str],
@@ -132,6 +134,7 @@ def print_plan(
     root: int,
     shared: bool,
     algorithm: str,
+    wire: str,
 ) -> str: ...
 def check_plan(
     collective: str,
@@ -140,4 +143,5 @@ def check_plan(
     root: int,
     shared: bool,
     algorithm: str,
+    wire: str,
 ) -> str: ...

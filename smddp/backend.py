@@ -30,7 +30,7 @@ class GroupOptions:
     All ranks of the group have to pass the same options.
 
     Raises:
-        TypeError: `algorithm` is not text.
+        TypeError: `algorithm` or `wire` is not text.
     """
 
     algorithm: str = ""
@@ -39,12 +39,17 @@ class GroupOptions:
     The empty text leaves the setting in force.
     """
 
+    wire: str = ""
+    """Replaces the setting SMDDP_WIRE for this group: "fp32", "bf16" or "int8"."""
+
     def __post_init__(self) -> None:
-        if not isinstance(self.algorithm, str):
-            raise TypeError(
-                f'smddp.GroupOptions: algorithm is text such as "allreduce=ring", or "", but got '
-                f"{self.algorithm!r}"
-            )
+        for name, example in (("algorithm", "allreduce=ring"), ("wire", "int8")):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise TypeError(
+                    f'smddp.GroupOptions: {name} is text such as "{example}", or "", but got '
+                    f"{value!r}"
+                )
 
 
 def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
@@ -63,7 +68,7 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
         timeout = options.timeout
         if not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=float(timeout))
-        algorithm = _algorithm_of(group_options)
+        own = _options_of(group_options)
         gpus = _gpu_support()
         _pin_device()
     except BaseException as error:
@@ -74,7 +79,7 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
         module.report_trouble(store, name, rank, is_usage, is_signal, text)
         raise
     members = [int(member) for member in options.global_ranks_in_group or []]
-    arguments = (store, rank, size, timeout, name, algorithm, members)
+    arguments = (store, rank, size, timeout, name, own.algorithm, own.wire, members)
     if gpus is None:
         group: ProcessGroup = module.ProcessGroup(*arguments)
         return group
@@ -91,20 +96,20 @@ def _let_ddp_share_memory() -> None:
         os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 
 
-def _algorithm_of(group_options: Any) -> str:
-    """Returns the algorithm that pg_options of a group name; "" if they name none.
+def _options_of(group_options: Any) -> GroupOptions:
+    """Returns the pg_options of a group; the default if there are none.
 
     Raises:
         TypeError: pg_options are neither GroupOptions nor options of another backend.
     """
     if isinstance(group_options, GroupOptions):
-        return group_options.algorithm
+        return group_options
     from torch._C._distributed_c10d import Backend as C10dBackend
 
     # A group may have another backend for other devices. Torch passes the same options to all of
     # them.
     if group_options is None or isinstance(group_options, C10dBackend.Options):
-        return ""
+        return GroupOptions()
     raise TypeError(
         f'pg_options of backend "{BACKEND_NAME}" are smddp.GroupOptions, for example '
         f'smddp.GroupOptions(algorithm="allreduce=ring"), but got {group_options!r}'

@@ -124,6 +124,7 @@ def _check(module: Any, options: argparse.Namespace) -> int:
         root=options.root,
         shared=options.shared,
         algorithm=options.algorithm,
+        wire=options.wire,
     )
     if problem:
         print(problem)
@@ -172,6 +173,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--algorithm", default="", help="use this one instead of the built-in choice"
         )
+        command.add_argument(
+            "--wire",
+            choices=("fp32", "bf16", "int8"),
+            default="fp32",
+            help="how allreduces travel between nodes; default fp32",
+        )
         if name == "print":
             command.add_argument(
                 "--rank", type=int, default=0, help="the rank whose plan is printed; default 0"
@@ -205,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             root=options.root,
             shared=options.shared,
             algorithm=options.algorithm,
+            wire=options.wire,
         )
     except ValueError as error:
         print(f"smddp.plan: {error}", file=sys.stderr)

@@ -36,13 +36,16 @@ void bindProcessGroup(py::module& m) {
   py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>(m, "ProcessGroup")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
-                       const std::string& algorithm, const std::vector<int>& ranksOfWorld) {
+                       const std::string& algorithm, const std::string& wire,
+                       const std::vector<int>& ranksOfWorld) {
              return c10::make_intrusive<ProcessGroup>(
-                 ProcessGroup::Creation{store, rank, size, timeout, name, algorithm, ranksOfWorld},
+                 ProcessGroup::Creation{
+                     store, rank, size, timeout, name, {algorithm, wire}, ranksOfWorld},
                  std::make_unique<smddp::process_group::device::Calls>());
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
-           py::arg("algorithm") = "", py::arg("ranks_of_world") = std::vector<int>{}, Release())
+           py::arg("algorithm") = "", py::arg("wire") = "",
+           py::arg("ranks_of_world") = std::vector<int>{}, Release())
       .def("describe", &ProcessGroup::describe, Release())
       // If a device is bound, new_group() calls this on ranks that are not in the new group.
       .def("perform_nocolor_split", [](ProcessGroup&, const c10::Device&) {})
@@ -62,16 +65,18 @@ void bindProcessGroup(py::module& m) {
                                                                                  "GpuProcessGroup")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
-                       const std::string& algorithm, const std::vector<int>& ranksOfWorld,
-                       const std::string& type, decltype(GpuSupport::nameOf) nameOf,
-                       decltype(GpuSupport::makeNccl) makeNccl, const std::string& library) {
+                       const std::string& algorithm, const std::string& wire,
+                       const std::vector<int>& ranksOfWorld, const std::string& type,
+                       decltype(GpuSupport::nameOf) nameOf, decltype(GpuSupport::makeNccl) makeNccl,
+                       const std::string& library) {
              return c10::make_intrusive<GpuProcessGroup>(
-                 ProcessGroup::Creation{store, rank, size, timeout, name, algorithm, ranksOfWorld},
+                 ProcessGroup::Creation{
+                     store, rank, size, timeout, name, {algorithm, wire}, ranksOfWorld},
                  GpuSupport{c10::Device(type).type(), std::move(nameOf), std::move(makeNccl),
                             library});
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
-           py::arg("algorithm"), py::arg("ranks_of_world"), py::arg("device_type"),
+           py::arg("algorithm"), py::arg("wire"), py::arg("ranks_of_world"), py::arg("device_type"),
            py::arg("name_of"), py::arg("make_nccl"), py::arg("cuda_part") = "", Release())
       .def("gpu_path", &GpuProcessGroup::path)
       .def("gpu_sum", &GpuProcessGroup::sumPlace);

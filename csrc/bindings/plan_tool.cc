@@ -28,9 +28,11 @@ Collective collectiveNamed(const std::string& name) {
 }
 
 plan::Plan build(const std::string& collective, int64_t bytes, const Nodes& nodes, Rank rank,
-                 Rank root, bool shared, const std::string& algorithm) {
+                 Rank root, bool shared, const std::string& algorithm, const std::string& wire) {
   const plan::Topology topology(nodes, rank);
-  const Shape shape{collectiveNamed(collective), bytes, root, shared};
+  Shape shape{collectiveNamed(collective), bytes, root, shared};
+  if (shape.collective == Collective::AllReduce && nodes.size() > 1)
+    shape.wire = parseWire(wire, "--wire");
   const plan::Limits allowed = engine::limitsFromSettings();
   const int64_t oneShot = settings().oneShotBytes;
   const auto& choice =
@@ -59,22 +61,23 @@ plan::Execution execution(const std::string& collective, int64_t bytes, Rank roo
 }
 
 std::string printPlan(const std::string& collective, int64_t bytes, const Nodes& nodes, Rank rank,
-                      Rank root, bool shared, const std::string& algorithm) {
+                      Rank root, bool shared, const std::string& algorithm,
+                      const std::string& wire) {
   return process_group::translated([&] {
-    return plan::print(build(collective, bytes, nodes, rank, root, shared, algorithm),
+    return plan::print(build(collective, bytes, nodes, rank, root, shared, algorithm, wire),
                        plan::Topology(nodes, rank));
   });
 }
 
 // Returns an empty text if the checker proves the plans of all ranks, run three times in a row; otherwise the problem.
 std::string checkPlan(const std::string& collective, int64_t bytes, const Nodes& nodes, Rank root,
-                      bool shared, const std::string& algorithm) {
+                      bool shared, const std::string& algorithm, const std::string& wire) {
   return process_group::translated([&] {
     std::vector<plan::Plan> plans;
     int ranks = 0;
     for (const auto& node : nodes) ranks += static_cast<int>(node.size());
     for (Rank rank = 0; rank < ranks; ++rank) {
-      plans.push_back(build(collective, bytes, nodes, rank, root, shared, algorithm));
+      plans.push_back(build(collective, bytes, nodes, rank, root, shared, algorithm, wire));
     }
     const std::vector<plan::Execution> three(3, execution(collective, bytes, root, plans));
     const plan::Verdict verdict = plan::check(nodes, engine::limitsFromSettings(), three);
@@ -93,9 +96,9 @@ void bindPlanTool(py::module& m) {
     return rows;
   });
   m.def("print_plan", &printPlan, py::arg("collective"), py::arg("bytes"), py::arg("nodes"),
-        py::arg("rank"), py::arg("root"), py::arg("shared"), py::arg("algorithm"));
+        py::arg("rank"), py::arg("root"), py::arg("shared"), py::arg("algorithm"), py::arg("wire"));
   m.def("check_plan", &checkPlan, py::arg("collective"), py::arg("bytes"), py::arg("nodes"),
-        py::arg("root"), py::arg("shared"), py::arg("algorithm"),
+        py::arg("root"), py::arg("shared"), py::arg("algorithm"), py::arg("wire"),
         py::call_guard<py::gil_scoped_release>());
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/encoding.h"
 #include "common/types.h"
 #include "plan/builder.h"
 
@@ -77,6 +78,8 @@ struct Shape {
   // The plan is chosen after the ranks of the node have arrived. It starts behind its preamble, so the preamble must
   // not copy anything.
   bool afterArrival = false;
+  // What travels between nodes. Others than fp32: only for allreduces of float32 with SUM or AVG, on several nodes.
+  Wire wire = Wire::fp32;
   friend bool operator==(const Shape&, const Shape&) = default;
 };
 

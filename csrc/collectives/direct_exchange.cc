@@ -24,14 +24,16 @@ int64_t preferredChunk(const plan::Topology& t, const plan::Limits& limits, int6
 
 NodeStages DirectExchange::stagesFor(plan::Builder& b, const Shape& shape) {
   const plan::Topology& t = b.topology();
+  NodeStages::Needs needs;
   // Each rank puts its contributions from its input, and its results from its output.
-  const bool putsFromBuffers = t.isFlat() && shape.collective == Collective::AllReduce;
-  return NodeStages(b, shape, preferredChunk(t, b.limits(), shape.bytes),
-                    putsFromBuffers ? NodeStages::Partials::None : NodeStages::Partials::Slots);
+  needs.partials = !(t.isFlat() && shape.collective == Collective::AllReduce);
+  // Encoded, the shards of a share take less than the share, and the result of one shard, too.
+  if (shape.wire != Wire::fp32) needs.slots = 2 * pipelineDepth(b.limits());
+  return NodeStages(b, shape, preferredChunk(t, b.limits(), shape.bytes), needs);
 }
 
 DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& shape)
-    : b_(b), t_(b.topology()), node_(node), others_(otherNodes(t_)) {
+    : b_(b), t_(b.topology()), node_(node), wire_(shape.wire), others_(otherNodes(t_)) {
   if (shape.collective == Collective::Reduce) resultNode_ = t_.nodeOf(shape.root);
   const int64_t most = node.shareBytes() / shardFloor(b.limits());
   numServers_ = static_cast<int>(std::clamp<int64_t>(most, 1, t_.numNodes()));
@@ -41,6 +43,24 @@ DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& 
   for (int n : others_) {
     if (iServe_ && getsResults(n)) receivers_.push_back(t_.railPeer(n));
   }
+  if (!encodes()) return;
+  b_.setWire(wire_);
+  const int64_t longest = divideUp(granulesIn(node.shareBytes()), numServers_) * kGranule;
+  encodedBytes_ = granulesIn(b_.encodedLength(longest)) * kGranule;
+  shards_ = b_.pool("encoded shards", node.depth() * numServers_, encodedBytes_);
+  results_ = b_.pool("encoded results", node.depth(), encodedBytes_);
+}
+
+plan::Ref DirectExchange::encodedShard(const plan::Chunk& c, int n) const {
+  return b_.encoded(b_.slot(shards_, t_.myLocal(), c.index * numServers_ + shardIndex(n), 0));
+}
+
+plan::Ref DirectExchange::encodedResult(const plan::Chunk& c) const {
+  return b_.encoded(b_.slot(results_, t_.myLocal(), c.index, 0));
+}
+
+plan::Ref DirectExchange::receive(Rank peer, int stream, int64_t length) {
+  return encodes() ? b_.receiveEncoded(peer, stream, length) : b_.receive(peer, stream, length);
 }
 
 plan::Ref DirectExchange::contribution(const plan::Chunk& c, int64_t offset) const {
@@ -48,17 +68,19 @@ plan::Ref DirectExchange::contribution(const plan::Chunk& c, int64_t offset) con
 }
 
 plan::Ref DirectExchange::result(const plan::Chunk& c, int64_t offset) const {
+  if (encodes()) return encodedResult(c);
   return putsFromOutput() ? b_.out(offset) : node_.partial(c, offset);
 }
 
 void DirectExchange::freeResultSlot(const plan::Chunk& c) {
-  if (putsFromOutput()) return;
+  if (putsFromOutput() && !encodes()) return;
   // Each chunk makes one put of results to each receiver. With depth 4, chunk 6 flushes 6 + 1 - 4 = 3 of them, those
   // of chunks 0 to 2: chunk 2 had this slot before (cutting.h).
   for (Rank peer : receivers_) b_.flush(peer, kResults, c.index + 1 - node_.depth());
 }
 
 void DirectExchange::sumAndScatter(const plan::Chunk& c) {
+  if (encodes()) return encodeAndScatter(c);
   b_.stage("sum");
   if (!t_.isFlat()) {
     freeResultSlot(c);
@@ -68,6 +90,29 @@ void DirectExchange::sumAndScatter(const plan::Chunk& c) {
     if (!serves(n)) continue;
     const plan::Range shard = shardOf(c, n);
     b_.put(t_.railPeer(n), kShards, contribution(c, shard.offset), shard.length);
+  }
+}
+
+void DirectExchange::encodeAndScatter(const plan::Chunk& c) {
+  b_.stage("sum");
+  // The shards in these slots before must have left: each chunk makes one put of them to each server.
+  for (int n : others_) {
+    if (serves(n)) b_.flush(t_.railPeer(n), kShards, c.index + 1 - node_.depth());
+  }
+  if (!t_.isFlat()) node_.beginSum(c);
+  for (int n = 0; n < t_.numNodes(); ++n) {
+    if (!serves(n)) continue;
+    const plan::Range shard = shardOf(c, n);
+    const bool isMine = n == t_.myNode();
+    if (!t_.isFlat()) {
+      node_.sumTo({isMine ? node_.partial(c, shard.offset) : encodedShard(c, n)}, c, shard);
+    } else if (!isMine) {
+      b_.copy({encodedShard(c, n)}, b_.in(shard.offset), shard.length);
+    }
+  }
+  if (!t_.isFlat()) node_.endSum(c);
+  for (int n : others_) {
+    if (serves(n)) b_.put(t_.railPeer(n), kShards, encodedShard(c, n), shardOf(c, n).length);
   }
 }
 
@@ -82,10 +127,11 @@ void DirectExchange::serve(const plan::Chunk& c) {
   }
   std::vector<plan::Ref> sums(static_cast<size_t>(t_.numNodes()), contribution(c, shard.offset));
   for (int n : others_) {
-    sums[static_cast<size_t>(n)] = b_.receive(t_.railPeer(n), kShards, shard.length);
+    sums[static_cast<size_t>(n)] = receive(t_.railPeer(n), kShards, shard.length);
   }
   std::vector<plan::Ref> results = node_.outputs(shard.offset);
-  if (!putsFromOutput()) results.push_back(result(c, shard.offset));
+  if (encodes() && node_.staged()) results.push_back(node_.partial(c, shard.offset));
+  if (encodes() || !putsFromOutput()) results.push_back(result(c, shard.offset));
   // In a flat group nobody has scaled the contributions.
   b_.reduce(results, sums, shard.length, {.pre = t_.isFlat(), .post = true});
   for (int n : others_) b_.release(t_.railPeer(n), kShards);
@@ -103,8 +149,9 @@ void DirectExchange::collect(const plan::Chunk& c) {
       continue;
     }
     const plan::Range shard = shardOf(c, n);
-    const plan::Ref result = b_.receive(peer, kResults, shard.length);
-    b_.flush(peer, kShards, c.index + 1);  // the result overwrites the shard that I sent
+    const plan::Ref result = receive(peer, kResults, shard.length);
+    // The result overwrites the shard that I sent. If it was encoded, it left from another place.
+    if (!encodes()) b_.flush(peer, kShards, c.index + 1);
     std::vector<plan::Ref> targets = node_.outputs(shard.offset);
     if (node_.staged()) targets.push_back(node_.partial(c, shard.offset));
     b_.copy(targets, result, shard.length);
@@ -117,6 +164,9 @@ void DirectExchange::collect(const plan::Chunk& c) {
 void DirectExchange::finish() {
   b_.stage("collect");
   for (Rank peer : receivers_) b_.flush(peer, kResults);
+  for (int n : others_) {
+    if (encodes() && serves(n)) b_.flush(t_.railPeer(n), kShards);
+  }
 }
 
 }  // namespace smddp::collectives

@@ -10,6 +10,10 @@
 //
 // If every node has one rank, nothing is summed before the exchange. Shards then leave from the input, and results from
 // the output, without a copy.
+//
+// If the shape has a wire format, shards and results are encoded as they are summed, and leave from slots of their own.
+// A result is encoded once, and everybody takes what it decodes to, the server as well: so all ranks get the same bits.
+// Each server's own contribution is not encoded.
 #pragma once
 
 #include <vector>
@@ -42,6 +46,13 @@ class DirectExchange {
   bool getsResults(int n) const { return resultNode_ < 0 || n == resultNode_; }
   // Whether my results lie in my output only.
   bool putsFromOutput() const { return t_.isFlat() && getsResults(t_.myNode()); }
+  bool encodes() const { return wire_ != Wire::fp32; }
+  // Encoded ranges: my contribution to the shard of node n, and the result of my own shard.
+  plan::Ref encodedShard(const plan::Chunk& c, int n) const;
+  plan::Ref encodedResult(const plan::Chunk& c) const;
+  // Stage "sum" if shards are encoded.
+  void encodeAndScatter(const plan::Chunk& c);
+  plan::Ref receive(Rank peer, int stream, int64_t length);
   // What my node contributes, and the result, at this offset of the vector.
   plan::Ref contribution(const plan::Chunk& c, int64_t offset) const;
   plan::Ref result(const plan::Chunk& c, int64_t offset) const;
@@ -54,7 +65,10 @@ class DirectExchange {
   plan::Builder& b_;
   const plan::Topology& t_;
   NodeStages& node_;
-  int resultNode_ = -1;  // the only node that gets results, or -1 if all do
+  const Wire wire_;
+  uint8_t shards_ = 0, results_ = 0;  // pools of encoded ranges
+  int64_t encodedBytes_ = 0;          // room for one of them
+  int resultNode_ = -1;               // the only node that gets results, or -1 if all do
   int numServers_ = 1, firstServer_ = 0;
   bool iServe_ = false;
   std::vector<int> others_;

@@ -8,7 +8,7 @@ constexpr int64_t kContributionSlots = 2;
 
 }  // namespace
 
-NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes, Partials partials)
+NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes, Needs needs)
     : b_(b),
       t_(b.topology()),
       staged_(isStaged(t_, shape.shared)),
@@ -17,15 +17,17 @@ NodeStages::NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes,
   if (!everybodyReads_ && t_.nodeOf(shape.root) == t_.myNode())
     soleReader_ = t_.localOf(shape.root);
   // All nodes must cut alike, also those that do not stage. So this counts the staging memory as if every node staged.
-  // A half holds 2 contributions (a whole chunk = `rails` shares each) and `depth` partial slots (one share each).
-  // 8 MiB, 2 rails, depth 4: 8 MiB / (2·2 + 4) = 1 MiB per share.
+  // A half holds 2 contributions (a whole chunk = `rails` shares each), `depth` partial slots (one share each), and the
+  // slots of the exchange. 8 MiB, 2 rails, depth 4: 8 MiB / (2·2 + 4) = 1 MiB per share.
   const int64_t rails = t_.numRails();
-  const int64_t largestShare =
-      wholeGranules(b.limits().halfBytes / (kContributionSlots * rails + depth_));
-  if (partials == Partials::Slots) chunkBytes = std::min(chunkBytes, largestShare * rails);
+  const int64_t slots =
+      (t_.isFlat() ? 0 : kContributionSlots * rails) + (needs.partials ? depth_ : 0) + needs.slots;
+  if (slots > 0) {
+    chunkBytes = std::min(chunkBytes, wholeGranules(b.limits().halfBytes / slots) * rails);
+  }
   chunkBytes_ = clipChunk(chunkBytes, shape.bytes);
   shareBytes_ = divideUp(granulesIn(chunkBytes_), rails) * kGranule;
-  if (partials == Partials::Slots) partials_ = b.pool("partials", depth_, shareBytes_);
+  if (needs.partials) partials_ = b.pool("partials", depth_, shareBytes_);
   if (staged_) contributions_ = b.pool("contributions", kContributionSlots, chunkBytes_);
   if (shape.shared) b.shareBuffers();
 }
@@ -45,8 +47,14 @@ void NodeStages::copyIn(const plan::Chunk& c) {
 }
 
 void NodeStages::sum(const plan::Chunk& c) {
+  const plan::Range mine = c.share(t_.myLocal(), t_.numRails());
+  beginSum(c);
+  sumTo({partial(c, mine.offset)}, c, mine);
+  endSum(c);
+}
+
+void NodeStages::beginSum(const plan::Chunk& c) {
   const int me = t_.myLocal();
-  const plan::Range mine = c.share(me, t_.numRails());
   b_.stage("sum");
   // The previous share in this slot must be complete, and gathered if mates copy it.
   const int64_t slotFree = c.index + 1 - depth_;
@@ -58,19 +66,25 @@ void NodeStages::sum(const plan::Chunk& c) {
     b_.waitRank(me, kReady, slotFree);
   }
   if (staged_) b_.waitMates(kCopied, c.index + 1);
+}
+
+void NodeStages::sumTo(std::vector<plan::Ref> destinations, const plan::Chunk& c,
+                       const plan::Range& part) {
+  const int me = t_.myLocal();
   std::vector<plan::Ref> contributions;
   for (int mate = 0; mate < t_.teamSize(); ++mate) {
     if (mate == me) {
-      contributions.push_back(b_.in(mine.offset));
+      contributions.push_back(b_.in(part.offset));
     } else if (staged_) {
-      contributions.push_back(b_.slot(contributions_, mate, c.index, mine.offset - c.offset));
+      contributions.push_back(b_.slot(contributions_, mate, c.index, part.offset - c.offset));
     } else {
-      contributions.push_back(b_.mateIn(mate, mine.offset));
+      contributions.push_back(b_.mateIn(mate, part.offset));
     }
   }
-  b_.reduce({partial(c, mine.offset)}, contributions, mine.length, {.pre = true});
-  b_.signal(kSummed, c.index + 1);
+  b_.reduce(std::move(destinations), std::move(contributions), part.length, {.pre = true});
 }
+
+void NodeStages::endSum(const plan::Chunk& c) { b_.signal(kSummed, c.index + 1); }
 
 void NodeStages::awaitSum(const plan::Chunk& c) { b_.waitRank(t_.myLocal(), kSummed, c.index + 1); }
 

@@ -29,13 +29,17 @@ class NodeStages {
   static constexpr int kGathered = 4;  // I have copied the others' results
   static constexpr int kFirstFree = 5;
 
-  // Partial slots lie in staging memory. An exchange needs none if it sends straight from its buffers; then
-  // partial() must not be called.
-  enum class Partials : uint8_t { Slots, None };
+  // The staging memory that an exchange needs beside the contributions of the node's ranks.
+  struct Needs {
+    bool partials =
+        true;  // false: it sends and sums straight in its buffers, and does not call partial()
+    int64_t slots = 0;  // slots of its own, each as long as a share
+  };
   // Declares the pools. `chunkBytes` is the chunk that the exchange prefers; it is made smaller if the staging
   // memory is too small.
-  NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes,
-             Partials partials = Partials::Slots);
+  NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes, Needs needs);
+  NodeStages(plan::Builder& b, const Shape& shape, int64_t chunkBytes)
+      : NodeStages(b, shape, chunkBytes, Needs{}) {}
 
   int64_t chunkBytes() const { return chunkBytes_; }
   // The largest share of a full chunk.
@@ -48,6 +52,10 @@ class NodeStages {
   // Called on ranks on a rail. Opens stage "sum". The puts that used this partial slot before must have been
   // flushed.
   void sum(const plan::Chunk& c);
+  // The same in parts: beginSum(), sumTo() for all parts of my share, endSum().
+  void beginSum(const plan::Chunk& c);
+  void sumTo(std::vector<plan::Ref> destinations, const plan::Chunk& c, const plan::Range& part);
+  void endSum(const plan::Chunk& c);
   // Makes the following steps of this lane wait for my sum of the chunk.
   void awaitSum(const plan::Chunk& c);
   // Signals that my share of the result is complete and where readers find it. Of the puts from my partial slot,

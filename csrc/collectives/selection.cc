@@ -14,6 +14,7 @@ namespace {
 enum class Nodes : uint8_t { One, Any };
 enum class Buffers : uint8_t { Any, Shared };
 enum class Size : uint8_t { Any, OneShot, Tiny };
+enum class Encodes : uint8_t { No, Yes };  // knows other wire formats than fp32
 enum class Preferred : uint8_t { Yes, ManyNodes, No };
 
 // Up to this size a step, on the network or in shared memory, costs more than its bytes.
@@ -33,6 +34,7 @@ struct Row {
   Buffers buffers;
   Size size;            // … and up to which size it is selected
   Preferred preferred;  // No: only if asked for by name
+  Encodes encodes = Encodes::No;
 };
 
 bool isPowerOfTwo(int nodes) { return std::has_single_bit(static_cast<unsigned>(nodes)); }
@@ -53,7 +55,7 @@ constexpr std::array kTable = {
     Row{Collective::AllReduce, {"halving_doubling", allreduceHalvingDoubling},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::ManyNodes},
     Row{Collective::AllReduce, {"direct", allreduceDirect},
-        Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
+        Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes, Encodes::Yes},
     // For networks that are oversubscribed between distant nodes. Only the user knows that.
     Row{Collective::AllReduce, {"ring", allreduceRing},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::No},
@@ -97,6 +99,7 @@ bool canServe(const Row& row, const plan::Topology& t, const plan::Limits& limit
   return row.collective == shape.collective && (row.nodes == Nodes::Any || t.numNodes() == 1) &&
          (row.buffers == Buffers::Any || shape.shared) &&
          (row.choice.preamble == Preamble::NoCopy || !shape.afterArrival) &&
+         (row.encodes == Encodes::Yes || shape.wire == Wire::fp32) &&
          // The whole vector lies in one slot; recursive doubling (Tiny) needs more slots beside it.
          (row.size == Size::Any ||
           shape.bytes <= (row.size == Size::Tiny ? limits.halfBytes / 2 : limits.halfBytes));

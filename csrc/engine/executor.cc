@@ -55,7 +55,8 @@ CachedPlan::CachedPlan(plan::Plan made)
       if (ref.space != Space::Slot) continue;
       const plan::Pool& pool = plan.pools[ref.poolOrStream];
       end = std::max(end, pool.offset + (pool.slots - 1) * pool.slotBytes +
-                              std::max(ref.offset.at(0), ref.offset.at(trips - 1)) + step.length);
+                              std::max(ref.offset.at(0), ref.offset.at(trips - 1)) +
+                              plan.bytesOf(step, ref));
     }
     return end;
   };
@@ -252,8 +253,70 @@ Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip, int
   return {};
 }
 
+bool Executor::hasEncoded(const Step& step) const {
+  const plan::Plan& plan = cached_->plan;
+  if (plan.wire == Wire::fp32) return false;
+  const auto* refs = plan.refs.data() + step.firstRef;
+  return std::any_of(refs, refs + step.numDestinations + step.numSources,
+                     [](const Ref& ref) { return ref.isEncoded; });
+}
+
+// Copies and reductions of which a source or destination is encoded. Goes piece by piece: pieces begin where the blocks
+// of encoded ranges do, and a plain vector may consist of several runs.
+void Executor::moveEncoded(const Step& step, int64_t trip) {
+  constexpr int64_t kPieceBytes = 32 << 10;
+  static_assert(kPieceBytes % (sizeof(float) * kBlockElements) == 0);
+  const plan::Plan& plan = cached_->plan;
+  const uint32_t numRefs = step.numDestinations + uint32_t{step.numSources};
+  const reduction::Scale scale = {.post = step.postScale && binding_.op == ReduceOp::AVG,
+                                  .divisor = binding_.scale.divisor};
+  for (int64_t done = 0; done < step.length; done += kPieceBytes) {
+    const int64_t length = std::min(kPieceBytes, step.length - done);
+    // Where the plain vector lies, or room for a piece of it that is not one run.
+    const auto find = [&](uint32_t i, bool reads) {
+      const uint32_t refIndex = step.firstRef + i;
+      const Ref& ref = plan.refs[refIndex];
+      if (ref.isEncoded)
+        return resolve(refIndex, trip, plan.encodedLength(done), plan.encodedLength(length)).data;
+      const Buffer::Run run = resolve(refIndex, trip, done, length);
+      if (run.bytes == length) return run.data;
+      // The size is the same for all operands, so pointers into it stay valid.
+      pieces_.resize(numRefs * static_cast<size_t>(kPieceBytes));
+      std::byte* const piece = pieces_.data() + i * kPieceBytes;
+      for (int64_t moved = 0; reads && moved < length;) {
+        const Buffer::Run part = resolve(refIndex, trip, done + moved, length - moved);
+        std::memcpy(piece + moved, part.data, static_cast<size_t>(part.bytes));
+        moved += part.bytes;
+      }
+      return piece;
+    };
+    encodedDestinations_.clear();
+    encodedSources_.clear();
+    for (uint32_t i = 0; i < numRefs; ++i) {
+      const bool isEncoded = plan.refs[step.firstRef + i].isEncoded;
+      if (i < step.numDestinations) {
+        encodedDestinations_.push_back({find(i, false), isEncoded});
+      } else {
+        encodedSources_.push_back({find(i, true), isEncoded});
+      }
+    }
+    reduction::reduceEncoded(plan.wire, encodedDestinations_, encodedSources_,
+                             static_cast<size_t>(length) / sizeof(float), binding_.op, scale);
+    for (uint32_t i = 0; i < step.numDestinations && !pieces_.empty(); ++i) {
+      const std::byte* const piece = pieces_.data() + i * kPieceBytes;
+      if (encodedDestinations_[i].data != piece) continue;
+      for (int64_t moved = 0; moved < length;) {
+        const Buffer::Run part = resolve(step.firstRef + i, trip, done + moved, length - moved);
+        std::memcpy(part.data, piece + moved, static_cast<size_t>(part.bytes));
+        moved += part.bytes;
+      }
+    }
+  }
+}
+
 // Copies and reductions, in as many runs as the buffers are made of.
 void Executor::move(const Step& step, int64_t trip) {
+  if (hasEncoded(step)) return moveEncoded(step, trip);
   const bool scales = (step.preScale && binding_.op == ReduceOp::PREMUL_SUM) ||
                       (step.postScale && binding_.op == ReduceOp::AVG);
   const bool copies = step.numSources == 1 && !scales;

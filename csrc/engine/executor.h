@@ -16,6 +16,7 @@
 #include "engine/team_bell.h"
 #include "engine/track.h"
 #include "plan/plan.h"
+#include "reduction/encoded.h"
 #include "reduction/reduce.h"
 
 namespace smddp::engine {
@@ -94,6 +95,8 @@ class Executor {
   bool advanceLane(size_t lane);
   bool execute(uint32_t stepIndex, int64_t trip);
   void move(const plan::Step& step, int64_t trip);
+  void moveEncoded(const plan::Step& step, int64_t trip);
+  bool hasEncoded(const plan::Step& step) const;
   bool isStaging(const plan::Step& step, uint32_t destination) const;
   void writeStreaming(const plan::Step& step, int64_t bytes, bool copies,
                       const reduction::Scale& scale);
@@ -130,6 +133,10 @@ class Executor {
   std::vector<const void*> sources_;
   // Holds one summed piece whose only destinations are staging memory.
   std::vector<std::byte> sums_;
+  // Of moveEncoded(): its operands, and pieces of vectors that do not lie in one run of bytes.
+  std::vector<reduction::Source> encodedSources_;
+  std::vector<reduction::Destination> encodedDestinations_;
+  std::vector<std::byte> pieces_;
 };
 
 }  // namespace smddp::engine

@@ -42,6 +42,11 @@ void warnOfOtherLayouts(const plan::Topology& topology, Rank me) {
   }
 }
 
+Wire wireOf(const GroupOptions& options) {
+  return options.wire.empty() ? parseWire(settings().wire, "SMDDP_WIRE")
+                              : parseWire(options.wire, "wire");
+}
+
 // Ranks that choose different algorithms would wait for one another.
 void requireSameAlgorithms(const std::vector<bootstrap::Introduction>& introductions,
                            const std::vector<GroupEntry>& entries) {
@@ -65,12 +70,14 @@ Group::Group(Process& process, Spec spec)
   // Refuses wrong settings now, and not only in the first collective.
   reduction::simdLevel();
   collectives::checkOverrides(settings().algorithm);
-  collectives::checkOverrides(spec_.algorithm, "algorithm");
+  collectives::checkOverrides(spec_.options.algorithm, "algorithm");
+  wireOf(spec_.options);
 }
 
 std::vector<std::byte> Group::makeEntry() {
   GroupEntry entry = team_.lease();
-  entry.algorithmDigest = collectives::tuningFromSettings().digest(spec_.algorithm);
+  entry.algorithmDigest = collectives::tuningFromSettings().digest(
+      fmt::format("{};{}", spec_.options.algorithm, toString(wireOf(spec_.options))));
   return entry.encode();
 }
 
@@ -95,7 +102,7 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
   membership_.emplace(std::move(membership));
   team_.join(*membership_, entries);
   channels_.emplace(process_, *membership_, limits_);
-  plans_.emplace(membership_->topology, limits_, spec_.algorithm);
+  plans_.emplace(membership_->topology, limits_, spec_.options.algorithm, wireOf(spec_.options));
   calls_.emplace(*membership_, team_);
   sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, ended_);
   messages_.emplace(process_, *membership_, *channels_, ended_);
@@ -182,11 +189,13 @@ bool Group::tryGiveBack() {
 
 std::string Group::describe() const {
   const size_t numTracks = operations_->numTracks();
+  const Wire wire = wireOf(spec_.options);
   return fmt::format(
-      "group \"{}\": rank {} of {}, {} node{} ({} rank{}), {} operation{} at a time; algorithms by "
-      "{}",
+      "group \"{}\": rank {} of {}, {} node{} ({} rank{}), {} operation{} at a time{}; algorithms "
+      "by {}",
       spec_.name, spec_.me, spec_.size, topology().numNodes(), spansNodes() ? "s" : "",
       ranksOfNodes(topology()), spec_.size > 1 ? "s" : "", numTracks, numTracks > 1 ? "s" : "",
+      wire == Wire::fp32 || !spansNodes() ? "" : fmt::format(", {} between nodes", toString(wire)),
       plans_->sources());
 }
 

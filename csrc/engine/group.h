@@ -34,13 +34,19 @@
 
 namespace smddp::engine {
 
+// Instead of settings, for one group only. The empty text leaves the setting in force.
+struct GroupOptions {
+  std::string algorithm;  // SMDDP_ALGORITHM
+  std::string wire;       // SMDDP_WIRE
+};
+
 class Group final {
  public:
   struct Spec {
     std::string name;
     Rank me = 0;
     int size = 1;
-    std::string algorithm = {};  // instead of SMDDP_ALGORITHM, for this group only
+    GroupOptions options = {};
   };
 
   // A group is made in two halves: makeEntry() returns what this rank publishes, join() takes what all ranks have

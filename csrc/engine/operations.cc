@@ -302,6 +302,7 @@ void Operations::combine(TrackState& state) {
     append(state.input, operation.request.input);
     append(state.output, operation.request.output);
   }
+  state.shape.wire = plans_.wireFor(first, state.shape.bytes);
 }
 
 // Where mates find this rank's buffers, if all of them lie in communication memory.

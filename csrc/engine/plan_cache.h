@@ -42,12 +42,15 @@ enum class Start : uint8_t {
 class PlanCache {
  public:
   // overrides: the algorithms that the group asks for, as in SMDDP_ALGORITHM. If empty, SMDDP_ALGORITHM decides.
+  // wire: how calls travel between nodes that may be encoded.
   // limitBytes: of all plans together, except those that are held and the one asked for last.
   PlanCache(const plan::Topology& topology, const plan::Limits& limits, std::string overrides,
+            Wire wire = Wire::fp32,
             size_t limitBytes = static_cast<size_t>(settings().planCacheBytes))
       : topology_(topology),
         limits_(limits),
         overrides_(std::move(overrides)),
+        wire_(wire),
         limitBytes_(limitBytes) {}
 
   struct Entry {
@@ -87,6 +90,14 @@ class PlanCache {
    private:
     const Entry* entry_ = nullptr;
   };
+
+  // The wire format for a call. Short vectors stay as they are: on the way, steps cost more than their bytes.
+  Wire wireFor(const Request& request, int64_t bytes) const {
+    const bool isSum = request.op == ReduceOp::SUM || request.op == ReduceOp::AVG;
+    const bool isEncodable = request.collective == collectives::Collective::AllReduce && isSum &&
+                             request.type == DataType::float32;
+    return isEncodable && bytes > kShortestEncoded && topology_.numNodes() > 1 ? wire_ : Wire::fp32;
+  }
 
   // Valid until the next get(), or as long as it is held.
   const Entry& get(const collectives::Shape& shape) {
@@ -183,17 +194,20 @@ class PlanCache {
       size_t hash = static_cast<size_t>(shape.bytes) * 0x9e3779b97f4a7c15;
       hash ^= static_cast<size_t>(shape.root) << 8 | static_cast<size_t>(shape.collective) << 1 |
               static_cast<size_t>(shape.shared);
-      hash ^= static_cast<size_t>(shape.afterArrival) << 40;
+      hash ^= static_cast<size_t>(shape.afterArrival) << 40 | static_cast<size_t>(shape.wire) << 41;
       return hash;
     }
   };
 
+  // A vector up to this size is not encoded.
+  static constexpr int64_t kShortestEncoded = 8 << 10;
   // Of an entry beside what its plan has on the heap: nodes of the list and of the map, a bucket.
   static constexpr size_t kOverheadBytes = sizeof(Entry) + sizeof(collectives::Shape) + 64;
 
   const plan::Topology& topology_;
   const plan::Limits& limits_;
   const std::string overrides_;
+  const Wire wire_;
   const size_t limitBytes_;
   std::list<Entry> entries_;  // the one asked for last is the first
   std::unordered_map<collectives::Shape, std::list<Entry>::iterator, Hash> byShape_;

@@ -30,12 +30,12 @@ Builder::Builder(const Topology& topology, const Limits& limits, std::string nam
 
 Ref Builder::mateIn(int local, int64_t offset) {
   shareBuffers();
-  return {Space::MateInput, 0, local, {}, {offset, 0}};
+  return {Space::MateInput, 0, false, local, {}, {offset, 0}};
 }
 
 Ref Builder::mateOut(int local, int64_t offset) {
   shareBuffers();
-  return {Space::MateOutput, 0, local, {}, {offset, 0}};
+  return {Space::MateOutput, 0, false, local, {}, {offset, 0}};
 }
 
 uint8_t Builder::pool(std::string name, int64_t slots, int64_t slotBytes) {
@@ -140,6 +140,7 @@ Step Builder::channelStep(Op op, Rank rank, int stream, int64_t value, int64_t l
 
 void Builder::put(Rank to, int stream, Ref source, int64_t length) {
   const int64_t number = ++channels_[{to, stream}].puts;
+  if (source.isEncoded) length = encodedLength(length);
   Step step = channelStep(Op::Put, to, stream, number, length);
   step.numSources = 1;
   write(step, {source});
@@ -148,7 +149,11 @@ void Builder::put(Rank to, int stream, Ref source, int64_t length) {
 Ref Builder::receive(Rank from, int stream, int64_t length) {
   const int64_t number = ++channels_[{from, stream}].receives;
   write(channelStep(Op::Receive, from, stream, number, length), {});
-  return {Space::Message, static_cast<uint8_t>(stream), from, {number - 1, 0}, {}};
+  return {Space::Message, static_cast<uint8_t>(stream), false, from, {number - 1, 0}, {}};
+}
+
+Ref Builder::receiveEncoded(Rank from, int stream, int64_t length) {
+  return encoded(receive(from, stream, encodedLength(length)));
 }
 
 void Builder::release(Rank from, int stream) {

@@ -72,8 +72,8 @@ class Builder {
   const Limits& limits() const { return limits_; }
 
   // Memory. `local` is an index into topology().team().
-  static Ref in(int64_t offset) { return {Space::Input, 0, 0, {}, {offset, 0}}; }
-  static Ref out(int64_t offset) { return {Space::Output, 0, 0, {}, {offset, 0}}; }
+  static Ref in(int64_t offset) { return {Space::Input, 0, false, 0, {}, {offset, 0}}; }
+  static Ref out(int64_t offset) { return {Space::Output, 0, false, 0, {}, {offset, 0}}; }
   // Makes the plan zero-copy, as mateIn and mateOut do. For a rank that does not touch its mates' buffers, while
   // they use its own.
   void shareBuffers() { plan_.zeroCopy = true; }
@@ -82,8 +82,16 @@ class Builder {
   // Declares a pool. All ranks of a node must declare the same pools in the same order.
   uint8_t pool(std::string name, int64_t slots, int64_t slotBytes);
   static Ref slot(uint8_t pool, int local, int64_t index, int64_t offset) {
-    return {Space::Slot, pool, local, {index, 0}, {offset, 0}};
+    return {Space::Slot, pool, false, local, {index, 0}, {offset, 0}};
   }
+  // The wire format of encoded ranges. Set it before the first of them.
+  void setWire(Wire wire) { plan_.wire = wire; }
+  // The same memory, as an encoded range.
+  static Ref encoded(Ref ref) {
+    ref.isEncoded = true;
+    return ref;
+  }
+  int64_t encodedLength(int64_t length) const { return plan_.encodedLength(length); }
 
   // Ends the preamble. Copies written before arrive() run before the arrival signal. Each plan calls arrive()
   // exactly once, before the first stage.
@@ -100,9 +108,12 @@ class Builder {
   void signal(int counter, int64_t value);
   void waitMates(int counter, int64_t value);
   void waitRank(int local, int counter, int64_t value);
+  // `length`: of the elements before encoding, if the source is encoded.
   void put(Rank to, int stream, Ref source, int64_t length);
   // Waits for the next message. Returns a reference to its bytes.
   Ref receive(Rank from, int stream, int64_t length);
+  // The same for a message that was put from an encoded range.
+  Ref receiveEncoded(Rank from, int stream, int64_t length);
   void release(Rank from, int stream);
   // Waits until the sources of the first `count` puts of this execution on the channel may be overwritten.
   void flush(Rank to, int stream, int64_t count);

@@ -17,16 +17,33 @@ size_t Expressions::Hash::operator()(const std::vector<int64_t>& words) const {
 
 Expressions::Expressions() { nodes_.emplace_back(); }
 
+bool Expressions::isRounded(ExpressionId id, Kind kind) const {
+  while (nodes_[id].kind == Kind::Rounded) id = nodes_[id].operands.front().id;
+  return nodes_[id].kind == kind;
+}
+
 ExpressionId Expressions::intern(Kind kind, Rank rank, int execution,
-                                 std::span<const Term> operands) {
+                                 std::span<const Term> operands, std::span<const Piece> pieces) {
   std::vector<int64_t> key{static_cast<int64_t>(kind), rank, execution};
   for (const Term& operand : operands) {
     key.push_back(operand.id);
     key.push_back(operand.position);
   }
+  for (const Piece& piece : pieces) {
+    key.push_back(piece.length);
+    key.push_back(piece.value.id);
+    key.push_back(piece.value.position);
+  }
   const auto next = static_cast<ExpressionId>(nodes_.size());
   const auto [it, isNew] = known_.try_emplace(std::move(key), next);
-  if (isNew) nodes_.push_back({kind, rank, execution, {operands.begin(), operands.end()}, {}});
+  if (isNew) {
+    nodes_.push_back({kind,
+                      rank,
+                      execution,
+                      {operands.begin(), operands.end()},
+                      {},
+                      {pieces.begin(), pieces.end()}});
+  }
   return it->second;
 }
 
@@ -42,6 +59,24 @@ ExpressionId Expressions::scaled(ExpressionId raw) {
 ExpressionId Expressions::finished(ExpressionId result) {
   const Term operand{result, 0};
   return intern(Kind::Finished, 0, nodes_[result].execution, {&operand, 1});
+}
+
+ExpressionId Expressions::encoded(std::span<const Piece> pieces) {
+  int execution = nodes_[pieces.front().value.id].execution;
+  for (const Piece& piece : pieces) {
+    if (piece.value.id == kUndefined) return kUndefined;
+    if (nodes_[piece.value.id].execution != execution) execution = -1;
+  }
+  return intern(Kind::Encoded, 0, execution, {}, pieces);
+}
+
+std::vector<Piece> Expressions::decoded(ExpressionId id) {
+  std::vector<Piece> pieces = nodes_[id].pieces;
+  for (Piece& piece : pieces) {
+    const Term operand{piece.value.id, 0};
+    piece.value.id = intern(Kind::Rounded, 0, nodes_[piece.value.id].execution, {&operand, 1});
+  }
+  return pieces;
 }
 
 Term Expressions::reduce(std::span<const Term> operands) {
@@ -81,6 +116,8 @@ std::string Expressions::print(ExpressionId id) const {
     case Kind::Input: return fmt::format("{}", node.rank);
     case Kind::Scaled: return fmt::format("{}'", node.rank);
     case Kind::Finished: return print(node.operands.front().id);
+    case Kind::Rounded: return fmt::format("~({})", print(node.operands.front().id));
+    case Kind::Encoded: return fmt::format("{} encoded pieces", node.pieces.size());
     case Kind::Reduced: break;
   }
   std::string text;

@@ -24,6 +24,13 @@ struct Term {
   friend bool operator==(const Term&, const Term&) = default;
 };
 
+// A range of bytes that holds one expression at consecutive positions.
+struct Piece {
+  int64_t length = 0;
+  Term value;
+  friend bool operator==(const Piece&, const Piece&) = default;
+};
+
 // An input in an expression: the byte of `rank` that lies `offset` bytes after the expression's position.
 struct Leaf {
   Rank rank = 0;
@@ -44,11 +51,15 @@ class Expressions {
   ExpressionId scaled(ExpressionId raw);
   // A result after the division of AVG.
   ExpressionId finished(ExpressionId result);
+  // What an encoded range holds: all of these pieces, at position 0.
+  ExpressionId encoded(std::span<const Piece> pieces);
+  // The pieces that it decodes to: rounded ones. Empty if it is not what an encoded range holds.
+  std::vector<Piece> decoded(ExpressionId id);
   // The result of one Reduce step. A single operand is returned unchanged.
   Term reduce(std::span<const Term> operands);
 
-  bool isRaw(ExpressionId id) const { return nodes_[id].kind == Kind::Input; }
-  bool isFinished(ExpressionId id) const { return nodes_[id].kind == Kind::Finished; }
+  bool isRaw(ExpressionId id) const { return isRounded(id, Kind::Input); }
+  bool isFinished(ExpressionId id) const { return isRounded(id, Kind::Finished); }
   // The execution whose inputs the expression contains; -1 if it contains none, or inputs of several executions.
   int execution(ExpressionId id) const { return nodes_[id].execution; }
   // All inputs, by rank; an input that occurs twice is listed twice.
@@ -57,19 +68,23 @@ class Expressions {
   std::string print(ExpressionId id) const;
 
  private:
-  enum class Kind : uint8_t { Undefined, Input, Scaled, Reduced, Finished };
+  enum class Kind : uint8_t { Undefined, Input, Scaled, Reduced, Finished, Rounded, Encoded };
   struct Node {
     Kind kind = Kind::Undefined;
     Rank rank = 0;
     int execution = -1;
     std::vector<Term> operands;
-    std::vector<Leaf> leaves;  // filled when first asked for
+    std::vector<Leaf> leaves;   // filled when first asked for
+    std::vector<Piece> pieces;  // Encoded
   };
   struct Hash {
     size_t operator()(const std::vector<int64_t>& words) const;
   };
 
-  ExpressionId intern(Kind kind, Rank rank, int execution, std::span<const Term> operands);
+  // Whether it is of that kind, or rounded from one that is.
+  bool isRounded(ExpressionId id, Kind kind) const;
+  ExpressionId intern(Kind kind, Rank rank, int execution, std::span<const Term> operands,
+                      std::span<const Piece> pieces = {});
 
   std::vector<Node> nodes_;
   std::unordered_map<std::vector<int64_t>, ExpressionId, Hash> known_;

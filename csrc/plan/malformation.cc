@@ -115,6 +115,7 @@ class Inspection {
     if (step.numDestinations == 0 || step.numSources == 0) return "nothing to move";
     if (step.op == Op::Copy && step.numSources != 1) return "a copy has one source";
     if (step.length <= 0 || step.length % execution_.elementBytes != 0) return "a wrong length";
+    if (plan_.wire != Wire::fp32 && step.length % 4 != 0) return "a part of a float32";
     for (int i = 0; i < step.numDestinations; ++i) {
       const Ref& ref = plan_.destination(step, i);
       const bool isOwnSlot = ref.space == Space::Slot && ref.owner == topology_.myLocal();
@@ -140,6 +141,11 @@ class Inspection {
       return "no such mate";
     }
     if (ref.space == Space::Slot && ref.poolOrStream >= plan_.pools.size()) return "no such pool";
+    if (ref.isEncoded && plan_.wire == Wire::fp32) return "encoded without a wire format";
+    // Only messages and the slots that they leave from are encoded.
+    if (ref.isEncoded && ref.space != Space::Slot && ref.space != Space::Message)
+      return "a buffer that is encoded";
+    if (ref.isEncoded) return {};
     if (ref.offset.base % execution_.elementBytes != 0 ||
         ref.offset.perTrip % execution_.elementBytes != 0) {
       return "an offset inside an element";
@@ -169,8 +175,9 @@ class Inspection {
     if (!declared) return "the plan does not declare this channel";
     if (step.op != Op::Put) return {};
     if (step.length < 0 || step.length > limits_.messageBytes) return "a message too long";
-    if (step.length % execution_.elementBytes != 0) return "a message that cuts an element";
     if (step.numSources != 1 || step.numDestinations != 0) return "a put has one source";
+    if (!plan_.source(step, 0).isEncoded && step.length % execution_.elementBytes != 0)
+      return "a message that cuts an element";
     return aboutSources(step);
   }
 

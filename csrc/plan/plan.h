@@ -35,6 +35,7 @@
 #include <string>
 #include <vector>
 
+#include "common/encoding.h"
 #include "common/types.h"
 
 namespace smddp::plan {
@@ -58,9 +59,13 @@ enum class Space : uint8_t {
 
 // A range of bytes; the step has its length. owner: a local index for Mate* and Slot, a group rank for Message,
 // unused for Input and Output.
+//
+// An encoded range holds the elements in the plan's wire format. It is written and read as a whole: only its writer
+// knows where an element lies in it.
 struct Ref {
   Space space = Space::Input;
   uint8_t poolOrStream = 0;  // Slot: index in Plan::pools; Message: the stream
+  bool isEncoded = false;
   Rank owner = 0;
   // Slot: i is slot i % n of a pool of n slots. Message: counts from 0, so i is the message i + 1 of Step::value.
   Affine index;
@@ -69,7 +74,8 @@ struct Ref {
 };
 
 enum class Op : uint8_t {
-  Copy,    // every destination = the one source
+  Copy,  // every destination = the one source. If one destination is encoded, the others get what it decodes to;
+         // so do those of Reduce
   Reduce,  // every destination = source 0 (op) source 1 (op) … in this order
   Signal,  // my counter := value
   Wait,  // wait until the counter of `who` (a local index, or kMates: all other ranks of my node) >= value
@@ -96,8 +102,9 @@ struct Step {  // one action of a lane; the comments say which kinds of step use
   uint16_t numSources = 0;
   uint32_t firstRef = 0;  // Plan::refs[firstRef …]: destinations, then sources
   Rank who = kMates;      // Wait: local index or kMates; channel steps: group rank
-  int64_t length = 0;     // bytes: Copy, Reduce, Put, Receive
-  Affine value;           // Signal, Wait, Put, Receive, Release, Flush
+  // Bytes: Copy, Reduce, Put, Receive. Copy, Reduce: before encoding. Put, Receive: as the message has them.
+  int64_t length = 0;
+  Affine value;  // Signal, Wait, Put, Receive, Release, Flush
   friend bool operator==(const Step&, const Step&) = default;
 };
 
@@ -137,8 +144,18 @@ struct Plan {  // everything that one rank does in one execution
   std::vector<Pool> pools;
   int64_t stagingBytes = 0;  // the bytes of all pools in one half
   std::vector<ChannelUse> channels;
-  bool zeroCopy = false;  // reads or writes the buffers of other ranks of the node
+  bool zeroCopy = false;   // reads or writes the buffers of other ranks of the node
+  Wire wire = Wire::fp32;  // of encoded ranges
 
+  // The bytes of a range that a step reads or writes.
+  int64_t bytesOf(const Step& s, const Ref& ref) const {
+    const bool moves = s.op == Op::Copy || s.op == Op::Reduce;
+    return moves && ref.isEncoded ? encodedLength(s.length) : s.length;
+  }
+  // The bytes that `length` bytes of float32 have when they are encoded.
+  int64_t encodedLength(int64_t length) const {
+    return static_cast<int64_t>(encodedBytes(wire, static_cast<size_t>(length) / sizeof(float)));
+  }
   const Ref& destination(const Step& s, int i) const { return refs[s.firstRef + i]; }
   const Ref& source(const Step& s, int i) const { return refs[s.firstRef + s.numDestinations + i]; }
 };

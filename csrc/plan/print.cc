@@ -47,13 +47,15 @@ std::string memory(const Plan& plan, const Ref& ref) {
 }
 
 std::string place(const Plan& plan, const Ref& ref, int64_t length) {
-  return fmt::format("{}[{}, +{})", memory(plan, ref), number(ref.offset), length);
+  return fmt::format("{}[{}, +{}{})", memory(plan, ref), number(ref.offset), length,
+                     ref.isEncoded ? fmt::format(" {}", toString(plan.wire)) : "");
 }
 
 std::string list(const Plan& plan, const Step& step, uint32_t first, uint32_t count) {
   std::string text;
   for (uint32_t i = first; i < first + count && i < plan.refs.size(); ++i) {
-    text += (text.empty() ? "" : ", ") + place(plan, plan.refs[i], step.length);
+    text +=
+        (text.empty() ? "" : ", ") + place(plan, plan.refs[i], plan.bytesOf(step, plan.refs[i]));
   }
   return text;
 }
@@ -145,6 +147,7 @@ std::string printStepAt(const Plan& plan, const Step& step, int64_t trip) {
   // Make a plan of this one step, with the numbers of the trip filled in.
   Plan one;
   one.pools = plan.pools;
+  one.wire = plan.wire;
   Step now = step;
   now.firstRef = 0;
   now.value = {step.value.at(trip), 0};
@@ -158,10 +161,12 @@ std::string printStepAt(const Plan& plan, const Step& step, int64_t trip) {
 }
 
 std::string print(const Plan& plan, const Topology& topology) {
+  const std::string wire =
+      plan.wire == Wire::fp32 ? "" : fmt::format(", {} between nodes", toString(plan.wire));
   std::string text =
-      fmt::format("{}, rank {} of {} (node {} of {}, local {}){}\n", plan.name, topology.me(),
+      fmt::format("{}, rank {} of {} (node {} of {}, local {}){}{}\n", plan.name, topology.me(),
                   topology.numRanks(), topology.myNode(), topology.numNodes(), topology.myLocal(),
-                  plan.zeroCopy ? ", zero-copy" : "");
+                  plan.zeroCopy ? ", zero-copy" : "", wire);
   for (const Pool& pool : plan.pools) {
     text += fmt::format("  pool {}: {} x {} bytes\n", pool.name, pool.slots, pool.slotBytes);
   }

@@ -46,12 +46,6 @@ inline bool isOver(const Access& access, const VectorClock& clock,
   return false;
 }
 
-// A range of bytes that holds one expression at consecutive positions.
-struct Piece {
-  int64_t length = 0;
-  Term value;
-};
-
 // An earlier access that is not ordered before the present one.
 struct Conflict {
   Access earlier;

@@ -90,42 +90,75 @@ Term SymbolicRun::operand(const Thread& t, const Step& step, Term value) {
 // A destination may be the same bytes as a source, but must not overlap one partly. Destinations must not overlap.
 void SymbolicRun::requireApart(const Thread& t, const Step& step) {
   std::vector<Place> places;
+  std::vector<int64_t> lengths;
   for (int i = 0; i < step.numDestinations + step.numSources; ++i) {
-    places.push_back(resolve(t, planOf(t).refs[step.firstRef + i], step.length));
+    const Ref& ref = planOf(t).refs[step.firstRef + i];
+    lengths.push_back(planOf(t).bytesOf(step, ref));
+    places.push_back(resolve(t, ref, lengths.back()));
   }
   for (int d = 0; d < step.numDestinations; ++d) {
     for (size_t other = d + 1; other < places.size(); ++other) {
-      const int64_t distance = places[d].offset - places[other].offset;
+      const int64_t distance = places[other].offset - places[d].offset;
       const bool isSource = other >= step.numDestinations;
-      if (places[d].memory != places[other].memory || std::abs(distance) >= step.length) continue;
-      if (isSource && distance == 0) continue;
+      const bool areApart = distance >= lengths[d] || -distance >= lengths[other];
+      if (places[d].memory != places[other].memory || areApart) continue;
+      const bool isPlain = !planOf(t).destination(step, d).isEncoded;
+      if (isSource && isPlain && distance == 0 && lengths[d] == lengths[other]) continue;
       fail(Verdict::Kind::Malformed, nameOf(t) + ": a destination overlaps another operand");
     }
   }
 }
 
-void SymbolicRun::copy(Thread& t, const Step& step) {
-  requireApart(t, step);
+// Appends the elements that a source of a copy or reduction holds.
+void SymbolicRun::readElements(const Thread& t, const Step& step, const Ref& ref,
+                               std::vector<Piece>& pieces) {
+  const Access access{t.clock.now(), Access::Kind::Step, 0};
+  const int64_t bytes = planOf(t).bytesOf(step, ref);
+  if (!ref.isEncoded) return read(t, resolve(t, ref, bytes), bytes, access, pieces);
+  std::vector<Piece> encoded;
+  read(t, resolve(t, ref, bytes), bytes, access, encoded);
+  pieces = expressions_.decoded(encoded.front().value.id);
+  int64_t length = 0;
+  for (const Piece& piece : pieces) length += piece.length;
+  if (encoded.size() == 1 && encoded.front().value.position == 0 && length == step.length) return;
+  recordWrongData(nameOf(t) + ": decodes what was not encoded as a whole");
+  pieces = {{step.length, {}}};
+}
+
+// Writes the same elements to all destinations of a copy or reduction.
+void SymbolicRun::writeElements(const Thread& t, const Step& step, std::vector<Piece> pieces) {
   const Plan& plan = planOf(t);
   const Access access{t.clock.now(), Access::Kind::Step, 0};
+  std::vector<Piece> encoded;
+  for (int i = 0; i < step.numDestinations && encoded.empty(); ++i) {
+    if (!plan.destination(step, i).isEncoded) continue;
+    const ExpressionId id = expressions_.encoded(pieces);
+    encoded = {{plan.encodedLength(step.length), {id, 0}}};
+    if (id != kUndefined) pieces = expressions_.decoded(id);
+  }
+  for (int i = 0; i < step.numDestinations; ++i) {
+    const Ref& ref = plan.destination(step, i);
+    const int64_t bytes = plan.bytesOf(step, ref);
+    write(t, resolve(t, ref, bytes), bytes, access, ref.isEncoded ? encoded : pieces);
+  }
+}
+
+void SymbolicRun::copy(Thread& t, const Step& step) {
+  requireApart(t, step);
   std::vector<Piece> pieces;
-  read(t, resolve(t, plan.source(step, 0), step.length), step.length, access, pieces);
+  readElements(t, step, planOf(t).source(step, 0), pieces);
   for (Piece& piece : pieces) {
     piece.value = operand(t, step, piece.value);
     if (step.postScale) piece.value.id = expressions_.finished(piece.value.id);
   }
-  for (int i = 0; i < step.numDestinations; ++i) {
-    write(t, resolve(t, plan.destination(step, i), step.length), step.length, access, pieces);
-  }
+  writeElements(t, step, std::move(pieces));
 }
 
 void SymbolicRun::reduce(Thread& t, const Step& step) {
   requireApart(t, step);
-  const Plan& plan = planOf(t);
-  const Access access{t.clock.now(), Access::Kind::Step, 0};
   std::vector<std::vector<Piece>> sources(step.numSources);
   for (int i = 0; i < step.numSources; ++i) {
-    read(t, resolve(t, plan.source(step, i), step.length), step.length, access, sources[i]);
+    readElements(t, step, planOf(t).source(step, i), sources[i]);
   }
   // Walk all sources together, from one boundary of any of them to the next.
   std::vector<Piece> result;
@@ -149,9 +182,7 @@ void SymbolicRun::reduce(Thread& t, const Step& step) {
     }
     done += length;
   }
-  for (int i = 0; i < step.numDestinations; ++i) {
-    write(t, resolve(t, plan.destination(step, i), step.length), step.length, access, result);
-  }
+  writeElements(t, step, std::move(result));
 }
 
 // Moves the bytes of a put. Source and target count as in use until the put is over (isOver).

@@ -118,6 +118,8 @@ class SymbolicRun {
             std::vector<Piece>& pieces);
   void write(const Thread& t, Place place, int64_t length, const Access& access,
              const std::vector<Piece>& pieces);
+  void readElements(const Thread& t, const Step& step, const Ref& ref, std::vector<Piece>& pieces);
+  void writeElements(const Thread& t, const Step& step, std::vector<Piece> pieces);
   Term operand(const Thread& t, const Step& step, Term value);
   void callerWrites(Rank rank, bool isBefore);
   void requireOutputs(Rank rank);

@@ -135,7 +135,7 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
   StoreAdapter adapter(creation.store);
   translated([&] {
     group_ = engine_->createGroup(
-        adapter, {creation.name, creation.rank, creation.size, creation.algorithm},
+        adapter, {creation.name, creation.rank, creation.size, creation.options},
         std::chrono::nanoseconds(creation.timeout).count(), knownMembersOf(creation));
   });
   if (isWorld) {
@@ -258,7 +258,7 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
   if (me == members.end()) return {nullptr, timeout};
   const engine::Group::Spec spec{options ? options->group_name : "",
                                  static_cast<Rank>(me - members.begin()),
-                                 static_cast<int>(members.size()), parent->spec().algorithm};
+                                 static_cast<int>(members.size()), parent->spec().options};
   auto child = translated([&] {
     return engine::splitGroup(*engine_, parent, spec, members, effectiveTimeout(timeout));
   });

@@ -46,7 +46,7 @@ class ProcessGroup : public c10d::Backend {
     int size;
     std::chrono::milliseconds timeout;
     std::string name;
-    std::string algorithm;          // overrides SMDDP_ALGORITHM for this group unless empty
+    engine::GroupOptions options;
     std::vector<int> ranksOfWorld;  // its ranks in the default group; empty for the default group
   };
   // Meets the other ranks; blocks until all are there or the timeout is over. `devices` serves tensors on a device.

@@ -35,23 +35,11 @@
 #include <cstdint>
 #include <span>
 
+#include "common/encoding.h"
 #include "common/types.h"
 #include "reduction/reduce.h"
 
 namespace smddp::reduction {
-
-// The numbers that share a scale in int8. A part of a vector that begins at a multiple of it can be encoded for itself.
-inline constexpr size_t kBlockElements = 256;
-
-// Bytes of `count` numbers when they are encoded.
-constexpr size_t encodedBytes(Wire wire, size_t count) {
-  switch (wire) {
-    case Wire::fp32: return count * sizeof(float);
-    case Wire::bf16: return count * sizeof(uint16_t);
-    case Wire::int8: return count + (count + kBlockElements - 1) / kBlockElements * sizeof(float);
-  }
-  return 0;
-}
 
 // A vector that is encoded, or float32.
 struct Source {

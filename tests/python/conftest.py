@@ -21,8 +21,8 @@ import torch
 torch.set_num_threads(1)
 
 
-# `make test-fast` leaves out these modules: each takes more than about ten seconds, for what a change breaks less often
-# than the calls, collectives and failures that the others test.
+# `make test-fast` leaves out these modules: each takes more than about ten seconds, for what a
+# change breaks less often than the calls, collectives and failures that the others test.
 _SLOW_MODULES = {
     *("test_bench", "test_bench_launch", "test_bystanders", "test_checkpoint", "test_device"),
     *("test_device_direct", "test_device_lost", "test_device_rails", "test_device_shared"),

@@ -453,7 +453,7 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
     if (isOnCpu && !rails.empty()) break;
     const engine::Group::Spec spec{
         fmt::format("{}, {} {}", group()->spec().name, name, topology.myLocal()), topology.myNode(),
-        topology.numNodes(), group()->spec().algorithm};
+        topology.numNodes(), group()->spec().options};
     railGroups.push_back(
         engine::splitGroup(*engine(), group(), spec, members, effectiveTimeout(timeout)));
     auto calls = std::make_unique<Calls>();

@@ -16,6 +16,8 @@ const std::vector<NamedAlgorithm>& allAlgorithms() {
       {"recursive_doubling", Collective::AllReduce, allreduceRecursiveDoubling, false, false, true},
       {"halving_doubling", Collective::AllReduce, allreduceHalvingDoubling, false, false, true},
       {"direct", Collective::AllReduce, allreduceDirect, false, false, true},
+      {"direct_bf16", Collective::AllReduce, allreduceDirect, false, false, false, Wire::bf16},
+      {"direct_int8", Collective::AllReduce, allreduceDirect, false, false, false, Wire::int8},
       {"ring", Collective::AllReduce, allreduceRing, false, false, false},
       {"shared_memory", Collective::Broadcast, broadcastSharedMemory, true, false, true},
       {"chain", Collective::Broadcast, broadcastChain, false, false, true},
@@ -45,7 +47,10 @@ plan::Execution Case::execution() const {
   for (Rank r = 0; r < numRanks; ++r) {
     const plan::Topology t(nodes, r);
     const bool shared = sharedOnNode[static_cast<size_t>(t.myNode())];
-    plans.push_back(algorithm.build(t, limits, {algorithm.collective, bytes, root, shared}));
+    const bool encodes = nodes.size() > 1;
+    plans.push_back(algorithm.build(
+        t, limits,
+        {algorithm.collective, bytes, root, shared, false, encodes ? algorithm.wire : Wire::fp32}));
   }
   plan::Execution execution;
   switch (algorithm.collective) {

@@ -19,8 +19,10 @@ struct NamedAlgorithm {
   Algorithm build;
   bool oneNode = false;      // cannot serve several nodes
   bool needsShared = false;  // cannot serve private buffers
-  // All elements are reduced in the same association. False for the ring: its shards begin at different nodes.
+  // All elements are reduced in the same association. False for the ring: its shards begin at different nodes. And
+  // where messages are encoded: each server rounds the contributions of all nodes but its own.
   bool oneOrder = true;
+  Wire wire = Wire::fp32;
 
   bool serves(const Nodes& nodes) const { return !oneNode || nodes.size() == 1; }
 };

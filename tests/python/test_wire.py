@@ -1,0 +1,208 @@
+"""Allreduces that travel in fewer bytes between nodes: SMDDP_WIRE and GroupOptions(wire=...)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from test_tuning import Failure, failure_of
+
+import smddp
+
+pytestmark = pytest.mark.multiprocess
+layouts = pytest.mark.parametrize("layout", ["1+1", "2x2", "3x1", "2+1"])
+wires = pytest.mark.parametrize("wire", ["bf16", "int8"])
+
+# What one encoding may be off, relative to the largest magnitude around: half a step of 1/127 of
+# it, or of the last of 8 bits of a number; and a little for the rounding in float32.
+_STEP = {"bf16": 2.0**-9 * 1.001, "int8": 0.5 / 127 * 1.001}
+_SUM, _AVG, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
+
+
+def _vector(count: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * count + rank)
+    return torch.randn(count, generator=generator)
+
+
+def _require_close(
+    result: torch.Tensor, vectors: list[torch.Tensor], step: float, divisor: int
+) -> None:
+    """Each contribution is encoded at most once, and the result once."""
+    exact = torch.stack(vectors).double().sum(0) / divisor
+    bound = step * (sum(float(v.abs().max()) for v in vectors) / divisor)
+    bound += step * (float(exact.abs().max()) + bound) + 1e-6
+    assert float((result - exact).abs().max()) <= bound
+
+
+def _require_equal_everywhere(tensor: torch.Tensor) -> None:
+    everybody = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, tensor)
+    for other in everybody:
+        assert torch.equal(other.view(torch.int32), tensor.view(torch.int32))
+
+
+def _sums(wire: str, nodes: list[int]) -> None:
+    os.environ["SMDDP_WIRE"] = wire
+    dist.init_process_group("smddp")
+    size, me = dist.get_world_size(), dist.get_rank()
+    for count in (2049, 5000, 65_537, 700_001):
+        vectors = [_vector(count, rank) for rank in range(size)]
+        for op, divisor in ((_SUM, 1), (_AVG, size)):
+            results = []
+            for memory in (torch.empty, smddp.empty, torch.empty):
+                tensor = memory(count)
+                tensor.copy_(vectors[me])
+                dist.all_reduce(tensor, op)
+                _require_close(tensor, vectors, _STEP[wire], divisor)
+                _require_equal_everywhere(tensor)
+                results.append(tensor)
+            # From run to run, and wherever the tensor lies.
+            assert torch.equal(results[0], results[2])
+            assert torch.equal(results[0], results[1])
+    # It was encoded: the network has carried about a half, or a quarter.
+    used = smddp.statistics()["allreduce/direct"]
+    plain = used["bytes"] * 2 * (1 - 1 / len(nodes)) / min(nodes)
+    assert used["fabric_bytes"] < {"bf16": 0.51, "int8": 0.27}[wire] * plain
+    dist.destroy_process_group()
+
+
+@layouts
+@wires
+def test_sums_are_close_and_equal_everywhere(layout: str, wire: str) -> None:
+    ranks.check_ranks(_sums, layout, wire, ranks.nodes_of(layout))
+
+
+def _pieces(wire: str) -> None:
+    os.environ["SMDDP_WIRE"] = wire
+    dist.init_process_group("smddp")
+    size, me = dist.get_world_size(), dist.get_rank()
+    counts = [1, 3000, 77, 20_000, 5]
+    tensors = [_vector(count, me) for count in counts]
+    with dist.distributed_c10d._coalescing_manager(dist.group.WORLD):
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    for count, tensor in zip(counts, tensors, strict=True):
+        vectors = [_vector(count, rank) for rank in range(size)]
+        exact = torch.stack(vectors).double().sum(0)
+        # The largest magnitude of a block may be that of another tensor.
+        assert float((tensor - exact).abs().max()) <= _STEP[wire] * 8 * (size + 1)
+        _require_equal_everywhere(tensor)
+    dist.destroy_process_group()
+
+
+@wires
+def test_a_vector_of_several_tensors(wire: str) -> None:
+    ranks.check_ranks(_pieces, "2x2", wire)
+
+
+def _unchanged() -> None:
+    os.environ["SMDDP_WIRE"] = "int8"
+    dist.init_process_group("smddp")
+    size, me = dist.get_world_size(), dist.get_rank()
+    total = size * (size + 1) // 2
+    for dtype in (torch.float64, torch.bfloat16, torch.int32):
+        tensor = torch.full((10_000,), 1 + me, dtype=dtype)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((10_000,), total, dtype=dtype))
+    tensor = torch.full((10_000,), 1.1 + me)
+    dist.all_reduce(tensor, _MAX)
+    assert torch.equal(tensor, torch.full((10_000,), 1.1 + size - 1))
+    # Up to 8 KiB, and every other collective.
+    for count in (1, 2048):
+        tensor = torch.full((count,), 0.3)
+        dist.all_reduce(tensor)
+        expected = torch.full((count,), 0.3)
+        for _ in range(size - 1):
+            expected += 0.3
+        torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=0)
+    given = torch.linspace(0, 1, 10_000)
+    tensor = given * me
+    dist.broadcast(tensor, 1)
+    assert torch.equal(tensor, given)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", ["1+1", "2x2"])
+def test_everything_else_travels_as_it_is(layout: str) -> None:
+    ranks.check_ranks(_unchanged, layout)
+
+
+def _one_node() -> None:
+    os.environ["SMDDP_WIRE"] = "int8"
+    dist.init_process_group("smddp")
+    tensor = _vector(50_000, dist.get_rank())
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, _vector(50_000, 0) + _vector(50_000, 1))
+    dist.destroy_process_group()
+
+
+def test_nothing_is_encoded_inside_a_node() -> None:
+    ranks.check_ranks(_one_node, "2")
+
+
+def _not_finite() -> None:
+    os.environ["SMDDP_WIRE"] = "int8"
+    dist.init_process_group("smddp")
+    me = dist.get_rank()
+    tensor = torch.zeros(10_000)
+    if me == 1:
+        tensor[10], tensor[300], tensor[9_000] = float("inf"), float("-inf"), float("nan")
+    tensor[600] = 1 + me
+    dist.all_reduce(tensor)
+    assert tensor[10] == float("inf")
+    assert tensor[300] == float("-inf")
+    assert torch.isnan(tensor[9_000])
+    assert int(tensor.isfinite().sum()) == 9_997
+    assert int(tensor.count_nonzero()) == 4
+    assert abs(float(tensor[600]) - 3) <= 3 * _STEP["int8"] * 2
+    dist.destroy_process_group()
+
+
+def test_infinities_and_nans_arrive() -> None:
+    ranks.check_ranks(_not_finite, "1+1")
+
+
+def _groups() -> tuple[str, list[int]]:
+    dist.init_process_group("smddp")
+    moved = []
+    for wire in ("int8", "bf16", "fp32", ""):
+        group = dist.new_group(backend="smddp", pg_options=smddp.GroupOptions(wire=wire))
+        assert isinstance(group, dist.ProcessGroup)
+        dist.all_reduce(torch.ones(100_000), group=group)
+        moved.append(smddp.statistics(group)["allreduce/direct"]["fabric_bytes"])
+        if wire == "int8":
+            text = smddp.describe(group)
+    dist.destroy_process_group()
+    return text, moved
+
+
+def test_a_group_with_a_wire_of_its_own() -> None:
+    for text, (int8, bf16, fp32, default) in ranks.check_ranks(_groups, "1+1"):
+        assert "int8 between nodes" in text
+        assert fp32 == default == 2 * bf16 == 400_000
+        assert int8 < 0.26 * fp32
+
+
+def _wrong(options: list[str], variable: str) -> Failure:
+    if variable:
+        os.environ["SMDDP_WIRE"] = variable
+        return failure_of(lambda: dist.init_process_group("smddp"))
+    dist.init_process_group("smddp")
+    own = smddp.GroupOptions(wire=options[dist.get_rank()])
+    return failure_of(lambda: dist.new_group(backend="smddp", pg_options=own))
+
+
+def test_wrong_wires_are_refused() -> None:
+    for failure in ranks.check_ranks(_wrong, "1+1", ["int4", "int4"], ""):
+        assert failure.kind == "ValueError"
+        assert "wire=int4: write fp32, bf16 or int8" in failure.text
+    for failure in ranks.check_ranks(_wrong, "1+1", ["int8", "fp32"], ""):
+        assert "the group must be made with the same options" in failure.text
+    for failure in ranks.check_ranks(_wrong, "1+1", [], "int4"):
+        assert "SMDDP_WIRE" in failure.text
+        assert "fp32, bf16 or int8" in failure.text
+    with pytest.raises(TypeError, match='wire is text such as "int8"'):
+        smddp.GroupOptions(wire=8)  # type: ignore[arg-type]
