@@ -205,6 +205,8 @@ class BoundContender:
         link: GB/s between nodes; None if it is not known.
     """
 
+    error: float | None = None  # results are exact
+
     def __init__(self, nodes: list[int], largest: int, link: float | None) -> None:
         self._num_nodes = max(nodes) + 1
         self._link = link

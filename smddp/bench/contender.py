@@ -37,6 +37,9 @@ class Contender(Protocol):
             calls: number of calls.
         """
 
+    error: float | None = None
+    """The largest relative error that wrong() found so far; None where results are exact."""
+
     def wrong(self, place: str, shift: int) -> int | None:
         """Makes one call; returns the number of wrong elements on all ranks together.
 

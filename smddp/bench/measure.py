@@ -23,6 +23,7 @@ class Case:
     backend: str
     memory: str = "ordinary"  # or "communication" (from smddp.empty()), or "gpu"
     algorithm: str = ""  # of smddp; empty: the backend chooses
+    wire: str = ""  # of smddp, as in GroupOptions; empty: its setting
 
 
 @dataclasses.dataclass
@@ -32,6 +33,7 @@ class Timing:
     microseconds: list[float]  # of each call, on its slowest rank
     wrong: int | None  # wrong elements on all ranks together; None: there was nothing to check
     rounds: list[float] = dataclasses.field(default_factory=list)  # the median of each round
+    error: float | None = None  # the largest, relative to the largest magnitude; None: exact
 
     @property
     def time(self) -> float:
@@ -166,6 +168,7 @@ class Bench:
         wrong = self._contenders[row.case].wrong(place, shift)
         if wrong is not None:
             timing.wrong = (timing.wrong or 0) + wrong
+        timing.error = self._contenders[row.case].error
 
     def _calls_per_round(self, row: Measurement, place: str) -> int:
         if self._workload.iterations is not None:

@@ -111,6 +111,8 @@ class MpiContender:
         RuntimeError: the processes could not start or failed; raised on all ranks.
     """
 
+    error: float | None = None  # results are exact
+
     def __init__(self, name: str, prefix: Path) -> None:
         self._mpi = MPIS[name]
         self._launched: subprocess.Popen[bytes] | None = None

@@ -92,6 +92,13 @@ def parser() -> argparse.ArgumentParser:
         help="in place, out of place, or both (default); torch runs allreduce, reduce and "
         "broadcast in place only, so their out-of-place times include a copy",
     )
+    result.add_argument(
+        "--wire",
+        default="",
+        metavar="FORMATS",
+        help="some of fp32, bf16, int8: rows of smddp whose allreduces travel so between nodes; "
+        "the column error is their largest error (default: what SMDDP_WIRE says)",
+    )
     _add_amounts(result)
     _add_outputs(result)
     return result
@@ -270,6 +277,17 @@ def _check_reduction(options: argparse.Namespace, backends: list[str]) -> None:
             raise ValueError(f"gloo has no {options.dtype}; use --backends smddp")
 
 
+def _wires(options: argparse.Namespace) -> list[str]:
+    wires: list[str] = options.wire.split(",")
+    if wires == [""]:
+        return wires
+    if wrong := [wire for wire in wires if wire not in ("fp32", "bf16", "int8")]:
+        raise ValueError(f"--wire {wrong[0]!r} is not one of fp32, bf16, int8")
+    if len(set(wires)) < len(wires):
+        raise ValueError(f"--wire {options.wire} names one twice")
+    return wires
+
+
 def _cases(options: argparse.Namespace, backends: list[str]) -> list[Case]:
     memories = _MEMORY[options.memory]
     on_gpu = options.memory == "gpu"
@@ -280,10 +298,13 @@ def _cases(options: argparse.Namespace, backends: list[str]) -> list[Case]:
     if options.tune is None:
         which = dict.fromkeys(backends, memories) if on_gpu else {"smddp": memories, BOUND: [""]}
         return [
-            Case(backend, memory)
+            Case(backend, memory, wire=wire)
             for backend in backends
             for memory in which.get(backend, ["ordinary"])
+            for wire in (_wires(options) if backend == "smddp" else [""])
         ]
+    if options.wire:
+        raise ValueError("--wire and --tune exclude each other: --tune measures algorithms")
     for variable in ("SMDDP_TUNING_FILE", "SMDDP_ALGORITHM"):
         if os.environ.get(variable):
             raise ValueError(f"--tune compares with the built-in table: unset {variable}")

@@ -36,6 +36,7 @@ _CASE = (
     ("memory", 13, ""),
     (f"x {REFERENCE}", 8, "(speed)"),
     (f"of {BOUND}", 8, "(speed)"),
+    ("error", 8, "(max)"),
 )
 _COLUMNS = (*_TASK, ("root", 5, ""), *_TIMING, *_TIMING, *_CASE)
 _ABSENT = "-"
@@ -106,8 +107,10 @@ def format_rows(rows: Sequence[Measurement]) -> str:
         cells = [str(row.size), str(row.task.count), row.task.dtype, _redop(row), str(_root(row))]
         for place in PLACES:
             cells += _timing_cells(row, row.timing(place))
-        cells += [row.case.algorithm or row.case.backend, row.case.memory or _ABSENT]
+        cells += [row.case.algorithm or row.case.wire or row.case.backend]
+        cells += [row.case.memory or _ABSENT]
         cells += [_ABSENT if faster is None else f"{faster:.2f}", _share(row, rows)]
+        cells += [_ABSENT if row.best.error is None else f"{row.best.error:.1e}"]
         lines.append(_line(cells))
     return "\n".join(lines)
 
@@ -130,7 +133,7 @@ def footer(tasks: Sequence[Sequence[Measurement]]) -> str:
     wrong = count_wrong(tasks)
     lines = [f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"]
     for case, average in _average_busbw(tasks).items():
-        parts = (case.backend, case.memory, case.algorithm)
+        parts = (case.backend, case.memory, case.algorithm, case.wire)
         name = ", ".join(part for part in parts if part)
         lines.append(f"# Avg bus bandwidth    : {average:.4f} ({name})")
     return "\n".join(lines)
@@ -170,7 +173,7 @@ def _row_as_json(row: Measurement, rows: Sequence[Measurement], every_call: bool
     result: dict[str, Any] = {"size": row.size, "count": task.count, "type": task.dtype}
     result |= {"redop": _redop(row), "root": _root(row), "collective": task.collective}
     result |= {"backend": case.backend, "memory": case.memory, "algorithm": case.algorithm}
-    result |= {"offset": task.offset}
+    result |= {"offset": task.offset, "wire": case.wire, "error": row.best.error}
     for place in PLACES:
         timing = row.timing(place)
         result[place] = None if timing is None else _place_as_json(row, timing)

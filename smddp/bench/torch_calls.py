@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,9 @@ OPS = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
+# What one encoding may be off, relative to the largest magnitude: half the last of 8 bits, or half
+# a step of 1/127; and a little for rounding in float32.
+_STEPS = {"bf16": 2.0**-9 * 1.01, "int8": 0.5 / 127 * 1.01}
 # Parts of the errors with which backends reject a call that they do not support.
 _REFUSALS = ("not support", "unsupported", "not implement", "invalid scalar", "unhandled")
 
@@ -69,17 +73,23 @@ class TorchContender:
         backend: as for new_group().
         memory: "ordinary", "communication" for tensors from smddp.empty(), or "gpu".
         algorithm: of smddp, as in statistics() ("allreduce/ring"); empty: smddp chooses.
+        wire: of smddp, as in GroupOptions; empty: its setting.
     """
 
-    def __init__(self, backend: str, memory: str, algorithm: str = "") -> None:
+    def __init__(self, backend: str, memory: str, algorithm: str = "", wire: str = "") -> None:
         if backend == "fake":
             # The import registers the backend.
             importlib.import_module("torch.testing._internal.distributed.fake_pg")
-        options = smddp.GroupOptions(algorithm=preferring(algorithm)) if algorithm else None
+        options = None
+        if algorithm or wire:
+            preferred = preferring(algorithm) if algorithm else ""
+            options = smddp.GroupOptions(algorithm=preferred, wire=wire)
         group = dist.new_group(backend=backend, pg_options=options)
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self.group = group
         self._algorithm = algorithm
+        self._step = _STEPS.get(wire, 0.0)
+        self.error: float | None = None
         self._moves_data = backend != "fake"
         self._communication = memory == "communication"
         self._cuda = backend == "nccl" or memory == "gpu"
@@ -91,6 +101,7 @@ class TorchContender:
     def prepare(self, task: Task) -> list[str]:
         """See Contender."""
         self._calls.clear()
+        self.error = None
         self._buffers.clear()  # free them before new ones are allocated
         self._task = task
         for place in PLACES:
@@ -228,9 +239,27 @@ class TorchContender:
         wrong = torch.zeros((), dtype=torch.int64)
         right = result(task, size, rank, shift)
         if right is not None:
-            wrong += differing(out.cpu(), tiled(right, task.count, torch.float64))
+            expected = tiled(right, task.count, torch.float64)
+            if self._step:
+                wrong += self._differing_by_more(out, expected, data)
+            else:
+                wrong += differing(out.cpu(), expected)
         dist.all_reduce(wrong)
         return int(wrong)
+
+    def _differing_by_more(self, out: torch.Tensor, right: torch.Tensor, data: list[Any]) -> int:
+        """Returns the number of elements that encoding alone does not explain; sets `error`.
+
+        Each contribution is encoded at most once, and the result once.
+        """
+        largest = max(float(right.abs().max()), sys.float_info.min)
+        contributions = torch.tensor(data, dtype=torch.float64).abs().max()
+        dist.all_reduce(contributions)
+        errors = (out - right).abs()
+        found = errors.max() / largest
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        self.error = max(self.error or 0.0, float(found))
+        return int((errors > self._step * (float(contributions) + 1.1 * largest)).sum())
 
 
 def _bind(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:

@@ -130,7 +130,7 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
     assert "2 nodes (2 + 1 ranks)" in done.stdout
     (row,) = rows_of(done.stdout)
     assert row[2:4] == [dtype, op]
-    assert row[12:] == ["0", "smddp", "ordinary", "-", "-"]  # nothing to compare with
+    assert row[12:] == ["0", "smddp", "ordinary", "-", "-", "-"]  # nothing to compare with
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,9 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["--backends=smddp,"], "--backends '' is not available"),
         (["--backends=nccl"], "--backends 'nccl' is not available"),
         (["--backends=gloo,gloo"], "names one twice"),
+        (["--wire=int4"], "--wire 'int4' is not one of fp32, bf16, int8"),
+        (["--wire=int8,int8"], "--wire int8,int8 names one twice"),
+        (["--wire=int8", "--tune=tuning.txt"], "--wire and --tune exclude each other"),
         (["alreduce"], "'alreduce' is not a collective; use allreduce, reduce"),
         (["--counts=1,x"], "--counts '1,x' are not numbers of elements"),
         (["--counts=0"], "are not numbers of elements"),

@@ -77,3 +77,31 @@ def test_a_backend_that_does_nothing_is_noticed(place: str) -> None:
     for found in ranks.check_ranks(_do_nothing, "2", place):
         assert all(wrong is None or wrong > 100 for wrong in found), found
         assert found.count(None) == (1 if place == "out_of_place" else 0)
+
+
+def _damage_encoded(wire: str) -> tuple[int | None, float | None, int | None]:
+    dist.init_process_group("smddp")
+    contender = TorchContender("smddp", "ordinary", wire=wire)
+    contender.prepare(Task("allreduce", 10_000))
+    before, error = contender.wrong("in_place", shift=0), contender.error
+    call, (_, out) = contender._calls["in_place"], contender._buffers["in_place"]
+
+    def damaging() -> None:
+        call()
+        if dist.get_rank() == 0:
+            out[17] += 0.1 * out.abs().max()
+
+    contender._calls["in_place"] = damaging
+    after = contender.wrong("in_place", shift=0)
+    dist.destroy_process_group()
+    return before, error, after
+
+
+@pytest.mark.multiprocess
+def test_encoded_results_may_be_rounded_but_not_wrong() -> None:
+    for before, error, after in ranks.check_ranks(_damage_encoded, "1+1", "int8"):
+        assert (before, after) == (0, 1)
+        assert error is not None
+        assert 0 < error < 0.01
+    for before, error, after in ranks.check_ranks(_damage_encoded, "1+1", "fp32"):
+        assert (before, error, after) == (0, None, 1)

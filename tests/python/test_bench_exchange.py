@@ -200,5 +200,5 @@ def test_bound_between_nodes() -> None:
     for row in rows:
         assert row[5:9] == ["-"] * 4  # nothing out of place
         assert float(row[9]) > 0
-        assert row[12:] == ["0", "bound", "-", "-", "100.0", "%"]
+        assert row[12:] == ["0", "bound", "-", "-", "100.0", "%", "-"]
     assert "left out" not in done.stdout
