@@ -24,7 +24,8 @@ torch.set_num_threads(1)
 # `make test-fast` leaves out these modules: each takes more than about ten seconds, for what a
 # change breaks less often than the calls, collectives and failures that the others test.
 _SLOW_MODULES = {
-    *("test_bench", "test_bench_launch", "test_bystanders", "test_checkpoint"),
+    *("test_autograd", "test_bench", "test_bench_exchange", "test_bench_launch", "test_bystanders"),
+    *("test_checkpoint", "test_job_token", "test_memory", "test_wire"),
     *("test_changed_in_place", "test_changed_structure", "test_device", "test_overlaps"),
     *("test_device_direct", "test_device_lost", "test_device_rails", "test_device_shared"),
     *("test_device_sums", "test_env", "test_errors", "test_examples", "test_groups", "test_hosts"),
