@@ -216,9 +216,11 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
       able += (able.empty() ? "" : ", ") + std::string(row.choice.name);
     }
     raise(ErrorKind::Usage,
-          "{} names no algorithm for {} of {} bytes in {} buffers on {} node(s); add one of {}",
+          "{} names no algorithm for {} of {} bytes in {} buffers on {} node(s){}; add one of {}",
           where, toString(shape.collective), shape.bytes, shape.shared ? "shared" : "private",
-          t.numNodes(), able);
+          t.numNodes(),
+          shape.wire == Wire::fp32 ? "" : fmt::format(" that travels as {}", toString(shape.wire)),
+          able);
   }
   if (const Row* row = measuredBest(tuning, t, limits, shape)) return row->choice;
   for (const Row& row : kTable) {

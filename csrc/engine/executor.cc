@@ -272,6 +272,7 @@ void Executor::moveEncoded(const Step& step, int64_t trip) {
                                   .divisor = binding_.scale.divisor};
   for (int64_t done = 0; done < step.length; done += kPieceBytes) {
     const int64_t length = std::min(kPieceBytes, step.length - done);
+    bool isInPieces = false;
     // Where the plain vector lies, or room for a piece of it that is not one run.
     const auto find = [&](uint32_t i, bool reads) {
       const uint32_t refIndex = step.firstRef + i;
@@ -280,6 +281,7 @@ void Executor::moveEncoded(const Step& step, int64_t trip) {
         return resolve(refIndex, trip, plan.encodedLength(done), plan.encodedLength(length)).data;
       const Buffer::Run run = resolve(refIndex, trip, done, length);
       if (run.bytes == length) return run.data;
+      isInPieces = true;
       // The size is the same for all operands, so pointers into it stay valid.
       pieces_.resize(numRefs * static_cast<size_t>(kPieceBytes));
       std::byte* const piece = pieces_.data() + i * kPieceBytes;
@@ -302,7 +304,7 @@ void Executor::moveEncoded(const Step& step, int64_t trip) {
     }
     reduction::reduceEncoded(plan.wire, encodedDestinations_, encodedSources_,
                              static_cast<size_t>(length) / sizeof(float), binding_.op, scale);
-    for (uint32_t i = 0; i < step.numDestinations && !pieces_.empty(); ++i) {
+    for (uint32_t i = 0; isInPieces && i < step.numDestinations; ++i) {
       const std::byte* const piece = pieces_.data() + i * kPieceBytes;
       if (encodedDestinations_[i].data != piece) continue;
       for (int64_t moved = 0; moved < length;) {

@@ -170,6 +170,7 @@ def _forgets_a_group() -> list[int]:
             timedelta(seconds=600),
             "forgotten",
             "",
+            "",
             [],
             "fake",
             lambda index: f"GPU {me}",

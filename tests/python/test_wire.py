@@ -186,6 +186,19 @@ def test_a_group_with_a_wire_of_its_own() -> None:
         assert int8 < 0.26 * fp32
 
 
+def _another_algorithm() -> Failure:
+    os.environ.update(SMDDP_WIRE="int8", SMDDP_ALGORITHM="allreduce=ring")
+    dist.init_process_group("smddp")
+    dist.all_reduce(torch.ones(100))  # short: it travels as it is, and ring can serve it
+    return failure_of(lambda: dist.all_reduce(torch.ones(10_000)))
+
+
+def test_an_algorithm_that_cannot_encode_is_named() -> None:
+    for failure in ranks.check_ranks(_another_algorithm, "1+1"):
+        assert failure.kind == "ValueError"
+        assert "on 2 node(s) that travels as int8; add one of direct" in failure.text
+
+
 def _wrong(options: list[str], variable: str) -> Failure:
     if variable:
         os.environ["SMDDP_WIRE"] = variable
