@@ -57,7 +57,9 @@ class Namespaces:
 
     def command(self, *arguments: str) -> list[str]:
         """Returns a command line that runs another one inside the namespaces."""
-        return ["nsenter", "-t", str(self.keeper), "-n", "-i", "-m", "--", *arguments]
+        enter = ["nsenter", "-t", str(self.keeper), "-n", "-i", "-m", "--"]
+        # nsenter leaves the program in /, where relative paths lead elsewhere.
+        return [*enter, "env", "-C", os.getcwd(), *arguments]
 
     def run(self, line: str) -> None:
         """Runs a command line inside the namespaces, and waits for its end.
