@@ -31,8 +31,7 @@ plan::Plan build(const std::string& collective, int64_t bytes, const Nodes& node
                  Rank root, bool shared, const std::string& algorithm, const std::string& wire) {
   const plan::Topology topology(nodes, rank);
   Shape shape{collectiveNamed(collective), bytes, root, shared};
-  if (shape.collective == Collective::AllReduce && nodes.size() > 1)
-    shape.wire = parseWire(wire, "--wire");
+  shape.wire = collectives::encodedAs(topology, shape.collective, bytes, parseWire(wire, "--wire"));
   const plan::Limits allowed = engine::limitsFromSettings();
   const int64_t oneShot = settings().oneShotBytes;
   const auto& choice =

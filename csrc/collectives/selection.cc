@@ -232,6 +232,12 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
         shape.bytes);
 }
 
+Wire encodedAs(const plan::Topology& t, Collective collective, int64_t bytes, Wire wanted) {
+  const bool isEncodable =
+      collective == Collective::AllReduce && bytes > kTinyBytes && t.numNodes() > 1;
+  return isEncodable ? wanted : Wire::fp32;
+}
+
 void checkOverrides(const std::string& overrides, const char* origin) {
   overriding(Collective::AllReduce, overrides, fmt::format("{}={}", origin, overrides));
 }

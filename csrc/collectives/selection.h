@@ -34,6 +34,10 @@ const Choice& select(const plan::Topology& topology, const plan::Limits& limits,
                      int64_t oneShotBytes, const std::string& overrides,
                      const char* origin = "SMDDP_ALGORITHM", const Tuning& tuning = {});
 
+// The wire format of a call that is to travel as `wanted`: fp32 inside a node, for short vectors, and for collectives
+// other than allreduce.
+Wire encodedAs(const plan::Topology& topology, Collective collective, int64_t bytes, Wire wanted);
+
 // Throws Usage for unknown names, as select() would. For a check before there is a request.
 void checkOverrides(const std::string& overrides, const char* origin = "SMDDP_ALGORITHM");
 

@@ -91,12 +91,11 @@ class PlanCache {
     const Entry* entry_ = nullptr;
   };
 
-  // The wire format for a call. Short vectors stay as they are: on the way, steps cost more than their bytes.
+  // The wire format for a call. Only sums of float32 can be encoded.
   Wire wireFor(const Request& request, int64_t bytes) const {
     const bool isSum = request.op == ReduceOp::SUM || request.op == ReduceOp::AVG;
-    const bool isEncodable = request.collective == collectives::Collective::AllReduce && isSum &&
-                             request.type == DataType::float32;
-    return isEncodable && bytes > kShortestEncoded && topology_.numNodes() > 1 ? wire_ : Wire::fp32;
+    const Wire wanted = isSum && request.type == DataType::float32 ? wire_ : Wire::fp32;
+    return collectives::encodedAs(topology_, request.collective, bytes, wanted);
   }
 
   // Valid until the next get(), or as long as it is held.
@@ -199,8 +198,6 @@ class PlanCache {
     }
   };
 
-  // A vector up to this size is not encoded.
-  static constexpr int64_t kShortestEncoded = 8 << 10;
   // Of an entry beside what its plan has on the heap: nodes of the list and of the map, a bucket.
   static constexpr size_t kOverheadBytes = sizeof(Entry) + sizeof(collectives::Shape) + 64;
 
