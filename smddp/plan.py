@@ -21,7 +21,10 @@ from smddp._command import run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main", "parse_bytes", "parse_nodes"]
+__all__ = ["WIRES", "main", "parse_bytes", "parse_nodes"]
+
+WIRES = ("fp32", "bf16", "int8")
+"""How allreduces can travel between nodes."""
 
 _NOTATION = """\
 how to read a plan:
@@ -175,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument(
             "--wire",
-            choices=("fp32", "bf16", "int8"),
+            choices=WIRES,
             default="fp32",
             help="how allreduces travel between nodes; default fp32",
         )

@@ -18,6 +18,7 @@
 #include <fmt/ranges.h>
 
 #include "bindings/every_cpu.h"
+#include "bindings/float_buffer.h"
 #include "common/clock.h"
 #include "common/error.h"
 #include "common/interrupt.h"
@@ -129,10 +130,7 @@ BareExchange::BareExchange(const std::vector<int>& sockets, size_t rank) : rank_
 
 void BareExchange::sumInPlace(const py::buffer& buffer, double timeout) {
   const py::buffer_info info = buffer.request(/*writable=*/true);
-  const bool contiguous = info.ndim == 1 && (info.size < 2 || info.strides[0] == sizeof(float));
-  if (info.format != py::format_descriptor<float>::format() || !contiguous) {
-    raise(ErrorKind::Usage, "expects a contiguous buffer of float32");
-  }
+  if (!isFloatVector(info)) raise(ErrorKind::Usage, "expects a contiguous buffer of float32");
   if (!(timeout > 0 && timeout <= 1e9)) {
     raise(ErrorKind::Usage, "expects a timeout between 0 and 1e9 seconds, not {}", timeout);
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/every_cpu.h"
+#include "bindings/float_buffer.h"
 
 namespace py = pybind11;
 
@@ -38,9 +39,7 @@ void sumInPlace(const std::vector<py::buffer>& buffers) {
   py::ssize_t count = 0;
   for (const py::buffer& buffer : buffers) {
     const py::buffer_info info = buffer.request(/*writable=*/true);
-    const bool contiguous = info.ndim == 1 && (info.size < 2 || info.strides[0] == sizeof(float));
-    if (info.format != py::format_descriptor<float>::format() || !contiguous ||
-        (!floats.empty() && info.size != count)) {
+    if (!isFloatVector(info) || (!floats.empty() && info.size != count)) {
       throw std::invalid_argument("expects contiguous buffers of float32, all of one length");
     }
     count = info.size;

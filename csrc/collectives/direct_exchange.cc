@@ -46,17 +46,13 @@ DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& 
   if (!encodes()) return;
   b_.setWire(wire_);
   const int64_t longest = divideUp(granulesIn(node.shareBytes()), numServers_) * kGranule;
-  encodedBytes_ = granulesIn(b_.encodedLength(longest)) * kGranule;
-  shards_ = b_.pool("encoded shards", node.depth() * numServers_, encodedBytes_);
-  results_ = b_.pool("encoded results", node.depth(), encodedBytes_);
+  const int64_t encodedBytes = b_.encodedLength(longest);
+  shards_ = b_.pool("encoded shards", node.depth() * numServers_, encodedBytes);
+  results_ = b_.pool("encoded results", node.depth(), encodedBytes);
 }
 
 plan::Ref DirectExchange::encodedShard(const plan::Chunk& c, int n) const {
   return b_.encoded(b_.slot(shards_, t_.myLocal(), c.index * numServers_ + shardIndex(n), 0));
-}
-
-plan::Ref DirectExchange::encodedResult(const plan::Chunk& c) const {
-  return b_.encoded(b_.slot(results_, t_.myLocal(), c.index, 0));
 }
 
 plan::Ref DirectExchange::receive(Rank peer, int stream, int64_t length) {
@@ -68,12 +64,12 @@ plan::Ref DirectExchange::contribution(const plan::Chunk& c, int64_t offset) con
 }
 
 plan::Ref DirectExchange::result(const plan::Chunk& c, int64_t offset) const {
-  if (encodes()) return encodedResult(c);
+  if (encodes()) return b_.encoded(b_.slot(results_, t_.myLocal(), c.index, 0));
   return putsFromOutput() ? b_.out(offset) : node_.partial(c, offset);
 }
 
 void DirectExchange::freeResultSlot(const plan::Chunk& c) {
-  if (putsFromOutput() && !encodes()) return;
+  if (putsFromOutput()) return;
   // Each chunk makes one put of results to each receiver. With depth 4, chunk 6 flushes 6 + 1 - 4 = 3 of them, those
   // of chunks 0 to 2: chunk 2 had this slot before (cutting.h).
   for (Rank peer : receivers_) b_.flush(peer, kResults, c.index + 1 - node_.depth());
@@ -131,7 +127,7 @@ void DirectExchange::serve(const plan::Chunk& c) {
   }
   std::vector<plan::Ref> results = node_.outputs(shard.offset);
   if (encodes() && node_.staged()) results.push_back(node_.partial(c, shard.offset));
-  if (encodes() || !putsFromOutput()) results.push_back(result(c, shard.offset));
+  if (!putsFromOutput()) results.push_back(result(c, shard.offset));
   // In a flat group nobody has scaled the contributions.
   b_.reduce(results, sums, shard.length, {.pre = t_.isFlat(), .post = true});
   for (int n : others_) b_.release(t_.railPeer(n), kShards);

@@ -44,12 +44,11 @@ class DirectExchange {
   int shardIndex(int n) const { return (n - firstServer_ + t_.numNodes()) % t_.numNodes(); }
   bool serves(int n) const { return shardIndex(n) < numServers_; }
   bool getsResults(int n) const { return resultNode_ < 0 || n == resultNode_; }
-  // Whether my results lie in my output only.
-  bool putsFromOutput() const { return t_.isFlat() && getsResults(t_.myNode()); }
   bool encodes() const { return wire_ != Wire::fp32; }
-  // Encoded ranges: my contribution to the shard of node n, and the result of my own shard.
+  // Whether my results lie in my output only.
+  bool putsFromOutput() const { return t_.isFlat() && getsResults(t_.myNode()) && !encodes(); }
+  // The encoded range of my contribution to the shard of node n.
   plan::Ref encodedShard(const plan::Chunk& c, int n) const;
-  plan::Ref encodedResult(const plan::Chunk& c) const;
   // Stage "sum" if shards are encoded.
   void encodeAndScatter(const plan::Chunk& c);
   plan::Ref receive(Rank peer, int stream, int64_t length);
@@ -67,7 +66,6 @@ class DirectExchange {
   NodeStages& node_;
   const Wire wire_;
   uint8_t shards_ = 0, results_ = 0;  // pools of encoded ranges
-  int64_t encodedBytes_ = 0;          // room for one of them
   int resultNode_ = -1;               // the only node that gets results, or -1 if all do
   int numServers_ = 1, firstServer_ = 0;
   bool iServe_ = false;

@@ -253,6 +253,17 @@ Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip, int
   return {};
 }
 
+// Copies the runs of a range, from `skip` bytes on, one behind the other.
+void Executor::gather(uint32_t refIndex, int64_t trip, int64_t skip,
+                      std::span<std::byte> to) const {
+  while (!to.empty()) {
+    const Buffer::Run run = resolve(refIndex, trip, skip, static_cast<int64_t>(to.size()));
+    std::memcpy(to.data(), run.data, static_cast<size_t>(run.bytes));
+    to = to.subspan(static_cast<size_t>(run.bytes));
+    skip += run.bytes;
+  }
+}
+
 bool Executor::hasEncoded(const Step& step) const {
   const plan::Plan& plan = cached_->plan;
   if (plan.wire == Wire::fp32) return false;
@@ -285,11 +296,7 @@ void Executor::moveEncoded(const Step& step, int64_t trip) {
       // The size is the same for all operands, so pointers into it stay valid.
       pieces_.resize(numRefs * static_cast<size_t>(kPieceBytes));
       std::byte* const piece = pieces_.data() + i * kPieceBytes;
-      for (int64_t moved = 0; reads && moved < length;) {
-        const Buffer::Run part = resolve(refIndex, trip, done + moved, length - moved);
-        std::memcpy(piece + moved, part.data, static_cast<size_t>(part.bytes));
-        moved += part.bytes;
-      }
+      if (reads) gather(refIndex, trip, done, {piece, static_cast<size_t>(length)});
       return piece;
     };
     encodedDestinations_.clear();
@@ -423,11 +430,7 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
     if (payload.size() < static_cast<size_t>(step.length)) {
       if (!channel.ends->send->isOpen()) return false;
       auto& whole = gathered_.emplace_back(static_cast<size_t>(step.length));
-      for (int64_t moved = 0; moved < step.length;) {
-        const auto part = resolve(step.firstRef, trip, moved, step.length - moved);
-        std::memcpy(whole.data() + moved, part.data, static_cast<size_t>(part.bytes));
-        moved += part.bytes;
-      }
+      gather(step.firstRef, trip, 0, whole);
       payload = transport::Bytes(whole);
     }
   }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -96,6 +97,7 @@ class Executor {
   bool execute(uint32_t stepIndex, int64_t trip);
   void move(const plan::Step& step, int64_t trip);
   void moveEncoded(const plan::Step& step, int64_t trip);
+  void gather(uint32_t refIndex, int64_t trip, int64_t skip, std::span<std::byte> to) const;
   bool hasEncoded(const plan::Step& step) const;
   bool isStaging(const plan::Step& step, uint32_t destination) const;
   void writeStreaming(const plan::Step& step, int64_t bytes, bool copies,

@@ -65,19 +65,19 @@ void requireSameAlgorithms(const std::vector<bootstrap::Introduction>& introduct
 Group::Group(Process& process, Spec spec)
     : process_(process),
       spec_(std::move(spec)),
+      wire_(wireOf(spec_.options)),
       limits_(limitsFromSettings()),
       team_(process, layoutFor(limits_)) {
   // Refuses wrong settings now, and not only in the first collective.
   reduction::simdLevel();
   collectives::checkOverrides(settings().algorithm);
   collectives::checkOverrides(spec_.options.algorithm, "algorithm");
-  wireOf(spec_.options);
 }
 
 std::vector<std::byte> Group::makeEntry() {
   GroupEntry entry = team_.lease();
   entry.algorithmDigest = collectives::tuningFromSettings().digest(
-      fmt::format("{};{}", spec_.options.algorithm, toString(wireOf(spec_.options))));
+      fmt::format("{};{}", spec_.options.algorithm, toString(wire_)));
   return entry.encode();
 }
 
@@ -102,7 +102,7 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
   membership_.emplace(std::move(membership));
   team_.join(*membership_, entries);
   channels_.emplace(process_, *membership_, limits_);
-  plans_.emplace(membership_->topology, limits_, spec_.options.algorithm, wireOf(spec_.options));
+  plans_.emplace(membership_->topology, limits_, spec_.options.algorithm, wire_);
   calls_.emplace(*membership_, team_);
   sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, ended_);
   messages_.emplace(process_, *membership_, *channels_, ended_);
@@ -189,13 +189,13 @@ bool Group::tryGiveBack() {
 
 std::string Group::describe() const {
   const size_t numTracks = operations_->numTracks();
-  const Wire wire = wireOf(spec_.options);
   return fmt::format(
       "group \"{}\": rank {} of {}, {} node{} ({} rank{}), {} operation{} at a time{}; algorithms "
       "by {}",
       spec_.name, spec_.me, spec_.size, topology().numNodes(), spansNodes() ? "s" : "",
       ranksOfNodes(topology()), spec_.size > 1 ? "s" : "", numTracks, numTracks > 1 ? "s" : "",
-      wire == Wire::fp32 || !spansNodes() ? "" : fmt::format(", {} between nodes", toString(wire)),
+      wire_ == Wire::fp32 || !spansNodes() ? ""
+                                           : fmt::format(", {} between nodes", toString(wire_)),
       plans_->sources());
 }
 

@@ -124,6 +124,7 @@ class Group final {
  private:
   Process& process_;  // shutdown() of the engine destroys it
   const Spec spec_;
+  const Wire wire_;
   const plan::Limits limits_;
   EndedOperations ended_;
   Team team_;

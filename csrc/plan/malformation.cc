@@ -141,11 +141,12 @@ class Inspection {
       return "no such mate";
     }
     if (ref.space == Space::Slot && ref.poolOrStream >= plan_.pools.size()) return "no such pool";
-    if (ref.isEncoded && plan_.wire == Wire::fp32) return "encoded without a wire format";
-    // Only messages and the slots that they leave from are encoded.
-    if (ref.isEncoded && ref.space != Space::Slot && ref.space != Space::Message)
-      return "a buffer that is encoded";
-    if (ref.isEncoded) return {};
+    if (ref.isEncoded) {
+      if (plan_.wire == Wire::fp32) return "encoded without a wire format";
+      // Only messages and the slots that they leave from are encoded.
+      const bool isBuffer = ref.space != Space::Slot && ref.space != Space::Message;
+      return isBuffer ? "a buffer that is encoded" : "";
+    }
     if (ref.offset.base % execution_.elementBytes != 0 ||
         ref.offset.perTrip % execution_.elementBytes != 0) {
       return "an offset inside an element";

@@ -26,9 +26,10 @@
 // Example: { 1.0, -0.5, 0.3, 0.0 }. m = 1, the scale is 1/127 = 0x3c010204, and the codes are 127, -64 (-63.5 is
 // rounded to even), 38 (38.1) and 0. The bytes are 04 02 01 3c 7f c0 26 00; they decode to { 1, -0.50394, 0.29921, 0 }.
 //
-// Any bytes decode to numbers, because another host wrote them. What the encoder never writes decodes so: a scale that
-// is infinite or NaN makes NaNs of all finite codes, and a code of -128 without the sign of the scale is a number like
-// any other, as is a product that overflows to infinity.
+// Another host wrote the bytes, so any bytes decode to numbers, also those that the encoder never writes:
+//   * An infinite or NaN scale makes NaNs of all finite codes.
+//   * Without the sign of the scale, a code of -128 is a number like any other.
+//   * A product may overflow to infinity.
 #pragma once
 
 #include <cstddef>

@@ -146,8 +146,8 @@ struct Bf16Wire {
     for (int i = 0; i < kBlock; i += 2 * kWidth) {
       Words lower, upper;
       loadAsHalves(from + i * sizeof(uint16_t), lower, upper);
-      take<kAdd>(block, i, (Floats)(lower << 16));
-      take<kAdd>(block, i + kWidth, (Floats)(upper << 16));
+      take<kAdd>(block, i, Bfloat16Bits::toFloat<kWidth>(lower));
+      take<kAdd>(block, i + kWidth, Bfloat16Bits::toFloat<kWidth>(upper));
     }
   }
 
@@ -158,10 +158,10 @@ struct Bf16Wire {
   }
 
  private:
-  // Rounded to nearest even, with the sign extended. Bfloat16Bits explains the addition.
+  // With the sign extended.
   SMDDP_INLINE static Ints upperHalf(Floats x) {
-    const Words bits = x == x ? (Words)x : Words{} + (uint32_t)kNaN;
-    return (Ints)(bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const Floats oneNaN = x == x ? x : (Floats)(Ints{} + kNaN);
+    return (Ints)Bfloat16Bits::rounded<kWidth>(oneNaN) >> 16;
   }
 };
 

@@ -145,8 +145,13 @@ struct Bfloat16Bits {
   // produce has zeros in its lower half, so the addition does not change it.
   template <int kLanes>
   SMDDP_INLINE static Vector<uint32_t, kLanes> fromFloat(Vector<float, kLanes> value) {
+    return rounded<kLanes>(value) >> 16;
+  }
+  // The same before the lower half is dropped.
+  template <int kLanes>
+  SMDDP_INLINE static Vector<uint32_t, kLanes> rounded(Vector<float, kLanes> value) {
     const auto bits = (Vector<uint32_t, kLanes>)value;
-    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
   }
 };
 

@@ -19,7 +19,7 @@ from smddp.bench.measure import Case, Workload
 from smddp.bench.operations import BITWISE, OPERATIONS, Task
 from smddp.bench.table import BOUND
 from smddp.bench.torch_calls import DTYPES, OPS
-from smddp.plan import parse_bytes
+from smddp.plan import WIRES, parse_bytes
 
 __all__ = ["Run", "parse", "parser"]
 
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
         "--wire",
         default="",
         metavar="FORMATS",
-        help="some of fp32, bf16, int8: rows of smddp whose allreduces travel so between nodes; "
+        help=f"some of {', '.join(WIRES)}: rows of smddp whose allreduces travel so between nodes; "
         "the column error is their largest error (default: what SMDDP_WIRE says)",
     )
     _add_amounts(result)
@@ -281,8 +281,8 @@ def _wires(options: argparse.Namespace) -> list[str]:
     wires: list[str] = options.wire.split(",")
     if wires == [""]:
         return wires
-    if wrong := [wire for wire in wires if wire not in ("fp32", "bf16", "int8")]:
-        raise ValueError(f"--wire {wrong[0]!r} is not one of fp32, bf16, int8")
+    if wrong := [wire for wire in wires if wire not in WIRES]:
+        raise ValueError(f"--wire {wrong[0]!r} is not one of {', '.join(WIRES)}")
     if len(set(wires)) < len(wires):
         raise ValueError(f"--wire {options.wire} names one twice")
     return wires
