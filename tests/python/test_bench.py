@@ -20,7 +20,6 @@ from smddp.bench.operations import OPERATIONS
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 def test_table_and_json_say_the_same(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     secret = "5e9d3c7a1b2f4806"
@@ -81,7 +80,6 @@ def _check_place(measured: dict[str, Any], place: str, cells: list[str]) -> None
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [pytest.param("--ranks=3", marks=pytest.mark.exhaustive), "--nodes=2+1"]
 )
@@ -107,7 +105,6 @@ def test_every_collective_is_right(layout: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "op"),
     [
@@ -222,7 +219,6 @@ def test_a_launcher_decides_how_many_ranks(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "bench.svg"

@@ -20,7 +20,6 @@ MPI_PREFIX = next((p for p in [ROOT / ".venv-mpi"] if p.exists()), Path(sys.pref
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 def test_under_torchrun() -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["--max-bytes=64", "--iterations=5", "--backends=smddp,bound", "--memory=ordinary"]
@@ -30,7 +29,6 @@ def test_under_torchrun() -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 def test_under_mpirun() -> None:
     """Starts ranks as mpirun does: with its variables, and without MASTER_ADDR."""
     options = ["--max-bytes=8", "--iterations=5", "--backends=smddp", "--memory=ordinary"]
@@ -53,7 +51,6 @@ def test_under_mpirun() -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(hosts.unavailable() is not None, reason=str(hosts.unavailable()))
 def test_on_hosts_with_a_link(tmp_path: Path) -> None:
@@ -72,7 +69,6 @@ def test_on_hosts_with_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.multiprocess
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(hosts.unavailable() is not None, reason=str(hosts.unavailable()))
 def test_ddp_example_on_hosts() -> None:
@@ -83,7 +79,6 @@ def test_ddp_example_on_hosts() -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(mpi.MPIS))
 def test_mpi_beside_the_others(name: str) -> None:
     reason = mpi.missing(name, MPI_PREFIX)
@@ -127,7 +122,6 @@ def _ddp_rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("parallel", "backends"),
@@ -153,7 +147,6 @@ def test_training_steps(parallel: str, backends: list[str], tmp_path: Path) -> N
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 def test_steps_whose_compute_is_sleep() -> None:
     rows = _ddp_rows(
         bench("ddp", "--sleep=40", "--nodes=2x1", "--steps=5", "--backends=smddp",

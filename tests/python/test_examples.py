@@ -45,19 +45,16 @@ def accuracy_in(text: str) -> float:
 LEARNED = 0.5
 
 
-@pytest.mark.slow
 def test_ddp() -> None:
     assert accuracy_in(torchrun(2, "train_digits.py", "--epochs=6")) > LEARNED
 
 
-@pytest.mark.slow
 def test_fsdp2() -> None:
     output = torchrun(2, "train_fsdp2.py", "--epochs=6")
     assert accuracy_in(output) > LEARNED
     assert "algorithms: " in output
 
 
-@pytest.mark.slow
 def test_lightning() -> None:
     pytest.importorskip("pytorch_lightning")
     done = run(str(EXAMPLES / "train_lightning.py"), "--epochs=6")
@@ -65,7 +62,6 @@ def test_lightning() -> None:
     assert accuracy_in(done.stdout) > LEARNED
 
 
-@pytest.mark.slow
 def test_demo_learns_the_same_as_gloo(tmp_path: Path) -> None:
     done = run(str(EXAMPLES / "demo.py"), "--epochs=2", f"--output={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,7 +79,6 @@ def test_demo_ends_with_one_sentence_when_a_run_takes_too_long(tmp_path: Path) -
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_demo_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMDDP_PROVIDER", "carrier_pigeon")
     done = run(str(EXAMPLES / "demo.py"), "--epochs=1", f"--output={tmp_path}")

@@ -96,7 +96,6 @@ def _thousand() -> None:
         _check_sum(None, everybody, 100)
 
 
-@pytest.mark.slow
 def test_a_thousand_groups_at_a_time() -> None:
     ranks.check_ranks(_thousand, "1+1", timeout=170)
 
@@ -217,7 +216,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 def test_restart_by_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "elastic.py"
     script.write_text(ELASTIC)

@@ -192,8 +192,8 @@ def _reduce_slowly(mebibytes: int, limit: float) -> Failure | float:
 
 # How the queue of a link is filled depends on the rate.
 _SLOW = [
-    pytest.param("10mbit", 16, 300, marks=pytest.mark.slow),
-    pytest.param("1mbit", 2, 300, marks=pytest.mark.slow),
+    pytest.param("10mbit", 16, 300),
+    pytest.param("1mbit", 2, 300),
     pytest.param("10mbit", 64, 600, marks=pytest.mark.exhaustive),
     pytest.param("1mbit", 16, 900, marks=pytest.mark.exhaustive),
 ]
@@ -237,7 +237,6 @@ def _stop() -> Failure | None:
     return failure
 
 
-@pytest.mark.slow
 def test_process_that_is_stopped_on_another_host(network: hosts.Network) -> None:
     outcomes = ranks.run_ranks(_stop, "2x2", network=network)
     for rank in (0, 2, 3):

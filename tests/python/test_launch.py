@@ -121,7 +121,6 @@ sys.stdout.write(f"pipeline {smp.pp_rank()} {smp.allgather(smp.rank(), smp.PP_GR
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrapper", [["-m", "smddp.launch", sys.executable], []], ids=["smddprun", "bare"]
 )

@@ -328,7 +328,6 @@ def _for_a_while(seed: int, seconds: float, threads: int) -> int:
         return done
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("layout", "threads"), [("2", 1), ("4", 1), ("2x2", 1), ("2+1", 2), ("1+1", 2)]

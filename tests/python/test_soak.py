@@ -324,7 +324,6 @@ def test_sizes_that_never_repeat(layout: str, call: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize(
     ("call", "count"), [(CALLS[0], 1_000_000), *((call, 100_000) for call in CALLS[1:])]
@@ -333,13 +332,11 @@ def test_many_sizes_that_never_repeat(call: str, count: int) -> None:
     _check_sizes(call, "2", count, timeout=1900)
 
 
-@pytest.mark.slow
 def test_random_calls_for_short() -> None:
     _check(20, warm_seconds=8, warm_steps=0, growth=0.1)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.timeout(LONG + 120)
 def test_random_calls_for_long() -> None:
     _check(LONG, warm_seconds=120, warm_steps=100_000, growth=0.03)

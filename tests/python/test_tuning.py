@@ -105,7 +105,6 @@ def test_noise_makes_no_rows() -> None:
     assert len(_rows(tasks, [2])) <= 4, "1500 comparisons, of which 1 in 1000 may err"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "layout", [pytest.param("--ranks=2", marks=pytest.mark.exhaustive), "--nodes=2x1"]

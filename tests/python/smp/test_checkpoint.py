@@ -158,8 +158,8 @@ def same(one: Any, other: Any) -> None:
 # The job that saves and the job that goes on: ranks, partitions; loaded after a step or before.
 MATRIX = [
     pytest.param((2, 2), ((1, 1, False), (2, 2, False), (3, 3, False), (4, 2, True))),
-    pytest.param((4, 4), ((2, 1, True), (4, 2, False), (4, 4, False)), marks=pytest.mark.slow),
-    pytest.param((4, 2), ((1, 1, True), (4, 4, True)), marks=pytest.mark.slow),
+    pytest.param((4, 4), ((2, 1, True), (4, 2, False), (4, 4, False))),
+    pytest.param((4, 2), ((1, 1, True), (4, 4, True))),
 ]
 
 

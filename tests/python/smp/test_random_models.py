@@ -183,8 +183,8 @@ MANY = list(range(20, 32))
     "seeds",
     [
         [3, 7],
-        pytest.param(rotating(MANY, 3), marks=pytest.mark.slow),
-        pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(rotating(MANY, 3)),
+        pytest.param(MANY, marks=pytest.mark.exhaustive),
     ],
     ids=["few", "turn", "many"],
 )
