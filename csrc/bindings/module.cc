@@ -31,6 +31,8 @@ py::dict describeUse(const smddp::engine::AlgorithmUse& use) {
                   py::arg("fabric_bytes") = use.fabricBytes, py::arg("zero_copy") = use.zeroCopy);
 }
 
+// A factory must not have the guard Release: pybind11 would enter the new object into its table of all objects without
+// the interpreter lock, while other threads use the table. The factory releases the lock itself.
 void bindProcessGroup(py::module& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>(m, "ProcessGroup")
@@ -38,6 +40,7 @@ void bindProcessGroup(py::module& m) {
                        std::chrono::milliseconds timeout, const std::string& name,
                        const std::string& algorithm, const std::string& wire,
                        const std::vector<int>& ranksOfWorld) {
+             const py::gil_scoped_release release;
              return c10::make_intrusive<ProcessGroup>(
                  ProcessGroup::Creation{
                      store, rank, size, timeout, name, {algorithm, wire}, ranksOfWorld},
@@ -45,7 +48,7 @@ void bindProcessGroup(py::module& m) {
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            py::arg("algorithm") = "", py::arg("wire") = "",
-           py::arg("ranks_of_world") = std::vector<int>{}, Release())
+           py::arg("ranks_of_world") = std::vector<int>{})
       .def("describe", &ProcessGroup::describe, Release())
       // If a device is bound, new_group() calls this on ranks that are not in the new group.
       .def("perform_nocolor_split", [](ProcessGroup&, const c10::Device&) {})
@@ -69,6 +72,7 @@ void bindProcessGroup(py::module& m) {
                        const std::vector<int>& ranksOfWorld, const std::string& type,
                        decltype(GpuSupport::nameOf) nameOf, decltype(GpuSupport::makeNccl) makeNccl,
                        const std::string& library) {
+             const py::gil_scoped_release release;
              return c10::make_intrusive<GpuProcessGroup>(
                  ProcessGroup::Creation{
                      store, rank, size, timeout, name, {algorithm, wire}, ranksOfWorld},
@@ -77,7 +81,7 @@ void bindProcessGroup(py::module& m) {
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            py::arg("algorithm"), py::arg("wire"), py::arg("ranks_of_world"), py::arg("device_type"),
-           py::arg("name_of"), py::arg("make_nccl"), py::arg("cuda_part") = "", Release())
+           py::arg("name_of"), py::arg("make_nccl"), py::arg("cuda_part") = "")
       .def("gpu_path", &GpuProcessGroup::path)
       .def("gpu_sum", &GpuProcessGroup::sumPlace);
   m.def(
@@ -85,7 +89,7 @@ void bindProcessGroup(py::module& m) {
       [](const std::vector<int64_t>& sizes, at::ScalarType type) {
         return smddp::process_group::emptyTensor(sizes, at::TensorOptions().dtype(type));
       },
-      py::arg("sizes"), py::arg("dtype"));
+      py::arg("sizes"), py::arg("dtype"), Release());
   m.def("shutdown", &smddp::process_group::shutdownEngine, Release());
   m.def(
       "report_trouble",

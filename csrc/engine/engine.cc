@@ -46,6 +46,7 @@ void awaitLifelines(Engine& engine, Nanoseconds timeout) {
 Engine::Engine(const Options& options)
     : forkCount_(countForks()),
       process_(std::make_unique<Process>(options.process, ownership_)),
+      tensorMemory_(process_->memory().tensors),
       groups_(ownership_, *process_),
       progress_(ownership_, *process_, groups_, options.progressThread) {
   forkHold_.emplace(ownership_, progress_, *process_);
@@ -61,6 +62,13 @@ void Engine::requireUsable() const {
         "smddp cannot be used in a process that was forked after init_process_group(){}; "
         "initialise in the child instead, or start it with spawn",
         open.empty() ? "" : fmt::format(": its parent had not destroyed {}", open));
+}
+
+std::shared_ptr<transport::shm::CommMemory> Engine::tensorMemory() const {
+  requireUsable();
+  auto memory = tensorMemory_.lock();
+  if (!memory) raise(ErrorKind::Usage, "smddp has been shut down");
+  return memory;
 }
 
 bool Engine::isReplaceableInChild() const {

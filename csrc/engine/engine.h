@@ -107,6 +107,8 @@ class Engine {
   void finish(Completion& completion, std::optional<Error> error);
   // Throws Usage after shutdown(), and in a child of fork().
   void requireUsable() const;
+  // Communication memory. Throws as requireUsable().
+  std::shared_ptr<transport::shm::CommMemory> tensorMemory() const;
   // In a child of fork(): its parent had left all groups, so the child may make an engine of its own. It must keep this
   // one.
   bool isReplaceableInChild() const;
@@ -156,6 +158,7 @@ class Engine {
   std::atomic<bool> isShuttingDown_{false};
   std::atomic<bool> isShutDown_{false};  // process_ is null
   std::unique_ptr<Process> process_;
+  const std::weak_ptr<transport::shm::CommMemory> tensorMemory_;
   GroupRegistry groups_;
   Progress progress_;
   std::optional<ForkHold> forkHold_;

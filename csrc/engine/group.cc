@@ -129,6 +129,7 @@ void Group::submit(Request request, CompletionPtr completion) {
 void Group::submit(Message message, CompletionPtr completion) {
   if (sentinel_->broken()) {
     ended_.finish(*completion, sentinel_->broken()->cause);
+    ended_.release(std::move(message.keepAlive));
     return;
   }
   sentinel_->attempt(calls_->last() + 1,
@@ -184,6 +185,7 @@ bool Group::tryGiveBack() {
   }
   channels_->allowGiveBack();
   team_.allowGiveBack();
+  ended_.releaseKept();
   return true;
 }
 

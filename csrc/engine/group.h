@@ -106,14 +106,14 @@ class Group final {
   // The error that broke the group, in the text for the user; also for messages, which have no number.
   std::optional<Error> breakAsUserError() const;
 
-  // The continuations of operations that have ended since the last call. The caller runs them.
-  std::vector<std::function<void()>> takeContinuations() { return ended_.take(); }
+  // Appends what operations that have ended since the last call leave behind.
+  void moveLeftoversTo(Leftovers& leftovers) { ended_.moveTo(leftovers); }
   // Keeps memory of an operation that has failed for as long as the group lives.
   void keep(std::shared_ptr<void> memory) { ended_.keep(std::move(memory)); }
   // This rank makes no more calls: tells mates and ranks of other nodes.
   void leave() { sentinel_->leave(idle()); }
   // If no mate and no rank of another node can still touch the group's memory: marks it to be given back when the group
-  // ends, and returns true.
+  // ends, releases what keep() was given, and returns true.
   bool tryGiveBack();
 
   // By collective and algorithm: "allreduce/direct".

@@ -67,6 +67,7 @@ void GroupRegistry::reap() {
     if (!group->idle() || !group->tryGiveBack()) return false;
     std::erase(active_, group.get());
     ended_.insert(group->id());
+    group->moveLeftoversTo(ofEndedGroups_);
     return true;
   });
 }
@@ -133,13 +134,11 @@ void GroupRegistry::failActive(const Error& error) {
   for (Group* group : active_) group->fail(error);
 }
 
-void GroupRegistry::takeContinuations(Actions& continuations) {
+void GroupRegistry::moveLeftoversTo(Leftovers& leftovers) {
   ownership_.assertOwned();
-  const auto take = [&continuations](Group& group) {
-    for (auto& action : group.takeContinuations()) continuations.push_back(std::move(action));
-  };
-  for (Group* group : active_) take(*group);
-  for (auto& group : left_) take(*group);
+  leftovers.take(ofEndedGroups_);
+  for (Group* group : active_) group->moveLeftoversTo(leftovers);
+  for (auto& group : left_) group->moveLeftoversTo(leftovers);
   std::erase_if(active_, [](Group* group) { return group->idle(); });
 }
 

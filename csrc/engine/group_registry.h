@@ -22,8 +22,6 @@ namespace smddp::engine {
 
 class GroupRegistry {
  public:
-  using Actions = std::vector<std::function<void()>>;
-
   // Receives the process's control messages from now on.
   GroupRegistry(const Ownership& ownership, Process& process);
   GroupRegistry(const GroupRegistry&) = delete;
@@ -74,8 +72,8 @@ class GroupRegistry {
   void checkHealth();
   // Breaks the groups with something in flight.
   void failActive(const Error& error);
-  // Appends the continuations of operations that have ended. Groups that are idle now are active no longer.
-  void takeContinuations(Actions& continuations);
+  // Appends what operations that have ended leave behind. Groups that are idle now are active no longer.
+  void moveLeftoversTo(Leftovers& leftovers);
 
  private:
   struct EarlyMessage {
@@ -91,6 +89,7 @@ class GroupRegistry {
   std::vector<Group*> active_ SMDDP_GUARDED_BY(ownership_);
   std::vector<std::shared_ptr<Group>> left_
       SMDDP_GUARDED_BY(ownership_);  // until nobody can touch their memory
+  Leftovers ofEndedGroups_ SMDDP_GUARDED_BY(ownership_);
   // By group: messages to groups that this rank has not made yet.
   std::map<uint64_t, std::deque<EarlyMessage>> early_ SMDDP_GUARDED_BY(ownership_);
   std::deque<uint64_t> earlyOrder_

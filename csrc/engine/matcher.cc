@@ -91,14 +91,15 @@ void Matcher::sendBuffered(Transfer send) {
   }
 }
 
-bool Matcher::withdraw(const Completion& receive) {
+std::optional<Transfer> Matcher::withdraw(const Completion& receive) {
   ownership_.assertOwned();
   const auto found = std::find_if(posted_.begin(), posted_.end(), [&](const Transfer& transfer) {
     return transfer.completion.get() == &receive;
   });
-  if (found == posted_.end()) return false;
+  if (found == posted_.end()) return std::nullopt;
+  Transfer withdrawn = std::move(*found);
   posted_.erase(found);
-  return true;
+  return withdrawn;
 }
 
 void Matcher::post(Transfer transfer) {

@@ -14,6 +14,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "common/ownership.h"
@@ -61,8 +62,8 @@ class Matcher {
   // Moves data. True when anything advanced.
   bool advance();
   bool idle() const;
-  // Takes back a receive that has no sender yet. False if it has one, or has ended.
-  bool withdraw(const Completion& receive);
+  // Takes back a receive that has no sender yet, and returns it. Empty if it has one, or has ended.
+  std::optional<Transfer> withdraw(const Completion& receive);
   // Every transfer that has not ended, for errors and deadlines.
   void forEach(const std::function<void(Transfer&)>& visit);
   void clear();

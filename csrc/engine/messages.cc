@@ -28,6 +28,13 @@ void Messages::onControl(Rank from, transport::Bytes message) {
   raise(ErrorKind::Transport, "rank {} sent a message that is not understood", from);
 }
 
+bool Messages::withdraw(const Completion& receive) {
+  std::optional<Transfer> withdrawn = matcher_.withdraw(receive);
+  if (!withdrawn) return false;
+  ended_.release(std::move(withdrawn->message.keepAlive));
+  return true;
+}
+
 void Messages::appendOpenSends(std::vector<CompletionPtr>& open) {
   matcher_.forEach([&](Transfer& transfer) {
     if (transfer.message.send) open.push_back(transfer.completion);

@@ -21,7 +21,7 @@ class Messages final : public Watched, private Matcher::Host {
   // Throws what ends the group.
   void submit(Message message, CompletionPtr completion);
   // See Matcher.
-  bool withdraw(const Completion& receive) { return matcher_.withdraw(receive); }
+  bool withdraw(const Completion& receive);
   // Throws Transport when the message is not understood.
   void onControl(Rank from, transport::Bytes message);
   bool idle() const { return matcher_.idle(); }
@@ -44,7 +44,10 @@ class Messages final : public Watched, private Matcher::Host {
   transport::ReceiveChannel& receiveChannel(Rank from) override {
     return channels_.messageReceiver(from);
   }
-  void finish(Transfer& transfer) override { ended_.finish(*transfer.completion, std::nullopt); }
+  void finish(Transfer& transfer) override {
+    ended_.finish(*transfer.completion, std::nullopt);
+    ended_.release(std::move(transfer.message.keepAlive));
+  }
   bool backlogged(Rank to) override { return channels_.hasBacklog(to); }
 
   Process& process_;

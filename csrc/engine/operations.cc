@@ -281,6 +281,7 @@ void Operations::finish(TrackState& state) {
   state.entry->count(state.operations.size(), state.shape.bytes);
   for (Operation& operation : state.operations) {
     ended_.finish(*operation.completion, std::nullopt);
+    ended_.release(std::move(operation.request.keepAlive));
   }
   state.operations.clear();
 }

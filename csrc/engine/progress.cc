@@ -12,6 +12,8 @@ namespace {
 
 // A caller for whom something advances all the time looks at the clock every so many turns.
 constexpr uint32_t kTurnsPerLook = 64;
+// The owner lets go to free the memory of so many operations, even if it has other work.
+constexpr size_t kMuchMemory = 16;
 // The simulator has its own clock; signals come by the real one.
 constexpr std::chrono::nanoseconds kInterruptTime(WaitPolicy::kInterruptPeriod);
 
@@ -93,7 +95,7 @@ void Progress::callAndRunContinuations(const std::function<void()>& action) {
   call([&] {
     ownership_.assertOwned();
     action();
-    collectContinuations();
+    collectLeftovers();
   });
   runContinuations();
 }
@@ -110,7 +112,7 @@ void Progress::runBlocking(std::function<void()> action) {
 bool Progress::turn() {
   const bool advanced = groups_.advance();
   if (advanced) {
-    collectContinuations();
+    collectLeftovers();
     if (waiters_.any()) waiters_.wake();
   }
   return advanced;
@@ -120,7 +122,7 @@ void Progress::advanceOnce() {
   ownership_.assertOwned();
   // An operation may have ended when it was submitted. With its continuations collected, its group is idle, and the
   // progress thread need not be woken.
-  if (!turn()) collectContinuations();
+  if (!turn()) collectLeftovers();
 }
 
 bool Progress::runTurn() {
@@ -136,17 +138,22 @@ bool Progress::runTurn() {
 
 void Progress::checkHealth() {
   groups_.checkHealth();
-  collectContinuations();
+  collectLeftovers();
 }
 
 void Progress::fail(const Error& error) {
   groups_.failActive(error);
-  collectContinuations();
+  collectLeftovers();
 }
 
-void Progress::collectContinuations() {
-  groups_.takeContinuations(continuations_);
-  if (!continuations_.empty()) hasContinuations_.store(true);
+void Progress::collectLeftovers() {
+  groups_.moveLeftoversTo(leftovers_);
+  if (!leftovers_.continuations.empty()) hasContinuations_.store(true);
+}
+
+bool Progress::mustLetGo(bool advanced) const {
+  const size_t memory = advanced ? kMuchMemory : 1;
+  return !leftovers_.continuations.empty() || leftovers_.memory.size() >= memory;
 }
 
 void Progress::runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor) {
@@ -165,7 +172,7 @@ void Progress::runUntil(const std::function<bool()>& done, Waiter waiter, Nanose
   for (uint32_t turns = 1;; ++turns) {
     drainInbox();
     const bool advanced = turn();
-    if (done() || !continuations_.empty()) return;
+    if (done() || mustLetGo(advanced)) return;
     // The progress thread lets go for a caller that waits, which pays no hand-over from then on.
     if (isThread && (waiters_.any() || threads_.hasBlocking())) return;
     if (turns % kTurnsPerLook == 0 && isTimeToLetGo()) return;
@@ -176,7 +183,7 @@ void Progress::runUntil(const std::function<bool()>& done, Waiter waiter, Nanose
     if (wait.spinOrYield()) continue;
     if (policy_.healthCheckDue()) {
       checkHealth();
-      if (done() || !continuations_.empty() || isTimeToLetGo()) return;
+      if (done() || mustLetGo(/*advanced=*/false) || isTimeToLetGo()) return;
     }
     doorbell_->prepare();
     if (!inbox_.empty() || turn() || done()) {
@@ -194,7 +201,7 @@ void Progress::runUnattendedWork() {
     if (process_->hasFabric() || groups_.checksIdleGroups()) checkHealth();
     runUntil([this] { return groups_.idle(); }, Waiter::ProgressThread);
   });
-  if (!continuations_.empty()) threads_.keepOneIdle();
+  if (mustLetGo(/*advanced=*/false)) threads_.keepOneIdle();
   letGo();
   runContinuations();
 }
@@ -202,6 +209,8 @@ void Progress::runUnattendedWork() {
 void Progress::letGo() {
   const bool isBusy = !groups_.idle();
   isBusy_.store(isBusy);
+  // Freed at the end, when this thread is not the owner.
+  const auto memory = std::exchange(leftovers_.memory, {});
   ownership_.letGo();
   if (waiters_.any()) {
     waiters_.wake();
@@ -227,7 +236,7 @@ void Progress::handOver() {
 // Called without ownership. A continuation is the user's code: what it throws is logged, and concerns nobody else.
 bool Progress::runSomeContinuations() {
   if (!ownership_.tryAcquire()) return false;
-  const GroupRegistry::Actions ready = std::exchange(continuations_, {});
+  const auto ready = std::exchange(leftovers_.continuations, {});
   hasContinuations_.store(false);
   letGo();
   for (const auto& action : ready) {

@@ -5,9 +5,10 @@
 // that finds the engine owned leaves its action in the inbox, which the owner empties at every turn. A turn is one pass
 // over everything in flight.
 //
-// Owns the inbox, the progress threads and the continuations that are to be run. Continuations run on the thread that
-// completed the operation, without ownership, and may submit and wait. A continuation may wait for a future of torch.
-// That does not run the engine, so a progress thread first makes sure that another one is idle.
+// Owns the inbox, the progress threads and the leftovers of operations (ended_operations.h). The thread that completed
+// the operation runs continuations, and frees memory, when it has let go of the engine; so continuations may submit and
+// wait. A continuation may wait for a future of torch, and freeing a tensor for Python's interpreter lock. That does not
+// run the engine, so a progress thread first makes sure that another one is idle.
 //
 // Threads: public functions from any thread, except where marked. Ends: stop() joins the progress threads; from then on
 // only call() and wakeWaiters() may be used.
@@ -81,7 +82,7 @@ class Progress {
   void runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor = 0);
   // The owner: does what can be done now.
   void advanceOnce();
-  // The owner: lets go. What is left in flight goes to the progress thread, unless somebody waits or is about to.
+  // The owner: lets go, and frees memory of operations that have ended. What is left in flight goes to the progress thread, unless somebody waits or is about to.
   void letGo() SMDDP_RELEASE(ownership_);
 
   // For progress threads: whether something is in flight that nobody waits for or runs, and to run it if so.
@@ -97,7 +98,9 @@ class Progress {
   void drainInbox() SMDDP_REQUIRES(ownership_);
   bool turn() SMDDP_REQUIRES(ownership_);
   void checkHealth() SMDDP_REQUIRES(ownership_);
-  void collectContinuations() SMDDP_REQUIRES(ownership_);
+  void collectLeftovers() SMDDP_REQUIRES(ownership_);
+  // Whether the owner must let go because of them. If nothing else is to be done now, also because of little memory.
+  bool mustLetGo(bool advanced) const SMDDP_REQUIRES(ownership_);
   void fail(const Error& error) SMDDP_REQUIRES(ownership_);
   // What `action` throws ends what is in flight: an owner that threw past letGo() would leave everybody waiting.
   template <typename Action>
@@ -114,7 +117,7 @@ class Progress {
   Inbox inbox_;
   Waiters waiters_;
   std::atomic<bool> isBusy_{false};  // something is in flight, as the last owner left it
-  GroupRegistry::Actions continuations_ SMDDP_GUARDED_BY(ownership_);
+  Leftovers leftovers_ SMDDP_GUARDED_BY(ownership_);
   std::atomic<bool> hasContinuations_{false};
   ProgressThreads threads_;
 };

@@ -108,11 +108,7 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
       sizes, c10::elementSize(c10::typeMetaToScalarType(options.dtype())));
   try {
     const auto engine = engineAtFirstUse();
-    engine
-        ->requireUsable();  // in the child of a fork, call() might wait for an owner that it does not have
-    std::optional<engine::NodeMemory> node;
-    engine->call([&] { node.emplace(engine->process().memory()); });
-    const auto memory = node->tensors;
+    const auto memory = engine->tensorMemory();
     void* block = memory->allocate(std::max<size_t>(bytes, 1));
     return at::from_blob(
         block, sizes, [memory](void* freed) { memory->free(freed); }, options);

@@ -235,9 +235,9 @@ void run(Script& script) {
     }
   }
   (void)we.registry->advance();
-  GroupRegistry::Actions continuations;
+  Leftovers leftovers;
   we.registry->leaveAll();
-  we.registry->takeContinuations(continuations);
+  we.registry->moveLeftoversTo(leftovers);
   we.registry->reap();
 }
 
