@@ -40,7 +40,10 @@ class GroupOptions:
     """
 
     wire: str = ""
-    """Replaces the setting SMDDP_WIRE for this group: "fp32", "bf16" or "int8"."""
+    """Replaces the setting SMDDP_WIRE for this group: "fp32", "bf16", "int8" or "auto".
+
+    With "+feedback" behind ("int8+feedback"): with error feedback.
+    """
 
     def __post_init__(self) -> None:
         for name, example in (("algorithm", "allreduce=ring"), ("wire", "int8")):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WIRES", "main", "parse_bytes", "parse_nodes"]
 
-WIRES = ("fp32", "bf16", "int8")
+WIRES = ("fp32", "bf16", "int8", "bf16+feedback", "int8+feedback")
 """How allreduces can travel between nodes."""
 
 _NOTATION = """\
@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
             "--wire",
             choices=WIRES,
             default="fp32",
-            help="how allreduces travel between nodes; default fp32",
+            help="how reductions travel between nodes; default fp32",
         )
         if name == "print":
             command.add_argument(

@@ -31,7 +31,10 @@ plan::Plan build(const std::string& collective, int64_t bytes, const Nodes& node
                  Rank root, bool shared, const std::string& algorithm, const std::string& wire) {
   const plan::Topology topology(nodes, rank);
   Shape shape{collectiveNamed(collective), bytes, root, shared};
-  shape.wire = collectives::encodedAs(topology, shape.collective, bytes, parseWire(wire, "--wire"));
+  const WireOption asked = parseWire(wire, "--wire");
+  shape.wire =
+      collectives::encodedAs(topology, shape.collective, bytes, asked.wire.value_or(Wire::fp32));
+  shape.feedback = asked.feedback && shape.wire != Wire::fp32;
   const plan::Limits allowed = engine::limitsFromSettings();
   const int64_t oneShot = settings().oneShotBytes;
   const auto& choice =

@@ -78,8 +78,10 @@ struct Shape {
   // The plan is chosen after the ranks of the node have arrived. It starts behind its preamble, so the preamble must
   // not copy anything.
   bool afterArrival = false;
-  // What travels between nodes. Others than fp32: only for allreduces of float32 with SUM or AVG, on several nodes.
+  // What travels between nodes. Others than fp32: only for reductions of float32 with SUM or AVG, on several nodes.
   Wire wire = Wire::fp32;
+  // Encodes with error feedback. The messages are the same without it, so ranks need not agree.
+  bool feedback = false;
   friend bool operator==(const Shape&, const Shape&) = default;
 };
 

@@ -33,7 +33,12 @@ NodeStages DirectExchange::stagesFor(plan::Builder& b, const Shape& shape) {
 }
 
 DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& shape)
-    : b_(b), t_(b.topology()), node_(node), wire_(shape.wire), others_(otherNodes(t_)) {
+    : b_(b),
+      t_(b.topology()),
+      node_(node),
+      wire_(shape.wire),
+      feedback_(shape.feedback),
+      others_(otherNodes(t_)) {
   if (shape.collective == Collective::Reduce) resultNode_ = t_.nodeOf(shape.root);
   const int64_t most = node.shareBytes() / shardFloor(b.limits());
   numServers_ = static_cast<int>(std::clamp<int64_t>(most, 1, t_.numNodes()));
@@ -55,6 +60,11 @@ plan::Ref DirectExchange::encodedShard(const plan::Chunk& c, int n) const {
   return b_.encoded(b_.slot(shards_, t_.myLocal(), c.index * numServers_ + shardIndex(n), 0));
 }
 
+std::optional<plan::Ref> DirectExchange::residual(int64_t offset) const {
+  if (!feedback_) return std::nullopt;
+  return plan::Builder::residual(offset);
+}
+
 plan::Ref DirectExchange::receive(Rank peer, int stream, int64_t length) {
   return encodes() ? b_.receiveEncoded(peer, stream, length) : b_.receive(peer, stream, length);
 }
@@ -64,7 +74,7 @@ plan::Ref DirectExchange::contribution(const plan::Chunk& c, int64_t offset) con
 }
 
 plan::Ref DirectExchange::result(const plan::Chunk& c, int64_t offset) const {
-  if (encodes()) return b_.encoded(b_.slot(results_, t_.myLocal(), c.index, 0));
+  if (encodesResults()) return b_.encoded(b_.slot(results_, t_.myLocal(), c.index, 0));
   return putsFromOutput() ? b_.out(offset) : node_.partial(c, offset);
 }
 
@@ -101,9 +111,13 @@ void DirectExchange::encodeAndScatter(const plan::Chunk& c) {
     const plan::Range shard = shardOf(c, n);
     const bool isMine = n == t_.myNode();
     if (!t_.isFlat()) {
-      node_.sumTo({isMine ? node_.partial(c, shard.offset) : encodedShard(c, n)}, c, shard);
+      if (isMine) {
+        node_.sumTo({node_.partial(c, shard.offset)}, c, shard);
+      } else {
+        node_.sumTo({encodedShard(c, n)}, c, shard, residual(shard.offset));
+      }
     } else if (!isMine) {
-      b_.copy({encodedShard(c, n)}, b_.in(shard.offset), shard.length);
+      b_.copy({encodedShard(c, n)}, b_.in(shard.offset), shard.length, {}, residual(shard.offset));
     }
   }
   if (!t_.isFlat()) node_.endSum(c);
@@ -126,10 +140,11 @@ void DirectExchange::serve(const plan::Chunk& c) {
     sums[static_cast<size_t>(n)] = receive(t_.railPeer(n), kShards, shard.length);
   }
   std::vector<plan::Ref> results = node_.outputs(shard.offset);
-  if (encodes() && node_.staged()) results.push_back(node_.partial(c, shard.offset));
+  if (encodesResults() && node_.staged()) results.push_back(node_.partial(c, shard.offset));
   if (!putsFromOutput()) results.push_back(result(c, shard.offset));
   // In a flat group nobody has scaled the contributions.
-  b_.reduce(results, sums, shard.length, {.pre = t_.isFlat(), .post = true});
+  b_.reduce(results, sums, shard.length, {.pre = t_.isFlat(), .post = true},
+            encodesResults() ? residual(shard.offset) : std::nullopt);
   for (int n : others_) b_.release(t_.railPeer(n), kShards);
   for (Rank peer : receivers_) b_.put(peer, kResults, result(c, shard.offset), shard.length);
   b_.signal(kServed, c.index + 1);
@@ -141,7 +156,7 @@ void DirectExchange::collect(const plan::Chunk& c) {
     if (!serves(n)) continue;
     const Rank peer = t_.railPeer(n);
     if (!getsResults(t_.myNode())) {
-      b_.flush(peer, kShards, c.index + 1);
+      if (!encodes()) b_.flush(peer, kShards, c.index + 1);
       continue;
     }
     const plan::Range shard = shardOf(c, n);

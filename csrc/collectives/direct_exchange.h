@@ -13,9 +13,13 @@
 //
 // If the shape has a wire format, shards and results are encoded as they are summed, and leave from slots of their own.
 // A result is encoded once, and everybody takes what it decodes to, the server as well: so all ranks get the same bits.
-// Each server's own contribution is not encoded.
+// Each server's own contribution is not encoded; nor is the result of a reduce on the root's node.
+//
+// With error feedback each rank keeps what its encodings lose: of my contribution in the shards of other servers, and
+// of the result in my own shard. They are different parts of the vector, so one residual is enough.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "collectives/node_stages.h"
@@ -45,8 +49,12 @@ class DirectExchange {
   bool serves(int n) const { return shardIndex(n) < numServers_; }
   bool getsResults(int n) const { return resultNode_ < 0 || n == resultNode_; }
   bool encodes() const { return wire_ != Wire::fp32; }
+  bool encodesResults() const { return encodes() && !receivers_.empty(); }
   // Whether my results lie in my output only.
-  bool putsFromOutput() const { return t_.isFlat() && getsResults(t_.myNode()) && !encodes(); }
+  bool putsFromOutput() const {
+    return t_.isFlat() && getsResults(t_.myNode()) && !encodesResults();
+  }
+  std::optional<plan::Ref> residual(int64_t offset) const;
   // The encoded range of my contribution to the shard of node n.
   plan::Ref encodedShard(const plan::Chunk& c, int n) const;
   // Stage "sum" if shards are encoded.
@@ -65,6 +73,7 @@ class DirectExchange {
   const plan::Topology& t_;
   NodeStages& node_;
   const Wire wire_;
+  const bool feedback_;
   uint8_t shards_ = 0, results_ = 0;  // pools of encoded ranges
   int resultNode_ = -1;               // the only node that gets results, or -1 if all do
   int numServers_ = 1, firstServer_ = 0;

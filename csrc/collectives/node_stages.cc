@@ -69,7 +69,7 @@ void NodeStages::beginSum(const plan::Chunk& c) {
 }
 
 void NodeStages::sumTo(std::vector<plan::Ref> destinations, const plan::Chunk& c,
-                       const plan::Range& part) {
+                       const plan::Range& part, std::optional<plan::Ref> residual) {
   const int me = t_.myLocal();
   std::vector<plan::Ref> contributions;
   for (int mate = 0; mate < t_.teamSize(); ++mate) {
@@ -81,7 +81,8 @@ void NodeStages::sumTo(std::vector<plan::Ref> destinations, const plan::Chunk& c
       contributions.push_back(b_.mateIn(mate, part.offset));
     }
   }
-  b_.reduce(std::move(destinations), std::move(contributions), part.length, {.pre = true});
+  b_.reduce(std::move(destinations), std::move(contributions), part.length, {.pre = true},
+            residual);
 }
 
 void NodeStages::endSum(const plan::Chunk& c) { b_.signal(kSummed, c.index + 1); }

@@ -13,6 +13,7 @@
 // The exchange between nodes is the same in both: it sends the same messages and cuts the vector in the same way.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "collectives/collective.h"
@@ -54,7 +55,8 @@ class NodeStages {
   void sum(const plan::Chunk& c);
   // The same in parts: beginSum(), sumTo() for all parts of my share, endSum().
   void beginSum(const plan::Chunk& c);
-  void sumTo(std::vector<plan::Ref> destinations, const plan::Chunk& c, const plan::Range& part);
+  void sumTo(std::vector<plan::Ref> destinations, const plan::Chunk& c, const plan::Range& part,
+             std::optional<plan::Ref> residual = {});
   void endSum(const plan::Chunk& c);
   // Makes the following steps of this lane wait for my sum of the chunk.
   void awaitSum(const plan::Chunk& c);

@@ -15,6 +15,11 @@
 //   5. finish    With shared buffers a rank waits until nobody reads its input or writes its output any more.
 //
 // 1 network step; a rail sends (N-1) M bytes for each block that it carries.
+//
+// If the shape has a wire format, sums for other nodes are encoded. The sum of the block's own node is not, nor is the
+// result. With error feedback each rank keeps what its encodings lose.
+#include <optional>
+
 #include "collectives/algorithms.h"
 #include "collectives/carried_blocks.h"
 
@@ -30,10 +35,12 @@ constexpr int64_t kContributionSlots = 2;
 
 class DirectSum : public BlockExchange {
  public:
-  DirectSum(plan::Builder& b, const Shape& shape) : BlockExchange(b, shape) {
+  DirectSum(plan::Builder& b, const Shape& shape)
+      : BlockExchange(b, shape), wire_(shape.wire), feedback_(shape.feedback) {
     const int64_t numRanks = t_.numRanks();
     cutFor(kContributionSlots * numRanks + depth_ * (blocks_.allTurns() + blocks_.mostTurns()));
-    if (t_.isFlat()) return;
+    b.setWire(shape.wire);
+    if (putsFromInput()) return;
     sums_ = b.pool("sums", depth_ * blocks_.allTurns(), chunkBytes_);
     if (!staged_) return;
     contributions_ = b.pool("contributions", kContributionSlots, numRanks * chunkBytes_);
@@ -54,7 +61,7 @@ class DirectSum : public BlockExchange {
 
   void sum(const plan::Chunk& c) {
     b_.stage("sum");
-    if (t_.isFlat()) {
+    if (putsFromInput()) {
       for (int n : others_) {
         const Rank peer = t_.railPeer(n);
         b_.put(peer, 0, b_.in(place(peer, c)), c.length);
@@ -69,13 +76,14 @@ class DirectSum : public BlockExchange {
     const int64_t mine = blocks_.count(me_, t_.myNode());
     for (int64_t turn = 0, slot = 0; turn < blocks_.mostTurns(); ++turn) {
       // My own node's sum comes first. A put may have to wait for another rank's "serve", and mine waits for this sum.
-      if (turn < mine) {
+      if (turn < mine && !t_.isFlat()) {
         sumOf(t_.myNode(), turn, c, sumSlot(c, turn));
         b_.signal(kOwnSum, c.index * mine + turn + 1);
       }
       for (int n : others_) {
         if (turn >= blocks_.count(me_, n)) continue;
-        const plan::Ref target = sumSlot(c, mine + slot++);
+        plan::Ref target = sumSlot(c, mine + slot++);
+        if (encodes()) target = b_.encoded(target);
         sumOf(n, turn, c, target);
         b_.put(t_.railPeer(n), 0, target, c.length);
       }
@@ -92,7 +100,9 @@ class DirectSum : public BlockExchange {
       const plan::Ref own = t_.isFlat() ? b_.in(place(t_.me(), c)) : sumSlot(c, turn);
       std::vector<plan::Ref> sums(static_cast<size_t>(t_.numNodes()), own);
       for (int n : others_) {
-        sums[static_cast<size_t>(n)] = b_.receive(t_.railPeer(n), 0, c.length);
+        const Rank peer = t_.railPeer(n);
+        sums[static_cast<size_t>(n)] =
+            encodes() ? b_.receiveEncoded(peer, 0, c.length) : b_.receive(peer, 0, c.length);
       }
       plan::Ref target = b_.out(c.offset);
       if (mate != me_ && !staged_) target = b_.mateOut(mate, c.offset);
@@ -129,6 +139,8 @@ class DirectSum : public BlockExchange {
   }
 
  private:
+  bool encodes() const { return wire_ != Wire::fp32; }
+  bool putsFromInput() const { return t_.isFlat() && !encodes(); }
   plan::Ref sumSlot(const plan::Chunk& c, int64_t i) const {
     return b_.slot(sums_, me_, c.index * blocks_.allTurns() + i, 0);
   }
@@ -139,6 +151,10 @@ class DirectSum : public BlockExchange {
   // My node's sum of the block that I carry to node n in this turn.
   void sumOf(int n, int64_t turn, const plan::Chunk& c, plan::Ref target) {
     const Rank r = t_.node(n)[static_cast<size_t>(blocks_.local(me_, n, turn))];
+    std::optional<plan::Ref> residual;
+    if (target.isEncoded && feedback_) residual = b_.residual(place(r, c));
+    // In a flat group "serve" scales the contributions.
+    if (t_.isFlat()) return b_.copy({target}, b_.in(place(r, c)), c.length, {}, residual);
     std::vector<plan::Ref> contributions;
     for (int mate = 0; mate < t_.teamSize(); ++mate) {
       if (mate == me_) {
@@ -149,9 +165,11 @@ class DirectSum : public BlockExchange {
         contributions.push_back(b_.mateIn(mate, place(r, c)));
       }
     }
-    b_.reduce({target}, contributions, c.length, {.pre = true});
+    b_.reduce({target}, contributions, c.length, {.pre = true}, residual);
   }
 
+  const Wire wire_;
+  const bool feedback_;
   uint8_t sums_ = 0, contributions_ = 0, results_ = 0;
 };
 

@@ -73,14 +73,14 @@ constexpr std::array kTable = {
     Row{Collective::ReduceScatter, {"shared_memory", reduceScatterSharedMemory},
         Nodes::One, Buffers::Any, Size::Any, Preferred::Yes},
     Row{Collective::ReduceScatter, {"direct", reduceScatterDirect},
-        Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
+        Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes, Encodes::Yes},
 
     Row{Collective::Reduce, {"one_shot", reduceOneShot, Preamble::CopyIn},
         Nodes::One, Buffers::Any, Size::OneShot, Preferred::Yes},
     Row{Collective::Reduce, {"shared_memory", reduceSharedMemory},
         Nodes::One, Buffers::Any, Size::Any, Preferred::Yes},
     Row{Collective::Reduce, {"direct", reduceDirect},
-        Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
+        Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes, Encodes::Yes},
 
     Row{Collective::Gather, {"direct", gatherDirect},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes},
@@ -233,8 +233,7 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
 }
 
 Wire encodedAs(const plan::Topology& t, Collective collective, int64_t bytes, Wire wanted) {
-  const bool isEncodable =
-      collective == Collective::AllReduce && bytes > kTinyBytes && t.numNodes() > 1;
+  const bool isEncodable = isReduction(collective) && bytes > kTinyBytes && t.numNodes() > 1;
   return isEncodable ? wanted : Wire::fp32;
 }
 

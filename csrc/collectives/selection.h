@@ -35,7 +35,7 @@ const Choice& select(const plan::Topology& topology, const plan::Limits& limits,
                      const char* origin = "SMDDP_ALGORITHM", const Tuning& tuning = {});
 
 // The wire format of a call that is to travel as `wanted`: fp32 inside a node, for short vectors, and for collectives
-// other than allreduce.
+// that sum nothing.
 Wire encodedAs(const plan::Topology& topology, Collective collective, int64_t bytes, Wire wanted);
 
 // Throws Usage for unknown names, as select() would. For a check before there is a request.

@@ -60,10 +60,11 @@ inline constexpr int64_t kMostWindow = 1 << 8;
     "Overrides the choice of algorithms, as collective=name[,...], for example allreduce=ring. Give all "      \
     "ranks the same value. `python -m smddp.plan list` prints the names.")                                     \
   X(std::string, wire, "SMDDP_WIRE", "fp32",                                                                   \
-    "How allreduces of float32 with SUM or AVG travel between nodes: fp32, as they are; bf16, half the bytes; " \
-    "int8, a quarter. All ranks get the same rounded result. Give all ranks the same value. See "              \
-    "docs/wire.md.",                                                                                           \
-    .words = "fp32, bf16 or int8")                                                                             \
+    "How sums and averages of float32 travel between nodes: fp32, as they are; bf16, half the bytes; int8, a "  \
+    "quarter; auto, the one that suits the network, which is measured when a group is made. With +feedback "   \
+    "behind (int8+feedback), what rounding loses is added to the next sum of the same tensor. Give all ranks " \
+    "the same value. See docs/wire.md.",                                                                       \
+    .words = "fp32, bf16, int8, auto, bf16+feedback, int8+feedback or auto+feedback")                         \
   X(std::string, tuningFile, "SMDDP_TUNING_FILE", "",                                                          \
     "File with the fastest algorithms measured, as `python -m smddp.bench --tune` writes it; the same rows "   \
     "on all ranks. SMDDP_ALGORITHM overrides the file, and the file overrides the built-in table.")            \

@@ -9,14 +9,23 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <string_view>
 
 #include "common/types.h"
 
 namespace smddp {
 
-// "fp32", "bf16" or "int8"; throws Usage for others. `origin` says in the error where the text was written.
-Wire parseWire(std::string_view text, const char* origin);
+// What a user asks for, as SMDDP_WIRE: "fp32", "bf16", "int8" or "auto". All but fp32 may have "+feedback" behind.
+struct WireOption {
+  std::optional<Wire> wire = Wire::fp32;  // empty: auto, the one that suits the network
+  bool feedback = false;                  // error feedback
+};
+
+// Throws Usage for other texts. `origin` says in the error where the text was written.
+WireOption parseWire(std::string_view text, const char* origin);
+std::string toString(const WireOption& option);
 
 // Elements of an int8 vector that share a scale. A part of a vector that begins at a multiple of it can be encoded for
 // itself.

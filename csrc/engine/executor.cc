@@ -235,6 +235,7 @@ Buffer::Run Executor::resolve(uint32_t refIndex, int64_t trip, int64_t skip, int
     case Space::Output: return binding_.output.at(offset, length);
     case Space::MateInput: return {binding_.mateInputs[ref.owner] + offset, length};
     case Space::MateOutput: return {binding_.mateOutputs[ref.owner] + offset, length};
+    case Space::Residual: return {reinterpret_cast<std::byte*>(binding_.residual) + offset, length};
     case Space::Slot: {
       const plan::Pool& pool = cached_->plan.pools[ref.poolOrStream];
       const int64_t slot = ref.index.at(trip) % pool.slots;
@@ -281,8 +282,12 @@ void Executor::moveEncoded(const Step& step, int64_t trip) {
   const uint32_t numRefs = step.numDestinations + uint32_t{step.numSources};
   const reduction::Scale scale = {.post = step.postScale && binding_.op == ReduceOp::AVG,
                                   .divisor = binding_.scale.divisor};
+  const uint32_t residualRef = step.firstRef + numRefs;
   for (int64_t done = 0; done < step.length; done += kPieceBytes) {
     const int64_t length = std::min(kPieceBytes, step.length - done);
+    auto* const residual =
+        step.hasResidual ? reinterpret_cast<float*>(resolve(residualRef, trip, done, length).data)
+                         : nullptr;
     bool isInPieces = false;
     // Where the plain vector lies, or room for a piece of it that is not one run.
     const auto find = [&](uint32_t i, bool reads) {
@@ -310,7 +315,8 @@ void Executor::moveEncoded(const Step& step, int64_t trip) {
       }
     }
     reduction::reduceEncoded(plan.wire, encodedDestinations_, encodedSources_,
-                             static_cast<size_t>(length) / sizeof(float), binding_.op, scale);
+                             static_cast<size_t>(length) / sizeof(float), binding_.op, scale,
+                             residual);
     for (uint32_t i = 0; isInPieces && i < step.numDestinations; ++i) {
       const std::byte* const piece = pieces_.data() + i * kPieceBytes;
       if (encodedDestinations_[i].data != piece) continue;

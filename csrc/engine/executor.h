@@ -46,6 +46,7 @@ struct Binding {
   Buffer output;
   std::vector<std::byte*> mateInputs;  // by local index; empty except for zero-copy plans
   std::vector<std::byte*> mateOutputs;
+  float* residual = nullptr;  // of plans with error feedback
   DataType type = DataType::uint8;
   ReduceOp op = ReduceOp::SUM;
   reduction::Scale scale;  // factor and divisor

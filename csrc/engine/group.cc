@@ -42,7 +42,7 @@ void warnOfOtherLayouts(const plan::Topology& topology, Rank me) {
   }
 }
 
-Wire wireOf(const GroupOptions& options) {
+WireOption wireOf(const GroupOptions& options) {
   return options.wire.empty() ? parseWire(settings().wire, "SMDDP_WIRE")
                               : parseWire(options.wire, "wire");
 }
@@ -102,7 +102,8 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
   membership_.emplace(std::move(membership));
   team_.join(*membership_, entries);
   channels_.emplace(process_, *membership_, limits_);
-  plans_.emplace(membership_->topology, limits_, spec_.options.algorithm, wire_);
+  plans_.emplace(membership_->topology, limits_, spec_.options.algorithm,
+                 wire_.wire.value_or(Wire::fp32));
   calls_.emplace(*membership_, team_);
   sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, ended_);
   messages_.emplace(process_, *membership_, *channels_, ended_);
@@ -189,6 +190,15 @@ bool Group::tryGiveBack() {
   return true;
 }
 
+// ", int8 between nodes (auto)"
+std::string Group::describeWire() const {
+  const Wire wire = plans_->wire();
+  if (wire == Wire::fp32 && wire_.wire) return {};
+  return fmt::format(", {}{} between nodes{}", toString(wire),
+                     wire_.feedback && wire != Wire::fp32 ? " with error feedback" : "",
+                     wire_.wire ? "" : " (auto)");
+}
+
 std::string Group::describe() const {
   const size_t numTracks = operations_->numTracks();
   return fmt::format(
@@ -196,9 +206,7 @@ std::string Group::describe() const {
       "by {}",
       spec_.name, spec_.me, spec_.size, topology().numNodes(), spansNodes() ? "s" : "",
       ranksOfNodes(topology()), spec_.size > 1 ? "s" : "", numTracks, numTracks > 1 ? "s" : "",
-      wire_ == Wire::fp32 || !spansNodes() ? ""
-                                           : fmt::format(", {} between nodes", toString(wire_)),
-      plans_->sources());
+      !spansNodes() ? "" : describeWire(), plans_->sources());
 }
 
 }  // namespace smddp::engine

@@ -63,6 +63,14 @@ class Group final {
   uint64_t id() const { return membership_->group; }
   const plan::Topology& topology() const { return membership_->topology; }
   bool spansNodes() const { return membership_->spansNodes(); }
+  // What the group was made with. [any thread]
+  const WireOption& wire() const { return wire_; }
+  // The format from the next call on, for "auto". The same call on all ranks comes next.
+  void useWire(Wire wire) { plans_->useWire(wire); }
+  // Whether a call keeps what its encodings lose (Request::residual). [any thread, after the last useWire()]
+  bool feedsBack(const Request& request) const {
+    return wire_.feedback && plans_->wireFor(request, request.bytes) != Wire::fp32;
+  }
   // What a rank said of itself when this process met it, with `group` as its entry for another group.
   bootstrap::Introduction introductionOf(Rank rank, std::vector<std::byte> group) const;
 
@@ -122,9 +130,11 @@ class Group final {
   std::string describe() const;
 
  private:
+  std::string describeWire() const;
+
   Process& process_;  // shutdown() of the engine destroys it
   const Spec spec_;
-  const Wire wire_;
+  const WireOption wire_;
   const plan::Limits limits_;
   EndedOperations ended_;
   Team team_;

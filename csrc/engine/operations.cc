@@ -304,6 +304,7 @@ void Operations::combine(TrackState& state) {
     append(state.output, operation.request.output);
   }
   state.shape.wire = plans_.wireFor(first, state.shape.bytes);
+  state.shape.feedback = state.shape.wire != Wire::fp32 && first.residual != nullptr;
 }
 
 // Where mates find this rank's buffers, if all of them lie in communication memory.
@@ -362,6 +363,7 @@ Binding& Operations::bind(TrackState& state, const Request& request,
   binding.scale.factor = request.factor;
   binding.scale.divisor = membership_.size();
   binding.fingerprint = call;
+  binding.residual = request.residual.get();
   binding.mateOutputs.clear();
   binding.mateInputs.clear();
   return binding;

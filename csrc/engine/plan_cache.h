@@ -91,6 +91,8 @@ class PlanCache {
     const Entry* entry_ = nullptr;
   };
 
+  Wire wire() const { return wire_; }
+  void useWire(Wire wire) { wire_ = wire; }
   // The wire format for a call. Only sums of float32 can be encoded.
   Wire wireFor(const Request& request, int64_t bytes) const {
     const bool isSum = request.op == ReduceOp::SUM || request.op == ReduceOp::AVG;
@@ -193,7 +195,8 @@ class PlanCache {
       size_t hash = static_cast<size_t>(shape.bytes) * 0x9e3779b97f4a7c15;
       hash ^= static_cast<size_t>(shape.root) << 8 | static_cast<size_t>(shape.collective) << 1 |
               static_cast<size_t>(shape.shared);
-      hash ^= static_cast<size_t>(shape.afterArrival) << 40 | static_cast<size_t>(shape.wire) << 41;
+      hash ^= static_cast<size_t>(shape.afterArrival) << 40 |
+              static_cast<size_t>(shape.wire) << 41 | static_cast<size_t>(shape.feedback) << 43;
       return hash;
     }
   };
@@ -204,7 +207,7 @@ class PlanCache {
   const plan::Topology& topology_;
   const plan::Limits& limits_;
   const std::string overrides_;
-  const Wire wire_;
+  Wire wire_;
   const size_t limitBytes_;
   std::list<Entry> entries_;  // the one asked for last is the first
   std::unordered_map<collectives::Shape, std::list<Entry>::iterator, Hash> byShape_;

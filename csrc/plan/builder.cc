@@ -78,31 +78,31 @@ void Builder::write(Step step, std::vector<Ref> refs) {
   (*target_)[static_cast<size_t>(current_)].push_back({step, std::move(refs)});
 }
 
-void Builder::copy(std::vector<Ref> destinations, Ref source, int64_t length, Scales scales) {
-  if (length == 0) return;
-  Step step;
-  step.op = Op::Copy;
-  step.preScale = scales.pre;
-  step.postScale = scales.post;
-  step.numDestinations = static_cast<uint8_t>(destinations.size());
-  step.numSources = 1;
-  step.length = length;
-  destinations.push_back(source);
-  write(step, std::move(destinations));
+void Builder::copy(std::vector<Ref> destinations, Ref source, int64_t length, Scales scales,
+                   std::optional<Ref> residual) {
+  move(Op::Copy, std::move(destinations), {&source, 1}, length, scales, residual);
 }
 
 void Builder::reduce(std::vector<Ref> destinations, std::vector<Ref> sources, int64_t length,
-                     Scales scales) {
+                     Scales scales, std::optional<Ref> residual) {
+  move(Op::Reduce, std::move(destinations), sources, length, scales, residual);
+}
+
+void Builder::move(Op op, std::vector<Ref> destinations, std::span<const Ref> sources,
+                   int64_t length, Scales scales, std::optional<Ref> residual) {
   if (length == 0) return;
   Step step;
-  step.op = Op::Reduce;
+  step.op = op;
   step.preScale = scales.pre;
   step.postScale = scales.post;
+  step.hasResidual = residual.has_value();
   step.numDestinations = static_cast<uint8_t>(destinations.size());
   step.numSources = static_cast<uint16_t>(sources.size());
   step.length = length;
-  destinations.insert(destinations.end(), sources.begin(), sources.end());
-  write(step, std::move(destinations));
+  std::vector<Ref> refs = std::move(destinations);
+  refs.insert(refs.end(), sources.begin(), sources.end());
+  if (residual) refs.push_back(*residual);
+  write(step, std::move(refs));
 }
 
 void Builder::signal(int counter, int64_t value) {

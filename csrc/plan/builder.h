@@ -22,6 +22,7 @@
 #include <functional>
 #include <initializer_list>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -74,6 +75,7 @@ class Builder {
   // Memory. `local` is an index into topology().team().
   static Ref in(int64_t offset) { return {Space::Input, 0, false, 0, {}, {offset, 0}}; }
   static Ref out(int64_t offset) { return {Space::Output, 0, false, 0, {}, {offset, 0}}; }
+  static Ref residual(int64_t offset) { return {Space::Residual, 0, false, 0, {}, {offset, 0}}; }
   // Makes the plan zero-copy, as mateIn and mateOut do. For a rank that does not touch its mates' buffers, while
   // they use its own.
   void shareBuffers() { plan_.zeroCopy = true; }
@@ -101,10 +103,11 @@ class Builder {
   // which they are written.
   void stage(const std::string& name);
 
-  // Copies and reductions of length zero are dropped. Signals and messages are kept.
-  void copy(std::vector<Ref> destinations, Ref source, int64_t length, Scales scales = {});
+  // Copies and reductions of length zero are dropped. Signals and messages are kept. `residual`: Step::hasResidual.
+  void copy(std::vector<Ref> destinations, Ref source, int64_t length, Scales scales = {},
+            std::optional<Ref> residual = {});
   void reduce(std::vector<Ref> destinations, std::vector<Ref> sources, int64_t length,
-              Scales scales = {});
+              Scales scales = {}, std::optional<Ref> residual = {});
   void signal(int counter, int64_t value);
   void waitMates(int counter, int64_t value);
   void waitRank(int local, int counter, int64_t value);
@@ -143,6 +146,8 @@ class Builder {
   using Channels = std::map<std::pair<Rank, int>, ChannelCount>;
 
   void write(Step step, std::vector<Ref> refs);
+  void move(Op op, std::vector<Ref> destinations, std::span<const Ref> sources, int64_t length,
+            Scales scales, std::optional<Ref> residual);
   Step channelStep(Op op, Rank rank, int stream, int64_t value, int64_t length) const;
   Script record(const std::function<void(const Chunk&)>& body, const Chunk& chunk);
   static Channels advance(const Channels& start, const Channels& end, int64_t times);

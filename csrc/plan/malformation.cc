@@ -88,9 +88,8 @@ class Inspection {
     if (!inside) return;
     for (uint32_t i = block.firstStep; i < block.firstStep + block.numSteps; ++i) {
       const Step& step = plan_.steps[i];
-      const uint64_t numRefs = uint64_t{step.numDestinations} + step.numSources;
-      require(step.firstRef + numRefs <= plan_.refs.size(), "stage {}: references beyond the end",
-              stage);
+      require(uint64_t{step.firstRef} + step.numRefs() <= plan_.refs.size(),
+              "stage {}: references beyond the end", stage);
       if (!problem_.empty()) return;
       const std::string complaint = complaintAbout(step, &block == &plan_.preamble);
       require(complaint.empty(), "stage {}, {}: {}", stage, printStep(plan_, step), complaint);
@@ -123,11 +122,23 @@ class Inspection {
       if (!isOwnSlot && !isOutput) return "only outputs and own slots may be written";
       if (const std::string text = aboutRef(ref); !text.empty()) return text;
     }
+    if (const std::string text = aboutResidual(step); !text.empty()) return text;
     return aboutSources(step);
+  }
+
+  std::string aboutResidual(const Step& step) const {
+    if (!step.hasResidual) return {};
+    const Ref& residual = plan_.residual(step);
+    if (residual.space != Space::Residual || residual.isEncoded) return "no residual";
+    const Ref* first = &plan_.destination(step, 0);
+    const bool encodes = std::any_of(first, first + step.numDestinations,
+                                     [](const Ref& ref) { return ref.isEncoded; });
+    return encodes ? aboutRef(residual) : "a residual of what is not encoded";
   }
 
   std::string aboutSources(const Step& step) const {
     for (int i = 0; i < step.numSources; ++i) {
+      if (plan_.source(step, i).space == Space::Residual) return "a residual as a source";
       if (const std::string text = aboutRef(plan_.source(step, i)); !text.empty()) return text;
     }
     return {};

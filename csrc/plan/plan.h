@@ -55,10 +55,11 @@ enum class Space : uint8_t {
   MateOutput,  // the output of a rank on my node (zero-copy plans only)
   Slot,        // slot `index` of a staging pool of a rank on my node; only its owner writes it
   Message,     // message `index` of the channel from `owner` with a stream
+  Residual,  // mine; as long as my input, and kept from one execution to the next (Step::hasResidual)
 };
 
 // A range of bytes; the step has its length. owner: a local index for Mate* and Slot, a group rank for Message,
-// unused for Input and Output.
+// unused for the others.
 //
 // An encoded range holds the elements in the plan's wire format. It is written and read as a whole: only its writer
 // knows where an element lies in it.
@@ -96,15 +97,19 @@ struct Step {  // one action of a lane; the comments say which kinds of step use
   Op op = Op::Copy;
   bool preScale = false;   // Reduce, Copy: the sources are raw inputs (PREMUL_SUM multiplies them)
   bool postScale = false;  // Reduce, Copy: the result is final (AVG divides it)
-  uint8_t counter = 0;     // Signal, Wait
-  uint8_t stream = 0;      // Put, Receive, Release, Flush
+  // Reduce, Copy with an encoded destination: error feedback. The result is increased by the residual before it is
+  // encoded; then the residual becomes what this encoding has lost.
+  bool hasResidual = false;
+  uint8_t counter = 0;  // Signal, Wait
+  uint8_t stream = 0;   // Put, Receive, Release, Flush
   uint8_t numDestinations = 0;
   uint16_t numSources = 0;
-  uint32_t firstRef = 0;  // Plan::refs[firstRef …]: destinations, then sources
+  uint32_t firstRef = 0;  // Plan::refs[firstRef …]: destinations, then sources, then the residual
   Rank who = kMates;      // Wait: local index or kMates; channel steps: group rank
   // Bytes: Copy, Reduce, Put, Receive. Copy, Reduce: before encoding. Put, Receive: as the message has them.
   int64_t length = 0;
   Affine value;  // Signal, Wait, Put, Receive, Release, Flush
+  uint32_t numRefs() const { return uint32_t{numDestinations} + numSources + hasResidual; }
   friend bool operator==(const Step&, const Step&) = default;
 };
 
@@ -158,6 +163,7 @@ struct Plan {  // everything that one rank does in one execution
   }
   const Ref& destination(const Step& s, int i) const { return refs[s.firstRef + i]; }
   const Ref& source(const Step& s, int i) const { return refs[s.firstRef + s.numDestinations + i]; }
+  const Ref& residual(const Step& s) const { return refs[s.firstRef + s.numRefs() - 1]; }
 };
 
 // Sizes that bound a plan. They are equal on all ranks of a group.

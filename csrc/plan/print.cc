@@ -29,6 +29,7 @@ std::string memory(const Plan& plan, const Ref& ref) {
   switch (ref.space) {
     case Space::Input: return "in";
     case Space::Output: return "out";
+    case Space::Residual: return "residual";
     case Space::MateInput: return fmt::format("mate {}'s in", ref.owner);
     case Space::MateOutput: return fmt::format("mate {}'s out", ref.owner);
     case Space::Slot: {
@@ -74,8 +75,11 @@ const char* word(Op op) {
   return "?";
 }
 
-std::string scales(const Step& step) {
-  return fmt::format("{}{}", step.preScale ? ", pre-scaled" : "", step.postScale ? ", final" : "");
+// What a copy or reduction does besides.
+std::string extras(const Plan& plan, const Step& step) {
+  return fmt::format(
+      "{}{}{}", step.preScale ? ", pre-scaled" : "", step.postScale ? ", final" : "",
+      step.hasResidual ? ", with " + place(plan, plan.residual(step), step.length) : "");
 }
 
 // Adds the work of all trips of a block.
@@ -115,9 +119,10 @@ std::string printStep(const Plan& plan, const Step& step) {
   switch (step.op) {
     case Op::Copy:
     case Op::Reduce:
-      return fmt::format(
-          "{} {} <- {}{}", word(step.op), list(plan, step, step.firstRef, step.numDestinations),
-          list(plan, step, step.firstRef + step.numDestinations, step.numSources), scales(step));
+      return fmt::format("{} {} <- {}{}", word(step.op),
+                         list(plan, step, step.firstRef, step.numDestinations),
+                         list(plan, step, step.firstRef + step.numDestinations, step.numSources),
+                         extras(plan, step));
     case Op::Signal:
       return fmt::format("signal {} = {}",
                          step.counter == kArrival ? "arrival" : fmt::format("c{}", step.counter),
@@ -151,7 +156,7 @@ std::string printStepAt(const Plan& plan, const Step& step, int64_t trip) {
   Step now = step;
   now.firstRef = 0;
   now.value = {step.value.at(trip), 0};
-  for (uint32_t i = 0; i < static_cast<uint32_t>(step.numDestinations) + step.numSources; ++i) {
+  for (uint32_t i = 0; i < step.numRefs(); ++i) {
     Ref ref = plan.refs[step.firstRef + i];
     ref.index = {ref.index.at(trip), 0};
     ref.offset = {ref.offset.at(trip), 0};

@@ -51,6 +51,7 @@ std::string SymbolicRun::nameOf(const ShadowMemory* memory) const {
     const RankState& state = ranks_[r];
     if (memory == &state.input) return fmt::format("the input of rank {}", r);
     if (memory == &state.output) return fmt::format("the output of rank {}", r);
+    if (memory == &state.residual) return fmt::format("the residual of rank {}", r);
     if (memory == &state.halves[0] || memory == &state.halves[1]) {
       return fmt::format("the slots of rank {}", r);
     }

@@ -37,6 +37,9 @@ SymbolicRun::Place SymbolicRun::resolve(const Thread& t, const Ref& ref, int64_t
     requireInside(limits_.messageBytes);
     Channel& channel = found->second;
     place = {&channel.window, (channel.base[e] + index) % limits_.window * limits_.messageBytes};
+  } else if (ref.space == Space::Residual) {
+    requireInside(executions_[e].inputBytes[owner]);
+    place = {&ranks_[owner].residual, 0};
   } else {
     const bool isInput = ref.space == Space::Input || ref.space == Space::MateInput;
     requireInside(isInput ? executions_[e].inputBytes[owner] : executions_[e].outputBytes[owner]);
@@ -141,6 +144,23 @@ void SymbolicRun::writeElements(const Thread& t, const Step& step, std::vector<P
     const int64_t bytes = plan.bytesOf(step, ref);
     write(t, resolve(t, ref, bytes), bytes, access, ref.isEncoded ? encoded : pieces);
   }
+  if (step.hasResidual) useResidual(t, step, pieces);
+}
+
+// A residual belongs to the same elements of the input. Its numbers are not followed.
+void SymbolicRun::useResidual(const Thread& t, const Step& step, const std::vector<Piece>& pieces) {
+  const Ref& residual = planOf(t).residual(step);
+  int64_t offset = residual.offset.at(t.trip);
+  for (const Piece& piece : pieces) {
+    const auto isOther = [&](const Leaf& leaf) {
+      return leaf.offset + piece.value.position != offset;
+    };
+    if (std::ranges::any_of(expressions_.leaves(piece.value.id), isOther))
+      recordWrongData(nameOf(t) + ": the residual of other elements");
+    offset += piece.length;
+  }
+  const Access access{t.clock.now(), Access::Kind::Step, 0};
+  write(t, resolve(t, residual, step.length), step.length, access, {{step.length, {}}});
 }
 
 void SymbolicRun::copy(Thread& t, const Step& step) {

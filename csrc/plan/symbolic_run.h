@@ -66,6 +66,7 @@ class SymbolicRun {
     std::array<Counter, kNumCounters> counters;
     ShadowMemory input;
     ShadowMemory output;  // also the input of executions in place
+    ShadowMemory residual;
     std::array<ShadowMemory, 2> halves;
     uint32_t firstThread = 0;
     size_t execution = 0;
@@ -120,6 +121,7 @@ class SymbolicRun {
              const std::vector<Piece>& pieces);
   void readElements(const Thread& t, const Step& step, const Ref& ref, std::vector<Piece>& pieces);
   void writeElements(const Thread& t, const Step& step, std::vector<Piece> pieces);
+  void useResidual(const Thread& t, const Step& step, const std::vector<Piece>& pieces);
   Term operand(const Thread& t, const Step& step, Term value);
   void callerWrites(Rank rank, bool isBefore);
   void requireOutputs(Rank rank);

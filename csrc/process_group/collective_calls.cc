@@ -25,6 +25,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tenso
   call.staging.begin(*devices_, {Collective::AllReduce, request.op});
   request.output = {call.staging.toUpdate(tensor)};
   request.bytes = numBytes(tensor);
+  addResidual(request, tensor);
   return submit(std::move(call), std::move(request));
 }
 
@@ -43,6 +44,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
   call.staging.begin(*devices_, {Collective::AllReduce, request.op});
   request.output = call.staging.toUpdate(tensors);
   request.bytes = engine::totalBytes(request.output);
+  addResidual(request, tensors);
   return submit(std::move(call), std::move(request));
 }
 
@@ -164,6 +166,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
     request.input = call.staging.toRead(input);
     request.output = {call.staging.toWrite(output)};
     request.bytes = numBytes(output);
+    addResidual(request, input);
     return submit(std::move(call), std::move(request));
   }
   // Blocks of several sizes: one reduction to each rank. All ranks have lists of the same sizes.
@@ -177,6 +180,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
     one.root = root;
     one.partOf = engine::PartOf::UnevenReduceScatter;
     one.bytes = numBytes(block);
+    addResidual(one, block);
     if (root != getRank()) one.input = {call.staging.toRead(block)};
   }
   // Comes last, because it writes to `output`, which may share memory with a block.
@@ -187,7 +191,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
 
 Request ProcessGroup::scatterRequest(const char* name, const at::Tensor& output,
                                      const at::Tensor& input, Staging& staging,
-                                     const c10d::ReduceScatterOptions& options) const {
+                                     const c10d::ReduceScatterOptions& options) {
   requireDense(name, input);
   requireWritable(name, output);
   requireMultiple(name, input, output, getSize(), "input", "output");
@@ -198,6 +202,7 @@ Request ProcessGroup::scatterRequest(const char* name, const at::Tensor& output,
   request.input = {staging.toRead(input)};
   request.output = {staging.toWrite(output)};
   request.bytes = numBytes(output);
+  addResidual(request, input);
   return request;
 }
 

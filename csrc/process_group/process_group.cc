@@ -9,6 +9,7 @@
 #include "common/config.h"
 #include "common/log.h"
 #include "engine/split.h"
+#include "engine/wire_choice.h"
 #include "process_group/checks.h"
 #include "process_group/errors.h"
 #include "process_group/store_adapter.h"
@@ -130,9 +131,10 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
   if (isWorld) setLogRank(creation.rank);
   StoreAdapter adapter(creation.store);
   translated([&] {
-    group_ = engine_->createGroup(
-        adapter, {creation.name, creation.rank, creation.size, creation.options},
-        std::chrono::nanoseconds(creation.timeout).count(), knownMembersOf(creation));
+    group_ = engine_->createGroup(adapter,
+                                  {creation.name, creation.rank, creation.size, creation.options},
+                                  effectiveTimeout(creation.timeout), knownMembersOf(creation));
+    engine::chooseWire(*engine_, group_, effectiveTimeout(creation.timeout));
   });
   if (isWorld) {
     const std::lock_guard lock(engineSlot().mutex);
@@ -256,7 +258,9 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
                                  static_cast<Rank>(me - members.begin()),
                                  static_cast<int>(members.size()), parent->spec().options};
   auto child = translated([&] {
-    return engine::splitGroup(*engine_, parent, spec, members, effectiveTimeout(timeout));
+    auto split = engine::splitGroup(*engine_, parent, spec, members, effectiveTimeout(timeout));
+    engine::chooseWire(*engine_, split, effectiveTimeout(timeout));
+    return split;
   });
   return {std::move(child), timeout};
 }
@@ -273,6 +277,11 @@ Request ProcessGroup::newRequest(Collective collective, std::chrono::millisecond
   request.timeout = effectiveTimeout(timeout);
   request.willWait = !asyncOp;
   return request;
+}
+
+void ProcessGroup::addResidual(Request& request, at::TensorList inputs) {
+  if (!group()->feedsBack(request)) return;
+  request.residual = translated([&] { return residuals_.of(inputs); });
 }
 
 intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> requests,

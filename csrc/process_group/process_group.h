@@ -19,6 +19,7 @@
 
 #include "engine/engine.h"
 #include "process_group/device_calls.h"
+#include "process_group/residuals.h"
 #include "process_group/work.h"
 
 namespace smddp::process_group {
@@ -159,6 +160,8 @@ class ProcessGroup : public c10d::Backend {
 
   engine::Request newRequest(collectives::Collective collective, std::chrono::milliseconds timeout,
                              bool asyncOp) const;
+  // Adds what a call with error feedback needs; `inputs` are the tensors that the request reads.
+  void addResidual(engine::Request& request, at::TensorList inputs);
   // Hands the operations of a call to the engine. If the call is on a device, or calls on a device wait, hands them to
   // devices() instead.
   c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
@@ -171,7 +174,7 @@ class ProcessGroup : public c10d::Backend {
                                 const c10d::AllgatherOptions& options) const;
   engine::Request scatterRequest(const char* name, const at::Tensor& output,
                                  const at::Tensor& input, Staging& staging,
-                                 const c10d::ReduceScatterOptions& options) const;
+                                 const c10d::ReduceScatterOptions& options);
   engine::Message newMessage(bool send, Rank rank, int32_t tag, engine::Pieces buffer,
                              std::chrono::milliseconds timeout = c10d::kUnsetTimeout) const;
   // An all-to-all of blocks, one for each rank, of which only sender and receiver know the size.
@@ -186,6 +189,7 @@ class ProcessGroup : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> timeoutMs_;
   const std::unique_ptr<DeviceCalls> devices_;
+  Residuals residuals_;
   std::mutex splitMutex_;  // not held while split() waits
   // Guarded by splitMutex_. The store of the last split whose lists of members were compared.
   c10::weak_intrusive_ptr<c10d::Store> splitStore_{c10::intrusive_ptr<c10d::Store>()};

@@ -54,6 +54,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce(std::vector<at::Tensor>& tensors,
     request.input = {call.staging.toRead(tensor)};
   }
   request.bytes = numBytes(tensor);
+  addResidual(request, tensor);
   return submit(std::move(call), std::move(request));
 }
 

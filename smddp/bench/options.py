@@ -31,6 +31,7 @@ _MEMORY = {
 }
 _PLACES = {"both": PLACES, "in": ("in_place",), "out": ("out_of_place",)}
 # Dtypes that gloo does not support.
+_WIRES = (*WIRES, "auto", "auto+feedback")
 _NOT_IN_GLOO = {"int16", "uint16", "uint32", "uint64"}
 _EXTRA = ("fake", BOUND, *mpi.MPIS)
 
@@ -96,8 +97,8 @@ def parser() -> argparse.ArgumentParser:
         "--wire",
         default="",
         metavar="FORMATS",
-        help=f"some of {', '.join(WIRES)}: rows of smddp whose allreduces travel so between nodes; "
-        "the column error is their largest error (default: what SMDDP_WIRE says)",
+        help=f"some of {', '.join(_WIRES)}: rows of smddp whose sums travel so between nodes; the "
+        "column error is their largest error (default: what SMDDP_WIRE says)",
     )
     _add_amounts(result)
     _add_outputs(result)
@@ -281,8 +282,8 @@ def _wires(options: argparse.Namespace) -> list[str]:
     wires: list[str] = options.wire.split(",")
     if wires == [""]:
         return wires
-    if wrong := [wire for wire in wires if wire not in WIRES]:
-        raise ValueError(f"--wire {wrong[0]!r} is not one of {', '.join(WIRES)}")
+    if wrong := [wire for wire in wires if wire not in _WIRES]:
+        raise ValueError(f"--wire {wrong[0]!r} is not one of {', '.join(_WIRES)}")
     if len(set(wires)) < len(wires):
         raise ValueError(f"--wire {options.wire} names one twice")
     return wires

@@ -46,8 +46,11 @@ OPS = {
     "bxor": dist.ReduceOp.BXOR,
 }
 # What one encoding may be off, relative to the largest magnitude: half the last of 8 bits, or half
-# a step of 1/127; and a little for rounding in float32.
-_STEPS = {"bf16": 2.0**-9 * 1.01, "int8": 0.5 / 127 * 1.01}
+# a step of 1/127; and a little for rounding in float32. With feedback, what the encoding before was
+# off comes on top.
+_STEPS = {"bf16": 2.0**-8 * 1.01, "int8": 0.5 / 127 * 1.01}
+_STEPS["auto"] = _STEPS["int8"]
+_STEPS |= {f"{wire}+feedback": 2.02 * step for wire, step in _STEPS.items()}
 # Parts of the errors with which backends reject a call that they do not support.
 _REFUSALS = ("not support", "unsupported", "not implement", "invalid scalar", "unhandled")
 

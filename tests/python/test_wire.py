@@ -1,8 +1,9 @@
-"""Allreduces that travel in fewer bytes between nodes: SMDDP_WIRE and GroupOptions(wire=...)."""
+"""Sums that travel in fewer bytes between nodes: SMDDP_WIRE and GroupOptions(wire=...)."""
 
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import ranks
@@ -18,7 +19,7 @@ wires = pytest.mark.parametrize("wire", ["bf16", "int8"])
 
 # What one encoding may be off, relative to the largest magnitude around: half a step of 1/127 of
 # it, or of the last of 8 bits of a number; and a little for the rounding in float32.
-_STEP = {"bf16": 2.0**-9 * 1.001, "int8": 0.5 / 127 * 1.001}
+_STEP = {"bf16": 2.0**-8 * 1.001, "int8": 0.5 / 127 * 1.001}
 _SUM, _AVG, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
 
 
@@ -75,6 +76,178 @@ def test_sums_are_close_and_equal_everywhere(layout: str, wire: str) -> None:
     ranks.check_ranks(_sums, layout, wire, ranks.nodes_of(layout))
 
 
+def _other_reductions(wire: str) -> None:
+    os.environ["SMDDP_WIRE"] = wire
+    dist.init_process_group("smddp")
+    size, me = dist.get_world_size(), dist.get_rank()
+    step = _STEP[wire.removesuffix("+feedback")]
+    for count in (2049, 70_001):
+        vectors = [_vector(count, rank) for rank in range(size)]
+        for op, divisor in ((_SUM, 1), (_AVG, size)):
+            for root in range(size):
+                tensor = vectors[me].clone()
+                dist.reduce(tensor, root, op)
+                if me == root:
+                    _require_close(tensor, vectors, step, divisor)
+                else:
+                    assert torch.equal(tensor, vectors[me])
+            for memory in (torch.empty, smddp.empty):
+                given = memory(size * count)
+                given.copy_(torch.cat([_vector(count, size * me + block) for block in range(size)]))
+                output = memory(count)
+                dist.reduce_scatter_tensor(output, given, op)
+                mine = [_vector(count, size * rank + me) for rank in range(size)]
+                _require_close(output, mine, step, divisor)
+    # On an uneven layout a rank may have no peer on other nodes. Rank 0 always has one.
+    for name in ("reduce/direct", "reduce_scatter/direct"):
+        assert me != 0 or smddp.statistics()[name]["fabric_bytes"] > 0
+    dist.destroy_process_group()
+
+
+@layouts
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int8+feedback"])
+def test_reduces_and_reduce_scatters_are_close(layout: str, wire: str) -> None:
+    ranks.check_ranks(_other_reductions, layout, wire)
+
+
+def _reduce_scatter_bytes(wire: str) -> int:
+    os.environ["SMDDP_WIRE"] = wire
+    dist.init_process_group("smddp")
+    given = torch.ones(dist.get_world_size() * 50_000)
+    dist.reduce_scatter_tensor(torch.empty(50_000), given)
+    moved = smddp.statistics()["reduce_scatter/direct"]["fabric_bytes"]
+    dist.destroy_process_group()
+    return moved
+
+
+def test_a_reduce_scatter_sends_fewer_bytes() -> None:
+    fp32, bf16, int8 = (
+        sum(ranks.check_ranks(_reduce_scatter_bytes, "2x2", wire))
+        for wire in ("fp32", "bf16", "int8")
+    )
+    assert fp32 == 2 * bf16
+    assert 3.9 * int8 < fp32
+
+
+def _many_sums_of_the_same(wire: str, collective: str) -> float:
+    """Returns how far the sum of all results is off, in errors that one result may have."""
+    os.environ["SMDDP_WIRE"] = wire
+    dist.init_process_group("smddp")
+    size, me = dist.get_world_size(), dist.get_rank()
+    count, rounds = 20_000, 100
+    vectors = [_vector(count, rank) for rank in range(size)]
+    exact = torch.stack(vectors).double().sum(0) / size
+    total = torch.zeros(count, dtype=torch.float64)
+    scattered = collective == "reduce_scatter"
+    given, output = torch.empty(size * count if scattered else count), torch.empty(count)
+    for _ in range(rounds):
+        given.copy_(vectors[me].repeat(size) if scattered else vectors[me])
+        if scattered:
+            dist.reduce_scatter_tensor(output, given, _AVG)
+        elif collective == "reduce":
+            dist.reduce(given, 0, _AVG)
+        else:
+            dist.all_reduce(given, _AVG)
+        total += output if scattered else given
+    dist.destroy_process_group()
+    if collective == "reduce" and me != 0:
+        return 0.0
+    step = _STEP[wire.removesuffix("+feedback")]
+    bound = step * sum(float(v.abs().max()) for v in vectors) / size
+    bound += step * (float(exact.abs().max()) + bound)
+    return float((total - rounds * exact).abs().max()) / bound
+
+
+@pytest.mark.parametrize("layout", ["1+1", "2x2", "3x1"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter"])
+def test_with_feedback_errors_do_not_add_up(layout: str, collective: str) -> None:
+    """What one sum loses is in the next one, so the sum of all results loses only the last."""
+    for wire in ("bf16", "int8"):
+        without = ranks.check_ranks(_many_sums_of_the_same, layout, wire, collective)
+        assert max(without) > 10
+        fed_back = ranks.check_ranks(_many_sums_of_the_same, layout, wire + "+feedback", collective)
+        assert max(fed_back) < 1.1
+
+
+def _feedback_of_several_tensors() -> float:
+    os.environ["SMDDP_WIRE"] = "int8+feedback"
+    dist.init_process_group("smddp")
+    size, me = dist.get_world_size(), dist.get_rank()
+    counts, rounds = [3000, 77, 20_000], 50
+    given = [torch.empty(count) for count in counts]
+    total = torch.zeros(sum(counts), dtype=torch.float64)
+    for _ in range(rounds):
+        for tensor, count in zip(given, counts, strict=True):
+            tensor.copy_(_vector(count, me))
+        with dist.distributed_c10d._coalescing_manager(dist.group.WORLD):
+            for tensor in given:
+                dist.all_reduce(tensor)
+        total += torch.cat(given)
+    exact = torch.cat(
+        [torch.stack([_vector(n, r) for r in range(size)]).double().sum(0) for n in counts]
+    )
+    dist.destroy_process_group()
+    return float((total - rounds * exact).abs().max())
+
+
+def test_feedback_of_a_vector_of_several_tensors() -> None:
+    for error in ranks.check_ranks(_feedback_of_several_tensors, "2x2"):
+        assert error < 1.1 * _STEP["int8"] * 2 * 4 * 5
+
+
+def _tensors_that_do_not_last() -> None:
+    os.environ["SMDDP_WIRE"] = "int8+feedback"
+    dist.init_process_group("smddp")
+    size, me = dist.get_world_size(), dist.get_rank()
+    for i in range(40):
+        # Large ones, then small ones: what the large ones have lost must not get into these.
+        vectors = [_vector(5000, rank + i) * (1e6 if i < 20 else 1e-6) for rank in range(size)]
+        tensor = vectors[me].clone()
+        dist.all_reduce(tensor)
+        unit = vectors[0].abs().max()
+        scaled = [v / unit for v in vectors]
+        _require_close(tensor / unit, scaled, _STEP["int8"], 1)
+    dist.destroy_process_group()
+
+
+def test_feedback_is_dropped_with_its_tensor() -> None:
+    for outcome in ranks.run_ranks(_tensors_that_do_not_last, "1+1"):
+        assert outcome.returned, outcome
+        assert outcome.stderr.count("error feedback has no effect here") == 1
+
+
+def _automatic(wire: str, nodes: list[int]) -> str:
+    dist.init_process_group("smddp")
+    group = dist.new_group(backend="smddp", pg_options=smddp.GroupOptions(wire=wire))
+    assert isinstance(group, dist.ProcessGroup)
+    size, me = dist.get_world_size(), dist.get_rank()
+    vectors = [_vector(10_000, rank) for rank in range(size)]
+    tensor = vectors[me].clone()
+    dist.all_reduce(tensor, group=group)
+    _require_close(tensor, vectors, _STEP["int8"], 1)
+    text = smddp.describe(group)
+    dist.destroy_process_group()
+    return text
+
+
+@pytest.mark.parametrize("wire", ["auto", "auto+feedback"])
+@pytest.mark.parametrize("layout", ["2x2", "3x1"])
+def test_auto_chooses_one_format_for_all(layout: str, wire: str) -> None:
+    outcomes = ranks.run_ranks(_automatic, layout, wire, ranks.nodes_of(layout))
+    assert all(outcome.returned for outcome in outcomes), outcomes
+    found = {re.search(r", (\w+)[\w ]* between nodes \(auto\)", each.value) for each in outcomes}
+    chosen = {match[1] for match in found if match}
+    assert len(chosen) == 1
+    assert chosen <= {"fp32", "bf16", "int8"}
+    said = [each.stderr.count(f"sends {min(chosen)} between nodes") for each in outcomes]
+    assert said == [1] + [0] * (len(outcomes) - 1)
+
+
+def test_auto_measures_nothing_inside_a_node() -> None:
+    for outcome in ranks.run_ranks(_automatic, "2", "auto", [2]):
+        assert "between nodes" not in outcome.value + outcome.stderr
+
+
 def _pieces(wire: str) -> None:
     os.environ["SMDDP_WIRE"] = wire
     dist.init_process_group("smddp")
@@ -110,7 +283,7 @@ def _unchanged() -> None:
     tensor = torch.full((10_000,), 1.1 + me)
     dist.all_reduce(tensor, _MAX)
     assert torch.equal(tensor, torch.full((10_000,), 1.1 + size - 1))
-    # Up to 8 KiB, and every other collective.
+    # Up to 8 KiB, and collectives that sum nothing.
     for count in (1, 2048):
         tensor = torch.full((count,), 0.3)
         dist.all_reduce(tensor)
@@ -211,11 +384,13 @@ def _wrong(options: list[str], variable: str) -> Failure:
 def test_wrong_wires_are_refused() -> None:
     for failure in ranks.check_ranks(_wrong, "1+1", ["int4", "int4"], ""):
         assert failure.kind == "ValueError"
-        assert "wire=int4: write fp32, bf16 or int8" in failure.text
+        assert "wire=int4: write fp32, bf16, int8 or auto" in failure.text
+    for failure in ranks.check_ranks(_wrong, "1+1", ["fp32+feedback"] * 2, ""):
+        assert "fp32 loses nothing" in failure.text
     for failure in ranks.check_ranks(_wrong, "1+1", ["int8", "fp32"], ""):
         assert "the group must be made with the same options" in failure.text
     for failure in ranks.check_ranks(_wrong, "1+1", [], "int4"):
         assert "SMDDP_WIRE" in failure.text
-        assert "fp32, bf16 or int8" in failure.text
+        assert "expects fp32, bf16, int8, auto" in failure.text
     with pytest.raises(TypeError, match='wire is text such as "int8"'):
         smddp.GroupOptions(wire=8)  # type: ignore[arg-type]

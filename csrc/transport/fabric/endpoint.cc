@@ -15,7 +15,6 @@
 namespace smddp::transport::fabric {
 namespace {
 
-constexpr const char* kTag = "transport/fabric";
 constexpr size_t kReservedForControl = 16;
 constexpr int kMaxFailures = 1000;
 constexpr Nanoseconds kSettling = 200'000'000;

@@ -19,6 +19,8 @@
 
 namespace smddp::transport::fabric {
 
+inline constexpr const char* kTag = "transport/fabric";  // of log lines
+
 // Receives the completions that Endpoint::poll() finds.
 class CompletionHandler {
  public:

@@ -13,7 +13,6 @@
 namespace smddp::transport::fabric {
 namespace {
 
-constexpr const char* kTag = "transport/fabric";
 // The limit, per peer, of messages and of puts that were accepted but not yet posted.
 constexpr size_t kMaxQueued = 64;
 // Some providers write one piece of memory only. There header and payload are copied into one buffer. From this many

@@ -18,6 +18,8 @@ const std::vector<NamedAlgorithm>& allAlgorithms() {
       {"direct", Collective::AllReduce, allreduceDirect, false, false, true},
       {"direct_bf16", Collective::AllReduce, allreduceDirect, false, false, false, Wire::bf16},
       {"direct_int8", Collective::AllReduce, allreduceDirect, false, false, false, Wire::int8},
+      {"direct_int8_feedback", Collective::AllReduce, allreduceDirect, false, false, false,
+       Wire::int8, true},
       {"ring", Collective::AllReduce, allreduceRing, false, false, false},
       {"shared_memory", Collective::Broadcast, broadcastSharedMemory, true, false, true},
       {"chain", Collective::Broadcast, broadcastChain, false, false, true},
@@ -25,9 +27,16 @@ const std::vector<NamedAlgorithm>& allAlgorithms() {
       {"mesh", Collective::AllGather, allgatherMesh, false, false, true},
       {"shared_memory", Collective::ReduceScatter, reduceScatterSharedMemory, true, false, true},
       {"direct", Collective::ReduceScatter, reduceScatterDirect, false, false, true},
+      {"direct_bf16", Collective::ReduceScatter, reduceScatterDirect, false, false, false,
+       Wire::bf16},
+      {"direct_int8_feedback", Collective::ReduceScatter, reduceScatterDirect, false, false, false,
+       Wire::int8, true},
       {"one_shot", Collective::Reduce, reduceOneShot, true, false, true},
       {"shared_memory", Collective::Reduce, reduceSharedMemory, true, false, true},
       {"direct", Collective::Reduce, reduceDirect, false, false, true},
+      {"direct_bf16", Collective::Reduce, reduceDirect, false, false, false, Wire::bf16},
+      {"direct_int8_feedback", Collective::Reduce, reduceDirect, false, false, false, Wire::int8,
+       true},
       {"direct", Collective::Gather, gatherDirect, false, false, true},
       {"direct", Collective::Scatter, scatterDirect, false, false, true},
       {"direct", Collective::AllToAll, alltoallDirect, false, false, true},
@@ -48,9 +57,10 @@ plan::Execution Case::execution() const {
     const plan::Topology t(nodes, r);
     const bool shared = sharedOnNode[static_cast<size_t>(t.myNode())];
     const bool encodes = nodes.size() > 1;
-    plans.push_back(algorithm.build(
-        t, limits,
-        {algorithm.collective, bytes, root, shared, false, encodes ? algorithm.wire : Wire::fp32}));
+    plans.push_back(
+        algorithm.build(t, limits,
+                        {algorithm.collective, bytes, root, shared, false,
+                         encodes ? algorithm.wire : Wire::fp32, encodes && algorithm.feedback}));
   }
   plan::Execution execution;
   switch (algorithm.collective) {

@@ -23,6 +23,7 @@ struct NamedAlgorithm {
   // where messages are encoded: each server rounds the contributions of all nodes but its own.
   bool oneOrder = true;
   Wire wire = Wire::fp32;
+  bool feedback = false;
 
   bool serves(const Nodes& nodes) const { return !oneNode || nodes.size() == 1; }
 };

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <bit>
+#include <cmath>
 #include <cstdlib>
 
 #include "transport/sim/sim_transport.h"
@@ -48,7 +51,10 @@ Faults randomFaults(Random& random, Simulation::Trouble trouble) {
 }  // namespace
 
 Simulation::Simulation(uint64_t seed, Trouble trouble)
-    : trouble_(trouble), random_(seed), network_(seed, randomFaults(random_, trouble)) {
+    : seed_(seed),
+      trouble_(trouble),
+      random_(seed),
+      network_(seed, randomFaults(random_, trouble)) {
   // Most groups are small, because most faults between many ranks also occur between few.
   const int size = static_cast<int>(random_.between(2, random_.chance(0.25) ? 7 : 4));
   const int numNodes = static_cast<int>(random_.between(1, std::min(size, 5)));
@@ -97,14 +103,25 @@ void Simulation::makePlayers() {
 
 void Simulation::makeGroup(const std::string& name, const std::vector<Rank>& members) {
   const int size = static_cast<int>(members.size());
+  constexpr std::array kWires{"fp32", "bf16", "int8", "int8+feedback"};
+  // Other algorithms than the built-in choice know no formats.
+  const bool encodes = std::getenv("SMDDP_ALGORITHM") == nullptr;
+  const char* const wire = kWires[encodes ? (seed_ + programs_.size()) % kWires.size() : 0];
   programs_.push_back(std::make_unique<std::vector<Call>>(randomProgram(size)));
+  for (size_t number = 0; number < programs_.back()->size(); ++number) {
+    Call& call = (*programs_.back())[number];
+    const bool isSum = collectives::isReduction(call.collective) && call.op == ReduceOp::SUM;
+    call.isFloat = isSum && (seed_ + number) % 3 != 0;
+    call.wire = wire;
+  }
   std::vector<bootstrap::Introduction> introductions;
   std::vector<std::string> nodes;
   std::vector<Seat*> seats;
   for (Rank me = 0; me < size; ++me) {
     Player& player = players_[static_cast<size_t>(members[static_cast<size_t>(me)])];
     auto seat = std::make_unique<Seat>();
-    auto [group, introduction] = player.engine->beginGroup({name, me, size});
+    auto [group, introduction] = player.engine->beginGroup(
+        {.name = name, .me = me, .size = size, .options = {.algorithm = "", .wire = wire}});
     seat->group = group;
     seat->me = me;
     seat->size = size;
@@ -170,7 +187,13 @@ void Simulation::planTrouble() {
   }
 }
 
+float Simulation::floatValue(const Call& call, size_t number, Rank rank, size_t element) {
+  const size_t mixed = number * 1'000'003 + static_cast<size_t>(rank) * 7919 + element * 311;
+  return static_cast<float>((mixed + call.count) % 2001) - 1000;
+}
+
 int32_t Simulation::value(const Call& call, size_t number, Rank rank, size_t element) {
+  if (call.isFloat) return std::bit_cast<int32_t>(floatValue(call, number, rank, element));
   return static_cast<int32_t>(number * 1'000'003 + static_cast<size_t>(rank) * 7919 + element * 31 +
                               call.count);
 }
@@ -178,6 +201,12 @@ int32_t Simulation::value(const Call& call, size_t number, Rank rank, size_t ele
 // The output that the rank must have.
 std::vector<int32_t> Simulation::expected(const Call& call, size_t number, Rank me, int size) {
   const auto reduced = [&](size_t element) {
+    if (call.isFloat) {
+      // Whole numbers, so the sum is exact.
+      float sum = 0;
+      for (Rank r = 0; r < size; ++r) sum += floatValue(call, number, r, element);
+      return std::bit_cast<int32_t>(sum);
+    }
     int32_t result = value(call, number, 0, element);
     for (Rank r = 1; r < size; ++r) {
       const int32_t next = value(call, number, r, element);
@@ -244,11 +273,12 @@ void Simulation::submitNext(Player& player, Seat& seat) {
           .inputBytes;  // elements
   for (size_t i = 0; i < static_cast<size_t>(inputs); ++i)
     input.push_back(value(call, number, seat.me, i));
+  const DataType type = call.isFloat ? DataType::float32 : DataType::int32;
   engine::Request request;
   switch (call.collective) {
     case Collective::AllReduce:
       output = input;
-      request = allReduce(bytesOf(output), DataType::int32, call.op);
+      request = allReduce(bytesOf(output), type, call.op);
       break;
     case Collective::Broadcast:
       output = isRoot ? input : std::vector<int32_t>(call.count, -1);
@@ -260,11 +290,11 @@ void Simulation::submitNext(Player& player, Seat& seat) {
       break;
     case Collective::ReduceScatter:
       output.assign(call.count, -1);
-      request = reduceScatter({bytesOf(input)}, bytesOf(output), DataType::int32, call.op);
+      request = reduceScatter({bytesOf(input)}, bytesOf(output), type, call.op);
       break;
     case Collective::Reduce:
       output = input;
-      request = reduce(bytesOf(output), call.root, isRoot, DataType::int32, call.op);
+      request = reduce(bytesOf(output), call.root, isRoot, type, call.op);
       break;
     case Collective::Gather:
       if (isRoot) output.assign(call.count * ranks, -1);
@@ -280,6 +310,8 @@ void Simulation::submitNext(Player& player, Seat& seat) {
       break;
     case Collective::Barrier: request = barrier(); break;
   }
+  if (seat.group->feedsBack(request))
+    request.residual = std::make_shared<float[]>(static_cast<size_t>(inputs));
   request.timeout = kTimeout;
   seat.deadlines.push_back(network_.clock().now() + kTimeout);
   seat.completions.push_back(player.engine->submit(*seat.group, std::move(request)));
@@ -303,11 +335,33 @@ void Simulation::look(Seat& seat) {
       EXPECT_NE(trouble_, Trouble::None) << describe(seat, number) << ": " << error->what();
       EXPECT_TRUE(error->kind() == ErrorKind::Timeout || error->kind() == ErrorKind::PeerLost)
           << describe(seat, number) << ": " << error->what();
+    } else if ((*seat.program)[number].isFloat) {
+      requireSums(seat, number);
     } else {
       EXPECT_EQ(seat.outputs[number], expected((*seat.program)[number], number, seat.me, seat.size))
           << describe(seat, number);
     }
   }
+}
+
+// Sums of float32 may be encoded: then each contribution is off by at most one step of its format, and so is the result.
+// All ranks have the same bits.
+void Simulation::requireSums(const Seat& seat, size_t number) {
+  const Call& call = (*seat.program)[number];
+  const auto& output = seat.outputs[number];
+  const std::vector<int32_t> right = expected(call, number, seat.me, seat.size);
+  ASSERT_EQ(output.size(), right.size()) << describe(seat, number);
+  const bool isEncoded =
+      seat.group->spansNodes() && call.wire != "fp32" && call.count * sizeof(float) > (8 << 10);
+  const float step = !isEncoded ? 0 : call.wire == "bf16" ? 0x1p-8f : 0.5f / 127;
+  const float bound = 1.01f * step * 2 * 1000 * static_cast<float>(seat.size);
+  for (size_t i = 0; i < output.size(); ++i) {
+    const float wrongBy = std::bit_cast<float>(output[i]) - std::bit_cast<float>(right[i]);
+    ASSERT_LE(std::abs(wrongBy), bound) << describe(seat, number) << ", element " << i;
+  }
+  if (call.collective != Collective::AllReduce) return;
+  const auto& first = firstOutputs_.try_emplace({seat.program, number}, output).first->second;
+  EXPECT_EQ(output, first) << describe(seat, number);
 }
 
 std::string Simulation::describe(const Seat& seat, size_t number) const {

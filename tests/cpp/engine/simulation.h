@@ -2,9 +2,12 @@
 // collectives for each group. Everything follows from one seed, and one thread runs it on a virtual clock.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "engine/calls.h"
@@ -42,7 +45,9 @@ class Simulation {
     Collective collective;
     ReduceOp op;
     Rank root;
-    size_t count;  // of int32
+    size_t count;           // of elements
+    bool isFloat = false;   // a sum of float32; else int32
+    std::string_view wire;  // of the group: SMDDP_WIRE
   };
   // A rank in one group, with its calls.
   struct Seat {
@@ -50,7 +55,7 @@ class Simulation {
     Rank me = 0;
     int size = 0;
     const std::vector<Call>* program = nullptr;
-    std::vector<std::vector<int32_t>> inputs, outputs;
+    std::vector<std::vector<int32_t>> inputs, outputs;  // of float32: their bits
     std::vector<engine::CompletionPtr> completions;
     std::vector<Nanoseconds> deadlines;
     size_t ended = 0;  // the number of calls that have ended and were checked
@@ -70,18 +75,23 @@ class Simulation {
   void submitNext(Player& player, Seat& seat);
   void look(Seat& seat);
   std::string describe(const Seat& seat, size_t number) const;
+  void requireSums(const Seat& seat, size_t number);
   bool mayHave(Trouble trouble) const { return trouble_ == trouble || trouble_ == Trouble::All; }
   void tick();
   bool finished() const;
   static int32_t value(const Call& call, size_t number, Rank rank, size_t element);
+  static float floatValue(const Call& call, size_t number, Rank rank, size_t element);
   static std::vector<int32_t> expected(const Call& call, size_t number, Rank me, int size);
 
+  const uint64_t seed_;
   const Trouble trouble_;
   Random random_;
   SimNetwork network_;
   std::vector<std::string> nodes_;  // by rank
   int numCards_ = 1;                // of every rank
   std::vector<std::unique_ptr<std::vector<Call>>> programs_;
+  // By program and number of the call: the output of the first rank whose allreduce of float32 has ended.
+  std::map<std::pair<const std::vector<Call>*, size_t>, std::vector<int32_t>> firstOutputs_;
   std::vector<Player> players_;
   std::string trace_;
   int numErrors_ = 0;

@@ -209,6 +209,29 @@ TEST(Checker, FindsBrokenRules) {
                 HasSubstr("moves before the arrival"));
 }
 
+TEST(Checker, FindsResidualsThatNobodyCanUse) {
+  const auto execution = [](bool encodes, int64_t residualOffset) {
+    std::vector<Plan> plans;
+    for (Rank r = 0; r < 2; ++r) {
+      const Topology t(kTwoNodes, r);
+      Builder b(t, {}, "with residual");
+      b.setWire(Wire::int8);
+      const uint8_t pool = b.pool("encoded", 1, 1024);
+      b.arrive();
+      b.stage("only");
+      Ref slot = b.slot(pool, 0, 0, 0);
+      if (encodes) slot = b.encoded(slot);
+      b.copy({slot}, b.in(0), 1024, {.pre = true}, b.residual(residualOffset));
+      plans.push_back(b.done());
+    }
+    return Execution::allReduce(std::move(plans), 1024);
+  };
+  expectProblem(checkTimes(kTwoNodes, execution(false, 0), 1), Kind::Malformed,
+                HasSubstr("a residual of what is not encoded"));
+  expectProblem(checkTimes(kTwoNodes, execution(true, 64), 1), Kind::Malformed,
+                HasSubstr("outside the 1024 bytes"));
+}
+
 TEST(Checker, LetsLanesShareAChannelInTheOrderOfNumbers) {
   const auto build = [](bool inTurn) {
     std::vector<Plan> plans;

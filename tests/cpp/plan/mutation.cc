@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "plan/builder.h"
 #include "plan/print.h"
 
 namespace smddp::plan {
@@ -74,8 +75,15 @@ bool dropSource(Plan& plan, size_t i, int s) {
   Step& step = plan.steps[i];
   if (step.op != Op::Reduce || s >= step.numSources || step.numSources < 2) return false;
   const auto first = plan.refs.begin() + step.firstRef + step.numDestinations;
-  std::move(first + s + 1, first + step.numSources, first + s);
+  std::move(first + s + 1, first + step.numSources + step.hasResidual, first + s);
   --step.numSources;
+  return true;
+}
+
+bool shiftResidual(Plan& plan, size_t i) {
+  const Step& step = plan.steps[i];
+  if (!step.hasResidual) return false;
+  plan.refs[step.firstRef + step.numRefs() - 1].offset.base += kGranule;
   return true;
 }
 
@@ -84,6 +92,7 @@ std::vector<Change> allChanges(int mostRefs) {
       {"removed", remove},
       {"off by one", weaken},
       {"announced early", announceEarly},
+      {"residual shifted", shiftResidual},
       {"pre-scaling flipped",
        [](Plan& plan, size_t i) {
          Step& step = plan.steps[i];

@@ -11,9 +11,9 @@ namespace smddp::plan {
 
 // Calls `visit` with every mutation of the plans. A mutation removes a wait, signal, put, receive, release or flush, or
 // weakens its number by one; moves a signal or release before the step that it announces; exchanges a slot or message
-// with its neighbour, or its owner with another rank; drops a source of a reduction; or flips a scaling. Each is made
-// on one rank alone, and on all ranks that have the same step at the same place. Waits for a team of one are left out,
-// because they have no effect.
+// with its neighbour, or its owner with another rank; drops a source of a reduction; shifts a residual; or flips a
+// scaling. Each is made on one rank alone, and on all ranks that have the same step at the same place. Waits for a team
+// of one are left out, because they have no effect.
 void forEachMutation(
     const std::vector<std::vector<Rank>>& nodes, const std::vector<Plan>& plans,
     const std::function<void(const std::string& what, std::vector<Plan> mutated)>& visit);

@@ -92,6 +92,23 @@ TEST(Print, NamesMatesBuffersAndNegativeSlopes) {
   EXPECT_THAT(text, HasSubstr("wait c3 of mate 1 >= -k+7"));
 }
 
+TEST(Print, NamesEncodedRangesAndTheResidual) {
+  const Topology t({{0}, {1}}, 0);
+  Builder b(t, {}, "encoded");
+  b.setWire(Wire::int8);
+  const uint8_t pool = b.pool("encoded shards", 2, b.encodedLength(2048));
+  b.arrive();
+  b.eachChunk(4096, 2048, [&](const Chunk& c) {
+    b.stage("only");
+    b.copy({b.encoded(b.slot(pool, 0, c.index, 0))}, b.in(c.offset), c.length, {},
+           b.residual(c.offset));
+  });
+  // 512 elements are 2 blocks: 512 + 2 * 4 bytes.
+  EXPECT_THAT(print(b.done(), t),
+              HasSubstr("copy mate 0's encoded shards slot k%2 [0, +520 int8) <- in[2048k, +2048), "
+                        "with residual[2048k, +2048)\n"));
+}
+
 TEST(Totals, CountAllTrips) {
   const Topology t({{0, 1}, {2, 3}}, 0);
   const Totals sum = totals(samplePlan(t));

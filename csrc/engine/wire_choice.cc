@@ -1,0 +1,84 @@
+#include "engine/wire_choice.h"
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "common/clock.h"
+#include "common/log.h"
+
+namespace smddp::engine {
+namespace {
+
+// So long that the bytes count and not the steps: at 1 Gbit/s, 2 nodes exchange it in 17 ms.
+constexpr size_t kElements = (2 << 20) / sizeof(float);
+// The first round opens channels and fills caches; of the others the fastest counts.
+constexpr int kRounds = 4;
+
+// Sums or compares `values` over all ranks.
+void allReduce(Engine& engine, Group& group, std::span<float> values, ReduceOp op,
+               Nanoseconds timeout) {
+  Request request;
+  request.collective = collectives::Collective::AllReduce;
+  request.type = DataType::float32;
+  request.op = op;
+  request.output = {std::as_writable_bytes(values)};
+  request.bytes = static_cast<int64_t>(values.size_bytes());
+  request.timeout = timeout;
+  request.willWait = true;
+  const CompletionPtr completion = engine.submit(group, std::move(request));
+  engine.wait(group, *completion);
+  if (completion->error()) throw Error(*completion->error());
+}
+
+}  // namespace
+
+Wire worthwhile(const WireTimes& times) {
+  constexpr float kWorthIt = 0.75f;
+  Wire best = Wire::fp32;
+  for (const Wire shorter : {Wire::bf16, Wire::int8}) {
+    if (times[static_cast<size_t>(shorter)] <= kWorthIt * times[static_cast<size_t>(best)])
+      best = shorter;
+  }
+  return best;
+}
+
+void chooseWire(Engine& engine, const std::shared_ptr<Group>& group, Nanoseconds timeout) {
+  if (group->wire().wire.has_value() || !group->spansNodes()) return;
+  // Kept by the group if an allreduce fails, because the network may still use it.
+  const auto vector = std::make_shared<std::vector<float>>(kElements, 1.0f);
+  const MonotonicClock clock;
+  WireTimes times;
+  times.fill(std::numeric_limits<float>::max());
+  try {
+    for (int round = 0; round < kRounds; ++round) {
+      for (const Wire wire : {Wire::fp32, Wire::bf16, Wire::int8}) {
+        engine.call([&] { group->useWire(wire); });
+        // So that all begin together: four bytes, which are never encoded.
+        allReduce(engine, *group, std::span(*vector).first(1), ReduceOp::MAX, timeout);
+        const Nanoseconds start = clock.now();
+        allReduce(engine, *group, *vector, ReduceOp::AVG, timeout);
+        const float seconds = static_cast<float>(clock.now() - start) * 1e-9f;
+        float& best = times[static_cast<size_t>(wire)];
+        if (round > 0) best = std::min(best, seconds);
+      }
+    }
+    allReduce(engine, *group, times, ReduceOp::MAX, timeout);
+  } catch (...) {
+    engine.keep(*group, vector);
+    throw;
+  }
+  const Wire chosen = worthwhile(times);
+  engine.call([&] { group->useWire(chosen); });
+  if (group->spec().me != 0) return;
+  const auto milliseconds = [&](Wire wire) { return 1e3f * times[static_cast<size_t>(wire)]; };
+  SMDDP_LOG(Warn, "engine",
+            "group \"{}\" sends {} between nodes: an allreduce of 2 MiB takes {:.3g} ms as fp32, "
+            "{:.3g} ms as bf16 and {:.3g} ms as int8 (SMDDP_WIRE=auto; docs/wire.md)",
+            group->spec().name, toString(chosen), milliseconds(Wire::fp32),
+            milliseconds(Wire::bf16), milliseconds(Wire::int8));
+}
+
+}  // namespace smddp::engine
