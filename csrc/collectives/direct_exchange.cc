@@ -156,7 +156,7 @@ void DirectExchange::collect(const plan::Chunk& c) {
     if (!serves(n)) continue;
     const Rank peer = t_.railPeer(n);
     if (!getsResults(t_.myNode())) {
-      if (!encodes()) b_.flush(peer, kShards, c.index + 1);
+      b_.flush(peer, kShards, c.index + 1);
       continue;
     }
     const plan::Range shard = shardOf(c, n);

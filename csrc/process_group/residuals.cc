@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <utility>
 
 #include "common/error.h"
 #include "common/log.h"
@@ -34,7 +35,7 @@ std::shared_ptr<float[]> Residuals::of(at::TensorList tensors) {
   const auto isGone = [](const auto& storage) { return storage.expired(); };
   const auto known = entries_.find(key);
   if (known != entries_.end() && std::ranges::none_of(known->second.storages, isGone)) {
-    known->second.isUsedAgain = true;
+    usedAgain_ += !std::exchange(known->second.isUsedAgain, true);
     return known->second.values;
   }
   drop();
@@ -56,9 +57,9 @@ void Residuals::drop() {
     droppedUnused_ += isGone && !entry.isUsedAgain;
     return isGone;
   });
-  // DDP makes its buckets again after the first step, so it drops each of them once.
+  // DDP makes its buckets again after the first step: it drops each of them once, and then uses as many again and again.
   constexpr size_t kSome = 8;
-  if (hasWarned_ || droppedUnused_ <= 2 * mostEntries_ + kSome) return;
+  if (hasWarned_ || droppedUnused_ <= 2 * (mostEntries_ + usedAgain_) + kSome) return;
   hasWarned_ = true;
   SMDDP_LOG(Warn, "process_group",
             "error feedback has no effect here: the script sums each tensor once and frees it, so "

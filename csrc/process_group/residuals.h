@@ -37,7 +37,8 @@ class Residuals {
   // Guarded by mutex_.
   std::map<std::vector<Part>, Entry> entries_;
   size_t mostEntries_ = 0;
-  size_t droppedUnused_ = 0;  // entries that no second call has used
+  size_t usedAgain_ = 0;      // entries that a second call has used
+  size_t droppedUnused_ = 0;  // entries that were dropped before that
   bool hasWarned_ = false;
 };
 
