@@ -21,11 +21,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 
-# Folder -> what it may include, or name by its namespace, besides itself and common. transport/shm,
-# fabric and sim are siblings that never meet; "transport" is the interface in csrc/transport. Only
-# tests know sim. process_group has the calls on CPU tensors, and an interface to calls on a device,
-# which process_group/device implements. It includes nothing of collectives itself: it names types
-# that the headers of engine bring; so does process_group/device with plan and transport.
+# Folder -> what it may include, or name by its namespace, besides itself and common.
+# transport/shm, fabric, tcp and sim are siblings that never meet; "transport" is the interface in
+# csrc/transport. Only tests know sim. process_group has the calls on CPU tensors, and an
+# interface to calls on a device, which process_group/device implements. It includes nothing of
+# collectives itself: it names types that the headers of engine bring; so does
+# process_group/device with plan and transport.
 MAY_INCLUDE: dict[str, set[str]] = {
     "common": set(),
     "plan": set(),
@@ -33,6 +34,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "transport": set(),
     "transport/shm": {"transport"},
     "transport/fabric": {"transport"},
+    "transport/tcp": {"transport"},
     "transport/sim": {"transport"},
     "bootstrap": set(),
     "collectives": {"plan"},
@@ -41,6 +43,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
         "transport",
         "transport/shm",
         "transport/fabric",
+        "transport/tcp",
         "reduction",
         "plan",
         "collectives",

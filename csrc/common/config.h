@@ -40,7 +40,8 @@ inline constexpr int64_t kMostWindow = 1 << 8;
     "share memory.")                                                                                           \
   X(std::string, provider, "SMDDP_PROVIDER", "",                                                               \
     "libfabric provider between nodes: efa, cxi, verbs;ofi_rxm, tcp, net, tcp;ofi_rxm or shm. If the named "   \
-    "provider is missing, that is an error. Default: the first of this list that is available, except shm.")   \
+    "provider is missing, that is an error. Default: the first of this list that is available, except shm. "   \
+    "Or sockets: TCP without libfabric, which takes less processor time on Ethernet; for all ranks or none.")  \
   X(std::string, interface, "SMDDP_INTERFACE", "",                                                             \
     "Network interface between nodes, such as eth0. Default: the interface that routes to MASTER_ADDR.")       \
   X(int64_t, hostTimeout, "SMDDP_HOST_TIMEOUT", 4,                                                             \

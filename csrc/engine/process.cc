@@ -11,6 +11,7 @@
 #include "common/log.h"
 #include "engine/wait_policy.h"
 #include "transport/fabric/fabric.h"
+#include "transport/tcp/tcp_transport.h"
 
 namespace smddp::engine {
 namespace {
@@ -33,6 +34,15 @@ SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
   }
   std::memcpy(&address, introduction.slab.data(), sizeof address);
   return address;
+}
+
+// The transport to ranks of other nodes.
+std::unique_ptr<transport::Transport> openNetwork() {
+  if (settings().provider != transport::tcp::kProvider) return transport::fabric::create();
+  transport::tcp::Options options;
+  options.host = bootstrap::localAddress(settings(), environment("MASTER_ADDR"));
+  options.seal = Seal(settings().jobToken.text);
+  return std::make_unique<transport::tcp::TcpTransport>(std::move(options));
 }
 
 // Checked before the endpoint is made, because providers do not say why they fail.
@@ -160,8 +170,7 @@ void Process::openFabric(size_t remotePeers) {
     lifeline = std::make_unique<bootstrap::Lifeline>(
         id_, bootstrap::localAddress(settings(), environment("MASTER_ADDR")), options);
   }
-  fabric_ = std::make_unique<Link>(
-      *this, options_.fabric ? options_.fabric() : transport::fabric::create());
+  fabric_ = std::make_unique<Link>(*this, options_.fabric ? options_.fabric() : openNetwork());
   lifeline_ = std::move(lifeline);
   SMDDP_LOG(Info, "transport/fabric", "{}", describeFabric());
 }

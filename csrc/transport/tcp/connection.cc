@@ -1,0 +1,204 @@
+#include "transport/tcp/connection.h"
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include <fmt/format.h>
+
+namespace smddp::transport::tcp {
+namespace {
+
+// One call sends at most so many frames. Three pieces each.
+constexpr size_t kFramesPerCall = 16;
+
+template <typename T>
+Bytes bytesOf(const T& value) {
+  return std::as_bytes(std::span(&value, 1));
+}
+
+}  // namespace
+
+size_t Connection::Outgoing::bytes() const {
+  if (isHello) return control.size();
+  return sizeof(FrameHeader) + frame.length;
+}
+
+void Connection::fail(const std::string& what, int error) {
+  failure_ = error == 0 ? what : fmt::format("{}: {}", what, std::strerror(error));
+  queue_.clear();
+}
+
+void Connection::queueHello(const Hello& hello) {
+  Outgoing& out = queue_.emplace_back();
+  out.isHello = true;
+  const Bytes bytes = bytesOf(hello);
+  out.control.assign(bytes.begin(), bytes.end());
+}
+
+void Connection::queueControl(Bytes message) {
+  Outgoing& out = queue_.emplace_back();
+  out.frame.length = message.size();
+  out.control.assign(message.begin(), message.end());
+}
+
+void Connection::queuePut(const RemoteSlot& slot, uint32_t immediate, Bytes header, Bytes payload,
+                          uint64_t token) {
+  Outgoing& out = queue_.emplace_back();
+  out.frame = {FrameKind::Put, immediate, kHeaderBytes + payload.size(), slot};
+  std::copy(header.begin(), header.end(), out.header.begin());
+  out.payload = payload;
+  out.token = token;
+}
+
+void Connection::send(std::vector<uint64_t>& done) {
+  while (isWritable_ && failure_.empty() && !queue_.empty()) {
+    std::array<iovec, 3 * kFramesPerCall> pieces;
+    size_t count = 0, total = 0;
+    for (size_t i = 0; i < std::min(kFramesPerCall, queue_.size()); ++i) {
+      const Outgoing& out = queue_[i];
+      size_t skip = out.sent;
+      const auto add = [&](Bytes bytes) {
+        const size_t skipped = std::min(skip, bytes.size());
+        skip -= skipped;
+        bytes = bytes.subspan(skipped);
+        if (bytes.empty()) return;
+        pieces[count++] = {const_cast<std::byte*>(bytes.data()), bytes.size()};
+        total += bytes.size();
+      };
+      if (!out.isHello) add(bytesOf(out.frame));
+      if (out.frame.kind == FrameKind::Put) add(out.header);
+      add(out.frame.kind == FrameKind::Put ? out.payload : Bytes(out.control));
+    }
+    msghdr message{};
+    message.msg_iov = pieces.data();
+    message.msg_iovlen = count;
+    const ssize_t sent = ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOTCONN) {
+        isWritable_ = false;
+        return;
+      }
+      return fail("sending to it failed", errno);
+    }
+    // The socket has taken all that it has room for.
+    isWritable_ = static_cast<size_t>(sent) == total;
+    for (auto left = static_cast<size_t>(sent); left > 0;) {
+      Outgoing& out = queue_.front();
+      const size_t part = std::min(left, out.bytes() - out.sent);
+      out.sent += part;
+      left -= part;
+      if (out.sent < out.bytes()) break;
+      if (out.frame.kind == FrameKind::Put) done.push_back(out.token);
+      queue_.pop_front();
+    }
+  }
+}
+
+size_t Connection::read(std::span<iovec> pieces) {
+  size_t wanted = 0;
+  for (const iovec& piece : pieces) wanted += piece.iov_len;
+  msghdr message{};
+  message.msg_iov = pieces.data();
+  message.msg_iovlen = pieces.size();
+  ssize_t got = 0;
+  do {
+    got = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
+  } while (got < 0 && errno == EINTR);
+  if (got > 0) {
+    // Fewer bytes than there is room for: there are no more.
+    isReadable_ = static_cast<size_t>(got) == wanted || isEnding_;
+    return static_cast<size_t>(got);
+  }
+  isReadable_ = false;
+  if (got == 0) {
+    fail("it has closed the connection", 0);
+  } else if (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOTCONN) {
+    fail("receiving from it failed", errno);
+  }
+  return 0;
+}
+
+size_t Connection::readPlace() {
+  std::array<iovec, 2> pieces{{{place_.data(), place_.size()}, {buffer_.data(), buffer_.size()}}};
+  const size_t got = read(pieces);
+  const size_t placed = std::min(got, place_.size());
+  place_ = place_.subspan(placed);
+  begin_ = 0;
+  end_ = got - placed;
+  return got;
+}
+
+size_t Connection::readBuffer() {
+  // A part of a header may be there.
+  std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
+  end_ -= std::exchange(begin_, 0);
+  iovec piece{buffer_.data() + end_, buffer_.size() - end_};
+  const size_t got = read({&piece, 1});
+  end_ += got;
+  return got;
+}
+
+size_t Connection::takeBuffered(std::span<std::byte> place) {
+  const size_t count = std::min(place.size(), end_ - begin_);
+  if (count > 0) std::memcpy(place.data(), buffer_.data() + begin_, count);
+  begin_ += count;
+  return count;
+}
+
+bool Connection::receiveHello(Hello& hello) {
+  while (end_ - begin_ < sizeof hello && isReadable_ && failure_.empty()) readBuffer();
+  if (end_ - begin_ < sizeof hello) return false;
+  takeBuffered(std::as_writable_bytes(std::span(&hello, 1)));
+  return true;
+}
+
+// Takes the header of the next frame from the buffer. False: the peer has broken the protocol.
+bool Connection::beginFrame(Receiver& receiver) {
+  takeBuffered(std::as_writable_bytes(std::span(&frame_, 1)));
+  isInFrame_ = true;
+  if (frame_.kind == FrameKind::Control && frame_.length <= control_.size()) {
+    place_ = std::span(control_).first(frame_.length);
+    return true;
+  }
+  const bool isPut = frame_.kind == FrameKind::Put && frame_.immediate <= kMaxImmediate &&
+                     frame_.length >= kHeaderBytes;
+  if (isPut) place_ = receiver.placeFor(frame_);
+  if (isPut && place_.size() == frame_.length) return true;
+  fail("it has sent what is no message of smddp", 0);
+  return false;
+}
+
+bool Connection::receive(Receiver& receiver) {
+  size_t received = 0;
+  while (failure_.empty()) {
+    // Use up what is there.
+    for (;;) {
+      if (!isInFrame_) {
+        if (end_ - begin_ < sizeof frame_) break;
+        if (!beginFrame(receiver)) return false;
+      }
+      place_ = place_.subspan(takeBuffered(place_));
+      if (!place_.empty()) break;
+      isInFrame_ = false;
+      if (frame_.kind == FrameKind::Put) {
+        receiver.onPutFrame(frame_);
+      } else {
+        receiver.onControlFrame(Bytes(control_).first(frame_.length));
+      }
+    }
+    if (!isReadable_) return false;
+    if (received >= kTurn) return true;
+    const size_t got = isInFrame_ ? readPlace() : readBuffer();
+    if (got == 0) return false;
+    received += got;
+  }
+  return false;
+}
+
+}  // namespace smddp::transport::tcp

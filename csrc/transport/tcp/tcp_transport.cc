@@ -1,0 +1,320 @@
+#include "transport/tcp/tcp_transport.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "common/error.h"
+#include "common/log.h"
+#include "common/random.h"
+
+namespace smddp::transport::tcp {
+namespace {
+
+constexpr const char* kTag = "transport/tcp";
+// The limit of connections that have not said who they are, or come from processes that nobody has introduced yet.
+constexpr size_t kMaxStrangers = 1024;
+constexpr int kEventsPerPoll = 64;
+
+// A numeric address for bind() and connect().
+class SocketAddress {
+ public:
+  SocketAddress(const std::string& host, uint16_t port) {
+    addrinfo hints{};
+    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+    hints.ai_socktype = SOCK_STREAM;
+    addrinfo* found = nullptr;
+    const int error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+    if (error != 0)
+      raise(ErrorKind::Transport, "\"{}\" is not an address: {}", host, ::gai_strerror(error));
+    std::memcpy(&storage_, found->ai_addr, found->ai_addrlen);
+    length_ = found->ai_addrlen;
+    ::freeaddrinfo(found);
+  }
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage_); }
+  socklen_t length() const { return length_; }
+  int family() const { return storage_.ss_family; }
+
+ private:
+  sockaddr_storage storage_{};
+  socklen_t length_ = 0;
+};
+
+FileDescriptor newSocket(int family) {
+  FileDescriptor socket(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket) raise(ErrorKind::Resource, "no socket: {}", std::strerror(errno));
+  return socket;
+}
+
+}  // namespace
+
+// What arrives on a link, for the sink.
+class TcpTransport::LinkReceiver final : public Receiver {
+ public:
+  LinkReceiver(TcpTransport& transport, Peer& peer, Sink& sink)
+      : transport_(transport), peer_(peer), sink_(sink) {}
+  std::span<std::byte> placeFor(const FrameHeader& frame) override {
+    return placeIn(transport_.regions_, frame);
+  }
+  void onControlFrame(Bytes message) override {
+    ++events;
+    sink_.onControl(peer_.number, message);
+  }
+  void onPutFrame(const FrameHeader& frame) override {
+    ++events;
+    sink_.onPut(frame.immediate);
+  }
+  size_t events = 0;
+
+ private:
+  TcpTransport& transport_;
+  Peer& peer_;
+  Sink& sink_;
+};
+
+TcpTransport::TcpTransport(Options options)
+    : options_(std::move(options)), id_(randomNumber()), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+  if (!epoll_) raise(ErrorKind::Resource, "no epoll: {}", std::strerror(errno));
+  const SocketAddress address(options_.host, 0);
+  listener_ = newSocket(address.family());
+  sockaddr_storage bound{};
+  socklen_t length = sizeof bound;
+  if (::bind(listener_.get(), address.get(), address.length()) != 0 ||
+      ::listen(listener_.get(), SOMAXCONN) != 0 ||
+      ::getsockname(listener_.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0) {
+    raise(ErrorKind::Usage, "cannot listen at {}: {}; set SMDDP_INTERFACE to another interface",
+          options_.host, std::strerror(errno));
+  }
+  // The port is at the same place in both families.
+  port_ = ntohs(reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
+  epoll_event event{};
+  event.events = EPOLLIN;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event) != 0)
+    raise(ErrorKind::Resource, "cannot watch a socket: {}", std::strerror(errno));
+}
+
+TcpTransport::~TcpTransport() = default;
+
+std::vector<std::byte> TcpTransport::address() const { return encode({id_, options_.host, port_}); }
+
+PeerId TcpTransport::connect(Bytes bytes, const std::string& description) {
+  const Address address = decodeAddress(bytes);
+  // Groups share peers, so the peer may be known.
+  if (const auto known = peerById_.find(address.id); known != peerById_.end())
+    return known->second->number;
+  auto peer = std::make_unique<Peer>();
+  peer->number = static_cast<PeerId>(peers_.size());
+  peer->address = address;
+  for (Link& link : links_) {
+    if (link.peer == nullptr && link.sender == address.id) bind(link, *peer);
+  }
+  peerById_.emplace(address.id, peer.get());
+  SMDDP_LOG(Debug, kTag, "peer {} is {} at {}:{}", peer->number, description, address.host,
+            address.port);
+  peers_.push_back(std::move(peer));
+  return peers_.back()->number;
+}
+
+RemoteKey TcpTransport::registerMemory(std::span<std::byte> memory) {
+  const auto isSame = [&](std::span<std::byte> known) {
+    return known.data() == memory.data() && known.size() == memory.size();
+  };
+  const auto known = std::find_if(regions_.begin(), regions_.end(), isSame);
+  const auto number = static_cast<uint64_t>(known - regions_.begin()) + 1;
+  if (known == regions_.end()) regions_.push_back(memory);
+  return {0, number};
+}
+
+TcpTransport::Peer& TcpTransport::peerOf(PeerId peer) {
+  SMDDP_CHECK(peer >= 0 && static_cast<size_t>(peer) < peers_.size(),
+              "peer {} was never introduced", peer);
+  return *peers_[static_cast<size_t>(peer)];
+}
+
+uint64_t TcpTransport::proofOf(uint64_t sender, uint64_t receiver) const {
+  const std::array ids{sender, receiver};
+  const Digest digest = options_.seal.sign("tcp", std::as_bytes(std::span(ids)));
+  uint64_t proof = 0;
+  std::memcpy(&proof, digest.data(), sizeof proof);
+  return proof;
+}
+
+TcpTransport::Link& TcpTransport::add(FileDescriptor socket) {
+  // Messages are written as a whole, so there is nothing to wait for.
+  const int on = 1;
+  ::setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  Link& link = links_.emplace_back(std::move(socket));
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+  event.data.ptr = &link;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, link.connection.descriptor(), &event) != 0)
+    raise(ErrorKind::Resource, "cannot watch a socket: {}", std::strerror(errno));
+  return link;
+}
+
+TcpTransport::Link* TcpTransport::outgoing(Peer& peer) {
+  if (peer.failed || peer.out != nullptr) return peer.failed ? nullptr : peer.out;
+  const SocketAddress address(peer.address.host, peer.address.port);
+  FileDescriptor socket = newSocket(address.family());
+  if (::connect(socket.get(), address.get(), address.length()) != 0 && errno != EINPROGRESS) {
+    fail(peer, fmt::format("connecting to {}:{} failed: {}", peer.address.host, peer.address.port,
+                           std::strerror(errno)));
+    return nullptr;
+  }
+  Link& link = add(std::move(socket));
+  link.peer = &peer;
+  peer.out = &link;
+  link.connection.queueHello({kMagic, 0, id_, peer.address.id, proofOf(id_, peer.address.id)});
+  return &link;
+}
+
+void TcpTransport::accept() {
+  for (;;) {
+    FileDescriptor socket(
+        ::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket) return;
+    if (numStrangers_ >= kMaxStrangers) {
+      // The oldest one that says nothing makes room. If all have said who they are, the new one is closed.
+      const auto silent = std::find_if(links_.begin(), links_.end(), [](const Link& link) {
+        return link.peer == nullptr && link.sender == 0;
+      });
+      if (silent == links_.end()) continue;
+      drop(*silent);
+    }
+    ++numStrangers_;
+    noteBusy(add(std::move(socket)));
+  }
+}
+
+// Receives the Hello of a link that another process has opened.
+bool TcpTransport::greet(Link& link) {
+  Hello hello;
+  if (!link.connection.receiveHello(hello)) return true;
+  const bool isForUs = hello.magic == kMagic && hello.receiver == id_ && hello.sender != 0;
+  if (!isForUs || hello.proof != proofOf(hello.sender, id_)) {
+    if (isForUs && !std::exchange(hasWarnedOfStrangers_, true)) {
+      SMDDP_LOG(Warn, kTag,
+                "refused a connection whose opener does not have the job's token "
+                "(SMDDP_JOB_TOKEN); another program connects to this rank's port");
+    }
+    drop(link);
+    return false;
+  }
+  link.sender = hello.sender;
+  if (const auto known = peerById_.find(hello.sender); known != peerById_.end())
+    bind(link, *known->second);
+  return true;
+}
+
+void TcpTransport::bind(Link& link, Peer& peer) {
+  link.peer = &peer;
+  --numStrangers_;
+  if (peer.out == nullptr) peer.out = &link;
+  noteBusy(link);
+}
+
+void TcpTransport::noteBusy(Link& link) {
+  if (!std::exchange(link.isQueued, true)) busy_.push_back(&link);
+}
+
+bool TcpTransport::control(PeerId id, Bytes message) {
+  SMDDP_CHECK(message.size() <= kMaxControlBytes, "control message of {} bytes", message.size());
+  Link* const link = outgoing(peerOf(id));
+  if (link == nullptr || !link->connection.hasRoom()) return false;
+  link->connection.queueControl(message);
+  noteBusy(*link);
+  return true;
+}
+
+bool TcpTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, Bytes header,
+                       Payload payload, uint64_t token) {
+  SMDDP_CHECK(header.size() == kHeaderBytes, "header of {} bytes", header.size());
+  SMDDP_CHECK(immediate <= kMaxImmediate, "immediate value {:x}", immediate);
+  Link* const link = outgoing(peerOf(id));
+  if (link == nullptr || !link->connection.hasRoom()) return false;
+  link->connection.queuePut(slot, immediate, header, payload, token);
+  noteBusy(*link);
+  return true;
+}
+
+// Sends and receives what the link's socket takes and has.
+size_t TcpTransport::serve(Link& link, Sink& sink) {
+  Connection& connection = link.connection;
+  size_t events = 0;
+  connection.send(done_);
+  for (const uint64_t token : std::exchange(done_, {})) {
+    ++events;
+    sink.onPutDone(token);
+  }
+  if (link.peer == nullptr && link.sender == 0 && !greet(link)) return events;
+  if (link.peer != nullptr && !link.peer->failed) {
+    LinkReceiver receiver(*this, *link.peer, sink);
+    if (connection.receive(receiver)) noteBusy(link);
+    events += receiver.events;
+    if (connection.isWritable() && connection.hasQueued()) noteBusy(link);
+  }
+  if (!connection.failure().empty()) {
+    if (link.peer != nullptr) {
+      fail(*link.peer, connection.failure());
+    } else {
+      drop(link);
+    }
+  }
+  return events;
+}
+
+size_t TcpTransport::poll(Sink& sink) {
+  std::array<epoll_event, kEventsPerPoll> found;
+  const int count = ::epoll_wait(epoll_.get(), found.data(), kEventsPerPoll, 0);
+  for (int i = 0; i < count; ++i) {
+    const epoll_event& event = found[static_cast<size_t>(i)];
+    if (event.data.ptr == nullptr) {
+      accept();
+      continue;
+    }
+    Link& link = *static_cast<Link*>(event.data.ptr);
+    if ((event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) link.connection.markEnding();
+    if ((event.events & EPOLLIN) != 0) link.connection.markReadable();
+    if ((event.events & EPOLLOUT) != 0) link.connection.markWritable();
+    noteBusy(link);
+  }
+  size_t events = 0;
+  for (Link* const link : std::exchange(busy_, {})) {
+    link->isQueued = false;
+    events += serve(*link, sink);
+  }
+  for (const auto& [peer, cause] : std::exchange(failures_, {})) {
+    ++events;
+    sink.onPeerFailed(peer, cause);
+  }
+  return events;
+}
+
+bool TcpTransport::prepareWait() { return busy_.empty() && failures_.empty(); }
+
+void TcpTransport::fail(Peer& peer, const std::string& cause) {
+  if (std::exchange(peer.failed, true)) return;
+  peer.out = nullptr;
+  failures_.emplace_back(peer.number, cause);
+}
+
+// Closes a link of nobody that we know.
+void TcpTransport::drop(Link& link) {
+  --numStrangers_;
+  std::erase(busy_, &link);
+  links_.remove_if([&](const Link& other) { return &other == &link; });
+}
+
+std::string TcpTransport::describe() const {
+  return fmt::format("TCP sockets, address {}", options_.host);
+}
+
+}  // namespace smddp::transport::tcp

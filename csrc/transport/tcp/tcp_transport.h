@@ -1,0 +1,98 @@
+// The transport between nodes over TCP sockets of the kernel.
+//
+// Two processes have one connection, which either of them opens when it has something to send; both directions use it. If
+// both open one at the same time, each sends on its own, and both receive on both. A connection begins with a Hello that
+// says who has opened it. If this rank does not know that process yet, the connection waits until connect() introduces
+// it; TCP holds the sender back meanwhile.
+//
+// Threads, ownership and errors: those of Transport.
+#pragma once
+
+#include <list>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "common/file_descriptor.h"
+#include "common/seal.h"
+#include "transport/tcp/connection.h"
+#include "transport/tcp/frames.h"
+#include "transport/transport.h"
+
+namespace smddp::transport::tcp {
+
+// Its name in SMDDP_PROVIDER.
+inline constexpr const char* kProvider = "sockets";
+
+struct Options {
+  std::string host;  // a numeric address of this machine that peers can reach
+  Seal seal{};       // proves to peers that this process belongs to the job
+};
+
+class TcpTransport final : public Transport {
+ public:
+  // Throws Usage if it cannot listen at the address.
+  explicit TcpTransport(Options options);
+  ~TcpTransport() override;
+
+  std::vector<std::byte> address() const override;
+  PeerId connect(Bytes address, const std::string& description) override;
+  RemoteKey registerMemory(std::span<std::byte> memory) override;
+  [[nodiscard]] bool control(PeerId peer, Bytes message) override;
+  [[nodiscard]] bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header,
+                         Payload payload, uint64_t token) override;
+  size_t poll(Sink& sink) override;
+  int waitDescriptor() const override { return epoll_.get(); }
+  bool prepareWait() override;
+  std::string describe() const override;
+
+ private:
+  struct Peer;
+  // A connection, and whose it is. Its address is what epoll knows it by.
+  struct Link {
+    explicit Link(FileDescriptor socket) : connection(std::move(socket)) {}
+    Connection connection;
+    Peer* peer = nullptr;   // null: it has not said who it is, or is not introduced
+    uint64_t sender = 0;    // who has opened it; 0 if this process has, or before the Hello
+    bool isQueued = false;  // in busy_
+  };
+  struct Peer {
+    PeerId number = 0;
+    Address address;
+    Link* out = nullptr;  // where this process sends
+    bool failed = false;
+  };
+  class LinkReceiver;
+
+  Peer& peerOf(PeerId peer);
+  // The connection on which this process sends to the peer. Null: it has failed.
+  Link* outgoing(Peer& peer);
+  Link& add(FileDescriptor socket);
+  void accept();
+  // False: the link is gone.
+  bool greet(Link& link);
+  void bind(Link& link, Peer& peer);
+  void noteBusy(Link& link);
+  size_t serve(Link& link, Sink& sink);
+  void fail(Peer& peer, const std::string& cause);
+  void drop(Link& link);
+  uint64_t proofOf(uint64_t sender, uint64_t receiver) const;
+
+  const Options options_;
+  const uint64_t id_;
+  FileDescriptor epoll_, listener_;
+  uint16_t port_ = 0;
+  std::vector<std::span<std::byte>> regions_;  // by key - 1
+  std::vector<std::unique_ptr<Peer>> peers_;   // by number
+  std::unordered_map<uint64_t, Peer*> peerById_;
+  std::list<Link> links_;
+  std::vector<Link*> busy_;  // with something to do that epoll will not tell again
+  std::vector<std::pair<PeerId, std::string>> failures_;  // not yet reported
+  std::vector<uint64_t> done_;
+  size_t numStrangers_ = 0;  // links without a peer
+  bool hasWarnedOfStrangers_ = false;
+};
+
+}  // namespace smddp::transport::tcp
