@@ -1,6 +1,8 @@
 #include "common/seal.h"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 
 namespace smddp {
 namespace {
@@ -23,6 +25,14 @@ Digest Seal::sign(std::string_view purpose, std::span<const std::byte> bytes) co
   message.insert(message.end(), text.begin(), text.end());
   message.insert(message.end(), bytes.begin(), bytes.end());
   return hmacSha256(bytesOf(token_), message);
+}
+
+uint64_t Seal::proof(std::string_view purpose, uint64_t sender, uint64_t receiver) const {
+  const std::array ids{sender, receiver};
+  const Digest digest = sign(purpose, std::as_bytes(std::span(ids)));
+  uint64_t proof = 0;
+  std::memcpy(&proof, digest.data(), sizeof proof);
+  return proof;
 }
 
 std::vector<std::byte> Seal::close(std::string_view purpose,

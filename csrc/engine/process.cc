@@ -36,13 +36,11 @@ SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
   return address;
 }
 
-// The transport to ranks of other nodes.
-std::unique_ptr<transport::Transport> openNetwork() {
+// The transport to ranks of other nodes. `host`: our address, for them.
+std::unique_ptr<transport::Transport> openNetwork(const std::string& host) {
   if (settings().provider != transport::tcp::kProvider) return transport::fabric::create();
-  transport::tcp::Options options;
-  options.host = bootstrap::localAddress(settings(), environment("MASTER_ADDR"));
-  options.seal = Seal(settings().jobToken.text);
-  return std::make_unique<transport::tcp::TcpTransport>(std::move(options));
+  return std::make_unique<transport::tcp::TcpTransport>(
+      transport::tcp::Options{host, Seal(settings().jobToken.text)});
 }
 
 // Checked before the endpoint is made, because providers do not say why they fail.
@@ -162,15 +160,15 @@ void Process::openFabric(size_t remotePeers) {
   if (!options_.fabric) requireDescriptors(remotePeers);
   // Sleeping needs a pipe from now on. Nothing of this is kept when the rest fails: the next group tries again.
   doorbell_->openPipe();
+  const std::string host = bootstrap::localAddress(settings(), environment("MASTER_ADDR"));
   std::unique_ptr<bootstrap::Lifeline> lifeline;
   if (options_.lifelines) {
     bootstrap::Lifeline::Options options;
     options.seal = Seal(settings().jobToken.text);
     options.hostTimeout = settings().hostTimeout * 1'000'000'000;
-    lifeline = std::make_unique<bootstrap::Lifeline>(
-        id_, bootstrap::localAddress(settings(), environment("MASTER_ADDR")), options);
+    lifeline = std::make_unique<bootstrap::Lifeline>(id_, host, options);
   }
-  fabric_ = std::make_unique<Link>(*this, options_.fabric ? options_.fabric() : openNetwork());
+  fabric_ = std::make_unique<Link>(*this, options_.fabric ? options_.fabric() : openNetwork(host));
   lifeline_ = std::move(lifeline);
   SMDDP_LOG(Info, "transport/fabric", "{}", describeFabric());
 }

@@ -82,7 +82,8 @@ class Progress {
   void runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor = 0);
   // The owner: does what can be done now.
   void advanceOnce();
-  // The owner: lets go, and frees memory of operations that have ended. What is left in flight goes to the progress thread, unless somebody waits or is about to.
+  // The owner: lets go, and frees memory of operations that have ended. What is left in flight goes to the progress
+  // thread, unless somebody waits or is about to.
   void letGo() SMDDP_RELEASE(ownership_);
 
   // For progress threads: whether something is in flight that nobody waits for or runs, and to run it if so.

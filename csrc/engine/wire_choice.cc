@@ -17,9 +17,15 @@ constexpr size_t kElements = (2 << 20) / sizeof(float);
 // The first round opens channels and fills caches; of the others the fastest counts.
 constexpr int kRounds = 4;
 
-// Sums or compares `values` over all ranks.
-void allReduce(Engine& engine, Group& group, std::span<float> values, ReduceOp op,
-               Nanoseconds timeout) {
+// What the allreduces read and write. If one of them fails, its group keeps this: the network may still use it.
+struct Buffers {
+  std::vector<float> vector = std::vector<float>(kElements, 1.0f);
+  WireTimes times;
+};
+
+// Averages or compares `values`, which are in `buffers`, over all ranks.
+void allReduce(Engine& engine, Group& group, const std::shared_ptr<Buffers>& buffers,
+               std::span<float> values, ReduceOp op, Nanoseconds timeout) {
   Request request;
   request.collective = collectives::Collective::AllReduce;
   request.type = DataType::float32;
@@ -28,6 +34,7 @@ void allReduce(Engine& engine, Group& group, std::span<float> values, ReduceOp o
   request.bytes = static_cast<int64_t>(values.size_bytes());
   request.timeout = timeout;
   request.willWait = true;
+  request.keepAlive = buffers;
   const CompletionPtr completion = engine.submit(group, std::move(request));
   engine.wait(group, *completion);
   if (completion->error()) throw Error(*completion->error());
@@ -47,29 +54,24 @@ Wire worthwhile(const WireTimes& times) {
 
 void chooseWire(Engine& engine, const std::shared_ptr<Group>& group, Nanoseconds timeout) {
   if (group->wire().wire.has_value() || !group->spansNodes()) return;
-  // Kept by the group if an allreduce fails, because the network may still use it.
-  const auto vector = std::make_shared<std::vector<float>>(kElements, 1.0f);
   const MonotonicClock clock;
-  WireTimes times;
+  const auto buffers = std::make_shared<Buffers>();
+  const std::span<float> vector = buffers->vector;
+  WireTimes& times = buffers->times;
   times.fill(std::numeric_limits<float>::max());
-  try {
-    for (int round = 0; round < kRounds; ++round) {
-      for (const Wire wire : {Wire::fp32, Wire::bf16, Wire::int8}) {
-        engine.call([&] { group->useWire(wire); });
-        // So that all begin together: four bytes, which are never encoded.
-        allReduce(engine, *group, std::span(*vector).first(1), ReduceOp::MAX, timeout);
-        const Nanoseconds start = clock.now();
-        allReduce(engine, *group, *vector, ReduceOp::AVG, timeout);
-        const float seconds = static_cast<float>(clock.now() - start) * 1e-9f;
-        float& best = times[static_cast<size_t>(wire)];
-        if (round > 0) best = std::min(best, seconds);
-      }
+  for (int round = 0; round < kRounds; ++round) {
+    for (const Wire wire : {Wire::fp32, Wire::bf16, Wire::int8}) {
+      engine.call([&] { group->useWire(wire); });
+      // So that all begin together: four bytes, which are never encoded.
+      allReduce(engine, *group, buffers, vector.first(1), ReduceOp::MAX, timeout);
+      const Nanoseconds start = clock.now();
+      allReduce(engine, *group, buffers, vector, ReduceOp::AVG, timeout);
+      const float seconds = static_cast<float>(clock.now() - start) * 1e-9f;
+      float& best = times[static_cast<size_t>(wire)];
+      if (round > 0) best = std::min(best, seconds);
     }
-    allReduce(engine, *group, times, ReduceOp::MAX, timeout);
-  } catch (...) {
-    engine.keep(*group, vector);
-    throw;
   }
+  allReduce(engine, *group, buffers, times, ReduceOp::MAX, timeout);
   const Wire chosen = worthwhile(times);
   engine.call([&] { group->useWire(chosen); });
   if (group->spec().me != 0) return;

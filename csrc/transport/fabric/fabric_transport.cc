@@ -116,11 +116,7 @@ FabricTransport::Peer& FabricTransport::peerOf(PeerId peer) {
 }
 
 uint64_t FabricTransport::proofOf(uint64_t sender, uint64_t receiver) const {
-  const std::array ids{sender, receiver};
-  const Digest digest = seal_.sign("fabric", std::as_bytes(std::span(ids)));
-  uint64_t proof = 0;
-  std::memcpy(&proof, digest.data(), sizeof proof);
-  return proof;
+  return seal_.proof("fabric", sender, receiver);
 }
 
 PeerId FabricTransport::knownPeer(uint64_t sender) const {

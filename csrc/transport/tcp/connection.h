@@ -56,7 +56,6 @@ class Connection {
   void markReadable() { isReadable_ = true; }
   // The other end sends nothing any more after what has arrived.
   void markEnding() { isEnding_ = isReadable_ = true; }
-  bool isReadable() const { return isReadable_; }
   bool isWritable() const { return isWritable_; }
 
   // Receives at most about kTurn bytes. True: there may be more.

@@ -140,11 +140,7 @@ TcpTransport::Peer& TcpTransport::peerOf(PeerId peer) {
 }
 
 uint64_t TcpTransport::proofOf(uint64_t sender, uint64_t receiver) const {
-  const std::array ids{sender, receiver};
-  const Digest digest = options_.seal.sign("tcp", std::as_bytes(std::span(ids)));
-  uint64_t proof = 0;
-  std::memcpy(&proof, digest.data(), sizeof proof);
-  return proof;
+  return options_.seal.proof("tcp", sender, receiver);
 }
 
 TcpTransport::Link& TcpTransport::add(FileDescriptor socket) {
