@@ -88,6 +88,8 @@ PARSERS = [
     Parser(
         "csrc/transport/striped_transport.cc", 95, "split|connect|onAnnouncement|3put|onControl"
     ),
+    Parser("csrc/transport/tcp/connection.cc", 95, "4read|receive|takeBuffered|beginFrame"),
+    Parser("csrc/transport/tcp/frames.cc", 95),
     Parser("csrc/transport/wire.cc", 95),
 ]
 
@@ -155,6 +157,12 @@ BUGS = [
         "csrc/transport/striped_transport.cc",
         "|| keys.size() < peer.at.size()) {",
         "|| keys.empty()) {",
+    ),
+    Bug(
+        "tcp_fuzz",
+        "csrc/transport/tcp/frames.cc",
+        "frame.length > region.size() - slot.offset)",
+        "frame.length > region.size())",
     ),
     Bug(
         "wire_fuzz",

@@ -11,6 +11,7 @@
 #include "bootstrap/lifeline_wire.h"
 #include "bootstrap/locality.h"
 #include "engine/blame.h"
+#include "transport/tcp/frames.h"
 #include "transport/wire.h"
 #if SMDDP_HAVE_LIBFABRIC
 #include "transport/fabric/wire.h"
@@ -270,6 +271,29 @@ void fabricSeeds() {
 }
 #endif
 
+void tcpSeeds() {
+  using namespace transport;
+  write("tcp_fuzz", "address", behind({0}, encode(tcp::Address{7, "127.0.0.1", 4096})));
+  // A connection after its Hello: a control message of 4 bytes, then a put at byte 8, in two parts.
+  const tcp::FrameHeader frame{.length = 4};
+  Blob control = behind({0, sizeof frame + 4}, bytesOf(frame));
+  add(control, behind({1, 2, 3, 4}, {}));
+  Blob talk = behind({1, 0}, control);
+  add(talk, behind({1, 5, 100, 8, 80}, Blob(80)));
+  constexpr int kRest = kHeaderBytes + 100 - 80;
+  add(talk, behind({0, kRest}, Blob(kRest)));
+  write("tcp_fuzz", "talk", talk);
+  // The Hello first.
+  Blob greeted = behind({1, 1, 0, sizeof(tcp::Hello)}, bytesOf(tcp::Hello{}));
+  add(greeted, control);
+  write("tcp_fuzz", "hello", greeted);
+  // A control message that is too long; a kind that there is not.
+  tcp::FrameHeader wrong{.length = kMaxControlBytes + 1};
+  write("tcp_fuzz", "long", behind({1, 0, 0, sizeof wrong}, bytesOf(wrong)));
+  wrong.kind = static_cast<tcp::FrameKind>(2);
+  write("tcp_fuzz", "kind", behind({1, 0, 0, sizeof wrong}, bytesOf(wrong)));
+}
+
 void stripedSeeds() {
   using namespace transport;
   // A peer with two cards; its memory under the key of each; puts there.
@@ -391,6 +415,7 @@ int main(int count, char** arguments) {
 #if SMDDP_HAVE_LIBFABRIC
   fabricSeeds();
 #endif
+  tcpSeeds();
   stripedSeeds();
   engineSeeds();
   return 0;

@@ -20,8 +20,6 @@ namespace smddp::transport::tcp {
 namespace {
 
 constexpr const char* kTag = "transport/tcp";
-// The limit of connections that have not said who they are, or come from processes that nobody has introduced yet.
-constexpr size_t kMaxStrangers = 1024;
 constexpr int kEventsPerPoll = 64;
 
 // A numeric address for bind() and connect().
@@ -177,7 +175,7 @@ void TcpTransport::accept() {
     FileDescriptor socket(
         ::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket) return;
-    if (numStrangers_ >= kMaxStrangers) {
+    if (numStrangers_ >= options_.maxStrangers) {
       // The oldest one that says nothing makes room. If all have said who they are, the new one is closed.
       const auto silent = std::find_if(links_.begin(), links_.end(), [](const Link& link) {
         return link.peer == nullptr && link.sender == 0;
@@ -270,10 +268,11 @@ size_t TcpTransport::serve(Link& link, Sink& sink) {
 size_t TcpTransport::poll(Sink& sink) {
   std::array<epoll_event, kEventsPerPoll> found;
   const int count = ::epoll_wait(epoll_.get(), found.data(), kEventsPerPoll, 0);
+  bool hasCallers = false;
   for (int i = 0; i < count; ++i) {
     const epoll_event& event = found[static_cast<size_t>(i)];
     if (event.data.ptr == nullptr) {
-      accept();
+      hasCallers = true;
       continue;
     }
     Link& link = *static_cast<Link*>(event.data.ptr);
@@ -282,6 +281,8 @@ size_t TcpTransport::poll(Sink& sink) {
     if ((event.events & EPOLLOUT) != 0) link.connection.markWritable();
     noteBusy(link);
   }
+  // Behind the events, because it may close a link that has one.
+  if (hasCallers) accept();
   size_t events = 0;
   for (Link* const link : std::exchange(busy_, {})) {
     link->isQueued = false;

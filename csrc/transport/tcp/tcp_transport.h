@@ -28,6 +28,8 @@ inline constexpr const char* kProvider = "sockets";
 struct Options {
   std::string host;  // a numeric address of this machine that peers can reach
   Seal seal{};       // proves to peers that this process belongs to the job
+  // The limit of connections that have not said who they are, or come from processes that nobody has introduced yet.
+  size_t maxStrangers = 1024;
 };
 
 class TcpTransport final : public Transport {

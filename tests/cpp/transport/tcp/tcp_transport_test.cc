@@ -1,5 +1,11 @@
 #include "transport/tcp/tcp_transport.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include "transport/recording_sink.h"
 #include "transport/striped_transport.h"
 #include "transport/transport_suite.h"
 
@@ -29,6 +35,65 @@ INSTANTIATE_TEST_SUITE_P(Tcp, TransportSuite,
                          ::testing::Values(kindOf("IPv4", "127.0.0.1"), kindOf("IPv6", "::1"),
                                            kindOf("two_cards", "127.0.0.1", 2)),
                          kindName);
+
+// A connection of a program that knows nothing but the port.
+FileDescriptor callTo(const Transport& transport) {
+  const tcp::Address address = tcp::decodeAddress(transport.address());
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_port = htons(address.port);
+  EXPECT_EQ(::inet_pton(AF_INET, address.host.c_str(), &to.sin_addr), 1);
+  FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  EXPECT_EQ(::connect(socket.get(), reinterpret_cast<const sockaddr*>(&to), sizeof to), 0);
+  return socket;
+}
+
+// Whether the other end closes the connection while `transport` is polled.
+bool isClosed(Transport& transport, const FileDescriptor& socket) {
+  RecordingSink sink;
+  for (int i = 0; i < 100; ++i) {
+    transport.poll(sink);
+    pollfd wait{socket.get(), POLLIN, 0};
+    if (::poll(&wait, 1, 1) == 1) {
+      std::byte byte;
+      return ::recv(socket.get(), &byte, 1, 0) <= 0;
+    }
+  }
+  return false;
+}
+
+tcp::Options options(const std::string& token) {
+  return {.host = "127.0.0.1", .seal = Seal(token), .maxStrangers = 4};
+}
+
+TEST(TcpStrangers, TheOldestThatSaysNothingMakesRoom) {
+  tcp::TcpTransport transport(options("token"));
+  RecordingSink sink;
+  std::vector<FileDescriptor> strangers;
+  for (int i = 0; i < 4; ++i) strangers.push_back(callTo(transport));
+  transport.poll(sink);
+  // The new caller is accepted in the same poll that hears of bytes from the one that is closed for it.
+  strangers.push_back(callTo(transport));
+  ASSERT_EQ(::send(strangers[0].get(), "x", 1, 0), 1);
+  transport.poll(sink);
+  EXPECT_TRUE(isClosed(transport, strangers[0]));
+  for (size_t i = 1; i < strangers.size(); ++i) EXPECT_FALSE(isClosed(transport, strangers[i]));
+}
+
+TEST(TcpStrangers, ThoseWithoutTheTokenAreRefused) {
+  tcp::TcpTransport transport(options("token")), stranger(options("guess"));
+  RecordingSink sink, itsSink;
+  const PeerId peer = stranger.connect(transport.address(), "the rank it attacks");
+  transport.connect(stranger.address(), "the rank that it says it is");
+  ASSERT_TRUE(stranger.control(peer, pattern(10, 1)));
+  for (int i = 0; i < 100 && itsSink.failed.empty(); ++i) {
+    stranger.poll(itsSink);
+    transport.poll(sink);
+  }
+  EXPECT_EQ(itsSink.failed.count(peer), 1u);
+  EXPECT_TRUE(sink.controls.empty());
+  EXPECT_TRUE(sink.failed.empty());
+}
 
 }  // namespace
 }  // namespace smddp::transport::testing
