@@ -49,7 +49,8 @@ prepare:  ## install, and build most of what `make test` runs
 test-all: export ALL_SEEDS := 1
 test-all: export FUZZ_SECONDS := 120
 test-all:  ## everything, for hours: every case and seed, torch's own tests, fuzzers for minutes, all releases of torch
-	@tools/stages.sh build test-cpp test-python-all test-torch sanitize-address,undefined fuzz fuzz-check sanitize-thread
+	@tools/stages.sh build test-cpp test-python-all test-libfabric test-torch sanitize-address,undefined fuzz fuzz-check \
+	  sanitize-thread
 	for release in $(OTHER_TORCHES); do TORCH=$$release tools/stages.sh test-python || exit 1; done
 
 .PHONY: test-fast
@@ -75,7 +76,12 @@ test-python:  ## the Python tests
 .PHONY: test-python-all
 test-python-all:  ## the Python tests with all their cases
 	@tools/setup.sh python-tests
-	$(PYTEST) $(WORKERS) --durations=30
+	TEST_PROVIDER=sockets $(PYTEST) $(WORKERS) --durations=30
+
+.PHONY: test-libfabric
+test-libfabric:  ## the Python tests of several ranks, with libfabric's tcp between nodes
+	@tools/setup.sh python-tests
+	TEST_PROVIDER=tcp $(PYTEST) $(WORKERS) -m "multiprocess and not exhaustive"
 
 .PHONY: test-torch
 test-torch: setup  ## torch's own tests of a backend, in every configuration (docs/torch-suite.md)

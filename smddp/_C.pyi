@@ -27,8 +27,7 @@ class BuildInfo(TypedDict):
     version: str
     torch: str
     simd: str
-    fabric: bool
-    fabric_reason: str
+    no_libfabric: str  # why libfabric cannot be used; empty if it can
 
 class ProcessGroup(torch._C._distributed_c10d.Backend):
     def __init__(

@@ -23,10 +23,10 @@ CSRC = ROOT / "csrc"
 
 # Folder -> what it may include, or name by its namespace, besides itself and common.
 # transport/shm, fabric, tcp and sim are siblings that never meet; "transport" is the interface in
-# csrc/transport. Only tests know sim. process_group has the calls on CPU tensors, and an
-# interface to calls on a device, which process_group/device implements. It includes nothing of
-# collectives itself: it names types that the headers of engine bring; so does
-# process_group/device with plan and transport.
+# csrc/transport, and transport/network chooses between fabric and tcp. Only tests know sim.
+# process_group has the calls on CPU tensors, and an interface to calls on a device, which
+# process_group/device implements. It includes nothing of collectives itself: it names types that
+# the headers of engine bring; so does process_group/device with plan and transport.
 MAY_INCLUDE: dict[str, set[str]] = {
     "common": set(),
     "plan": set(),
@@ -36,6 +36,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "transport/fabric": {"transport"},
     "transport/tcp": {"transport"},
     "transport/sim": {"transport"},
+    "transport/network": {"transport", "transport/fabric", "transport/tcp"},
     "bootstrap": set(),
     "collectives": {"plan"},
     "engine": {
@@ -43,7 +44,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
         "transport",
         "transport/shm",
         "transport/fabric",
-        "transport/tcp",
+        "transport/network",
         "reduction",
         "plan",
         "collectives",

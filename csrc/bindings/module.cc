@@ -182,8 +182,7 @@ void bindSettings(py::module& m) {
   m.def("build_info", [] {
     const auto able = smddp::engine::capabilities();
     return py::dict(py::arg("version") = SMDDP_VERSION, py::arg("torch") = SMDDP_TORCH_VERSION,
-                    py::arg("simd") = able.simd, py::arg("fabric") = able.fabric,
-                    py::arg("fabric_reason") = able.fabricReason);
+                    py::arg("simd") = able.simd, py::arg("no_libfabric") = able.noFabric);
   });
 }
 

@@ -156,8 +156,8 @@ auto Rendezvous::noted(const Phase& phase) {
   try {
     return phase();
   } catch (const Error& error) {
-    // Whose time is over the others find out themselves.
-    if (isIn_ && error.kind() != ErrorKind::Timeout) {
+    // The others find out themselves whose time is over, and read the introduction of a rank that has trouble.
+    if (isIn_ && !hasTrouble_ && error.kind() != ErrorKind::Timeout) {
       leaveNote(store_, key(kTrouble, epoch_), seal_, {me_, error});
       if (countsTooFew_) leaveNote(store_, key(kAfter, epoch_), seal_, {me_, error});
     }
@@ -174,6 +174,7 @@ auto Rendezvous::noted(const Phase& phase) {
 std::vector<Introduction> Rendezvous::exchange(const Introduction& mine) {
   Introduction sized = mine;
   sized.groupSize = size_;
+  hasTrouble_ = !mine.trouble.empty();
   return noted([&] { return meet(sized); });
 }
 

@@ -109,6 +109,7 @@ class Rendezvous {
   bool isCauseKnown_ = false;           // the error is not the store's
   bool isIn_ = false;                   // in an epoch whose ranks wait for this one
   bool countsTooFew_ = false;           // has closed an epoch to which more ranks will come
+  bool hasTrouble_ = false;             // this rank; its introduction says so
   Nanoseconds cameAt_ = 0;              // when this rank came to the epoch
   const Introduction* mine_ = nullptr;  // until it was compared with that of rank 0
 };

@@ -39,9 +39,9 @@ inline constexpr int64_t kMostWindow = 1 << 8;
     "one machine play several nodes. Default: the ranks compare the kernel's boot id and check that they can " \
     "share memory.")                                                                                           \
   X(std::string, provider, "SMDDP_PROVIDER", "",                                                               \
-    "libfabric provider between nodes: efa, cxi, verbs;ofi_rxm, tcp, net, tcp;ofi_rxm or shm. If the named "   \
-    "provider is missing, that is an error. Default: the first of this list that is available, except shm. "   \
-    "Or sockets: TCP without libfabric, which takes less processor time on Ethernet; for all ranks or none.")  \
+    "What carries data between nodes, the same on all ranks: sockets, the kernel's TCP; or a provider of "     \
+    "libfabric: efa, cxi, verbs;ofi_rxm, tcp, net, tcp;ofi_rxm or shm. If that is missing, it is an error. "   \
+    "Default: the first of efa, cxi and verbs that the machine has a card for, else sockets.")                 \
   X(std::string, interface, "SMDDP_INTERFACE", "",                                                             \
     "Network interface between nodes, such as eth0. Default: the interface that routes to MASTER_ADDR.")       \
   X(int64_t, hostTimeout, "SMDDP_HOST_TIMEOUT", 4,                                                             \

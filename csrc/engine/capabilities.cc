@@ -10,7 +10,7 @@ bool canReduce(DataType type, ReduceOp op) { return reduction::supports(type, op
 Capabilities capabilities() {
   Capabilities result;
   result.simd = reduction::toString(reduction::simdLevel());
-  result.fabric = transport::fabric::available(&result.fabricReason);
+  result.noFabric = transport::fabric::whyMissing();
   return result;
 }
 

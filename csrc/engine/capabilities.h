@@ -11,9 +11,8 @@ namespace smddp::engine {
 bool canReduce(DataType type, ReduceOp op);
 
 struct Capabilities {
-  std::string simd;          // instruction set of the reduction kernels
-  bool fabric = false;       // several nodes are possible
-  std::string fabricReason;  // why not
+  std::string simd;      // instruction set of the reduction kernels
+  std::string noFabric;  // why libfabric cannot be used; empty if it can
 };
 Capabilities capabilities();
 

@@ -10,8 +10,7 @@
 #include "common/config.h"
 #include "common/log.h"
 #include "engine/wait_policy.h"
-#include "transport/fabric/fabric.h"
-#include "transport/tcp/tcp_transport.h"
+#include "transport/network/network.h"
 
 namespace smddp::engine {
 namespace {
@@ -34,13 +33,6 @@ SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
   }
   std::memcpy(&address, introduction.slab.data(), sizeof address);
   return address;
-}
-
-// The transport to ranks of other nodes. `host`: our address, for them.
-std::unique_ptr<transport::Transport> openNetwork(const std::string& host) {
-  if (settings().provider != transport::tcp::kProvider) return transport::fabric::create();
-  return std::make_unique<transport::tcp::TcpTransport>(
-      transport::tcp::Options{host, Seal(settings().jobToken.text)});
 }
 
 // Checked before the endpoint is made, because providers do not say why they fail.
@@ -85,8 +77,10 @@ void Process::Link::onControl(transport::PeerId from, transport::Bytes message) 
 
 void Process::Link::onPeerFailed(transport::PeerId peer, const std::string& cause) {
   const auto found = peers.find(peer);
-  // The connection to a peer that has left in order ends in the same way, so this is not yet a death.
-  if (found != peers.end()) owner.lose(*found->second, /*died=*/false, cause);
+  if (found == peers.end()) return;
+  found->second->disconnected = cause;
+  found->second->disconnectedAt = owner.clock().now();
+  owner.checkDisconnected(*found->second);
 }
 
 Process::Process(Options options, const Ownership& ownership)
@@ -168,9 +162,10 @@ void Process::openFabric(size_t remotePeers) {
     options.hostTimeout = settings().hostTimeout * 1'000'000'000;
     lifeline = std::make_unique<bootstrap::Lifeline>(id_, host, options);
   }
-  fabric_ = std::make_unique<Link>(*this, options_.fabric ? options_.fabric() : openNetwork(host));
+  fabric_ = std::make_unique<Link>(
+      *this, options_.fabric ? options_.fabric() : transport::network::open(host));
   lifeline_ = std::move(lifeline);
-  SMDDP_LOG(Info, "transport/fabric", "{}", describeFabric());
+  SMDDP_LOG(Info, "transport", "{}", describeFabric());
 }
 
 std::string Process::describeFabric() const {
@@ -240,6 +235,7 @@ void Process::checkPeers() {
     });
   }
   for (auto& [id, peer] : peers_) {
+    checkDisconnected(*peer);
     // Looks also at a mate that the transport has lost, because the transport does not know whether it died.
     if (!peer->mate || peer->died) continue;
     const auto life = transport::shm::lifeOf(*peer->mate);
@@ -254,6 +250,21 @@ void Process::lose(Peer& peer, bool died, const std::string& cause) {
   if (peer.lost) return;
   peer.lost = cause;
   peer.lostAt = clock().now();
+}
+
+// A connection ends in the same way if the peer has left in order, so this is never a death. Behind a link that is cut in
+// one direction its end may arrive seconds before what the lifeline has to say, which the kernel sends again and again
+// with growing pauses. If the lifeline says nothing for the time after which hosts are given up, only this connection
+// has failed, and the peer cannot be reached either.
+void Process::checkDisconnected(Peer& peer) {
+  ownership_.assertOwned();
+  if (!peer.disconnected || peer.lost) return;
+  const bool lifelineMayTell = lifeline_ && !peer.mate;
+  if (lifelineMayTell &&
+      clock().now() - peer.disconnectedAt < settings().hostTimeout * 1'000'000'000) {
+    return;
+  }
+  lose(peer, /*died=*/false, *peer.disconnected);
 }
 
 void Process::probeHost(Peer& peer) {

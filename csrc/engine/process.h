@@ -47,6 +47,9 @@ struct Peer {
   bool died = false;          // lost without having left in order
   bool isHostSilent = false;  // the reason why it is lost
   Nanoseconds lostAt = 0;
+  // Why the transport has lost it, and when. The lifeline says what that means, and may do so later.
+  std::optional<std::string> disconnected;
+  Nanoseconds disconnectedAt = 0;
   // Valid for mates, see isStopped(); as of `lookedAt`.
   bool stopped = false;
   Nanoseconds lookedAt = 0;
@@ -185,6 +188,7 @@ class Process {
   };
 
   void lose(Peer& peer, bool died, const std::string& cause);
+  void checkDisconnected(Peer& peer);
   Link& linkOf(const Peer& peer) SMDDP_REQUIRES(ownership_) {
     return peer.mate ? *local_ : *fabric_;
   }

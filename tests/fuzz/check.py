@@ -60,7 +60,7 @@ PARSERS = [
         95,
         "decodeNote|8readNote|4meet|agreeOnNodes|Epoch|unseal|7collect|toText|raiseForeign",
     ),
-    Parser("csrc/common/seal.cc", 95),
+    Parser("csrc/common/seal.cc", 95, "4sign|5close|4open"),
     Parser("csrc/engine/blame.cc", 85),
     Parser("csrc/engine/call.cc", 85),
     Parser("csrc/engine/group.cc", 95, "4join|onControl|requireSame"),
@@ -88,7 +88,7 @@ PARSERS = [
     Parser(
         "csrc/transport/striped_transport.cc", 95, "split|connect|onAnnouncement|3put|onControl"
     ),
-    Parser("csrc/transport/tcp/connection.cc", 95, "4read|receive|takeBuffered|beginFrame"),
+    Parser("csrc/transport/tcp/connection.cc", 90, "4read|receive|takeBuffered|beginFrame"),
     Parser("csrc/transport/tcp/frames.cc", 95),
     Parser("csrc/transport/wire.cc", 95),
 ]

@@ -129,7 +129,10 @@ def run_ranks(
         How each rank ended. A rank that failed raises nothing here.
     """
     sizes = nodes_of(layout)
-    common = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(sum(sizes)), **(env or {})}
+    common = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(sum(sizes))}
+    if "TEST_PROVIDER" in os.environ:
+        common["SMDDP_PROVIDER"] = os.environ["TEST_PROVIDER"]
+    common |= env or {}
     environments = []
     namespaces = []
     for node, ranks in enumerate(sizes):

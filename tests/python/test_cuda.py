@@ -18,21 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from smddp import _load
-
 GPUS = torch.cuda.device_count()
-several_nodes = pytest.mark.skipif(
-    not _load.load().build_info()["fabric"], reason="built without libfabric"
-)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.multiprocess,
     pytest.mark.skipif(GPUS == 0, reason="no GPU"),
     pytest.mark.timeout(300),
 ]
-layouts = pytest.mark.parametrize(
-    "layout", ["1", "2", "4", pytest.param("2x2", marks=several_nodes)]
-)
+layouts = pytest.mark.parametrize("layout", ["1", "2", "4", "2x2"])
 HOST = {"SMDDP_GPU_PATH": "host"}
 
 
@@ -42,7 +35,7 @@ def test_values_through_the_host(layout: str, cases: Callable[[str], None]) -> N
     ranks.check_ranks(cases, layout, "cuda", env=HOST, timeout=200)
 
 
-@pytest.mark.parametrize("layout", ["2", pytest.param("2x2", marks=several_nodes)])
+@pytest.mark.parametrize("layout", ["2", "2x2"])
 @pytest.mark.parametrize("cases", device_cases.ORDER)
 def test_order_through_the_host(layout: str, cases: Callable[[str], None]) -> None:
     ranks.check_ranks(cases, layout, "cuda", env=HOST, timeout=120)
@@ -307,7 +300,6 @@ def _on_rails(cases: str) -> list[str]:
 RAILS = {"SMDDP_GPU_PATH": "rails", "SMDDP_POOL_BYTES": "262144"}
 
 
-@several_nodes
 @pytest.mark.parametrize(
     "cases",
     [
@@ -336,7 +328,6 @@ def _shards_on_rails() -> None:
     _shards()
 
 
-@several_nodes
 def test_fsdp2_on_rails() -> None:
     ranks.check_ranks(_shards_on_rails, "2x2", env=RAILS, timeout=120)
 
@@ -397,7 +388,7 @@ def _shards() -> None:
             torch.testing.assert_close(one, other.full_tensor(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["2", pytest.param("2x2", marks=several_nodes)])
+@pytest.mark.parametrize("layout", ["2", "2x2"])
 def test_fsdp2(layout: str) -> None:
     ranks.check_ranks(_shards, layout, env=HOST, timeout=120)
 

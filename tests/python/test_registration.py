@@ -201,13 +201,11 @@ def test_a_libfabric_that_cannot_be_loaded_is_named(tmp_path) -> None:
         import smddp
         from smddp import _load
 
-        info = _load.load().build_info()
-        if "built without libfabric" not in info["fabric_reason"]:
-            assert not info["fabric"]
-            assert "libfabric cannot be loaded, and ranks on several nodes need it: " in (
-                info["fabric_reason"]
-            )
-            assert "libfabric.so.1" in info["fabric_reason"]
+        why = _load.load().build_info()["no_libfabric"]
+        if "built without libfabric" not in why:
+            assert "libfabric cannot be loaded: " in why
+            assert "libfabric.so.1" in why
+            assert "SMDDP_PROVIDER=sockets" in why
         """,
         LD_LIBRARY_PATH=str(tmp_path),
     )

@@ -5,8 +5,7 @@ namespace smddp::transport::fabric {
 namespace {
 
 constexpr const char* kAbsent =
-    "built without libfabric: all ranks must share one node. For several nodes install libfabric "
-    ">= 1.17 "
+    "smddp was built without libfabric. Set SMDDP_PROVIDER=sockets, or install libfabric >= 1.17 "
     "(package libfabric-dev, or set LIBFABRIC_HOME) and build smddp again";
 
 }  // namespace
@@ -15,9 +14,6 @@ std::unique_ptr<Transport> create() { raise(ErrorKind::Usage, "{}", kAbsent); }
 
 std::unique_ptr<Transport> create(const Options&) { return create(); }
 
-bool available(std::string* why) {
-  if (why != nullptr) *why = kAbsent;
-  return false;
-}
+std::string whyMissing() { return kAbsent; }
 
 }  // namespace smddp::transport::fabric

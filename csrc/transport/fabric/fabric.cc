@@ -7,6 +7,7 @@
 #include "common/error.h"
 #include "transport/fabric/discovery.h"
 #include "transport/fabric/fabric_transport.h"
+#include "transport/fabric/library.h"
 #include "transport/striped_transport.h"
 
 namespace smddp::transport::fabric {
@@ -35,17 +36,13 @@ Options optionsFromSettings() {
   return options;
 }
 
-Choice chooseFrom(const Discovery& found, const Options& options) {
-  return choose(found.offered, options, routeTo(options.masterAddress));
-}
-
 }  // namespace
 
 std::unique_ptr<Transport> create() { return create(optionsFromSettings()); }
 
 std::unique_ptr<Transport> create(const Options& options) {
   Discovery found = discover(options.devices);
-  const Choice choice = chooseFrom(found, options);
+  const Choice choice = choose(found.offered, options, routeTo(options.masterAddress));
   std::vector<size_t> indices{choice.index};
   indices.insert(indices.end(), choice.more.begin(), choice.more.end());
   std::vector<std::unique_ptr<Transport>> cards;
@@ -62,13 +59,12 @@ std::unique_ptr<Transport> create(const Options& options) {
   return std::make_unique<StripedTransport>(std::move(cards));
 }
 
-bool available(std::string* why) {
+std::string whyMissing() {
   try {
-    chooseFrom(discover(), optionsFromSettings());
-    return true;
+    static_cast<void>(library());
+    return "";
   } catch (const Error& error) {
-    if (why != nullptr) *why = error.what();
-    return false;
+    return error.what();
   }
 }
 

@@ -16,7 +16,7 @@ std::unique_ptr<Transport> create();
 // The same with the caller's options.
 std::unique_ptr<Transport> create(const Options& options);
 
-// True if create() would find a provider; otherwise `why`, unless null, gets the reason.
-bool available(std::string* why);
+// Why libfabric cannot be used at all; empty if it can.
+std::string whyMissing();
 
 }  // namespace smddp::transport::fabric

@@ -23,11 +23,10 @@ Library load() {
   void* const handle = dlopen(kName, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* const why = dlerror();
-    raise(
-        ErrorKind::Usage,
-        "libfabric cannot be loaded, and ranks on several nodes need it: {}. Install libfabric >= "
-        "1.17, or name the folder of {} in LD_LIBRARY_PATH",
-        why != nullptr ? why : "no reason given", kName);
+    raise(ErrorKind::Usage,
+          "libfabric cannot be loaded: {}. Install libfabric >= 1.17, or name the folder of {} in "
+          "LD_LIBRARY_PATH, or set SMDDP_PROVIDER=sockets",
+          why != nullptr ? why : "no reason given", kName);
   }
   Library found{};
   find(handle, "fi_getinfo", found.getInfo);

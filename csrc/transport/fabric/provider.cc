@@ -31,9 +31,9 @@ constexpr KnownProvider kKnownProviders[] = {
     {"efa", 0, true, nullptr},
     {"cxi", 1, true, nullptr},
     {"verbs;ofi_rxm", 2, true, nullptr},
-    {"tcp", 3, true, nullptr},
-    {"net", 3, true, nullptr},  // the name of tcp before 1.18
-    {"tcp;ofi_rxm", 4, true, nullptr},
+    {"tcp", 3, false, nullptr},
+    {"net", 3, false, nullptr},  // the name of tcp before 1.18
+    {"tcp;ofi_rxm", 4, false, nullptr},
     {"shm", 5, false, nullptr},
     {"sockets", 9, false, "it is superseded by tcp and a thousand times slower"},
     {"udp", 9, false, "it loses messages"},
@@ -137,10 +137,7 @@ std::string whyUnusable(const ProviderInfo& info) {
           "Unset it to "
           "let smddp choose, or see `fi_info -p '{}'`",
           options.provider, listOf(names), options.provider);
-  raise(ErrorKind::Usage,
-        "libfabric offers no provider that smddp can use between nodes; there is {}. Install a "
-        "libfabric "
-        "with the tcp provider, and check that the network interface is up",
+  raise(ErrorKind::Usage, "libfabric offers no card that smddp can use between nodes; there is {}",
         listOf(names));
 }
 

@@ -101,13 +101,17 @@ std::string usageErrorOf(const std::function<void()>& action) {
   return "";
 }
 
-TEST(Provider, Debian12UsesNetOnTheNetworkCard) {
-  const Offer offer = debian12();
-  EXPECT_EQ(chosen(offer).provider, "net");
-  EXPECT_EQ(chosen(offer).address, "192.0.2.2");
+TEST(Provider, WithoutACardNoneIsChosenUnasked) {
+  EXPECT_THAT(usageErrorOf([] { choose(debian12(), {}, ""); }), HasSubstr("offers no card"));
 }
 
-TEST(Provider, OrderIsEfaCxiVerbsTcp) {
+TEST(Provider, Debian12UsesNetOnTheNetworkCard) {
+  const Offer offer = debian12();
+  EXPECT_EQ(chosen(offer, named("tcp")).provider, "net");
+  EXPECT_EQ(chosen(offer, named("tcp")).address, "192.0.2.2");
+}
+
+TEST(Provider, OrderIsEfaCxiVerbs) {
   // The worst one comes first, so that the order of the list does not give the right result.
   Offer offer = debian12();
   const auto expectAdded = [&](const ProviderInfo& better) {
@@ -209,7 +213,7 @@ TEST(Provider, SpareCardsAreDividedAmongTheRanks) {
 
 TEST(Provider, RanksOfANodeUseTheSameInterface) {
   const Offer offer = {ip("tcp", "eth0", "10.0.0.7"), ip("tcp", "eth1", "10.1.0.7")};
-  Options options;
+  Options options = named("tcp");
   options.localRank = 1;
   EXPECT_EQ(chosen(offer, options).interface, "eth0");
 }
@@ -224,29 +228,29 @@ TEST(Provider, BridgesOfContainersAreAvoided) {
   const Offer offer = modernTcp("lo", "127.0.0.1") + modernTcp("docker0", "172.17.0.1") +
                       modernTcp("virbr0", "192.168.122.1") + modernTcp("cni0", "10.244.0.1") +
                       modernTcp("br-5f2e", "172.18.0.1") + modernTcp("ens5", "10.0.0.7");
-  EXPECT_EQ(chosen(offer).interface, "ens5");
-  EXPECT_EQ(chosen(modernTcp("docker0", "172.17.0.1")).interface, "docker0")
+  EXPECT_EQ(chosen(offer, named("tcp")).interface, "ens5");
+  EXPECT_EQ(chosen(modernTcp("docker0", "172.17.0.1"), named("tcp")).interface, "docker0")
       << "when there is no other";
-  EXPECT_EQ(chosen(modernTcp("lo", "127.0.0.1")).interface, "lo");
+  EXPECT_EQ(chosen(modernTcp("lo", "127.0.0.1"), named("tcp")).interface, "lo");
 }
 
 TEST(Provider, RouteToTheMasterDecidesTheInterface) {
   const Offer offer =
       modernTcp("eth0", "10.0.0.7") + modernTcp("eth1", "10.1.0.7") + modernTcp("lo", "127.0.0.1");
-  EXPECT_EQ(chosen(offer, {}, "10.1.0.7").interface, "eth1");
-  EXPECT_EQ(chosen(offer, {}, "127.0.0.1").interface, "lo");
-  EXPECT_EQ(chosen(offer, {}, "").interface, "eth0");
-  EXPECT_THAT(choose(offer, {}, "10.1.0.7").why, HasSubstr("routes to MASTER_ADDR"));
+  EXPECT_EQ(chosen(offer, named("tcp"), "10.1.0.7").interface, "eth1");
+  EXPECT_EQ(chosen(offer, named("tcp"), "127.0.0.1").interface, "lo");
+  EXPECT_EQ(chosen(offer, named("tcp"), "").interface, "eth0");
+  EXPECT_THAT(choose(offer, named("tcp"), "10.1.0.7").why, HasSubstr("routes to MASTER_ADDR"));
 }
 
 TEST(Provider, RouteDecidesTheFamilyOfAddresses) {
-  EXPECT_EQ(chosen(debian12(), {}, "2001:db8::2").address, "2001:db8::2");
+  EXPECT_EQ(chosen(debian12(), named("tcp"), "2001:db8::2").address, "2001:db8::2");
 }
 
 TEST(Provider, NamedInterfaceIsUsedAndItsAbsenceIsAnError) {
   const Offer offer = modernTcp("eth0", "10.0.0.7") + modernTcp("eth1", "10.1.0.7");
-  EXPECT_EQ(chosen(offer, named("", "eth1"), "10.0.0.7").interface, "eth1");
-  const std::string text = usageErrorOf([&] { choose(offer, named("", "eth7"), ""); });
+  EXPECT_EQ(chosen(offer, named("tcp", "eth1"), "10.0.0.7").interface, "eth1");
+  const std::string text = usageErrorOf([&] { choose(offer, named("tcp", "eth7"), ""); });
   EXPECT_THAT(text, HasSubstr("SMDDP_INTERFACE=eth7"));
   EXPECT_THAT(text, HasSubstr("eth0, eth1"));
 }
@@ -295,7 +299,7 @@ TEST(Provider, DemandsThatWeDoNotMeetExclude) {
   ProviderInfo longKeys = efa("efa_2-rdm");
   longKeys.mrKeyBytes = 16;
   for (const ProviderInfo& info : {raw, prefix, longKeys})
-    EXPECT_EQ(chosen(modernTcp("eth0", "10.0.0.7") + Offer{info}).provider, "tcp") << info.domain;
+    EXPECT_EQ(chosen({info, efa("efa_9-rdm")}).domain, "efa_9-rdm") << info.domain;
 }
 
 TEST(Provider, EmptyOfferSaysWhatToDo) {

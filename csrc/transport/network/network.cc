@@ -1,0 +1,41 @@
+#include "transport/network/network.h"
+
+#include <system_error>
+
+#include "common/config.h"
+#include "common/error.h"
+#include "common/log.h"
+#include "transport/fabric/fabric.h"
+#include "transport/tcp/tcp_transport.h"
+
+namespace smddp::transport::network {
+
+bool hasCard(const std::filesystem::path& classes) {
+  // EFA's driver, too, registers its cards as InfiniBand.
+  for (const char* kind : {"infiniband", "cxi"}) {
+    std::error_code unreadable;
+    const std::filesystem::directory_iterator cards(classes / kind, unreadable);
+    if (cards != end(cards)) return true;
+  }
+  return false;
+}
+
+std::unique_ptr<Transport> open(const std::string& host) {
+  const std::string& provider = settings().provider;
+  const bool isNamed = !provider.empty();
+  if (isNamed ? provider != tcp::kProvider : hasCard()) {
+    try {
+      return fabric::create();
+    } catch (const Error& error) {
+      if (isNamed || error.kind() != ErrorKind::Usage) throw;
+      SMDDP_LOG(
+          Warn, "transport",
+          "this host has a network card (efa, cxi or verbs), and TCP sockets are used, because "
+          "{}. SMDDP_PROVIDER=sockets says that you want this",
+          error.what());
+    }
+  }
+  return std::make_unique<tcp::TcpTransport>(tcp::Options{host, Seal(settings().jobToken.text)});
+}
+
+}  // namespace smddp::transport::network
