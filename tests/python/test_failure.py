@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import ranks
 import torch
@@ -565,3 +566,37 @@ def test_destroy_waits_for_what_is_in_flight(layout: str) -> None:
     kinds, culprit = survivors_of(_shutdown_in_flight, layout)
     assert culprit.status == 0
     assert set(kinds) == {"SMDDPCollectiveTimeoutError"}
+
+
+# --- a connection that fails alone ----------------------------------------------------------------
+
+
+def _lose_the_connection() -> tuple[Failure, float]:
+    dist.init_process_group("smddp", timeout=timedelta(seconds=60))
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor)
+    started = time.monotonic()
+    if dist.get_rank() == 0:
+        store = int(os.environ["MASTER_PORT"])
+        for connection in psutil.Process().net_connections("tcp"):
+            if connection.status != psutil.CONN_ESTABLISHED or connection.raddr.port == store:
+                continue
+            with socket.socket(fileno=os.dup(connection.fd)) as ours:
+                # Lifelines have it, what carries data does not.
+                if not ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+                    ours.shutdown(socket.SHUT_RDWR)
+    failure = failure_of(lambda: [dist.all_reduce(tensor) for _ in range(10)])
+    took = time.monotonic() - started
+    # Both are alive until both know.
+    ranks.arrive("failed")
+    ranks.await_ranks("failed", 2)
+    return failure, took
+
+
+def test_connection_that_fails_while_both_processes_live() -> None:
+    env = {"SMDDP_PROVIDER": "sockets", "SMDDP_HOST_TIMEOUT": "1"}
+    for rank, (failure, took) in enumerate(ranks.check_ranks(_lose_the_connection, "1+1", env=env)):
+        assert failure.kind == "SMDDPPeerLostError", failure
+        assert f"rank {1 - rank} (pid " in failure.text
+        assert "closed the connection" in failure.text or "sending to it failed" in failure.text
+        assert 0.9 < took < 20
