@@ -26,7 +26,7 @@ if(Libfabric_FOUND)
 else()
   set(SMDDP_HAVE_LIBFABRIC 0)
   message(WARNING
-    "libfabric >= 1.17 was not found: this build runs on a single node. For several nodes install "
+    "libfabric >= 1.17 was not found: between nodes this build has TCP only. For EFA and other cards install "
     "libfabric-dev, or set LIBFABRIC_HOME to the folder that has include/ and lib/, and configure again.")
 endif()
 

@@ -1,7 +1,7 @@
 """Trains the same model with smddp and with gloo, and compares the trained parameters.
 
 Each run has four ranks, which play two nodes on this machine: they use shared memory inside a node
-and libfabric between the nodes. A torchrun per node starts the ranks, as on two hosts.
+and TCP between the nodes. A torchrun per node starts the ranks, as on two hosts.
 """
 
 from __future__ import annotations

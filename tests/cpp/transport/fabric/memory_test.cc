@@ -12,11 +12,13 @@
 namespace smddp::transport::fabric {
 namespace {
 
-// A real domain of the first provider.
+// A real domain, of a provider that every machine has.
 struct MemoryTest : ::testing::Test {
   void SetUp() override {
     found = discover();
-    const size_t index = choose(found.offered, {}, "").index;
+    Options options;
+    options.provider = "tcp";
+    const size_t index = choose(found.offered, options, "").index;
     info.reset(library().dupInfo(found.raw[index]));
     fabric = createFabric(*info);
     domain = createDomain(*fabric, *info);
