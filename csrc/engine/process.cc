@@ -35,6 +35,8 @@ SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
   return address;
 }
 
+Nanoseconds hostTimeout() { return settings().hostTimeout * 1'000'000'000; }
+
 // Checked before the endpoint is made, because providers do not say why they fail.
 void requireDescriptors(size_t remotePeers) {
   // Endpoint, queues and lifelines of this process; connections in both directions and a lifeline per peer.
@@ -159,7 +161,7 @@ void Process::openFabric(size_t remotePeers) {
   if (options_.lifelines) {
     bootstrap::Lifeline::Options options;
     options.seal = Seal(settings().jobToken.text);
-    options.hostTimeout = settings().hostTimeout * 1'000'000'000;
+    options.hostTimeout = hostTimeout();
     lifeline = std::make_unique<bootstrap::Lifeline>(id_, host, options);
   }
   fabric_ = std::make_unique<Link>(
@@ -252,18 +254,14 @@ void Process::lose(Peer& peer, bool died, const std::string& cause) {
   peer.lostAt = clock().now();
 }
 
-// A connection ends in the same way if the peer has left in order, so this is never a death. Behind a link that is cut in
-// one direction its end may arrive seconds before what the lifeline has to say, which the kernel sends again and again
-// with growing pauses. If the lifeline says nothing for the time after which hosts are given up, only this connection
-// has failed, and the peer cannot be reached either.
+// A connection also ends when its peer leaves in order, so its end is no death. The lifeline tells the reason, but may be
+// seconds late: on a link that loses packets the kernel sends its bytes again, with growing pauses. If the lifeline tells
+// nothing within the host time-out, only this connection has failed. Then the peer counts as lost.
 void Process::checkDisconnected(Peer& peer) {
   ownership_.assertOwned();
   if (!peer.disconnected || peer.lost) return;
   const bool lifelineMayTell = lifeline_ && !peer.mate;
-  if (lifelineMayTell &&
-      clock().now() - peer.disconnectedAt < settings().hostTimeout * 1'000'000'000) {
-    return;
-  }
+  if (lifelineMayTell && clock().now() - peer.disconnectedAt < hostTimeout()) return;
   lose(peer, /*died=*/false, *peer.disconnected);
 }
 

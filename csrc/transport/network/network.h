@@ -1,9 +1,7 @@
-// Opens the transport between nodes.
+// Opens the transport between nodes, as SMDDP_PROVIDER says.
 //
-//   SMDDP_PROVIDER=sockets          TCP sockets of the kernel (tcp/tcp_transport.h)
-//   SMDDP_PROVIDER=<any other>      that provider of libfabric (fabric/fabric.h)
-//   unset                           libfabric if the machine has a card for which libfabric is faster (efa, cxi, verbs);
-//                                   otherwise TCP sockets, and libfabric is not even loaded
+// "sockets" means the kernel's TCP (tcp/tcp_transport.h). Any other name is a provider of libfabric (fabric/fabric.h).
+// Unset: libfabric if the machine has a card that it drives (efa, cxi, verbs), else TCP. For TCP, libfabric is not loaded.
 #pragma once
 
 #include <filesystem>

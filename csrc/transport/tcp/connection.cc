@@ -10,54 +10,47 @@
 
 #include <fmt/format.h>
 
+#include "transport/wire.h"
+
 namespace smddp::transport::tcp {
 namespace {
 
-// One call sends at most so many frames. Three pieces each.
+// One call sends at most so many frames. Two pieces each.
 constexpr size_t kFramesPerCall = 16;
 
-template <typename T>
-Bytes bytesOf(const T& value) {
-  return std::as_bytes(std::span(&value, 1));
-}
-
 }  // namespace
-
-size_t Connection::Outgoing::bytes() const {
-  if (isHello) return control.size();
-  return sizeof(FrameHeader) + frame.length;
-}
 
 void Connection::fail(const std::string& what, int error) {
   failure_ = error == 0 ? what : fmt::format("{}: {}", what, std::strerror(error));
   queue_.clear();
 }
 
-void Connection::queueHello(const Hello& hello) {
+Connection::Outgoing& Connection::queue(Bytes first, Bytes second) {
   Outgoing& out = queue_.emplace_back();
-  out.isHello = true;
-  const Bytes bytes = bytesOf(hello);
-  out.control.assign(bytes.begin(), bytes.end());
+  out.head.reserve(first.size() + second.size());
+  out.head.assign(first.begin(), first.end());
+  out.head.insert(out.head.end(), second.begin(), second.end());
+  return out;
 }
 
+void Connection::queueHello(const Hello& hello) { queue(bytesOf(hello), {}); }
+
 void Connection::queueControl(Bytes message) {
-  Outgoing& out = queue_.emplace_back();
-  out.frame.length = message.size();
-  out.control.assign(message.begin(), message.end());
+  const FrameHeader frame{FrameKind::Control, 0, message.size(), {}};
+  queue(bytesOf(frame), message);
 }
 
 void Connection::queuePut(const RemoteSlot& slot, uint32_t immediate, Bytes header, Bytes payload,
                           uint64_t token) {
-  Outgoing& out = queue_.emplace_back();
-  out.frame = {FrameKind::Put, immediate, kHeaderBytes + payload.size(), slot};
-  std::copy(header.begin(), header.end(), out.header.begin());
+  const FrameHeader frame{FrameKind::Put, immediate, kHeaderBytes + payload.size(), slot};
+  Outgoing& out = queue(bytesOf(frame), header);
   out.payload = payload;
   out.token = token;
 }
 
 void Connection::send(std::vector<uint64_t>& done) {
   while (isWritable_ && failure_.empty() && !queue_.empty()) {
-    std::array<iovec, 3 * kFramesPerCall> pieces;
+    std::array<iovec, 2 * kFramesPerCall> pieces;
     size_t count = 0, total = 0;
     for (size_t i = 0; i < std::min(kFramesPerCall, queue_.size()); ++i) {
       const Outgoing& out = queue_[i];
@@ -70,9 +63,8 @@ void Connection::send(std::vector<uint64_t>& done) {
         pieces[count++] = {const_cast<std::byte*>(bytes.data()), bytes.size()};
         total += bytes.size();
       };
-      if (!out.isHello) add(bytesOf(out.frame));
-      if (out.frame.kind == FrameKind::Put) add(out.header);
-      add(out.frame.kind == FrameKind::Put ? out.payload : Bytes(out.control));
+      add(out.head);
+      add(out.payload);
     }
     msghdr message{};
     message.msg_iov = pieces.data();
@@ -94,7 +86,7 @@ void Connection::send(std::vector<uint64_t>& done) {
       out.sent += part;
       left -= part;
       if (out.sent < out.bytes()) break;
-      if (out.frame.kind == FrameKind::Put) done.push_back(out.token);
+      if (out.token) done.push_back(*out.token);
       queue_.pop_front();
     }
   }

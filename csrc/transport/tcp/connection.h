@@ -11,6 +11,7 @@
 
 #include <array>
 #include <deque>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -70,16 +71,15 @@ class Connection {
   static constexpr size_t kTurn = 1 << 20;
 
   struct Outgoing {
-    FrameHeader frame;
-    std::array<std::byte, kHeaderBytes> header;
-    std::vector<std::byte> control;  // also a hello
-    Bytes payload;
-    uint64_t token = 0;
-    bool isHello = false;
+    std::vector<std::byte> head;    // everything but a payload
+    Bytes payload;                  // of a put
+    std::optional<uint64_t> token;  // of a put
     size_t sent = 0;
-    size_t bytes() const;
+    size_t bytes() const { return head.size() + payload.size(); }
   };
 
+  // Queues a head of these two pieces.
+  Outgoing& queue(Bytes first, Bytes second);
   void fail(const std::string& what, int error);
   // Reads into the pieces. Returns the number of bytes; 0 if there are none, or an error.
   size_t read(std::span<iovec> pieces);
