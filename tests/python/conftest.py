@@ -50,19 +50,23 @@ def _shared_memory() -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def _environment_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Restores the environment variables after each test, for programs that later tests start.
-
-    Every third test has libfabric between nodes, the others TCP sockets; another third with each
-    TEST_TURN. TEST_PROVIDER sets SMDDP_PROVIDER for the ranks of all tests.
-    """
+def _environment_as_before() -> Iterator[None]:
+    """Restores the environment variables after each test, for programs that later tests start."""
     before = dict(os.environ)
-    turn = zlib.crc32(request.node.nodeid.encode()) + int(os.environ.get("TEST_TURN", "0"))
-    if turn % 3 == 0 and not _load.load().build_info()["no_libfabric"]:
-        os.environ.setdefault("TEST_PROVIDER", "tcp")
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _transport_between_nodes(request: pytest.FixtureRequest, _environment_as_before: None) -> None:
+    """Gives every third test libfabric between nodes, the others TCP sockets.
+
+    Other tests get it with each TEST_TURN. TEST_PROVIDER sets SMDDP_PROVIDER for the ranks of all.
+    """
+    turn = zlib.crc32(request.node.nodeid.encode()) + int(os.environ.get("TEST_TURN", "0"))
+    if turn % 3 == 0 and not _load.load().build_info()["no_libfabric"]:
+        os.environ.setdefault("TEST_PROVIDER", "tcp")
 
 
 @pytest.fixture(autouse=True)
