@@ -73,8 +73,8 @@ class Mesh : public BlockExchange {
     if (staged_) b_.waitMates(kGathered, c.index + 1 - depth_);
     forEachArrival(me_, [&](int n, int local, int64_t slot) {
       const Rank from = t_.node(n)[local];
-      const plan::Ref chunk = b_.receive(t_.railPeer(n), 0, c.length);
       std::vector<plan::Ref> targets{b_.out(place(from, c))};
+      const plan::Ref chunk = b_.receiveAt(targets.front(), t_.railPeer(n), 0, c.length);
       if (staged_) {
         targets.push_back(arrivedSlot(me_, c, slot));
       } else {

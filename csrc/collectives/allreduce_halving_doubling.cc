@@ -129,10 +129,10 @@ class CubeExchange {
 
   // Receives results. They overwrite what I sent to the same partner before.
   void take(const plan::Chunk& c, const plan::Range& range, Rank partner) {
-    const plan::Ref result = b_.receive(partner, kResults, range.length);
-    b_.flush(partner, kPartials, c.index + 1);
     std::vector<plan::Ref> targets = node_.outputs(range.offset);
     targets.push_back(node_.partial(c, range.offset));
+    const plan::Ref result = b_.receiveAt(targets.front(), partner, kResults, range.length);
+    b_.flush(partner, kPartials, c.index + 1);
     b_.copy(targets, result, range.length);
     b_.release(partner, kResults);
   }

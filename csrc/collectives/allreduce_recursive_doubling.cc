@@ -113,7 +113,8 @@ class RecursiveDoubling {
   void exchangeWithCorner(const plan::Chunk& c) {
     const Rank partner = leaderOf(cube_.foldPartner());
     b_.put(partner, 0, sum(0), c.length);
-    b_.copy(results(c), b_.receive(partner, 0, c.length), c.length);
+    const std::vector<plan::Ref> targets = results(c);
+    b_.copy(targets, b_.receiveAt(targets.front(), partner, 0, c.length), c.length);
     b_.release(partner, 0);
   }
 

@@ -78,12 +78,12 @@ class RingExchange {
       const plan::Range sent = shard(c, -step);
       const plan::Range taken = shard(c, -1 - step);
       b_.put(next_, kResults, node_.partial(c, sent.offset), sent.length);
-      const plan::Ref result = b_.receive(previous_, kResults, taken.length);
+      std::vector<plan::Ref> targets = node_.outputs(taken.offset);
+      targets.push_back(node_.partial(c, taken.offset));
+      const plan::Ref result = b_.receiveAt(targets.front(), previous_, kResults, taken.length);
       // The result overwrites the shard that I sent in the same step of the ring reduce. On 3 nodes, step 1 of
       // chunk 6 flushes 6 * 2 + 1 + 1 = 14 puts: 12 of chunks 0 to 5, and steps 0 and 1 of this one.
       b_.flush(next_, kPartials, c.index * numSteps() + step + 1);
-      std::vector<plan::Ref> targets = node_.outputs(taken.offset);
-      targets.push_back(node_.partial(c, taken.offset));
       b_.copy(targets, result, taken.length);
       b_.release(previous_, kResults);
     }

@@ -150,7 +150,7 @@ void BlockTransfer::receive(const plan::Chunk& c) {
     if (to != me_) {
       target = staged_ ? arrivedSlot(me_, c, slot) : b_.mateOut(to, outputPlace(sender, c));
     }
-    b_.copy({target}, b_.receive(t_.railPeer(n), 0, c.length), c.length);
+    b_.copy({target}, b_.receiveAt(target, t_.railPeer(n), 0, c.length), c.length);
     b_.release(t_.railPeer(n), 0);
   });
   if (!carriesTo_.empty()) b_.signal(kArrived, c.index + 1);

@@ -80,7 +80,7 @@ class Chain {
     } else {
       for (int mate : otherMates(t_)) targets.push_back(b_.mateOut(mate, mine.offset));
     }
-    b_.copy(targets, b_.receive(previous(), 0, mine.length), mine.length);
+    b_.copy(targets, b_.receiveAt(targets.front(), previous(), 0, mine.length), mine.length);
     b_.release(previous(), 0);
     b_.signal(kReady, c.index + 1);
     if (sends()) b_.put(next(), 0, b_.out(mine.offset), mine.length);

@@ -160,11 +160,13 @@ void DirectExchange::collect(const plan::Chunk& c) {
       continue;
     }
     const plan::Range shard = shardOf(c, n);
-    const plan::Ref result = receive(peer, kResults, shard.length);
-    // The result overwrites the shard that I sent. If it was encoded, it left from another place.
-    if (!encodes()) b_.flush(peer, kShards, c.index + 1);
     std::vector<plan::Ref> targets = node_.outputs(shard.offset);
     if (node_.staged()) targets.push_back(node_.partial(c, shard.offset));
+    const plan::Ref result = encodes()
+                                 ? b_.receiveEncoded(peer, kResults, shard.length)
+                                 : b_.receiveAt(targets.front(), peer, kResults, shard.length);
+    // The result overwrites the shard that I sent. If it was encoded, it left from another place.
+    if (!encodes()) b_.flush(peer, kShards, c.index + 1);
     b_.copy(targets, result, shard.length);
     b_.release(peer, kResults);
   }

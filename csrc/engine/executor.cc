@@ -33,10 +33,10 @@ CachedPlan::CachedPlan(plan::Plan made)
   };
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
-    if (step.op == Op::Put || step.op == Op::Receive || step.op == Op::Release ||
-        step.op == Op::Flush) {
+    if (step.op == Op::Put || step.op == Op::Post || step.op == Op::Receive ||
+        step.op == Op::Release || step.op == Op::Flush) {
       channelOfStep[i] = find(step.who, step.stream);
-      if (channelOfStep[i] != kNone && step.op != Op::Release && step.op != Op::Flush) {
+      if (channelOfStep[i] != kNone && (step.op == Op::Put || step.op == Op::Receive)) {
         auto& longest = longestMessage[channelOfStep[i]];
         longest = std::max(longest, step.length);
       }
@@ -128,6 +128,14 @@ void Executor::bindChannels() {
   }
 }
 
+void Executor::abandon() {
+  ownership_.assertOwned();
+  done_ = true;
+  for (const BoundChannel& channel : channels_) {
+    if (channel.ends->receive != nullptr) channel.ends->receive->withdrawPosts();
+  }
+}
+
 bool Executor::advance() {
   ownership_.assertOwned();
   if (done_) return false;
@@ -194,6 +202,15 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
       const bool isSent = put(step, stepIndex, trip);
       if (isSent) exchanged_ += step.length;
       return isSent;
+    }
+    case Op::Post: {
+      const BoundChannel& channel = channelOf(stepIndex);
+      const Buffer::Run run = resolve(step.firstRef, trip, 0, step.length);
+      if (run.bytes == step.length) {
+        channel.ends->receive->post(channel.receivesBefore + static_cast<uint64_t>(value),
+                                    {run.data, static_cast<size_t>(run.bytes)});
+      }
+      return true;
     }
     case Op::Receive: {
       const bool isHere = received(step, stepIndex, trip);

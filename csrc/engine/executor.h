@@ -74,6 +74,8 @@ class Executor {
   // before this rank arrives, sum() when all ranks have arrived.
   void copyIn(const CachedPlan& cached);
   void sum();
+  // Ends an execution that cannot be completed. From then on nothing is written to the buffers.
+  void abandon();
   // Does what can be done now. True when anything advanced.
   bool advance();
   bool preambleDone() const { return preambleNext_ == cached_->plan.preamble.numSteps; }

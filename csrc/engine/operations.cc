@@ -486,6 +486,7 @@ void Operations::endBroken(const Break& broken) {
   for (auto& state : tracks_) {
     auto& operations = state->operations;
     if (operations.empty() || !broken.concerns(operations.front().sequence)) continue;
+    if (state->phase == Phase::Running) state->executor.abandon();
     for (Operation& operation : operations) endWith(operation, broken);
     operations.clear();
     state->phase = Phase::Idle;

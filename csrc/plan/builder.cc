@@ -5,6 +5,11 @@
 namespace smddp::plan {
 namespace {
 
+// A read for the head of a shorter message would bring most of it along, so that it is copied anyway.
+constexpr int64_t kLeastPosted = 4096;
+// The lane of the steps that post. They wait for nothing.
+constexpr const char* kPosts = "post";
+
 int64_t roundUp(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
 // Sets the stride of `first` so that it equals `second` one trip later.
@@ -55,6 +60,8 @@ void Builder::arrive() {
   signal(kArrival, 1);
   waitMates(kArrival, 1);
   arrived_ = true;
+  // The first lane: it posts all messages before another one sends what they answer.
+  stages_.push_back({kPosts, {}});
 }
 
 void Builder::stage(const std::string& name) {
@@ -150,6 +157,18 @@ Ref Builder::receive(Rank from, int stream, int64_t length) {
   const int64_t number = ++channels_[{from, stream}].receives;
   write(channelStep(Op::Receive, from, stream, number, length), {});
   return {Space::Message, static_cast<uint8_t>(stream), false, from, {number - 1, 0}, {}};
+}
+
+Ref Builder::receiveAt(Ref destination, Rank from, int stream, int64_t length) {
+  if (length >= kLeastPosted && destination.space != Space::Slot) {
+    Step post = channelStep(Op::Post, from, stream, channels_[{from, stream}].receives + 1, length);
+    post.numDestinations = 1;
+    const int here = current_;
+    stage(kPosts);
+    write(post, {destination});
+    current_ = here;
+  }
+  return receive(from, stream, length);
 }
 
 Ref Builder::receiveEncoded(Rank from, int stream, int64_t length) {

@@ -103,6 +103,7 @@ class Inspection {
       case Op::Signal:
       case Op::Wait: return aboutCounter(step, inPreamble);
       case Op::Put:
+      case Op::Post:
       case Op::Receive:
       case Op::Release:
       case Op::Flush: return aboutChannel(step);
@@ -115,6 +116,12 @@ class Inspection {
     if (step.op == Op::Copy && step.numSources != 1) return "a copy has one source";
     if (step.length <= 0 || step.length % execution_.elementBytes != 0) return "a wrong length";
     if (plan_.wire != Wire::fp32 && step.length % 4 != 0) return "a part of a float32";
+    if (const std::string text = aboutDestinations(step); !text.empty()) return text;
+    if (const std::string text = aboutResidual(step); !text.empty()) return text;
+    return aboutSources(step);
+  }
+
+  std::string aboutDestinations(const Step& step) const {
     for (int i = 0; i < step.numDestinations; ++i) {
       const Ref& ref = plan_.destination(step, i);
       const bool isOwnSlot = ref.space == Space::Slot && ref.owner == topology_.myLocal();
@@ -122,8 +129,7 @@ class Inspection {
       if (!isOwnSlot && !isOutput) return "only outputs and own slots may be written";
       if (const std::string text = aboutRef(ref); !text.empty()) return text;
     }
-    if (const std::string text = aboutResidual(step); !text.empty()) return text;
-    return aboutSources(step);
+    return {};
   }
 
   std::string aboutResidual(const Step& step) const {
@@ -185,6 +191,10 @@ class Inspection {
         plan_.channels.begin(), plan_.channels.end(),
         [&](const ChannelUse& use) { return use.peer == step.who && use.stream == step.stream; });
     if (!declared) return "the plan does not declare this channel";
+    if (step.op == Op::Post) {
+      const bool isOne = step.numSources == 0 && step.numDestinations == 1 && step.length > 0;
+      return isOne ? aboutDestinations(step) : "a message is posted at one destination";
+    }
     if (step.op != Op::Put) return {};
     if (step.length < 0 || step.length > limits_.messageBytes) return "a message too long";
     if (step.numSources != 1 || step.numDestinations != 0) return "a put has one source";

@@ -11,10 +11,9 @@
 //
 //   team counters   Signal / Wait        A counter is a monotonic word in shared memory. Its rank writes it, the
 //                                        ranks of the node read it. Values are relative to the execution.
-//   channels        Put / Receive /      A channel is a one-way sequence of messages to a rank of another node. A
-//                                        put
-//                   Release / Flush      takes the next slot of the receiver's window. Receive waits until message
-//                                        i has arrived. Release gives its slot back to the sender (credit). Flush
+//   channels        Put / Post /         A channel is a one-way sequence of messages to a rank of another node. A
+//                   Receive / Release /  put takes the next slot of the receiver's window. Receive waits until message
+//                   Flush                i has arrived. Release gives its slot back to the sender (credit). Flush
 //                                        waits until the sources of the first i puts may be overwritten.
 //   lane order      –                    The steps of a lane run in order; the preamble runs before all lanes.
 //
@@ -24,6 +23,11 @@
 // Every plan begins with the preamble [copies…] Signal(kArrival) Wait(team, kArrival). With the arrival signal a
 // rank publishes what it was asked to do. After the wait all ranks of the node have read the same descriptors and
 // take the same branch: error, staged or zero-copy, how many requests are fused.
+//
+// Posted receives: Post allows the transport to write the payload of a message to where the plan copies it, instead of
+// into its slot. The copy then finds its source at its destination, and there is nothing to move. Not every transport
+// can, and none does for a message that is already here. So a plan must be right in both cases, and the checker runs it
+// in both.
 //
 // Staging memory: in each execution a rank owns one of the two halves of its staging memory; halves alternate. No
 // plan ends before all ranks of the node have arrived, so a half is free again two executions later, whatever plans
@@ -81,6 +85,7 @@ enum class Op : uint8_t {
   Signal,  // my counter := value
   Wait,  // wait until the counter of `who` (a local index, or kMates: all other ranks of my node) >= value
   Put,  // send `length` bytes of the one source as message `value`, counted from 1, of channel (who, stream)
+  Post,  // message `value` of channel (who, stream), of `length` bytes, may arrive in the one destination
   Receive,  // wait until message `value`, counted from 1, of channel (who, stream) has arrived; it has `length` bytes
   Release,  // give the slots of the first `value` messages of channel (who, stream) back to the sender
   Flush,  // wait until the sources of the first `value` puts on channel (who, stream) may be overwritten
@@ -101,14 +106,14 @@ struct Step {  // one action of a lane; the comments say which kinds of step use
   // encoded; then the residual becomes what this encoding has lost.
   bool hasResidual = false;
   uint8_t counter = 0;  // Signal, Wait
-  uint8_t stream = 0;   // Put, Receive, Release, Flush
+  uint8_t stream = 0;   // Put, Post, Receive, Release, Flush
   uint8_t numDestinations = 0;
   uint16_t numSources = 0;
   uint32_t firstRef = 0;  // Plan::refs[firstRef …]: destinations, then sources, then the residual
   Rank who = kMates;      // Wait: local index or kMates; channel steps: group rank
-  // Bytes: Copy, Reduce, Put, Receive. Copy, Reduce: before encoding. Put, Receive: as the message has them.
+  // Bytes: Copy, Reduce, Put, Post, Receive. Copy, Reduce: before encoding. Otherwise: as the message has them.
   int64_t length = 0;
-  Affine value;  // Signal, Wait, Put, Receive, Release, Flush
+  Affine value;  // all but Copy and Reduce
   uint32_t numRefs() const { return uint32_t{numDestinations} + numSources + hasResidual; }
   friend bool operator==(const Step&, const Step&) = default;
 };

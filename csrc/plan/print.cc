@@ -68,6 +68,7 @@ const char* word(Op op) {
     case Op::Signal: return "signal";
     case Op::Wait: return "wait";
     case Op::Put: return "put";
+    case Op::Post: return "post";
     case Op::Receive: return "receive";
     case Op::Release: return "release";
     case Op::Flush: return "flush";
@@ -135,6 +136,10 @@ std::string printStep(const Plan& plan, const Step& step) {
     case Op::Put:
       return fmt::format("put to rank {}{} <- {}, message {}", step.who, stream,
                          list(plan, step, step.firstRef, step.numSources), number(step.value));
+    case Op::Post:
+      return fmt::format("post {} for message {} from rank {}{}",
+                         list(plan, step, step.firstRef, step.numDestinations), number(step.value),
+                         step.who, stream);
     case Op::Receive:
       return fmt::format("receive from rank {}{} {} bytes, message {}", step.who, stream,
                          step.length, number(step.value));

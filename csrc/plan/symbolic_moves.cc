@@ -36,7 +36,13 @@ SymbolicRun::Place SymbolicRun::resolve(const Thread& t, const Ref& ref, int64_t
     }
     requireInside(limits_.messageBytes);
     Channel& channel = found->second;
-    place = {&channel.window, (channel.base[e] + index) % limits_.window * limits_.messageBytes};
+    const auto posted = channel.posted.find(channel.base[e] + index);
+    if (posted != channel.posted.end() && posted->second.hasArrived) {
+      requireInside(posted->second.length);
+      place = posted->second.place;
+    } else {
+      place = {&channel.window, (channel.base[e] + index) % limits_.window * limits_.messageBytes};
+    }
   } else if (ref.space == Space::Residual) {
     requireInside(executions_[e].inputBytes[owner]);
     place = {&ranks_[owner].residual, 0};
@@ -212,8 +218,23 @@ void SymbolicRun::transmit(Thread& t, const Step& step, Channel& channel, uint32
   std::vector<Piece> pieces;
   read(t, resolve(t, planOf(t).source(step, 0), step.length), step.length,
        {t.clock.now(), Access::Kind::PutSource, message}, pieces);
+  messages_[message].contents = pieces;
+  const auto posted = channel.posted.find(number);
+  if (posted != channel.posted.end()) return arrive(posted->second, message);
   write(t, {&channel.window, number % limits_.window * limits_.messageBytes}, step.length,
         {t.clock.now(), Access::Kind::PutTarget, message}, pieces);
+}
+
+// Writes the contents of a message where it is posted. That happens after both the put and the post.
+void SymbolicRun::arrive(Posted& posted, uint32_t number) {
+  const Message& message = messages_[number];
+  if (posted.length != message.length) return;
+  Thread both = threads_[message.putAt.thread];
+  both.clock = posted.clock;
+  both.clock.join(message.sent);
+  write(both, posted.place, message.length, {message.putAt, Access::Kind::PutTarget, number},
+        message.contents);
+  posted.hasArrived = true;
 }
 
 // The caller fills its input before the call, and may overwrite both buffers after it.

@@ -7,10 +7,11 @@
 namespace smddp::plan {
 
 SymbolicRun::SymbolicRun(const std::vector<std::vector<Rank>>& nodes, const Limits& limits,
-                         std::span<const Execution> executions)
+                         std::span<const Execution> executions, bool usesPosts)
     : topology_(nodes, 0),
       limits_(limits),
       executions_(executions),
+      usesPosts_(usesPosts),
       ranks_(static_cast<size_t>(topology_.numRanks())),
       orders_(executions.size()),
       oneOrder_(executions.size(), kUndefined) {
@@ -172,6 +173,7 @@ void SymbolicRun::forget(Rank rank) {
       const Channel& channel = channels_.at(key);
       for (int64_t m = both == 0 ? 0 : channel.base[both - 1]; m < channel.base[both]; ++m) {
         messages_[channel.messages[m]].sent = {};
+        messages_[channel.messages[m]].contents = {};
       }
     }
   }

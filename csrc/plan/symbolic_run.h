@@ -22,8 +22,9 @@ namespace smddp::plan {
 // caused them.
 class SymbolicRun {
  public:
+  // `usesPosts`: messages arrive where they are posted. Otherwise posts have no effect.
   SymbolicRun(const std::vector<std::vector<Rank>>& nodes, const Limits& limits,
-              std::span<const Execution> executions);
+              std::span<const Execution> executions, bool usesPosts);
   Verdict go();
 
  private:
@@ -51,6 +52,17 @@ class SymbolicRun {
     std::vector<Signalled> history;
     std::vector<uint32_t> waiting;
   };
+  struct Place {
+    ShadowMemory* memory = nullptr;
+    int64_t offset = 0;
+  };
+  // Where a message may arrive, and the clock of the step that said so.
+  struct Posted {
+    Place place;
+    int64_t length = 0;
+    VectorClock clock;
+    bool hasArrived = false;
+  };
   struct Channel {
     Rank from = 0;
     Rank to = 0;
@@ -60,6 +72,7 @@ class SymbolicRun {
     std::deque<Signalled>
         releases;  // over all executions, without those that no later put can need
     ShadowMemory window;
+    std::map<int64_t, Posted> posted;  // by message, until it is released
     std::vector<uint32_t> waiting;
   };
   struct RankState {
@@ -71,10 +84,6 @@ class SymbolicRun {
     uint32_t firstThread = 0;
     size_t execution = 0;
     int lanesLeft = 0;
-  };
-  struct Place {
-    ShadowMemory* memory = nullptr;
-    int64_t offset = 0;
   };
   using ChannelKey = std::tuple<Rank, Rank, int>;  // from, to, stream
 
@@ -100,6 +109,7 @@ class SymbolicRun {
   void signal(Thread& t, const Step& step, int64_t value);
   void wait(Thread& t, const Step& step, int64_t value);
   void put(Thread& t, const Step& step, int64_t value);
+  void post(Thread& t, const Step& step, int64_t value);
   void receive(Thread& t, const Step& step, int64_t value);
   void release(Thread& t, const Step& step, int64_t value);
   void flush(Thread& t, const Step& step, int64_t value);
@@ -112,6 +122,7 @@ class SymbolicRun {
   void copy(Thread& t, const Step& step);
   void reduce(Thread& t, const Step& step);
   void transmit(Thread& t, const Step& step, Channel& channel, uint32_t message);
+  void arrive(Posted& posted, uint32_t message);
   Place resolve(const Thread& t, const Ref& ref, int64_t length);
   Place bufferOf(Rank rank, size_t execution, bool isInput);
   void requireApart(const Thread& t, const Step& step);
@@ -151,6 +162,7 @@ class SymbolicRun {
   const Topology topology_;
   const Limits limits_;
   const std::span<const Execution> executions_;
+  const bool usesPosts_;
   std::vector<RankState> ranks_;
   std::vector<Thread> threads_;
   std::map<ChannelKey, Channel> channels_;

@@ -84,6 +84,7 @@ void SymbolicRun::perform(Thread& t, const Step& step) {
     case Op::Signal: return signal(t, step, value);
     case Op::Wait: return wait(t, step, value);
     case Op::Put: return put(t, step, value);
+    case Op::Post: return post(t, step, value);
     case Op::Receive: return receive(t, step, value);
     case Op::Release: return release(t, step, value);
     case Op::Flush: return flush(t, step, value);
@@ -148,10 +149,28 @@ void SymbolicRun::put(Thread& t, const Step& step, int64_t value) {
     channel.releases.erase(channel.releases.begin(), credit);
   }
   const auto message = static_cast<uint32_t>(messages_.size());
-  messages_.push_back({t.clock, t.clock.now(), step.length, {}, {}});
+  messages_.push_back({t.clock, t.clock.now(), step.length, {}, {}, {}});
   channel.messages.push_back(message);
   transmit(t, step, channel, message);
   wake(channel.waiting);
+}
+
+void SymbolicRun::post(Thread& t, const Step& step, int64_t value) {
+  Channel& channel = incoming(t, step);
+  const size_t e = ranks_[t.rank].execution;
+  const int64_t number = channel.base[e] + value - 1;
+  if (value < 1 || number >= channel.base[e + 1]) {
+    fail(Verdict::Kind::Malformed, nameOf(t) + ": the plan declares fewer receives");
+  }
+  const Place place = resolve(t, planOf(t).destination(step, 0), step.length);
+  if (!usesPosts_) return;
+  const bool isPut = number < static_cast<int64_t>(channel.messages.size());
+  // Too late: it lies in its slot.
+  if (isPut && !messages_[channel.messages[number]].received.empty()) return;
+  const auto [entry, isNew] = channel.posted.try_emplace(number, Posted{place, step.length, t.clock});
+  if (!isNew) fail(Verdict::Kind::Malformed, nameOf(t) + ": the message is posted already");
+  if (!isPut) return;
+  arrive(entry->second, channel.messages[number]);
 }
 
 void SymbolicRun::receive(Thread& t, const Step& step, int64_t value) {
@@ -196,6 +215,7 @@ void SymbolicRun::release(Thread& t, const Step& step, int64_t value) {
     fail(Verdict::Kind::Race, nameOf(t) + ": the message is not known to have arrived");
   }
   channel.releases.push_back({count, t.clock});
+  channel.posted.erase(channel.posted.begin(), channel.posted.lower_bound(count));
   wake(channel.waiting);
 }
 

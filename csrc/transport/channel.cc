@@ -72,14 +72,17 @@ ReceiveChannel::ReceiveChannel(ChannelTable& table, const ChannelKey& key, PeerI
       slotBytes_(slotBytes),
       window_(static_cast<uint64_t>(window)),
       early_(window_, false),
-      headers_(window_) {}
+      headers_(window_),
+      placed_(window_) {}
 
 const PutHeader& ReceiveChannel::header(uint64_t number) const {
   SMDDP_CHECK(number > released_ && number <= arrived_, "{}: message {} is not in ({}, {}]",
               toString(key_), number, released_, arrived_);
   const PutHeader& header = headers_[number % window_];
+  const std::span<std::byte> placed = placed_[number % window_];
   if (header.magic != kPutMagic || header.group != key_.group || header.number != number ||
-      header.length > static_cast<uint64_t>(slotBytes_)) {
+      header.length > static_cast<uint64_t>(slotBytes_) ||
+      (!placed.empty() && header.length != placed.size())) {
     raise(ErrorKind::Transport,
           "{}: the slot of message {} holds another one (magic {:08x}, group {:x}, number {}, {} "
           "bytes "
@@ -92,6 +95,7 @@ const PutHeader& ReceiveChannel::header(uint64_t number) const {
 
 std::span<const std::byte> ReceiveChannel::payload(uint64_t number) const {
   const PutHeader& valid = header(number);
+  if (const auto placed = placed_[number % window_]; !placed.empty()) return placed;
   const uint64_t slot = (number - 1) % window_ * static_cast<uint64_t>(slotStride(slotBytes_));
   return memory_.subspan(slot + kHeaderBytes, valid.length);
 }
@@ -100,8 +104,34 @@ void ReceiveChannel::release(uint64_t count) {
   SMDDP_CHECK(count <= arrived_, "{}: {} messages released, {} arrived", toString(key_), count,
               arrived_);
   if (count <= released_) return;
-  released_ = count;
+  while (released_ < count) placed_[++released_ % window_] = {};
   table_.noteOwed(*this);
+}
+
+void ReceiveChannel::post(uint64_t number, std::span<std::byte> memory) {
+  SMDDP_CHECK(posted_.empty() || posted_.back().number < number, "{}: message {} posted after {}",
+              toString(key_), number, posted_.back().number);
+  posted_.push_back({number, memory});
+}
+
+void ReceiveChannel::withdrawPosts() {
+  posted_.clear();
+  for (std::span<std::byte>& placed : placed_) {
+    if (!placed.empty()) table_.transport_.withdraw(placed);
+    placed = {};
+  }
+}
+
+std::span<std::byte> ReceiveChannel::placeFor(uint32_t immediate, size_t payloadBytes) {
+  const uint64_t number = numberOf(immediate, arrived_);
+  // onPut() ignores such a message.
+  if (number <= arrived_ || number > granted_ + window_ || early_[number % window_]) return {};
+  while (!posted_.empty() && posted_.front().number <= arrived_) posted_.pop_front();
+  const auto found = std::ranges::lower_bound(posted_, number, {}, &Posted::number);
+  const bool isPosted =
+      found != posted_.end() && found->number == number && found->memory.size() == payloadBytes;
+  if (!isPosted || !placed_[number % window_].empty()) return {};
+  return placed_[number % window_] = found->memory;
 }
 
 bool ReceiveChannel::grantIsDue() const {

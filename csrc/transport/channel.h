@@ -13,6 +13,7 @@
 
 #include <compare>
 #include <cstdint>
+#include <deque>
 #include <span>
 #include <string>
 #include <vector>
@@ -97,7 +98,14 @@ class ReceiveChannel {
   // The header of a message in (released(), arrived()]. Throws Transport if the slot holds another message: if the
   // magic, group or number is wrong, or the length exceeds the slot.
   const PutHeader& header(uint64_t number) const;
+  // In its slot, or where it was posted.
   std::span<const std::byte> payload(uint64_t number) const;
+
+  // Allows the payload of a message to arrive in this memory, if it has that length, until release() or withdrawPosts().
+  // Numbers increase from call to call. No effect if the message is under way already, or the transport cannot do it.
+  void post(uint64_t number, std::span<std::byte> memory);
+  // Nothing is written to posted memory any more.
+  void withdrawPosts();
 
   // Gives the slots of the first `count` messages back to the sender. A lower count than before has no effect. Grants
   // are batched: one is sent when half of the window is owed, or when the sender may have used all its credit.
@@ -108,6 +116,7 @@ class ReceiveChannel {
   ReceiveChannel(ChannelTable& table, const ChannelKey& key, PeerId peer, uint16_t id,
                  std::span<std::byte> memory, int64_t slotBytes, int64_t window);
   void onPut(uint32_t immediate);
+  std::span<std::byte> placeFor(uint32_t immediate, size_t payloadBytes);
   uint64_t owed() const { return released_ - granted_; }
   bool grantIsDue() const;
   bool settled() const { return closed_ && senderClosed_ && arrived_ >= sentBySender_; }
@@ -125,6 +134,13 @@ class ReceiveChannel {
   uint64_t granted_ = 0;            // the value of released_ in the last grant
   std::vector<bool> early_;         // messages above arrived_ that have arrived, by number % window
   std::vector<PutHeader> headers_;  // copied on arrival, so that check and use see the same bytes
+  struct Posted {
+    uint64_t number;
+    std::span<std::byte> memory;
+  };
+  std::deque<Posted> posted_;  // not yet under way
+  // Where messages above released_ lie that arrived, or are arriving, in posted memory; by number % window.
+  std::vector<std::span<std::byte>> placed_;
   bool listed_ = false;             // the channel is in the table's owing_
   bool unbatched_ = false;          // by sendGrantsNow(): send the next grant at once
   bool closed_ = false;             // by closeGroup(): we may not read memory_ any more

@@ -230,6 +230,12 @@ void ChannelTable::onPut(uint32_t immediate) {
   retireIfSettled(channel);
 }
 
+std::span<std::byte> ChannelTable::placeFor(PeerId from, uint32_t immediate, size_t payloadBytes) {
+  const auto found = receiving_.find(channelOf(immediate));
+  if (found == receiving_.end() || found->second->peer_ != from) return {};
+  return found->second->placeFor(immediate, payloadBytes);
+}
+
 void ChannelTable::onPutDone(uint64_t token) {
   const auto found = sending_.find(static_cast<uint32_t>(token >> 32));
   if (found == sending_.end()) {
@@ -310,6 +316,7 @@ void ChannelTable::closeGroup(uint64_t group) {
   for (auto it = firstReceiver; it != endOfReceivers; ++it) {
     ReceiveChannel* const channel = it->second;
     channel->closed_ = true;
+    channel->withdrawPosts();
     channel->memory_ = {};
     retireIfSettled(*channel);
   }

@@ -74,6 +74,7 @@ class ChannelTable final : private Sink {
 
   void onControl(PeerId from, Bytes message) override;
   void onPut(uint32_t immediate) override;
+  std::span<std::byte> placeFor(PeerId from, uint32_t immediate, size_t payloadBytes) override;
   void onPutDone(uint64_t token) override;
   void onPeerFailed(PeerId peer, const std::string& cause) override;
 

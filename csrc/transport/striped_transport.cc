@@ -54,6 +54,9 @@ class StripedTransport::CardSink final : public Sink {
     owner_.onAnnouncement(owner_.peerAt_[card_].at(from), message);
   }
   void onPut(uint32_t immediate) override { sink_.onPut(immediate); }
+  std::span<std::byte> placeFor(PeerId from, uint32_t immediate, size_t payloadBytes) override {
+    return sink_.placeFor(owner_.peerAt_[card_].at(from), immediate, payloadBytes);
+  }
   void onPutDone(uint64_t token) override { sink_.onPutDone(token); }
   void onPeerFailed(PeerId peer, const std::string& cause) override {
     owner_.fail(owner_.peerAt_[card_].at(peer), cause);
@@ -180,6 +183,10 @@ bool StripedTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate
     if (cards_[card]->put(peer.at[card], there, immediate, header, payload, token)) return true;
   }
   return false;
+}
+
+void StripedTransport::withdraw(std::span<std::byte> memory) {
+  for (const auto& card : cards_) card->withdraw(memory);
 }
 
 size_t StripedTransport::poll(Sink& sink) {

@@ -35,6 +35,7 @@ class StripedTransport final : public Transport {
   [[nodiscard]] bool control(PeerId peer, Bytes message) override;
   [[nodiscard]] bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header,
                          Payload payload, uint64_t token) override;
+  void withdraw(std::span<std::byte> memory) override;
   size_t poll(Sink& sink) override;
   int waitDescriptor() const override { return wait_.get(); }
   bool prepareWait() override;

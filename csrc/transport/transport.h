@@ -80,6 +80,12 @@ class Sink {
   virtual void onControl(PeerId from, Bytes message) = 0;
   // All bytes of a put with this immediate value are in our memory.
   virtual void onPut(uint32_t immediate) = 0;
+  // The payload of a put begins to arrive. Returns the memory of that length where it belongs; empty: it goes to its slot,
+  // behind the header. Asked only by a transport that implements withdraw(), and only once for each put.
+  virtual std::span<std::byte> placeFor(PeerId /*from*/, uint32_t /*immediate*/,
+                                        size_t /*payloadBytes*/) {
+    return {};
+  }
   // The payload of put(…, token) may be overwritten.
   virtual void onPutDone(uint64_t token) = 0;
   // No further message will arrive from this peer. Called once per peer. `cause` does not name the peer; the caller
@@ -115,6 +121,9 @@ class Transport {
   // `immediate`; no two puts in flight to one peer may have the same. False: no room now; poll() and try again.
   [[nodiscard]] virtual bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate,
                                  Bytes header, Payload payload, uint64_t token) = 0;
+
+  // Writes nothing to this memory any more, which placeFor() has returned: what is arriving there goes on to its slot.
+  virtual void withdraw(std::span<std::byte> /*memory*/) {}
 
   // Makes progress and reports events to the sink. Returns their number.
   virtual size_t poll(Sink& sink) = 0;

@@ -20,8 +20,18 @@ using smddp::fuzz::Script;
 // The sanitizer guards the memory on both sides.
 class Memory final : public Receiver {
  public:
-  std::span<std::byte> placeFor(const FrameHeader& frame) override {
+  std::span<std::byte> slotFor(const FrameHeader& frame) override {
     return placeIn(std::array{std::span(bytes_)}, frame);
+  }
+  std::span<std::byte> placeFor(const FrameHeader& frame, size_t payloadBytes) override {
+    if (frame.immediate % 2 == 0) return {};
+    posted_.resize(payloadBytes);
+    return posted_;
+  }
+  // Frees what was posted.
+  void withdrawFrom(Connection& connection) {
+    connection.withdraw(posted_);
+    posted_ = {};
   }
   void onControlFrame(Bytes message) override {
     if (message.size() > kMaxControlBytes) std::abort();
@@ -32,6 +42,7 @@ class Memory final : public Receiver {
 
  private:
   std::vector<std::byte> bytes_{200};
+  std::vector<std::byte> posted_;
 };
 
 void addresses(Script& script) {
@@ -71,6 +82,7 @@ void stream(Script& script) {
     if (!isGreeted) isGreeted = connection.receiveHello(hello);
     while (isGreeted && connection.receive(memory)) {
     }
+    if (what % 5 == 0) memory.withdrawFrom(connection);
   }
 }
 

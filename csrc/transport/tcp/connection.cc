@@ -116,13 +116,19 @@ size_t Connection::read(std::span<iovec> pieces) {
   return 0;
 }
 
-size_t Connection::readPlace() {
-  std::array<iovec, 2> pieces{{{place_.data(), place_.size()}, {buffer_.data(), buffer_.size()}}};
+size_t Connection::readFrame() {
+  std::array<iovec, 3> pieces{{{head_.data(), head_.size()},
+                               {place_.data(), place_.size()},
+                               {buffer_.data(), buffer_.size()}}};
   const size_t got = read(pieces);
-  const size_t placed = std::min(got, place_.size());
-  place_ = place_.subspan(placed);
+  size_t left = got;
+  for (auto* part : {&head_, &place_}) {
+    const size_t filled = std::min(left, part->size());
+    *part = part->subspan(filled);
+    left -= filled;
+  }
   begin_ = 0;
-  end_ = got - placed;
+  end_ = left;
   return got;
 }
 
@@ -136,34 +142,51 @@ size_t Connection::readBuffer() {
   return got;
 }
 
-size_t Connection::takeBuffered(std::span<std::byte> place) {
+void Connection::takeBuffered(std::span<std::byte>& place) {
   const size_t count = std::min(place.size(), end_ - begin_);
   if (count > 0) std::memcpy(place.data(), buffer_.data() + begin_, count);
   begin_ += count;
-  return count;
+  place = place.subspan(count);
 }
 
 bool Connection::receiveHello(Hello& hello) {
   while (end_ - begin_ < sizeof hello && isReadable_ && failure_.empty()) readBuffer();
   if (end_ - begin_ < sizeof hello) return false;
-  takeBuffered(std::as_writable_bytes(std::span(&hello, 1)));
+  auto bytes = std::as_writable_bytes(std::span(&hello, 1));
+  std::span<std::byte> place = bytes;
+  takeBuffered(place);
   return true;
 }
 
 // Takes the header of the next frame from the buffer. False: the peer has broken the protocol.
 bool Connection::beginFrame(Receiver& receiver) {
-  takeBuffered(std::as_writable_bytes(std::span(&frame_, 1)));
+  std::span<std::byte> header = std::as_writable_bytes(std::span(&frame_, 1));
+  takeBuffered(header);
   isInFrame_ = true;
+  head_ = payload_ = {};
   if (frame_.kind == FrameKind::Control && frame_.length <= control_.size()) {
     place_ = std::span(control_).first(frame_.length);
     return true;
   }
   const bool isPut = frame_.kind == FrameKind::Put && frame_.immediate <= kMaxImmediate &&
                      frame_.length >= kHeaderBytes;
-  if (isPut) place_ = receiver.placeFor(frame_);
-  if (isPut && place_.size() == frame_.length) return true;
-  fail("it has sent what is no message of smddp", 0);
-  return false;
+  const std::span<std::byte> slot = isPut ? receiver.slotFor(frame_) : std::span<std::byte>();
+  if (!isPut || slot.size() != frame_.length) {
+    fail("it has sent what is no message of smddp", 0);
+    return false;
+  }
+  head_ = slot.first(kHeaderBytes);
+  place_ = payload_ = slot.subspan(kHeaderBytes);
+  const std::span<std::byte> elsewhere = receiver.placeFor(frame_, payload_.size());
+  if (!elsewhere.empty()) place_ = elsewhere;
+  return true;
+}
+
+void Connection::withdraw(std::span<std::byte> memory) {
+  const bool isThere = place_.data() >= memory.data() &&
+                       place_.data() < memory.data() + memory.size();
+  // Example: of a payload of 100 bytes, 40 are to come. They go to the last 40 bytes of its slot.
+  if (isInFrame_ && isThere) place_ = payload_.last(place_.size());
 }
 
 bool Connection::receive(Receiver& receiver) {
@@ -175,8 +198,9 @@ bool Connection::receive(Receiver& receiver) {
         if (end_ - begin_ < sizeof frame_) break;
         if (!beginFrame(receiver)) return false;
       }
-      place_ = place_.subspan(takeBuffered(place_));
-      if (!place_.empty()) break;
+      takeBuffered(head_);
+      takeBuffered(place_);
+      if (!head_.empty() || !place_.empty()) break;
       isInFrame_ = false;
       if (frame_.kind == FrameKind::Put) {
         receiver.onPutFrame(frame_);
@@ -186,7 +210,7 @@ bool Connection::receive(Receiver& receiver) {
     }
     if (!isReadable_) return false;
     if (received >= kTurn) return true;
-    const size_t got = isInFrame_ ? readPlace() : readBuffer();
+    const size_t got = isInFrame_ ? readFrame() : readBuffer();
     if (got == 0) return false;
     received += got;
   }

@@ -26,8 +26,10 @@ namespace smddp::transport::tcp {
 class Receiver {
  public:
   virtual ~Receiver() = default;
-  // The memory for a put; empty if the peer must not write there.
-  virtual std::span<std::byte> placeFor(const FrameHeader& frame) = 0;
+  // The slot for a put, header and payload; empty if the peer must not write there.
+  virtual std::span<std::byte> slotFor(const FrameHeader& frame) = 0;
+  // Where else its payload of that length belongs; empty: into its slot.
+  virtual std::span<std::byte> placeFor(const FrameHeader& frame, size_t payloadBytes) = 0;
   virtual void onControlFrame(Bytes message) = 0;
   virtual void onPutFrame(const FrameHeader& frame) = 0;
 };
@@ -61,6 +63,8 @@ class Connection {
 
   // Receives at most about kTurn bytes. True: there may be more.
   bool receive(Receiver& receiver);
+  // If a payload is arriving in this memory, its rest goes to its slot.
+  void withdraw(std::span<std::byte> memory);
   // Receives the Hello with which the other end begins. False: it is not there yet.
   bool receiveHello(Hello& hello);
 
@@ -84,11 +88,11 @@ class Connection {
   // Reads into the pieces. Returns the number of bytes; 0 if there are none, or an error.
   size_t read(std::span<iovec> pieces);
   // Reads the rest of the frame, and behind it into buffer_, which is empty.
-  size_t readPlace();
+  size_t readFrame();
   // Reads more bytes into buffer_.
   size_t readBuffer();
-  // Moves bytes from buffer_ to `place`; returns their number.
-  size_t takeBuffered(std::span<std::byte> place);
+  // Moves bytes from buffer_ to the start of `place`, which becomes the rest of it.
+  void takeBuffered(std::span<std::byte>& place);
   bool beginFrame(Receiver& receiver);
 
   FileDescriptor socket_;
@@ -104,7 +108,9 @@ class Connection {
   // The frame that is arriving.
   bool isInFrame_ = false;
   FrameHeader frame_;
-  std::span<std::byte> place_;  // the rest of it
+  std::span<std::byte> head_;     // the rest of a put's header
+  std::span<std::byte> place_;    // the rest of its payload, or of a control message
+  std::span<std::byte> payload_;  // where the payload lies in the slot
   std::array<std::byte, kMaxControlBytes> control_;
 };
 

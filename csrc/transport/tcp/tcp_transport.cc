@@ -59,8 +59,11 @@ class TcpTransport::LinkReceiver final : public Receiver {
  public:
   LinkReceiver(TcpTransport& transport, Peer& peer, Sink& sink)
       : transport_(transport), peer_(peer), sink_(sink) {}
-  std::span<std::byte> placeFor(const FrameHeader& frame) override {
+  std::span<std::byte> slotFor(const FrameHeader& frame) override {
     return placeIn(transport_.regions_, frame);
+  }
+  std::span<std::byte> placeFor(const FrameHeader& frame, size_t payloadBytes) override {
+    return sink_.placeFor(peer_.number, frame.immediate, payloadBytes);
   }
   void onControlFrame(Bytes message) override {
     ++events;
@@ -237,6 +240,10 @@ bool TcpTransport::put(PeerId id, const RemoteSlot& slot, uint32_t immediate, By
   link->connection.queuePut(slot, immediate, header, payload, token);
   noteBusy(*link);
   return true;
+}
+
+void TcpTransport::withdraw(std::span<std::byte> memory) {
+  for (Link& link : links_) link.connection.withdraw(memory);
 }
 
 // Sends and receives what the link's socket takes and has.
