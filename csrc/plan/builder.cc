@@ -5,8 +5,6 @@
 namespace smddp::plan {
 namespace {
 
-// A read for the head of a shorter message would bring most of it along, so that it is copied anyway.
-constexpr int64_t kLeastPosted = 4096;
 // The lane of the steps that post. They wait for nothing.
 constexpr const char* kPosts = "post";
 
@@ -160,7 +158,7 @@ Ref Builder::receive(Rank from, int stream, int64_t length) {
 }
 
 Ref Builder::receiveAt(Ref destination, Rank from, int stream, int64_t length) {
-  if (length >= kLeastPosted && destination.space != Space::Slot) {
+  if (length > 0 && destination.space != Space::Slot) {
     Step post = channelStep(Op::Post, from, stream, channels_[{from, stream}].receives + 1, length);
     post.numDestinations = 1;
     const int here = current_;

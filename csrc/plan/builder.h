@@ -115,8 +115,8 @@ class Builder {
   void put(Rank to, int stream, Ref source, int64_t length);
   // Waits for the next message. Returns a reference to its bytes.
   Ref receive(Rank from, int stream, int64_t length);
-  // The same for a message that the caller copies to this destination. If it is long, and the destination is an output,
-  // it may arrive there at once (Op::Post). Slots are free later only, when the lane has waited for that.
+  // The same for a message that the caller copies to this destination. If that is an output, the message may arrive
+  // there (Op::Post). A slot is free only later, when the lane has waited for that.
   Ref receiveAt(Ref destination, Rank from, int stream, int64_t length);
   // The same as receive() for a message that was put from an encoded range.
   Ref receiveEncoded(Rank from, int stream, int64_t length);

@@ -162,10 +162,10 @@ void SimNetwork::deliverPut(const std::shared_ptr<Flight>& flight) {
   readPayload(*flight);
   std::ranges::copy(flight->bytes, target->locate(flight->slot, flight->bytes.size()).begin());
   note(2, flight->from, flight->to, flight->immediate, flight->bytes);
-  target->onPut(flight->immediate);
+  target->onPut(flight->from, flight->immediate, Bytes(flight->bytes).subspan(kHeaderBytes));
   if (!random_.chance(l.faults.duplicate)) return;
-  at(clock_.now() + delay(l), [this, to = flight->to, immediate = flight->immediate] {
-    if (SimTransport* t = alive(to)) t->onPut(immediate);
+  at(clock_.now() + delay(l), [this, flight] {
+    if (SimTransport* t = alive(flight->to)) t->onPut(flight->from, flight->immediate, {});
   });
 }
 

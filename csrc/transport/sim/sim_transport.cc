@@ -1,5 +1,6 @@
 #include "transport/sim/sim_transport.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -84,7 +85,15 @@ size_t SimTransport::poll(Sink& sink) {
   for (const Arrival& a : arrivals) {
     switch (a.kind) {
       case Arrival::Kind::Control: sink.onControl(a.peer, a.bytes); break;
-      case Arrival::Kind::Put: sink.onPut(static_cast<uint32_t>(a.value)); break;
+      case Arrival::Kind::Put: {
+        const auto immediate = static_cast<uint32_t>(a.value);
+        if (!a.bytes.empty()) {
+          const auto place = sink.placeFor(a.peer, immediate, a.bytes.size());
+          if (!place.empty()) std::ranges::copy(a.bytes, place.begin());
+        }
+        sink.onPut(immediate);
+        break;
+      }
       case Arrival::Kind::PutDone: sink.onPutDone(a.value); break;
       case Arrival::Kind::PeerFailed:
         sink.onPeerFailed(a.peer, {reinterpret_cast<const char*>(a.bytes.data()), a.bytes.size()});
@@ -100,6 +109,17 @@ void SimTransport::onControl(int from, std::vector<std::byte> message) {
   } else {
     strangers_[from].push_back(std::move(message));
   }
+}
+
+// Half of the payloads may go elsewhere than to their slots.
+void SimTransport::onPut(int from, uint32_t immediate, Bytes payload) {
+  Arrival arrival{Arrival::Kind::Put, 0, immediate, {}};
+  const auto known = peerOf_.find(from);
+  if (known != peerOf_.end() && network_.random_.chance(0.5)) {
+    arrival.peer = known->second;
+    arrival.bytes.assign(payload.begin(), payload.end());
+  }
+  arrivals_.push_back(std::move(arrival));
 }
 
 void SimTransport::onPeerFailed(int endpoint, const std::string& cause) {

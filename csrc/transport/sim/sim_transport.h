@@ -37,8 +37,9 @@ class SimTransport final : public Transport {
   struct Arrival {
     enum class Kind { Control, Put, PutDone, PeerFailed } kind;
     PeerId peer = 0;
-    uint64_t value = 0;            // immediate or token
-    std::vector<std::byte> bytes;  // of a control message
+    uint64_t value = 0;  // immediate or token
+    std::vector<std::byte>
+        bytes;  // a control message, or the payload of a put that may go elsewhere
   };
   struct Region {
     uint64_t key = 0;
@@ -50,7 +51,7 @@ class SimTransport final : public Transport {
   // The memory that a put of this length writes. Throws Transport if the key or the bounds are wrong.
   std::span<std::byte> locate(const RemoteSlot& slot, size_t length) const;
   void onControl(int from, std::vector<std::byte> message);
-  void onPut(uint32_t immediate) { arrivals_.push_back({Arrival::Kind::Put, 0, immediate, {}}); }
+  void onPut(int from, uint32_t immediate, Bytes payload);
   void onPutDone(uint64_t token) { arrivals_.push_back({Arrival::Kind::PutDone, 0, token, {}}); }
   void onPeerFailed(int endpoint, const std::string& cause);
   int endpointOf(PeerId peer) const;

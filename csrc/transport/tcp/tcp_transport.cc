@@ -21,6 +21,8 @@ namespace {
 
 constexpr const char* kTag = "transport/tcp";
 constexpr int kEventsPerPoll = 64;
+// The read for the head of a shorter payload brings most of it along, and that is copied in any case.
+constexpr size_t kLeastPlaced = 4096;
 
 // A numeric address for bind() and connect().
 class SocketAddress {
@@ -63,6 +65,7 @@ class TcpTransport::LinkReceiver final : public Receiver {
     return placeIn(transport_.regions_, frame);
   }
   std::span<std::byte> placeFor(const FrameHeader& frame, size_t payloadBytes) override {
+    if (payloadBytes < kLeastPlaced) return {};
     return sink_.placeFor(peer_.number, frame.immediate, payloadBytes);
   }
   void onControlFrame(Bytes message) override {

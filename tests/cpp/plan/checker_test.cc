@@ -151,6 +151,15 @@ TEST(Checker, FindsPutSourceOverwrittenWithoutFlush) {
                       HasSubstr("nothing orders the two")));
 }
 
+TEST(Checker, FindsMessagePostedWhereAPutReads) {
+  Execution execution = byExchange(Mistake::PostedTooEarly);
+  expectProblem(checkTimes(kTwoNodes, execution, 1), Kind::Race,
+                AllOf(HasSubstr("(put to rank 1 <- in[0, +128), message 1) writes"),
+                      HasSubstr("nothing orders the two")));
+  execution.inPlace.assign(2, false);
+  expectCorrect(checkTimes(kTwoNodes, execution, 3));
+}
+
 TEST(Checker, FindsMessageReadBeforeItIsReceived) {
   expectProblem(checkTimes(kTwoNodes, byExchange(Mistake::NoReceive), 1), Kind::Race,
                 HasSubstr("message"));

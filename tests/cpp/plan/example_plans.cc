@@ -83,7 +83,9 @@ std::vector<Plan> sumByExchange(const Nodes& nodes, const Limits& limits, int64_
       b.put(peer, 0, b.in(c.offset), c.length);
       b.stage("sum");
       const int64_t less = mistake == Mistake::LengthsDiffer && t.me() == 1 ? 4 : 0;
-      const Ref other = b.receive(peer, 0, c.length - less);
+      const Ref other = mistake == Mistake::PostedTooEarly
+                            ? b.receiveAt(b.out(c.offset), peer, 0, c.length)
+                            : b.receive(peer, 0, c.length - less);
       if (mistake == Mistake::ReadAfterRelease) b.release(peer, 0);
       if (mistake != Mistake::MissingFlush) b.flush(peer, 0);
       std::vector<Ref> sources{b.in(c.offset), other};

@@ -30,6 +30,7 @@ enum class Mistake {
   ReadAfterRelease,  // harmless until the slot is used again
   LengthsDiffer,
   NoReceive,
+  PostedTooEarly,  // a message may arrive where the network still reads
 };
 
 // One node: every rank copies every chunk to a slot and sums all slots.

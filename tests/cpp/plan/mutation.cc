@@ -14,7 +14,9 @@ struct Change {
   std::function<bool(Plan&, size_t i)> apply;
 };
 
-bool isRemovable(Op op) { return op != Op::Copy && op != Op::Reduce; }
+bool moves(Op op) { return op == Op::Copy || op == Op::Reduce; }
+// Without a post a plan is as right as before.
+bool isRemovable(Op op) { return !moves(op) && op != Op::Post; }
 
 // Replaces the step by a wait for 0, which has no effect and keeps the numbers of the other steps.
 bool remove(Plan& plan, size_t i) {
@@ -52,7 +54,7 @@ bool weaken(Plan& plan, size_t i) {
 bool announceEarly(Plan& plan, size_t i) {
   const Op op = plan.steps[i].op;
   if ((op != Op::Signal && op != Op::Release) || i == 0) return false;
-  if (isRemovable(plan.steps[i - 1].op) || tripsOf(plan, i) != tripsOf(plan, i - 1)) return false;
+  if (!moves(plan.steps[i - 1].op) || tripsOf(plan, i) != tripsOf(plan, i - 1)) return false;
   std::swap(plan.steps[i], plan.steps[i - 1]);
   return true;
 }
@@ -80,6 +82,14 @@ bool dropSource(Plan& plan, size_t i, int s) {
   return true;
 }
 
+// A message that is posted elsewhere overwrites what lies there.
+bool shiftPost(Plan& plan, size_t i) {
+  const Step& step = plan.steps[i];
+  if (step.op != Op::Post) return false;
+  plan.refs[step.firstRef].offset.base += kGranule;
+  return true;
+}
+
 bool shiftResidual(Plan& plan, size_t i) {
   const Step& step = plan.steps[i];
   if (!step.hasResidual) return false;
@@ -92,16 +102,17 @@ std::vector<Change> allChanges(int mostRefs) {
       {"removed", remove},
       {"off by one", weaken},
       {"announced early", announceEarly},
+      {"post shifted", shiftPost},
       {"residual shifted", shiftResidual},
       {"pre-scaling flipped",
        [](Plan& plan, size_t i) {
          Step& step = plan.steps[i];
-         return !isRemovable(step.op) && ((step.preScale = !step.preScale), true);
+         return moves(step.op) && ((step.preScale = !step.preScale), true);
        }},
       {"final scaling flipped",
        [](Plan& plan, size_t i) {
          Step& step = plan.steps[i];
-         return !isRemovable(step.op) && ((step.postScale = !step.postScale), true);
+         return moves(step.op) && ((step.postScale = !step.postScale), true);
        }},
   };
   for (int r = 0; r < mostRefs; ++r) {

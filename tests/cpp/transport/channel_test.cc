@@ -2,6 +2,7 @@
 #include "transport/channel_table.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
 
@@ -48,11 +49,13 @@ class ScriptedTransport final : public Transport {
     for (const auto& event : std::exchange(events, {})) event(sink);
     return 0;
   }
+  void withdraw(std::span<std::byte> memory) override { withdrawn.push_back(memory.data()); }
   std::string describe() const override { return "scripted"; }
 
   bool full = false;
   std::vector<std::pair<PeerId, std::vector<std::byte>>> controls;
   std::vector<Put> puts;
+  std::vector<const std::byte*> withdrawn;
   std::vector<std::function<void(Sink&)>> events;
 };
 
@@ -166,6 +169,48 @@ TEST_F(ChannelTest, PutWaitsForTheWindowAndNamesSlotAndMessage) {
   EXPECT_EQ(header.length, 10u);
   EXPECT_EQ(header.call, call);
   EXPECT_EQ(payload, payload_);
+}
+
+TEST_F(ChannelTest, PostedMessagesLieWhereTheyArePosted) {
+  ReceiveChannel& channel = receive(4);
+  const uint16_t id = lastOpenedId();
+  std::array<std::byte, 8> first{}, third{};
+  channel.post(1, first);
+  channel.post(3, third);
+  const auto place = [&](uint64_t number, size_t bytes, PeerId from = kPeer) {
+    std::span<std::byte> found;
+    transport_.events.push_back([&, number, bytes, from](Sink& sink) {
+      found = sink.placeFor(from, makeImmediate(id, number), bytes);
+    });
+    table_.poll();
+    return found.data();
+  };
+  EXPECT_EQ(place(1, 8, kPeer + 1), nullptr) << "another peer's channel";
+  EXPECT_EQ(place(3, 7), nullptr) << "another length";
+  EXPECT_EQ(place(1, 8), first.data());
+  EXPECT_EQ(place(1, 8), nullptr) << "it is under way";
+  EXPECT_EQ(place(2, 8), nullptr) << "it is not posted";
+  for (const uint64_t number : {1, 2}) {
+    write(channel, number);
+    arrive(makeImmediate(id, number));
+  }
+  EXPECT_EQ(place(1, 8), nullptr) << "it is here";
+  EXPECT_EQ(channel.payload(1).data(), first.data());
+  EXPECT_NE(channel.payload(2).data(), first.data());
+  EXPECT_EQ(place(3, 8), third.data());
+  channel.withdrawPosts();
+  ASSERT_EQ(transport_.withdrawn.size(), 2u);
+  EXPECT_EQ(transport_.withdrawn.back(), third.data());
+  // A header that names more bytes than have arrived there.
+  channel.release(2);
+  channel.post(4, first);
+  EXPECT_EQ(place(4, 8), first.data());
+  for (const uint64_t number : {3, 4}) {
+    write(channel, number, 9);
+    arrive(makeImmediate(id, number));
+  }
+  EXPECT_EQ(channel.payload(3).size(), 9u) << "in its slot";
+  EXPECT_THROW(channel.payload(4), Error);
 }
 
 TEST_F(ChannelTest, AnOpenThatCameFirstIsKept) {

@@ -18,12 +18,16 @@ class RecordingSink : public Sink {
     controls.emplace_back(from, std::vector<std::byte>(message.begin(), message.end()));
   }
   void onPut(uint32_t immediate) override { ++puts[immediate]; }
+  std::span<std::byte> placeFor(PeerId, uint32_t, size_t payloadBytes) override {
+    return payloadBytes == posted.size() ? posted : std::span<std::byte>();
+  }
   void onPutDone(uint64_t token) override {
     ++done[token];
     if (whenDone) whenDone(token);
   }
   void onPeerFailed(PeerId peer, const std::string& cause) override { failed[peer] = cause; }
 
+  std::span<std::byte> posted;  // where payloads of its length arrive
   std::vector<std::pair<PeerId, std::vector<std::byte>>> controls;
   std::map<uint32_t, int> puts;
   std::map<uint64_t, int> done;

@@ -80,6 +80,55 @@ TEST(TcpStrangers, TheOldestThatSaysNothingMakesRoom) {
   for (size_t i = 1; i < strangers.size(); ++i) EXPECT_FALSE(isClosed(transport, strangers[i]));
 }
 
+// A long put from one transport to another, whose payload the receiver has posted.
+class TcpPosted : public ::testing::Test {
+ protected:
+  static constexpr size_t kBytes = 16 << 20;
+
+  void send() {
+    const PeerId peer = sender_.connect(receiver_.address(), "the receiver");
+    receiver_.connect(sender_.address(), "the sender");
+    const RemoteKey key = receiver_.registerMemory(slot_);
+    sink_.posted = posted_;
+    ASSERT_TRUE(sender_.put(peer, {key, 0}, 7, header_, Payload(payload_), 1));
+  }
+  // Until `done` says so. A poll receives about 1 MiB.
+  template <typename Done>
+  void pollUntil(const Done& done) {
+    for (int i = 0; i < 100000 && !done(); ++i) {
+      sender_.poll(senderSink_);
+      receiver_.poll(sink_);
+    }
+    ASSERT_TRUE(done());
+  }
+
+  tcp::TcpTransport sender_{options("token")}, receiver_{options("token")};
+  RecordingSink senderSink_, sink_;
+  const std::vector<std::byte> header_ = pattern(kHeaderBytes, 1), payload_ = pattern(kBytes, 2);
+  std::vector<std::byte> slot_ = std::vector<std::byte>(kHeaderBytes + kBytes);
+  std::vector<std::byte> posted_ = std::vector<std::byte>(kBytes);
+};
+
+TEST_F(TcpPosted, PayloadsArriveThere) {
+  send();
+  pollUntil([&] { return sink_.puts[7] == 1; });
+  EXPECT_TRUE(std::equal(header_.begin(), header_.end(), slot_.begin()));
+  EXPECT_EQ(posted_, payload_);
+}
+
+TEST_F(TcpPosted, NothingArrivesThereAfterItIsWithdrawn) {
+  send();
+  pollUntil([&] { return posted_[kBytes / 4] == payload_[kBytes / 4]; });
+  receiver_.withdraw(posted_);
+  const std::vector<std::byte> before = posted_;
+  ASSERT_NE(before.back(), payload_.back());
+  posted_ = std::vector<std::byte>();
+  pollUntil([&] { return sink_.puts[7] == 1; });
+  // What came before went to posted memory; the rest lies in the slot.
+  EXPECT_TRUE(std::equal(before.begin(), before.begin() + kBytes / 4, payload_.begin()));
+  EXPECT_TRUE(std::equal(slot_.end() - 4096, slot_.end(), payload_.end() - 4096));
+}
+
 TEST(TcpStrangers, ThoseWithoutTheTokenAreRefused) {
   tcp::TcpTransport transport(options("token")), stranger(options("guess"));
   RecordingSink sink, itsSink;
