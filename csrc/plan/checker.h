@@ -12,6 +12,9 @@
 //             every rank, and scaled where it must be and nowhere else.
 //   form      The rules of plan.h that no type enforces (plan/malformation.h).
 //
+// Plans that post messages run twice: once all messages arrive in their slots, once where they are posted. No third run
+// is needed for some of each: a conflict has two accesses, and each of the two runs has those of a message alone.
+//
 // It takes three executions in a row to see the staging halves reused, because halves alternate.
 #pragma once
 

@@ -126,7 +126,6 @@ std::span<std::byte> ReceiveChannel::placeFor(uint32_t immediate, size_t payload
   const uint64_t number = numberOf(immediate, arrived_);
   // onPut() ignores such a message.
   if (number <= arrived_ || number > granted_ + window_ || early_[number % window_]) return {};
-  while (!posted_.empty() && posted_.front().number <= arrived_) posted_.pop_front();
   const auto found = std::ranges::lower_bound(posted_, number, {}, &Posted::number);
   const bool isPosted =
       found != posted_.end() && found->number == number && found->memory.size() == payloadBytes;
@@ -155,6 +154,7 @@ void ReceiveChannel::onPut(uint32_t immediate) {
     std::memcpy(&headers_[number % window_], memory_.data() + slot, sizeof(PutHeader));
   }
   while (early_[(arrived_ + 1) % window_]) early_[++arrived_ % window_] = false;
+  while (!posted_.empty() && posted_.front().number <= arrived_) posted_.pop_front();
 }
 
 }  // namespace smddp::transport
