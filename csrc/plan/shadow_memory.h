@@ -18,7 +18,7 @@ struct Message {
   VectorClock sent;  // emptied when both ends have finished the execution
   Epoch putAt;
   int64_t length = 0;
-  std::vector<Piece> contents;   // emptied at the same time
+  std::vector<Piece> contents;  // emptied at the same time
   std::vector<Epoch> received;  // the first Receive of each lane that covers it
   std::vector<Epoch> flushed;   // the first Flush of each lane that covers it
 };

@@ -167,7 +167,8 @@ void SymbolicRun::post(Thread& t, const Step& step, int64_t value) {
   const bool isPut = number < static_cast<int64_t>(channel.messages.size());
   // Too late: it lies in its slot.
   if (isPut && !messages_[channel.messages[number]].received.empty()) return;
-  const auto [entry, isNew] = channel.posted.try_emplace(number, Posted{place, step.length, t.clock});
+  const auto [entry, isNew] =
+      channel.posted.try_emplace(number, Posted{place, step.length, t.clock});
   if (!isNew) fail(Verdict::Kind::Malformed, nameOf(t) + ": the message is posted already");
   if (!isPut) return;
   arrive(entry->second, channel.messages[number]);

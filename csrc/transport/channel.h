@@ -141,9 +141,9 @@ class ReceiveChannel {
   std::deque<Posted> posted_;  // not yet under way
   // Where messages above released_ lie that arrived, or are arriving, in posted memory; by number % window.
   std::vector<std::span<std::byte>> placed_;
-  bool listed_ = false;             // the channel is in the table's owing_
-  bool unbatched_ = false;          // by sendGrantsNow(): send the next grant at once
-  bool closed_ = false;             // by closeGroup(): we may not read memory_ any more
+  bool listed_ = false;     // the channel is in the table's owing_
+  bool unbatched_ = false;  // by sendGrantsNow(): send the next grant at once
+  bool closed_ = false;     // by closeGroup(): we may not read memory_ any more
   bool senderClosed_ = false;
   uint64_t sentBySender_ = 0;  // the number of messages sent in all; valid if senderClosed_
 };

@@ -37,9 +37,8 @@ class SimTransport final : public Transport {
   struct Arrival {
     enum class Kind { Control, Put, PutDone, PeerFailed } kind;
     PeerId peer = 0;
-    uint64_t value = 0;  // immediate or token
-    std::vector<std::byte>
-        bytes;  // a control message, or the payload of a put that may go elsewhere
+    uint64_t value = 0;            // immediate or token
+    std::vector<std::byte> bytes;  // a control message, or a payload that may go elsewhere
   };
   struct Region {
     uint64_t key = 0;

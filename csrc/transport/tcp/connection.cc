@@ -152,8 +152,7 @@ void Connection::takeBuffered(std::span<std::byte>& place) {
 bool Connection::receiveHello(Hello& hello) {
   while (end_ - begin_ < sizeof hello && isReadable_ && failure_.empty()) readBuffer();
   if (end_ - begin_ < sizeof hello) return false;
-  auto bytes = std::as_writable_bytes(std::span(&hello, 1));
-  std::span<std::byte> place = bytes;
+  std::span<std::byte> place = std::as_writable_bytes(std::span(&hello, 1));
   takeBuffered(place);
   return true;
 }
@@ -183,8 +182,8 @@ bool Connection::beginFrame(Receiver& receiver) {
 }
 
 void Connection::withdraw(std::span<std::byte> memory) {
-  const bool isThere = place_.data() >= memory.data() &&
-                       place_.data() < memory.data() + memory.size();
+  const bool isThere =
+      place_.data() >= memory.data() && place_.data() < memory.data() + memory.size();
   // Example: of a payload of 100 bytes, 40 are to come. They go to the last 40 bytes of its slot.
   if (isInFrame_ && isThere) place_ = payload_.last(place_.size());
 }
