@@ -88,7 +88,7 @@ PARSERS = [
     Parser(
         "csrc/transport/striped_transport.cc", 95, "split|connect|onAnnouncement|3put|onControl"
     ),
-    Parser("csrc/transport/tcp/connection.cc", 90, "4read|receive|takeBuffered|beginFrame|withdraw"),
+    Parser("csrc/transport/tcp/connection.cc", 90, "4read|receive|takeBuffered|beginFrame"),
     Parser("csrc/transport/tcp/frames.cc", 95),
     Parser("csrc/transport/wire.cc", 95),
 ]
