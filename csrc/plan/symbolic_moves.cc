@@ -218,7 +218,7 @@ void SymbolicRun::transmit(Thread& t, const Step& step, Channel& channel, uint32
   std::vector<Piece> pieces;
   read(t, resolve(t, planOf(t).source(step, 0), step.length), step.length,
        {t.clock.now(), Access::Kind::PutSource, message}, pieces);
-  messages_[message].contents = pieces;
+  if (usesPosts_) messages_[message].contents = pieces;
   const auto posted = channel.posted.find(number);
   if (posted != channel.posted.end()) return arrive(posted->second, message);
   write(t, {&channel.window, number % limits_.window * limits_.messageBytes}, step.length,
@@ -229,7 +229,7 @@ void SymbolicRun::transmit(Thread& t, const Step& step, Channel& channel, uint32
 void SymbolicRun::arrive(Posted& posted, uint32_t number) {
   const Message& message = messages_[number];
   if (posted.length != message.length) return;
-  Thread both = threads_[message.putAt.thread];
+  Thread both;
   both.clock = posted.clock;
   both.clock.join(message.sent);
   write(both, posted.place, message.length, {message.putAt, Access::Kind::PutTarget, number},

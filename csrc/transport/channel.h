@@ -138,7 +138,7 @@ class ReceiveChannel {
     uint64_t number;
     std::span<std::byte> memory;
   };
-  std::deque<Posted> posted_;  // not yet under way
+  std::deque<Posted> posted_;  // by number; an arrival removes those up to arrived_
   // Where messages above released_ lie that arrived, or are arriving, in posted memory; by number % window.
   std::vector<std::span<std::byte>> placed_;
   bool listed_ = false;     // the channel is in the table's owing_

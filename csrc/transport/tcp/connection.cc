@@ -162,7 +162,6 @@ bool Connection::beginFrame(Receiver& receiver) {
   std::span<std::byte> header = std::as_writable_bytes(std::span(&frame_, 1));
   takeBuffered(header);
   isInFrame_ = true;
-  head_ = payload_ = {};
   if (frame_.kind == FrameKind::Control && frame_.length <= control_.size()) {
     place_ = std::span(control_).first(frame_.length);
     return true;
