@@ -20,13 +20,14 @@ constexpr size_t kMaxAnnounced = 1 << 16;
 // Announce, Accept and Buffered; a Buffered has its data behind it. Accept uses header, group and id only.
 //
 //   byte  0               8               16              24      28         32      40
-//         | header        | group         | id            | tag   | reserved | bytes |
+//         | header        | group         | id            | tag   | oneRun   | bytes |
 struct MatcherMessage {
   ControlHeader header;
   uint64_t group = 0;
   uint64_t id = 0;
   int32_t tag = 0;
-  uint32_t reserved = 0;
+  uint32_t oneRun =
+      0;  // 1: the sender's buffer is one run, so all messages but the last are of full length
   int64_t bytes = 0;
 };
 static_assert(sizeof(MatcherMessage) + Matcher::kMaxBuffered <= transport::kMaxControlBytes);
@@ -38,6 +39,7 @@ MatcherMessage announcementOf(const Transfer& send, uint64_t group, uint8_t kind
   announcement.group = group;
   announcement.id = send.id;
   announcement.tag = send.message.tag;
+  announcement.oneRun = send.message.buffer.size() == 1 ? 1 : 0;
   announcement.bytes = send.bytes;
   return announcement;
 }
@@ -135,7 +137,12 @@ bool Matcher::onControl(Rank from, Bytes message) {
   const Bytes data = message.subspan(sizeof head);
   if (head.header.kind == kBuffered) {
     if (head.bytes < 0 || static_cast<uint64_t>(head.bytes) != data.size()) return false;
-    onAnnounce(from, {head.id, head.tag, head.bytes, {data.begin(), data.end()}, true});
+    onAnnounce(from, {.id = head.id,
+                      .tag = head.tag,
+                      .bytes = head.bytes,
+                      .oneRun = false,
+                      .data = {data.begin(), data.end()},
+                      .buffered = true});
     return true;
   }
   if (!data.empty()) return false;
@@ -144,7 +151,8 @@ bool Matcher::onControl(Rank from, Bytes message) {
     return true;
   }
   if (head.header.kind != kAnnounce || head.bytes < 0) return false;
-  onAnnounce(from, {head.id, head.tag, head.bytes});
+  onAnnounce(from,
+             {.id = head.id, .tag = head.tag, .bytes = head.bytes, .oneRun = head.oneRun != 0});
   return true;
 }
 
@@ -189,7 +197,11 @@ void Matcher::accept(Rank from, Announced message, Transfer transfer) {
   answer.group = group_;
   answer.id = message.id;
   transfer.completion->setSource(from);
-  receiving_[from].push_back(std::move(transfer));
+  transfer.oneRun = message.oneRun;
+  Incoming& incoming = receiving_[from];
+  incoming.queue.push_back(std::move(transfer));
+  if (incoming.channel == nullptr) incoming.channel = &host_.receiveChannel(from);
+  if (incoming.queue.size() == 1) postMessages(incoming);
   host_.sendControl(from, transport::bytesOf(answer));
 }
 
@@ -236,8 +248,8 @@ bool Matcher::advance() {
   for (auto& [to, queue] : sending_) {
     if (!queue.empty()) advanced |= pumpSend(to, queue);
   }
-  for (auto& [from, queue] : receiving_) {
-    if (!queue.empty()) advanced |= pumpReceive(from, queue);
+  for (auto& [from, incoming] : receiving_) {
+    if (!incoming.queue.empty()) advanced |= pumpReceive(from, incoming);
   }
   while (!leaving_.empty() && !host_.backlogged(leaving_.front().message.peer)) {
     Transfer gone = std::move(leaving_.front());
@@ -273,8 +285,23 @@ bool Matcher::pumpSend(Rank to, Queue& queue) {
   return advanced;
 }
 
-bool Matcher::pumpReceive(Rank from, Queue& queue) {
-  transport::ReceiveChannel& channel = host_.receiveChannel(from);
+void Matcher::postMessages(const Incoming& incoming) {
+  const Transfer& transfer = incoming.queue.front();
+  if (!transfer.oneRun) return;
+  const Buffer buffer(transfer.message.buffer);
+  uint64_t number = incoming.channel->released();
+  for (int64_t offset = 0; offset < transfer.bytes; offset += messageBytes_) {
+    const int64_t length = std::min(messageBytes_, transfer.bytes - offset);
+    const auto run = buffer.at(offset, length);
+    ++number;
+    if (run.bytes == length)
+      incoming.channel->post(number, {run.data, static_cast<size_t>(length)});
+  }
+}
+
+bool Matcher::pumpReceive(Rank from, Incoming& incoming) {
+  transport::ReceiveChannel& channel = *incoming.channel;
+  Queue& queue = incoming.queue;
   bool advanced = false;
   while (!queue.empty()) {
     Transfer& transfer = queue.front();
@@ -288,7 +315,10 @@ bool Matcher::pumpReceive(Rank from, Queue& queue) {
       }
       for (int64_t copied = 0; copied < length;) {
         const auto run = buffer.at(transfer.moved + copied, length - copied);
-        std::memcpy(run.data, payload.data() + copied, static_cast<size_t>(run.bytes));
+        // A sender that does not keep to its announcement may have had a message placed elsewhere in this buffer.
+        if (run.data != payload.data() + copied) {
+          std::memmove(run.data, payload.data() + copied, static_cast<size_t>(run.bytes));
+        }
         copied += run.bytes;
       }
       transfer.moved += length;
@@ -298,6 +328,7 @@ bool Matcher::pumpReceive(Rank from, Queue& queue) {
     if (transfer.moved < transfer.bytes) return advanced;
     Transfer finished = std::move(transfer);
     queue.pop_front();
+    if (!queue.empty()) postMessages(incoming);
     host_.finish(finished);
     advanced = true;
   }
@@ -307,11 +338,12 @@ bool Matcher::pumpReceive(Rank from, Queue& queue) {
 bool Matcher::idle() const {
   ownership_.assertOwned();
   const auto empty = [](const auto& queues) {
-    return std::all_of(queues.begin(), queues.end(),
-                       [](const auto& entry) { return entry.second.empty(); });
+    return std::ranges::all_of(queues, [](const auto& entry) { return entry.second.empty(); });
   };
   return posted_.empty() && toSelf_.empty() && leaving_.empty() && empty(awaitingAccept_) &&
-         empty(sending_) && empty(receiving_);
+         empty(sending_) && std::ranges::all_of(receiving_, [](const auto& entry) {
+           return entry.second.queue.empty();
+         });
 }
 
 void Matcher::forEach(const std::function<void(Transfer&)>& visit) {
@@ -322,10 +354,18 @@ void Matcher::forEach(const std::function<void(Transfer&)>& visit) {
   for (auto& [peer, awaiting] : awaitingAccept_) {
     for (auto& [id, transfer] : awaiting) visit(transfer);
   }
-  for (auto* queues : {&sending_, &receiving_}) {
-    for (auto& [peer, queue] : *queues) {
-      for (Transfer& transfer : queue) visit(transfer);
-    }
+  for (auto& [peer, queue] : sending_) {
+    for (Transfer& transfer : queue) visit(transfer);
+  }
+  for (auto& [peer, incoming] : receiving_) {
+    for (Transfer& transfer : incoming.queue) visit(transfer);
+  }
+}
+
+void Matcher::abandon() {
+  ownership_.assertOwned();
+  for (auto& [from, incoming] : receiving_) {
+    if (incoming.channel != nullptr) incoming.channel->withdrawPosts();
   }
 }
 

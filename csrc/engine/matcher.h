@@ -5,7 +5,8 @@
 //                              ◄────     Accept(id)
 //   data messages              ────►     in the order of the Accepts, straight into the buffer
 //
-// A message travels only when its buffer is known, so nothing unexpected has to be stored, except buffered messages:
+// The messages of the transfer that is next in that order are posted, so that a transport can write them where they
+// belong. A message travels only when its buffer is known, so nothing unexpected has to be stored, except buffered messages:
 // those are part of their announcement, which has no answer; they have at most kMaxBuffered bytes, and are kept until a
 // receive asks for them. So messages with different tags cannot block one another. Messages of one sender and one tag
 // match in the order sent. Runs on the thread that owns the engine. An exception is the end of the group.
@@ -34,6 +35,7 @@ struct Transfer {
   int64_t bytes = 0;
   int64_t moved = 0;     // handed to the channel, or taken out of it
   uint64_t lastPut = 0;  // number of its last data message
+  bool oneRun = false;   // of a receive: the sender's buffer is one run
 };
 
 class Matcher {
@@ -66,6 +68,8 @@ class Matcher {
   std::optional<Transfer> withdraw(const Completion& receive);
   // Every transfer that has not ended, for errors and deadlines.
   void forEach(const std::function<void(Transfer&)>& visit);
+  // Nothing is written to the buffers of receives any more. Only clear() may follow.
+  void abandon();
   void clear();
 
  private:
@@ -73,10 +77,15 @@ class Matcher {
     uint64_t id;
     int32_t tag;
     int64_t bytes;
+    bool oneRun;
     std::vector<std::byte> data = {};  // of a buffered message
     bool buffered = false;
   };
   using Queue = std::deque<Transfer>;
+  struct Incoming {
+    Queue queue;  // accepted, in this order
+    transport::ReceiveChannel* channel = nullptr;
+  };
 
   void post(Transfer transfer);
   void onAnnounce(Rank from, Announced message);
@@ -86,7 +95,8 @@ class Matcher {
   void sendToSelf(Transfer send);
   void copyToSelf(Transfer& send, Transfer& receive);
   bool pumpSend(Rank to, Queue& queue);
-  bool pumpReceive(Rank from, Queue& queue);
+  void postMessages(const Incoming& incoming);
+  bool pumpReceive(Rank from, Incoming& incoming);
 
   const Ownership& ownership_;
   Host& host_;
@@ -98,7 +108,7 @@ class Matcher {
   std::map<Rank, std::deque<Announced>> announced_;              // messages without a receiver yet
   std::map<Rank, std::map<uint64_t, Transfer>> awaitingAccept_;  // our sends, not accepted yet
   std::map<Rank, Queue> sending_;
-  std::map<Rank, Queue> receiving_;
+  std::map<Rank, Incoming> receiving_;
   std::deque<Transfer> toSelf_;   // our sends to ourselves, not received yet
   std::deque<Transfer> leaving_;  // buffered sends for which the transport has no room yet
 };

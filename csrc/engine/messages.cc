@@ -76,6 +76,7 @@ InFlight Messages::inFlightOf(const Transfer& transfer) const {
 
 void Messages::endBroken(const Break& broken) {
   process_.ownership().assertOwned();
+  matcher_.abandon();
   matcher_.forEach([&](Transfer& transfer) {
     ended_.keep(std::move(transfer.message.keepAlive));
     const std::string what =

@@ -282,6 +282,45 @@ TEST_P(MatcherTest, ToSelfInEitherOrder) {
   });
 }
 
+// Messages end where a piece of the sender's buffer ends. The receiver's pieces have other lengths.
+TEST_P(MatcherTest, BuffersInPieces) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const Rank next = (rank.rank + 1) % rank.size;
+    const Rank previous = (rank.rank + rank.size - 1) % rank.size;
+    constexpr size_t kBytes = 400'000;
+    const auto split = [](Data& data, const std::vector<size_t>& ends) {
+      engine::Pieces pieces;
+      size_t begin = 0;
+      for (const size_t end : ends) {
+        pieces.emplace_back(std::span(data).subspan(begin, end - begin));
+        begin = end;
+      }
+      pieces.emplace_back(std::span(data).subspan(begin));
+      return pieces;
+    };
+    const std::vector<std::vector<size_t>> cuts{{}, {1}, {65'536, 131'072}, {100'000, 100'001}};
+    int tag = 0;
+    for (const auto& sent : cuts) {
+      for (const auto& received : cuts) {
+        Data out = make(kBytes, rank.rank + tag), in(kBytes);
+        std::vector<CompletionPtr> completions;
+        for (const bool isSend : {false, true}) {
+          engine::Message message;
+          message.send = isSend;
+          message.peer = isSend ? next : previous;
+          message.tag = tag;
+          message.buffer = isSend ? split(out, sent) : split(in, received);
+          message.timeout = kTimeout;
+          completions.push_back(rank.engine.submit(*rank.group, std::move(message)));
+        }
+        for (const auto& completion : completions) finish(rank, completion);
+        EXPECT_TRUE(in == make(kBytes, previous + tag)) << "message " << tag;
+        ++tag;
+      }
+    }
+  });
+}
+
 // Receives are posted before, between and after the sends, while collectives run.
 TEST_P(MatcherTest, ManyInFlightBesideCollectives) {
   runRanks(GetParam(), [](RankContext& rank) {
