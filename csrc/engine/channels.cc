@@ -12,6 +12,10 @@ namespace {
 constexpr uint8_t kMessageTrack = 255;
 static_assert(kMostInFlight <= kMessageTrack && kMostWindow <= transport::kMaxWindow);
 constexpr int64_t kMessageWindow = 4;
+// Payload bytes of a message between two ranks. Between nodes a switch between two processes costs more than what a
+// longer message takes out of the caches.
+constexpr int64_t kMateMessageBytes = 64 << 10;
+constexpr int64_t kMessageBytes = 256 << 10;
 
 }  // namespace
 
@@ -80,7 +84,8 @@ transport::SendChannel& Channels::messageSender(Rank to) {
 transport::ReceiveChannel& Channels::messageReceiver(Rank from) {
   auto& channel = messageReceivers_[from];
   if (channel == nullptr) {
-    channel = &openReceiver(from, kMessageTrack, 0, kMessageWindow, kMessageBytes);
+    channel = &openReceiver(from, kMessageTrack, 0, kMessageWindow,
+                            peerOf(from).mate ? kMateMessageBytes : kMessageBytes);
   }
   return *channel;
 }

@@ -21,9 +21,6 @@ namespace smddp::engine {
 
 class Channels {
  public:
-  // Payload bytes of one message on the channels of messageSender() and messageReceiver().
-  static constexpr int64_t kMessageBytes = 64 << 10;
-
   // What is referred to outlives the channels.
   Channels(Process& process, const Membership& membership, const plan::Limits& limits);
   ~Channels();

@@ -27,7 +27,7 @@ struct MatcherMessage {
   uint64_t id = 0;
   int32_t tag = 0;
   uint32_t oneRun =
-      0;  // 1: the sender's buffer is one run, so all messages but the last are of full length
+      0;  // 1: the sender's buffer is one run, so all messages but the last fill their slot
   int64_t bytes = 0;
 };
 static_assert(sizeof(MatcherMessage) + Matcher::kMaxBuffered <= transport::kMaxControlBytes);
@@ -262,11 +262,14 @@ bool Matcher::advance() {
 
 bool Matcher::pumpSend(Rank to, Queue& queue) {
   transport::SendChannel& channel = host_.sendChannel(to);
+  if (!channel.isOpen()) return false;
+  if (channel.slotBytes() == 0)
+    raise(ErrorKind::Transport, "rank {} has slots of 0 bytes for messages", to);
   bool advanced = false;
   for (Transfer& transfer : queue) {
     const Buffer buffer(transfer.message.buffer);
     while (transfer.moved < transfer.bytes) {
-      const int64_t wanted = std::min(messageBytes_, transfer.bytes - transfer.moved);
+      const int64_t wanted = std::min(channel.slotBytes(), transfer.bytes - transfer.moved);
       const transport::Payload payload = buffer.payload(transfer.moved, wanted);
       if (!channel.put(channel.sent() + 1, payload, {})) break;
       transfer.moved += static_cast<int64_t>(payload.size());
@@ -289,9 +292,10 @@ void Matcher::postMessages(const Incoming& incoming) {
   const Transfer& transfer = incoming.queue.front();
   if (!transfer.oneRun) return;
   const Buffer buffer(transfer.message.buffer);
+  const int64_t full = incoming.channel->slotBytes();
   uint64_t number = incoming.channel->released();
-  for (int64_t offset = 0; offset < transfer.bytes; offset += messageBytes_) {
-    const int64_t length = std::min(messageBytes_, transfer.bytes - offset);
+  for (int64_t offset = 0; offset < transfer.bytes; offset += full) {
+    const int64_t length = std::min(full, transfer.bytes - offset);
     const auto run = buffer.at(offset, length);
     ++number;
     if (run.bytes == length)

@@ -55,8 +55,8 @@ class Matcher {
   // The longest message that is sent as buffered.
   static constexpr int64_t kMaxBuffered = 960;
 
-  Matcher(const Ownership& ownership, Host& host, uint64_t group, Rank me, int64_t messageBytes)
-      : ownership_(ownership), host_(host), group_(group), me_(me), messageBytes_(messageBytes) {}
+  Matcher(const Ownership& ownership, Host& host, uint64_t group, Rank me)
+      : ownership_(ownership), host_(host), group_(group), me_(me) {}
 
   void submit(Transfer transfer);
   // An Announce, Accept or Buffered (control_kind.h). False: it is of another kind, or malformed.
@@ -102,7 +102,6 @@ class Matcher {
   Host& host_;
   const uint64_t group_;
   const Rank me_;
-  const int64_t messageBytes_;
   uint64_t nextId_ = 1;
   std::deque<Transfer> posted_;                                  // receives without a sender yet
   std::map<Rank, std::deque<Announced>> announced_;              // messages without a receiver yet

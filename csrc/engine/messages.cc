@@ -10,8 +10,7 @@ Messages::Messages(Process& process, const Membership& membership, Channels& cha
       membership_(membership),
       channels_(channels),
       ended_(ended),
-      matcher_(process.ownership(), *this, membership.group, membership.me(),
-               Channels::kMessageBytes) {}
+      matcher_(process.ownership(), *this, membership.group, membership.me()) {}
 
 void Messages::submit(Message message, CompletionPtr completion) {
   process_.ownership().assertOwned();

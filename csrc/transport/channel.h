@@ -53,6 +53,8 @@ class SendChannel {
   PeerId peer() const { return peer_; }
   // True when the receiver has told where its window lies.
   bool isOpen() const { return window_ != 0; }
+  // The longest payload that the receiver takes; valid if isOpen().
+  int64_t slotBytes() const { return slotBytes_; }
   uint64_t sent() const { return sent_; }
   // The payloads of the first flushed() puts may be overwritten.
   uint64_t flushed() const { return flushed_; }
@@ -91,6 +93,7 @@ class ReceiveChannel {
   const ChannelKey& key() const { return key_; }
   PeerId peer() const { return peer_; }
   int64_t window() const { return static_cast<int64_t>(window_); }
+  int64_t slotBytes() const { return slotBytes_; }
   // Messages 1 … arrived() are complete in memory.
   uint64_t arrived() const { return arrived_; }
   uint64_t released() const { return released_; }

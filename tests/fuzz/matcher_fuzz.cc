@@ -43,7 +43,7 @@ class Peer final : public Matcher::Host, public transport::ControlSink {
   transport::ChannelTable table{wire, *this};
   std::vector<std::byte> window =
       std::vector<std::byte>(kWindow * transport::slotStride(kMessageBytes));
-  Matcher matcher{ownership, *this, kGroup, 0, kMessageBytes};
+  Matcher matcher{ownership, *this, kGroup, 0};
 };
 
 void play(Script& script, Peer& peer, std::vector<std::vector<std::byte>>& buffers) {
