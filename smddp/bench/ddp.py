@@ -27,6 +27,7 @@ from smddp.bench.launch import (
     require_positive,
 )
 from smddp.bench.models import MODELS, Trainee, sleeper
+from smddp.bench.options import WIRE_HELP, split_wires
 from smddp.bench.steps import FAKE, NOTHING, Amount, Row, measure
 
 __all__ = ["main"]
@@ -36,7 +37,8 @@ _BACKENDS = ("smddp", "gloo", FAKE)
 
 _COLUMNS = (
     ("model", 12), ("parameters", 11), ("ranks", 6), ("backend", 8), ("step", 9), ("p95", 9),
-    ("steps/s", 8), (f"x {NOTHING}", 7), ("scaling", 8), ("hidden", 7), ("gradients", 10),
+    ("steps/s", 8), (f"x {NOTHING}", 7), ("scaling", 8), ("hidden", 7), ("wire", 14),
+    ("gradients", 10),
 )  # fmt: skip
 
 
@@ -56,7 +58,7 @@ def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
     return [
         row.model, str(row.parameters), str(row.ranks), row.backend, f"{row.step:.2f}",
         f"{p95:.2f}", f"{1e3 / row.step:.2f}", f"{row.step / alone:.3f}",
-        f"{row.ranks * alone / row.step:.2f}", hidden, gradients,
+        f"{row.ranks * alone / row.step:.2f}", hidden, row.wire or "-", gradients,
     ]  # fmt: skip
 
 
@@ -98,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
         default=",".join(_BACKENDS),
         help=f"some of {', '.join(_BACKENDS)} (default all); {FAKE} does nothing and shows what "
         f"DDP or FSDP itself costs; {NOTHING}, without communication, is always measured",
+    )
+    parser.add_argument(
+        "--wire",
+        default="",
+        metavar="FORMATS",
+        help=f"{WIRE_HELP} (default: what SMDDP_WIRE says)",
     )
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="default ddp")
     parser.add_argument(
@@ -145,6 +153,7 @@ def _check(options: argparse.Namespace) -> list[int]:
                 raise ValueError(f"{name} {each!r} is unknown; use {', '.join(known)}")
         if len(set(asked)) < len(asked):
             raise ValueError(f"{name} {','.join(asked)} names one twice")
+    options.wire = split_wires(options.wire)
     require_positive(options, "sleep", "bucket_mib", "seconds", "limit")
     if options.sleep_parameters < 8:
         raise ValueError("--sleep-parameters must be at least 8")
@@ -166,9 +175,12 @@ def _models(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Tra
 
 
 def _amount(options: argparse.Namespace) -> Amount:
-    return Amount(
-        options.backends, options.parallel, options.bucket_mib, options.seconds, options.steps
-    )
+    cases = [
+        (backend, wire)
+        for backend in options.backends
+        for wire in (options.wire if backend == "smddp" else [""])
+    ]
+    return Amount(cases, options.parallel, options.bucket_mib, options.seconds, options.steps)
 
 
 def _be_rank(options: argparse.Namespace) -> int:

@@ -32,6 +32,8 @@ _MEMORY = {
 _PLACES = {"both": PLACES, "in": ("in_place",), "out": ("out_of_place",)}
 # Dtypes that gloo does not support.
 _WIRES = (*WIRES, "auto", "auto+feedback")
+WIRE_HELP = f"some of {', '.join(_WIRES)}: rows of smddp whose sums travel so between nodes"
+
 _NOT_IN_GLOO = {"int16", "uint16", "uint32", "uint64"}
 _EXTRA = ("fake", BOUND, *mpi.MPIS)
 
@@ -97,8 +99,8 @@ def parser() -> argparse.ArgumentParser:
         "--wire",
         default="",
         metavar="FORMATS",
-        help=f"some of {', '.join(_WIRES)}: rows of smddp whose sums travel so between nodes; the "
-        "column error is their largest error (default: what SMDDP_WIRE says)",
+        help=f"{WIRE_HELP}; the column error is their largest error (default: what SMDDP_WIRE "
+        "says)",
     )
     _add_amounts(result)
     _add_outputs(result)
@@ -278,14 +280,19 @@ def _check_reduction(options: argparse.Namespace, backends: list[str]) -> None:
             raise ValueError(f"gloo has no {options.dtype}; use --backends smddp")
 
 
-def _wires(options: argparse.Namespace) -> list[str]:
-    wires: list[str] = options.wire.split(",")
+def split_wires(text: str) -> list[str]:
+    """Splits the value of --wire; a list of the empty text if there is none.
+
+    Raises:
+        ValueError: it names a format that there is not, or one twice.
+    """
+    wires = text.split(",")
     if wires == [""]:
         return wires
     if wrong := [wire for wire in wires if wire not in _WIRES]:
         raise ValueError(f"--wire {wrong[0]!r} is not one of {', '.join(_WIRES)}")
     if len(set(wires)) < len(wires):
-        raise ValueError(f"--wire {options.wire} names one twice")
+        raise ValueError(f"--wire {text} names one twice")
     return wires
 
 
@@ -302,7 +309,7 @@ def _cases(options: argparse.Namespace, backends: list[str]) -> list[Case]:
             Case(backend, memory, wire=wire)
             for backend in backends
             for memory in which.get(backend, ["ordinary"])
-            for wire in (_wires(options) if backend == "smddp" else [""])
+            for wire in (split_wires(options.wire) if backend == "smddp" else [""])
         ]
     if options.wire:
         raise ValueError("--wire and --tune exclude each other: --tune measures algorithms")

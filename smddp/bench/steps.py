@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+import smddp
 from smddp.bench.models import Trainee
+from smddp.bench.torch_calls import encoding_error
 
 __all__ = ["FAKE", "NOTHING", "Amount", "Row", "hidden_share", "measure"]
 
@@ -31,7 +33,7 @@ _SEED = 1234
 class Amount:
     """How the model is wrapped, and how many steps are measured."""
 
-    backends: Sequence[str]
+    cases: Sequence[tuple[str, str]]  # backend, and the wire of smddp as in GroupOptions or ""
     parallel: str  # "ddp" or "fsdp"
     bucket_mib: float | None  # None: torch's default
     seconds: float  # per backend, approximately
@@ -49,6 +51,7 @@ class Row:
     milliseconds: list[float]  # of each step, on its slowest rank
     hidden: float | None = None  # share of the communication's time that overlaps with compute
     right: bool | None = None  # whether the gradients of the first step were right
+    wire: str = ""
 
     @property
     def step(self) -> float:
@@ -59,11 +62,12 @@ class Row:
 class _Contender:
     """The model wrapped for one backend. Needs a default group."""
 
-    def __init__(self, trainee: Trainee, backend: str, amount: Amount) -> None:
+    def __init__(self, trainee: Trainee, backend: str, wire: str, amount: Amount) -> None:
         self.trainee = trainee
         self.backend = backend
+        self.wire = wire
         self.synchronised = backend != NOTHING
-        self.group = _group(backend, amount.parallel)
+        self.group = _group(backend, wire, amount.parallel)
         self.model: nn.Module
         if amount.parallel == "ddp":
             # Also used without communication: then the rest of DDP's work is the same.
@@ -97,13 +101,16 @@ class _Contender:
         return [gradient.detach().clone() for gradient in whole]
 
 
-def _group(backend: str, parallel: str) -> Any:
+def _group(backend: str, wire: str, parallel: str) -> Any:
     if backend == FAKE and parallel == "fsdp":
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
         return dist.new_group(backend=FAKE)
     # torch's fake backend returns work without the result that DDP reads. For DDP, FAKE is a
     # communication hook instead, on a group of gloo.
-    return dist.new_group(backend="gloo" if backend in (NOTHING, FAKE) else backend)
+    return dist.new_group(
+        backend="gloo" if backend in (NOTHING, FAKE) else backend,
+        pg_options=smddp.GroupOptions(wire=wire) if wire else None,
+    )
 
 
 # A communication hook that returns the bucket unchanged. It has no annotations: DDP checks them,
@@ -172,29 +179,54 @@ def _profile(contender: _Contender) -> float | None:
     return hidden_share(communication, compute)
 
 
-def _right(contender: _Contender, oracle: Sequence[torch.Tensor]) -> bool:
+def _right(
+    contender: _Contender, oracle: Sequence[torch.Tensor], magnitudes: Sequence[float]
+) -> bool:
+    """Returns whether the gradients are the mean over all ranks.
+
+    Args:
+        contender: has made a step.
+        oracle: the means.
+        magnitudes: for each gradient, the largest magnitude on a rank, as the mean over the ranks.
+    """
     gradients = contender.gradients()
+    encoding = encoding_error(contender.wire) if contender.backend == "smddp" else 0.0
+    # Each contribution is encoded at most once, and the result once. In int8 neighbours share a
+    # scale, which may belong to another gradient.
+    largest = max(magnitudes)
+    shares = not contender.wire.startswith("bf16")
     same = len(gradients) == len(oracle) and all(
-        torch.allclose(mine, right, rtol=1e-4, atol=1e-6 + 1e-4 * float(right.abs().max()))
-        for mine, right in zip(gradients, oracle, strict=False)
+        torch.allclose(
+            mine,
+            right,
+            rtol=1e-4,
+            atol=1e-6
+            + 1e-4 * float(right.abs().max())
+            + encoding * 2.1 * (largest if shares else magnitude),
+        )
+        for mine, right, magnitude in zip(gradients, oracle, magnitudes, strict=False)
     )
     worst = torch.tensor(int(same))
     dist.all_reduce(worst, dist.ReduceOp.MIN)
     return bool(worst)
 
 
-def _check_first_step(contenders: Sequence[_Contender]) -> dict[str, bool]:
-    """Runs one step; returns for each backend whether the gradients are the mean over all ranks.
+def _check_first_step(contenders: Sequence[_Contender]) -> list[bool | None]:
+    """Runs one step; returns for each contender whether the gradients are the mean over all ranks.
 
     gloo computes the mean.
     """
     for contender in contenders:
         contender.step()
     oracle = next(c for c in contenders if not c.synchronised).gradients()
-    for gradient in oracle:
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
-    return {c.backend: _right(c, oracle) for c in contenders if c.backend not in (NOTHING, FAKE)}
+    magnitudes = torch.stack([gradient.abs().max() for gradient in oracle])
+    for value in (*oracle, magnitudes):
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return [
+        None if c.backend in (NOTHING, FAKE) else _right(c, oracle, magnitudes.tolist())
+        for c in contenders
+    ]
 
 
 def _time(contender: _Contender, steps: int) -> list[float]:
@@ -218,7 +250,7 @@ def measure(name: str, make: Callable[[], Trainee], amount: Amount) -> list[Row]
         amount: how it is wrapped, and how many steps are measured.
     """
     contenders = []
-    for backend in [*amount.backends, NOTHING]:
+    for backend, wire in [*amount.cases, (NOTHING, "")]:
         torch.manual_seed(_SEED)  # the same model on all ranks
         trainee = make()
         torch.manual_seed(_SEED + 1 + dist.get_rank())  # different data on each rank
@@ -228,24 +260,22 @@ def measure(name: str, make: Callable[[], Trainee], amount: Amount) -> list[Row]
             if batch.is_floating_point()
             else torch.randint_like(batch, 0, 8192)
         ).requires_grad_(batch.requires_grad)
-        contenders.append(_Contender(trainee, backend, amount))
+        contenders.append(_Contender(trainee, backend, wire, amount))
     parameters = sum(p.numel() for p in contenders[-1].trainee.model.parameters())
     right = _check_first_step(contenders)
-    rows = {
-        c.backend: Row(name, parameters, dist.get_world_size(), c.backend, []) for c in contenders
-    }
+    rows = [
+        Row(name, parameters, dist.get_world_size(), c.backend, [], right=are_right, wire=c.wire)
+        for c, are_right in zip(contenders, right, strict=True)
+    ]
     # The first steps allocate memory; the time of the third one determines the number of steps.
-    steps = {c.backend: _steps(amount, _time(c, 3)[-1]) for c in contenders}
+    steps = [_steps(amount, _time(c, 3)[-1]) for c in contenders]
     for _ in range(_ROUNDS):
-        for contender in contenders:
-            times = _time(contender, steps[contender.backend])
-            rows[contender.backend].milliseconds += times
-    for contender in contenders:
-        row = rows[contender.backend]
-        row.right = right.get(contender.backend)
+        for contender, row, count in zip(contenders, rows, steps, strict=True):
+            row.milliseconds += _time(contender, count)
+    for contender, row in zip(contenders, rows, strict=True):
         if contender.synchronised and amount.parallel == "ddp":
             row.hidden = _profile(contender)
-    return list(rows.values())
+    return rows
 
 
 def _steps(amount: Amount, milliseconds: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -51,6 +52,17 @@ OPS = {
 _STEPS = {"bf16": 2.0**-8 * 1.01, "int8": 0.5 / 127 * 1.01}
 _STEPS["auto"] = _STEPS["int8"]
 _STEPS |= {f"{wire}+feedback": 2.02 * step for wire, step in _STEPS.items()}
+
+
+def encoding_error(wire: str) -> float:
+    """Returns by how much one encoding may be off, relative to the largest magnitude encoded.
+
+    Args:
+        wire: as in GroupOptions; empty: what SMDDP_WIRE says.
+    """
+    return _STEPS.get(wire or os.environ.get("SMDDP_WIRE", ""), 0.0)
+
+
 # Parts of the errors with which backends reject a call that they do not support.
 _REFUSALS = ("not support", "unsupported", "not implement", "invalid scalar", "unhandled")
 
@@ -91,7 +103,7 @@ class TorchContender:
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self.group = group
         self._algorithm = algorithm
-        self._step = _STEPS.get(wire, 0.0)
+        self._step = encoding_error(wire) if backend == "smddp" else 0.0
         self.error: float | None = None
         self._moves_data = backend != "fake"
         self._communication = memory == "communication"

@@ -177,6 +177,7 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["--tune=x", "sendrecv"], "--tune is for one collective at a time"),
         (["ddp", "--models=mpl"], "--models 'mpl' is unknown; use mlp, transformer, conv"),
         (["ddp", "--backends=gloo,gloo"], "names one twice"),
+        (["ddp", "--wire=int4"], "--wire 'int4' is not one of fp32, bf16, int8"),
         (["ddp", "--sleep=0"], "--sleep must be positive"),
         (["ddp", "--bucket-mib=-1"], "--bucket-mib must be positive, not -1"),
         (["ddp", "--steps=0"], "--steps must be at least 1"),

@@ -147,6 +147,14 @@ def test_training_steps(parallel: str, backends: list[str], tmp_path: Path) -> N
 
 
 @pytest.mark.multiprocess
+def test_steps_in_each_wire_format() -> None:
+    options = ["--nodes=2x1", "--steps=5", "--backends=smddp", "--wire=bf16,int8+feedback"]
+    rows = _ddp_rows(bench("ddp", "--models=mlp", *options))
+    assert [row[-2] for row in rows] == ["bf16", "int8+feedback", "-"]
+    assert [row[-1] for row in rows] == ["right", "right", "-"]
+
+
+@pytest.mark.multiprocess
 def test_steps_whose_compute_is_sleep() -> None:
     rows = _ddp_rows(
         bench("ddp", "--sleep=40", "--nodes=2x1", "--steps=5", "--backends=smddp",
