@@ -82,6 +82,8 @@ class Progress {
   void runUntil(const std::function<bool()>& done, Waiter waiter, Nanoseconds yieldFor = 0);
   // The owner: does what can be done now.
   void advanceOnce();
+  // The owner: after an action that may have ended operations. Else their groups would count as busy.
+  void collectLeftovers() SMDDP_REQUIRES(ownership_);
   // The owner: lets go, and frees memory of operations that have ended. What is left in flight goes to the progress
   // thread, unless somebody waits or is about to.
   void letGo() SMDDP_RELEASE(ownership_);
@@ -99,7 +101,6 @@ class Progress {
   void drainInbox() SMDDP_REQUIRES(ownership_);
   bool turn() SMDDP_REQUIRES(ownership_);
   void checkHealth() SMDDP_REQUIRES(ownership_);
-  void collectLeftovers() SMDDP_REQUIRES(ownership_);
   // Whether the owner must let go because of them. If nothing else is to be done now, also because of little memory.
   bool mustLetGo(bool advanced) const SMDDP_REQUIRES(ownership_);
   void fail(const Error& error) SMDDP_REQUIRES(ownership_);
