@@ -115,7 +115,7 @@ def _options_of(group_options: Any) -> GroupOptions:
         return GroupOptions()
     raise TypeError(
         f'pg_options of backend "{BACKEND_NAME}" are smddp.GroupOptions, for example '
-        f'smddp.GroupOptions(algorithm="allreduce=ring"), but got {group_options!r}'
+        f'smddp.GroupOptions(wire="int8"), but got {group_options!r}'
     )
 
 

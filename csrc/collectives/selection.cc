@@ -213,14 +213,14 @@ const Choice& select(const plan::Topology& t, const plan::Limits& limits, const 
     std::string able;
     for (const Row& row : kTable) {
       if (!canServe(row, t, limits, shape)) continue;
-      able += (able.empty() ? "" : ", ") + std::string(row.choice.name);
+      able += (able.empty() ? "" : " or ") + std::string(row.choice.name);
     }
+    const bool isEncoded = shape.wire != Wire::fp32;
     raise(ErrorKind::Usage,
-          "{} names no algorithm for {} of {} bytes in {} buffers on {} node(s){}; add one of {}",
+          "{} names no algorithm for {} of {} bytes in {} buffers on {} node(s){}; add to it {}{}",
           where, toString(shape.collective), shape.bytes, shape.shared ? "shared" : "private",
-          t.numNodes(),
-          shape.wire == Wire::fp32 ? "" : fmt::format(" that travels as {}", toString(shape.wire)),
-          able);
+          t.numNodes(), isEncoded ? fmt::format(" that travels as {}", toString(shape.wire)) : "",
+          able, isEncoded ? ", or let it travel as fp32 (SMDDP_WIRE)" : "");
   }
   if (const Row* row = measuredBest(tuning, t, limits, shape)) return row->choice;
   for (const Row& row : kTable) {

@@ -53,8 +53,9 @@ void requireSameAlgorithms(const std::vector<bootstrap::Introduction>& introduct
   for (size_t rank = 1; rank < entries.size(); ++rank) {
     if (entries[rank].algorithmDigest == entries.front().algorithmDigest) continue;
     raise(ErrorKind::Mismatch,
-          "{} and {} would choose different algorithms: the files that SMDDP_TUNING_FILE names "
-          "there must have the same rows, and the group must be made with the same options",
+          "{} and {} would choose different algorithms: the group must be made with the same "
+          "GroupOptions (algorithm and wire), and the files that SMDDP_TUNING_FILE names there "
+          "must have the same rows",
           bootstrap::describe(0, introductions.front()),
           bootstrap::describe(static_cast<Rank>(rank), introductions[rank]));
   }

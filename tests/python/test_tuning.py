@@ -284,7 +284,7 @@ def test_an_algorithm_that_cannot_serve_a_call_ends_it(async_op: bool) -> None:
         for number, (kind, text) in enumerate(failures, 1):
             assert kind == "ValueError"
             assert f"allreduce of 10 float32 (40 B) with SUM #{number} (group" in text
-            assert "of 40 bytes in private buffers on 1 node(s); add one of one_shot" in text
+            assert "of 40 bytes in private buffers on 1 node(s); add to it one_shot" in text
 
 
 def _wrong_options() -> list[str]:

@@ -369,7 +369,7 @@ def _another_algorithm() -> Failure:
 def test_an_algorithm_that_cannot_encode_is_named() -> None:
     for failure in ranks.check_ranks(_another_algorithm, "1+1"):
         assert failure.kind == "ValueError"
-        assert "on 2 node(s) that travels as int8; add one of direct" in failure.text
+        assert "on 2 node(s) that travels as int8; add to it direct, or let it travel as fp32" in failure.text
 
 
 def _wrong(options: list[str], variable: str) -> Failure:

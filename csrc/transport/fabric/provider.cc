@@ -114,6 +114,8 @@ std::string whyUnusable(const ProviderInfo& info) {
                                      const Options& options) {
   std::set<std::string> names, interfaces;
   for (const ProviderInfo& info : offered) {
+    // SMDDP_PROVIDER=sockets means smddp's own TCP transport, not this.
+    if (info.provider == "sockets") continue;
     const std::string why = whyUnusable(info);
     names.insert(why.empty() ? info.provider
                              : fmt::format("{} (not used: {})", info.provider, why));
@@ -133,9 +135,9 @@ std::string whyUnusable(const ProviderInfo& info) {
           listOf(interfaces));
   if (!options.provider.empty())
     raise(ErrorKind::Usage,
-          "SMDDP_PROVIDER={} names a provider that libfabric does not offer here; there is {}. "
-          "Unset it to "
-          "let smddp choose, or see `fi_info -p '{}'`",
+          "SMDDP_PROVIDER={} names a provider that libfabric does not offer here; there is {}; "
+          "and sockets, which needs no libfabric. Unset it to let smddp choose, or see "
+          "`fi_info -p '{}'`",
           options.provider, listOf(names), options.provider);
   raise(ErrorKind::Usage, "libfabric offers no card that smddp can use between nodes; there is {}",
         listOf(names));

@@ -41,7 +41,9 @@ Address decodeAddress(Bytes bytes) {
       header->providerBytes > kMaxProviderBytes || header->nameBytes > kMaxNameBytes ||
       bytes.size() != sizeof(*header) + header->providerBytes + header->nameBytes)
     raise(ErrorKind::Transport,
-          "a peer's fabric address cannot be read; all ranks must run the same version of smddp");
+          "this rank uses libfabric between nodes, and a peer does not, or has another release of "
+          "smddp: set SMDDP_PROVIDER to the same value on all ranks (sockets, if not all hosts "
+          "have a card)");
   const Bytes provider = bytes.subspan(sizeof(*header), header->providerBytes);
   const Bytes name = bytes.last(header->nameBytes);
   return {header->id,

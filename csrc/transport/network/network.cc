@@ -35,7 +35,10 @@ std::unique_ptr<Transport> open(const std::string& host) {
           error.what());
     }
   }
-  return std::make_unique<tcp::TcpTransport>(tcp::Options{host, Seal(settings().jobToken.text)});
+  return std::make_unique<tcp::TcpTransport>(
+      tcp::Options{.host = host,
+                   .reason = isNamed ? "by SMDDP_PROVIDER" : "no usable efa, cxi or verbs card",
+                   .seal = Seal(settings().jobToken.text)});
 }
 
 }  // namespace smddp::transport::network

@@ -37,9 +37,11 @@ Address decodeAddress(Bytes bytes) {
   AddressHead head;
   if (bytes.size() >= sizeof head) std::memcpy(&head, bytes.data(), sizeof head);
   if (bytes.size() <= sizeof head || head.magic != kMagic || head.port > UINT16_MAX) {
-    raise(ErrorKind::Transport,
-          "a peer's address is not one of this release's TCP transport: do all hosts have the same "
-          "release of smddp and the same SMDDP_PROVIDER?");
+    raise(
+        ErrorKind::Transport,
+        "this rank uses TCP sockets between nodes, and a peer does not, or has another release of "
+        "smddp: set SMDDP_PROVIDER to the same value on all ranks (sockets, if not all hosts "
+        "have a card)");
   }
   const auto* text = reinterpret_cast<const char*>(bytes.data() + sizeof head);
   return {head.id, std::string(text, bytes.size() - sizeof head), static_cast<uint16_t>(head.port)};

@@ -321,7 +321,7 @@ void TcpTransport::drop(Link& link) {
 }
 
 std::string TcpTransport::describe() const {
-  return fmt::format("TCP sockets, address {}", options_.host);
+  return fmt::format("TCP sockets, address {} ({})", options_.host, options_.reason);
 }
 
 }  // namespace smddp::transport::tcp

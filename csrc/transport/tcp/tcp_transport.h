@@ -26,8 +26,9 @@ namespace smddp::transport::tcp {
 inline constexpr const char* kProvider = "sockets";
 
 struct Options {
-  std::string host;  // a numeric address of this machine that peers can reach
-  Seal seal{};       // proves to peers that this process belongs to the job
+  std::string host;                  // a numeric address of this machine that peers can reach
+  std::string reason = "asked for";  // why this transport was chosen, for describe()
+  Seal seal{};                       // proves to peers that this process belongs to the job
   // The limit of connections that have not said who they are, or come from processes that nobody has introduced yet.
   size_t maxStrangers = 1024;
 };
