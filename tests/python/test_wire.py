@@ -388,7 +388,7 @@ def test_wrong_wires_are_refused() -> None:
     for failure in ranks.check_ranks(_wrong, "1+1", ["fp32+feedback"] * 2, ""):
         assert "fp32 loses nothing" in failure.text
     for failure in ranks.check_ranks(_wrong, "1+1", ["int8", "fp32"], ""):
-        assert "the group must be made with the same options" in failure.text
+        assert "the group must be made with the same GroupOptions (algorithm and wire)" in failure.text
     for failure in ranks.check_ranks(_wrong, "1+1", [], "int4"):
         assert "SMDDP_WIRE" in failure.text
         assert "expects fp32, bf16, int8, auto" in failure.text
