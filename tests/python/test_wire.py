@@ -369,7 +369,10 @@ def _another_algorithm() -> Failure:
 def test_an_algorithm_that_cannot_encode_is_named() -> None:
     for failure in ranks.check_ranks(_another_algorithm, "1+1"):
         assert failure.kind == "ValueError"
-        assert "on 2 node(s) that travels as int8; add to it direct, or let it travel as fp32" in failure.text
+        assert (
+            "on 2 node(s) that travels as int8; add to it direct, or let it travel as fp32"
+            in failure.text
+        )
 
 
 def _wrong(options: list[str], variable: str) -> Failure:
@@ -388,7 +391,9 @@ def test_wrong_wires_are_refused() -> None:
     for failure in ranks.check_ranks(_wrong, "1+1", ["fp32+feedback"] * 2, ""):
         assert "fp32 loses nothing" in failure.text
     for failure in ranks.check_ranks(_wrong, "1+1", ["int8", "fp32"], ""):
-        assert "the group must be made with the same GroupOptions (algorithm and wire)" in failure.text
+        assert (
+            "the group must be made with the same GroupOptions (algorithm and wire)" in failure.text
+        )
     for failure in ranks.check_ranks(_wrong, "1+1", [], "int4"):
         assert "SMDDP_WIRE" in failure.text
         assert "expects fp32, bf16, int8, auto" in failure.text

@@ -251,7 +251,8 @@ TEST(Selection, RefusesAnOverrideThatCannotServe) {
       refusal(kTwoNodes, shapeOf(Collective::AllReduce, 8), "allreduce=two_phase");
   EXPECT_THAT(text, HasSubstr("SMDDP_ALGORITHM=allreduce=two_phase names no algorithm"));
   EXPECT_THAT(text, HasSubstr("2 node"));
-  EXPECT_THAT(text, HasSubstr("add to it recursive_doubling or halving_doubling or direct or ring"));
+  EXPECT_THAT(text,
+              HasSubstr("add to it recursive_doubling or halving_doubling or direct or ring"));
   EXPECT_THAT(refusal(kOneNode, shapeOf(Collective::AllReduce, 8), "allreduce=zero_copy"),
               HasSubstr("private"));
   EXPECT_THAT(refusal(kOneNode, shapeOf(Collective::AllReduce, 1 << 30), "allreduce=one_shot"),
