@@ -277,7 +277,10 @@ TEST(Provider, TcpAndNetAreOneProviderUnderTwoNames) {
 TEST(Provider, NamedProviderThatIsMissingIsAnErrorAndNoFallback) {
   const std::string text = usageErrorOf([] { choose(debian12(), named("efa"), ""); });
   EXPECT_THAT(text, HasSubstr("SMDDP_PROVIDER=efa"));
-  EXPECT_THAT(text, HasSubstr("net, net;ofi_rxm, shm, sockets (not used"));
+  EXPECT_THAT(
+      text,
+      HasSubstr("there is net, net;ofi_rxm, shm, tcp;ofi_rxm, udp;ofi_rxd (not used: it loses "
+                "messages); and sockets, which needs no libfabric."));
 }
 
 TEST(Provider, ShmIsNeverChosenUnasked) {
