@@ -230,7 +230,7 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
   auto completion = std::make_shared<Completion>();
   bool willWait = false;
   if constexpr (std::is_same_v<Operation, Request>) willWait = operation.willWait;
-  const bool isLong = sizeOf(operation) > kLongestBegun;
+  const bool isLong = !willWait && sizeOf(operation) > kLongestBegun;
   if (willWait) progress_.callerCameBack();
   const bool ran = progress_.tryRun([&] {
     bool isOneShot = false;

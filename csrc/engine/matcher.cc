@@ -26,8 +26,7 @@ struct MatcherMessage {
   uint64_t group = 0;
   uint64_t id = 0;
   int32_t tag = 0;
-  uint32_t oneRun =
-      0;  // 1: the sender's buffer is one run, so all messages but the last fill their slot
+  uint32_t oneRun = 0;  // 1: all data messages but the last fill their slot (Announced)
   int64_t bytes = 0;
 };
 static_assert(sizeof(MatcherMessage) + Matcher::kMaxBuffered <= transport::kMaxControlBytes);
@@ -249,7 +248,7 @@ bool Matcher::advance() {
     if (!queue.empty()) advanced |= pumpSend(to, queue);
   }
   for (auto& [from, incoming] : receiving_) {
-    if (!incoming.queue.empty()) advanced |= pumpReceive(from, incoming);
+    if (!incoming.empty()) advanced |= pumpReceive(from, incoming);
   }
   while (!leaving_.empty() && !host_.backlogged(leaving_.front().message.peer)) {
     Transfer gone = std::move(leaving_.front());
@@ -345,9 +344,7 @@ bool Matcher::idle() const {
     return std::ranges::all_of(queues, [](const auto& entry) { return entry.second.empty(); });
   };
   return posted_.empty() && toSelf_.empty() && leaving_.empty() && empty(awaitingAccept_) &&
-         empty(sending_) && std::ranges::all_of(receiving_, [](const auto& entry) {
-           return entry.second.queue.empty();
-         });
+         empty(sending_) && empty(receiving_);
 }
 
 void Matcher::forEach(const std::function<void(Transfer&)>& visit) {

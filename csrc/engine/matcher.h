@@ -6,10 +6,10 @@
 //   data messages              ────►     in the order of the Accepts, straight into the buffer
 //
 // The messages of the transfer that is next in that order are posted, so that a transport can write them where they
-// belong. A message travels only when its buffer is known, so nothing unexpected has to be stored, except buffered messages:
-// those are part of their announcement, which has no answer; they have at most kMaxBuffered bytes, and are kept until a
-// receive asks for them. So messages with different tags cannot block one another. Messages of one sender and one tag
-// match in the order sent. Runs on the thread that owns the engine. An exception is the end of the group.
+// belong. A message travels only when its buffer is known, so nothing unexpected has to be stored, except buffered
+// messages: those are part of their announcement, which has no answer; they have at most kMaxBuffered bytes, and are kept
+// until a receive asks for them. So messages with different tags cannot block one another. Messages of one sender and one
+// tag match in the order sent. Runs on the thread that owns the engine. An exception is the end of the group.
 #pragma once
 
 #include <deque>
@@ -77,12 +77,14 @@ class Matcher {
     uint64_t id;
     int32_t tag;
     int64_t bytes;
-    bool oneRun;
+    bool
+        oneRun;  // the sender's buffer is one run, so all data messages but the last fill their slot
     std::vector<std::byte> data = {};  // of a buffered message
     bool buffered = false;
   };
   using Queue = std::deque<Transfer>;
   struct Incoming {
+    bool empty() const { return queue.empty(); }
     Queue queue;  // accepted, in this order
     transport::ReceiveChannel* channel = nullptr;
   };

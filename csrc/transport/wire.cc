@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/error.h"
+
 namespace smddp::transport {
 namespace {
 
@@ -72,6 +74,14 @@ std::vector<std::byte> makeAbort(uint64_t group, uint64_t from, std::string_view
   std::copy_n(reinterpret_cast<const std::byte*>(text.data()), text.size(),
               message.begin() + sizeof(head));
   return message;
+}
+
+void raiseOtherNetwork(std::string_view ours) {
+  raise(
+      ErrorKind::Transport,
+      "this rank uses {} between nodes, and a peer does not, or has another release of smddp: set "
+      "SMDDP_PROVIDER to the same value on all ranks (sockets, if not all hosts have a card)",
+      ours);
 }
 
 }  // namespace smddp::transport

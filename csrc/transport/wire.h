@@ -164,6 +164,9 @@ Bytes bytesOf(const T& message) {
   return std::as_bytes(std::span<const T, 1>(&message, 1));
 }
 
+// For a peer's address that this rank's transport between nodes cannot read. Throws Transport.
+[[noreturn]] void raiseOtherNetwork(std::string_view ours);
+
 // An immediate value: bits 30 … 15 have the receiver's channel id, bits 14 … 0 the low bits of the message's number.
 constexpr uint32_t makeImmediate(uint16_t channel, uint64_t number) {
   constexpr uint32_t kMask = (1u << kNumberBits) - 1;

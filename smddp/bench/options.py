@@ -30,10 +30,9 @@ _MEMORY = {
     "gpu": ["gpu"],
 }
 _PLACES = {"both": PLACES, "in": ("in_place",), "out": ("out_of_place",)}
-# Dtypes that gloo does not support.
 _WIRES = (*WIRES, "auto", "auto+feedback")
 WIRE_HELP = f"some of {', '.join(_WIRES)}: rows of smddp whose sums travel so between nodes"
-
+# Dtypes that gloo does not support.
 _NOT_IN_GLOO = {"int16", "uint16", "uint32", "uint64"}
 _EXTRA = ("fake", BOUND, *mpi.MPIS)
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "common/error.h"
+#include "transport/wire.h"
 
 namespace smddp::transport::fabric {
 namespace {
@@ -40,10 +40,7 @@ Address decodeAddress(Bytes bytes) {
   if (!header || header->version != kAddressVersion || header->protocol > Protocol::Send ||
       header->providerBytes > kMaxProviderBytes || header->nameBytes > kMaxNameBytes ||
       bytes.size() != sizeof(*header) + header->providerBytes + header->nameBytes)
-    raise(ErrorKind::Transport,
-          "this rank uses libfabric between nodes, and a peer does not, or has another release of "
-          "smddp: set SMDDP_PROVIDER to the same value on all ranks (sockets, if not all hosts "
-          "have a card)");
+    raiseOtherNetwork("libfabric");
   const Bytes provider = bytes.subspan(sizeof(*header), header->providerBytes);
   const Bytes name = bytes.last(header->nameBytes);
   return {header->id,

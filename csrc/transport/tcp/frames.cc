@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "common/error.h"
+#include "transport/wire.h"
 
 namespace smddp::transport::tcp {
 namespace {
@@ -37,11 +37,7 @@ Address decodeAddress(Bytes bytes) {
   AddressHead head;
   if (bytes.size() >= sizeof head) std::memcpy(&head, bytes.data(), sizeof head);
   if (bytes.size() <= sizeof head || head.magic != kMagic || head.port > UINT16_MAX) {
-    raise(
-        ErrorKind::Transport,
-        "this rank uses TCP sockets between nodes, and a peer does not, or has another release of "
-        "smddp: set SMDDP_PROVIDER to the same value on all ranks (sockets, if not all hosts "
-        "have a card)");
+    raiseOtherNetwork("TCP sockets");
   }
   const auto* text = reinterpret_cast<const char*>(bytes.data() + sizeof head);
   return {head.id, std::string(text, bytes.size() - sizeof head), static_cast<uint16_t>(head.port)};
