@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,21 +16,20 @@ import torch.distributed as dist
 import smddp
 from smddp._command import run
 from smddp.bench import ddp, numa, options, plot, table, tune
-from smddp.bench.about import about, print_written, record_start, write_file, write_json
+from smddp.bench.about import (
+    about,
+    nodes_of_ranks,
+    print_written,
+    record_start,
+    write_file,
+    write_json,
+)
 from smddp.bench.bounds import BoundContender, copy_rate, link_rate
 from smddp.bench.contender import Contender
 from smddp.bench.launch import complete_rendezvous, is_rank, launch
 from smddp.bench.measure import Bench, Case, Measurement
 from smddp.bench.mpi import MPIS, MpiContender
 from smddp.bench.torch_calls import TorchContender
-
-
-def _nodes_of_ranks() -> list[int]:
-    """Returns the node of each rank, by the host's name and SMDDP_NODE_ID."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, (socket.gethostname(), os.environ.get("SMDDP_NODE_ID")))
-    order = list(dict.fromkeys(names))
-    return [order.index(name) for name in names]
 
 
 class _Rank:
@@ -49,7 +47,9 @@ class _Rank:
 
     def __enter__(self) -> _Rank:
         try:
-            self._nodes = _nodes_of_ranks()
+            self._nodes = nodes_of_ranks()
+            wires = [case.wire for case in self._run.cases]
+            self._notes += options.notes_about_wires(wires, self._nodes)
             self._numa: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(self._numa, numa.nodes_of())
             self._limits = self._measure_limits()

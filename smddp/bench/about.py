@@ -22,6 +22,7 @@ __all__ = [
     "RunStart",
     "about",
     "json_text",
+    "nodes_of_ranks",
     "print_written",
     "record_start",
     "write_file",
@@ -91,6 +92,14 @@ def _cpu_seconds() -> float:
     with Path("/proc/stat").open() as file:
         user, nice, system, _idle, _iowait, *interrupts = map(int, file.readline().split()[1:8])
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
+def nodes_of_ranks() -> list[int]:
+    """Returns the node of each rank, by the host's name and SMDDP_NODE_ID; all ranks call it."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, (socket.gethostname(), os.environ.get("SMDDP_NODE_ID")))
+    order = list(dict.fromkeys(names))
+    return [order.index(name) for name in names]
 
 
 def about(start: RunStart, **config: Any) -> dict[str, Any]:

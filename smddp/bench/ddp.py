@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp.bench.about import RunStart, about, record_start, write_json
+from smddp.bench.about import RunStart, about, nodes_of_ranks, record_start, write_json
 from smddp.bench.launch import (
     DEFAULT_RANKS,
     complete_rendezvous,
@@ -27,7 +27,7 @@ from smddp.bench.launch import (
     require_positive,
 )
 from smddp.bench.models import MODELS, Trainee, sleeper
-from smddp.bench.options import WIRE_HELP, split_wires
+from smddp.bench.options import WIRE_HELP, notes_about_wires, split_wires
 from smddp.bench.steps import FAKE, NOTHING, Amount, Row, measure
 
 __all__ = ["main"]
@@ -189,13 +189,17 @@ def _be_rank(options: argparse.Namespace) -> int:
     start = record_start()
     torch.set_num_threads(1)  # the ranks share the cores
     prints = dist.get_rank() == 0
+    head = [f"{options.parallel} steps, median, each on its slowest rank", *start.lines()]
+    head += notes_about_wires(options.wire, nodes_of_ranks())
     if prints:
-        for line in (f"{options.parallel} steps, median, each on its slowest rank", *start.lines()):
-            print(f"# {line}")
-        print(_header(), flush=True)
-    models = []
+        print("\n".join(f"# {line}" for line in head), flush=True)
+    models: list[list[Row]] = []
     for name, make in _models(options):
         rows = measure(name, make, _amount(options))
+        if prints and not models:
+            for description in (row.description for row in rows if row.description):
+                print(f"# {description}")
+            print(_header())
         models.append(rows)
         if prints:
             print(_format(rows), flush=True)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -293,6 +293,18 @@ def split_wires(text: str) -> list[str]:
     if len(set(wires)) < len(wires):
         raise ValueError(f"--wire {text} names one twice")
     return wires
+
+
+def notes_about_wires(wires: Sequence[str], nodes: Sequence[int]) -> list[str]:
+    """Returns what to print about the formats of --wire.
+
+    Args:
+        wires: of each row; empty: not given.
+        nodes: the node of each rank.
+    """
+    if not any(wires) or max(nodes) > 0:
+        return []
+    return ["--wire changes nothing here: all ranks are on one node, where sums travel as fp32"]
 
 
 def _cases(options: argparse.Namespace, backends: list[str]) -> list[Case]:

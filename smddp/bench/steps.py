@@ -52,6 +52,7 @@ class Row:
     hidden: float | None = None  # share of the communication's time that overlaps with compute
     right: bool | None = None  # whether the gradients of the first step were right
     wire: str = ""
+    description: str = ""  # of the group, if it is of smddp
 
     @property
     def step(self) -> float:
@@ -264,7 +265,16 @@ def measure(name: str, make: Callable[[], Trainee], amount: Amount) -> list[Row]
     parameters = sum(p.numel() for p in contenders[-1].trainee.model.parameters())
     right = _check_first_step(contenders)
     rows = [
-        Row(name, parameters, dist.get_world_size(), c.backend, [], right=are_right, wire=c.wire)
+        Row(
+            name,
+            parameters,
+            dist.get_world_size(),
+            c.backend,
+            [],
+            right=are_right,
+            wire=c.wire,
+            description=smddp.describe(c.group) if c.backend == "smddp" else "",
+        )
         for c, are_right in zip(contenders, right, strict=True)
     ]
     # The first steps allocate memory; the time of the third one determines the number of steps.
