@@ -140,11 +140,14 @@ format:  ## rewrite the sources in the project's format
 	$(PYTHON) -m ruff format .
 	clang-format -i $(CXX_SOURCES)
 
-.PHONY: wheel
-wheel:  ## build dist/smddp-*.whl for the torch of the environment
-	@tools/setup.sh environment
-	$(PYTHON) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+.PHONY: wheels
+wheels:  ## build dist/smddp-*.whl for torch 2.11 to 2.15, and the source distribution (minutes, downloads 3 GB)
+	@tools/wheels.sh
+
+.PHONY: test-wheels
+test-wheels: wheels  ## is the wheel enough, on new environments with three releases of torch? (downloads some GB)
+	tests/wheels/run.sh 2.11 2.13 2.15
 
 .PHONY: clean
 clean:  ## remove what was built; environments stay
-	rm -rf build dist *.egg-info smddp/_C.*.so smddp/_build.py
+	rm -rf build dist *.egg-info smddp/lib

@@ -1,8 +1,9 @@
-"""Builds the wheel: setuptools runs CMake, which builds smddp._C for the installed torch.
+"""Builds the wheel: setuptools runs CMake, which builds smddp._C for one or more releases of torch.
 
-pyproject.toml has everything that is static. This file has what depends on the installed torch: the
-version tag, the torch requirement and the extension module. It also adds the metadata of a second
-distribution name.
+These are the releases in the folders that the variable SMDDP_TORCH_FOLDERS lists (separated by
+colons; each contains `torch`), or the one installed torch. pyproject.toml has everything that is
+static. This file has what depends on the releases: the version tag, the torch requirement and the
+extension modules. It also adds the metadata of a second distribution name.
 """
 
 from __future__ import annotations
@@ -21,32 +22,36 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT / "cmake"))
-from torch_facts import UnusableTorchError, installed_release  # noqa: E402
+from torch_facts import Torch, UnusableTorchError, installed_folder  # noqa: E402
+
+FOLDERS = [Path(each) for each in os.environ.get("SMDDP_TORCH_FOLDERS", "").split(":") if each]
 
 
 class CMakeBuild(build_ext):
-    """Builds the CMake target _C and puts its module where setuptools expects it."""
+    """Builds the libraries of smddp/lib with CMake."""
 
-    def build_extension(self, ext: Extension) -> None:
-        """Configures once, builds, and installs the module below the package's folder."""
+    def build_extensions(self) -> None:
+        """Configures once, builds, and installs the libraries below the package's folder."""
         for tool in ("cmake", "ninja"):
             if shutil.which(tool) is None:
                 sys.exit(f"smddp: {tool} is missing; install it and build again.")
         # A development install uses the build folder of `make`, so nothing is compiled twice.
         folder = ROOT / "build" if self.editable_mode else Path(self.build_temp).resolve()
-        build = folder / f"torch-{installed_release()}"
-        if not (build / "CMakeCache.txt").exists():
+        build = folder / ("wheel" if FOLDERS else f"torch-{TORCHES[0].release}")
+        # That of `make` has options of its own.
+        if FOLDERS or not (build / "CMakeCache.txt").exists():
             self.configure(build)
-        subprocess.run(["cmake", "--build", str(build), "--target", "_C"], check=True)
-        package = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        subprocess.run(["cmake", "--build", str(build), "--target", "modules"], check=True)
         install = ["cmake", "--install", str(build), "--component", "module", "--strip"]
-        subprocess.run([*install, "--prefix", str(package.parent)], check=True)
+        prefix = str(Path(self.build_lib).resolve())
+        subprocess.run([*install, "--prefix", prefix], check=True)
 
     def configure(self, build: Path) -> None:
         """Configures the build folder; arguments in SMDDP_CMAKE_ARGS override the defaults."""
         options = [
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DPYTHON_EXECUTABLE={sys.executable}",
+            f"-DSMDDP_TORCH_FOLDERS={';'.join(map(str, FOLDERS))}",
             "-DSMDDP_BUILD_TESTS=OFF",
             "-DSMDDP_WARNINGS_AS_ERRORS=OFF",
         ]
@@ -55,6 +60,13 @@ class CMakeBuild(build_ext):
         options += shlex.split(os.environ.get("SMDDP_CMAKE_ARGS", ""))
         source = ["-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
         subprocess.run(["cmake", *source, *options], check=True)
+
+    def copy_extensions_to_source(self) -> None:
+        """Makes the libraries part of the sources, for a development install."""
+        target = ROOT / "smddp/lib"
+        if target.is_symlink():
+            target.unlink()
+        shutil.copytree(Path(self.build_lib) / "smddp/lib", target, dirs_exist_ok=True)
 
 
 class WithOldName(build_py):
@@ -75,25 +87,39 @@ class WithOldName(build_py):
         )
 
 
-def describe() -> tuple[str, list[str]]:
+def describe(torches: list[Torch]) -> tuple[str, list[str]]:
     """Returns the version of the package and what it requires."""
     text = (ROOT / "smddp/_version.py").read_text()
     found = re.search(r'^__version__ = "([0-9.]+)"$', text, re.MULTILINE)
     assert found is not None, "smddp/_version.py names no version"
-    # A source distribution fits any torch; a wheel fits exactly one release.
-    if "sdist" in sys.argv:
+    if not torches:
         return found[1], ["torch"]
+    minors = sorted(int(torch.release.split(".")[1]) for torch in torches)
+    if not FOLDERS:
+        return f"{found[1]}+torch2.{minors[0]}", [f"torch==2.{minors[0]}.*"]
+    span = range(minors[0], minors[-1] + 1)
+    gaps = "".join(f",!=2.{minor}.*" for minor in span if minor not in minors)
+    return found[1], [f"torch>=2.{span[0]},<2.{span[-1] + 1}{gaps}"]
+
+
+def find_torches() -> list[Torch]:
+    """Returns the releases to build for. A source distribution fits any, so then there are none."""
+    if "sdist" in sys.argv:
+        return []
     try:
-        release = installed_release()
-    except UnusableTorchError as error:
+        return [Torch(folder) for folder in FOLDERS or [installed_folder()]]
+    except (UnusableTorchError, OSError) as error:
         sys.exit(f"smddp: {error}")
-    return f"{found[1]}+torch{release}", [f"torch=={release}.*"]
 
 
-version, requirements = describe()
+TORCHES = find_torches()
+version, requirements = describe(TORCHES)
 setup(
     version=version,
     install_requires=requirements,
-    ext_modules=[Extension("smddp._C", sources=[])],
+    ext_modules=[
+        Extension(f"smddp.lib._C_torch{torch.release.replace('.', '_')}", sources=[])
+        for torch in TORCHES
+    ],
     cmdclass={"build_ext": CMakeBuild, "build_py": WithOldName},
 )

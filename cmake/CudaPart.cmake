@@ -2,11 +2,11 @@
 #
 # This file calls nvcc itself and does not enable the language CUDA of CMake, which would pass the warnings of g++ to
 # nvcc and test the host compiler again. The library contains CUDA's run time, does not use torch, and lies beside the
-# module _C.
+# modules.
 set(SMDDP_CUDA AUTO CACHE STRING "Compile the CUDA part: ON, OFF, or AUTO, where nvcc and a torch with CUDA are there")
 set_property(CACHE SMDDP_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(SMDDP_HAVE_CUDA_PART OFF)
-set(folder "${PROJECT_BINARY_DIR}/csrc/bindings")
+set(folder "${SMDDP_MODULE_FOLDER}")
 if(SMDDP_CUDA STREQUAL OFF OR (SMDDP_CUDA STREQUAL AUTO AND NOT SMDDP_TORCH_CUDA))
   # Otherwise the module would load the library of an earlier configuration.
   file(REMOVE "${folder}/libsmddp_cuda.so")
@@ -69,9 +69,10 @@ foreach(source IN LISTS sources)
   list(APPEND objects "${object}")
 endforeach()
 add_custom_command(OUTPUT "${folder}/libsmddp_cuda.so" DEPENDS ${objects}
+  COMMAND "${CMAKE_COMMAND}" -E make_directory "${folder}"
   COMMAND "${SMDDP_NVCC}" -shared -cudart static -o "${folder}/libsmddp_cuda.so" ${objects}
   COMMENT "nvcc libsmddp_cuda.so" VERBATIM)
 add_custom_target(smddp_cuda_part ALL DEPENDS "${folder}/libsmddp_cuda.so")
-install(FILES "${folder}/libsmddp_cuda.so" DESTINATION smddp COMPONENT module)
+install(FILES "${folder}/libsmddp_cuda.so" DESTINATION smddp/lib COMPONENT module)
 set(SMDDP_HAVE_CUDA_PART ON)
 message(STATUS "smddp: CUDA part by ${SMDDP_NVCC} for ${architectures}")

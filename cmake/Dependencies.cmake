@@ -37,5 +37,5 @@ target_compile_definitions(smddp_config INTERFACE
   SMDDP_HAVE_LIBFABRIC=${SMDDP_HAVE_LIBFABRIC} SMDDP_VERSION="${PROJECT_VERSION}")
 
 if(SMDDP_WITH_TORCH)
-  include(TorchOfPython)                                            # smddp_torch
+  include(TorchOfPython)                                            # SMDDP_TORCHES, smddp_torch_<release>
 endif()

@@ -1,12 +1,14 @@
 # All options of the build, and the flags of all targets.
 
-set(PYTHON_EXECUTABLE "" CACHE FILEPATH "Python interpreter whose torch the module is built for")
+set(PYTHON_EXECUTABLE "" CACHE FILEPATH "Python interpreter that the module is built for")
 if(PYTHON_EXECUTABLE)
   set(SMDDP_TORCH_DEFAULT ON)
 else()
   set(SMDDP_TORCH_DEFAULT OFF)
 endif()
 
+set(SMDDP_TORCH_FOLDERS "" CACHE STRING
+  "Folders that contain torch, one for each release to build for; default: the one that PYTHON_EXECUTABLE imports")
 option(SMDDP_WITH_TORCH "Build process_group and the module smddp._C" ${SMDDP_TORCH_DEFAULT})
 option(SMDDP_BUILD_TESTS "Build the C++ tests (needs GoogleTest)" ON)
 option(SMDDP_WARNINGS_AS_ERRORS "Treat compiler warnings as errors" ON)
@@ -17,7 +19,7 @@ set(SMDDP_SANITIZE "" CACHE STRING "address, undefined, thread or empty; join tw
 set_property(CACHE SMDDP_SANITIZE PROPERTY STRINGS "" address undefined thread address,undefined)
 
 if(SMDDP_WITH_TORCH AND NOT PYTHON_EXECUTABLE)
-  message(FATAL_ERROR "SMDDP_WITH_TORCH needs -DPYTHON_EXECUTABLE=<a Python that can import torch>")
+  message(FATAL_ERROR "SMDDP_WITH_TORCH needs -DPYTHON_EXECUTABLE=<a Python, with torch or with -DSMDDP_TORCH_FOLDERS=…>")
 endif()
 
 if(NOT CMAKE_BUILD_TYPE)
@@ -27,7 +29,6 @@ endif()
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
-set(CMAKE_CXX_VISIBILITY_PRESET hidden)
 set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
 set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)

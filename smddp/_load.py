@@ -1,43 +1,57 @@
-"""Loads the compiled module, after a check that it was built for the installed torch."""
+"""Finds and loads the compiled module that was built for the installed torch."""
 
 from __future__ import annotations
 
 import os
+import re
+import sysconfig
 from pathlib import Path
 from typing import Any
 
+# One module for each release of torch, and what they share.
+_FOLDER = Path(__file__).parent / "lib"
 
-def _release(version: str) -> tuple[str, ...]:
-    return tuple(version.split("+")[0].split(".")[:2])
+
+def _release(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def check() -> None:
-    """Checks that there is a compiled module, and that it was built for the installed torch.
+def _modules() -> dict[str, Path]:
+    """Returns the modules for this Python, by release of torch."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    found = {}
+    for path in _FOLDER.glob(f"_C_torch*{suffix}"):
+        if name := re.fullmatch(r"_C_torch(\d+)_(\d+)", path.name.removesuffix(suffix)):
+            found[f"{name[1]}.{name[2]}"] = path
+    return dict(sorted(found.items(), key=lambda item: [int(part) for part in item[0].split(".")]))
+
+
+def check() -> Path:
+    """Returns the path of the compiled module for the installed torch.
 
     C++ classes of another torch release have another layout in memory. In the folder of a clone
     Python finds the sources before an installed smddp; they may have no compiled module.
 
     Raises:
-        ImportError: one of the two is not so; the text says what to do.
+        ImportError: there is no such module; the text says what to do.
     """
     import torch
 
-    folder = Path(__file__).resolve().parent
-    try:
-        from smddp import _build
-    except ImportError:
+    modules = _modules()
+    if not modules:
         raise ImportError(
-            f"{folder} has no compiled part, as in sources that were not built: run Python in "
-            "another folder to use an installed smddp, or build these with `make setup`."
-        ) from None
-
-    if _release(_build.TORCH_VERSION) != _release(torch.__version__):
-        built = ".".join(_release(_build.TORCH_VERSION))
-        running = ".".join(_release(torch.__version__))
-        raise ImportError(
-            f"smddp was built for torch {built} and cannot be used with torch {running}: install "
-            f"the wheel for torch {running}, or build it with `pip install --no-build-isolation .`."
+            f"{Path(__file__).resolve().parent} has no compiled part, as in sources that were not "
+            "built: run Python in another folder to use an installed smddp, or build these with "
+            "`make setup`."
         )
+    running = _release(torch.__version__)
+    if running not in modules:
+        raise ImportError(
+            f"smddp was built for torch {' and '.join(modules)} and cannot be used with torch "
+            f"{running}: install such a torch, or build smddp for torch {running} from its sources "
+            "with `pip install --no-build-isolation .`."
+        )
+    return modules[running]
 
 
 def load() -> Any:
@@ -59,5 +73,5 @@ def load() -> Any:
 
 def cuda_part() -> str:
     """Returns the path of the CUDA part, a library beside the module; "" if it was not built."""
-    part = Path(load().__file__).resolve().parent / "libsmddp_cuda.so"
-    return str(part) if part.exists() else ""
+    part = check().with_name("libsmddp_cuda.so")
+    return str(part.resolve()) if part.exists() else ""

@@ -97,9 +97,8 @@ compile() {
   # torch ships the headers of fmt.
   options+=(-DFMT_INCLUDE_DIR="$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')")
   [ -z "${GPU_CHECK_PACK:-}" ] || options+=(-DLIBFABRIC_HOME="$(realpath "$GPU_CHECK_PACK")")
-  cmake -S . -B $build -G Ninja "${options[@]}" && cmake --build $build --target _C -j "$(nproc)" || return
-  for module in "$build"/csrc/bindings/_C.*.so; do ln -sfn "../$module" "smddp/$(basename "$module")"; done
-  ln -sfn ../$build/csrc/bindings/_build.py smddp/_build.py
+  cmake -S . -B $build -G Ninja "${options[@]}" && cmake --build $build --target modules -j "$(nproc)" || return
+  ln -sfn "../$build/lib" smddp/lib
 }
 
 # The bandwidth of a copy within the GPU's memory: the limit for an all_reduce there, which reads and writes at least

@@ -102,9 +102,9 @@ fuzz-coverage() {
 }
 
 develop() {
-  targets=(_C "$@")
+  targets=(modules "$@")
   build
-  local key stamp=$venv/.development-install module
+  local key stamp=$venv/.development-install
   key=$({ ls -d smddp smdistributed; cat setup.py pyproject.toml cmake/torch_facts.py; } | sha256sum)
   if [ "$(cat $stamp 2>/dev/null)" != "$key" ]; then
     say "installing smddp into $venv in development mode"
@@ -115,9 +115,8 @@ develop() {
   fi
   # A link replaces the copy that pip made. So Python sees the next build at once, and switching between
   # torch releases takes no time.
-  module=$(cd $build/csrc/bindings && ls _C.*.so)
-  ln -sfn "../$build/csrc/bindings/$module" "smddp/$module"
-  ln -sfn "../$build/csrc/bindings/_build.py" smddp/_build.py
+  [ -L smddp/lib ] || rm -rf smddp/lib
+  ln -sfn "../$build/lib" smddp/lib
 }
 
 # The installation of torch uses one core. Meanwhile the others compile what needs no torch.

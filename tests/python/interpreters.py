@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import textwrap
 from pathlib import Path
 
@@ -62,10 +63,16 @@ def install(folder: Path, built_for: str | None = RELEASE, entry_points: bool = 
     package = folder / "smddp"
     package.mkdir()
     for file in (ROOT / "smddp").iterdir():
-        if file.name != "_build.py":
+        if file.name != "lib":
             (package / file.name).symlink_to(file)
+    (package / "lib").mkdir()
     if built_for is not None:
-        (package / "_build.py").write_text(f'TORCH_VERSION = "{built_for}"\n')
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        for file in (ROOT / "smddp/lib").iterdir():
+            name = file.name
+            if name.endswith(suffix):
+                name = f"_C_torch{built_for.replace('.', '_')}{suffix}"
+            (package / "lib" / name).symlink_to(file)
     for module in _MODULES:
         (folder / f"{module}.py").symlink_to(ROOT / f"{module}.py")
     (folder / "smdistributed").symlink_to(ROOT / "smdistributed")

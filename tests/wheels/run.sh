@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Does the wheel in dist/ work where there is nothing but Python? For each release of torch given:
+#
+#   tests/wheels/run.sh 2.11 2.13 2.15
+#
+# a new environment, moved to another folder; then, as a user without rights, with a home that cannot be written, 1 MiB of
+# /dev/shm, neither a compiler nor libfabric: training on 2x2 ranks equals gloo's, and what pip uninstalls is gone. Needs
+# root, for the name spaces. The environments take some GB each; they are removed in the end.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+[ "$(id -u)" = 0 ] || { echo "tests/wheels/run.sh: run it as root" >&2; exit 1; }
+wheels=(dist/smddp-*-"$(python3 -c 'import sys; print("cp%d%d" % sys.version_info[:2])')"-*.whl)
+[ ${#wheels[@]} = 1 ] && [ -f "${wheels[0]}" ] || { echo "tests/wheels/run.sh: dist/ has not exactly one wheel; run \`make wheels\`" >&2; exit 1; }
+wheel=$PWD/${wheels[0]}
+
+# What the user without rights sees of the host. $1: the environment.
+inside() {
+  local environment=$1
+  shift
+  unshare --mount --net bash -c '
+    set -euo pipefail
+    ip link set lo up
+    mount -t tmpfs -o size=1m,mode=1777 tmpfs /dev/shm
+    for library in $(ldconfig -p | grep -o "/[^ ]*libfabric[^ ]*$"); do mount --bind /dev/null "$library"; done
+    cd /
+    exec setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs \
+      env -i PATH="$0/bin" HOME=/proc OMP_NUM_THREADS=1 "$@"' "$environment" "$@"
+}
+
+check() {
+  local release=$1 folder
+  folder=$(mktemp -d /tmp/smddp-wheel.XXXXXX)
+  trap 'rm -rf "$folder"' RETURN
+  chmod 755 "$folder"
+  python3 -m venv "$folder/made"
+  "$folder/made/bin/python" -m pip install --quiet "torch==$release.*" numpy
+  (cd "$folder/made" && find . -not -path '*/__pycache__*' | sort) >"$folder/before"
+  "$folder/made/bin/python" -m pip install --quiet --no-deps "$wheel"
+  mv "$folder/made" "$folder/moved"
+  cp tests/wheels/train.py "$folder"
+  inside "$folder/moved" "$folder/moved/bin/python" -m torch.distributed.run --nproc-per-node 4 "$folder/train.py"
+  inside "$folder/moved" "$folder/moved/bin/python" -c '
+import importlib.metadata, shutil, smddp, smdistributed.modelparallel.torch, smdistributed.dataparallel.torch.torch_smddp
+assert shutil.which("c++") is None and shutil.which("g++") is None
+assert importlib.metadata.version("smddp") == smddp.__version__ == importlib.metadata.version("smdistributed")
+'
+  "$folder/moved/bin/python" -m pip uninstall --quiet --yes smddp
+  (cd "$folder/moved" && find . -not -path '*/__pycache__*' | sort) >"$folder/after"
+  diff "$folder/before" "$folder/after" || { echo "torch $release: uninstalling smddp has left what is listed above" >&2; return 1; }
+}
+
+for release in "$@"; do check "$release"; done
