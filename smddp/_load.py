@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sysconfig
@@ -26,6 +27,7 @@ def _modules() -> dict[str, Path]:
     return dict(sorted(found.items(), key=lambda item: [int(part) for part in item[0].split(".")]))
 
 
+@functools.cache
 def check() -> Path:
     """Returns the path of the compiled module for the installed torch.
 

@@ -17,7 +17,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-_NEEDED = re.compile(r"torch/(version\.py|include/.*|lib/lib(c10|torch|torch_cpu|torch_python)\.so)")
+_NEEDED = re.compile(
+    r"torch/(version\.py|include/.*|lib/lib(c10|torch|torch_cpu|torch_python)\.so)"
+)
 
 
 def unpack(folder: Path, release: str) -> Path:

@@ -13,6 +13,8 @@ $python -m pip install --quiet 'pip>=24' 'setuptools>=77,<90' 'wheel>=0.43,<1' '
 mapfile -t releases < <(PYTHONPATH=cmake $python -c 'import torch_facts as t; print(*(f"2.{m}" for m in t.SUPPORTED_MINORS), sep="\n")')
 folders=$($python tools/unpack_torch.py $work/torch "${releases[@]}")
 
+# In groups of files: with torch's headers these compile in half the time. fmt is that of torch's headers.
+export SMDDP_CMAKE_ARGS="-DSMDDP_QUICK_BUILD=ON -DFMT_INCLUDE_DIR=${folders%%:*}/torch/include"
 rm -rf $work/raw && mkdir -p $work/raw dist
 SMDDP_TORCH_FOLDERS=$folders $python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $work/raw .
 $python -m build --no-isolation --sdist --outdir dist . >/dev/null

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <set>
 
+#include "common/error.h"
+#include "common/log.h"
 #include "common/config.h"
 
 namespace smddp::engine {
@@ -93,6 +95,14 @@ transport::ReceiveChannel& Channels::messageReceiver(Rank from) {
 void Channels::control(Rank to, transport::Bytes message) {
   process_.ownership().assertOwned();
   peerOf(to).table->control(peerOf(to).id, message);
+}
+
+void Channels::tell(Rank to, transport::Bytes message) {
+  try {
+    control(to, message);
+  } catch (const Error& error) {
+    SMDDP_LOG(Debug, "engine", "rank {} is not told: {}", to, error.what());
+  }
 }
 
 void Channels::close() {

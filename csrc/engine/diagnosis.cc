@@ -21,7 +21,7 @@ void Diagnosis::inquire(const std::set<Rank>& awaited, uint64_t sequence,
     message.group = membership_.group;
     message.sequence = sequence;
     message.call = call;
-    channels_.control(rank, transport::bytesOf(message));
+    channels_.tell(rank, transport::bytesOf(message));
   }
 }
 

@@ -267,6 +267,12 @@ void Sentinel::breakGroup(const Break& broken, Origin origin) {
   // If a mate died, this process can see that before another host does, and inWords() must know it.
   if (broken.lost >= 0 && membership_.isMate(broken.lost)) process_.checkPeers();
   forOthers_.emplace(broken);
+  const ErrorKind kind = broken.cause.kind();
+  if (origin == Origin::Here && (kind == ErrorKind::Resource || kind == ErrorKind::Internal)) {
+    // Only this rank's text can leave out whose descriptors or memory it is about.
+    forOthers_->cause = Error(
+        kind, fmt::format("{}: {}", membership_.nameOf(membership_.me()), broken.cause.what()));
+  }
   broken_.emplace(broken);
   broken_->cause = inWords(broken);
   const Error& cause = broken_->cause;
@@ -275,7 +281,7 @@ void Sentinel::breakGroup(const Break& broken, Origin origin) {
   }
   SMDDP_LOG(Debug, "engine", "group \"{}\" is broken from #{} on: {}", membership_.name,
             broken.firstBroken, cause.what());
-  team_.publishBreak(broken);
+  team_.publishBreak(*forOthers_);
   // A rank that receives the break tells no other node: we do, and a rank that waits for us asks (onInquiry).
   if (origin == Origin::Here) tellOtherNodes();
   if (broken.isHostSilent) giveUpNodeOf(broken.lost, broken.cause.what());
@@ -286,7 +292,7 @@ void Sentinel::tellOtherNodes() {
   const auto message = makeAbort(membership_.group, *forOthers_);
   for (Rank rank = 0; rank < membership_.size(); ++rank) {
     if (membership_.reachable(rank) == nullptr) continue;
-    channels_.control(rank, message);
+    channels_.tell(rank, message);
     spreadingUntil_ = Deadline::after(process_.clock(), kSpreading);
   }
 }
@@ -342,16 +348,15 @@ void Sentinel::onInquiry(Rank from, const InquiryMessage& inquiry) {
   const bool leftInOrder = broken_ && broken_->cause.kind() == ErrorKind::Usage;
   if (isMessage ? broken_ && !leftInOrder : isBroken(sequence)) {
     const Rank me = membership_.me();
-    channels_.control(
-        from,
-        makeAbort(membership_.group, leftInOrder ? lossOf(broken_->firstBroken, me) : *forOthers_));
+    channels_.tell(from, makeAbort(membership_.group,
+                                   leftInOrder ? lossOf(broken_->firstBroken, me) : *forOthers_));
     return;
   }
   AnswerMessage answer;
   answer.group = membership_.group;
   const Blame late{membership_.me(), Blame::Why::NotCalled, static_cast<uint32_t>(calls_.last())};
   answer.blame = (sequence > calls_.last() ? late : team_.blameOf(membership_.me())).pack();
-  channels_.control(from, transport::bytesOf(answer));
+  channels_.tell(from, transport::bytesOf(answer));
 }
 
 // --- leaving ----------------------------------------------------------------------------------------------

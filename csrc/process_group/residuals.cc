@@ -27,8 +27,13 @@ std::shared_ptr<float[]> Residuals::of(at::TensorList tensors) {
   std::vector<Part> key;
   int64_t count = 0;
   for (const at::Tensor& tensor : tensors) {
+    std::vector<int64_t> shape{tensor.numel()};
+    if (!tensor.is_contiguous()) {
+      shape = tensor.sizes().vec();
+      shape.insert(shape.end(), tensor.strides().begin(), tensor.strides().end());
+    }
     key.emplace_back(tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset(),
-                     tensor.numel());
+                     std::move(shape));
     count += tensor.numel();
   }
   const std::lock_guard lock(mutex_);

@@ -24,7 +24,8 @@ class Residuals {
   std::shared_ptr<float[]> of(at::TensorList tensors);
 
  private:
-  using Part = std::tuple<const c10::StorageImpl*, int64_t, int64_t>;  // its storage, offset, size
+  // Its storage and offset, then its number of elements; if it is not contiguous, its sizes and strides.
+  using Part = std::tuple<const c10::StorageImpl*, int64_t, std::vector<int64_t>>;
   struct Entry {
     std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
     std::shared_ptr<float[]> values;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -83,6 +84,39 @@ def test_few_descriptors(layout: str) -> None:
         # The failed attempt has leaked no descriptors.
         assert [rich[2], poor[2]] == in_use
     assert not poor[0], "30 are enough for 2 ranks"
+
+
+def _runs_out_after_the_start(wire: str) -> tuple[str, str]:
+    """Returns class and text of the error of the first call that needs connections."""
+    # libfabric opens its connections itself, and its error names the peer.
+    os.environ |= {"SMDDP_WIRE": wire, "SMDDP_PROVIDER": "sockets"}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    dist.init_process_group("smddp", timeout=timedelta(seconds=6))
+    held = []
+    if dist.get_rank() == POOR:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+    else:
+        time.sleep(0.5)
+    try:
+        dist.all_reduce(torch.ones(100_000))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+    return "", ""
+
+
+@pytest.mark.parametrize(("layout", "wire"), [("1+1", "fp32"), ("3x1", "int8"), ("2x2", "fp32")])
+def test_a_rank_that_runs_out_after_the_start_ends_the_call(layout: str, wire: str) -> None:
+    outcomes = ranks.check_ranks(_runs_out_after_the_start, layout, wire)
+    assert outcomes[POOR][0] == "SMDDPResourceError"
+    assert "raise the limit of open files (ulimit -n)" in outcomes[POOR][1]
+    for rank, (kind, text) in enumerate(outcomes):
+        assert kind == "SMDDPResourceError"
+        assert rank == POOR or f"rank {POOR} (" in text
 
 
 def _in_small_shared_memory() -> float:

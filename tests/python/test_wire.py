@@ -195,6 +195,29 @@ def test_feedback_of_a_vector_of_several_tensors() -> None:
         assert error < 1.1 * _STEP["int8"] * 2 * 4 * 5
 
 
+def _one_memory_in_two_orders() -> float:
+    """Returns the largest error in the rows of small numbers."""
+    os.environ["SMDDP_WIRE"] = "bf16+feedback"
+    dist.init_process_group("smddp")
+    size = dist.get_world_size()
+    given = _vector(512 * 512, 0).reshape(512, 512)
+    given[:256] *= 1e3
+    given[256:] *= 1e-3
+    tensor = torch.empty_like(given)
+    worst = 0.0
+    for i in range(6):
+        tensor.copy_(given)
+        dist.all_reduce(tensor.t() if i % 2 else tensor)
+        worst = max(worst, float((tensor - size * given)[256:].abs().max()))
+    dist.destroy_process_group()
+    return worst / (1e-3 * float(_vector(512 * 512, 0).abs().max()))
+
+
+def test_feedback_goes_to_the_element_that_lost_it() -> None:
+    for error in ranks.check_ranks(_one_memory_in_two_orders, "1+1"):
+        assert error < 4 * 2 * _STEP["bf16"]
+
+
 def _tensors_that_do_not_last() -> None:
     os.environ["SMDDP_WIRE"] = "int8+feedback"
     dist.init_process_group("smddp")

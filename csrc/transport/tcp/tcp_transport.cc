@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -50,8 +51,18 @@ class SocketAddress {
 
 FileDescriptor newSocket(int family) {
   FileDescriptor socket(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!socket) raise(ErrorKind::Resource, "no socket: {}", std::strerror(errno));
+  if (!socket) {
+    raise(ErrorKind::Resource, "no socket: {}; raise the limit of open files (ulimit -n)",
+          std::strerror(errno));
+  }
   return socket;
+}
+
+// So that strangers leave most descriptors to the program.
+size_t strangersWithin(size_t limit) {
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) != 0) return limit;
+  return std::clamp<size_t>(files.rlim_cur / 4, 1, limit);
 }
 
 }  // namespace
@@ -85,7 +96,10 @@ class TcpTransport::LinkReceiver final : public Receiver {
 };
 
 TcpTransport::TcpTransport(Options options)
-    : options_(std::move(options)), id_(randomNumber()), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+    : options_(std::move(options)),
+      id_(randomNumber()),
+      maxStrangers_(strangersWithin(options_.maxStrangers)),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
   if (!epoll_) raise(ErrorKind::Resource, "no epoll: {}", std::strerror(errno));
   const SocketAddress address(options_.host, 0);
   listener_ = newSocket(address.family());
@@ -155,8 +169,11 @@ TcpTransport::Link& TcpTransport::add(FileDescriptor socket) {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
   event.data.ptr = &link;
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, link.connection.descriptor(), &event) != 0)
-    raise(ErrorKind::Resource, "cannot watch a socket: {}", std::strerror(errno));
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, link.connection.descriptor(), &event) != 0) {
+    const int error = errno;
+    links_.pop_back();
+    raise(ErrorKind::Resource, "cannot watch a socket: {}", std::strerror(error));
+  }
   return link;
 }
 
@@ -180,18 +197,34 @@ void TcpTransport::accept() {
   for (;;) {
     FileDescriptor socket(
         ::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (!socket) return;
-    if (numStrangers_ >= options_.maxStrangers) {
-      // The oldest one that says nothing makes room. If all have said who they are, the new one is closed.
-      const auto silent = std::find_if(links_.begin(), links_.end(), [](const Link& link) {
-        return link.peer == nullptr && link.sender == 0;
-      });
-      if (silent == links_.end()) continue;
-      drop(*silent);
+    if (!socket) {
+      const bool isShort = errno == EMFILE || errno == ENFILE;
+      if (isShort && dropSilent()) continue;
+      if (isShort && !std::exchange(hasWarnedOfDescriptors_, true)) {
+        SMDDP_LOG(
+            Warn, kTag,
+            "cannot accept connections of other ranks: no descriptor is left; raise the limit "
+            "of open files (ulimit -n)");
+      }
+      return;
     }
+    // If all have said who they are, the new one is closed.
+    if (numStrangers_ >= maxStrangers_ && !dropSilent()) continue;
     ++numStrangers_;
     noteBusy(add(std::move(socket)));
   }
+}
+
+bool TcpTransport::dropSilent() {
+  const size_t before = numStrangers_;
+  for (auto next = links_.begin(); next != links_.end() && numStrangers_ == before;) {
+    Link& link = *next++;
+    if (link.peer != nullptr || link.sender != 0) continue;
+    // Its Hello may have arrived since it was last read.
+    link.connection.markReadable();
+    if (greet(link) && link.sender == 0) drop(link);
+  }
+  return numStrangers_ < before;
 }
 
 // Receives the Hello of a link that another process has opened.

@@ -29,7 +29,8 @@ struct Options {
   std::string host;                  // a numeric address of this machine that peers can reach
   std::string reason = "asked for";  // why this transport was chosen, for describe()
   Seal seal{};                       // proves to peers that this process belongs to the job
-  // The limit of connections that have not said who they are, or come from processes that nobody has introduced yet.
+  // The limit of connections that have not said who they are, or come from processes that nobody has introduced
+  // yet. At most a quarter of the descriptors that this process may have.
   size_t maxStrangers = 1024;
 };
 
@@ -74,6 +75,8 @@ class TcpTransport final : public Transport {
   Link* outgoing(Peer& peer);
   Link& add(FileDescriptor socket);
   void accept();
+  // Closes the oldest connection that has not said who it is. False: all have.
+  bool dropSilent();
   // False: the link is gone.
   bool greet(Link& link);
   void bind(Link& link, Peer& peer);
@@ -85,6 +88,7 @@ class TcpTransport final : public Transport {
 
   const Options options_;
   const uint64_t id_;
+  const size_t maxStrangers_;
   FileDescriptor epoll_, listener_;
   uint16_t port_ = 0;
   std::vector<std::span<std::byte>> regions_;  // by key - 1
@@ -96,6 +100,7 @@ class TcpTransport final : public Transport {
   std::vector<uint64_t> done_;
   size_t numStrangers_ = 0;  // links without a peer
   bool hasWarnedOfStrangers_ = false;
+  bool hasWarnedOfDescriptors_ = false;
 };
 
 }  // namespace smddp::transport::tcp

@@ -80,6 +80,23 @@ TEST(TcpStrangers, TheOldestThatSaysNothingMakesRoom) {
   for (size_t i = 1; i < strangers.size(); ++i) EXPECT_FALSE(isClosed(transport, strangers[i]));
 }
 
+TEST(TcpStrangers, AHelloThatHasArrivedCounts) {
+  tcp::TcpTransport transport(options("token")), other(options("token"));
+  RecordingSink sink, itsSink;
+  transport.connect(other.address(), "the peer");
+  ASSERT_TRUE(other.control(other.connect(transport.address(), "this rank"), pattern(10, 1)));
+  for (int i = 0; i < 10; ++i) other.poll(itsSink);
+  // All are accepted in one poll, the peer first.
+  std::vector<FileDescriptor> strangers;
+  for (int i = 0; i < 10; ++i) strangers.push_back(callTo(transport));
+  for (int i = 0; i < 100 && sink.controls.empty(); ++i) {
+    other.poll(itsSink);
+    transport.poll(sink);
+  }
+  EXPECT_EQ(sink.controls.size(), 1u);
+  EXPECT_TRUE(itsSink.failed.empty());
+}
+
 // A long put from one transport to another, whose payload the receiver has posted.
 class TcpPosted : public ::testing::Test {
  protected:
