@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <set>
 
+#include "common/config.h"
 #include "common/error.h"
 #include "common/log.h"
-#include "common/config.h"
 
 namespace smddp::engine {
 namespace {
