@@ -1,11 +1,12 @@
-"""Ranks that mpirun or srun start: the variables that torch reads, and the command smddprun.
+"""Starts ranks: the command smddprun, and the variables that torch reads under mpirun and srun.
 
-    mpirun -n 8 smddprun python train.py
+    smddprun -n 4 --nodes 2 train.py             4 ranks here, which play 2 nodes
+    mpirun -n 8 smddprun python train.py         one of 8 ranks, which mpirun starts
 
-`smddprun` sets the variables that `torch.distributed` reads from those that mpirun or srun set.
-Then it replaces itself by the command that follows on its command line. `smddpmprun` is the same
-program. Both accept and ignore -i and --allow-bypass, options of SageMaker's launcher about the
-instance type.
+In the first form `smddprun` hands over to torchrun. In the second one it sets the variables that
+`torch.distributed` reads from those that mpirun or srun set; then it replaces itself by the command
+that follows on its command line. `smddpmprun` is the same program. Both accept and ignore -i and
+--allow-bypass, options of SageMaker's launcher about the instance type.
 
 This module is not part of the package smddp, whose import takes as long as that of torch: the
 command runs on every rank, before the script imports torch.
@@ -13,18 +14,20 @@ command runs on every rank, before the script imports torch.
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
+import shlex
 import sys
 import zlib
 from collections.abc import Sequence
-from typing import NoReturn
 
 __all__ = [
     "UNKNOWN_HOST",
-    "command_of",
     "complete_environment",
     "complete_from_launcher",
     "complete_rendezvous",
+    "instead_of",
     "is_bare_rank",
     "main",
     "prepare_rendezvous",
@@ -49,8 +52,7 @@ UNKNOWN_HOST = (
     "set MASTER_ADDR, for instance by mpirun -x MASTER_ADDR=host"
 )
 
-_WITH_VALUE = ("-i", "--instance-type")
-_FLAGS = ("--allow-bypass",)
+_REPLACEABLE = ("gloo", "mpi")
 
 
 def is_bare_rank() -> bool:
@@ -155,8 +157,6 @@ def _host_of_rank_0() -> str | None:
 
 def _first_node(nodes: str) -> str:
     """Returns the first host of a list in Slurm's notation, such as "node[03-05,9],other"."""
-    import re
-
     found = re.match(r"([^,\[]+)(?:\[([^\]]*)\])?([^,]*)", nodes)
     if found is None:
         return nodes
@@ -166,8 +166,6 @@ def _first_node(nodes: str) -> str:
 
 def _tasks_of_this_node() -> str | None:
     """Returns how many tasks of the job step this node has, from a list such as "4(x2),3"."""
-    import re
-
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE")
     if not text:
         return os.environ.get("SLURM_NTASKS_PER_NODE")
@@ -183,32 +181,154 @@ def _port_of_job() -> int:
     return _PORTS[zlib.crc32(name.encode()) % len(_PORTS)]
 
 
-def command_of(arguments: Sequence[str]) -> list[str]:
-    """Returns the command line without the launcher's own options, which come first."""
-    rest = list(arguments)
-    while rest and (rest[0] in _WITH_VALUE or rest[0] in _FLAGS):
-        del rest[: 2 if rest[0] in _WITH_VALUE else 1]
-    return rest
-
-
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Sets the environment, then replaces this process by the command.
+def instead_of(text: str) -> frozenset[str]:
+    """Returns the backends of a value of SMDDP_INSTEAD_OF, such as "gloo,mpi".
 
     Raises:
-        SystemExit: there is no command, or it cannot be run, or the ranks cannot be known.
+        ValueError: it names another one.
     """
-    command = command_of(sys.argv[1:] if arguments is None else arguments)
-    if not command:
-        raise SystemExit("smddprun: name the command to run: mpirun -n 8 smddprun python train.py")
+    names = [name.strip().lower() for name in text.split(",") if name.strip()]
+    if wrong := [name for name in names if name not in _REPLACEABLE]:
+        raise ValueError(
+            f"SMDDP_INSTEAD_OF={text}: expects {' or '.join(_REPLACEABLE)}, or both joined by a "
+            f"comma, not {wrong[0]}"
+        )
+    return frozenset(names)
+
+
+def ranks_of_nodes(ranks: int | None, nodes: str | None) -> list[int]:
+    """Returns the number of ranks of each node that this machine plays.
+
+    Args:
+        ranks: of -n.
+        nodes: of --nodes: a number of nodes with as many ranks each, or "2x3", or "3+1".
+
+    Raises:
+        ValueError: one of them is invalid, or they contradict each other.
+    """
+    layout = [ranks or 1]
+    if nodes is not None and nodes.isdigit() and int(nodes) > 0 and ranks:
+        each, rest = divmod(ranks, int(nodes))
+        if rest:
+            raise ValueError(
+                f"{ranks} ranks cannot be divided evenly over {nodes} nodes: give the ranks of "
+                "each, such as --nodes 3+1"
+            )
+        layout = [each] * int(nodes)
+    elif nodes is not None:
+        if re.fullmatch(r"[1-9]\d*(\+[1-9]\d*)+", nodes):
+            layout = [int(each) for each in nodes.split("+")]
+        elif found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", nodes):
+            layout = [int(found[2])] * int(found[1])
+        else:
+            raise ValueError(
+                f"--nodes {nodes}: expects a number of nodes together with -n, or the ranks of "
+                "each node, such as 2x2 or 3+1"
+            )
+    if ranks is not None and (ranks < 1 or sum(layout) != ranks):
+        raise ValueError(f"-n {ranks}, but --nodes {nodes} has {sum(layout)} ranks")
+    return layout
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="smddprun",
+        usage="smddprun -n RANKS [options] script.py ...\n"
+        "       mpirun -n RANKS smddprun [--instead-of BACKENDS] command ...",
+        description="Starts ranks on this machine, by torchrun; or, under mpirun or srun, sets the "
+        "variables that torch reads and runs the command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", "--ranks", type=int, help="number of ranks to start")
+    parser.add_argument(
+        "--nodes",
+        help="how many nodes this machine plays, or the ranks of each: 2x2, 3+1 (default 1)",
+    )
+    parser.add_argument(
+        "--instead-of",
+        metavar="BACKENDS",
+        help="gloo, mpi, or both joined by a comma: a script that asks for one of them gets smddp "
+        "on the CPU",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="how often all ranks are started again when one fails (default 0)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would run")
+    parser.add_argument("-i", "--instance-type", help=argparse.SUPPRESS)
+    parser.add_argument("--allow-bypass", action="store_true", help=argparse.SUPPRESS)
+    # A rank of those that this command starts: the ranks of the nodes.
+    parser.add_argument("--node-of-rank", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what the ranks run")
+    return parser.parse_args(list(arguments))
+
+
+def _torchrun(options: argparse.Namespace) -> list[str]:
+    """Returns the command line that starts the ranks."""
+    layout = ranks_of_nodes(options.ranks, options.nodes)
+    command = list(options.command)
+    if command[0].endswith(".py"):
+        command.insert(0, sys.executable)
+    if len(layout) > 1:
+        nodes = "+".join(map(str, layout))
+        command = [sys.executable, "-m", "smddp_launch", "--node-of-rank", nodes, *command]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--tee", "3"]
+    torchrun += ["--nproc-per-node", str(sum(layout)), "--max-restarts", str(options.max_restarts)]
+    return [*torchrun, "--no-python", *command]
+
+
+def _prepare_rank(options: argparse.Namespace) -> None:
+    """Sets the variables of a rank that a launcher has started.
+
+    Raises:
+        ValueError: there is no launcher, or nothing tells the host of rank 0.
+    """
     complete_from_launcher()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise SystemExit(
-            "smddprun: this process has no rank: start it by mpirun or srun, or use torchrun"
+        raise ValueError(
+            "this process has no rank: say how many ranks to start (smddprun -n 4 train.py), or "
+            "start it by mpirun or srun"
         )
     if not complete_rendezvous():
-        raise SystemExit(f"smddprun: {UNKNOWN_HOST}")
+        raise ValueError(UNKNOWN_HOST)
+    if options.node_of_rank:
+        layout = [int(each) for each in options.node_of_rank.split("+")]
+        nodes = [node for node, ranks in enumerate(layout) for _ in range(ranks)]
+        os.environ["SMDDP_NODE_ID"] = f"node{nodes[int(os.environ['LOCAL_RANK'])]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Starts ranks, or sets the environment of one; replaces this process by what runs then.
+
+    Raises:
+        SystemExit: an argument is wrong, or what shall run cannot be run, or the ranks cannot be
+            known.
+    """
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    if not options.command:
+        raise SystemExit(
+            "smddprun: name what to run: smddprun -n 4 train.py, or, under mpirun, "
+            "mpirun -n 8 smddprun python train.py"
+        )
+    command = options.command
     try:
+        if options.instead_of is not None:
+            instead_of(options.instead_of)
+            os.environ["SMDDP_INSTEAD_OF"] = options.instead_of
+        if options.max_restarts < 0:
+            raise ValueError("--max-restarts must be at least 0")
+        if options.ranks is not None or options.nodes is not None:
+            command = _torchrun(options)
+        elif not options.dry_run:
+            _prepare_rank(options)
+        if options.dry_run:
+            print(shlex.join(command))
+            return
         os.execvp(command[0], command)
+    except ValueError as error:
+        raise SystemExit(f"smddprun: {error}") from None
     except OSError as error:
         raise SystemExit(f"smddprun: {command[0]}: {error.strerror}") from None
 

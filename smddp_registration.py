@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from smddp_launch import is_bare_rank, prepare_rendezvous
+from smddp_launch import instead_of, is_bare_rank, prepare_rendezvous
 
 __all__ = ["BACKEND_NAME", "names_smddp", "register_backend"]
 
@@ -21,6 +23,8 @@ BACKEND_NAME = "smddp"
 def register_backend(create: Callable[[Any, Any], Any]) -> None:
     """Registers "smddp" for CPU and CUDA tensors; does nothing if it is registered.
 
+    With SMDDP_INSTEAD_OF, groups of other backends become groups of this one, too.
+
     Args:
         create: creates one rank of a group, from its options and those of the script.
     """
@@ -29,29 +33,93 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
     if not dist.is_available() or BACKEND_NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(BACKEND_NAME, create, extended_api=True, devices=["cpu", "cuda"])
-    if is_bare_rank():
-        _find_ranks_when_asked(dist)
+    replaced = os.environ.get("SMDDP_INSTEAD_OF", "")
+    if is_bare_rank() or replaced:
+        _change_init_process_group(dist, replaced)
+    if replaced:
+        _change_groups(dist, replaced)
 
 
-def _find_ranks_when_asked(dist: Any) -> None:
-    """Lets `init_process_group("smddp")` find ranks that mpirun or srun started.
+def _change_init_process_group(dist: Any, replaced: str) -> None:
+    """Makes `init_process_group` find ranks of mpirun or srun, and replace other backends.
 
     The function reads torch's variables before it creates the group, and has no hook before that:
     so it is replaced, in processes where it would miss a variable. With another backend it does
     what it did.
+
+    Args:
+        dist: torch.distributed.
+        replaced: SMDDP_INSTEAD_OF.
     """
     original = dist.init_process_group
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(TypeError):  # of wrong arguments; torch says so itself
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            given = bound.arguments
+            backend = _replacement(dist, given.get("backend"), replaced)
+            if backend is not None:
+                _announce(given.get("backend"), given.get("rank", -1))
+                given |= {"backend": backend, "pg_options": None}
+                args, kwargs = bound.args, bound.kwargs
             if names_smddp(given.get("backend")) and _reads_environment(given):
                 prepare_rendezvous(given.get("rank", -1), given.get("world_size", -1))
         return original(*args, **kwargs)
 
     dist.init_process_group = init_process_group
     dist.distributed_c10d.init_process_group = init_process_group
+
+
+def _change_groups(dist: Any, replaced: str) -> None:
+    """Makes the function through which torch creates every group replace other backends."""
+    original = dist.distributed_c10d._new_process_group_helper
+
+    @functools.wraps(original)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        backend = _replacement(dist, bound.arguments["backend"], replaced)
+        if backend is not None:
+            bound.arguments |= {"backend": dist.Backend(backend), "backend_options": None}
+        return original(*bound.args, **bound.kwargs)
+
+    dist.distributed_c10d._new_process_group_helper = create
+
+
+def _replacement(dist: Any, backend: Any, replaced: str) -> str | None:
+    """Returns what a group gets for a backend, if that is replaced on the CPU.
+
+    On a machine with an accelerator its tensors keep the backend that they have without smddp.
+
+    Raises:
+        ValueError: the setting is wrong.
+    """
+    names = instead_of(replaced)
+    asked = "undefined" if backend is None else str(backend).lower()
+    # Without a name, torch takes the default of each device.
+    devices = {"cpu": "gloo"} | dist.Backend.default_device_backend_map
+    if asked == "undefined":
+        on_devices = devices
+    elif ":" in asked:
+        pairs = (part.partition(":") for part in asked.split(","))
+        on_devices = {device.strip(): name.strip() for device, _, name in pairs}
+    else:
+        on_devices = dict.fromkeys(devices, asked)
+    if on_devices.get("cpu") not in names:
+        return None
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    name = None if accelerator is None else on_devices.get(accelerator.type)
+    if accelerator is None or name in (None, "mpi"):  # hardly any torch has mpi
+        return BACKEND_NAME
+    return f"cpu:{BACKEND_NAME},{accelerator.type}:{name}"
+
+
+def _announce(backend: Any, rank: int) -> None:
+    if max(rank, 0) == 0 and (rank == 0 or os.environ.get("RANK", "0") == "0"):
+        asked = "the default backend" if backend is None else f"backend {backend}"
+        sys.stderr.write(f"smddp: this job asks for {asked}, and gets smddp on the CPU\n")
 
 
 def _reads_environment(given: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The command `smddp`: what `python -m smddp.bench`, `smddp.plan` and `smddp.env` do."""
+"""The command `smddp`: `smddp bench` does what `python -m smddp.bench` does, and so on."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _USAGE = """usage: smddp COMMAND ...
   bench ddp  measure training steps
   plan       show what a collective does, step by step
   env        print the settings in force
+  doctor     find out what is wrong with this host, or, under a launcher, between hosts
 """
 
 
@@ -39,6 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
         from smddp.env import main as env
 
         return env(rest)
+    if name == "doctor":
+        from smddp.doctor import main as doctor
+
+        return doctor(rest)
     if name in ("-h", "--help"):
         print(_USAGE, end="")
         return 0

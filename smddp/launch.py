@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from smddp_launch import command_of, main
+from smddp_launch import main
 
-__all__ = ["command_of", "main"]
+__all__ = ["main"]
 
 if __name__ == "__main__":
     main()

@@ -98,13 +98,97 @@ def test_jobs_on_one_host_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatc
     assert all(20000 <= port < 28192 for port in ports)
 
 
-def test_options_of_the_wrapper() -> None:
+def test_options_of_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["python", "-m", "mpi4py", "train.py", "-i", "3"]
-    assert smddp_launch.command_of(["-i", "ml.p4d.24xlarge", "--allow-bypass", *command]) == command
-    with pytest.raises(SystemExit, match="name the command"):
+    options = ["-i", "ml.p4d.24xlarge", "--allow-bypass", "--dry-run"]
+    smddp_launch.main([*options, *command])
+    assert capsys.readouterr().out == "python -m mpi4py train.py -i 3\n"
+    with pytest.raises(SystemExit, match="name what to run"):
         smddp_launch.main(["--allow-bypass"])
     with pytest.raises(SystemExit, match="has no rank"):
         smddp_launch.main(["true"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "layout"),
+    [(4, None, [4]), (4, "2", [2, 2]), (None, "2x3", [3, 3]), (4, "3+1", [3, 1]), (1, "1", [1])],
+)
+def test_nodes_that_one_machine_plays(
+    ranks: int | None, nodes: str | None, layout: list[int]
+) -> None:
+    assert smddp_launch.ranks_of_nodes(ranks, nodes) == layout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-n", "0"], "-n 0"),
+        (["-n", "3", "--nodes", "2"], "cannot be divided evenly over 2 nodes"),
+        (["-n", "3", "--nodes", "2x2"], "-n 3, but --nodes 2x2 has 4 ranks"),
+        (["--nodes", "2"], "--nodes 2: expects a number of nodes together with -n"),
+        (["--nodes", "2+"], "expects"),
+        (["-n", "2", "--max-restarts", "-1"], "at least 0"),
+        (["-n", "2", "--instead-of", "nccl"], "expects gloo or mpi"),
+    ],
+)
+def test_wrong_arguments_of_the_launcher(arguments: list[str], text: str) -> None:
+    with pytest.raises(SystemExit) as raised:
+        smddp_launch.main([*arguments, "train.py"])
+    assert text in str(raised.value)
+
+
+_UNCHANGED = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group(*sys.argv[1:])
+ones = torch.ones(3)
+dist.all_reduce(ones)
+pair = dist.new_group([0, 1], backend="gloo")
+if dist.get_rank() < 2:
+    dist.all_reduce(ones, group=pair)
+groups = [dist.group.WORLD] + ([pair] if dist.get_rank() < 2 else [])
+names = [type(group._get_backend(torch.device("cpu"))).__name__ for group in groups]
+node = os.environ.get("SMDDP_NODE_ID")
+sys.stdout.write(f"rank {dist.get_rank()} {node} {dist.get_backend()} {names} {ones.tolist()}\\n")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [["gloo"], [], ["cpu:gloo,meta:gloo"], ["mpi"]])
+def test_a_script_for_another_backend(asked: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_UNCHANGED)
+    command = [sys.executable, "-m", "smddp.launch", "-n", "3", "--nodes", "2+1"]
+    ended = subprocess.run(
+        [*command, "--instead-of", "gloo,mpi", str(script), *asked],
+        capture_output=True, text=True, timeout=110, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    for rank, node in enumerate(["node0", "node0", "node1"]):
+        value = [6.0] * 3 if rank < 2 else [3.0] * 3
+        names = ["ProcessGroup"] * (2 if rank < 2 else 1)
+        assert f"rank {rank} {node} smddp {names} {value}" in ended.stdout, ended.stdout
+    assert ended.stderr.count("and gets smddp on the CPU") == 1
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_the_launcher_reports_the_rank_that_failed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, torch.distributed as dist\ndist.init_process_group('smddp')\n"
+        "if os.environ['RANK'] == '1': raise RuntimeError('too hot')\ndist.barrier()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "smddp.launch", "-n", "2", str(script)],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "RuntimeError: too hot" in ended.stderr
+    report = ended.stderr.rpartition("Root Cause")[2]
+    assert "rank      : 1" in report, ended.stderr
 
 
 _SCRIPT = """

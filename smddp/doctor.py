@@ -1,0 +1,397 @@
+"""Finds out what is wrong with a machine or a cluster: `smddp doctor`.
+
+On its own it looks at this host, and lets two processes of it talk as if they were two hosts. Under
+a launcher (torchrun, mpirun, srun) with one or more ranks on each host, it looks at every host and
+lets all of them talk: this finds firewalls and interfaces that do not reach one another.
+
+Each line is one check: ✓, ! (works, but could be faster or may fail later) or ✗ with what to do.
+The exit status is 1 if there is any ✗.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smddp import _load, env
+from smddp._command import run
+from smddp_launch import complete_from_launcher, complete_rendezvous
+
+__all__ = ["Finding", "examine_host", "main"]
+
+_OK, _WARNING, _FAULT = "ok", "warning", "fault"
+_SIGNS = {_OK: "✓", _WARNING: "!", _FAULT: "✗"}
+# A group of 64 ranks on one node, with other nodes (docs/troubleshooting.md).
+_ENOUGH_FILES = 1024
+_ENOUGH_SHARED = 256 << 20
+_CHECKED_BYTES = 16 << 20
+_WAIT = timedelta(seconds=20)
+_SYS = Path("/sys")
+_CARDS = {"efa": "efa", "hfi1": "opx", "mlx5": "verbs", "bnxt_re": "verbs", "irdma": "verbs"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    check: str
+    state: str  # "ok", "warning" or "fault"
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        remedy = f"\n      → {self.remedy}" if self.remedy else ""
+        return f"  {_SIGNS[self.state]} {self.check}: {self.text}{remedy}"
+
+
+def _versions() -> Finding:
+    facts = _load.load().build_info()
+    text = (
+        f"smddp {facts['version']} with torch {torch.__version__}, "
+        f"Python {platform.python_version()}, Linux {platform.release()}"
+    )
+    return Finding("versions", _OK, text)
+
+
+def _settings() -> Iterator[Finding]:
+    try:
+        rows = env.settings()
+    except ValueError as error:
+        yield Finding("settings", _FAULT, str(error), "correct the variable, or unset it")
+        return
+    changed = [f"{row['name']}={row['value']}" for row in rows if row["from_environment"]]
+    yield Finding("settings", _OK, ", ".join(changed) or "defaults")
+    for sentence in env.misspelt(os.environ, [row["name"] for row in rows]):
+        yield Finding("settings", _FAULT, sentence, "the variable has no effect: correct its name")
+
+
+def _instructions() -> Finding:
+    simd = _load.load().build_info()["simd"]
+    if simd == "scalar":
+        return Finding(
+            "processor", _WARNING, "sums use no vector instructions, and are several times slower",
+            "let the virtual machine pass AVX2 on to its guest, and unset SMDDP_SIMD",
+        )  # fmt: skip
+    return Finding("processor", _OK, f"sums use {simd}")
+
+
+def _quota() -> float | None:
+    """Returns how many cores the control group may use; None without a limit."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
+        folder = Path("/sys/fs/cgroup") / line.split(":", 2)[2].lstrip("/")
+        quota, period = (folder / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    return None
+
+
+def _cores() -> Finding:
+    usable = len(os.sched_getaffinity(0))
+    quota = _quota()
+    cores = usable if quota is None else min(usable, quota)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = int(os.environ.get("OMP_NUM_THREADS", "0") or 0) or torch.get_num_threads()
+    text = f"{cores:g} of {os.cpu_count()} cores for {ranks} rank{'s' if ranks > 1 else ''}"
+    if ranks > cores:
+        return Finding(
+            "cores",
+            _WARNING,
+            text,
+            "start at most one rank per core, or ranks wait for one another",
+        )
+    if ranks * threads > cores:
+        return Finding(
+            "cores", _WARNING, f"{text}, each of which computes with {threads} threads",
+            f"set OMP_NUM_THREADS={max(1, int(cores / ranks))}",
+        )  # fmt: skip
+    return Finding("cores", _OK, text)
+
+
+def _numa() -> Finding:
+    nodes = len(list((_SYS / "devices/system/node").glob("node[0-9]*"))) or 1
+    if nodes > 1 and len(os.sched_getaffinity(0)) == os.cpu_count():
+        return Finding(
+            "NUMA", _WARNING, f"{nodes} nodes, and ranks may run on all of them",
+            "bind each rank to one node: torchrun --numa-binding=node, or numactl",
+        )  # fmt: skip
+    return Finding("NUMA", _OK, f"{nodes} node{'s' if nodes > 1 else ''}")
+
+
+def _clock() -> Finding:
+    source = "unknown"
+    with contextlib.suppress(OSError):
+        path = "devices/system/clocksource/clocksource0/current_clocksource"
+        source = (_SYS / path).read_text().strip()
+    if source in ("hpet", "acpi_pm", "jiffies"):
+        return Finding(
+            "clock", _WARNING, f"the clock is {source}: reading it takes microseconds",
+            "boot with clocksource=tsc",
+        )  # fmt: skip
+    return Finding("clock", _OK, source)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _ENOUGH_FILES:
+        raisable = f"ulimit -n {min(hard, 65536)}" if hard > soft else "raise LimitNOFILE"
+        return Finding(
+            "open files", _FAULT, f"the limit is {soft}; large jobs need {_ENOUGH_FILES}", raisable
+        )
+    return Finding("open files", _OK, f"the limit is {soft}")
+
+
+def _memory() -> Iterator[Finding]:
+    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size not in (resource.RLIM_INFINITY, -1) and size < _ENOUGH_SHARED:
+        yield Finding(
+            "shared memory", _FAULT, f"files may have {size >> 20} MiB only",
+            "ulimit -f unlimited",
+        )  # fmt: skip
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space not in (resource.RLIM_INFINITY, -1) and space < 64 << 30:
+        yield Finding(
+            "address space", _WARNING, f"the limit is {space >> 30} GiB", "ulimit -v unlimited"
+        )
+    available = _available_memory()
+    if available < _ENOUGH_SHARED:
+        yield Finding(
+            "memory", _FAULT, f"{available >> 20} MiB are available",
+            "raise the memory limit of the container, or lower SMDDP_POOL_BYTES",
+        )  # fmt: skip
+    else:
+        yield Finding("memory", _OK, f"{available / 2**30:.1f} GiB are available")
+
+
+def _available_memory() -> int:
+    """Returns the bytes that this process may still use, as far as the kernel tells."""
+    text = Path("/proc/meminfo").read_text()
+    available = int(text.partition("MemAvailable:")[2].split()[0]) << 10
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
+        folder = Path("/sys/fs/cgroup") / line.split(":", 2)[2].lstrip("/")
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        available = min(available, limit - used)
+    return available
+
+
+def _cards() -> Iterator[Finding]:
+    drivers = sorted(
+        {path.resolve().name for path in (_SYS / "class/infiniband").glob("*/device/driver")}
+    )
+    cards = {_CARDS[name] for name in drivers if name in _CARDS}
+    why = _load.load().build_info()["no_libfabric"]
+    if cards and why:
+        yield Finding(
+            "network cards", _FAULT, f"this host has a card ({', '.join(cards)}): {why}",
+            "install libfabric with that provider (on AWS: the EFA installer)",
+        )  # fmt: skip
+        return
+    text = ", ".join(sorted(cards)) if cards else "none that bypasses the kernel: TCP sockets"
+    yield Finding("network cards", _OK, text + (f" ({why})" if why else ""))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if cards and soft != resource.RLIM_INFINITY:
+        yield Finding(
+            "locked memory", _FAULT, f"the limit is {soft >> 10} KiB; the card locks its buffers",
+            "ulimit -l unlimited (in containers: --ulimit memlock=-1)",
+        )  # fmt: skip
+
+
+def _interface() -> Finding:
+    names = [name for _, name in socket.if_nameindex()]
+    asked = os.environ.get("SMDDP_INTERFACE", "")
+    if asked and asked not in names and not _is_address_here(asked):
+        return Finding(
+            "interface", _FAULT, f"SMDDP_INTERFACE={asked}: there is no such interface",
+            f"use one of {', '.join(names)}",
+        )  # fmt: skip
+    host = socket.gethostname()
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        return Finding(
+            "interface", _WARNING, f"the name of this host, {host}, is unknown here: {error}",
+            "let /etc/hosts or DNS know it, or set SMDDP_INTERFACE",
+        )  # fmt: skip
+    text = f"{asked or 'the one that reaches rank 0'}; {host} is {', '.join(sorted(found))}"
+    return Finding("interface", _OK, text)
+
+
+def _is_address_here(text: str) -> bool:
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(
+            text, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )
+        with socket.socket(family, kind) as tried:
+            tried.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+_CHECKS: list[Callable[[], Any]] = [
+    _settings, _versions, _instructions, _cores, _numa, _clock, _files, _memory, _cards, _interface,
+]  # fmt: skip
+
+
+def examine_host() -> list[Finding]:
+    """Returns the findings about this host and the environment of this process."""
+    findings: list[Finding] = []
+    for check in _CHECKS:
+        try:
+            found = check()
+            findings += [found] if isinstance(found, Finding) else found
+        except Exception as error:
+            # A wrong setting makes several checks fail, and one of them says what to do.
+            if all(str(error) not in finding.text for finding in findings):
+                name = check.__name__.strip("_")
+                findings.append(Finding(name, _FAULT, f"this check failed: {error}"))
+    return findings
+
+
+def _talk() -> Iterator[Finding]:
+    """Lets the ranks of a job sum a vector; every rank yields the same number of findings."""
+    import smddp
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    vector = torch.full((_CHECKED_BYTES // 4,), float(rank + 1))
+    dist.all_reduce(torch.ones(1))
+    start = time.monotonic()
+    dist.all_reduce(vector)
+    seconds = time.monotonic() - start
+    text = f"{size} ranks have summed {_CHECKED_BYTES >> 20} MiB in {1e3 * seconds:.1f} ms"
+    if not torch.all(vector == size * (size + 1) / 2):
+        yield Finding("all_reduce", _FAULT, f"{text}, and the sum is wrong", "report this")
+        return
+    yield Finding("all_reduce", _OK, f"{text}; {smddp.describe()}")
+
+
+def _join() -> Finding | None:
+    """Creates the group of all ranks; returns what prevents that."""
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        dist.init_process_group("smddp", timeout=_WAIT)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        return Finding(
+            "rendezvous", _FAULT, f"not all ranks have met at {address}: {error}",
+            "do all hosts run this command? Is that port open for them in the firewall of rank 0?",
+        )  # fmt: skip
+    except Exception as error:
+        return Finding(
+            "rendezvous", _FAULT, str(error), "see docs/troubleshooting.md for this text"
+        )
+    return None
+
+
+def _report_of_rank() -> list[tuple[str, list[Finding]]]:
+    """Returns the findings of all hosts on rank 0, an empty list elsewhere; under a launcher."""
+    host = os.environ.get("SMDDP_NODE_ID") or socket.gethostname()
+    mine = examine_host()
+    if problem := _join():
+        return [(host, [*mine, problem])]
+    try:
+        together = list(_talk())
+    except Exception as error:
+        together = [
+            Finding(
+                "all_reduce", _FAULT, str(error),
+                "ranks connect to one another on any port: open the firewall between the hosts, or "
+                "name the network that connects them in SMDDP_INTERFACE",
+            )
+        ]  # fmt: skip
+        # The group is broken; each host says what it has seen.
+        return [(host, [*mine, *together])]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (host, mine))
+    is_first = dist.get_rank() == 0
+    dist.destroy_process_group()
+    if not is_first:
+        return []
+    hosts: dict[str, list[Finding]] = {}
+    for name, findings in everyone:
+        hosts.setdefault(name, findings)
+    return [*hosts.items(), ("between the ranks", together)]
+
+
+def _report_alone() -> list[tuple[str, list[Finding]]]:
+    """Returns the findings of this host, and of two processes of it that play two hosts."""
+    report = [(socket.gethostname(), examine_host())]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SMDDP_NODE_ID": f"doctor{rank}",
+               "OMP_NUM_THREADS": 1}  # fmt: skip
+        environ = os.environ | {name: str(value) for name, value in own.items()}
+        command = [sys.executable, "-m", "smddp.doctor", "--json"]
+        processes.append(
+            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        )
+    found: list[Finding] = []
+    for process in processes:
+        try:
+            output, errors = process.communicate(timeout=3 * _WAIT.total_seconds())
+            for _, findings in _from_json(output.decode()):
+                found += [f for f in findings if f.check in ("rendezvous", "all_reduce")]
+        except (subprocess.TimeoutExpired, ValueError):
+            process.kill()
+            _, errors = process.communicate()
+            last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+            found.append(Finding("all_reduce", _FAULT, f"a test process failed: {last[0]}"))
+    # Both ranks may tell the same.
+    report.append(("two processes of this host as two hosts", list(dict.fromkeys(found))))
+    return report
+
+
+def _to_json(report: list[tuple[str, list[Finding]]]) -> str:
+    rows = [{"where": where} | dataclasses.asdict(f) for where, found in report for f in found]
+    return json.dumps(rows, indent=1, ensure_ascii=False)
+
+
+def _from_json(text: str) -> list[tuple[str, list[Finding]]]:
+    return [(row.pop("where"), [Finding(**row)]) for row in json.loads(text or "[]")]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints what is wrong, and what to do; returns 1 if anything is."""
+    parser = argparse.ArgumentParser(
+        prog="smddp doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    options = parser.parse_args(arguments)
+    complete_from_launcher()
+    has_ranks = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    if has_ranks:
+        complete_rendezvous()
+    report = _report_of_rank() if has_ranks else _report_alone()
+    if options.json:
+        if report or not has_ranks:
+            print(_to_json(report))
+    else:
+        for where, findings in report:
+            print("\n".join([where, *map(str, findings)]), flush=True)
+    return int(any(f.state == _FAULT for _, findings in report for f in findings))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,194 @@
+"""`smddp doctor` finds faults that are seeded here, and nothing on a machine without any."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from smddp import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _diagnose(
+    preparation: str = "", limit: Callable[[], None] | None = None, **variables: str
+) -> dict[str, tuple[str, str, str]]:
+    """Returns state, text and remedy of the worst finding of each check, in a new interpreter."""
+    script = f"""
+    import dataclasses, json
+    from pathlib import Path
+    from smddp import doctor
+    {preparation}
+    print(json.dumps([dataclasses.asdict(finding) for finding in doctor.examine_host()]))
+    """
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("SMDDP_", "OMP_"))}
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=kept | {"OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=110,
+        preexec_fn=limit,
+    )
+    found: dict[str, tuple[str, str, str]] = {}
+    for row in json.loads(ended.stdout):
+        if row["check"] not in found or row["state"] != "ok":
+            found[row["check"]] = (row["state"], row["text"], row["remedy"])
+    return found
+
+
+def _limit(which: int, value: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(which, (value, value))
+
+
+def _system(tmp_path: Path, card: str = "", clock: str = "tsc", nodes: int = 1) -> str:
+    """Returns statements that show the doctor a made-up /sys."""
+    if card:
+        (tmp_path / "drivers" / card).mkdir(parents=True)
+        device = tmp_path / "class/infiniband/card0/device"
+        device.mkdir(parents=True)
+        (device / "driver").symlink_to(tmp_path / "drivers" / card)
+    for node in range(nodes):
+        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
+    folder = tmp_path / "devices/system/clocksource/clocksource0"
+    folder.mkdir(parents=True)
+    (folder / "current_clocksource").write_text(clock + "\n")
+    return f"doctor._SYS = Path({str(tmp_path)!r})"
+
+
+def test_nothing_is_wrong_here() -> None:
+    for check, (state, text, remedy) in _diagnose().items():
+        assert state != "fault", (check, text)
+        assert bool(remedy) == (state == "warning")
+
+
+@pytest.mark.parametrize(
+    ("variables", "check", "state", "text", "remedy"),
+    [
+        ({"SMDDP_PROVIDR": "tcp"}, "settings", "fault", "did you mean SMDDP_PROVIDER?", "correct"),
+        ({"SMDDP_IN_FLIGHT": "many"}, "settings", "fault", "SMDDP_IN_FLIGHT=many", "unset"),
+        ({"SMDDP_INTERFACE": "eth77"}, "interface", "fault", "no such interface", "use one of lo"),
+        ({"SMDDP_SIMD": "scalar"}, "processor", "warning", "no vector instructions", "SMDDP_SIMD"),
+        ({"LOCAL_WORLD_SIZE": "500"}, "cores", "warning", "500 ranks", "one rank per core"),
+        ({"OMP_NUM_THREADS": "500"}, "cores", "warning", "500 threads", "set OMP_NUM_THREADS="),
+    ],
+)
+def test_variables(
+    variables: dict[str, str], check: str, state: str, text: str, remedy: str
+) -> None:
+    found = _diagnose(**variables)
+    assert found[check][0] == state, found
+    assert text in found[check][1]
+    assert remedy in found[check][2]
+    assert not [name for name in found if name != check and found[name][0] == "fault"]
+
+
+@pytest.mark.parametrize(
+    ("which", "value", "check", "state", "text", "remedy"),
+    [
+        (resource.RLIMIT_NOFILE, 256, "open files", "fault", "the limit is 256", "LimitNOFILE"),
+        (resource.RLIMIT_FSIZE, 1 << 20, "shared memory", "fault", "1 MiB", "ulimit -f"),
+        (resource.RLIMIT_AS, 50 << 30, "address space", "warning", "50 GiB", "ulimit -v"),
+    ],
+)
+def test_limits(which: int, value: int, check: str, state: str, text: str, remedy: str) -> None:
+    found = _diagnose(limit=_limit(which, value))
+    assert found[check][0] == state, found
+    assert text in found[check][1]
+    assert remedy in found[check][2]
+
+
+@pytest.mark.parametrize(
+    ("system", "check", "state", "text", "remedy"),
+    [
+        ({"clock": "hpet"}, "clock", "warning", "the clock is hpet", "clocksource=tsc"),
+        ({"nodes": 2}, "NUMA", "warning", "2 nodes", "--numa-binding"),
+        ({"card": "efa"}, "locked memory", "fault", "64 KiB", "ulimit -l unlimited"),
+    ],
+)
+def test_machines(
+    system: dict[str, str], check: str, state: str, text: str, remedy: str, tmp_path: Path
+) -> None:
+    # A limit that no system sets by itself.
+    limit = _limit(resource.RLIMIT_MEMLOCK, 64 << 10)
+    found = _diagnose(_system(tmp_path, **system), limit)
+    assert found[check][0] == state, found
+    assert text in found[check][1]
+    assert remedy in found[check][2]
+
+
+def test_a_card_without_libfabric(tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "libfabric.so.1").write_text("no library")
+    found = _diagnose(_system(tmp_path, card="efa"), LD_LIBRARY_PATH=str(folder))
+    state, text, remedy = found["network cards"]
+    assert state == "fault"
+    assert "this host has a card (efa): " in text
+    assert "EFA installer" in remedy
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_two_processes_talk() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "smddp.cli", "doctor"],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout
+    assert "✓ all_reduce: 2 ranks have summed 16 MiB" in ended.stdout
+    assert "✗" not in ended.stdout
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_rank_that_meets_nobody() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    ended = subprocess.run(
+        [sys.executable, "-c", "from datetime import timedelta\nfrom smddp import doctor\n"
+         "doctor._WAIT = timedelta(seconds=3)\nraise SystemExit(doctor.main([]))"],
+        env=os.environ | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                          "MASTER_PORT": str(port)},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert f"✗ rendezvous: not all ranks have met at 127.0.0.1:{port}" in ended.stdout
+    assert "firewall of rank 0" in ended.stdout
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+def test_hosts_that_do_not_reach_one_another() -> None:
+    command = [sys.executable, "tools/hosts.py", "--hosts", "2", "--", "-m", "smddp.doctor"]
+    good = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert good.returncode == 0, good.stderr
+    assert "✓ all_reduce: 2 ranks" in good.stdout
+    assert "host1\n  ✓ settings" in good.stdout
+    # Every host has this interface, and reaches only itself there.
+    bad = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"SMDDP_INTERFACE": "lo"},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert bad.returncode != 0
+    assert "✗ all_reduce: " in bad.stdout
+    assert "name the network that connects them in SMDDP_INTERFACE" in bad.stdout
+
+
+def test_lines_have_a_sign_and_a_remedy() -> None:
+    line = str(doctor.Finding("open files", "fault", "the limit is 4", "ulimit -n 1024"))
+    assert line == "  ✗ open files: the limit is 4\n      → ulimit -n 1024"
