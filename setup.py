@@ -109,6 +109,9 @@ def find_torches() -> list[Torch]:
     try:
         return [Torch(folder) for folder in FOLDERS or [installed_folder()]]
     except (UnusableTorchError, OSError) as error:
+        # What a source distribution needs is asked for by this command.
+        if "egg_info" in sys.argv and len(sys.argv) == 2:
+            return []
         sys.exit(f"smddp: {error}")
 
 
