@@ -4,7 +4,10 @@ find_package(Threads REQUIRED)
 find_package(PkgConfig REQUIRED)
 if(FMT_INCLUDE_DIR)                                                 # headers without a package
   add_library(fmt::fmt-header-only INTERFACE IMPORTED)
-  target_include_directories(fmt::fmt-header-only SYSTEM INTERFACE "${FMT_INCLUDE_DIR}")
+  # Nothing else of that folder must be found: it may be that of some torch, whose headers would precede another torch's.
+  file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/fmt_headers")
+  file(CREATE_LINK "${FMT_INCLUDE_DIR}/fmt" "${PROJECT_BINARY_DIR}/fmt_headers/fmt" SYMBOLIC)
+  target_include_directories(fmt::fmt-header-only SYSTEM INTERFACE "${PROJECT_BINARY_DIR}/fmt_headers")
   target_compile_definitions(fmt::fmt-header-only INTERFACE FMT_HEADER_ONLY=1)
 else()
   find_package(fmt 9 REQUIRED)                                      # fmt::fmt, fmt::fmt-header-only

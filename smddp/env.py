@@ -29,7 +29,7 @@ You do not need these to use smddp. Their defaults were measured.
 [performance.md](performance.md) says how to measure."""
 
 # Read by the build, not by the library.
-_BUILD_ONLY = ("SMDDP_CMAKE_ARGS",)
+_BUILD_ONLY = ("SMDDP_CMAKE_ARGS", "SMDDP_TORCH_FOLDERS")
 
 # Sizes of buffers that SageMaker's library has. Job scripts set them; here they have no effect.
 _OF_THE_ORIGINAL = ("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES")

@@ -1,5 +1,6 @@
 // The Python module smddp._C. It has bindings only, no logic.
 #include <torch/csrc/utils/pybind.h>
+#include <torch/headeronly/version.h>
 
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
@@ -24,6 +25,10 @@ namespace py = pybind11;
 using smddp::process_group::ProcessGroup;
 
 namespace {
+
+// The include path may have another torch in front.
+static_assert(TORCH_VERSION_MAJOR == SMDDP_TORCH_VERSION_MAJOR &&
+              TORCH_VERSION_MINOR == SMDDP_TORCH_VERSION_MINOR);
 
 py::dict describeUse(const smddp::engine::AlgorithmUse& use) {
   return py::dict(py::arg("calls") = use.calls, py::arg("bytes") = use.bytes,

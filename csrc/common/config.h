@@ -57,6 +57,9 @@ inline constexpr int64_t kMostWindow = 1 << 8;
   X(std::string, log, "SMDDP_LOG", "warn",                                                                     \
     "How much to print: error, warn, info (one line about the choices made), debug or trace.",                 \
     .words = "error, warn, info, debug or trace")                                                              \
+  X(std::string, insteadOf, "SMDDP_INSTEAD_OF", "",                                                            \
+    "Backends whose place smddp takes on the CPU, in scripts that ask for one of them: gloo, mpi, or both "    \
+    "joined by a comma. gloo also stands for no name, which means gloo there. See docs/using.md.")             \
   X(std::string, algorithm, "SMDDP_ALGORITHM", "",                                                             \
     "Overrides the choice of algorithms, as collective=name[,...], for example allreduce=ring. Give all "      \
     "ranks the same value. `python -m smddp.plan list` prints the names.")                                     \

@@ -367,9 +367,14 @@ void Engine::onBreak(Group& group, std::function<void(const Error&)> action) {
   auto report = [this, action = std::move(action)](const Error& error) {
     progress_.runBlocking([action, error] { action(error); });
   };
+  callOn(group, [&] { group.onBreak(std::move(report)); });
+}
+
+void Engine::watchMembers(Group& group) {
+  requireUsable();
   callOn(group, [&] {
     groups_.checkIdleGroups();
-    group.onBreak(std::move(report));
+    group.watchMembers();
   });
 }
 

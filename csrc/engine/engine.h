@@ -96,9 +96,10 @@ class Engine {
   // `action` runs once, with the first error that breaks the group, unless this rank leaves it before. It runs on a
   // progress thread while another one stands by: it may block, and may run until shutdown(), also after destroyGroup():
   // it has to own what it touches.
-  // Use it if ranks also wait for one another outside the engine, as in NCCL. From then on, the death of a member
-  // breaks the group within 0.25 s, although nobody here waits for it.
   void onBreak(Group& group, std::function<void(const Error&)> action);
+  // From now on the death of a member breaks the group within 0.25 s, although nobody here waits for it. For groups whose
+  // ranks also wait for one another outside the engine, as in NCCL.
+  void watchMembers(Group& group);
   // What has broken the group, as a sentence for the user.
   std::optional<Error> failureOf(const Group& group);
   // Keeps memory of an operation that has failed until no mate and no rank of another node can touch it any more.

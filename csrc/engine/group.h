@@ -108,6 +108,7 @@ class Group final {
     return peer != nullptr && peer->died;
   }
   void onBreak(std::function<void(const Error&)> action) { sentinel_->onBreak(std::move(action)); }
+  void watchMembers() { sentinel_->watchMembers(); }
   bool checkMembers() { return sentinel_->checkMembers(); }
   // What an operation called now would end with; null while all is well.
   const Error* errorOfNextOperation() const;

@@ -215,13 +215,17 @@ void Sentinel::fail(const Error& cause) {
 
 void Sentinel::onBreak(std::function<void(const Error&)> action) {
   process_.ownership().assertOwned();
-  checksMembers_ = true;
   if (left_) return;
   if (broken_) {
     ended_.add([action = std::move(action), cause = broken_->cause] { action(cause); });
   } else {
     breakActions_.push_back(std::move(action));
   }
+}
+
+void Sentinel::watchMembers() {
+  process_.ownership().assertOwned();
+  checksMembers_ = true;
 }
 
 // A rank that leaves in order has done its part. Operations in flight are not ended: each finds out whether it needs

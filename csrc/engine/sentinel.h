@@ -56,11 +56,12 @@ class Sentinel {
   // How `rank` was lost, if it was. If not, probes its host.
   std::optional<Error> howLost(Rank rank);
 
-  // `action` runs with the first error that breaks the group, as a continuation, unless this rank leaves before. From
-  // now on a rank that dies breaks the group, awaited or not.
+  // `action` runs with the first error that breaks the group, as a continuation, unless this rank leaves before.
   void onBreak(std::function<void(const Error&)> action);
+  // From now on a rank that dies breaks the group, awaited or not.
+  void watchMembers();
   // Looks for such ranks, also while the group is idle; true when the group has been broken. Does nothing before
-  // onBreak().
+  // watchMembers().
   bool checkMembers();
 
   // This rank makes no more calls. If something is in flight, this breaks the group.

@@ -193,6 +193,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_sparse(std::vector<at::Tensor>
                                          effectiveTimeout(options.timeout));
   Work::Call call(c10d::OpType::ALLREDUCE, "smddp:sparse_all_reduce", tensors, {tensors});
   call.sequence = sequence;
+  call.hooks = hooks_;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, group(), std::move(call));
   translated([&] { work->setOperations({sum->begin()}); });
   noteCoalesced(work);

@@ -184,6 +184,7 @@ c10d::ErrorType ProcessGroup::getError() {
 
 void ProcessGroup::abort() {
   if (shutDown_) return;
+  hooks_->runAbort();
   const auto reason = fmt::format("rank {} called abort()", getRank());
   engine_->abort(*group_, reason);
   devices_->close(Error(ErrorKind::Aborted, reason));
@@ -288,6 +289,7 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
                                          std::vector<engine::Message> messages) {
   const auto target = group();
   if (!requests.empty() && call.sequence == 0) call.sequence = ++sequence_;
+  call.hooks = hooks_;
   if (call.staging.device() || devices_->busy()) {
     auto work = devices_->submit(std::move(call), std::move(requests), std::move(messages));
     noteCoalesced(work);
@@ -362,6 +364,23 @@ void ProcessGroup::noteCoalesced(const intrusive_ptr<Work>& work) {
   if (groups.empty()) return;
   if (const auto found = groups.find(this); found != groups.end()) found->second.push_back(work);
 }
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+void ProcessGroup::registerAbortHook(int64_t id, c10d::AbortHook hook) {
+  hooks_->abort.add(id, std::move(hook));
+  std::call_once(abortHooksAwaitBreak_, [this] {
+    translated(
+        [&] { engine_->onBreak(*group_, [hooks = hooks_](const Error&) { hooks->runAbort(); }); });
+  });
+}
+#endif
+#if SMDDP_TORCH_VERSION_MINOR >= 15
+void ProcessGroup::registerCompletionHook(int64_t id, c10d::CompletionHook hook) {
+  hooks_->completion.add(id, [hook = std::move(hook)](uint64_t key, float milliseconds) {
+    hook({key, milliseconds});
+  });
+}
+#endif
 
 bool ProcessGroup::supportsTensorAlloc(c10::DeviceIndex device) {
   // DDP asks with the index of a CPU tensor's device, which is negative.

@@ -135,6 +135,17 @@ class ProcessGroup : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
+#ifdef C10D_BACKEND_HAS_HOOKS
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
+  void unregisterAbortHook(int64_t id) override { hooks_->abort.remove(id); }
+#endif
+#if SMDDP_TORCH_VERSION_MINOR >= 15
+  bool supportsAbortHooks() const override { return true; }
+  bool supportsCompletionHooks() const override { return true; }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
+  void unregisterCompletionHook(int64_t id) override { hooks_->completion.remove(id); }
+#endif
+
   // How often each algorithm ran so far, and what it moved, by name: "allreduce/direct".
   std::map<std::string, engine::AlgorithmUse> statistics();
   // One line: the layout of the group, and the network that it uses between nodes.
@@ -190,6 +201,8 @@ class ProcessGroup : public c10d::Backend {
   std::atomic<int64_t> timeoutMs_;
   const std::unique_ptr<DeviceCalls> devices_;
   Residuals residuals_;
+  const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();
+  std::once_flag abortHooksAwaitBreak_;
   std::mutex splitMutex_;  // not held while split() waits
   // Guarded by splitMutex_. The store of the last split whose lists of members were compared.
   c10::weak_intrusive_ptr<c10d::Store> splitStore_{c10::intrusive_ptr<c10d::Store>()};

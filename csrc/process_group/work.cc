@@ -4,9 +4,19 @@
 
 #include <algorithm>
 
+#include "common/clock.h"
+#include "common/log.h"
 #include "process_group/errors.h"
 
 namespace smddp::process_group {
+namespace {
+
+uint64_t nextCompletionKey() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
+}  // namespace
 
 std::shared_ptr<void> Work::Call::keepAlive() const {
   auto tensors = std::make_shared<std::vector<at::Tensor>>(inputs);
@@ -21,17 +31,30 @@ Work::Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<eng
     : c10d::Work(rank, call.type, call.title, call.inputs),
       engine_(std::move(engine)),
       group_(std::move(group)),
-      call_(std::move(call)) {}
+      completionKey_(nextCompletionKey()),
+      call_(std::move(call)),
+      start_(call_.hooks && !call_.hooks->completion.empty() ? MonotonicClock().now() : 0) {}
 
 void Work::setOperations(std::vector<engine::CompletionPtr> completions) {
   completions_ = std::move(completions);
   // A profiler's range must end, and staged tensors must get their values, when the operation ends, not when somebody
   // asks.
-  if (!recordFunctionEndCallback_ && !call_.staging.copiesBack()) return;
-  whenDone([this] {
+  const auto hooks = start_ != 0 ? call_.hooks : nullptr;
+  if (!recordFunctionEndCallback_ && !call_.staging.copiesBack() && !hooks) return;
+  whenDone([this, hooks] {
     settle();
     if (recordFunctionEndCallback_) c10d::Work::finish(exception());
+    if (hooks) report(*hooks);
   });
+}
+
+void Work::report(const Hooks& hooks) {
+  try {
+    milliseconds_ = static_cast<float>(MonotonicClock().now() - start_) * 1e-6f;
+    if (firstError() == nullptr) hooks.completion.run(completionKey_, milliseconds_);
+  } catch (const std::exception& error) {
+    SMDDP_LOG(Warn, "process_group", "a hook of {} has failed: {}", call_.title, error.what());
+  }
 }
 
 void Work::whenDone(std::function<void()> action) {
@@ -99,6 +122,11 @@ bool Work::isCompleted() {
          std::all_of(all.begin(), all.end(), [](const auto* call) { return call->ended(); });
 }
 
+float Work::getDuration() const {
+  TORCH_CHECK(milliseconds_ >= 0, "smddp: only calls of groups with a completion hook are timed");
+  return milliseconds_;
+}
+
 bool Work::isSuccess() const { return allDone() && firstError() == nullptr; }
 
 std::exception_ptr Work::exception() const {
@@ -134,7 +162,11 @@ bool Work::wait(std::chrono::milliseconds timeout) {
       }
     }
     settle();
-    if (const Error* error = firstError()) throw *error;
+    if (const Error* error = firstError()) {
+      // Before the caller hears of it, because its process may end then.
+      if (call_.hooks) call_.hooks->runAbort();
+      throw *error;
+    }
   });
   for (const auto* call : deviceCalls()) call->makeStreamWait();
   return true;

@@ -12,6 +12,7 @@
 
 #include "engine/completion.h"
 #include "engine/engine.h"
+#include "process_group/hooks.h"
 #include "process_group/staging.h"
 
 namespace smddp::process_group {
@@ -41,6 +42,8 @@ class Work final : public c10d::Work {
     std::vector<at::Tensor> inputs;
     // What result() and the future hold: one list, or one per input.
     std::vector<std::vector<at::Tensor>> outputs;
+    // Of the group; null for calls that torch does not see.
+    std::shared_ptr<const Hooks> hooks;
     // Copies of tensors that cannot be used where they lie.
     Staging staging;
     // The calls between startCoalescing() and endCoalescing(), of the Work that the latter returns.
@@ -63,6 +66,13 @@ class Work final : public c10d::Work {
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return call_.sequence; }
+  // Milliseconds. Known of calls that have ended, and only if the group had a completion hook when they began.
+  float getDuration() const override;
+#if SMDDP_TORCH_VERSION_MINOR >= 15
+  uint64_t getCompletionKey() const override { return completionKey(); }
+#endif
+  // No other Work of this process has it.
+  uint64_t completionKey() const { return completionKey_; }
 
   // The completions of the call's operations.
   const std::vector<engine::CompletionPtr>& completions() const { return completions_; }
@@ -80,14 +90,19 @@ class Work final : public c10d::Work {
   // After the operations have ended, the first thread that comes copies what was staged; the others wait for it.
   void settle();
   const Error* firstError() const;
+  // Tells the hooks that the call has ended, if it has without an error.
+  void report(const Hooks& hooks);
   at::IValue futureValue() const;
   // After the last operation of the call.
   void finishFuture();
 
   const std::shared_ptr<engine::Engine> engine_;
   const std::shared_ptr<engine::Group> group_;
-  Call call_;  // constant as long as anybody holds the object
+  const uint64_t completionKey_;
+  Call call_;                // constant as long as anybody holds the object
+  const Nanoseconds start_;  // 0: nobody wants to know how long it takes
   std::vector<engine::CompletionPtr> completions_;
+  std::atomic<float> milliseconds_{-1};  // see getDuration()
   std::once_flag settled_;
   std::optional<Error> copyError_;  // written within settled_; read when copyFailed_
   std::atomic<bool> copyFailed_{false};

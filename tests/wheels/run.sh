@@ -13,18 +13,30 @@ wheels=(dist/smddp-*-"$(python3 -c 'import sys; print("cp%d%d" % sys.version_inf
 [ ${#wheels[@]} = 1 ] && [ -f "${wheels[0]}" ] || { echo "tests/wheels/run.sh: dist/ has not exactly one wheel; run \`make wheels\`" >&2; exit 1; }
 wheel=$PWD/${wheels[0]}
 
+base=$(python3 -c 'import sys; print(sys.base_prefix)')
+
 # What the user without rights sees of the host. $1: the environment.
 inside() {
   local environment=$1
   shift
+  rm -rf "$environment.python"
   unshare --mount --net bash -c '
     set -euo pipefail
     ip link set lo up
     mount -t tmpfs -o size=1m,mode=1777 tmpfs /dev/shm
     for library in $(ldconfig -p | grep -o "/[^ ]*libfabric[^ ]*$"); do mount --bind /dev/null "$library"; done
+    # Python may lie in the home of root, which others cannot enter.
+    if [[ $1 = /root/* ]]; then
+      mkdir "$0.python"
+      mount --bind "$1" "$0.python"
+      mount -t tmpfs -o mode=755 tmpfs /root
+      mkdir -p "$1"
+      mount --move "$0.python" "$1"
+    fi
+    shift
     cd /
     exec setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs \
-      env -i PATH="$0/bin" HOME=/proc OMP_NUM_THREADS=1 "$@"' "$environment" "$@"
+      env -i PATH="$0/bin" HOME=/proc OMP_NUM_THREADS=1 "$@"' "$environment" "$base" "$@"
 }
 
 check() {

@@ -50,6 +50,10 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
   ~GpuProcessGroup() override;
 
   void setTimeout(std::chrono::milliseconds timeout) override;
+#if SMDDP_TORCH_VERSION_MINOR >= 15
+  // NCCL's calls do not tell when they end. torch then takes a call for ended as soon as it is issued.
+  bool supportsCompletionHooks() const override { return false; }
+#endif
   void abort() override;
   void shutdown() override;
 

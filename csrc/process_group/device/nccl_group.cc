@@ -24,6 +24,7 @@ std::shared_ptr<NcclGroup> NcclGroup::make(std::shared_ptr<engine::Engine> engin
               nccl->group_->spec().name, error.what());
     nccl->abort();
   });
+  engine->watchMembers(*group);
   return made;
 }
 

@@ -367,6 +367,7 @@ TEST_P(FailureTest, BreakActionsRunOnAThreadThatMayBlock) {
       released.get_future().wait();
       noted.set_value();
     });
+    rank.engine.watchMembers(*rank.group);
     if (rank.rank == 1) rank.engine.fail(*rank.group, Error(ErrorKind::Transport, "made up"));
     const auto [text, thread] = told.get_future().get();
     EXPECT_THAT(text, HasSubstr("made up"));
