@@ -189,6 +189,18 @@ def test_hosts_that_do_not_reach_one_another() -> None:
     assert "name the network that connects them in SMDDP_INTERFACE" in bad.stdout
 
 
+def test_another_torch_is_one_sentence() -> None:
+    script = "import torch\ntorch.__version__ = '9.8.7'\nimport smddp_tool\nsmddp_tool.command()"
+    ended = subprocess.run(
+        [sys.executable, "-c", script, "doctor"],
+        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    (line,) = ended.stderr.strip().splitlines()
+    assert line.startswith("smddp was built for torch ")
+
+
 def test_lines_have_a_sign_and_a_remedy() -> None:
     line = str(doctor.Finding("open files", "fault", "the limit is 4", "ulimit -n 1024"))
     assert line == "  ✗ open files: the limit is 4\n      → ulimit -n 1024"
