@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import sys
 import zlib
 from collections.abc import Sequence
@@ -324,6 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif not options.dry_run:
             _prepare_rank(options)
         if options.dry_run:
+            import shlex
+
             print(shlex.join(command))
             return
         os.execvp(command[0], command)

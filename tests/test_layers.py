@@ -84,6 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "smddp_registration": {"smddp_launch"},
     "smddp": {"smddp_launch", "smddp_registration"},
     "smddp_autoload": {"smddp", "smddp_registration"},
+    "smddp_tool": {"smddp.cli"},
     "smddp.bench": {"smddp", "smddp_launch"},
     "smddp.cli": {"smddp", "smddp.bench"},
     COMMON: set(),
