@@ -40,10 +40,8 @@ inside() {
 }
 
 check() {
-  local release=$1 folder
-  folder=$(mktemp -d /tmp/smddp-wheel.XXXXXX)
-  trap 'rm -rf "$folder"' RETURN
-  chmod 755 "$folder"
+  local release=$1
+  rm -rf "$folder"/*
   python3 -m venv "$folder/made"
   "$folder/made/bin/python" -m pip install --quiet "torch==$release.*" numpy
   (cd "$folder/made" && find . -not -path '*/__pycache__*' | sort) >"$folder/before"
@@ -61,4 +59,7 @@ assert importlib.metadata.version("smddp") == smddp.__version__ == importlib.met
   diff "$folder/before" "$folder/after" || { echo "torch $release: uninstalling smddp has left what is listed above" >&2; return 1; }
 }
 
+folder=$(mktemp -d /tmp/smddp-wheel.XXXXXX)
+trap 'rm -rf "$folder"' EXIT
+chmod 755 "$folder"
 for release in "$@"; do check "$release"; done

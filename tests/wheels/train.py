@@ -21,7 +21,7 @@ def train(backend: str) -> nn.Module:
     if backend == "smddp":
         import smddp
 
-        assert "2 nodes (2 ranks)" in smddp.describe(), smddp.describe()
+        assert "2 nodes (2 + 2 ranks)" in smddp.describe(), smddp.describe()
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8))
     parallel = DistributedDataParallel(model)
