@@ -30,6 +30,7 @@ __all__ = [
     "is_bare_rank",
     "main",
     "prepare_rendezvous",
+    "sizes_of_nodes",
 ]
 
 # init_process_group() reads torchrun's names. mpirun and srun set the variables on the right; the
@@ -195,6 +196,20 @@ def instead_of(text: str) -> frozenset[str]:
     return frozenset(names)
 
 
+def sizes_of_nodes(text: str) -> list[int]:
+    """Returns the number of ranks of each node: "2x3" gives [3, 3], "3+1" gives [3, 1].
+
+    An empty list if the text is not of this form, or has a node without ranks.
+    """
+    if found := re.fullmatch(r"(\d+)x(\d+)", text):
+        sizes = [int(found[2])] * int(found[1])
+    elif re.fullmatch(r"\d+(\+\d+)*", text):
+        sizes = [int(size) for size in text.split("+")]
+    else:
+        sizes = []
+    return [] if 0 in sizes else sizes
+
+
 def ranks_of_nodes(ranks: int | None, nodes: str | None) -> list[int]:
     """Returns the number of ranks of each node that this machine plays.
 
@@ -215,11 +230,8 @@ def ranks_of_nodes(ranks: int | None, nodes: str | None) -> list[int]:
             )
         layout = [each] * int(nodes)
     elif nodes is not None:
-        if re.fullmatch(r"[1-9]\d*(\+[1-9]\d*)+", nodes):
-            layout = [int(each) for each in nodes.split("+")]
-        elif found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", nodes):
-            layout = [int(found[2])] * int(found[1])
-        else:
+        layout = [] if nodes.isdigit() or re.search(r"(?<!\d)0", nodes) else sizes_of_nodes(nodes)
+        if not layout:
             raise ValueError(
                 f"--nodes {nodes}: expects a number of nodes together with -n, or the ranks of "
                 "each node, such as 2x2 or 3+1"
@@ -293,7 +305,7 @@ def _prepare_rank(options: argparse.Namespace) -> None:
     if not complete_rendezvous():
         raise ValueError(UNKNOWN_HOST)
     if options.node_of_rank:
-        layout = [int(each) for each in options.node_of_rank.split("+")]
+        layout = sizes_of_nodes(options.node_of_rank)
         nodes = [node for node, ranks in enumerate(layout) for _ in range(ranks)]
         os.environ["SMDDP_NODE_ID"] = f"node{nodes[int(os.environ['LOCAL_RANK'])]}"
 

@@ -117,7 +117,7 @@ def _replacement(dist: Any, backend: Any, replaced: str) -> str | None:
 
 
 def _announce(backend: Any, rank: int) -> None:
-    if max(rank, 0) == 0 and (rank == 0 or os.environ.get("RANK", "0") == "0"):
+    if (str(rank) if rank >= 0 else os.environ.get("RANK", "0")) == "0":
         asked = "the default backend" if backend is None else f"backend {backend}"
         sys.stderr.write(f"smddp: this job asks for {asked}, and gets smddp on the CPU\n")
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from smddp import _load, env
 from smddp._command import run
+from smddp._local_ranks import reserved_port, start_ranks
 from smddp_launch import complete_from_launcher, complete_rendezvous
 
 __all__ = ["Finding", "examine_host", "main"]
@@ -91,12 +92,16 @@ def _instructions() -> Finding:
     return Finding("processor", _OK, f"sums use {simd}")
 
 
+def _control_group() -> Path:
+    """Returns the folder of this process's control group (cgroups(7), version 2)."""
+    line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
+    return Path("/sys/fs/cgroup") / line.split(":", 2)[2].lstrip("/")
+
+
 def _quota() -> float | None:
     """Returns how many cores the control group may use; None without a limit."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
-        folder = Path("/sys/fs/cgroup") / line.split(":", 2)[2].lstrip("/")
-        quota, period = (folder / "cpu.max").read_text().split()
+        quota, period = (_control_group() / "cpu.max").read_text().split()
         return int(quota) / int(period)
     return None
 
@@ -183,8 +188,7 @@ def _available_memory() -> int:
     text = Path("/proc/meminfo").read_text()
     available = int(text.partition("MemAvailable:")[2].split()[0]) << 10
     with contextlib.suppress(OSError, ValueError, IndexError):
-        line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
-        folder = Path("/sys/fs/cgroup") / line.split(":", 2)[2].lstrip("/")
+        folder = _control_group()
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
         available = min(available, limit - used)
@@ -332,30 +336,19 @@ def _report_of_rank() -> list[tuple[str, list[Finding]]]:
 def _report_alone() -> list[tuple[str, list[Finding]]]:
     """Returns the findings of this host, and of two processes of it that play two hosts."""
     report = [(socket.gethostname(), examine_host())]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SMDDP_NODE_ID": f"doctor{rank}",
-               "OMP_NUM_THREADS": 1}  # fmt: skip
-        environ = os.environ | {name: str(value) for name, value in own.items()}
-        command = [sys.executable, "-m", "smddp.doctor", "--json"]
-        processes.append(
-            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )
+    command = [sys.executable, "-m", "smddp.doctor", "--json"]
     found: list[Finding] = []
-    for process in processes:
-        try:
-            output, errors = process.communicate(timeout=3 * _WAIT.total_seconds())
-            for _, findings in _from_json(output.decode()):
-                found += [f for f in findings if f.check in ("rendezvous", "all_reduce")]
-        except (subprocess.TimeoutExpired, ValueError):
-            process.kill()
-            _, errors = process.communicate()
-            last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-            found.append(Finding("all_reduce", _FAULT, f"a test process failed: {last[0]}"))
+    with reserved_port() as port:
+        for process in start_ranks([1, 1], command, port, subprocess.PIPE):
+            try:
+                output, errors = process.communicate(timeout=3 * _WAIT.total_seconds())
+                for _, findings in _from_json(output.decode()):
+                    found += [f for f in findings if f.check in ("rendezvous", "all_reduce")]
+            except (subprocess.TimeoutExpired, ValueError):
+                process.kill()
+                _, errors = process.communicate()
+                last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+                found.append(Finding("all_reduce", _FAULT, f"a test process failed: {last[0]}"))
     # Both ranks may tell the same.
     report.append(("two processes of this host as two hosts", list(dict.fromkeys(found))))
     return report

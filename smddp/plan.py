@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from smddp import _load
 from smddp._command import run
+from smddp_launch import sizes_of_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,13 +83,8 @@ def parse_nodes(text: str) -> list[list[int]]:
     Raises:
         ValueError: the text is neither.
     """
-    if found := re.fullmatch(r"(\d+)x(\d+)", text):
-        sizes = [int(found[2])] * int(found[1])
-    elif re.fullmatch(r"\d+(\+\d+)*", text):
-        sizes = [int(size) for size in text.split("+")]
-    else:
-        sizes = []
-    if not sizes or 0 in sizes:
+    sizes = sizes_of_nodes(text)
+    if not sizes:
         raise ValueError(f"{text!r} is not a layout of ranks; write it like 2x4 or 3+2")
     nodes: list[list[int]] = []
     for size in sizes:

@@ -1,10 +1,10 @@
 """Unpacks of releases of torch what smddp is built with: headers, and the libraries it links to.
 
-    python tools/unpack_torch.py FOLDER RELEASE [RELEASE ...]
+    python tools/unpack_torch.py FOLDER
 
-A release such as 2.15 goes to FOLDER/2.15/torch, unless it is there. `pip download` gets the wheel
-for the Python that runs this. Prints the folders, separated by colons, as SMDDP_TORCH_FOLDERS takes
-them.
+These are all releases that smddp supports. One such as 2.15 goes to FOLDER/2.15/torch, unless it is
+there. `pip download` gets the wheel for the Python that runs this. Prints the folders, separated by
+colons, as SMDDP_TORCH_FOLDERS takes them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cmake"))
+from torch_facts import SUPPORTED_MINORS
 
 _NEEDED = re.compile(
     r"torch/(version\.py|include/.*|lib/lib(c10|torch|torch_cpu|torch_python)\.so)"
@@ -43,7 +46,7 @@ def unpack(folder: Path, release: str) -> Path:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
+    if len(sys.argv) != 2:
         sys.exit(__doc__)
     where = Path(sys.argv[1]).resolve()
-    print(":".join(str(unpack(where, release)) for release in sys.argv[2:]))
+    print(":".join(str(unpack(where, f"2.{minor}")) for minor in SUPPORTED_MINORS))

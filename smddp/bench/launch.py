@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from smddp._local_ranks import reserved_port, start_ranks
 from smddp.plan import parse_nodes
 from smddp_launch import complete_from_launcher
 
@@ -28,21 +28,6 @@ __all__ = [
 DEFAULT_RANKS = 2
 
 _TIMEOUT = 60.0
-
-
-@contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """Yields a port on this host that the kernel does not assign until the with statement ends.
-
-    A port that was only found free may become the source port of another connection before the
-    server binds it. Then the server cannot bind, or a client that retries connects to itself.
-    """
-    with socket.socket() as holder:
-        # This socket does not listen. A server with SO_REUSEADDR, such as torch's, can bind the
-        # port.
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield int(holder.getsockname()[1])
 
 
 def is_rank() -> bool:
@@ -149,7 +134,7 @@ def launch(layout: Sequence[int], arguments: Sequence[str], seconds: float) -> i
         0, or the exit status of a rank that failed; then the other ranks were killed.
     """
     with reserved_port() as port:
-        ranks = _start(layout, arguments, port)
+        ranks = start_ranks(layout, [sys.executable, "-m", "smddp.bench", *arguments], port)
         try:
             return _wait(ranks, time.monotonic() + seconds, seconds)
         finally:
@@ -157,31 +142,6 @@ def launch(layout: Sequence[int], arguments: Sequence[str], seconds: float) -> i
                 if rank.poll() is None:
                     rank.kill()
                     rank.wait()
-
-
-def _start(
-    layout: Sequence[int], arguments: Sequence[str], port: int
-) -> list[subprocess.Popen[bytes]]:
-    common = {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(sum(layout)),
-    }
-    ranks: list[subprocess.Popen[bytes]] = []
-    for node, size in enumerate(layout):
-        for local in range(size):
-            own = {
-                "RANK": str(len(ranks)),
-                "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(size),
-            }
-            if len(layout) > 1:
-                own["SMDDP_NODE_ID"] = f"node{node}"
-            command = [sys.executable, "-m", "smddp.bench", *arguments]
-            ranks.append(subprocess.Popen(command, env={**common, **own}))
-    return ranks
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float, seconds: float) -> int:

@@ -75,7 +75,7 @@ class TcpTransport final : public Transport {
   Link* outgoing(Peer& peer);
   Link& add(FileDescriptor socket);
   void accept();
-  // Closes the oldest connection that has not said who it is. False: all have.
+  // Makes room: the oldest connection that has not said who it is does so, or is closed. False: all have said it.
   bool dropSilent();
   // False: the link is gone.
   bool greet(Link& link);

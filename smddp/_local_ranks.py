@@ -1,0 +1,59 @@
+"""Starts the ranks of a job on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+
+__all__ = ["reserved_port", "start_ranks"]
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yields a port on this host that the kernel does not assign until the with statement ends.
+
+    A port that was only found free may become the source port of another connection before the
+    server binds it. Then the server cannot bind, or a client that retries connects to itself.
+    """
+    with socket.socket() as holder:
+        # This socket does not listen. A server with SO_REUSEADDR, such as torch's, can bind the
+        # port.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+def start_ranks(
+    layout: Sequence[int], command: Sequence[str], port: int, output: int | None = None
+) -> list[subprocess.Popen[bytes]]:
+    """Starts a command once per rank.
+
+    Args:
+        layout: the number of ranks of each node; with several nodes SMDDP_NODE_ID is set.
+        command: what each rank runs.
+        port: where rank 0 makes torch's store.
+        output: where output and errors go, such as subprocess.PIPE; None: where this process's go.
+    """
+    common = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(sum(layout)),
+    }
+    ranks: list[subprocess.Popen[bytes]] = []
+    for node, size in enumerate(layout):
+        for local in range(size):
+            own = {
+                "RANK": str(len(ranks)),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(size),
+            }
+            if len(layout) > 1:
+                own["SMDDP_NODE_ID"] = f"node{node}"
+            environ = {**common, **own}
+            ranks.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output))
+    return ranks
