@@ -121,12 +121,12 @@ for mib in (64, 256, 1024):
 PYTHON
 }
 
-# tests <name> <seconds> <expression of -k>
+# tests <name> <seconds> <argument of pytest...>
 tests() {
   local parallel=()
-  "$python" -c 'import xdist' 2>/dev/null && parallel=(-n 4)
+  "$python" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
   # -v prints the result of each test when it ends, so a time limit loses no results.
-  step "$1" "$2" "$python" -m pytest -v -m gpu "${parallel[@]}" tests/python/test_cuda.py -k "$3"
+  step "$1" "$2" "$python" -m pytest -v "${parallel[@]}" "${@:3}"
 }
 
 # measure <name> <path> <ranks> <seconds> [option...]
@@ -146,6 +146,8 @@ sanitize() {
 }
 
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+# torch.cuda.is_available() must not start CUDA in the process that the tests fork their ranks from.
+export PYTORCH_NVML_BASED_CUDA_CHECK=1
 # gloo and NCCL use the loopback interface, because the machine may have no network and its name may not resolve.
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
 export -f facts compile copy_rate sanitize
@@ -159,22 +161,25 @@ short=(--min-bytes 1KiB --max-bytes 64MiB --factor 16 --seconds 0.3)
 # A step of their own, because they take long.
 long=(--min-bytes 256MiB --max-bytes 1GiB --factor 4 --iterations 5)
 
+cuda=(-m gpu tests/python/test_cuda.py)
+
 step facts 30 bash -c facts
 if ! step build 240 bash -c "compile ${GPU_CHECK_CUDA:-ON}"; then
   # The paths through the host and through NCCL need no nvcc.
   step build-without-nvcc 120 bash -c "compile OFF" || exit 1
 fi
-tests test-memory-first 60 "in_memory and reduces and 2"
-tests test-memory 120 "(in_memory or in_pieces) and not buckets"
-tests test-new 60 "bound or nobody_has_chosen or buckets"
+tests test-memory-first 60 "${cuda[@]}" -k "in_memory and reduces and 2"
+tests test-memory 120 "${cuda[@]}" -k "(in_memory or in_pieces) and not buckets"
+tests test-new 60 "${cuda[@]}" -k "bound or nobody_has_chosen or buckets"
 step copy-rate 30 bash -c copy_rate
 for ranks in 2 4; do
   measure short ipc $ranks 45 "${short[@]}" --backends smddp,gloo
   measure long ipc $ranks 30 "${long[@]}" --backends smddp
 done
 measure short host 2 30 "${short[@]}" --backends smddp
-tests test-rails 90 "rails"
-tests test-host-and-nccl 150 "not in_memory and not in_pieces and not buckets and not rails and not bound"
+tests test-smp 150 tests/python/smp/test_{transparency,half,examples}.py
+tests test-rails 90 "${cuda[@]}" -k "rails"
+tests test-host-and-nccl 150 "${cuda[@]}" -k "not in_memory and not in_pieces and not buckets and not rails and not bound"
 measure long host 4 45 "${long[@]}" --backends smddp,gloo
 step sanitize 110 bash -c sanitize
 step bench-others 60 env SMDDP_GPU_PATH=ipc "$python" -m smddp.bench \

@@ -27,6 +27,9 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 def run(script: str, arguments: list[str], parameters: str) -> str:
     if parameters:
         os.environ["SM_HP_MP_PARAMETERS"] = parameters
+    if torch.cuda.is_available():  # the scripts need a GPU for each rank; here ranks may share them
+        choose = torch.cuda.set_device
+        torch.cuda.set_device = lambda index: choose(index % torch.cuda.device_count())
     sys.argv = [script, *arguments]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import check_ranks
+from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -44,7 +45,8 @@ class Net(nn.Module):
 def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(100 * step + replica)
     words = torch.randint(5, (4 * MICROBATCHES,), generator=source)
-    return words, torch.randn(4 * MICROBATCHES, WIDTH, generator=source)
+    x = torch.randn(4 * MICROBATCHES, WIDTH, generator=source)
+    return words.to(device()), x.to(device())
 
 
 def loss_of(output: Tensor, x: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ def plainly(
 ) -> tuple[dict[str, Tensor], list[Any]]:
     """The oracle: returns the model's state and, per step, (overflow, scale after it, norm)."""
     torch.manual_seed(0)
-    models = [Net()]
+    models = [Net().to(device())]
     for module in models[0].modules():
         if not isinstance(module, nn.BatchNorm1d):
             for parameter in module.parameters(recurse=False):
@@ -240,10 +242,10 @@ def fp32_sums() -> tuple[int, list[Tensor]]:
 @pytest.mark.multiprocess
 def test_gradients_are_summed_in_fp32_if_asked() -> None:
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(device())
     for module in (model.words, model.first[0], model.last):
         module.half()
-    sums = [[torch.zeros(p.shape) for p in model.parameters()] for _ in range(2)]
+    sums = [[torch.zeros(p.shape, device=p.device) for p in model.parameters()] for _ in range(2)]
     for replica, mine in enumerate(sums):
         words, x = batch(0, replica)
         for part in range(MICROBATCHES):

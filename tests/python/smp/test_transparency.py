@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import check_ranks
-from smp.zoo import ZOO, arguments, batch_of, make
+from smp.zoo import ZOO, arguments, batch_of, device, make
 
 import smdistributed.modelparallel.torch as smp
 
@@ -36,7 +36,7 @@ LAYOUTS = [
 def whole(name: str, replicas: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Trains a model the ordinary way; with replicas, each has its own batch."""
     entry = ZOO[name]
-    models = [make(name)]
+    models = [make(name).to(device())]
     models += [copy.deepcopy(models[0]) for _ in range(replicas - 1)]
     optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -48,7 +48,8 @@ def whole(name: str, replicas: int) -> tuple[list[float], dict[str, torch.Tensor
             model.load_state_dict(state)
             model.zero_grad()
             total = 0.0
-            chunks = [t.chunk(MICROBATCHES) for t in batch_of(name, step, replica)]
+            batch = [tensor.to(device()) for tensor in batch_of(name, step, replica)]
+            chunks = [tensor.chunk(MICROBATCHES) for tensor in batch]
             for part in zip(*chunks, strict=True):
                 loss = entry.loss(model(*arguments(entry, part)), *part)
                 loss.backward()
@@ -90,7 +91,8 @@ def divided(config: dict[str, Any]) -> dict[str, Any]:
         losses = []
         for step in range(STEPS):
             optimizer.zero_grad()
-            output = train_step(model, name, *batch_of(name, step, smp.rdp_rank()))
+            batch = [tensor.to(device()) for tensor in batch_of(name, step, smp.rdp_rank())]
+            output = train_step(model, name, *batch)
             optimizer.step()
             losses.append(sum(float(loss) for loss in output.outputs) / MICROBATCHES)
         owners = {o for o in model.runtime.placement.decision.owners if o is not None}
@@ -125,7 +127,8 @@ def test_divided_models_learn_the_same(pp: int, replicas: int, pipeline: str, mo
                 if not replica_0 and "running" in key:
                     continue  # the oracle has only the statistics of the first replica
                 message = f"{where}: {key}"
-                if entry.exact and replicas == 1:
+                # On GPUs, sums with atomic operations have no fixed order.
+                if entry.exact and replicas == 1 and device().type == "cpu":
                     assert torch.equal(found_state[key], value), message
                 else:
                     torch.testing.assert_close(

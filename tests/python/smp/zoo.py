@@ -15,6 +15,11 @@ from torch.utils.checkpoint import checkpoint
 BATCH = 8
 
 
+def device() -> torch.device:
+    """Returns the device that smp trains on: a GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @dataclasses.dataclass
 class Entry:
     """One model of the zoo.
@@ -119,7 +124,7 @@ class TiedGPT(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x, mask=self.mask)[0]
         return F.linear(self.norm(x), self.tokens.weight)
