@@ -97,7 +97,7 @@ compile() {
   # torch ships the headers of fmt.
   options+=(-DFMT_INCLUDE_DIR="$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')")
   [ -z "${GPU_CHECK_PACK:-}" ] || options+=(-DLIBFABRIC_HOME="$(realpath "$GPU_CHECK_PACK")")
-  cmake -S . -B $build -G Ninja "${options[@]}" && cmake --build $build --target modules -j "$(nproc)" || return
+  cmake -S . -B $build -G Ninja "${options[@]}" && cmake --build $build --target modules -j "$(nproc)" -- -k 0 || return
   ln -sfn "../$build/lib" smddp/lib
 }
 

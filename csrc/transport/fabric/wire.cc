@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/error.h"
 #include "transport/wire.h"
 
 namespace smddp::transport::fabric {
