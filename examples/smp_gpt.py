@@ -85,6 +85,7 @@ def main() -> None:
     config = {"partitions": options.partitions, "microbatches": options.microbatches, "ddp": True}
     smp.init({**config, "optimize": "speed"})
     torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text = "".join(file.read_text() for file in sorted(DOCUMENTS.glob("*.md")))
     letters = sorted(set(text))
     data = torch.tensor([letters.index(letter) for letter in text])
@@ -94,6 +95,7 @@ def main() -> None:
     for number in range(options.steps):
         starts = torch.randint(0, len(data) - LENGTH - 1, (16,), generator=places)
         rows = torch.stack([data[start : start + LENGTH + 1] for start in starts.tolist()])
+        rows = rows.to(device)
         optimizer.zero_grad()
         loss = train_step(model, rows[:, :-1], rows[:, 1:]).reduce_mean()
         smp.clip_grad_norm(1.0)

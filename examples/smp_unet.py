@@ -62,6 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     smp.init({"partitions": options.partitions, "microbatches": 4, "ddp": True})
     torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     images = torch.tensor(load_digits(return_X_y=True)[0], dtype=torch.float32)
     images = images.reshape(-1, 1, 8, 8) / 16
     model = smp.DistributedModel(UNet())
@@ -72,7 +73,7 @@ def main() -> None:
         clean = images[torch.randint(0, len(images), (32,), generator=source)]
         noisy = clean + noise * torch.randn(clean.shape, generator=source)
         optimizer.zero_grad()
-        loss = float(train_step(model, noisy, clean).reduce_mean())
+        loss = float(train_step(model, noisy.to(device), clean.to(device)).reduce_mean())
         optimizer.step()
         if smp.rank() == 0 and (number % 20 == 0 or number == options.steps - 1):
             print(f"step {number}: {loss / noise**2:.3f} of the noise is left")

@@ -36,11 +36,35 @@ py::dict describeUse(const smddp::engine::AlgorithmUse& use) {
                   py::arg("fabric_bytes") = use.fabricBytes, py::arg("zero_copy") = use.zeroCopy);
 }
 
+#if SMDDP_TORCH_VERSION_MINOR < 14
+// split_group() of these releases hands a copy of the parent's attribute `options` to the new group. torch's own class
+// cannot be copied in Python.
+struct CopyableOptions : c10d::Backend::Options {
+  explicit CopyableOptions(const c10d::Backend::Options& options)
+      : c10d::Backend::Options(options) {}
+};
+
+template <typename Class>
+void bindOptions(py::module& m, Class& group) {
+  using Options = c10::intrusive_ptr<CopyableOptions>;
+  const auto copy = [](const c10d::Backend::Options& options) {
+    return c10::make_intrusive<CopyableOptions>(options);
+  };
+  py::class_<CopyableOptions, c10d::Backend::Options, Options>(m, "CopyableOptions")
+      .def("__deepcopy__",
+           [copy](const CopyableOptions& self, const py::dict&) { return copy(self); });
+  group.def_property_readonly(
+      "options", [copy](ProcessGroup& self) { return copy(*self.getBackendOptions()); });
+}
+#endif
+
 // A factory must not have the guard Release: pybind11 would enter the new object into its table of all objects without
 // the interpreter lock, while other threads use the table. The factory releases the lock itself.
 void bindProcessGroup(py::module& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>(m, "ProcessGroup")
+  py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>> group(m,
+                                                                                  "ProcessGroup");
+  group
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
                        const std::string& algorithm, const std::string& wire,
@@ -67,6 +91,9 @@ void bindProcessGroup(py::module& m) {
         for (const auto& [name, use] : uses) result[py::str(name)] = describeUse(use);
         return result;
       });
+#if SMDDP_TORCH_VERSION_MINOR < 14
+  bindOptions(m, group);
+#endif
   using smddp::process_group::device::GpuProcessGroup;
   using smddp::process_group::device::GpuSupport;
   py::class_<GpuProcessGroup, ProcessGroup, c10::intrusive_ptr<GpuProcessGroup>>(m,

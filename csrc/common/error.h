@@ -14,7 +14,8 @@
 
 #include <cerrno>
 #include <cstdint>
-#include <stdexcept>
+#include <exception>
+#include <memory>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -52,15 +53,21 @@ constexpr const char* toString(ErrorKind kind) {
 
 // The only exception type of the library below process_group. Copyable, so that a Completion can keep the
 // first error and rethrow it in every thread that waits.
-class Error : public std::runtime_error {
+//
+// The text is this class's own and not that of std::runtime_error, which libstdc++ keeps in a string with one static
+// object for "empty". torch loads libraries that contain a libstdc++ of their own, and some linkers take functions of
+// std::runtime_error from there: an error that had been moved then freed the other copy's static object.
+class Error : public std::exception {
  public:
   // printable(), because texts quote peers and the store.
   Error(ErrorKind kind, const std::string& text)
-      : std::runtime_error(printable(text)), kind_(kind) {}
+      : kind_(kind), text_(std::make_shared<const std::string>(printable(text))) {}
   ErrorKind kind() const noexcept { return kind_; }
+  const char* what() const noexcept override { return text_ ? text_->c_str() : ""; }
 
  private:
   ErrorKind kind_;
+  std::shared_ptr<const std::string> text_;  // null: moved. Shared, so that copies cannot fail.
 };
 
 template <typename... Args>

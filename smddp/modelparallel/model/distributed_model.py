@@ -379,12 +379,6 @@ def _check(module: nn.Module, device: str, times: bool, passes: int) -> None:
         raise SMPUsageError("the module is a smp.DistributedModel already")
     if state.current_model() is not None:
         raise SMPUsageError("there is a smp.DistributedModel already; a script can have one")
-    if state.topology.pp_size > 1 and torch.cuda.is_available():
-        raise SMPUsageError(
-            "GPUs are not supported yet with several partitions: values from another rank arrive "
-            "in host memory. To train on the CPU, hide the GPUs: set CUDA_VISIBLE_DEVICES= (empty) "
-            "on all ranks"
-        )
     _check_parts(module)
     if device not in ("cpu", "gpu"):
         raise SMPUsageError(f"trace_device must be 'cpu' or 'gpu', not {device!r}")

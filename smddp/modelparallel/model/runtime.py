@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
@@ -102,9 +102,7 @@ class ModelRuntime:
         # step.
         self._order_matters: dict[str, bool] = {}
         self._step_name = ""
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device.current()
         modules.install()
         if topology.pp_size == 1:
             self.apply(Decision.one_partition(modules))

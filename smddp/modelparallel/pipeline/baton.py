@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from smddp.modelparallel.common import device
+
 __all__ = ["Aborted", "Baton", "Inbox", "Priority", "Task", "Ticket"]
 
 
@@ -351,6 +353,7 @@ class Baton:
         # Without this, autograd would run on one thread per device, shared by all microbatches: a
         # microbatch that waits there would block the work that it waits for.
         torch.autograd.set_multithreading_enabled(False)
+        device.use(worker.device)
         worker.wake.acquire()
         task, worker.task = worker.task, None
         while True:
@@ -388,4 +391,5 @@ class _Worker:
         self.wake.acquire()
         # The task to run after waking; None to look for one.
         self.task: Task | None = None
+        self.device = device.current()
         threading.Thread(target=baton._run, args=(self,), name="smp-task", daemon=True).start()

@@ -11,6 +11,9 @@ computes, because the peer has threads that only receive. `Channel.take` returns
 have come. Over smddp, the thread that calls it waits for all streams at once. torch.distributed has
 no such wait, so over other backends each stream that comes in has a thread, which fills a queue. In
 both cases the bytes are those of csrc/process_group/message_codec.h.
+
+Tensors travel in host memory. One that is on a device when it is sent arrives on the device of the
+rank that receives it; one that is on the CPU stays there.
 """
 
 from __future__ import annotations
@@ -62,8 +65,6 @@ class Channel:
             `interrupt`. Whoever calls `take` passes each `Ended` to `end`, after the messages
             before it.
         interrupt: ends the `take` that waits, or else the next one.
-        send: sends a message; see the top of this file. Its tensors must not change until they have
-            left, because large ones are not copied.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -86,7 +87,25 @@ class Channel:
             self._streams = _ThreadStreams(group, self.peers)
         self.take = self._streams.take
         self.interrupt = self._streams.interrupt
-        self.send = self._streams.send
+
+    def send(
+        self, peer: int, kind: int, header: Any, tensors: Sequence[torch.Tensor | None] = ()
+    ) -> None:
+        """Sends a message; see the top of this file.
+
+        Args:
+            peer: a rank of the pipeline.
+            kind: a `Kind`.
+            header: is pickled.
+            tensors: on any devices. Those in host memory must not change until they have left,
+                because large ones are not copied.
+        """
+        devices = None
+        if any(tensor is not None and _is_away(tensor) for tensor in tensors):
+            devices = [None if tensor is None else tensor.device.type for tensor in tensors]
+            tensors = [None if tensor is None else _moved(tensor, "cpu") for tensor in tensors]
+        pickled = pickle.dumps((int(kind), header, devices), pickle.HIGHEST_PROTOCOL)
+        self._streams.send(peer, pickled, tensors, kind == Kind.END)
 
     def open(self) -> None:
         """Begins a step on all streams."""
@@ -144,16 +163,33 @@ class _Streams(Protocol):
 
     def interrupt(self) -> None: ...
 
-    def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None: ...
+    def send(self, peer: int, header: bytes, tensors: Sequence[Any], last: bool) -> None: ...
 
     def flush(self) -> None: ...
 
     def abort(self) -> None: ...
 
 
-def _pickled_header(kind: int, header: Any) -> bytes:
-    """Returns a kind and its header as bytes; the codec in C++ calls these bytes the header."""
-    return pickle.dumps((int(kind), header), pickle.HIGHEST_PROTOCOL)
+def _is_away(tensor: torch.Tensor) -> bool:
+    return tensor.device.type not in ("cpu", "meta")
+
+
+def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Returns the tensor on a device. It has the same `requires_grad`, which the codec sends."""
+    if tensor.device.type in (device, "meta"):
+        return tensor
+    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+
+def _message(pickled: bytes, tensors: list[Any]) -> Message:
+    """Returns what `Channel.send` was given; tensors of a device are on this thread's device."""
+    kind, header, devices = pickle.loads(pickled)
+    if devices is not None:
+        tensors = [
+            None if tensor is None else _moved(tensor, device)
+            for tensor, device in zip(tensors, devices, strict=True)
+        ]
+    return Message(kind, header, tensors)
 
 
 class _MailboxStreams:
@@ -162,12 +198,10 @@ class _MailboxStreams:
     def __init__(self, backend: _C.ProcessGroup) -> None:
         self._mailbox = _C.Mailbox(backend)
         self.open = self._mailbox.open
+        self.send = self._mailbox.send
         self.interrupt = self._mailbox.interrupt
         self.flush = self._mailbox.flush
         self.abort = backend.abort
-
-    def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None:
-        self._mailbox.send(peer, _pickled_header(kind, header), tensors, kind == Kind.END)
 
     def take(self, block: bool) -> list[Arrival]:
         arrived: list[Arrival] = []
@@ -175,9 +209,9 @@ class _MailboxStreams:
             if error:
                 arrived.append((peer, Ended(RuntimeError(error))))
                 continue
-            kind, header = pickle.loads(pickled)
-            arrived.append((peer, Message(kind, header, tensors)))
-            if kind == Kind.END:
+            message = _message(pickled, tensors)
+            arrived.append((peer, message))
+            if message.kind == Kind.END:
                 arrived.append((peer, Ended(None)))
         return arrived
 
@@ -238,8 +272,7 @@ class _ThreadStreams:
         pickled, tensors, large = _C.decode_front(front)
         for part in large:
             self._receive_into(peer, part)
-        kind, header = pickle.loads(pickled)
-        return Message(kind, header, tensors)
+        return _message(pickled, tensors)
 
     def _receive_into(self, peer: int, data: torch.Tensor) -> None:
         self._group.recv([data], peer, 0).wait()
@@ -256,10 +289,8 @@ class _ThreadStreams:
     def interrupt(self) -> None:
         self._arrived.put(None)
 
-    def send(self, peer: int, kind: int, header: Any, tensors: Sequence[Any]) -> None:
-        front, large = _C.encode_message(
-            _pickled_header(kind, header), tensors, kind == Kind.END, _FIRST_BYTES
-        )
+    def send(self, peer: int, header: bytes, tensors: Sequence[Any], last: bool) -> None:
+        front, large = _C.encode_message(header, tensors, last, _FIRST_BYTES)
         parts = [front[:_FIRST_BYTES]]
         if front.numel() > _FIRST_BYTES:
             parts.append(front[_FIRST_BYTES:])

@@ -19,6 +19,7 @@ import torch
 import torch._dynamo
 from ranks import check_ranks
 from sklearn.datasets import load_digits
+from smp.zoo import device
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(170)]
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -101,7 +102,7 @@ def plainly(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The oracle: the same training in one process, without smp."""
     optimizer = torch.optim.Adadelta(net.parameters(), lr=4.0)
     dataset = Digits("", train=True, download=False)
-    x, y = dataset.tensors
+    x, y = (tensor.to(device()) for tensor in dataset.tensors)
     for batch in range(BATCHES):
         optimizer.zero_grad()
         for replica in range(REPLICAS):
@@ -134,7 +135,7 @@ def test_scripts_of_the_guide_train_what_one_process_would(script: str) -> None:
         parameters |= {"auto_partition": False, "default_partition": 0}
     results = check_ranks(guide, str(2 * REPLICAS), script, json.dumps(parameters))
     torch.manual_seed(0)
-    expected = plainly(Layers())
+    expected = plainly(Layers().to(device()))
     for state, _ in results:
         torch.testing.assert_close(state, dict(expected), rtol=1e-4, atol=1e-5)
     for pipeline in (results[:2], results[2:]):

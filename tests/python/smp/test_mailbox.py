@@ -194,7 +194,7 @@ def test_over_other_backends_few_sends_are_pending() -> None:
     group = Unread()
     streams = _ThreadStreams(group, [])  # type: ignore[arg-type]
     for number in range(3 * _ThreadStreams._PENDING):
-        streams.send(1, Kind.FORWARD, number, [])
+        streams.send(1, str(number).encode(), [], False)
     assert group.most == _ThreadStreams._PENDING
     streams.flush()
     assert group.pending == 0

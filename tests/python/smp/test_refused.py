@@ -61,19 +61,6 @@ class Talkative(nn.Module):
         return {"y": self.linear(x), "info": [1.5, threading.Lock() if self.bad else "fine"]}
 
 
-def on_a_gpu() -> None:
-    smp.init({"partitions": 2})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        with pytest.raises(SMPUsageError, match=r"GPUs are not supported .* CUDA_VISIBLE_DEVICES="):
-            smp.DistributedModel(nn.Linear(2, 2))
-    smp.DistributedModel(nn.Linear(2, 2))
-
-
-def test_gpus_with_several_partitions() -> None:
-    check_ranks(on_a_gpu, "2")
-
-
 def objects() -> list[str]:
     smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -78,12 +79,12 @@ def train_step(model: Any, name: str, *batch: Any) -> Any:
     return loss
 
 
-def divided(config: dict[str, Any]) -> dict[str, Any]:
-    """Trains all models, each divided; returns losses and state dicts by name."""
+def divided(config: dict[str, Any], names: Iterable[str] = ZOO) -> dict[str, Any]:
+    """Trains models, each divided; returns losses and state dicts by name."""
     gc.freeze()  # so that collecting a model does not visit all objects of torch
     smp.init({"ddp": True, "microbatches": MICROBATCHES, **config})
     results = {}
-    for name in ZOO:
+    for name in names:
         module = make(name)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         model = smp.DistributedModel(module)

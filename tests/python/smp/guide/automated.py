@@ -49,7 +49,7 @@ smp.init()
 
 # smdistributed: Set the device to the GPU ID used by the current process.
 # Input tensors should be transferred to this device.
-device = torch.device("cpu")
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # smdistributed: Download only on a single process per instance.
 # When this is not present, the file is corrupted by multiple processes trying

@@ -1,0 +1,54 @@
+"""Models that are divided over ranks with a device: here the device made of threads."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import device_cases
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import check_ranks
+from smp import test_transparency, zoo
+
+from smddp.modelparallel.common import device
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(device_cases.find_fake() is None, reason="the C++ tests were not built"),
+]
+
+# The others need operations that the device lacks, such as convolutions.
+NAMES = ["mlp", "encoder-decoder", "mixture of experts", "recursive", "siamese", "parametrized"]
+NAMES += ["frozen", "loose ends", "shared layer"]
+
+
+def divided(config: dict[str, Any]) -> dict[str, Any]:
+    """As in test_transparency, on the device; returns states in host memory."""
+    there = device_cases.Fake()
+    dist.init_process_group(there.backend, timeout=timedelta(seconds=60))
+    device.current = lambda: there.device
+    zoo.device = lambda: there.device
+    test_transparency.device = zoo.device
+    # torch replaces parameters that it moves to such a device; smp keeps those that optimizers have.
+    make = test_transparency.make
+    test_transparency.make = lambda name: make(name).to(there.device)
+    results = test_transparency.divided(config, NAMES)
+    for name, (losses, state, owners) in results.items():
+        assert all(value.device.type == "fake" for value in state.values()), name
+        results[name] = losses, {key: value.cpu() for key, value in state.items()}, owners
+    there.finish()
+    return results
+
+
+@pytest.mark.parametrize(("pp", "replicas"), [(2, 1), (2, 2)])
+@pytest.mark.timeout(170)
+def test_divided_models_learn_the_same_on_a_device(pp: int, replicas: int) -> None:
+    ranks = check_ranks(divided, str(pp * replicas), {"partitions": pp}, timeout=160)
+    for name in NAMES:
+        losses, state = test_transparency.whole(name, replicas)
+        for found_losses, found_state, owners in (result[name] for result in ranks[:pp]):
+            assert len(owners) == pp, name
+            torch.testing.assert_close(found_state, state, rtol=1e-5, atol=1e-6)
+            assert found_losses == pytest.approx(losses, abs=1e-6), name
