@@ -23,7 +23,8 @@ HEAD = """# Results
 
 A file is named after what was measured, the layout, the machine and the day. For each machine and
 layout only the newest is kept. `ranks4` is 4 ranks of one node, `nodes2x2` 2 nodes of 2 ranks
-played by one machine, `hosts2x2_1gbit` 2 network namespaces joined by a link of that rate. In files
+played by one machine, `hosts2x2_1gbit` 2 network namespaces joined by a link of that rate,
+`gpu_ranks4` 4 ranks that share the memory of one GPU. In files
 with `busy`, another program used one of the two cores.
 
 Speeds of one machine change by a factor of two from minute to minute. Compare the backends within

@@ -78,20 +78,20 @@ inline constexpr int64_t kMostWindow = 1 << 8;
     "How calls on GPU tensors run, the same on all ranks. auto: NCCL if each rank has a GPU of its own and "   \
     "all are on one node, else through host memory. host: through host memory. nccl: NCCL. ipc: as auto, but " \
     "ranks that all share one GPU exchange data in its memory. rails: as auto, but on several nodes "          \
-    "all_reduce, all_gather, reduce_scatter and broadcast use NCCL inside each node. None of these has run "   \
-    "on a GPU yet.",                                                                                           \
+    "all_reduce, all_gather, reduce_scatter and broadcast use NCCL inside each node. docs/gpu.md says what "    \
+    "has run on a GPU.",                                                                                       \
     .words = "auto, host, nccl, ipc or rails")                                                                 \
   X(std::string, gpuSum, "SMDDP_GPU_SUM", "auto",                                                              \
     "Where rails (SMDDP_GPU_PATH) sums what comes from other nodes, the same on all ranks: cpu, gpu (a "       \
     "kernel of the CUDA part), or auto: each group measures both in its first call, and uses the GPU if it "   \
-    "is clearly faster. Has not run on a GPU yet.",                                                            \
+    "is clearly faster.",                                                                                      \
     .words = "auto, cpu or gpu")                                                                               \
   X(bool, gpuCommMemory, "SMDDP_GPU_COMM_MEMORY", false,                                                       \
     "Allocate DDP's gradient buckets on GPUs, and FSDP2's buffers if it asks for them, in memory that is "     \
-    "registered with NCCL, or that ranks which share a GPU can map. Has not run on a GPU yet.")                \
+    "registered with NCCL, or that ranks which share a GPU can map.")                                          \
   X(bool, gpuDirect, "SMDDP_GPU_DIRECT", false,                                                                \
     "Send to other nodes directly from GPU memory, if libfabric's provider can do so (FI_HMEM) and nothing "   \
-    "is reduced on the way; see docs/gpu.md. Has not run on a GPU yet.")                                       \
+    "is reduced on the way; see docs/gpu.md. Has not run on a card that can.")                                 \
   X(int64_t, poolBytes, "SMDDP_POOL_BYTES", 8388608,                                                           \
     "Shared staging memory of one rank for one operation of one group. The system allocates a page when it "   \
     "is first used.",                                                                                          \

@@ -190,8 +190,13 @@ intrusive_ptr<c10d::Backend> GpuProcessGroup::split(
   const auto [group, timeout] = splitEngineGroup(store, ranks, options);
   if (!group) return nullptr;
   auto child = c10::make_intrusive<GpuProcessGroup>(group, timeout, store, support_);
-  child->setBoundDeviceId(getBoundDeviceId());
+  child->parentsDevice_ = boundDevice();
   return child;
+}
+
+std::optional<c10::Device> GpuProcessGroup::boundDevice() const {
+  const auto bound = getBoundDeviceId();
+  return bound ? bound : parentsDevice_;
 }
 
 bool GpuProcessGroup::supportsTensorAlloc(c10::DeviceIndex device) {
@@ -407,7 +412,7 @@ void GpuProcessGroup::eagerConnectSingleDevice(c10::Device device) {
 
 void GpuProcessGroup::publish(c10::Device device) {
   // The way is chosen once, and depends on the GPU that the others were told.
-  const auto bound = getBoundDeviceId();
+  const auto bound = boundDevice();
   TORCH_CHECK_VALUE(!bound || *bound == device, "smddp: this group is bound to ", *bound,
                     " by init_process_group(device_id=...), and got a tensor on ", device);
   if (device_) return;
@@ -427,7 +432,7 @@ void GpuProcessGroup::makeNccl() {
       support_.makeNccl(store, getRank(), getSize(),
                         std::chrono::duration_cast<std::chrono::milliseconds>(
                             std::chrono::nanoseconds(effectiveTimeout(c10d::kUnsetTimeout))));
-  backend->setBoundDeviceId(getBoundDeviceId());
+  backend->setBoundDeviceId(boundDevice());
   made_ = NcclGroup::make(engine(), group(), std::move(backend));
   nccl_.store(made_.get(), std::memory_order_release);
 }

@@ -137,6 +137,7 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
                              std::chrono::milliseconds timeout);
   NcclGroup* messageNcclFor(const Tensors& tensors, int rank);
   bool isOnGpu(const at::Tensor& tensor) const;
+  std::optional<c10::Device> boundDevice() const;
   // With mutex_ held.
   cuda::Choice connect(std::chrono::milliseconds timeout);
   State decide(std::chrono::milliseconds timeout);
@@ -161,6 +162,9 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
   std::atomic<State> state_{State::Unknown};
   std::atomic<bool> ncclHasServed_{false};  // a collective; it connects at the first
   std::mutex mutex_;
+  // The device that init_process_group() bound, of a group that was split off. torch sets the bound device of a backend
+  // itself, after the split, and demands that those of all device types be equal.
+  std::optional<c10::Device> parentsDevice_;
   std::optional<c10::Device> device_;  // of the first GPU tensor; guarded by mutex_
   std::map<int, std::string> names_;   // of the ranks' GPUs, as far as known; guarded by mutex_
   std::map<int, State> messages_;      // by rank; guarded by mutex_

@@ -343,7 +343,7 @@ def later_group() -> None:
     inner = torch.optim.SGD(net[0].parameters(), lr=0.5)
     optimizer = smp.DistributedOptimizer(inner, static_loss_scale=64.0)
     optimizer.add_param_group({"params": net[1].parameters()})
-    x = torch.ones(1, 2)
+    x = torch.ones(1, 2, device=device())
     expected = net[1].weight.float() - 0.5 * net[0](x.half()).float().detach()
     model.backward(model(x).sum())  # one partition: it needs no step function
     optimizer.step()
