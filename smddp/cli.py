@@ -16,6 +16,7 @@ _USAGE = """usage: smddp COMMAND ...
   plan       show what a collective does, step by step
   env        print the settings in force
   doctor     find out what is wrong with this host, or, under a launcher, between hosts
+  status     show what ranks on this host are doing, without stopping them
 """
 
 
@@ -44,6 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         from smddp.doctor import main as doctor
 
         return doctor(rest)
+    if name == "status":
+        from smddp.status import main as status
+
+        return status(rest)
     if name in ("-h", "--help"):
         print(_USAGE, end="")
         return 0

@@ -11,6 +11,7 @@
 
 #include "engine/completion.h"
 #include "engine/membership.h"
+#include "engine/status_board.h"
 #include "engine/team.h"
 #include "transport/wire.h"
 
@@ -18,7 +19,9 @@ namespace smddp::engine {
 
 class CallHistory {
  public:
-  CallHistory(const Membership& membership, Team& team) : membership_(membership), team_(team) {}
+  // What is referred to outlives this.
+  CallHistory(const Membership& membership, Team& team, StatusBoard::Slot& status)
+      : membership_(membership), team_(team), status_(status) {}
 
   // The number of the last call; 0 before the first.
   uint64_t last() const { return last_; }
@@ -26,6 +29,7 @@ class CallHistory {
   uint64_t begin(Completion& completion) {
     completion.setSequence(++last_);
     team_.publishCalled(last_);
+    status_.setCalls(last_);
     return last_;
   }
   // Keeps what the call of this number is. Throws Mismatch if another rank has told that its call of this number
@@ -53,6 +57,7 @@ class CallHistory {
 
   const Membership& membership_;
   Team& team_;
+  StatusBoard::Slot& status_;
   uint64_t last_ = 0;
   std::array<transport::CallFingerprint, 64> calls_{};  // call n at n % 64
   std::map<Rank, Told> told_;                           // by ranks that are ahead of this one

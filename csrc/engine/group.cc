@@ -68,7 +68,8 @@ Group::Group(Process& process, Spec spec)
       spec_(std::move(spec)),
       wire_(wireOf(spec_.options)),
       limits_(limitsFromSettings()),
-      team_(process, layoutFor(limits_)) {
+      team_(process, layoutFor(limits_)),
+      status_(process.status().claim()) {
   // Refuses wrong settings now, and not only in the first collective.
   reduction::simdLevel();
   collectives::checkOverrides(settings().algorithm);
@@ -105,8 +106,8 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
   channels_.emplace(process_, *membership_, limits_);
   plans_.emplace(membership_->topology, limits_, spec_.options.algorithm,
                  wire_.wire.value_or(Wire::fp32));
-  calls_.emplace(*membership_, team_);
-  sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, ended_);
+  calls_.emplace(*membership_, team_, status_);
+  sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, ended_, status_);
   messages_.emplace(process_, *membership_, *channels_, ended_);
   const int64_t numTracks = settings().inFlight > 0 ? settings().inFlight
                             : spansNodes()          ? kTracksAcrossNodes

@@ -30,6 +30,7 @@
 #include "engine/operations.h"
 #include "engine/plan_cache.h"
 #include "engine/sentinel.h"
+#include "engine/status_board.h"
 #include "engine/team.h"
 
 namespace smddp::engine {
@@ -139,6 +140,7 @@ class Group final {
   const plan::Limits limits_;
   EndedOperations ended_;
   Team team_;
+  StatusBoard::Slot status_;
   // Since join().
   std::optional<const Membership> membership_;
   std::optional<Channels> channels_;

@@ -20,6 +20,7 @@
 #include "common/mutex.h"
 #include "common/ownership.h"
 #include "engine/region_pool.h"
+#include "engine/status_board.h"
 #include "engine/window_pool.h"
 #include "transport/channel_table.h"
 #include "transport/shm/comm_memory.h"
@@ -108,6 +109,7 @@ class Process {
   uint64_t newGroupId();
   const NodeMemory& memory() const { return memory_; }
   const std::shared_ptr<transport::shm::Doorbell>& doorbell() { return doorbell_; }
+  StatusBoard& status() { return status_; }
 
   // A number that says how the ranks were divided into nodes (bootstrap::Locality). Introductions contain it from now
   // on.
@@ -200,6 +202,7 @@ class Process {
       0;  // how many groups this process has numbered
   uint64_t nodeAgreement_ SMDDP_GUARDED_BY(ownership_) = 0;
   const NodeMemory memory_;
+  StatusBoard status_;
   // Kept mapped by peers_.
   std::vector<const transport::shm::ProcessPage*> matePages_ SMDDP_GUARDED_BY(ownership_);
   // Shared with threads that ring it while the process object ends.

@@ -13,6 +13,8 @@ namespace {
 constexpr Nanoseconds kSpreading = 1'000'000'000;
 // Between two inquiries of one wait.
 constexpr Nanoseconds kAskPeriod = 100'000'000;
+// How often waits are written to the status board, and how long an operation has waited when it is written there.
+constexpr Nanoseconds kShowPeriod = 200'000'000;
 // How long an operation has waited when the log says so. To find out that a host cannot be reached, or that a rank is
 // silent, takes some time already.
 Nanoseconds reportAfter(const Blame& blame) {
@@ -45,17 +47,25 @@ Break checked(Break broken, int numRanks) {
   return broken;
 }
 
+std::string statusHead(const Membership& membership) {
+  return fmt::format("group\t{}\t{}\t{}\n", StatusBoard::field(membership.name), membership.me(),
+                     membership.size());
+}
+
 }  // namespace
 
 Sentinel::Sentinel(Process& process, const Membership& membership, Team& team, Channels& channels,
-                   CallHistory& calls, EndedOperations& ended)
+                   CallHistory& calls, EndedOperations& ended, StatusBoard::Slot& status)
     : process_(process),
       membership_(membership),
       team_(team),
       channels_(channels),
       calls_(calls),
       ended_(ended),
-      diagnosis_(process, membership, team, channels) {}
+      status_(status),
+      diagnosis_(process, membership, team, channels) {
+  status_.write(membership.group, statusHead(membership), 0);
+}
 
 // --- looking ----------------------------------------------------------------------------------------------
 
@@ -96,6 +106,7 @@ void Sentinel::followAll(const std::vector<InFlight>& inFlight) {
     if (!blame.definite()) blame = diagnosis_.blameFor(at.awaited, at.sequence);
   }
   waits_ = std::move(waits);
+  showWaits(inFlight);
   if (process_.clock().now() - messagesAskedAt_ >= kAskPeriod) {
     messagesAskedAt_ = process_.clock().now();
     diagnosis_.inquire(senders, 0, {});
@@ -124,6 +135,25 @@ void Sentinel::followOne(Wait& wait, const InFlight& at) {
             describe(at.fingerprint), at.sequence, membership_.name,
             static_cast<double>(now - wait.since) * 1e-9, membership_.nameOf(blame.rank),
             blame.describe());
+}
+
+void Sentinel::showWaits(const std::vector<InFlight>& inFlight) {
+  const Nanoseconds now = process_.clock().now();
+  if (now - shownAt_ < kShowPeriod) return;
+  std::string text;
+  for (const InFlight& at : inFlight) {
+    const auto wait = waits_.find(at.sequence);
+    const Nanoseconds since = wait == waits_.end() ? 0 : wait->second.since;
+    if (since != 0 && now - since < kShowPeriod) continue;
+    const std::string culprit = diagnosis_.culprit(diagnosis_.blameFor(at.awaited, at.sequence));
+    text += fmt::format("wait\t{}\t{}\t{}\t{}\t{}\n", at.sequence, since,
+                        at.sequence == 0 ? "message" : describe(at.fingerprint),
+                        StatusBoard::field(at.wait),
+                        culprit.empty() ? "" : StatusBoard::field(culprit.substr(2)));
+  }
+  if (text.empty()) return;
+  shownAt_ = now;
+  status_.write(membership_.group, statusHead(membership_) + text, now);
 }
 
 // A lost rank is an error only where it is awaited: it may have done its part and left. True when anything changed.
@@ -369,6 +399,7 @@ void Sentinel::leave(bool isIdle) {
   process_.ownership().assertOwned();
   if (left_) return;
   left_ = true;
+  status_.end();
   breakActions_.clear();
   if (!isIdle) {
     fail(Error(ErrorKind::Aborted, fmt::format("rank {} left the group", membership_.me())));

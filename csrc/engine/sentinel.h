@@ -24,6 +24,7 @@
 #include "engine/ended_operations.h"
 #include "engine/in_flight.h"
 #include "engine/membership.h"
+#include "engine/status_board.h"
 #include "engine/team.h"
 
 namespace smddp::engine {
@@ -32,7 +33,7 @@ class Sentinel {
  public:
   // What is referred to outlives the sentinel.
   Sentinel(Process& process, const Membership& membership, Team& team, Channels& channels,
-           CallHistory& calls, EndedOperations& ended);
+           CallHistory& calls, EndedOperations& ended, StatusBoard::Slot& status);
   // What runs in the group; before anything does.
   void attach(Watched& operations, Watched& messages) { watched_ = {&operations, &messages}; }
 
@@ -93,6 +94,8 @@ class Sentinel {
   std::vector<InFlight> inFlight();
   void followAll(const std::vector<InFlight>& inFlight);
   void followOne(Wait& wait, const InFlight& at);
+  // Writes to the status board what has waited for long.
+  void showWaits(const std::vector<InFlight>& inFlight);
   bool checkLost(const std::vector<InFlight>& inFlight);
   void checkDeadlines(const std::vector<InFlight>& inFlight);
   Error timeout(const InFlight& at, Nanoseconds waited) const;
@@ -111,6 +114,7 @@ class Sentinel {
   Channels& channels_;
   CallHistory& calls_;
   EndedOperations& ended_;
+  StatusBoard::Slot& status_;
   Diagnosis diagnosis_;
   std::array<Watched*, 2> watched_{};
   std::optional<Break> broken_;     // its cause is worded for this rank
@@ -118,6 +122,7 @@ class Sentinel {
   Deadline spreadingUntil_{0};
   std::map<uint64_t, Wait> waits_;  // by sequence
   Nanoseconds messagesAskedAt_ = 0;
+  Nanoseconds shownAt_ = 0;
   bool checksMembers_ = false;
   std::vector<std::function<void(const Error&)>> breakActions_;  // until the group is broken
   bool left_ = false;

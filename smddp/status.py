@@ -1,0 +1,268 @@
+"""Shows what the ranks on this host are doing, without stopping them: `smddp status`.
+
+    smddp status --all         all ranks of this host that use smddp
+    smddp status 4711 4712     those of some processes
+
+Each process that uses smddp has a status board in memory that others may read
+(csrc/engine/status_board.h has the format). Ranks on other hosts are not seen: run the command
+there, too. Only processes of the same user can be read, and with root's rights all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+import struct
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from smddp._command import run
+
+__all__ = ["Member", "Wait", "look", "main", "text_of"]
+
+_NAME = "/memfd:smddp-status"
+_MAGIC = b"smddpst1"
+_FRONT = 4096  # of a segment (csrc/transport/shm/segment.h)
+_SLOT = 1024
+_HEAD = struct.Struct("<8siIQ")
+_CONTENT = struct.Struct("<QQQqQ")
+_FRESH = 1.0  # seconds
+_PROC = Path("/proc")
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """A call that waits.
+
+    Attributes:
+        call: its number in the group; 0 for a message.
+        seconds: for how long it has waited; None if that is not known.
+        what: "allreduce of 10 float32 (40 B) with SUM", or "message".
+        where: "at the arrival for rank 1".
+        culprit: "rank 1 (…) has not made this call yet"; empty if nobody is known to be at fault.
+    """
+
+    call: int
+    seconds: float | None
+    what: str
+    where: str
+    culprit: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A rank of a group.
+
+    Attributes:
+        group: the group's name.
+        id: its number, which no other group has.
+        rank, size: of the group.
+        pid: of the rank's process.
+        state: "waits", "computes" (it waits for nobody: it computes, or moves data), or "stopped"
+            (by a signal or a debugger).
+        calls: the number of its last collective call; 0 before the first.
+        waits: the calls that wait, if the state is "waits".
+    """
+
+    group: str
+    id: str
+    rank: int
+    size: int
+    pid: int
+    state: str
+    calls: int
+    waits: list[Wait]
+
+
+def _segments(pid: int) -> Iterator[mmap.mmap]:
+    """Maps the status boards of a process.
+
+    Raises:
+        PermissionError: the process belongs to another user.
+    """
+    folder = _PROC / str(pid) / "fd"
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            if not os.readlink(folder / name).startswith(_NAME):
+                continue
+            descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                yield mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
+
+
+def _contents(pid: int, board: mmap.mmap) -> Iterator[tuple[int, int, int, str]]:
+    """Reads the slots of a board: (group, calls, when it was written in nanoseconds, text)."""
+    magic, owner, slots, _ = _HEAD.unpack_from(board, _FRONT)
+    # A forked child has the descriptor of its parent.
+    if magic != _MAGIC or owner != pid:
+        return
+    for number in range(1, 1 + slots):
+        begin = _FRONT + _SLOT * number
+        for _ in range(100):
+            version, group, calls, written, length = _CONTENT.unpack_from(board, begin)
+            if version == 0:
+                break
+            first = begin + _CONTENT.size
+            text = board[first : first + min(length, _SLOT - _CONTENT.size)]
+            if version % 2 == 0 and _CONTENT.unpack_from(board, begin)[0] == version:
+                if text:
+                    yield group, calls, written, text.decode(errors="replace")
+                break
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        # The name of the program, which comes before, may contain anything.
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+def _wait_of(fields: list[str], now: int) -> Wait:
+    call, since, what, where, culprit = fields
+    seconds = (now - int(since)) / 1e9 if int(since) else None
+    return Wait(int(call), seconds, what, where, culprit)
+
+
+def _members(pid: int) -> Iterator[Member]:
+    for board in _segments(pid):
+        for group, calls, written, text in _contents(pid, board):
+            now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+            lines = [line.split("\t") for line in text.splitlines()]
+            head = next((line for line in lines if line[0] == "group" and len(line) == 4), None)
+            if head is None:
+                continue
+            waits = [
+                _wait_of(line[1:], now) for line in lines if line[0] == "wait" and len(line) == 6
+            ]
+            if (now - written) / 1e9 > _FRESH:
+                waits = []
+            state = "waits" if waits else "computes"
+            if _is_stopped(pid):
+                state, waits = "stopped", []
+            yield Member(
+                head[1], f"{group:016x}", int(head[2]), int(head[3]), pid, state, calls, waits
+            )
+
+
+def look(pids: Iterable[int] | None = None) -> list[Member]:
+    """Returns the ranks of processes, ordered by group and rank.
+
+    Args:
+        pids: the processes; None for all of this host that can be read.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        PermissionError: a process belongs to another user.
+    """
+    found = []
+    for pid in pids if pids is not None else _all_pids():
+        try:
+            found += list(_members(pid))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            if pids is not None:
+                raise
+    return sorted(found, key=lambda member: (member.id, member.rank))
+
+
+def _all_pids() -> list[int]:
+    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
+
+
+def _state(member: Member) -> str:
+    if member.state == "stopped":
+        return f"stopped by a signal or a debugger, after call #{member.calls}"
+    if not member.waits:
+        return f"waits for nobody, after call #{member.calls}"
+    texts = []
+    for wait in member.waits:
+        seconds = "" if wait.seconds is None else f" for {wait.seconds:.1f} s"
+        call = f"in #{wait.call}, {wait.what}: " if wait.call else ""
+        culprit = f"; {wait.culprit}" if wait.culprit else ""
+        texts.append(f"waits{seconds} {call}{wait.where}{culprit}")
+    return "\n           ".join(texts)
+
+
+def _verdicts(members: list[Member]) -> Iterator[str]:
+    """Says which ranks others wait for in a collective call that they have not made."""
+    waiting = [wait.call for member in members for wait in member.waits if wait.call]
+    for call in sorted(set(waiting)):
+        late = [member for member in members if member.calls < call]
+        if late:
+            ranks = ", ".join(f"{member.rank} (pid {member.pid})" for member in late)
+            verb = "rank has" if len(late) == 1 else "ranks have"
+            yield f"  → {len(late)} {verb} not made call #{call} yet: {ranks}"
+
+
+def _ranges(ranks: list[int]) -> str:
+    """Returns [0, 1, 2, 5] as "0-2, 5"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def text_of(members: list[Member]) -> str:
+    """Returns the members as a text for the terminal; see `main`."""
+    groups: dict[str, list[Member]] = defaultdict(list)
+    for member in members:
+        groups[member.id].append(member)
+    lines = []
+    for those in groups.values():
+        lines.append(f'group "{those[0].group}" of {those[0].size} ranks')
+        lines += [f"  rank {m.rank:<3} pid {m.pid:<8} {_state(m)}" for m in those]
+        absent = sorted(set(range(those[0].size)) - {member.rank for member in those})
+        if absent:
+            lines.append(f"  not seen on this host, or not asked for: rank {_ranges(absent)}")
+        lines += _verdicts(those)
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns 0, or 1 if a process cannot be read or nobody uses smddp."""
+    parser = argparse.ArgumentParser(
+        prog="smddp status",
+        description="Shows what ranks on this host are doing, without stopping them.",
+    )
+    parser.add_argument("pid", nargs="*", type=int, help="a process that uses smddp")
+    parser.add_argument("--all", action="store_true", help="all processes of this host")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
+    options = parser.parse_args(arguments)
+    if options.all == bool(options.pid):
+        parser.error("name processes by their pids, or say --all")
+    try:
+        members = look(None if options.all else options.pid)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        print(f"smddp status: there is no such process: {error.filename}", file=sys.stderr)
+        return 1
+    except PermissionError as error:
+        print(
+            f"smddp status: may not read {error.filename}: run it as the user of that process, "
+            "or as root",
+            file=sys.stderr,
+        )
+        return 1
+    if options.json:
+        print(json.dumps([dataclasses.asdict(member) for member in members], indent=2))
+    elif members:
+        print(text_of(members))
+    if not members:
+        where = "on this host that may be read" if options.all else "in these processes"
+        print(f"smddp status: there is no group of smddp {where}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

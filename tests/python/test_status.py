@@ -1,0 +1,185 @@
+"""`smddp status` tells what ranks are doing, and who keeps others waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+from smddp import status
+
+pytestmark = pytest.mark.multiprocess
+
+
+def _look(seconds: float = 5) -> list[status.Member]:
+    """Returns the members of this job's first group, when two of them wait."""
+    mine = {member.id for member in status.look([os.getpid()])}
+    end = time.monotonic() + seconds
+    while True:
+        members = [member for member in status.look() if member.id in mine]
+        if sum(member.state == "waits" for member in members) >= 2 or time.monotonic() > end:
+            return members
+        time.sleep(0.05)
+
+
+def _late(call: str) -> list[status.Member]:
+    """Rank 1 looks, while the others wait for it."""
+    members: list[status.Member] = []
+    with ranks.job():
+        dist.barrier()
+        if dist.get_rank() == 1:
+            members = _look()
+        tensor = torch.ones(1000)
+        if call == "all_reduce":
+            dist.all_reduce(tensor)
+        elif dist.get_rank() == 1:
+            dist.send(tensor, 0)
+            dist.send(tensor, 2)
+        else:
+            dist.recv(tensor, 1)
+        dist.barrier()
+    return members
+
+
+def test_rank_that_is_late() -> None:
+    members = ranks.check_ranks(_late, "3", "all_reduce")[1]
+    assert [(m.rank, m.size, m.state, m.calls) for m in members] == [
+        (0, 3, "waits", 2),
+        (1, 3, "computes", 1),
+        (2, 3, "waits", 2),
+    ]
+    for member in (members[0], members[2]):
+        (wait,) = member.waits
+        assert wait.call == 2
+        assert wait.seconds is not None
+        assert 0.1 < wait.seconds < 6
+        assert wait.what == "allreduce of 1000 float32 (4000 B) with SUM"
+        assert wait.where == "at the arrival for rank 1"
+        assert "rank 1 (pid" in wait.culprit
+        assert "has not made this call yet (its last was #1)" in wait.culprit
+    text = status.text_of(members)
+    assert f"→ 1 rank has not made call #2 yet: 1 (pid {members[1].pid})" in text
+    assert "rank 0 " in text
+    # The same from another node, which sees only its own ranks.
+    text = status.text_of([member for member in members if member.rank != 1])
+    assert "not seen on this host, or not asked for: rank 1" in text
+
+
+def test_messages_that_do_not_come() -> None:
+    members = ranks.check_ranks(_late, "3", "recv")[1]
+    assert [member.state for member in members] == ["waits", "computes", "waits"]
+    for member in (members[0], members[2]):
+        (wait,) = member.waits
+        assert (wait.call, wait.what) == (0, "message")
+        assert "rank 1" in wait.where
+
+
+def _stopped() -> list[status.Member]:
+    members: list[status.Member] = []
+    with ranks.job():
+        pids = torch.tensor([os.getpid()])
+        all_pids = [torch.zeros_like(pids) for _ in range(3)]
+        dist.all_gather(all_pids, pids)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            other = int(all_pids[2])
+            os.kill(other, signal.SIGSTOP)
+            members = status.look([int(pid) for pid in all_pids])
+            os.kill(other, signal.SIGCONT)
+        dist.barrier()
+    return members
+
+
+def test_rank_that_is_stopped() -> None:
+    members = ranks.check_ranks(_stopped, "3")[0]
+    assert members[2].state == "stopped"
+    assert "stopped by a signal or a debugger, after call #" in status.text_of(members)
+
+
+def _children_and_groups() -> tuple[list[str], list[str]]:
+    """Returns the names of this process's groups, with a child, and after they have ended."""
+    with ranks.job():
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(1), group=group)
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        names = [member.group for member in status.look([os.getpid(), child])]
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        dist.barrier()
+    return names, [member.group for member in status.look([os.getpid()])]
+
+
+def test_children_and_groups_that_ended_are_not_shown() -> None:
+    for during, after in ranks.check_ranks(_children_and_groups, "2"):
+        assert len(during) == 2
+        assert after == []
+
+
+def _board(version: int, text: bytes, magic: bytes = b"smddpst1", pid: int = 7) -> Any:
+    data = bytearray(4096 + 3 * 1024)
+    struct.pack_into("<8siIQ", data, 4096, magic, pid, 2, 0)
+    struct.pack_into("<QQQqQ", data, 4096 + 1024, version, 5, 6, 0, len(text))
+    data[4096 + 1024 + 40 : 4096 + 1024 + 40 + len(text)] = text
+    return data
+
+
+@pytest.mark.parametrize(
+    ("board", "expected"),
+    [
+        (_board(2, b"group\ta\t0\t2\n"), [(5, 6, 0, "group\ta\t0\t2\n")]),
+        (_board(0, b"group\ta\t0\t2\n"), []),
+        (_board(3, b"group\ta\t0\t2\n"), []),  # its writer has died meanwhile
+        (_board(2, b""), []),
+        (_board(2, b"x", magic=b"smddpst0"), []),
+        (_board(2, b"x", pid=8), []),  # that of the parent
+        (_board(2, b"\xff"), [(5, 6, 0, "�")]),
+    ],
+)
+def test_boards(board: Any, expected: list[Any]) -> None:
+    assert list(status._contents(7, board)) == expected
+
+
+def test_wrong_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--all", "1"], ["x"]):
+        with pytest.raises(SystemExit) as error:
+            status.main(arguments)
+        assert error.value.code == 2
+    capsys.readouterr()
+    assert status.main(["999999999"]) == 1
+    assert "there is no such process: /proc/999999999/fd" in capsys.readouterr().err
+    assert status.main([str(os.getppid())]) == 1
+    assert "there is no group of smddp" in capsys.readouterr().err
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wait = status.Wait(3, 1.5, "barrier", "at the arrival for rank 1", "")
+    member = status.Member("g", "0" * 16, 0, 2, 7, "waits", 3, [wait])
+    monkeypatch.setattr(status, "look", lambda pids: [member])
+    assert status.main(["7", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["waits"][0]["where"] == "at the arrival for rank 1"
+
+
+def test_ranges() -> None:
+    assert status._ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_other_users(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(path: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert status.main(["1"]) == 1
+    assert "may not read /proc/1/fd: run it as the user of that process" in capsys.readouterr().err
