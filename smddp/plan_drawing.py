@@ -156,9 +156,9 @@ class _Drawing:
             left = x - _COLUMN // 2 - _trips_width(trips) * _COLUMN + 3
             self._parts.append(f'<text x="{left}" y="{y + 4}">{trips} ×</text>')
         half = _BOX // 2
-        earlier = " earlier" if place in self._earlier else ""
+        kind = f"{step.operation}{' earlier' if place in self._earlier else ''}"
         self._parts.append(
-            f'<g class="step {step.operation}{earlier}"><title>rank {place.rank}: {html.escape(step.text)}'
+            f'<g class="step {kind}"><title>rank {place.rank}: {html.escape(step.text)}'
             f'</title><rect x="{x - half}" y="{y - half}" width="{_BOX}" height="{_BOX}" '
             f'fill="{color}"/><text x="{x}" y="{y + 3}">{letter}</text></g>'
         )
@@ -230,8 +230,8 @@ def _legend() -> str:
         "left to right; the lanes of a rank run at the same time, after its preamble. Steps behind "
         "a number with × are repeated so often, and drawn once. Distances mean order, not time. "
         "Orange arrows are messages between nodes, blue ones lead from a signal to the step that "
-        "waits for it. A wait with a dashed border is for an earlier repetition. Point at a step or "
-        "an arrow to read it.</p>"
+        "waits for it. A wait with a dashed border is for an earlier repetition. Point at a step "
+        "or an arrow to read it.</p>"
     )
 
 
