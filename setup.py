@@ -104,7 +104,8 @@ class EditableWithOldName(editable_wheel):
     def run(self) -> None:
         """Makes the wheel, and adds the metadata to it and to its list of files."""
         super().run()
-        (wheel,) = Path(self.dist_dir).glob("*.whl")
+        # Others may lie there, of earlier builds.
+        wheel = max(Path(self.dist_dir).glob("*.whl"), key=lambda path: path.stat().st_mtime)
         content = metadata_of_old_name(self.distribution.get_version()).encode()
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         line = f"{OLD_NAME_FILE},sha256={digest},{len(content)}\n"

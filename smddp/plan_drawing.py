@@ -23,6 +23,8 @@ _LEFT, _TOP = 172, 8
 _RANK_GAP, _NODE_GAP = 6, 24
 # Of letters of 10 pixels.
 _LETTER = 6.5
+# In larger drawings only the arrows of one rank can be told apart. The script has this number, too.
+_RANKS_WITH_ALL_ARROWS = 4
 
 # Operation -> letter in the drawing, colour, meaning.
 _OPERATIONS = {
@@ -56,15 +58,18 @@ svg .step text{text-anchor:middle;font-size:9px} .lane>rect{fill:#f4f4f2}
 _SCRIPT = """
 const $ = id => document.getElementById(id), panes = [...document.querySelectorAll('.pane')];
 const names = kind => JSON.parse($(kind).dataset.names);
+let layout = $('layout').value;
 function show() {
   for (const kind of ['size', 'layout']) $(kind + '-name').value = names(kind)[$(kind).value];
   const key = $('size').value + ' ' + $('layout').value;
   const shown = panes.find(pane => pane.dataset.key === key);
   for (const pane of panes) pane.hidden = pane !== shown;
-  const count = +shown.dataset.ranks, choice = $('rank'), before = choice.value;
+  const count = +shown.dataset.ranks, choice = $('rank');
+  const wanted = $('layout').value === layout ? choice.value : count > 4 ? '0' : '';
+  layout = $('layout').value;
   choice.replaceChildren(new Option('all ranks', ''));
   for (let r = 0; r < count; ++r) choice.add(new Option('rank ' + r, r));
-  choice.value = +before < count ? before : '0';
+  choice.value = wanted;
   mark(shown);
 }
 function mark(pane) {
@@ -100,7 +105,6 @@ class _Drawing:
 
     def __init__(self, job: Job, all_arrows: bool) -> None:
         self._job = job
-        # In larger drawings only those of one rank can be told apart.
         self._rank = None if all_arrows else 0
         widths = {
             place: _trips_width(job.plans[place.rank].stages[place.stage].blocks[place.block].trips)
@@ -217,7 +221,7 @@ def draw(texts: Sequence[str], nodes: Sequence[Sequence[int]]) -> tuple[str, str
     sent = sum(plan.message_bytes for plan in job.plans)
     between = f"{messages} messages with {sent} bytes between nodes" if messages else "one node"
     headline = f"{name}{extras}: {len(texts)} ranks, {between}"
-    return headline, _Drawing(job, all_arrows=len(texts) <= 4).text(headline)
+    return headline, _Drawing(job, all_arrows=len(texts) <= _RANKS_WITH_ALL_ARROWS).text(headline)
 
 
 def _legend() -> str:
@@ -278,7 +282,8 @@ def document(
                 f'<section class="pane" data-key="{s} {n}" data-ranks="{count}"{hidden}>'
                 f"<h2>{html.escape(headline)}</h2>{picture}</section>"
             )
-    rank = "" if sum(map(len, layouts[chosen[1]].nodes)) <= 4 else "0"
+    count = sum(map(len, layouts[chosen[1]].nodes))
+    rank = "" if count <= _RANKS_WITH_ALL_ARROWS else "0"
     selected = f'<option value="{rank}">{"rank 0" if rank else "all ranks"}</option>'
     controls = (
         f"{_slider('size', sizes, chosen[0])}{_slider('layout', layouts, chosen[1])}"

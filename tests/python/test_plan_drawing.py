@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import html
+import json
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -245,3 +248,78 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     )  # fmt: skip
     # The script has run: it makes an entry for each rank.
     assert done.stdout.count("<option") == 5
+
+
+# What the script uses of a browser, and then what a reader does.
+_STAND_IN = """
+class Option { constructor(text, value) { this.text = text; this.value = String(value); } }
+const toggle = owner => ({toggle: (name, on) => { owner[name] = on; }});
+const panes = DATA.panes.map(pane => {
+  const arrows = pane.arrows.map(([, from, to]) => {
+    const arrow = {dataset: {from: String(from), to: String(to)}};
+    arrow.classList = toggle(arrow);
+    return arrow;
+  });
+  const dataset = {key: pane.key, ranks: String(pane.ranks)};
+  return {hidden: pane.hidden, dataset, arrows, querySelectorAll: () => arrows};
+});
+const elements = {put: {checked: true}, wait: {checked: true}, 'size-name': {}, 'layout-name': {}};
+for (const kind of ['size', 'layout'])
+  elements[kind] = {value: DATA[kind].value, dataset: {names: DATA[kind].names}};
+elements.rank = {
+  value: '', replaceChildren(option) { this.options = [option]; },
+  add(option) { this.options.push(option); },
+};
+const body = {};
+body.classList = toggle(body);
+const document = {body, querySelectorAll: () => panes, getElementById: id => elements[id]};
+const said = [];
+function say() {
+  const shown = panes.filter(pane => !pane.hidden);
+  said.push([
+    shown.map(pane => pane.dataset.key), elements['size-name'].value, elements['layout-name'].value,
+    elements.rank.options.length, elements.rank.value,
+    shown[0].arrows.filter(arrow => !arrow.dim).length, shown[0].arrows.length,
+  ]);
+}
+(() => { SCRIPT })();
+say();
+elements.layout.value = '3'; elements.layout.oninput(); say();
+elements.rank.value = ''; elements.rank.oninput(); say();
+elements.size.value = '0'; elements.size.oninput(); say();
+elements.put.checked = false; elements.put.oninput();
+console.log(JSON.stringify([said, body['hide-put']]));
+"""
+
+
+def test_the_script_shows_one_drawing_at_a_time(tmp_path: Path) -> None:
+    """In node, with a stand-in for the browser."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node")
+    text, panes = _draw(tmp_path, "allreduce 25MiB --nodes 2x2")
+    data: dict[str, Any] = {"panes": [dataclasses.asdict(pane) | {"lanes": []} for pane in panes]}
+    for kind in ("size", "layout"):
+        found = re.search(rf'id="{kind}" min="0" max="\d+" value="(\d+)" data-names="(.*?)"', text)
+        assert found is not None
+        data[kind] = {"value": found[1], "names": html.unescape(found[2])}
+    script = re.search("<script>(.*?)</script>", text, re.DOTALL)
+    assert script is not None
+    program = f"const DATA = {json.dumps(data)};{_STAND_IN.replace('SCRIPT', script[1])}"
+    file = tmp_path / "script.js"
+    file.write_text(program)
+    done = subprocess.run(
+        [node, str(file)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said, puts_are_hidden = json.loads(done.stdout)
+    first, larger, everything, smallest = said
+    assert first[:5] == [["3 1"], "25 MiB", "2x2", 5, ""]
+    assert first[5] == first[6] > 0
+    # Of many ranks, the arrows of one, until the reader asks for all. That stays so.
+    assert larger[:5] == [["3 3"], "25 MiB", "4x4", 17, "0"]
+    assert 0 < larger[5] < larger[6]
+    assert everything[5] == everything[6]
+    assert smallest[:5] == [["0 3"], "1 KiB", "4x4", 17, ""]
+    assert smallest[5] == smallest[6]
+    assert puts_are_hidden
