@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import itertools
 import json
 import re
 import shutil
@@ -14,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from smddp import plan
-from smddp.plan_steps import Number
+from smddp import _load, plan
+from smddp.plan_steps import Job, Number, read
 
 _VOID = {"meta", "input"}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -166,6 +167,29 @@ def test_a_lane_for_each_stage_and_an_arrow_for_each_put(
     assert {to for _, _, to in waits} >= {rank for node in nodes if len(node) > 1 for rank in node}
     for pane in panes:
         assert len(pane.arrows) >= pane.steps.count("put")
+
+
+def test_every_algorithm_can_be_read() -> None:
+    """Each put is received, and all arrows lead from left to right."""
+    module = _load.load()
+    count = 0
+    for collective, algorithm, _, _ in module.list_algorithms():
+        for layout, size in itertools.product(("1x3", "2x2", "3+1+2", "4x1"), (4096, 5 << 20)):
+            nodes = plan.parse_nodes(layout)
+            ranks = sum(map(len, nodes))
+            arguments = {"bytes": size, "nodes": nodes, "root": ranks - 1, "wire": "fp32"}
+            arguments |= {"collective": collective, "algorithm": algorithm, "shared": False}
+            try:
+                texts = [module.print_plan(rank=rank, **arguments) for rank in range(ranks)]
+            except ValueError:
+                continue  # the algorithm is not for such layouts, sizes or buffers
+            job = Job([read(text) for text in texts], nodes)
+            puts = sum(step.operation == "put" for step in job.steps.values())
+            assert puts == sum(link.kind == "put" for link in job.links)
+            columns = job.columns({})
+            assert all(columns[link.source] < columns[link.target] for link in job.links)
+            count += 1
+    assert count > 60
 
 
 @pytest.mark.parametrize("command", ["allreduce 25MiB --nodes 2x2", "allreduce 9GiB --nodes 4x4"])
