@@ -384,6 +384,11 @@ def _hosts_of_job() -> tuple[list[Host], str]:
     hosts: dict[str, Host] = {}
     for number, host in enumerate(everyone):
         hosts.setdefault(host.name, host).ranks.append(number)
+    if len(hosts) == 1:
+        (alone,) = hosts.values()
+        alone.network = "no network: all ranks are on this host"
+        for one in alone.interfaces:
+            one.is_used = False
     return (list(hosts.values()) if rank == 0 else []), description
 
 

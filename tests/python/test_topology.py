@@ -199,19 +199,32 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err.startswith("smddp topo: ")
 
 
-@pytest.mark.multiprocess
-def test_a_job_of_two_nodes() -> None:
+def _job(layout: list[int]) -> Any:
+    """Returns what rank 0 of a job prints as JSON; the other ranks print nothing."""
     command = [sys.executable, "-m", "smddp.topology", "--json"]
     with reserved_port() as port:
-        started = start_ranks([2, 1], command, port, subprocess.PIPE)
+        started = start_ranks(layout, command, port, subprocess.PIPE)
         ended = [process.communicate(timeout=110) for process in started]
-    assert [process.returncode for process in started] == [0, 0, 0], ended
-    assert not ended[1][0]
-    assert not ended[2][0]
-    found = json.loads(ended[0][0])
+    assert all(process.returncode == 0 for process in started), ended
+    assert not any(output for output, _ in ended[1:])
+    return json.loads(ended[0][0])
+
+
+@pytest.mark.multiprocess
+def test_a_job_of_two_nodes() -> None:
+    found = _job([2, 1])
     assert [(host["name"], host["ranks"]) for host in found["hosts"]] == [
         ("node0", [0, 1]),
         ("node1", [2]),
     ]
     assert "2 nodes (2 + 1 ranks)" in found["group"]
     assert "it reaches rank 0 at 127.0.0.1" in found["hosts"][1]["network"]
+    assert "address 127.0.0.1" in found["group"]  # what smddp has chosen itself
+
+
+@pytest.mark.multiprocess
+def test_a_job_on_one_host_uses_no_network() -> None:
+    (host,) = _job([2])["hosts"]
+    assert host["ranks"] == [0, 1]
+    assert host["network"] == "no network: all ranks are on this host"
+    assert not any(one["is_used"] for one in host["interfaces"])
