@@ -8,17 +8,21 @@ extension modules. It also adds the metadata of a second distribution name.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT / "cmake"))
@@ -69,22 +73,50 @@ class CMakeBuild(build_ext):
         shutil.copytree(Path(self.build_lib) / "smddp/lib", target, dirs_exist_ok=True)
 
 
+# An .egg-info folder, because installers allow only one .dist-info in a wheel.
+OLD_NAME_FILE = "smdistributed.egg-info/PKG-INFO"
+
+
+def metadata_of_old_name(version: str) -> str:
+    """Returns the metadata of a distribution `smdistributed`, for programs that ask for it."""
+    return (
+        f"Metadata-Version: 2.1\nName: smdistributed\nVersion: {version}\n"
+        "Summary: The import names smdistributed.*, which smddp provides\n"
+    )
+
+
 class WithOldName(build_py):
-    """Adds the metadata of a distribution `smdistributed`, for programs that ask for that name."""
+    """Adds the metadata of the old name to a wheel."""
 
     def run(self) -> None:
         """Copies the packages, and writes the metadata beside them."""
         super().run()
         if self.editable_mode:
             return
-        # An .egg-info folder, because installers allow only one .dist-info in a wheel.
-        folder = Path(self.build_lib) / "smdistributed.egg-info"
-        folder.mkdir(parents=True, exist_ok=True)
-        version = self.distribution.get_version()
-        (folder / "PKG-INFO").write_text(
-            f"Metadata-Version: 2.1\nName: smdistributed\nVersion: {version}\n"
-            "Summary: The import names smdistributed.*, which smddp provides\n"
-        )
+        file = Path(self.build_lib) / OLD_NAME_FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(metadata_of_old_name(self.distribution.get_version()))
+
+
+class EditableWithOldName(editable_wheel):
+    """Adds the same to the wheel of a development install, which copies no packages."""
+
+    def run(self) -> None:
+        """Makes the wheel, and adds the metadata to it and to its list of files."""
+        super().run()
+        # Others may lie there, of earlier builds.
+        wheel = max(Path(self.dist_dir).glob("*.whl"), key=lambda path: path.stat().st_mtime)
+        content = metadata_of_old_name(self.distribution.get_version()).encode()
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        line = f"{OLD_NAME_FILE},sha256={digest},{len(content)}\n"
+        with zipfile.ZipFile(wheel) as made:
+            files = {info: made.read(info) for info in made.infolist()}
+        # Written anew: a zip file cannot replace its list of files.
+        with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as made:
+            made.writestr(OLD_NAME_FILE, content)
+            for info, text in files.items():
+                is_list = info.filename.endswith(".dist-info/RECORD")
+                made.writestr(info, text + line.encode() if is_list else text)
 
 
 def describe(torches: list[Torch]) -> tuple[str, list[str]]:
@@ -124,5 +156,9 @@ setup(
         Extension(f"smddp.lib._C_torch{torch.release.replace('.', '_')}", sources=[])
         for torch in TORCHES
     ],
-    cmdclass={"build_ext": CMakeBuild, "build_py": WithOldName},
+    cmdclass={
+        "build_ext": CMakeBuild,
+        "build_py": WithOldName,
+        "editable_wheel": EditableWithOldName,
+    },
 )

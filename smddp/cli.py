@@ -15,6 +15,7 @@ _USAGE = """usage: smddp COMMAND ...
   bench ddp  measure training steps
   plan       show what a collective does, step by step
   env        print the settings in force
+  topo       print what smddp sees of this host, or, under a launcher, of all hosts of the job
   doctor     find out what is wrong with this host, or, under a launcher, between hosts
   status     show what ranks on this host are doing, without stopping them
 """
@@ -49,6 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
         from smddp.status import main as status
 
         return status(rest)
+    if name == "topo":
+        from smddp.topology import main as topo
+
+        return topo(rest)
     if name in ("-h", "--help"):
         print(_USAGE, end="")
         return 0

@@ -34,7 +34,7 @@ from smddp._command import run
 from smddp._local_ranks import reserved_port, start_ranks
 from smddp_launch import complete_from_launcher, complete_rendezvous
 
-__all__ = ["Finding", "examine_host", "main"]
+__all__ = ["CARDS", "Finding", "examine_host", "join_job", "main"]
 
 _OK, _WARNING, _FAULT = "ok", "warning", "fault"
 _SIGNS = {_OK: "✓", _WARNING: "!", _FAULT: "✗"}
@@ -44,7 +44,8 @@ _ENOUGH_SHARED = 256 << 20
 _CHECKED_BYTES = 16 << 20
 _WAIT = timedelta(seconds=20)
 _SYS = Path("/sys")
-_CARDS = {"efa": "efa", "hfi1": "opx", "mlx5": "verbs", "bnxt_re": "verbs", "irdma": "verbs"}
+CARDS = {"efa": "efa", "hfi1": "opx", "mlx5": "verbs", "bnxt_re": "verbs", "irdma": "verbs"}
+"""Driver of a card that bypasses the kernel -> libfabric's provider for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +200,7 @@ def _cards() -> Iterator[Finding]:
     drivers = sorted(
         {path.resolve().name for path in (_SYS / "class/infiniband").glob("*/device/driver")}
     )
-    cards = {_CARDS[name] for name in drivers if name in _CARDS}
+    cards = {CARDS[name] for name in drivers if name in CARDS}
     why = _load.load().build_info()["no_libfabric"]
     if cards and why:
         yield Finding(
@@ -286,7 +287,7 @@ def _talk() -> Iterator[Finding]:
     yield Finding("all_reduce", _OK, f"{text}; {smddp.describe()}")
 
 
-def _join() -> Finding | None:
+def join_job() -> Finding | None:
     """Creates the group of all ranks; returns what prevents that."""
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
@@ -307,7 +308,7 @@ def _report_of_rank() -> list[tuple[str, list[Finding]]]:
     """Returns the findings of all hosts on rank 0, an empty list elsewhere; under a launcher."""
     host = os.environ.get("SMDDP_NODE_ID") or socket.gethostname()
     mine = examine_host()
-    if problem := _join():
+    if problem := join_job():
         return [(host, [*mine, problem])]
     try:
         together = list(_talk())

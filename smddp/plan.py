@@ -3,6 +3,7 @@
     python -m smddp.plan list
     python -m smddp.plan print allreduce 25MiB --nodes 2x2 --rank 1
     python -m smddp.plan check allreduce 1MiB --nodes 3+2+4 --algorithm ring
+    python -m smddp.plan draw allreduce 25MiB --nodes 2x2 --output plan.html
 
 Write a layout as nodes x ranks per node (8x8), or as the number of ranks of each node (3+2+4).
 `python -m smddp.plan print --help` says how to read a plan.
@@ -13,9 +14,10 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smddp import _load
+from smddp import _load, plan_drawing
 from smddp._command import run
 from smddp_launch import sizes_of_nodes
 
@@ -132,6 +134,69 @@ def _check(module: Any, options: argparse.Namespace) -> int:
     return 0
 
 
+# What the sliders of a drawing offer besides what was asked for.
+_SIZES = (1 << 10, 32 << 10, 1 << 20, 25 << 20, 256 << 20)
+_LAYOUTS = ("1x4", "2x2", "2x4", "4x4")
+
+
+def _size_text(size: int) -> str:
+    for unit, bytes_of in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size and size % bytes_of == 0:
+            return f"{size // bytes_of} {unit}"
+    return f"{size} bytes"
+
+
+def _layout_text(nodes: Sequence[Sequence[int]]) -> str:
+    sizes = [len(node) for node in nodes]
+    return f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
+
+
+def _draw(module: Any, options: argparse.Namespace) -> int:
+    ranks = sum(map(len, options.nodes))
+    if ranks > plan_drawing.LARGEST:
+        raise ValueError(
+            f"--nodes {_layout_text(options.nodes)} has {ranks} ranks, and a drawing has at most "
+            f"{plan_drawing.LARGEST}"
+        )
+    moves = options.collective != "barrier"
+    if moves and not options.bytes:
+        raise ValueError(f"how many bytes? For example: draw {options.collective} 25MiB")
+    choice = plan_drawing.Choice
+    sizes = sorted({options.bytes, *_SIZES} if moves else {0})
+    layouts = {_layout_text(parse_nodes(text)): parse_nodes(text) for text in _LAYOUTS}
+    layouts[_layout_text(options.nodes)] = options.nodes
+    in_order = sorted(layouts, key=lambda name: (sum(map(len, layouts[name])), name))
+
+    def plans(size: plan_drawing.Choice, layout: plan_drawing.Choice) -> list[str]:
+        count = sum(map(len, layout.nodes))
+        if options.root >= count:
+            raise ValueError(f"rank {options.root}, the root, is not one of {count} ranks")
+        return [
+            module.print_plan(
+                collective=options.collective,
+                bytes=size.bytes,
+                nodes=layout.nodes,
+                rank=rank,
+                root=options.root,
+                shared=options.shared,
+                algorithm=options.algorithm,
+                wire=options.wire,
+            )
+            for rank in range(count)
+        ]
+
+    text = plan_drawing.document(
+        options.collective,
+        [choice(_size_text(size), bytes=size) for size in sizes],
+        [choice(name, nodes=layouts[name]) for name in in_order],
+        (sizes.index(options.bytes if moves else 0), in_order.index(_layout_text(options.nodes))),
+        plans,
+    )
+    options.output.write_text(text)
+    print(f"wrote {options.output}")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m smddp.plan",
@@ -143,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("print", "the steps of one rank"),
         ("check", "verify the plans of all ranks together"),
+        ("draw", "draw the plans of all ranks into an HTML file"),
     ):
         command = commands.add_parser(
             name,
@@ -182,6 +248,14 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--rank", type=int, default=0, help="the rank whose plan is printed; default 0"
             )
+        if name == "draw":
+            command.add_argument(
+                "--output",
+                type=Path,
+                metavar="FILE",
+                default=Path("plan.html"),
+                help="where to draw it; default plan.html",
+            )
     return parser
 
 
@@ -203,6 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _require_ranks(options)
         if options.command == "check":
             return _check(module, options)
+        if options.command == "draw":
+            return _draw(module, options)
         text: str = module.print_plan(
             collective=options.collective,
             bytes=options.bytes,
@@ -213,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             algorithm=options.algorithm,
             wire=options.wire,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"smddp.plan: {error}", file=sys.stderr)
         return 1
     print(text, end="")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import re
 import subprocess
 import sys
+import textwrap
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,8 @@ from torch import nn
 
 from smddp.modelparallel.common import errors
 from smddp.modelparallel.common.errors import SMPUsageError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 NAMES = {
     "smdistributed.modelparallel": ["__version__"],
@@ -204,6 +210,42 @@ def test_wheels_have_metadata_of_the_old_name(tmp_path: Path) -> None:
     (found,) = importlib.metadata.distributions(name="smdistributed", path=[str(built)])
     assert re.match(r"\d+\.\d+", found.version)
     assert (built / "smdistributed" / "modelparallel" / "torch" / "nn" / "huggingface").is_dir()
+
+
+def test_development_installs_have_it_too(tmp_path: Path) -> None:
+    """With a package that has no compiled part, so that nothing is built."""
+    (tmp_path / "made_up.py").touch()
+    script = f"""
+        import distutils.core, os, sys
+        from setuptools import Distribution
+
+        os.chdir({str(ROOT)!r})
+        ours = distutils.core.run_setup("setup.py", ["-q", "egg_info"], stop_after="init")
+        os.chdir({str(tmp_path)!r})
+        made_up = Distribution(dict(name="smddp", version="3.4", py_modules=["made_up"]))
+        made_up.cmdclass["editable_wheel"] = ours.cmdclass["editable_wheel"]
+        made_up.script_name = "setup.py"
+        command = made_up.get_command_obj("editable_wheel")
+        command.dist_dir = "."
+        made_up.run_command("editable_wheel")
+    """
+    command = [sys.executable, "-c", "import setuptools\n" + textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as files:
+        assert files.testzip() is None
+        files.extractall(installed)
+    (found,) = importlib.metadata.distributions(name="smdistributed", path=[str(installed)])
+    assert found.version == "3.4"
+    # Each file is listed with its hash, so that it goes when smddp is uninstalled.
+    (smddp,) = importlib.metadata.distributions(name="smddp", path=[str(installed)])
+    assert smddp.files is not None
+    (listed,) = [file for file in smddp.files if file.parts[0] == "smdistributed.egg-info"]
+    digest = hashlib.sha256(Path(str(listed.locate())).read_bytes()).digest()
+    assert listed.hash is not None
+    assert listed.hash.value == base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 def test_the_name_step_is_the_decorator_whatever_is_imported_first() -> None:
