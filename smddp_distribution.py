@@ -59,21 +59,26 @@ def _value(text: str) -> Any:
 
 
 def plan_of_distribution(
-    distribution: dict[str, Any], hosts: int = 1, instance_type: str | None = None
+    distribution: dict[str, Any],
+    ranks: int | None = None,
+    hosts: int = 1,
+    instance_type: str | None = None,
 ) -> tuple[int | None, dict[str, str], list[str]]:
     """Returns what the `distribution` of a SageMaker estimator asks for, as SageMaker reads it.
 
     Args:
         distribution: of the estimator.
+        ranks: of each host, as -n or the host file says; None if neither does.
         hosts: their number.
         instance_type: what the ranks are told about it, if anything.
 
     Returns:
-        The number of ranks of each host, None if the distribution leaves it open; variables of
-        the ranks; and those of custom_mpi_options that have no effect without mpirun.
+        The number of ranks of each host, None if nothing says it; variables of the ranks; and
+        those of custom_mpi_options that have no effect without mpirun.
 
     Raises:
-        ValueError: a key or a value is wrong. Where the SDK refuses the same, the text is its own.
+        ValueError: a key or a value is wrong, or it has another number of ranks. Where the SDK
+            refuses the same, the text is its own.
     """
     distribution = _checked(distribution)
     below = distribution.get("smdistributed", {})
@@ -82,6 +87,14 @@ def plan_of_distribution(
     torch_distributed = distribution.get("torch_distributed", {})
     # mpirun starts such a job in SageMaker, whatever else is enabled.
     by_mpi = _enabled(mpi)
+    if by_mpi:
+        asked = mpi.get("processes_per_host")
+        if None not in (ranks, asked) and ranks != asked:
+            raise ValueError(
+                f"the distribution has processes_per_host {asked}, but -n or the host file asks "
+                f"for {ranks} ranks"
+            )
+        ranks = ranks or asked or 1
 
     # The parameters from which the container, and so transformers, sees how a job was started.
     told: dict[str, Any] = {}
@@ -109,7 +122,6 @@ def plan_of_distribution(
     exported, ignored = _options_of_mpirun(
         (mpi if by_mpi else data_parallel).get("custom_mpi_options", "")
     )
-    ranks: int | None = mpi.get("processes_per_host", 1) if by_mpi else None
     return ranks, variables | exported, ignored
 
 
@@ -225,7 +237,10 @@ def _options_of_mpirun(text: str) -> tuple[dict[str, str], list[str]]:
     Raises:
         ValueError: a quotation mark has no second one.
     """
-    words: list[str] = shlex.split(text)
+    try:
+        words: list[str] = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"custom_mpi_options {text!r}: {error}") from None
     exported: dict[str, str] = {}
     others: list[str] = []
     while words:

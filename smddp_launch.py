@@ -405,15 +405,12 @@ def _torchrun(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         raise ValueError("--node-rank needs --hostfile")
     hosts = [] if options.hostfile is None else hosts_of_file(options.hostfile)
     ranks: int | None = options.ranks
-    variables: dict[str, str] = {}
-    if options.distribution is not None:
-        asked, variables = _with_distribution(options, len(hosts) or 1)
-        if ranks is not None and asked not in (None, ranks):
-            raise ValueError(f"-n {ranks}, but the distribution has processes_per_host {asked}")
-        ranks = ranks or asked
     where = ["--standalone"]
     if hosts:
-        ranks, where = _place_among(hosts, ranks, options)
+        ranks, where = _place_among(hosts, options)
+    variables: dict[str, str] = {}
+    if options.distribution is not None:
+        ranks, variables = _with_distribution(options, ranks, len(hosts) or 1)
     if ranks is None and options.nodes is None:
         layout, count = [1], "auto"  # torchrun counts GPUs, or else CPUs
     else:
@@ -431,13 +428,14 @@ def _torchrun(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 
 
 def _with_distribution(
-    options: argparse.Namespace, hosts: int
+    options: argparse.Namespace, ranks: int | None, hosts: int
 ) -> tuple[int | None, dict[str, str]]:
     """Returns the ranks per host and the variables of --distribution; says what it leaves out."""
     from smddp_distribution import plan_of_distribution, read_distribution
 
-    distribution = read_distribution(options.distribution)
-    ranks, variables, ignored = plan_of_distribution(distribution, hosts, options.instance_type)
+    ranks, variables, ignored = plan_of_distribution(
+        read_distribution(options.distribution), ranks, hosts, options.instance_type
+    )
     if ignored:
         sys.stderr.write(
             f"smddprun: ignores the options {' '.join(ignored)} of mpirun: torchrun starts the "
@@ -447,7 +445,7 @@ def _with_distribution(
 
 
 def _place_among(
-    hosts: Sequence[tuple[str, int | None]], ranks: int | None, options: argparse.Namespace
+    hosts: Sequence[tuple[str, int | None]], options: argparse.Namespace
 ) -> tuple[int | None, list[str]]:
     """Returns the number of ranks of this host of a host file, and where torchrun is told to meet.
 
@@ -462,12 +460,11 @@ def _place_among(
             f"--node-rank {node}: {options.hostfile} has {len(hosts)} hosts, with numbers from 0"
         )
     host, slots = hosts[node]
-    if None not in (ranks, slots) and ranks != slots:
+    ranks: int | None = slots or options.ranks
+    if options.ranks not in (None, ranks):
         raise ValueError(
-            f"{options.hostfile} gives {host} {slots} slots, but -n or the distribution asks for "
-            f"{ranks} ranks"
+            f"{options.hostfile} gives {host} {slots} slots, but -n asks for {options.ranks} ranks"
         )
-    ranks = slots or ranks
     if ranks is None and options.distribution is None:
         raise ValueError(f"{options.hostfile} does not say how many ranks {host} has: slots=N")
     if len(hosts) == 1:
