@@ -153,13 +153,23 @@ def _host_of_rank_0() -> str | None:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if "SLURM_PROCID" in os.environ and os.environ.get(name):
             return _first_node(os.environ[name])
-    # Some launchers run `python -m mpi4py script.py`. Then MPI is loaded and can tell.
-    if "mpi4py.MPI" in sys.modules:
-        import socket
-
-        world = sys.modules["mpi4py.MPI"].COMM_WORLD
-        return str(world.bcast(socket.gethostname() if world.rank == 0 else None))
+    # Some launchers run `python -m mpi4py script.py`. Then MPI can tell. It is not loaded if the
+    # script does not use it itself.
+    if "mpi4py.MPI" in sys.modules or "mpi4py.run" in sys.modules:
+        return _ask_mpi()
     return None
+
+
+def _ask_mpi() -> str | None:
+    """Returns the name of the host of rank 0, if MPI can be loaded. All ranks must call it."""
+    import importlib
+    import socket
+
+    try:
+        world = importlib.import_module("mpi4py.MPI").COMM_WORLD
+    except (ImportError, RuntimeError):  # there is no libmpi
+        return None
+    return str(world.bcast(socket.gethostname() if world.rank == 0 else None))
 
 
 def _first_node(nodes: str) -> str:
