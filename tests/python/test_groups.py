@@ -269,13 +269,17 @@ def test_an_agent_that_joins(tmp_path: Path) -> None:
         command += ["--rdzv-id", "members", "--rdzv-conf", "last_call_timeout=1"]
         command += ["--max-restarts", "0", "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", "1", str(script), str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
+        # Otherwise an agent that stays the first one does not tell the new one where it serves the
+        # store (torch 2.15).
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         agents: list[subprocess.Popen[str]] = []
         try:
             for _ in range(2):
                 agents.append(
                     subprocess.Popen(
                         command,
-                        env={**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"},
+                        env=environment,
                         stdout=subprocess.PIPE,
                         stderr=subprocess.PIPE,
                         text=True,
