@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hosts as namespaces
 import pytest
 from ranks import ROOT, reserved_port
 
@@ -173,31 +174,57 @@ dist.destroy_process_group()
 """
 
 
+def _run(commands: list[list[str]], **variables: str) -> str:
+    """Runs the commands as the agents of node 0 and node 1; returns what their ranks write."""
+    common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    agents = [
+        subprocess.Popen(
+            command,
+            env={**common, "SMDDP_NODE_ID": f"node{node}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node, command in enumerate(commands)
+    ]
+    try:
+        done = [agent.communicate(timeout=100) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.terminate()
+            agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], done
+    return "".join(out for out, _ in done)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_two_hosts_and_a_restart(tmp_path: Path) -> None:
-    """One agent per line. The rank of the second one fails once, and both start theirs again."""
+def test_two_agents_and_a_restart(tmp_path: Path) -> None:
+    """The rank of the second agent fails once, and both agents start theirs again."""
     script, hosts = tmp_path / "train.py", tmp_path / "hosts"
     script.write_text(_SCRIPT)
     hosts.write_text("127.0.0.1 slots=1\n127.0.0.1 slots=1\n")
+    command = [sys.executable, "-m", "smddp_launch", "--hostfile", str(hosts)]
+    command += ["--max-restarts", "1", "--node-rank"]
     with reserved_port() as port:
-        common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        agents = [
-            subprocess.Popen(
-                [sys.executable, "-m", "smddp_launch", "--hostfile", str(hosts), "--node-rank",
-                 str(node), "--max-restarts", "1", str(script)],
-                env={**common, "MASTER_PORT": str(port), "SMDDP_NODE_ID": f"node{node}"},
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for node in range(2)
-        ]  # fmt: skip
-        try:
-            done = [agent.communicate(timeout=100) for agent in agents]
-        finally:
-            for agent in agents:
-                agent.terminate()
-                agent.wait()
-    assert [agent.returncode for agent in agents] == [0, 0], done
-    text = "".join(out for out, _ in done)
+        commands = [[*command, str(node), str(script)] for node in range(2)]
+        text = _run(commands, MASTER_PORT=str(port))
     for rank in range(2):
-        assert f"{rank} ['0', '1', 'node{rank}'] [2.0, 2.0, 2.0] of 1" in text, done
+        assert f"{rank} ['0', '1', 'node{rank}'] [2.0, 2.0, 2.0] of 1" in text
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_each_host_finds_its_line(tmp_path: Path) -> None:
+    """Two hosts with addresses of their own run the same command."""
+    if reason := namespaces.unavailable():
+        pytest.skip(reason)
+    script, hosts = tmp_path / "train.py", tmp_path / "hosts"
+    script.write_text(_SCRIPT.replace("generation == 0", "generation == 1"))
+    with namespaces.Hosts(2) as network:
+        hosts.write_text(f"{network.address(0)} slots=1\n{network.address(1)} slots=2\n")
+        command = [sys.executable, "-m", "smddp_launch", "--hostfile", str(hosts), str(script)]
+        text = _run([host.command(*command) for host in network.hosts])
+    assert "0 ['0', '1', 'node0'] [3.0, 3.0, 3.0] of 0" in text
+    assert "1 ['0', '2', 'node1'] [3.0, 3.0, 3.0] of 0" in text
+    assert "2 ['1', '2', 'node1'] [3.0, 3.0, 3.0] of 0" in text
