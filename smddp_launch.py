@@ -374,8 +374,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--distribution",
         metavar="JSON|FILE",
         help="the distribution of a SageMaker estimator, or a file that holds it: starts the ranks "
-        "and sets the variables that it asks for. If neither it nor -n nor the host file has a "
-        "number of ranks: one for each GPU of this machine, or else for each CPU",
+        "and sets the variables that it asks for. Where neither it nor -n nor the host file says "
+        "how many: one for each GPU of this machine, or else for each CPU; with mpi, one",
     )
     parser.add_argument(
         "--instead-of",
