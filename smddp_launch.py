@@ -1,12 +1,15 @@
 """Starts ranks: the command smddprun, and the variables that torch reads under mpirun and srun.
 
     smddprun -n 4 --nodes 2 train.py             4 ranks here, which play 2 nodes
+    smddprun --hostfile hosts train.py           on each host: the ranks that the file gives it
+    smddprun --distribution dist.json train.py   the ranks that a SageMaker estimator asks for
     mpirun -n 8 smddprun python train.py         one of 8 ranks, which mpirun starts
 
-In the first form `smddprun` hands over to torchrun. In the second one it sets the variables that
-`torch.distributed` reads from those that mpirun or srun set; then it replaces itself by the command
-that follows on its command line. `smddpmprun` is the same program. Both accept and ignore -i and
---allow-bypass, options of SageMaker's launcher about the instance type.
+In the first three forms `smddprun` hands over to torchrun. In the last one it sets the variables
+that `torch.distributed` reads from those that mpirun or srun set; then it replaces itself by the
+command that follows on its command line. `smddpmprun` is the same program. Both accept -i and
+--allow-bypass, options of SageMaker's launcher: -i tells the ranks the instance type of a
+distribution, and --allow-bypass has no effect.
 
 This module is not part of the package smddp, whose import takes as long as that of torch: the
 command runs on every rank, before the script imports torch.
@@ -20,16 +23,20 @@ import re
 import sys
 import zlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 __all__ = [
     "UNKNOWN_HOST",
     "complete_environment",
     "complete_from_launcher",
     "complete_rendezvous",
+    "hosts_of_file",
     "instead_of",
     "is_bare_rank",
     "main",
+    "node_of_this_host",
     "prepare_rendezvous",
+    "ranks_of_nodes",
     "sizes_of_nodes",
 ]
 
@@ -146,13 +153,23 @@ def _host_of_rank_0() -> str | None:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if "SLURM_PROCID" in os.environ and os.environ.get(name):
             return _first_node(os.environ[name])
-    # Some launchers run `python -m mpi4py script.py`. Then MPI is loaded and can tell.
-    if "mpi4py.MPI" in sys.modules:
-        import socket
-
-        world = sys.modules["mpi4py.MPI"].COMM_WORLD
-        return str(world.bcast(socket.gethostname() if world.rank == 0 else None))
+    # Some launchers run `python -m mpi4py script.py`. Then MPI can tell. It is not loaded if the
+    # script does not use it itself.
+    if "mpi4py.MPI" in sys.modules or "mpi4py.run" in sys.modules:
+        return _ask_mpi()
     return None
+
+
+def _ask_mpi() -> str | None:
+    """Returns the name of the host of rank 0, if MPI can be loaded. All ranks must call it."""
+    import importlib
+    import socket
+
+    try:
+        world = importlib.import_module("mpi4py.MPI").COMM_WORLD
+    except (ImportError, RuntimeError):  # there is no libmpi
+        return None
+    return str(world.bcast(socket.gethostname() if world.rank == 0 else None))
 
 
 def _first_node(nodes: str) -> str:
@@ -241,19 +258,124 @@ def ranks_of_nodes(ranks: int | None, nodes: str | None) -> list[int]:
     return layout
 
 
+def hosts_of_file(path: str) -> list[tuple[str, int | None]]:
+    """Returns the hosts of a host file, each with its number of ranks, None where it has none.
+
+    A line is `host slots=N`, as Open MPI reads it, or `host:N`, as MPICH does. What follows a # is
+    a comment.
+
+    Raises:
+        ValueError: a line is of another form, or there is no host.
+        OSError: the file cannot be read.
+    """
+    with open(path) as file:
+        lines = [line.partition("#")[0].strip() for line in file]
+    hosts: list[tuple[str, int | None]] = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        host, *options = re.sub(r"\s*=\s*", "=", line).split()
+        if found := re.fullmatch(r"([^:]+):(\d+)", host):  # an IPv6 address has more colons
+            host, options = found[1], [f"slots={found[2]}", *options]
+        values = dict(option.partition("=")[::2] for option in options)
+        slots = values.pop("slots", None)
+        unknown = values.keys() - {"max_slots", "max-slots"}
+        if unknown or "=" in host or not (slots is None or slots.isdigit()):
+            raise ValueError(f"{path}:{number}: expects a line such as node1 slots=4, not {line}")
+        if slots and int(slots) == 0:
+            raise ValueError(f"{path}:{number}: {host} has no slots: take the line out")
+        hosts.append((host, int(slots) if slots else None))
+    if not hosts:
+        raise ValueError(f"{path} names no host")
+    return hosts
+
+
+def node_of_this_host(hosts: Sequence[str]) -> int:
+    """Returns which of the hosts this one is, by its name, or else by its addresses.
+
+    Raises:
+        ValueError: none of them is this host, or several are.
+    """
+    import socket
+
+    me = socket.gethostname().lower()
+    found = [node for node, host in enumerate(hosts) if _same_name(host.lower(), me)]
+    # Names come first, because looking up the others takes time.
+    found = found or [node for node, host in enumerate(hosts) if _is_here(host)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ValueError(
+            f"the host file does not name this host, {me}: say which of its {len(hosts)} hosts "
+            "this one is, by --node-rank, from 0"
+        )
+    which = ", ".join(f"{node} ({hosts[node]})" for node in found)
+    raise ValueError(
+        f"the host file names this host, {me}, several times: say by --node-rank which one of "
+        f"these it is: {which}"
+    )
+
+
+def _same_name(host: str, me: str) -> bool:
+    """Returns whether two names are equal; if one has no domain, then without that of the other."""
+    if "." in host and "." in me:
+        return host == me
+    return host.partition(".")[0] == me.partition(".")[0]
+
+
+def _is_here(host: str) -> bool:
+    import socket
+
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as tried:
+                tried.bind(address)  # succeeds for addresses of this host only
+        except OSError:
+            continue
+        return True
+    return False
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="smddprun",
         usage="smddprun -n RANKS [options] script.py ...\n"
+        "       smddprun --hostfile FILE [options] script.py ...        (on each of the hosts)\n"
+        "       smddprun --distribution JSON|FILE [options] script.py ...\n"
         "       mpirun -n RANKS smddprun [--instead-of BACKENDS] command ...",
         description="Starts ranks on this machine, by torchrun; or, under mpirun or srun, sets the "
         "variables that torch reads and runs the command.",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", "--ranks", type=int, help="number of ranks to start")
+    parser.add_argument("-n", "--ranks", type=int, help="number of ranks to start on this machine")
     parser.add_argument(
         "--nodes",
         help="how many nodes this machine plays, or the ranks of each: 2x2, 3+1 (default 1)",
+    )
+    parser.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help="the hosts of the job, one in a line: node1 slots=4. Give each host the same command "
+        "and the same file: each starts its own ranks, which meet at the first host, at port "
+        "MASTER_PORT (default 29500)",
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="I",
+        help="with --hostfile: which host this one is, from 0 (default: the one with its name or "
+        "one of its addresses)",
+    )
+    parser.add_argument(
+        "--distribution",
+        metavar="JSON|FILE",
+        help="the distribution of a SageMaker estimator, or a file that holds it: starts the ranks "
+        "and sets the variables that it asks for. Where neither it nor -n nor the host file says "
+        "how many: one for each GPU of this machine, or else for each CPU; with mpi, one",
     )
     parser.add_argument(
         "--instead-of",
@@ -267,7 +389,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=0,
         help="how often all ranks are started again when one fails (default 0)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would run")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would run, with the variables that would be set",
+    )
     parser.add_argument("-i", "--instance-type", help=argparse.SUPPRESS)
     parser.add_argument("--allow-bypass", action="store_true", help=argparse.SUPPRESS)
     # A rank of those that this command starts: the ranks of the nodes.
@@ -276,18 +402,87 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(arguments))
 
 
-def _torchrun(options: argparse.Namespace) -> list[str]:
-    """Returns the command line that starts the ranks."""
-    layout = ranks_of_nodes(options.ranks, options.nodes)
+def _torchrun(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Returns the command line that starts the ranks, and variables for it.
+
+    Raises:
+        ValueError: options contradict each other, or a file is wrong.
+        OSError: a file cannot be read.
+    """
+    if options.hostfile is not None and options.nodes is not None:
+        raise ValueError("--nodes and --hostfile exclude each other: both say what the nodes are")
+    if options.hostfile is None and options.node_rank is not None:
+        raise ValueError("--node-rank needs --hostfile")
+    hosts = [] if options.hostfile is None else hosts_of_file(options.hostfile)
+    ranks: int | None = options.ranks
+    where = ["--standalone"]
+    if hosts:
+        ranks, where = _place_among(hosts, options)
+    variables: dict[str, str] = {}
+    if options.distribution is not None:
+        ranks, variables = _with_distribution(options, ranks, len(hosts) or 1)
+    if ranks is None and options.nodes is None:
+        layout, count = [1], "auto"  # torchrun counts GPUs, or else CPUs
+    else:
+        layout = ranks_of_nodes(ranks, options.nodes)
+        count = str(sum(layout))
     command = list(options.command)
     if command[0].endswith(".py"):
         command.insert(0, sys.executable)
     if len(layout) > 1:
         nodes = "+".join(map(str, layout))
         command = [sys.executable, "-m", "smddp_launch", "--node-of-rank", nodes, *command]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--tee", "3"]
-    torchrun += ["--nproc-per-node", str(sum(layout)), "--max-restarts", str(options.max_restarts)]
-    return [*torchrun, "--no-python", *command]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--tee", "3"]
+    torchrun += ["--nproc-per-node", count, "--max-restarts", str(options.max_restarts)]
+    return [*torchrun, "--no-python", *command], variables
+
+
+def _with_distribution(
+    options: argparse.Namespace, ranks: int | None, hosts: int
+) -> tuple[int | None, dict[str, str]]:
+    """Returns the ranks per host and the variables of --distribution; says what it leaves out."""
+    from smddp_distribution import plan_of_distribution, read_distribution
+
+    ranks, variables, ignored = plan_of_distribution(
+        read_distribution(options.distribution), ranks, hosts, options.instance_type
+    )
+    if ignored:
+        sys.stderr.write(
+            f"smddprun: ignores the options {' '.join(ignored)} of mpirun: torchrun starts the "
+            "ranks\n"
+        )
+    return ranks, variables
+
+
+def _place_among(
+    hosts: Sequence[tuple[str, int | None]], options: argparse.Namespace
+) -> tuple[int | None, list[str]]:
+    """Returns the number of ranks of this host of a host file, and where torchrun is told to meet.
+
+    Raises:
+        ValueError: this host is not one of them, or its number of ranks is said twice.
+    """
+    node = options.node_rank
+    if node is None:
+        node = node_of_this_host([host for host, _ in hosts])
+    elif not 0 <= node < len(hosts):
+        raise ValueError(
+            f"--node-rank {node}: {options.hostfile} has {len(hosts)} hosts, with numbers from 0"
+        )
+    host, slots = hosts[node]
+    ranks: int | None = slots or options.ranks
+    if options.ranks not in (None, ranks):
+        raise ValueError(
+            f"{options.hostfile} gives {host} {slots} slots, but -n asks for {options.ranks} ranks"
+        )
+    if ranks is None and options.distribution is None:
+        raise ValueError(f"{options.hostfile} does not say how many ranks {host} has: slots=N")
+    if len(hosts) == 1:
+        return ranks, ["--standalone"]
+    # The static rendezvous of torchrun keeps the order of the hosts, which that of c10d does not.
+    where = ["--nnodes", str(len(hosts)), "--node-rank", str(node)]
+    where += ["--master-addr", os.environ.get("MASTER_ADDR") or hosts[0][0]]
+    return ranks, [*where, "--master-port", os.environ.get("MASTER_PORT") or "29500"]
 
 
 def _prepare_rank(options: argparse.Namespace) -> None:
@@ -314,36 +509,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Starts ranks, or sets the environment of one; replaces this process by what runs then.
 
     Raises:
-        SystemExit: an argument is wrong, or what shall run cannot be run, or the ranks cannot be
-            known.
+        SystemExit: with status 2 if an argument is wrong or the ranks cannot be known; with 1 if
+            the command cannot be run.
     """
     options = _parse(sys.argv[1:] if arguments is None else arguments)
-    if not options.command:
-        raise SystemExit(
-            "smddprun: name what to run: smddprun -n 4 train.py, or, under mpirun, "
-            "mpirun -n 8 smddprun python train.py"
-        )
     command = options.command
+    variables: dict[str, str] = {}
     try:
+        if not command:
+            raise ValueError(
+                "name what to run: smddprun -n 4 train.py, or, under mpirun, "
+                "mpirun -n 8 smddprun python train.py"
+            )
         if options.instead_of is not None:
             instead_of(options.instead_of)
-            os.environ["SMDDP_INSTEAD_OF"] = options.instead_of
+            variables["SMDDP_INSTEAD_OF"] = options.instead_of
         if options.max_restarts < 0:
             raise ValueError("--max-restarts must be at least 0")
-        if options.ranks is not None or options.nodes is not None:
-            command = _torchrun(options)
+        asked = (options.ranks, options.nodes, options.hostfile, options.distribution)
+        if any(value is not None for value in (*asked, options.node_rank)):
+            command, more = _torchrun(options)
+            variables |= more
         elif not options.dry_run:
             _prepare_rank(options)
-        if options.dry_run:
-            import shlex
-
-            print(shlex.join(command))
-            return
-        os.execvp(command[0], command)
     except ValueError as error:
-        raise SystemExit(f"smddprun: {error}") from None
+        _refuse(str(error))
+    except OSError as error:
+        _refuse(f"{error.filename}: {error.strerror}")
+    if options.dry_run:
+        import shlex
+
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        print(" ".join([*assignments, shlex.join(command)]))
+        return
+    os.environ.update(variables)
+    try:
+        os.execvp(command[0], command)
     except OSError as error:
         raise SystemExit(f"smddprun: {command[0]}: {error.strerror}") from None
+
+
+def _refuse(text: str) -> NoReturn:
+    sys.stderr.write(f"smddprun: {text}\n")
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

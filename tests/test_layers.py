@@ -80,7 +80,8 @@ OPTIMIZER, CHECKPOINT = "smddp.modelparallel.optimizer", "smddp.modelparallel.ch
 ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
 COMPATIBILITY = "smddp.modelparallel.compatibility"
 MAY_IMPORT: dict[str, set[str]] = {
-    "smddp_launch": set(),
+    "smddp_distribution": set(),
+    "smddp_launch": {"smddp_distribution"},
     "smddp_registration": {"smddp_launch"},
     "smddp": {"smddp_launch", "smddp_registration"},
     "smddp_autoload": {"smddp", "smddp_registration"},

@@ -14,7 +14,7 @@ import torch
 from ranks import ROOT
 
 RELEASE = ".".join(torch.__version__.split(".")[:2])
-_MODULES = ("smddp_autoload", "smddp_launch", "smddp_registration")
+_MODULES = ("smddp_autoload", "smddp_distribution", "smddp_launch", "smddp_registration")
 # What a launcher, smddp or an earlier test may have set.
 _UNSET = re.compile(
     "(OMPI_|PMI|MPI_|SLURM_|SM_|SMDATAPARALLEL_|TORCHELASTIC_|MASTER_|LOCAL_)|"

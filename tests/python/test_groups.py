@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -234,9 +235,72 @@ def test_restart_by_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+# The number of agents changes between the generations: the first agent begins alone.
+MEMBERS = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import smddp
+
+dist.init_process_group("smddp")
+size = dist.get_world_size()
+folder = Path(sys.argv[1])
+for step in range(100000):
+    tensor = torch.ones(1000)
+    dist.all_reduce(tensor)
+    assert tensor.unique().tolist() == [float(size)]
+    if size == 2:
+        print(f"rank {dist.get_rank()} of {size} is through", flush=True)
+        break
+    (folder / "alone").touch()
+    time.sleep(0.01)
+dist.destroy_process_group()
+"""
+
+
+def test_an_agent_that_joins(tmp_path: Path) -> None:
+    """Elastic membership: with --nnodes 1:2 the ranks start again when a second agent comes."""
+    script = tmp_path / "members.py"
+    script.write_text(MEMBERS)
+    with ranks.reserved_port() as port:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        # Without restarts: a change of the members is none.
+        command += ["--rdzv-id", "members", "--rdzv-conf", "last_call_timeout=1"]
+        command += ["--max-restarts", "0", "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
+        command += ["--nproc-per-node", "1", str(script), str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
+        # Otherwise an agent that stays the first one does not tell the new one where it serves the
+        # store (torch 2.15).
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        agents: list[subprocess.Popen[str]] = []
+        try:
+            for _ in range(2):
+                agents.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    )
+                )
+                while agents[0].poll() is None and not (tmp_path / "alone").exists():
+                    time.sleep(0.05)
+            done = [agent.communicate(timeout=100) for agent in agents]
+        finally:
+            for agent in agents:
+                agent.terminate()
+                agent.wait()
+    text = "".join(out for out, _ in done)
+    for rank in range(2):
+        assert f"rank {rank} of 2 is through" in text, done
+    assert [agent.returncode for agent in agents] == [0, 0], done
+
+
 SPAWNING = """
 import sys
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch.multiprocessing as mp
 import smddp
 
 def work(rank, path):
@@ -247,17 +311,31 @@ def work(rank, path):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, args=(sys.argv[1],), nprocs=2)
+    path, method = sys.argv[1:]
+    if method == "spawn":
+        mp.spawn(work, args=(path,), nprocs=2)
+    else:
+        mp.start_processes(work, args=(path,), nprocs=2, start_method=method)
+    print("all have ended")
 """
 
 
-def test_spawn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork", "fork in a notebook"])
+def test_start_methods(method: str, tmp_path: Path) -> None:
     script = tmp_path / "spawning.py"
     script.write_text(SPAWNING)
-    environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "store")],
-        env=environment,
-        check=True,
+    method, _, notebook = method.partition(" ")
+    # A cell of a notebook is in no file, as what Python reads from its standard input. Others than
+    # forked children could not import its functions.
+    file = "-" if notebook else str(script)
+    ended = subprocess.run(
+        [sys.executable, file, str(tmp_path / "store"), method],
+        env={**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"},
+        input=SPAWNING if notebook else None,
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=100,
     )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "all have ended\n"

