@@ -38,9 +38,7 @@ def main() -> None:
         "ddp": lambda: DDPStrategy(process_group_backend=backend),
         "name": lambda: "smddp" if backend == "smddp" else "ddp",
         "fsdp1": lambda: FSDPStrategy(process_group_backend=backend),
-        "fsdp2": lambda: ModelParallelStrategy(
-            parallelize_fn=shard, process_group_backend=backend
-        ),
+        "fsdp2": lambda: ModelParallelStrategy(parallelize_fn=shard, process_group_backend=backend),
     }[arguments.strategy]()
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()

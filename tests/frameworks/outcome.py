@@ -23,7 +23,9 @@ def start() -> None:
 def network() -> nn.Sequential:
     """Returns the same small network on every rank."""
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
+    )
 
 
 def data(samples: int = 256) -> TensorDataset:
