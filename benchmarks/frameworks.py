@@ -1,6 +1,6 @@
 """Measures the scripts of tests/frameworks with smddp and with gloo, and prints a table.
 
-    make frameworks
+    make test-frameworks
     build/frameworks/bin/python benchmarks/frameworks.py --json FILE [--only NAME]
 
 The seconds are those between the start of the training, or of the generation, and its end on rank
@@ -21,8 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/frameworks")]
 
-import cases
-import torch
+import cases  # noqa: E402
+import torch  # noqa: E402
 
 
 def measure(case: cases.Case, runs: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
-import smddp.lightning  # registers strategy="smddp"
+import smddp.lightning  # noqa: F401  registers strategy="smddp"
 
 
 def shard(model: nn.Module, mesh: Any) -> nn.Module:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-import smddp.lightning  # registers strategy="smddp"
+import smddp.lightning  # noqa: F401  registers strategy="smddp"
 
 
 class Model(lightning.LightningModule):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,20 @@ def test_the_ddp_tutorial_under_torchrun() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert f"Finished running basic DDP example on rank {rank}." in done.stdout
+
+
+PAGE = cases.ROOT / "docs/frameworks.md"
+SCRIPTS = re.findall(r"```python\n# run it with: (\w+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(SCRIPTS)))
+def test_a_script_of_the_page(number: int, tmp_path: Path) -> None:
+    launcher, text = SCRIPTS[number]
+    for package in ("lightning", "accelerate", "transformers"):
+        if re.search(rf"^(import|from) {package}\b", text, re.MULTILINE):
+            need(package)
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    done = cases.start(str(script), launcher=cases.TORCHRUN if launcher == "torchrun" else ())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "smddp" in done.stdout + done.stderr

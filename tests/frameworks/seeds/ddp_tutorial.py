@@ -34,7 +34,7 @@ def cleanup():
 
 class ToyModel(nn.Module):
     def __init__(self):
-        super(ToyModel, self).__init__()  # noqa: UP008
+        super(ToyModel, self).__init__()
         self.net1 = nn.Linear(10, 10)
         self.relu = nn.ReLU()
         self.net2 = nn.Linear(10, 5)
@@ -76,7 +76,7 @@ def demo_checkpoint(rank, world_size):
     loss_fn = nn.MSELoss()
     optimizer = optim.SGD(ddp_model.parameters(), lr=0.001)
 
-    CHECKPOINT_PATH = tempfile.gettempdir() + "/model.checkpoint"  # noqa: N806
+    CHECKPOINT_PATH = tempfile.gettempdir() + "/model.checkpoint"
     if rank == 0:
         # All processes should see same parameters as they all start from same
         # random parameters and gradients are synchronized in backward passes.
@@ -108,7 +108,7 @@ def demo_checkpoint(rank, world_size):
 
 class ToyMpModel(nn.Module):
     def __init__(self, dev0, dev1):
-        super(ToyMpModel, self).__init__()  # noqa: UP008
+        super(ToyMpModel, self).__init__()
         self.dev0 = dev0
         self.dev1 = dev1
         self.net1 = torch.nn.Linear(10, 10).to(dev0)

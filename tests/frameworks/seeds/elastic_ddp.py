@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node 2 elastic_ddp.py
 
-It differs from the tutorial in the backend's name and in the lines that choose a GPU, which are gone.
+It differs from the tutorial in the backend's name and in the lines that choose a
+GPU, which are gone.
 """
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 class ToyModel(nn.Module):
     def __init__(self):
-        super(ToyModel, self).__init__()  # noqa: UP008
+        super(ToyModel, self).__init__()
         self.net1 = nn.Linear(10, 10)
         self.relu = nn.ReLU()
         self.net2 = nn.Linear(10, 5)
