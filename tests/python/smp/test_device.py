@@ -31,7 +31,8 @@ def divided(config: dict[str, Any]) -> dict[str, Any]:
     device.current = lambda: there.device
     zoo.device = lambda: there.device
     test_transparency.device = zoo.device
-    # torch replaces parameters that it moves to such a device; smp keeps those that optimizers have.
+    # torch replaces parameters that it moves to such a device; smp keeps those that optimizers
+    # have.
     make = test_transparency.make
     test_transparency.make = lambda name: make(name).to(there.device)
     results = test_transparency.divided(config, NAMES)
