@@ -2,8 +2,9 @@
 
 torchrun --nproc-per-node 2 lightning_environment.py
 
-Two things differ from the lines that were published for Lightning 1.5:
+Three things differ from the lines that were published for Lightning 1.5:
 
+* LightningEnvironment is imported from `plugins.environments`: it has no module of its own there.
 * `accelerator="cpu"` is an argument of the Trainer. DDPStrategy takes an object there, no name.
 * PL_TORCH_DISTRIBUTED_BACKEND and DDPPlugin, for versions before 1.5.10, are gone.
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins.environments.lightning_environment import LightningEnvironment
+from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
