@@ -89,6 +89,11 @@ test-torch: setup  ## torch's own tests of a backend, in every configuration (do
 	  PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(PYTHON) -m torch_suite $$each || exit 1; \
 	done
 
+.PHONY: test-frameworks
+test-frameworks: setup  ## Lightning, Accelerate, transformers, Ray, DeepSpeed over smddp (installs them in build/frameworks)
+	@tools/setup.sh frameworks
+	build/frameworks/bin/python -m pytest -q -s tests/frameworks
+
 .PHONY: sanitize
 sanitize: sanitize-address,undefined sanitize-thread  ## the C++ tests under ASan with UBSan, and under TSan
 

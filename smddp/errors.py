@@ -11,6 +11,8 @@ are long and begin with SMDDP. Scripts may use the short names, which mean the s
 
 from __future__ import annotations
 
+import threading
+
 from torch.distributed import DistBackendError
 
 __all__ = [
@@ -35,8 +37,32 @@ class SMDDPPeerLostError(DistBackendError):
     """A rank died, left, or cannot be reached any more. The text names it."""
 
 
+# torch.distributed.checkpoint gives this name to the threads that save beside the training.
+_SAVING_THREAD = "AsyncCheckpointExecutor"
+_SAVING = (
+    "; this process has used torch.distributed.checkpoint.async_save, whose thread makes calls, "
+    "too: give it a group of its own, process_group=torch.distributed.new_group()"
+)
+
+
 class SMDDPCollectiveMismatchError(DistBackendError):
-    """Ranks made different calls: another collective, dtype, size, reduce operation or root."""
+    """Ranks made different calls: another collective, dtype, size, reduce operation or root.
+
+    If a checkpoint is being saved in a thread, the text says that this needs a group of its own.
+    """
+
+    # The thread ends with its own error, and the next error of the process shall say it, too.
+    _was_saving = False
+
+    def __init__(self, *arguments: object) -> None:
+        mine = SMDDPCollectiveMismatchError
+        mine._was_saving |= any(
+            thread.name.startswith(_SAVING_THREAD) for thread in threading.enumerate()
+        )
+        text = str(arguments[0]) if arguments else ""
+        if mine._was_saving and _SAVING not in text:
+            arguments = (text + _SAVING, *arguments[1:])
+        super().__init__(*arguments)
 
 
 class SMDDPCollectiveTimeoutError(DistBackendError):

@@ -6,6 +6,7 @@
 #   tools/setup.sh build [target]   + the C++ core, its tests and the module, or one target, in build/torch-<release>
 #   tools/setup.sh               + `import smddp` works in .venv
 #   tools/setup.sh python-tests  + the device of the Python tests
+#   tools/setup.sh frameworks    build/frameworks: an environment with what tests/frameworks runs; needs .venv
 #   tools/setup.sh prepare-tests   the same, and the core with its tests for AddressSanitizer
 #   tools/setup.sh sanitized <sanitizers> <target>   a target of build/<sanitizers>: the core, its tests, the fuzzers
 #   tools/setup.sh fuzz-coverage <target>   a target of build/fuzz-coverage: fuzzers that count which lines they reach
@@ -119,6 +120,21 @@ develop() {
   ln -sfn "../$build/lib" smddp/lib
 }
 
+# Sees the packages of the other environment, so torch is not installed twice.
+frameworks() {
+  local folder=build/frameworks list=tests/frameworks/requirements.txt key
+  key=$({ echo "$PWD torch $torch"; cat $list; } | sha256sum)
+  [ "$(cat $folder/.requirements 2>/dev/null)" != "$key" ] || return 0
+  say "installing frameworks into $folder"
+  $venv/bin/python -m venv $folder
+  local site='import sysconfig; print(sysconfig.get_path("purelib"))'
+  echo "import site; site.addsitedir('$($venv/bin/python -c "$site")')" \
+    >"$($folder/bin/python -c "$site")/environment-with-torch.pth"
+  # Without isolation DeepSpeed finds torch when it is built.
+  DS_BUILD_OPS=0 $folder/bin/python -m pip install --quiet --no-build-isolation -r $list
+  echo "$key" >$folder/.requirements
+}
+
 # The installation of torch uses one core. Meanwhile the others compile what needs no torch.
 prepare-tests() {
   packages
@@ -136,7 +152,7 @@ lint() {
 }
 
 case "${1:-develop}" in
-  packages | environment | build | prepare-tests | sanitized | fuzz-coverage | develop | lint) "${@:-develop}" ;;
+  packages | environment | build | prepare-tests | sanitized | fuzz-coverage | develop | frameworks | lint) "${@:-develop}" ;;
   python-tests) develop fake_device ;;
   *) die "unknown step $1" ;;
 esac
