@@ -171,18 +171,21 @@ fi
 tests test-memory-first 60 "${cuda[@]}" -k "in_memory and reduces and 2"
 tests test-memory 120 "${cuda[@]}" -k "(in_memory or in_pieces) and not buckets"
 tests test-new 60 "${cuda[@]}" -k "bound or nobody_has_chosen or buckets"
+tests test-smp 100 tests/python/smp/test_{transparency,half,examples}.py
+tests test-rails 90 "${cuda[@]}" -k "rails"
+tests test-host-and-nccl 120 "${cuda[@]}" -k "not in_memory and not in_pieces and not buckets and not rails and not bound and not captured"
 step copy-rate 30 bash -c copy_rate
 for ranks in 2 4; do
   measure short ipc $ranks 45 "${short[@]}" --backends smddp,gloo
-  measure long ipc $ranks 30 "${long[@]}" --backends smddp
 done
 measure short host 2 30 "${short[@]}" --backends smddp
-tests test-smp 150 tests/python/smp/test_{transparency,half,examples}.py
-tests test-rails 90 "${cuda[@]}" -k "rails"
-tests test-host-and-nccl 150 "${cuda[@]}" -k "not in_memory and not in_pieces and not buckets and not rails and not bound"
-measure long host 4 45 "${long[@]}" --backends smddp,gloo
+tests test-captured 90 "${cuda[@]}" -k "captured"
 step sanitize 110 bash -c sanitize
 step bench-others 60 env SMDDP_GPU_PATH=ipc "$python" -m smddp.bench \
   allreduce reduce_scatter all_gather_into_tensor broadcast --memory gpu --place out --ranks 4 --min-bytes 64MiB --max-bytes 64MiB --backends smddp,gloo
+for ranks in 2 4; do
+  measure long ipc $ranks 60 "${long[@]}" --backends smddp
+done
+measure long host 4 60 "${long[@]}" --backends smddp,gloo
 say "ended after $SECONDS s"
 exit $failed
