@@ -81,8 +81,9 @@ def test_few_descriptors(layout: str) -> None:
             assert spare == 0 or rich[0] == "SMDDPResourceError", rich
         else:
             assert not rich[0]
-        # The failed attempt has leaked no descriptors.
-        assert [rich[2], poor[2]] == in_use
+        # The failed attempt has leaked no descriptors. Without a free one there is no status board.
+        assert rich[2] == in_use[0]
+        assert poor[2] in (in_use[1] - 1, in_use[1])
     assert not poor[0], "30 are enough for 2 ranks"
 
 
