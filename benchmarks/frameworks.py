@@ -10,7 +10,6 @@ The seconds are those between the start of the training, or of the generation, a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -23,6 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/frameworks")]
 
 import cases  # noqa: E402
 import torch  # noqa: E402
+
+from smddp.bench.about import json_text  # noqa: E402
 
 
 def measure(case: cases.Case, runs: int) -> dict[str, Any]:
@@ -82,12 +83,9 @@ def main() -> None:
         if arguments.json:
             config = {"torch": torch.__version__, "cores": os.cpu_count()}
             config |= {"machine": platform.machine()}
-            text = ",\n    ".join(json.dumps(row) for row in rows)
-            about = json.dumps(["frameworks.py", f"--runs={arguments.runs}"])
-            arguments.json.write_text(
-                f'{{\n  "args": {about},\n  "config": {json.dumps(config)},\n'
-                f'  "results": [\n    {text}\n  ]\n}}\n'
-            )
+            about = ["frameworks.py", f"--runs={arguments.runs}"]
+            written = {"args": about, "config": config, "results": rows}
+            arguments.json.write_text(json_text(written) + "\n")
 
 
 if __name__ == "__main__":
