@@ -35,7 +35,7 @@ def read_distribution(text: str) -> dict[str, Any]:
         OSError: the file cannot be read.
     """
     place = "--distribution"
-    if not text.lstrip().startswith("{"):
+    if not text.lstrip().startswith(("{", "[")):
         place = f"--distribution {text}"
         with open(text) as file:
             text = file.read()

@@ -237,6 +237,8 @@ def ranks_of_nodes(ranks: int | None, nodes: str | None) -> list[int]:
     Raises:
         ValueError: one of them is invalid, or they contradict each other.
     """
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"-n {ranks}: expects a number of ranks of at least 1")
     layout = [ranks or 1]
     if nodes is not None and nodes.isdigit() and int(nodes) > 0 and ranks:
         each, rest = divmod(ranks, int(nodes))
@@ -253,7 +255,7 @@ def ranks_of_nodes(ranks: int | None, nodes: str | None) -> list[int]:
                 f"--nodes {nodes}: expects a number of nodes together with -n, or the ranks of "
                 "each node, such as 2x2 or 3+1"
             )
-    if ranks is not None and (ranks < 1 or sum(layout) != ranks):
+    if ranks is not None and sum(layout) != ranks:
         raise ValueError(f"-n {ranks}, but --nodes {nodes} has {sum(layout)} ranks")
     return layout
 
@@ -428,6 +430,8 @@ def _torchrun(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         count = str(sum(layout))
     command = list(options.command)
     if command[0].endswith(".py"):
+        if not options.dry_run and not os.path.exists(command[0]):
+            raise ValueError(f"there is no file {command[0]}")
         command.insert(0, sys.executable)
     if len(layout) > 1:
         nodes = "+".join(map(str, layout))
@@ -476,7 +480,10 @@ def _place_among(
             f"{options.hostfile} gives {host} {slots} slots, but -n asks for {options.ranks} ranks"
         )
     if ranks is None and options.distribution is None:
-        raise ValueError(f"{options.hostfile} does not say how many ranks {host} has: slots=N")
+        raise ValueError(
+            f"{options.hostfile} does not say how many ranks {host} has: write slots=N there, or "
+            "give -n"
+        )
     if len(hosts) == 1:
         return ranks, ["--standalone"]
     # The static rendezvous of torchrun keeps the order of the hosts, which that of c10d does not.

@@ -1,7 +1,7 @@
 """Shows what the ranks on this host are doing, without stopping them: `smddp status`.
 
     smddp status --all         all ranks of this host that use smddp
-    smddp status 4711 4712     those of some processes
+    smddp status 4711 4712     those of some processes, or of a launcher's children
 
 Each process that uses smddp has a status board in memory that others may read
 (csrc/engine/status_board.h has the format). Ranks on other hosts are not seen: run the command
@@ -160,7 +160,7 @@ def look(pids: Iterable[int] | None = None) -> list[Member]:
         pids: the processes; None for all of this host that can be read.
 
     Raises:
-        ProcessLookupError: there is no such process.
+        FileNotFoundError: there is no such process.
         PermissionError: a process belongs to another user.
     """
     found = []
@@ -170,11 +170,35 @@ def look(pids: Iterable[int] | None = None) -> list[Member]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             if pids is not None:
                 raise
-    return sorted(found, key=lambda member: (member.id, member.rank))
+    return _sorted(found)
+
+
+def _sorted(members: list[Member]) -> list[Member]:
+    return sorted(members, key=lambda member: (member.id, member.rank))
 
 
 def _all_pids() -> list[int]:
     return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
+
+
+def _descendants(pid: int) -> list[int]:
+    """Returns the children of a process, and theirs: the ranks, if it is a launcher."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for other in _all_pids():
+        with contextlib.suppress(OSError, IndexError):
+            stat = (_PROC / str(other) / "stat").read_text().rpartition(")")[2].split()
+            children[int(stat[1])].append(other)
+    found, left = [], [pid]
+    while left:
+        more = children[left.pop()]
+        found += more
+        left += more
+    return found
+
+
+def _has_board(pid: int) -> bool:
+    """Returns whether a process has a status board of its own."""
+    return any(_HEAD.unpack_from(board, _FRONT)[:2] == (_MAGIC, pid) for board in _segments(pid))
 
 
 def _state(member: Member) -> str:
@@ -224,44 +248,102 @@ def text_of(members: list[Member]) -> str:
         lines += [f"  rank {m.rank:<3} pid {m.pid:<8} {_state(m)}" for m in those]
         absent = sorted(set(range(those[0].size)) - {member.rank for member in those})
         if absent:
-            lines.append(f"  not seen on this host, or not asked for: rank {_ranges(absent)}")
+            lines.append(f"  not among the processes looked at: rank {_ranges(absent)}")
         lines += _verdicts(those)
     return "\n".join(lines)
 
 
+def _pid(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a process")
+    return int(text)
+
+
+@dataclasses.dataclass
+class _Found:
+    """What a command has found: ranks, processes that have no group, and what went wrong."""
+
+    members: list[Member] = dataclasses.field(default_factory=list)
+    without_group: list[int] = dataclasses.field(default_factory=list)
+    unreadable: int = 0
+    errors: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, pid: int) -> bool:
+        """Looks at a process; returns whether it uses smddp."""
+        members = list(_members(pid))
+        self.members += members
+        if not members and _has_board(pid):
+            self.without_group.append(pid)
+            return True
+        return bool(members)
+
+    def add_named(self, pid: int) -> None:
+        """Looks at a process that the user has named, or else at its children."""
+        try:
+            if self.add(pid):
+                return
+            if sum(self._tried(child) for child in _descendants(pid)) > 0:
+                return
+            self.errors.append(f"process {pid} does not use smddp, and has no child that does")
+        except (FileNotFoundError, ProcessLookupError):
+            self.errors.append(f"there is no process {pid}")
+        except PermissionError:
+            self.errors.append(
+                f"may not read process {pid}: run this as its user; a container may forbid it to "
+                "root, too"
+            )
+
+    def add_all(self) -> None:
+        """Looks at all processes of this host."""
+        for pid in _all_pids():
+            self._tried(pid)
+        if not self.members and not self.without_group:
+            others = f"; {self.unreadable} could not be read" if self.unreadable else ""
+            self.errors.append(f"no process of this host uses smddp{others}")
+
+    def _tried(self, pid: int) -> bool:
+        try:
+            return self.add(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        except PermissionError:
+            self.unreadable += 1
+            return False
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns 0, or 1 if a process cannot be read or nobody uses smddp."""
+    """Runs the command; returns 0, or 1 if a process cannot be read or does not use smddp."""
     parser = argparse.ArgumentParser(
         prog="smddp status",
         description="Shows what ranks on this host are doing, without stopping them.",
     )
-    parser.add_argument("pid", nargs="*", type=int, help="a process that uses smddp")
+    parser.add_argument("pid", nargs="*", type=_pid, help="a rank's process, or its launcher")
     parser.add_argument("--all", action="store_true", help="all processes of this host")
     parser.add_argument("--json", action="store_true", help="print JSON in place of text")
     options = parser.parse_args(arguments)
-    if options.all == bool(options.pid):
+    if options.all and options.pid:
+        parser.error("pids and --all exclude each other")
+    if not options.all and not options.pid:
         parser.error("name processes by their pids, or say --all")
-    try:
-        members = look(None if options.all else options.pid)
-    except (FileNotFoundError, ProcessLookupError) as error:
-        print(f"smddp status: there is no such process: {error.filename}", file=sys.stderr)
-        return 1
-    except PermissionError as error:
-        print(
-            f"smddp status: may not read {error.filename}: run it as the user of that process, "
-            "or as root",
-            file=sys.stderr,
-        )
-        return 1
+    found = _Found()
+    if options.all:
+        found.add_all()
+    for pid in options.pid:
+        found.add_named(pid)
+    members = _sorted(found.members)
     if options.json:
         print(json.dumps([dataclasses.asdict(member) for member in members], indent=2))
     elif members:
         print(text_of(members))
-    if not members:
-        where = "on this host that may be read" if options.all else "in these processes"
-        print(f"smddp status: there is no group of smddp {where}", file=sys.stderr)
-        return 1
-    return 0
+    for pid in found.without_group:
+        print(
+            f"process {pid} has no group: it may wait in init_process_group() for ranks that have "
+            "not called it, or its groups have ended",
+            file=sys.stderr if options.json else sys.stdout,
+        )
+    for error in found.errors:
+        print(f"smddp status: {error}", file=sys.stderr)
+    return 1 if found.errors else 0
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def test_what_torchrun_gets(
             ["--node-rank", "4"],
             "--node-rank 4: ",
         ),
-        (["--node-rank", "3"], "does not say how many ranks fe80::1 has: slots=N"),
+        (["--node-rank", "3"], "does not say how many ranks fe80::1 has: write slots=N"),
         (["--node-rank", "0", "-n", "4"], "gives node0 2 slots, but -n asks for 4 ranks"),
         (["--nodes", "2"], "--nodes and --hostfile exclude each other"),
     ],

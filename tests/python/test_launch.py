@@ -146,6 +146,10 @@ def test_wrong_arguments_of_the_launcher(
     assert text in refused(capsys, *arguments, "train.py")
 
 
+def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no file absent.py" in refused(capsys, "-n", "2", "absent.py")
+
+
 _UNCHANGED = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group(*sys.argv[1:])

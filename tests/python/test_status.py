@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -71,7 +73,7 @@ def test_rank_that_is_late() -> None:
     assert "rank 0 " in text
     # The same from another node, which sees only its own ranks.
     text = status.text_of([member for member in members if member.rank != 1])
-    assert "not seen on this host, or not asked for: rank 1" in text
+    assert "not among the processes looked at: rank 1" in text
 
 
 def test_messages_that_do_not_come() -> None:
@@ -152,21 +154,47 @@ def test_boards(board: Any, expected: list[Any]) -> None:
 
 
 def test_wrong_inputs(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["--all", "1"], ["x"]):
+    for arguments in ([], ["--all", "1"], ["x"], ["-5"], ["0"]):
         with pytest.raises(SystemExit) as error:
             status.main(arguments)
         assert error.value.code == 2
     capsys.readouterr()
     assert status.main(["999999999"]) == 1
-    assert "there is no such process: /proc/999999999/fd" in capsys.readouterr().err
-    assert status.main([str(os.getppid())]) == 1
-    assert "there is no group of smddp" in capsys.readouterr().err
+    assert "there is no process 999999999" in capsys.readouterr().err
+    assert status.main(["999999999", "999999998"]) == 1
+    assert capsys.readouterr().err.count("there is no process") == 2
+
+
+def _before_a_group() -> tuple[int, str]:
+    """Rank 0 waits for rank 1 in init_process_group; rank 1 looks at it, and at its parent."""
+    if os.environ["RANK"] == "0":
+        with ranks.job():
+            dist.barrier()
+        return 0, ""
+    out = io.StringIO()
+    end = time.monotonic() + 20
+    code = 1
+    while code and time.monotonic() < end:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            code = status.main([str(os.getppid())])
+        time.sleep(0.05)
+    with ranks.job():
+        dist.barrier()
+    return code, out.getvalue()
+
+
+def test_rank_that_waits_for_others_to_come() -> None:
+    """It is found among the children of the process that started it."""
+    code, text = ranks.check_ranks(_before_a_group, "2")[1]
+    assert code == 0
+    assert "has no group: it may wait in init_process_group()" in text
 
 
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     wait = status.Wait(3, 1.5, "barrier", "at the arrival for rank 1", "")
     member = status.Member("g", "0" * 16, 0, 2, 7, "waits", 3, [wait])
-    monkeypatch.setattr(status, "look", lambda pids: [member])
+    monkeypatch.setattr(status, "_members", lambda pid: [member])
     assert status.main(["7", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["waits"][0]["where"] == "at the arrival for rank 1"
@@ -182,4 +210,4 @@ def test_other_users(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
     monkeypatch.setattr(os, "listdir", refuse)
     assert status.main(["1"]) == 1
-    assert "may not read /proc/1/fd: run it as the user of that process" in capsys.readouterr().err
+    assert "may not read process 1: run this as its user" in capsys.readouterr().err
