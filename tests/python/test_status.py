@@ -95,6 +95,8 @@ def _stopped() -> list[status.Member]:
         if dist.get_rank() == 0:
             other = int(all_pids[2])
             os.kill(other, signal.SIGSTOP)
+            while not status._is_stopped(other):  # until all its threads have stopped
+                time.sleep(0.01)
             members = status.look([int(pid) for pid in all_pids])
             os.kill(other, signal.SIGCONT)
         dist.barrier()
