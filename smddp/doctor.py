@@ -34,7 +34,7 @@ from smddp._command import run
 from smddp._local_ranks import reserved_port, start_ranks
 from smddp_launch import complete_from_launcher, complete_rendezvous
 
-__all__ = ["CARDS", "Finding", "examine_host", "join_job", "main"]
+__all__ = ["CARDS", "Finding", "examine_host", "is_job", "join_job", "main"]
 
 _OK, _WARNING, _FAULT = "ok", "warning", "fault"
 _SIGNS = {_OK: "✓", _WARNING: "!", _FAULT: "✗"}
@@ -287,6 +287,15 @@ def _talk() -> Iterator[Finding]:
     yield Finding("all_reduce", _OK, f"{text}; {smddp.describe()}")
 
 
+def is_job() -> bool:
+    """Returns whether this process is one of several ranks; then its variables are completed."""
+    complete_from_launcher()
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    if several:
+        complete_rendezvous()
+    return several
+
+
 def join_job() -> Finding | None:
     """Creates the group of all ranks; returns what prevents that."""
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -373,10 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(arguments)
-    complete_from_launcher()
-    has_ranks = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-    if has_ranks:
-        complete_rendezvous()
+    has_ranks = is_job()
     report = _report_of_rank() if has_ranks else _report_alone()
     if options.json:
         if report or not has_ranks:

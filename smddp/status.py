@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from smddp._command import run
+from smddp._spans import spans
 
 __all__ = ["Member", "Wait", "look", "main", "text_of"]
 
@@ -99,13 +100,16 @@ def _segments(pid: int) -> Iterator[mmap.mmap]:
                 os.close(descriptor)
 
 
+def _is_own(pid: int, board: mmap.mmap) -> bool:
+    """Returns whether a process has made this board: a child has the descriptors of its parent."""
+    return _HEAD.unpack_from(board, _FRONT)[:2] == (_MAGIC, pid)
+
+
 def _contents(pid: int, board: mmap.mmap) -> Iterator[tuple[int, int, int, str]]:
     """Reads the slots of a board: (group, calls, when it was written in nanoseconds, text)."""
-    magic, owner, slots, _ = _HEAD.unpack_from(board, _FRONT)
-    # A forked child has the descriptor of its parent.
-    if magic != _MAGIC or owner != pid:
+    if not _is_own(pid, board):
         return
-    for number in range(1, 1 + slots):
+    for number in range(1, 1 + _HEAD.unpack_from(board, _FRONT)[2]):
         begin = _FRONT + _SLOT * number
         for _ in range(100):
             version, group, calls, written, length = _CONTENT.unpack_from(board, begin)
@@ -119,11 +123,17 @@ def _contents(pid: int, board: mmap.mmap) -> Iterator[tuple[int, int, int, str]]
                 break
 
 
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    """Returns two fields of proc_pid_stat(5); ("", 0) if there is no such process."""
+    with contextlib.suppress(OSError, ValueError):
         # The name of the program, which comes before, may contain anything.
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    return False
+        state, parent = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:2]
+        return state, int(parent)
+    return "", 0
+
+
+def _is_stopped(pid: int) -> bool:
+    return _state_and_parent(pid)[0] in ("T", "t")
 
 
 def _wait_of(fields: list[str], now: int) -> Wait:
@@ -133,6 +143,7 @@ def _wait_of(fields: list[str], now: int) -> Wait:
 
 
 def _members(pid: int) -> Iterator[Member]:
+    stopped = _is_stopped(pid)
     for board in _segments(pid):
         for group, calls, written, text in _contents(pid, board):
             now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
@@ -146,7 +157,7 @@ def _members(pid: int) -> Iterator[Member]:
             if (now - written) / 1e9 > _FRESH:
                 waits = []
             state = "waits" if waits else "computes"
-            if _is_stopped(pid):
+            if stopped:
                 state, waits = "stopped", []
             yield Member(
                 head[1], f"{group:016x}", int(head[2]), int(head[3]), pid, state, calls, waits
@@ -185,9 +196,7 @@ def _descendants(pid: int) -> list[int]:
     """Returns the children of a process, and theirs: the ranks, if it is a launcher."""
     children: dict[int, list[int]] = defaultdict(list)
     for other in _all_pids():
-        with contextlib.suppress(OSError, IndexError):
-            stat = (_PROC / str(other) / "stat").read_text().rpartition(")")[2].split()
-            children[int(stat[1])].append(other)
+        children[_state_and_parent(other)[1]].append(other)
     found, left = [], [pid]
     while left:
         more = children[left.pop()]
@@ -198,7 +207,7 @@ def _descendants(pid: int) -> list[int]:
 
 def _has_board(pid: int) -> bool:
     """Returns whether a process has a status board of its own."""
-    return any(_HEAD.unpack_from(board, _FRONT)[:2] == (_MAGIC, pid) for board in _segments(pid))
+    return any(_is_own(pid, board) for board in _segments(pid))
 
 
 def _state(member: Member) -> str:
@@ -226,17 +235,6 @@ def _verdicts(members: list[Member]) -> Iterator[str]:
             yield f"  → {len(late)} {verb} not made call #{call} yet: {ranks}"
 
 
-def _ranges(ranks: list[int]) -> str:
-    """Returns [0, 1, 2, 5] as "0-2, 5"."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
-
-
 def text_of(members: list[Member]) -> str:
     """Returns the members as a text for the terminal; see `main`."""
     groups: dict[str, list[Member]] = defaultdict(list)
@@ -248,7 +246,7 @@ def text_of(members: list[Member]) -> str:
         lines += [f"  rank {m.rank:<3} pid {m.pid:<8} {_state(m)}" for m in those]
         absent = sorted(set(range(those[0].size)) - {member.rank for member in those})
         if absent:
-            lines.append(f"  not among the processes looked at: rank {_ranges(absent)}")
+            lines.append(f"  not among the processes looked at: rank {', '.join(spans(absent))}")
         lines += _verdicts(those)
     return "\n".join(lines)
 

@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from smddp import _load, topology_drawing
 from smddp._command import run
-from smddp.doctor import CARDS, join_job
+from smddp._spans import spans
+from smddp.doctor import CARDS, is_job, join_job
 from smddp.libfabric_providers import providers
-from smddp_launch import complete_from_launcher, complete_rendezvous
 
 __all__ = ["Card", "Gpu", "Host", "Interface", "NumaNode", "look", "main"]
 
@@ -303,13 +303,7 @@ def look(system: Path | None = None) -> Host:
 
 def _ranges(numbers: Iterable[int]) -> str:
     """Returns the kernel's notation of numbers: "0-3,8"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts)
+    return ",".join(spans(numbers))
 
 
 def _speed(interface: Interface) -> str:
@@ -402,10 +396,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw it into FILE")
     options = parser.parse_args(arguments)
-    complete_from_launcher()
     try:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
-            complete_rendezvous()
+        if is_job():
             hosts, description = _hosts_of_job()
             if not hosts:
                 return 0  # rank 0 prints for all

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from smddp import status
+from smddp._spans import spans
 
 pytestmark = pytest.mark.multiprocess
 
@@ -203,7 +204,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 
 def test_ranges() -> None:
-    assert status._ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert ", ".join(spans([0, 1, 2, 5, 7, 8])) == "0-2, 5, 7-8"
 
 
 def test_other_users(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
