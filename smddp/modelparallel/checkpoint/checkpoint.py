@@ -3,7 +3,8 @@
 A file is written under another name, synchronised and renamed. So a job that dies while it saves
 leaves the previous checkpoint whole. A checkpoint in parts has a manifest with the hash of each
 file. The manifest is written last, and only files that it names are loaded. Parts are merged when
-they are loaded, so the numbers of partitions and replicas may have changed since.
+they are loaded, so the numbers of partitions and replicas may have changed since. Folders of the
+original library have no manifest; their parts are known by their names.
 
 `save`, `load`, `save_checkpoint` and `resume_from_checkpoint` have the arguments and file names of
 the SageMaker Python SDK's documentation.
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +36,11 @@ from smddp.modelparallel.partition.placement import MARKER, Decision
 
 __all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
 
+log = logging.getLogger("smddp.modelparallel")
+
 _MANIFEST = "manifest.json"
+# Is in the folder of a checkpoint from before the first part is written until the manifest is.
+_UNFINISHED = "unfinished"
 # Files that hold the newest tag: of all checkpoints; of those in parts (True), in one file (False).
 _NEWEST = "newest"
 _NEWEST_OF_KIND = {True: "newest_in_parts", False: "newest_in_one_file"}
@@ -142,7 +149,9 @@ def save_checkpoint(
         tag: names the checkpoint.
         partial: each partition saves its parts of model and optimizer into the folder
             `{tag}_partial`. Otherwise the whole model, without the optimizer, is saved as the file
-            `tag`: as safetensors if the tag ends in `.safetensors`, else as torch.save does it.
+            `tag`: as safetensors if the tag ends in `.safetensors`, else as torch.save does it. If
+            the tag ends in `.index.json`, as in `model.safetensors.index.json`, each partition
+            writes a file of its own, and no rank holds more than that.
         model: a smp.DistributedModel; None saves none.
         optimizer: a smp.DistributedOptimizer; None saves none. It is saved only with `partial`.
         user_content: anything that pickles; that of rank 0 is saved.
@@ -165,10 +174,13 @@ def save_checkpoint(
     if partial:
         _save_parts(folder / f"{tag}_partial", model, optimizer, user_content)
     else:
-        entries = model.state_dict() if model is not None else {}
+        if tag.endswith(_INDEX):
+            _save_shards(folder / tag, model)
+        else:
+            entries = model.state_dict() if model is not None else {}
+            if first:
+                _write_whole(folder / tag, entries)
         if first:
-            save_as = safetensors.write if _is_safetensors(tag) else _torch_save
-            write(folder / tag, lambda file: save_as(file, entries))
             write(folder / f"user_content_{tag}", lambda file: torch.save(user_content, file))
     if first:
         for name in (_NEWEST, _NEWEST_OF_KIND[partial]):
@@ -271,17 +283,52 @@ def _newest(folder: Path, partial: bool) -> str:
 # --- one file -------------------------------------------------------------------------------------
 
 
+_INDEX = ".index.json"
+
+
 def _is_safetensors(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def _torch_save(file: Any, entries: Any) -> None:
-    torch.save(entries, file)
+def _write_whole(file: Path, entries: dict[str, Any]) -> None:
+    """Writes entries in the format that the name of the file asks for."""
+    if _is_safetensors(file.name):
+        write(file, lambda stream: safetensors.write(stream, entries))
+    else:
+        write(file, lambda stream: torch.save(entries, stream))
+
+
+def _save_shards(index: Path, model: Any) -> None:
+    """Writes a file for each partition, and on rank 0 the index of them, as Hugging Face does.
+
+    The files of `model.safetensors.index.json` are `model-00001-of-00002.safetensors` and so on.
+    Source: huggingface.co/docs/transformers, "Sharded checkpoints".
+    """
+    topology = state.topology
+    entries = {} if model is None else model.local_state_dict()
+    entries.pop(MARKER, None)
+    whole = Path(index.name.removesuffix(_INDEX))
+    part = f"{topology.rank_in('pp') + 1:05}-of-{topology.pp_size:05}"
+    file = index.with_name(f"{whole.stem}-{part}{whole.suffix}")
+    if topology.rank_in("rdp") == 0 and entries:
+        _write_whole(file, entries)
+    size = sum(
+        value.numel() * value.element_size()
+        for value in entries.values()
+        if isinstance(value, torch.Tensor)
+    )
+    everybody = Messenger(state).allgather((file.name, list(entries), size), CommGroup.PP_GROUP)
+    if topology.rank == 0:
+        content = {
+            "metadata": {"total_size": sum(size for _, _, size in everybody)},
+            "weight_map": {name: file for file, names, _ in everybody for name in names},
+        }
+        write(index, lambda stream: stream.write(json.dumps(content, indent=1).encode()))
 
 
 def _whole(file: Path) -> dict[str, Any]:
     """Reads a model from one file, or from those that an index names."""
-    if file.name.endswith(".index.json"):
+    if file.name.endswith(_INDEX):
         entries: dict[str, Any] = {}
         for name in sorted(set(json.loads(file.read_text())["weight_map"].values())):
             if not (file.parent / name).exists():
@@ -301,6 +348,9 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
     """Writes the parts of this rank, and on rank 0 the manifest of all parts."""
     folder.mkdir(parents=True, exist_ok=True)
     topology = state.topology
+    if topology.rank == 0:
+        write(folder / _UNFINISHED, lambda _: None)
+    Messenger(state).barrier(CommGroup.WORLD)
     hashes: dict[str, str] = {}
     # Replicas have the same parts.
     if topology.rank_in("rdp") == 0:
@@ -322,6 +372,7 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
             "partitions": topology.pp_size,
         }
         write(folder / _MANIFEST, lambda file: file.write(json.dumps(manifest).encode()))
+        (folder / _UNFINISHED).unlink()
 
 
 def _pieces(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -336,12 +387,50 @@ def _pieces(model: Any, optimizer: Any) -> dict[str, Any]:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     file = folder / _MANIFEST
-    if not file.exists():
+    if (folder / _UNFINISHED).exists():
         raise FileNotFoundError(
-            f"there is no complete checkpoint in {folder}: it has no {_MANIFEST}, which comes last"
+            f"there is no complete checkpoint in {folder}: the job that saved it did not finish, "
+            f"and left the file {_UNFINISHED}"
         )
+    if not file.exists():
+        return _manifest_by_names(folder)
     manifest: dict[str, Any] = json.loads(file.read_text())
     return manifest
+
+
+def _manifest_by_names(folder: Path) -> dict[str, Any]:
+    """Returns a manifest without hashes for a folder of the original library.
+
+    Its parts end in the rank within the model, or in the numbers of the pipeline-parallel and the
+    tensor-parallel rank, and with sharding in that of the replica.
+
+    Raises:
+        FileNotFoundError: there are no parts of a model.
+        SMPUsageError: the model was divided in another way than by modules.
+    """
+    found: dict[str, list[str]] = {"model": [], "optimizer": [], FP16_STATES: []}
+    for file in sorted(folder.glob("*.pt")):
+        parts = re.fullmatch(rf"(model|optimizer|{FP16_STATES})((?:_\d+){{1,3}})\.pt", file.name)
+        if parts is None:
+            continue
+        _, *others = (int(number) for number in parts[2][1:].split("_"))
+        if any(others):
+            raise SMPUsageError(
+                f"{file} is a part of a model with tensor parallelism, sharded data parallelism or "
+                "a sharded optimizer, as the original library saved it. Only checkpoints that are "
+                "divided by modules can be loaded: save a full checkpoint there, with partial=False"
+            )
+        found[parts[1]].append(file.name)
+    if not found["model"]:
+        raise FileNotFoundError(
+            f"there is no complete checkpoint in {folder}: it has neither {_MANIFEST} nor parts "
+            "named model_0.pt and so on"
+        )
+    log.warning(
+        "smp: %s has no %s, so its %d parts are not checked for damage",
+        *(folder, _MANIFEST, sum(map(len, found.values()))),
+    )
+    return {**found, "hashes": {}, "partition": None}
 
 
 def _division(manifest: dict[str, Any]) -> Decision | None:
@@ -359,7 +448,7 @@ def _verified(folder: Path, name: str, manifest: dict[str, Any]) -> Path:
     file = folder / name
     if not file.exists():
         raise FileNotFoundError(f"the checkpoint in {folder} lacks its part {name}")
-    if hash_of(file) != manifest["hashes"][name]:
+    if manifest["hashes"] and hash_of(file) != manifest["hashes"][name]:
         raise ValueError(f"{file} is damaged: its hash is not the one in {_MANIFEST}")
     return file
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,8 @@ def resuming(pp: int, path: str, loaded_after_step: bool, mode: str) -> Any:
     assert content == {"epoch": 3, "anything": {1, 2}}
     train(model, optimizer, range(2, 4))
     owners = model.runtime.placement.decision.owners
+    if mode == "foreign":
+        return state_of(model, optimizer)
     if pp > 1 and mode == "same":
         decision = json.loads(Path(path, "two_partial", "manifest.json").read_text())["partition"]
         assert owners == decision["owners"]
@@ -227,6 +230,9 @@ def forward(model: Any, x: torch.Tensor) -> Any:
     return model(x)
 
 
+SHARDS = ("shards.safetensors.index.json", "shards.bin.index.json")
+
+
 def files_of_others(path: str, weights: dict[str, torch.Tensor]) -> None:
     """Loads whole models from files of model libraries, before and after the partition."""
     gc.freeze()  # so that collecting a model does not visit all objects of torch
@@ -245,7 +251,7 @@ def files_of_others(path: str, weights: dict[str, torch.Tensor]) -> None:
             # The same rows, in two halves.
             same(result, torch.cat([whole(x[:2]), whole(x[2:])]).detach())
             same(dict(model.state_dict()), weights)
-            for tag in ("ours.safetensors", "ours.bin"):
+            for tag in ("ours.safetensors", "ours.bin", *SHARDS):
                 smp.save_checkpoint(path, tag, partial=False, model=model, user_content={"e": 1})
                 assert smp.resume_from_checkpoint(path, tag, partial=False) == {"e": 1}
             same(dict(model.state_dict()), weights)
@@ -298,6 +304,13 @@ def test_whole_models_in_files_of_other_libraries(tmp_path: Path) -> None:
     check_ranks(files_of_others, "2", str(tmp_path), weights)
     again = ZOO["shared layer"].make()
     again.load_state_dict(torch.load(tmp_path / "ours.bin", weights_only=True))
+    for index in SHARDS:
+        content = json.loads((tmp_path / index).read_text())
+        files = set(content["weight_map"].values())
+        ending = index.removesuffix(".index.json").removeprefix("shards")
+        assert files == {f"shards-0000{n}-of-00002{ending}" for n in (1, 2)}
+        assert content["weight_map"].keys() == weights.keys()
+        assert content["metadata"]["total_size"] == sum(value.nbytes for value in weights.values())
     same(dict(again.state_dict()), weights)
     same(safetensors.read(tmp_path / "ours.safetensors"), weights)
 
@@ -331,7 +344,8 @@ def test_safetensors_by_the_letter(tmp_path: Path) -> None:
 
 def damaged(path: str, text: str, kind: str) -> None:
     _kept = begin(2)
-    error = {"missing": FileNotFoundError, "value": ValueError}[kind]
+    errors = {"missing": FileNotFoundError, "value": ValueError, "usage": SMPUsageError}
+    error = errors[kind]
     with pytest.raises(error, match=text):
         smp.resume_from_checkpoint(path, "two")
 
@@ -344,8 +358,26 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     check_ranks(damaged, "2", str(tmp_path), "model_1.pt is damaged", "value")
     part.unlink()
     check_ranks(damaged, "2", str(tmp_path), "lacks its part model_1.pt", "missing")
-    (tmp_path / "two_partial" / "manifest.json").unlink()
-    check_ranks(damaged, "2", str(tmp_path), "no complete checkpoint", "missing")
+    (tmp_path / "two_partial" / "unfinished").touch()
+    check_ranks(damaged, "2", str(tmp_path), "job that saved it did not finish", "missing")
+    shutil.rmtree(tmp_path / "two_partial")
+    (tmp_path / "two_partial").mkdir()
+    check_ranks(damaged, "2", str(tmp_path), "neither manifest.json nor parts named", "missing")
+    (tmp_path / "two_partial" / "model_0_1.pt").touch()
+    check_ranks(damaged, "2", str(tmp_path), "save a full checkpoint there", "usage")
+
+
+def test_folders_of_the_original(tmp_path: Path) -> None:
+    """They have no manifest, and other numbers at the end of a file's name."""
+    saved = check_ranks(saving, "2", 2, str(tmp_path))
+    folder = tmp_path / "two_partial"
+    (folder / "manifest.json").unlink()
+    assert not (folder / "unfinished").exists()
+    loaded = check_ranks(resuming, "2", 2, str(tmp_path), False, "foreign")
+    same(loaded, saved)
+    for file in folder.glob("*_[01].pt"):
+        file.rename(file.with_stem(f"{file.stem}_0"))
+    same(check_ranks(resuming, "1", 1, str(tmp_path), False, "foreign")[0], saved[0])
 
 
 def partial_states() -> Any:
