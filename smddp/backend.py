@@ -40,7 +40,7 @@ class GroupOptions:
     """
 
     wire: str = ""
-    """Replaces the setting SMDDP_WIRE for this group: "fp32", "bf16", "int8" or "auto".
+    """Replaces the setting SMDDP_WIRE for this group; one of "fp32", "bf16", "int8" and "auto".
 
     With "+feedback" behind ("int8+feedback"): with error feedback.
     """
