@@ -31,6 +31,11 @@ class GroupOptions:
 
     Raises:
         TypeError: `algorithm` or `wire` is not text.
+
+    Example:
+        >>> group = dist.new_group(pg_options=smddp.GroupOptions(algorithm="allreduce=ring"))
+        >>> print(smddp.describe(group))
+        group ...; algorithms by the group's allreduce=ring, then the built-in table
     """
 
     algorithm: str = ""

@@ -89,21 +89,76 @@ def _described(site: Path) -> set[str]:
     return {name for kind, names in items.items() if kind.startswith("py:") for name in names}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_site_is_complete(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    command = [sys.executable, "-m", "sphinx", "-q", "--fail-on-warning", "--keep-going"]
-    command += ["-c", "docs/site", "-d", str(tmp_path / "doctrees"), ".", str(site)]
+def _python(*arguments: str) -> str:
+    """Returns the output of Python with this clone's packages."""
     done = subprocess.run(
-        command,
+        [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+        },
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# The examples in docstrings, in a job of one rank.
+_EXAMPLES = """
+import doctest, importlib, sys
+import torch, torch.distributed as dist
+import smddp
+import smdistributed.modelparallel.torch as smp
+
+dist.init_process_group("smddp", store=dist.HashStore(), rank=0, world_size=1)
+smp.init({"microbatches": 2})
+names = {"dist": dist, "smddp": smddp, "smp": smp, "torch": torch}
+finder = doctest.DocTestFinder()
+runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+for module in map(importlib.import_module, sys.argv[1:]):
+    for name in sorted(set(vars(module)) - {"dist", "smddp", "smp", "torch"}):
+        public = vars(module)[name]
+        if hasattr(public, "__doc__") and not name.startswith("_") and callable(public):
+            for test in finder.find(public, name, module=False, globs=names):
+                runner.run(test)
+print(runner.tries)
+sys.exit(runner.failures > 0)
+"""
+
+
+@pytest.mark.multiprocess
+def test_the_examples_of_the_reference_run() -> None:
+    examples = int(_python("-c", _EXAMPLES, "smddp", "smdistributed.modelparallel.torch"))
+    assert examples >= 10
+
+
+@pytest.mark.multiprocess
+def test_the_script_of_the_quickstart_learns(tmp_path: Path) -> None:
+    page = (ROOT / "docs/quickstart.md").read_text()
+    script = tmp_path / "train.py"
+    script.write_text(page.partition("```python\n")[2].partition("```")[0])
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    output = _python(*command, str(script))
+    loss = re.search(r"^loss (\S+)$", output, re.MULTILINE)
+    assert loss, output
+    assert float(loss[1]) < 0.01
+    assert "rank 0 of 2" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore:smdistributed.dataparallel")
+def test_the_site_is_complete(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    _python(
+        *("-m", "sphinx", "-q", "--fail-on-warning", "--keep-going"),
+        *("-c", "docs/site", "-d", str(tmp_path / "doctrees"), ".", str(site)),
+    )
     assert (site / "index.html").exists()
     assert (site / "searchindex.js").exists()
     assert broken(site) == []

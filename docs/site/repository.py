@@ -81,8 +81,8 @@ class RepositoryLinks(SphinxTransform):
 def _shown(env: BuildEnvironment) -> dict[str, set[str]]:
     """Returns which files and folders each page links to."""
     if not hasattr(env, "shown_files"):
-        env.shown_files = {}  # type: ignore[attr-defined]
-    return env.shown_files  # type: ignore[attr-defined, no-any-return]
+        env.shown_files = {}
+    return env.shown_files
 
 
 def _forget(_app: Sphinx, env: BuildEnvironment, page: str) -> None:
@@ -118,7 +118,7 @@ def _write_shown(app: Sphinx, error: Exception | None) -> None:
         body = _list(path, name, shown) if path.is_dir() else _highlight(app, path)
         context = {"title": name, "top": top, "body": body, "start": app.config.root_doc}
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(app.builder.templates.render("file.html", context))  # type: ignore[attr-defined]
+        page.write_text(app.builder.templates.render("file.html", context))
 
 
 def _list(folder: Path, name: str, shown: set[str]) -> str:
@@ -135,7 +135,7 @@ def _list(folder: Path, name: str, shown: set[str]) -> str:
 
 def _highlight(app: Sphinx, file: Path) -> str:
     language = _LANGUAGES.get(file.suffix, "text")
-    highlighter = app.builder.highlighter  # type: ignore[attr-defined]
+    highlighter = app.builder.highlighter
     return str(highlighter.highlight_block(file.read_text(), language, force=True))
 
 
