@@ -67,6 +67,7 @@ default_role = "literal"
 
 add_module_names = False
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
