@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 NAVIGATION = {
-    "Start": ["docs/install", "docs/quickstart", "docs/migrating"],
-    "Use": [
+    "Getting started": ["docs/install", "docs/quickstart", "docs/migrating"],
+    "Guides": [
         "docs/using",
         "docs/launching",
         "docs/frameworks",
@@ -24,17 +24,15 @@ NAVIGATION = {
         "docs/wire",
         "docs/performance",
     ],
-    "Look up": [
+    "Reference": [
         "docs/settings",
         "docs/troubleshooting",
         "docs/faults",
         "docs/security",
-        "docs/api/smddp",
-        "docs/api/modelparallel",
-        "docs/api/dataparallel",
         "CHANGELOG",
     ],
-    "Change smddp": [
+    "API reference": ["docs/api/smddp", "docs/api/modelparallel", "docs/api/dataparallel"],
+    "Contributing": [
         "CONTRIBUTING",
         "docs/architecture",
         "docs/threads",
