@@ -121,6 +121,11 @@ demo: setup  ## train a real model on 2 nodes x 2 ranks of this machine, beside 
 bench: setup  ## allreduce from 8 B to 64 MiB, beside gloo
 	$(PYTHON) -m smddp.bench
 
+.PHONY: docs
+docs: setup  ## the documentation as a site, in build/site
+	$(PYTHON) -m sphinx -q --fail-on-warning --keep-going -c docs/site -d build/site-pages . build/site
+	@echo "open build/site/index.html"
+
 .PHONY: lint
 lint:  ## check format, style and types
 	@tools/setup.sh lint

@@ -64,6 +64,10 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     Returns:
         A contiguous tensor. If there is no communication memory, it lies in ordinary memory; the
         first such tensor of a process causes a warning.
+
+    Example:
+        >>> smddp.empty(2, 3).shape
+        torch.Size([2, 3])
     """
     shape: list[int] = []
     for extent in size:
@@ -105,6 +109,11 @@ def statistics(group: dist.ProcessGroup | None = None) -> dict[str, AlgorithmUse
 
     Raises:
         ValueError: the group does not use smddp for CPU tensors.
+
+    Example:
+        >>> dist.all_reduce(torch.ones(4))
+        >>> smddp.statistics()["allreduce/one_shot"]["bytes"]
+        16
     """
     return _backend_of(group).statistics()
 
@@ -121,5 +130,9 @@ def describe(group: dist.ProcessGroup | None = None) -> str:
 
     Raises:
         ValueError: the group does not use smddp for CPU tensors.
+
+    Example:
+        >>> print(smddp.describe())
+        group "0": rank 0 of 1, 1 node (1 rank), ...; algorithms by the built-in table
     """
     return _backend_of(group).describe()

@@ -31,6 +31,11 @@ class GroupOptions:
 
     Raises:
         TypeError: `algorithm` or `wire` is not text.
+
+    Example:
+        >>> group = dist.new_group(pg_options=smddp.GroupOptions(algorithm="allreduce=ring"))
+        >>> print(smddp.describe(group))
+        group ...; algorithms by the group's allreduce=ring, then the built-in table
     """
 
     algorithm: str = ""
@@ -40,7 +45,7 @@ class GroupOptions:
     """
 
     wire: str = ""
-    """Replaces the setting SMDDP_WIRE for this group: "fp32", "bf16", "int8" or "auto".
+    """Replaces the setting SMDDP_WIRE for this group; one of "fp32", "bf16", "int8" and "auto".
 
     With "+feedback" behind ("int8+feedback"): with error feedback.
     """

@@ -2,8 +2,7 @@
 
 Scripts of that time import `smdistributed.dataparallel.torch.distributed` in place of
 `torch.distributed`. Its functions are those of torch with fewer arguments, on the group of all
-ranks; its DistributedDataParallel is torch's. The sources are the contract's sections A.1 (the two
-generations of the interface) and A.4 (names, signatures, meanings).
+ranks; its DistributedDataParallel is torch's.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ class _World:
 
 
 class group:  # noqa: N801, the original's name
-    """Has the group of all ranks, `group.WORLD` (A.4)."""
+    """Has the group of all ranks, `group.WORLD`."""
 
     WORLD = _World()
 
 
 class ReduceOp:
-    """The reduce operations (A.4); AVERAGE is what torch calls AVG.
+    """The reduce operations; AVERAGE is what torch calls AVG.
 
     The values are torch's, so the functions take those, too.
     """
@@ -74,7 +73,7 @@ class ReduceOp:
 
 @functools.cache
 def announce_deprecation() -> None:
-    """Prints once that the interface is deprecated (A.1), on one rank of each node.
+    """Prints once that the interface is deprecated, on one rank of each node.
 
     The category is FutureWarning, because Python hides a DeprecationWarning outside __main__.
     """
@@ -100,13 +99,13 @@ def _require_world(given: object) -> None:
 
 
 def is_available() -> bool:
-    """Returns whether a launcher has started this process as a rank of a job (A.4)."""
+    """Returns whether a launcher has started this process as a rank of a job."""
     complete_from_launcher()
     return dist.is_available() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def init_process_group(*args: Any, **kwargs: Any) -> None:
-    """Creates the group of all ranks; the other calls need it (A.4).
+    """Creates the group of all ranks; the other calls need it.
 
     Args:
         args: ignored, as in the original.
@@ -124,24 +123,24 @@ def init_process_group(*args: Any, **kwargs: Any) -> None:
 
 
 def is_initialized() -> bool:
-    """Returns whether init_process_group() has been called (A.4)."""
+    """Returns whether init_process_group() has been called."""
     return dist.is_available() and dist.is_initialized()
 
 
 def get_world_size(group: object = group.WORLD) -> int:
-    """Returns the number of ranks of the job (A.4)."""
+    """Returns the number of ranks of the job."""
     _require_world(group)
     return dist.get_world_size()
 
 
 def get_rank(group: object = group.WORLD) -> int:
-    """Returns the number of this rank in the job (A.4)."""
+    """Returns the number of this rank in the job."""
     _require_world(group)
     return dist.get_rank()
 
 
 def get_local_rank() -> int:
-    """Returns the number of this rank on its node (A.4); torch.distributed has no such function.
+    """Returns the number of this rank on its node; torch.distributed has no such function.
 
     Raises:
         ValueError: init_process_group() has not been called.
@@ -157,7 +156,7 @@ def all_reduce(
     group: object = group.WORLD,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Makes a tensor the reduction of those of all ranks, the same bits everywhere (A.4).
+    """Makes a tensor the reduction of those of all ranks, the same bits everywhere.
 
     Args:
         tensor: is changed in place.
@@ -175,7 +174,7 @@ def all_reduce(
 def broadcast(
     tensor: torch.Tensor, src: int = 0, group: object = group.WORLD, async_op: bool = False
 ) -> dist.Work | None:
-    """Copies the tensor of rank `src` to all ranks (A.4); see all_reduce()."""
+    """Copies the tensor of rank `src` to all ranks; see all_reduce()."""
     _require_world(group)
     return dist.broadcast(tensor, src, async_op=async_op)
 
@@ -186,7 +185,7 @@ def all_gather(
     group: object = group.WORLD,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Fills a list, which has a tensor for each rank, with those of all (A.4); see all_reduce()."""
+    """Fills a list, which has a tensor for each rank, with those of all; see all_reduce()."""
     _require_world(group)
     return dist.all_gather(tensor_list, tensor, async_op=async_op)
 
@@ -199,7 +198,7 @@ def all_to_all_single(
     group: object = group.WORLD,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Sends each rank its part of `input_t` (A.4); see torch.distributed.all_to_all_single()."""
+    """Sends each rank its part of `input_t`; see torch.distributed.all_to_all_single()."""
     _require_world(group)
     return dist.all_to_all_single(
         output_t, input_t, output_split_sizes, input_split_sizes, async_op=async_op
@@ -207,13 +206,13 @@ def all_to_all_single(
 
 
 def barrier(group: object = group.WORLD, async_op: bool = False) -> dist.Work | None:
-    """Waits until all ranks have called it (A.4)."""
+    """Waits until all ranks have called it."""
     _require_world(group)
     return dist.barrier(async_op=async_op)
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel with the arguments of the original (A.4).
+    """torch's DistributedDataParallel with the arguments of the original.
 
     The original asked for `broadcast_buffers=False`, because it could not do the other. Here both
     values mean what they mean in torch. For a model on the CPU, `device_ids` and `output_device`

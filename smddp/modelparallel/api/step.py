@@ -58,6 +58,17 @@ def step(
 
     Raises:
         SMPUsageError: non_split_inputs is a string.
+
+    Example:
+        >>> @smp.step
+        ... def train_step(model, data):
+        ...     loss = model(data).square().mean()
+        ...     model.backward(loss)
+        ...     return loss
+        >>> model = smp.DistributedModel(torch.nn.Linear(2, 1))
+        >>> losses = train_step(model, torch.ones(4, 2))
+        >>> len(losses.outputs)  # one for each microbatch
+        2
     """
     if function is None:
         return lambda f: StepFunction(f, non_split_inputs, input_split_axes, detach_outputs)

@@ -41,6 +41,11 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         SMPConfigurationError: the configuration is wrong.
         SMPInitializationError: the number of ranks does not fit it, ranks have different
             configurations, or nothing says where rank 0 is.
+
+    Example:
+        >>> smp.init({"partitions": 1, "microbatches": 2})
+        >>> smp.rank(), smp.size()
+        (0, 1)
     """
     if state.initialized:
         log.debug("smp.init() was called again; the first call stays in force")

@@ -75,8 +75,7 @@ class DistributedModel(ModelQueries):
 
     Raises:
         SMPInitializationError: `smp.init` has not been called.
-        SMPUsageError: the module or an argument is not allowed, there is such a model already, or
-            there are several partitions and torch finds a GPU.
+        SMPUsageError: the module or an argument is not allowed, or there is such a model already.
     """
 
     def __init__(

@@ -21,6 +21,13 @@ class StepOutput:
         outputs: the values, by microbatch, with the shapes and dtypes that the body has returned.
 
     Source: the SageMaker Python SDK's page on `smdistributed.modelparallel.torch.step`.
+
+    Example:
+        >>> output = smp.StepOutput([torch.zeros(2), torch.ones(2)])
+        >>> output.reduce_mean()
+        tensor([0.5000, 0.5000])
+        >>> output.concat().shape, output.stack().shape
+        (torch.Size([4]), torch.Size([2, 2]))
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
