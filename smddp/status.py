@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import mmap
 import os
 import struct
 import sys
@@ -22,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from smddp._command import run
 from smddp._spans import spans
@@ -32,6 +32,7 @@ _NAME = "/memfd:smddp-status"
 _MAGIC = b"smddpst1"
 _FRONT = 4096  # of a segment (csrc/transport/shm/segment.h)
 _SLOT = 1024
+_MOST_SLOTS = 1024
 _HEAD = struct.Struct("<8siIQ")
 _CONTENT = struct.Struct("<QQQqQ")
 _FRESH = 1.0  # seconds
@@ -82,8 +83,25 @@ class Member:
     waits: list[Wait]
 
 
-def _segments(pid: int) -> Iterator[mmap.mmap]:
-    """Maps the status boards of a process.
+class _Board:
+    """The status board of a process, which may change, shrink or be damaged at any moment."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def read(self, struct: struct.Struct, offset: int) -> tuple[Any, ...]:
+        """Returns the fields at an offset; zeros if the board ends before."""
+        data = os.pread(self._descriptor, struct.size, offset)
+        return struct.unpack(data.ljust(struct.size, b"\0"))
+
+    def text(self, size: int, offset: int) -> str:
+        """Returns a text; other users' processes must not control the terminal with it."""
+        text = os.pread(self._descriptor, size, offset).decode(errors="replace")
+        return "".join(c if c.isprintable() or c in "\t\n" else "\ufffd" for c in text)
+
+
+def _boards(pid: int) -> Iterator[_Board]:
+    """Opens the status boards of a process.
 
     Raises:
         PermissionError: the process belongs to another user.
@@ -95,31 +113,30 @@ def _segments(pid: int) -> Iterator[mmap.mmap]:
                 continue
             descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                yield mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+                yield _Board(descriptor)
             finally:
                 os.close(descriptor)
 
 
-def _is_own(pid: int, board: mmap.mmap) -> bool:
+def _is_own(pid: int, board: _Board) -> bool:
     """Returns whether a process has made this board: a child has the descriptors of its parent."""
-    return _HEAD.unpack_from(board, _FRONT)[:2] == (_MAGIC, pid)
+    return board.read(_HEAD, _FRONT)[:2] == (_MAGIC, pid)
 
 
-def _contents(pid: int, board: mmap.mmap) -> Iterator[tuple[int, int, int, str]]:
+def _contents(pid: int, board: _Board) -> Iterator[tuple[int, int, int, str]]:
     """Reads the slots of a board: (group, calls, when it was written in nanoseconds, text)."""
     if not _is_own(pid, board):
         return
-    for number in range(1, 1 + _HEAD.unpack_from(board, _FRONT)[2]):
+    for number in range(1, 1 + min(board.read(_HEAD, _FRONT)[2], _MOST_SLOTS)):
         begin = _FRONT + _SLOT * number
         for _ in range(100):
-            version, group, calls, written, length = _CONTENT.unpack_from(board, begin)
+            version, group, calls, written, length = board.read(_CONTENT, begin)
             if version == 0:
                 break
-            first = begin + _CONTENT.size
-            text = board[first : first + min(length, _SLOT - _CONTENT.size)]
-            if version % 2 == 0 and _CONTENT.unpack_from(board, begin)[0] == version:
+            text = board.text(min(length, _SLOT - _CONTENT.size), begin + _CONTENT.size)
+            if version % 2 == 0 and board.read(_CONTENT, begin)[0] == version:
                 if text:
-                    yield group, calls, written, text.decode(errors="replace")
+                    yield group, calls, written, text
                 break
 
 
@@ -144,24 +161,28 @@ def _wait_of(fields: list[str], now: int) -> Wait:
 
 def _members(pid: int) -> Iterator[Member]:
     stopped = _is_stopped(pid)
-    for board in _segments(pid):
+    for board in _boards(pid):
         for group, calls, written, text in _contents(pid, board):
-            now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-            lines = [line.split("\t") for line in text.splitlines()]
-            head = next((line for line in lines if line[0] == "group" and len(line) == 4), None)
-            if head is None:
-                continue
-            waits = [
-                _wait_of(line[1:], now) for line in lines if line[0] == "wait" and len(line) == 6
-            ]
-            if (now - written) / 1e9 > _FRESH:
-                waits = []
-            state = "waits" if waits else "computes"
-            if stopped:
-                state, waits = "stopped", []
-            yield Member(
-                head[1], f"{group:016x}", int(head[2]), int(head[3]), pid, state, calls, waits
-            )
+            with contextlib.suppress(ValueError):  # a damaged board
+                if (member := _member(pid, group, calls, written, text, stopped)) is not None:
+                    yield member
+
+
+def _member(
+    pid: int, group: int, calls: int, written: int, text: str, stopped: bool
+) -> Member | None:
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    lines = [line.split("\t") for line in text.splitlines()]
+    head = next((line for line in lines if line[0] == "group" and len(line) == 4), None)
+    if head is None:
+        return None
+    waits = [_wait_of(line[1:], now) for line in lines if line[0] == "wait" and len(line) == 6]
+    if (now - written) / 1e9 > _FRESH:
+        waits = []
+    state = "waits" if waits else "computes"
+    if stopped:
+        state, waits = "stopped", []
+    return Member(head[1], f"{group:016x}", int(head[2]), int(head[3]), pid, state, calls, waits)
 
 
 def look(pids: Iterable[int] | None = None) -> list[Member]:
@@ -207,7 +228,7 @@ def _descendants(pid: int) -> list[int]:
 
 def _has_board(pid: int) -> bool:
     """Returns whether a process has a status board of its own."""
-    return any(_is_own(pid, board) for board in _segments(pid))
+    return any(_is_own(pid, board) for board in _boards(pid))
 
 
 def _state(member: Member) -> str:

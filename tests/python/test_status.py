@@ -150,10 +150,23 @@ def _board(version: int, text: bytes, magic: bytes = b"smddpst1", pid: int = 7) 
         (_board(2, b"x", magic=b"smddpst0"), []),
         (_board(2, b"x", pid=8), []),  # that of the parent
         (_board(2, b"\xff"), [(5, 6, 0, "�")]),
+        (_board(2, b"\x1b[2J\tb\r\n"), [(5, 6, 0, "�[2J\tb�\n")]),
+        (_board(2, b"group")[: 4096 + 1024 + 42], [(5, 6, 0, "gr")]),  # it has shrunk
+        (_board(2, b"group")[: 4096 + 1024 + 16], []),
     ],
 )
-def test_boards(board: Any, expected: list[Any]) -> None:
-    assert list(status._contents(7, board)) == expected
+def test_boards(board: Any, expected: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "board").write_bytes(board)
+    with (tmp_path / "board").open("rb") as file:
+        assert list(status._contents(7, status._Board(file.fileno()))) == expected
+
+
+@pytest.mark.parametrize("text", ["group\ta\tx\t2\n", "group\ta\t0\t2\nwait\t1\t\ta\tb\tc\n"])
+def test_texts_of_damaged_boards_are_left_out(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_boards", lambda _: [None])
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    monkeypatch.setattr(status, "_contents", lambda *_: [(5, 6, now, text)])
+    assert status.look([os.getpid()]) == []
 
 
 def test_wrong_inputs(capsys: pytest.CaptureFixture[str]) -> None:
