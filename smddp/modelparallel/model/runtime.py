@@ -18,6 +18,7 @@ from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.data_parallel.replicas import abstain, agree
 from smddp.modelparallel.job.state import State
+from smddp.modelparallel.model.activation_checkpoints import ActivationCheckpoints
 from smddp.modelparallel.model.state_dict import ModelState
 from smddp.modelparallel.optimizer.half import MasterWeights, convert, half_precision
 from smddp.modelparallel.partition.decide import decide_and_report
@@ -43,6 +44,7 @@ class ModelRuntime:
         placement: which modules live here.
         data_parallel: makes gradients equal on all replicas.
         model_state: makes and loads state dicts.
+        checkpoints: which modules have activation checkpointing.
         steps: how many have begun; a step that is run again counts twice.
         device: of the parameters and buffers that live here.
         buffers: those that live here; none before the model is divided.
@@ -84,6 +86,8 @@ class ModelRuntime:
         topology = state.topology
         self.placement = Placement(modules, topology.rank_in("pp"), topology.pp_size)
         self.model_state = ModelState(module, self.placement)
+        manual = not state.cfg.auto_partition
+        self.checkpoints = ActivationCheckpoints(modules, manual, topology.rank == 0)
         self._sum = GradientSum(data_parallel.final)
         # Not plain dicts: the handles keep weak references to them.
         self._hooks: dict[str, OrderedDict[int, Callable[..., Any]]] = {
@@ -132,7 +136,7 @@ class ModelRuntime:
         executor = self.executor
 
         def make() -> Decision:
-            return decide_and_report(
+            decision = decide_and_report(
                 self._state.cfg,
                 self.module,
                 executor.modules,
@@ -141,6 +145,8 @@ class ModelRuntime:
                 kwargs,
                 self._times,
             )
+            self.checkpoints.check(decision.owners)
+            return decision
 
         if self.data_parallel.size > 1 and not self._undecided:
             raise SMPUsageError(
@@ -190,6 +196,7 @@ class ModelRuntime:
 
     def _apply(self, decision: Decision) -> None:
         self.placement.apply(decision, self.device)
+        self.checkpoints.apply()
         local = self.placement.parameters()
         for parameter in local:
             if parameter.requires_grad:
@@ -324,13 +331,12 @@ class ModelRuntime:
                 self.masters.note_new_gradients()
             self._run_hooks("step")
 
-    def changed_training_flags(self) -> bytes | None:
-        """Returns train (1) or eval (0) of every module; None if no mode has changed."""
+    def begin(self, name: str, names: list[str] | None) -> StepBegin:
+        """Returns what rank 0 tells the others at the beginning of a step; see `StepModel`."""
         flags = bytes(module.training for module in self.executor.modules.by_number)
-        if flags == self._training_flags:
-            return None
+        changed = None if flags == self._training_flags else flags
         self._training_flags = flags
-        return flags
+        return StepBegin(self.steps, name, changed, names, self.checkpoints.digest)
 
     def accept_begin(self, begin: StepBegin) -> None:
         """Applies what rank 0 of the pipeline says at the beginning of a step.
@@ -349,6 +355,12 @@ class ModelRuntime:
                 f"the models of ranks 0 and {rank} of the pipeline differ: "
                 f"{difference(begin.modules, names, 'rank 0', f'rank {rank}')}. All ranks have to "
                 "create the same model"
+            )
+        if begin.checkpoints != self.checkpoints.digest:
+            raise SMPUsageError(
+                f"ranks 0 and {rank} of the pipeline have set activation checkpointing for "
+                "different modules, or with different arguments: all ranks have to make the same "
+                "calls of smp.set_activation_checkpointing"
             )
         if begin.training_flags is not None:
             flags = begin.training_flags

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
+from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
@@ -21,7 +22,6 @@ from smddp.modelparallel.pipeline.failure import Failure, Redo, choose, describe
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import Kind, Message, raise_if_unpicklable
-from smddp.modelparallel.pipeline.randomness import RandomState
 from smddp.modelparallel.pipeline.server import Server
 from smddp.modelparallel.pipeline.stall import StallWatch
 from smddp.modelparallel.pipeline.step import (
@@ -181,7 +181,7 @@ class Executor:
         try:
             if driver is not None:
                 names = None if self.divided else self.modules.names
-                begin = StepBegin(model.steps, name, model.changed_training_flags(), names)
+                begin = model.begin(name, names)
                 for peer in self.peers:
                     self.send(peer, Kind.BEGIN, begin)
                 self._begin_step()

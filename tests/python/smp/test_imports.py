@@ -167,17 +167,6 @@ def test_modules_of_tensor_parallelism_cannot_be_made() -> None:
     assert not hasattr(smp_nn, "Nonsense")
 
 
-def test_names_of_later_versions_say_what_to_do() -> None:
-    smp = importlib.import_module("smdistributed.modelparallel.torch")
-    for name, advice in (
-        ("set_activation_checkpointing", "patches.checkpoint"),
-        ("nonsense", "has no 'nonsense'$"),
-    ):
-        with pytest.raises(AttributeError, match=advice):
-            getattr(smp, name)
-        assert not hasattr(smp, name)  # scripts that check for the name do without it
-
-
 def test_translations_without_tensor_parallelism_change_nothing() -> None:
     from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import (
         translate_hf_state_dict_to_smdistributed,
