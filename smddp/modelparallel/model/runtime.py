@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
@@ -26,10 +29,13 @@ from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.failure import OrderMattersError, Redo, summary
 from smddp.modelparallel.pipeline.modules import Modules, difference
+from smddp.modelparallel.pipeline.outlook import Outlook
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
 
 __all__ = ["ModelRuntime"]
+
+log = logging.getLogger("smddp.modelparallel")
 
 
 class ModelRuntime:
@@ -83,6 +89,16 @@ class ModelRuntime:
         executor = self.executor
         modules = Modules(executor, executor.caller, module, state.cfg.direct_forwarding)
         executor.adopt(modules)
+        self._offloads = state.cfg.offload_activations
+        if self._offloads:
+            horizon = state.cfg.activation_loading_horizon
+            if executor.size > 1:
+                modules.outlook = Outlook(horizon)
+                plan = modules.outlook.soonest
+            else:
+                # Without other tasks in between: the calls that were made last are needed first.
+                plan = lambda keys: keys[: -horizon - 1 : -1]  # noqa: E731
+            modules.offloader = Offloader(plan, self._memory)
         topology = state.topology
         self.placement = Placement(modules, topology.rank_in("pp"), topology.pp_size)
         self.model_state = ModelState(module, self.placement)
@@ -110,6 +126,10 @@ class ModelRuntime:
         modules.install()
         if topology.pp_size == 1:
             self.apply(Decision.one_partition(modules))
+
+    def _memory(self) -> list[torch.Tensor]:
+        """Returns the parameters and buffers that live here."""
+        return [*self.placement.parameters(), *self.buffers.tensors()]
 
     @property
     def divided(self) -> bool:
@@ -251,11 +271,13 @@ class ModelRuntime:
         in_order = several and (again or self._order_matters.get(name, True))
         if several:
             self.placement.begin_step()
+        modules = self.executor.modules
+        if modules.offloader is not None:
+            modules.offloader.begin_step()
         microbatches = schedule.microbatches
         self._sum.begin(microbatches)
         divisor = microbatches if self._average else 1
         self.data_parallel.begin_step(self._sum, divisor, again)
-        modules = self.executor.modules
         modules.predicts_structures = not again
         modules.in_order = in_order
         modules.buffers_read.clear()
@@ -329,7 +351,18 @@ class ModelRuntime:
         if succeeded:
             if self.masters is not None:
                 self.masters.note_new_gradients()
+            self._warn_of_nothing_offloaded()
             self._run_hooks("step")
+
+    def _warn_of_nothing_offloaded(self) -> None:
+        """Warns once if activations are to be offloaded, and none can be."""
+        offloads, self._offloads = self._offloads, False
+        asked = self.checkpoints.any or self.executor.modules.calls_recomputed
+        if offloads and not asked and self._state.topology.rank == 0:
+            log.warning(
+                "smp: offload_activations has no effect: it moves the arguments of modules with "
+                "activation checkpointing, and there is none. Call smp.set_activation_checkpointing"
+            )
 
     def begin(self, name: str, names: list[str] | None) -> StepBegin:
         """Returns what rank 0 tells the others at the beginning of a step; see `StepModel`."""

@@ -214,12 +214,11 @@ class Driver:
     def _microbatch(self, frame: Frame) -> None:
         """The task of one microbatch."""
         number = frame.microbatch
-        timeline = self._executor.timeline
-        timeline.enter(frame, True)
         try:
+            self._executor.enter(frame, True)
             self._run_body(frame)
         finally:
-            timeline.leave()
+            self._executor.timeline.leave()
         self._executor.caller.drop(frame.sent)
         reached_backward = number in self._reached_backward
         # In a training step the backward pass itself frees what other ranks keep of the microbatch.

@@ -171,6 +171,8 @@ class Executor:
         self._name = name
         self._model, self._driver = model, driver
         self.server.under_way_limit = schedule.under_way_limit
+        if self.modules.outlook is not None:
+            self.modules.outlook.begin_step(schedule)
         self._steps += 1
         self.timeline.begin()
         # This ends the abort of a failed step. It is done here and not at the end of that step,
@@ -291,7 +293,23 @@ class Executor:
             return
         self.timeline.leave()
         self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order))
+        self.enter(frame, forward)
+
+    def enter(self, frame: Frame, forward: bool) -> None:
+        """Notes that a task begins to work, or goes on.
+
+        Args:
+            frame: of the task.
+            forward: is it forward work?
+
+        Raises:
+            SMPUsageError: saved arguments cannot be moved out of memory.
+        """
         self.timeline.enter(frame, forward)
+        modules = self.modules
+        if modules.offloader is not None and modules.outlook is not None:
+            modules.outlook.enter(frame, forward)
+            modules.offloader.balance()
 
     def reach_backward(self, frame: Frame) -> None:
         """Tells the driver that a microbatch's forward pass is over; see `StepDriver`."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.activations.region import Keeper, Region
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import Structure, flatten, map_tensors
@@ -25,6 +26,7 @@ from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
+from smddp.modelparallel.pipeline.outlook import Outlook, key_of
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 from smddp.modelparallel.pipeline.remote_tensor import (
     Home,
@@ -105,7 +107,9 @@ class Modules:
             put another tensor in its place?
         recomputed: the modules that have activation checkpointing where they live, by number: do
             both runs draw the same random numbers?
-        keeper: keeps the arguments of calls with activation checkpointing; None for autograd.
+        offloader: keeps the arguments of calls with activation checkpointing; None for autograd.
+        outlook: which of them are needed soon; None with one partition.
+        calls_recomputed: has code asked for activation checkpointing of a single call?
     """
 
     def __init__(
@@ -121,7 +125,9 @@ class Modules:
         self.buffers_read: set[tuple[int, str]] = set()
         self.replaced: Callable[[str], bool] = lambda _: False
         self.recomputed: dict[int, bool] = {}
-        self.keeper: Keeper | None = None
+        self.offloader: Offloader | None = None
+        self.outlook: Outlook | None = None
+        self.calls_recomputed = False
         # By number of the module, and the first and last layer: see `Region`.
         self._regions: dict[tuple[int, int, int], Region] = {}
         self.by_number = list(root.modules())
@@ -242,6 +248,7 @@ class Modules:
         Returns:
             What `enter` returns.
         """
+        self.calls_recomputed = True
         return self.enter(number, _RECOMPUTED, ((args, kwargs), preserve), {})
 
     def call_layers(
@@ -262,6 +269,7 @@ class Modules:
         Returns:
             What the last layer returns; with lazy tensors if the layers live elsewhere.
         """
+        self.calls_recomputed = True
         numbers = self.layers(number)[begin:end]
         owners = [owner for one in numbers if (owner := self.owners[one]) is not None]
         owner = owners[0] if owners else None
@@ -432,7 +440,16 @@ class Modules:
             region = Region(f"module {self.names[number]!r}", [module])
             self._regions[number, 0, 0] = region
         function = functools.partial(_original_call, module)
-        return region.call(function, args, kwargs, preserve, self.keeper)
+        return region.call(function, args, kwargs, preserve, self._keeper())
+
+    def _keeper(self) -> Keeper | None:
+        """Returns what keeps the arguments of a call that runs here now."""
+        if self.offloader is None:
+            return None
+        if self.outlook is None:
+            return functools.partial(self.offloader.keep, None)
+        frame = self._frame()
+        return None if frame is None else functools.partial(self.offloader.keep, key_of(frame))
 
     def _run_layers(
         self,
@@ -459,7 +476,7 @@ class Modules:
             name = f"layers {begin} to {end - 1} of {self.names[number]!r}"
             region = Region(name, [self.by_number[one] for one in numbers])
             self._regions[number, begin, end] = region
-        return region.call(run, (value,), {}, preserve, self.keeper)
+        return region.call(run, (value,), {}, preserve, self._keeper())
 
 
 class _OwnerValueReader(ValueReader):

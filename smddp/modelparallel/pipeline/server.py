@@ -294,12 +294,11 @@ class Server:
 
     def _timed(self, work: Any, frame: Frame, run: _SegmentRun) -> None:
         """Does `work` for a run, and notes it in the timeline."""
-        timeline = self._services.timeline
-        timeline.enter(frame, frame.forward)
         try:
+            self._services.enter(frame, frame.forward)
             work(frame, run)
         finally:
-            timeline.leave()
+            self._services.timeline.leave()
 
     # --- the work of tasks ------------------------------------------------------------------------
 
