@@ -60,9 +60,10 @@ class Offloader:
         self._hosts: dict[torch.device, _HostMemory] = {}
 
     def begin_step(self) -> None:
-        """Forgets the failure of an earlier step, and which tensors belong to the model."""
+        """Forgets an earlier step: its failure, its batches, and the memory of the model."""
         self._kept_memory = None
         self._file.error = None
+        self._batches.clear()
 
     def keep(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> Callable[[], list[Any]]:
         """Saves tensors.

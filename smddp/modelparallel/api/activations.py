@@ -75,6 +75,8 @@ def checkpoint(
         SMPPartitionError: see `set_activation_checkpointing`.
     """
     _check_kind(module, nn.Module, "checkpoint")
+    if state.tracing:
+        return module(*args, **kwargs)
     runtime = _runtime_of(module)
     if runtime is None:
         region = Region(f"a {type(module).__name__}", [module])
@@ -113,7 +115,7 @@ def checkpoint_sequential(
     layers = list(sequential_module)
     size = group_size(strategy, len(layers), "checkpoint_sequential")
     spread = not pack_args_as_tuple
-    runtime = _runtime_of(sequential_module)
+    runtime = None if state.tracing else _runtime_of(sequential_module)
     if runtime is not None:
         return runtime.checkpoints.run_sequence(
             sequential_module, input, size, spread, preserve_rng_state
@@ -124,6 +126,8 @@ def checkpoint_sequential(
             value = layer(*value) if spread and isinstance(value, tuple) else layer(value)
         return value
 
+    if state.tracing:
+        return run(layers, input)
     for begin in range(0, len(layers), size):
         group = layers[begin : begin + size]
         region = Region("layers of an nn.Sequential", group)

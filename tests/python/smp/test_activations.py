@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.errors import (
-    SMPMicrobatchError,
-    SMPPartitionError,
-    SMPUsageError,
-)
+from smddp.modelparallel.activations.region import Region
+from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
 from smdistributed.modelparallel.torch.patches import checkpoint as patches
 
 pytestmark = pytest.mark.multiprocess
@@ -346,6 +343,37 @@ def test_misuse_is_an_error_on_all_ranks() -> None:
     check_ranks(misused, "2")
 
 
+class PatchedBlocks(nn.Module):
+    """Uses the functions of `patches.checkpoint` while it is traced, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Part() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = patches.checkpoint(self.blocks[0], x)
+        # Containers that are not of the model.
+        x = patches.checkpoint(nn.Sequential(self.blocks[1], self.blocks[2]), x)
+        return patches.checkpoint_sequential(nn.Sequential(*self.blocks[3:]), x)
+
+
+def traced() -> int:
+    smp.init({"partitions": 2, "microbatches": 2, "ddp": True})
+    said = listen()
+    torch.manual_seed(0)
+    model = smp.DistributedModel(PatchedBlocks())
+    train(model, torch.ones(8, 4), False)
+    train(model, torch.ones(8, 4), False)
+    assert not any("fake tensors failed" in text for text in said)
+    return len(list(model.local_parameters()))
+
+
+def test_functions_in_the_model_can_be_traced() -> None:
+    counts = check_ranks(traced, "2")
+    assert sum(counts) == 8
+    assert min(counts) > 0
+
+
 def automatic() -> Any:
     """A module that spans partitions keeps its activations, and a warning says so once."""
     smp.init({"partitions": 2, "microbatches": 2, "ddp": True})
@@ -410,3 +438,41 @@ def outside() -> None:
 
 def test_one_partition_outside_a_step() -> None:
     check_ranks(outside, "1")
+
+
+class Sometimes(nn.Module):
+    """Does in later calls what it did not do in the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+        self.change = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(x.mul_(2) if self.change else x * self.scale)
+
+
+def test_what_cannot_be_computed_again_is_an_error() -> None:
+    module = Sometimes()
+    region = Region("module 'it'", [module])
+    leaf = torch.ones(4, requires_grad=True)
+    region.call(module, (leaf * 2,), {}, True).sum().backward()
+    result = region.call(module, (leaf * 2,), {}, True)
+    module.scale.mul_(2)
+    with pytest.raises(SMPUsageError, match=r"'it' has .*its buffer 'scale' was changed between"):
+        result.sum().backward()
+    module.change = True
+    with pytest.raises(SMPUsageError, match=r"'it' has .*changed an argument in place"):
+        region.call(module, (leaf * 2,), {}, True)
+
+
+def test_containers_that_a_module_changes_are_those_of_the_caller() -> None:
+    def note(x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(x.detach())
+        return torch.exp(x)
+
+    seen: list[Tensor] = []
+    leaf = torch.ones(4, requires_grad=True)
+    Region("it", []).call(note, (leaf * 2, seen), {}, True).sum().backward()
+    assert len(seen) == 1
+    torch.testing.assert_close(leaf.grad, 2 * torch.exp(torch.full((4,), 2.0)))

@@ -28,7 +28,7 @@ NAMES = {
     "smdistributed.modelparallel": ["__version__"],
     "smdistributed.modelparallel.torch": [
         "init is_initialized shutdown state step StepOutput DistributedModel DistributedOptimizer",
-        "partition set_partition model_creation is_tracing amp",
+        "partition set_partition set_activation_checkpointing model_creation is_tracing amp",
         "delay_param_initialization delayed_parameter_initialization",
         "save load save_checkpoint resume_from_checkpoint",
         "rank size local_rank local_size instance_id pp_rank pp_size tp_rank tp_size rdp_rank",
