@@ -233,8 +233,9 @@ KEYS: tuple[Key, ...] = (
         "checkpoint_attentions",
         "bool",
         False,
-        "Accepted, without effect: mark the attention modules by "
-        "`smp.set_activation_checkpointing`.",
+        "Compute activations of attention again.",
+        (),
+        "it marks no modules: call smp.set_activation_checkpointing for the attention modules",
     ),
     Key(
         "delayed_parameter_initialization",
@@ -281,7 +282,9 @@ KEYS: tuple[Key, ...] = (
         "task_level_activation_checkpointing",
         "bool",
         False,
-        "Accepted, without effect: mark modules by `smp.set_activation_checkpointing`.",
+        "Compute activations again.",
+        (),
+        "it marks no modules: call smp.set_activation_checkpointing for modules",
     ),
 )
 
