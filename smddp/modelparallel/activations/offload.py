@@ -62,8 +62,8 @@ class Offloader:
     def begin_step(self) -> None:
         """Forgets an earlier step: its failure, its batches, and the memory of the model."""
         self._kept_memory = None
-        self._file.error = None
         self._batches.clear()
+        self._file.begin_step()
 
     def keep(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> Callable[[], list[Any]]:
         """Saves tensors.
@@ -106,8 +106,7 @@ class Offloader:
         Raises:
             SMPUsageError: the scratch file cannot be written.
         """
-        if self._file.error is not None:
-            raise self._file.error
+        self._file.check()
         alive: dict[Hashable, list[_Item]] = {}
         for key, references in list(self._batches.items()):
             items = [item for reference in references if (item := reference()) is not None]
@@ -268,11 +267,12 @@ class _ScratchFile:
     A thread writes and reads.
 
     Attributes:
-        error: why it could not; None if it could.
+        error: why it could not; empty if it could. A text, because an exception would keep
+            everything alive that its traceback refers to.
     """
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.error = ""
         self._file: Any = None
         self._jobs: collections.deque[_InFile] = collections.deque()
         self._busy = False
@@ -301,13 +301,27 @@ class _ScratchFile:
         Raises:
             SMPUsageError: a job has failed.
         """
-        if not self.changed.wait_for(lambda: done() or self.error is not None, _TIMEOUT):
+        if not self.changed.wait_for(lambda: done() or self.error, _TIMEOUT):
             raise SMPUsageError(
                 f"offload_activations: the scratch file in {_folder()} has not answered for "
                 f"{_TIMEOUT:.0f} s. Set TMPDIR to a folder on another disk"
             )
-        if self.error is not None:
-            raise self.error
+        self.check()
+
+    def check(self) -> None:
+        """Raises if a job has failed.
+
+        Raises:
+            SMPUsageError: a job has failed.
+        """
+        if self.error:
+            raise SMPUsageError(self.error)
+
+    def begin_step(self) -> None:
+        """Forgets the error of an earlier step, if its jobs end; else this step fails, too."""
+        with self.changed:
+            if self.error and self.changed.wait_for(lambda: not self._busy, _TIMEOUT):
+                self.error = ""
 
     def add(self, away: _InFile) -> None:
         """Adds a job; the thread begins with the first one."""
@@ -328,12 +342,12 @@ class _ScratchFile:
             try:
                 away.work()
             except OSError as error:
-                self.error = SMPUsageError(
+                self.error = (
                     f"offload_activations: the scratch file in {_folder()} cannot be used: {error}."
                     " Set TMPDIR to a folder with more room, or turn offload_activations off"
                 )
             except Exception as error:
-                self.error = error
+                self.error = f"offload_activations: {error}"
             del away
             with self.changed:
                 self.changed.notify_all()

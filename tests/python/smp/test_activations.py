@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import pickle
@@ -20,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.activations.region import Region
 from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
+from smddp.modelparallel.pipeline.executor import Executor
+from smddp.modelparallel.pipeline.protocol import Kind
 from smdistributed.modelparallel.torch.patches import checkpoint as patches
 
 pytestmark = pytest.mark.multiprocess
@@ -227,6 +230,10 @@ class Layered(Everything):
         return x
 
 
+# Messages of the last step, by kind.
+sent: collections.Counter[Kind] = collections.Counter()
+
+
 @smp.step
 def train(model: Any, x: Tensor, cast: bool) -> Any:
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
@@ -241,6 +248,7 @@ def steps(model: Any, cast: bool = False) -> list[Any]:
     torch.manual_seed(1)
     results: list[Any] = []
     for step in range(3):
+        sent.clear()
         generator = torch.Generator().manual_seed(step)
         output, loss = train(model, torch.randn(8, 4, generator=generator), cast)
         results.append((output.concat(), loss.stack()))
@@ -254,6 +262,14 @@ def features(pp: int) -> None:
     gc.freeze()  # so that collecting a model does not visit all objects of torch
     smp.init({"partitions": pp, **MANUAL})
 
+    send = Executor.send
+
+    def counted(executor: Executor, peer: int, kind: Kind, *more: Any) -> bool:
+        sent[kind] += 1
+        return send(executor, peer, kind, *more)
+
+    Executor.send = counted  # type: ignore[method-assign]
+
     def run(kind: type[nn.Module], cast: bool, set_up: Any = None) -> list[Any]:
         torch.manual_seed(0)
         model = smp.DistributedModel(kind(pp - 1))
@@ -263,6 +279,9 @@ def features(pp: int) -> None:
         del model
         gc.collect()
         return results
+
+    def work() -> list[int]:
+        return [sent[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.DROP)]
 
     def each(module: Any) -> None:
         for part in (module.first, module.named, module.twice, module.average, module.last):
@@ -278,9 +297,11 @@ def features(pp: int) -> None:
         smp.set_activation_checkpointing(module.sequence[3])  # inside a group
 
     for cast in (False, True):
-        plain = run(Everything, cast)
+        plain, messages = run(Everything, cast), work()
+        assert min(messages[:2]) > 0 or pp == 1
         for set_up in (each, grouped):
             torch.testing.assert_close(run(Everything, cast, set_up), plain, rtol=0, atol=0)
+            assert work() == messages  # none to compute anything again
     plain = run(Layered, False)
     torch.testing.assert_close(run(Patched, False), plain, rtol=0, atol=0)
     # Without the same random numbers, gradients do not fit.
