@@ -77,9 +77,15 @@ class Region:
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        tensors: list[torch.Tensor] = []
+        flat: list[torch.Tensor] = []
         objects: list[Any] = []
-        structure = flatten((args, kwargs), tensors, objects, _stays)
+        structure = flatten((args, kwargs), flat, objects, _stays)
+        # Each tensor once, also if it is several arguments.
+        unique = {id(tensor): tensor for tensor in flat}
+        tensors = list(unique.values())
+        order = {key: number for number, key in enumerate(unique)}
+        numbers = [order[id(tensor)] for tensor in flat]
+        del flat, unique
         # What a call changes has to be copied before; but most calls change nothing.
         copied = self._changes_arguments is not False
         kept = [_copy(tensor) for tensor in tensors] if copied else tensors
@@ -99,7 +105,7 @@ class Region:
             if self._changes_arguments:
                 # Not leaves, which cannot be changed in place; and another run needs the values.
                 values = [value.clone() for value in values]
-            positional, named = rebuild(structure, values, objects)
+            positional, named = rebuild(structure, [values[i] for i in numbers], objects)
             with buffers.as_before(), _restored(random_state):
                 return function(*positional, **named)
 

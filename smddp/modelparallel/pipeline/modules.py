@@ -290,9 +290,19 @@ class Modules:
         return self.owners[number] in (None, self._rank)
 
     def layers(self, number: int) -> list[int]:
-        """Returns the numbers of the modules of an nn.Sequential, in their order."""
+        """Returns the numbers of the modules of an nn.Sequential, in their order.
+
+        Raises:
+            SMPUsageError: one of them is not of the model.
+        """
         layers = self.by_number[number]._modules.values()
-        return [self._numbers[id(layer)] for layer in layers]
+        found = [self._numbers.get(id(layer), -1) for layer in layers]
+        if -1 in found:
+            raise SMPUsageError(
+                f"layer {found.index(-1)} of {self.names[number]!r} was put there after "
+                "smp.DistributedModel, so it is not part of the model"
+            )
+        return found
 
     def _frame(self) -> Frame | None:
         task = self._baton.task

@@ -76,11 +76,13 @@ class Probe(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
         self.offloader: Any = None
         self.seen: list[tuple[int, int]] = []
+        self.seen_forward: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * self.weight
         if y.requires_grad:
             y.register_hook(self._count)
+            self.seen_forward.append(Live.count("argument"))
         return y
 
     def _count(self, _: Tensor) -> None:
@@ -127,6 +129,7 @@ def measured(pp: int, strategy: str, config: dict[str, Any]) -> Any:
     for step in range(3):
         x = torch.randn(MICROBATCHES * 32, WIDTH, generator=torch.Generator().manual_seed(step))
         probe.seen.clear()
+        probe.seen_forward.clear()
         results.append(train(model, x).stack())
     results += [parameter.grad for parameter in model.local_parameters()]
     if offloader is not None:
@@ -136,7 +139,8 @@ def measured(pp: int, strategy: str, config: dict[str, Any]) -> Any:
     most = [max(counts) for counts in zip(*probe.seen, strict=True)]
     gc.collect()
     moved = 0 if offloader is None else offloader._file._end
-    return results, most, Live.count("argument") + Live.count("inner"), moved
+    left = Live.count("argument") + Live.count("inner")
+    return results, most, max(probe.seen_forward), left, moved
 
 
 @pytest.mark.parametrize(("pp", "horizon"), [(2, 2), (2, 1), (1, 1)])
@@ -156,20 +160,23 @@ def test_what_is_in_memory_at_the_beginning_of_a_backward_pass(
         env = {"TMPDIR": str(tmp_path)}
         runs[name] = check_ranks(measured, str(pp), pp, strategy, config, env=env)
     for name, ranks in runs.items():
-        for rank, (results, (arguments, inner), left, moved) in enumerate(ranks):
+        for rank, (results, (arguments, inner), forward, left, moved) in enumerate(ranks):
             where = f"{name} on rank {rank}"
             torch.testing.assert_close(results, runs["plain"][rank][0], rtol=0, atol=0, msg=where)
             assert inner == (LAYERS * microbatches if name == "plain" else 0), where
             layers = 1 if name == "contiguous" else LAYERS
             if name != "offload":
                 assert arguments == layers * microbatches, where
+                assert forward == arguments, where
                 assert moved == 0, where
             elif pp > 1:
                 # Those of the task that begins, and of the next ones.
                 assert LAYERS <= arguments <= LAYERS * (horizon + 1), where
+                assert forward <= LAYERS * (horizon + 1), where
                 assert moved > 0, where
             else:
                 assert arguments <= horizon + 1, where
+                assert forward <= horizon + 1, where
                 assert moved > 0, where
             assert left == 0, where
 

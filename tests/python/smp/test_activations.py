@@ -495,6 +495,18 @@ def test_what_cannot_be_computed_again_is_an_error() -> None:
         region.call(module, (leaf * 2,), {}, True)
 
 
+def test_one_tensor_as_two_arguments_stays_one() -> None:
+    def double(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(3)
+        return torch.exp(x * y)
+
+    leaves = [torch.ones(4, requires_grad=True) for _ in range(2)]
+    pairs = [leaf * 0.5 for leaf in leaves]
+    Region("it", []).call(double, (pairs[0], pairs[0]), {}, True).sum().backward()
+    double(pairs[1], pairs[1]).sum().backward()
+    assert torch.equal(leaves[0].grad, leaves[1].grad)  # type: ignore[arg-type]
+
+
 def test_containers_that_a_module_changes_are_those_of_the_caller() -> None:
     def note(x: Tensor, seen: list[Tensor]) -> Tensor:
         seen.append(x.detach())
