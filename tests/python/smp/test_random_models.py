@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.activations import offload
 
 pytestmark = pytest.mark.multiprocess
 
@@ -151,8 +152,10 @@ def trained(seeds: list[int], layout: tuple[Any, ...]) -> dict[int, list[Any]]:
     smp.init({
         "partitions": parts, "microbatches": microbatches, "active_microbatches": active,
         "pipeline": pipeline, "direct_forwarding": forwarding, "ddp": True,
-        "auto_partition": False, "default_partition": 0,
+        "auto_partition": False, "default_partition": 0, "activation_loading_horizon": 1,
+        "offload_activations": 0 < share < 0.5,
     })  # fmt: skip
+    offload._SMALL = 0
     results: dict[int, list[Any]] = {}
     for seed in seeds:
         module = make(seed)
