@@ -90,23 +90,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "smddp.cli": {"smddp", "smddp.bench"},
     COMMON: set(),
     JOB: {"smddp", "smddp_launch", COMMON},
-    PIPELINE: {"smddp", COMMON},
+    PIPELINE: {"smddp", COMMON, ACTIVATIONS},
     PARTITION: {COMMON, JOB, PIPELINE},
     DATA_PARALLEL: {COMMON, PIPELINE},
     OPTIMIZER: {COMMON, JOB, PARTITION},
     COMPATIBILITY: {COMMON, JOB},
-    MODEL: {COMMON, JOB, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER, COMPATIBILITY},
+    MODEL: {COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER, COMPATIBILITY},
     CHECKPOINT: {COMMON, JOB, PARTITION, OPTIMIZER},
     ACTIVATIONS: {COMMON},
-    API: {COMMON, JOB, PIPELINE, PARTITION, MODEL},
+    API: {COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, MODEL},
     "smddp.modelparallel": {
         *(COMMON, JOB, PARTITION, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
     },
     "smdistributed": set(),
     "smdistributed.dataparallel": {"smddp", "smddp_launch"},
     "smdistributed.modelparallel": {
-        *("smddp.modelparallel", COMMON, JOB, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT),
-        *(ACTIVATIONS, API),
+        *("smddp.modelparallel", COMMON, JOB, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
     },
 }
 

@@ -5,6 +5,7 @@ Scripts import it under its original name, `import smdistributed.modelparallel.t
 
 from __future__ import annotations
 
+from smddp.modelparallel.api.activations import set_activation_checkpointing
 from smddp.modelparallel.api.messaging import (
     allgather,
     barrier,
@@ -160,6 +161,7 @@ __all__ = [
     "save",
     "save_checkpoint",
     "send",
+    "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
     "shutdown",

@@ -70,6 +70,7 @@ class Fake:
             set_device = staticmethod(lambda device: None)
             is_initialized = staticmethod(lambda: True)
             _is_in_bad_fork = staticmethod(lambda: False)
+            get_amp_supported_dtype = staticmethod(lambda: [])
 
         torch._register_device_module("fake", Device)
         self.device = torch.device("fake", 0)

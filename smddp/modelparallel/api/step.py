@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
+from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.common.structure import rebuild
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.pipeline.driver import Body, Driver
 from smddp.modelparallel.pipeline.failure import Redo, summary
 from smddp.modelparallel.pipeline.microbatch import StepOutput, collect
-from smddp.modelparallel.pipeline.randomness import RandomState
 from smddp.modelparallel.pipeline.step import Schedule, StepResult
 
 __all__ = ["StepFunction", "StepOutput", "step"]

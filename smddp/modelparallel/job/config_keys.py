@@ -24,7 +24,6 @@ _PLACEMENTS = ["spread", "cluster", *("".join(p) for p in itertools.permutations
 
 
 _OWN_DTYPE = "modules keep the dtype they are made in: use fp16, or smp.model_creation(dtype=…)"
-_STAY = "activations stay where they are"
 _WHOLE = "parameters are not divided"
 
 
@@ -215,22 +214,28 @@ KEYS: tuple[Key, ...] = (
         (),
         "every replica keeps all of it",
     ),
-    Key("offload_activations", "bool", False, "Move activations to the host.", (), _STAY),
+    Key(
+        "offload_activations",
+        "bool",
+        False,
+        "Move what `smp.set_activation_checkpointing` saves out of memory until the backward pass "
+        "comes near: on a GPU to the host, on the CPU to a file in `TMPDIR`.",
+    ),
     Key(
         "activation_loading_horizon",
         "positive",
         4,
-        "How early offloaded activations come back.",
-        (),
-        _STAY,
+        "So many tasks (forward or backward passes of a microbatch on a rank) before they are "
+        "needed, offloaded activations begin to come back. With one partition: so many calls of "
+        "modules.",
     ),
     Key(
         "checkpoint_attentions",
         "bool",
         False,
-        "Recompute attention.",
+        "Compute activations of attention again.",
         (),
-        "use torch.utils.checkpoint in the model",
+        "it marks no modules: call smp.set_activation_checkpointing for the attention modules",
     ),
     Key(
         "delayed_parameter_initialization",
@@ -277,9 +282,9 @@ KEYS: tuple[Key, ...] = (
         "task_level_activation_checkpointing",
         "bool",
         False,
-        "Recompute activations.",
+        "Compute activations again.",
         (),
-        "use torch.utils.checkpoint in the model",
+        "it marks no modules: call smp.set_activation_checkpointing for modules",
     ),
 )
 

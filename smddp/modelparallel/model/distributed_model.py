@@ -181,16 +181,16 @@ class DistributedModel(ModelQueries):
         frame = task.frame
         roots = self._scaled([force(root) for root in roots])
         self.runtime.executor.reach_backward(frame)
-        timeline = self.runtime.executor.timeline
+        executor = self.runtime.executor
         frame.forward = False
-        timeline.leave()
-        timeline.enter(frame, False)
+        executor.timeline.leave()
+        executor.enter(frame, False)
         try:
             torch.autograd.backward(roots, given)
         finally:
             frame.forward = True
-            timeline.leave()
-            timeline.enter(frame, True)
+            executor.timeline.leave()
+            executor.enter(frame, True)
 
     def _scaled(self, roots: list[torch.Tensor]) -> list[torch.Tensor]:
         masters = self.runtime.masters

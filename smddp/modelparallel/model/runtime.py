@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
@@ -18,6 +21,7 @@ from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.data_parallel.replicas import abstain, agree
 from smddp.modelparallel.job.state import State
+from smddp.modelparallel.model.activation_checkpoints import ActivationCheckpoints
 from smddp.modelparallel.model.state_dict import ModelState
 from smddp.modelparallel.optimizer.half import MasterWeights, convert, half_precision
 from smddp.modelparallel.partition.decide import decide_and_report
@@ -25,10 +29,13 @@ from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.failure import OrderMattersError, Redo, summary
 from smddp.modelparallel.pipeline.modules import Modules, difference
+from smddp.modelparallel.pipeline.outlook import Outlook
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
 
 __all__ = ["ModelRuntime"]
+
+log = logging.getLogger("smddp.modelparallel")
 
 
 class ModelRuntime:
@@ -43,6 +50,7 @@ class ModelRuntime:
         placement: which modules live here.
         data_parallel: makes gradients equal on all replicas.
         model_state: makes and loads state dicts.
+        checkpoints: which modules have activation checkpointing.
         steps: how many have begun; a step that is run again counts twice.
         device: of the parameters and buffers that live here.
         buffers: those that live here; none before the model is divided.
@@ -81,9 +89,21 @@ class ModelRuntime:
         executor = self.executor
         modules = Modules(executor, executor.caller, module, state.cfg.direct_forwarding)
         executor.adopt(modules)
+        self._offloads = state.cfg.offload_activations
+        if self._offloads:
+            horizon = state.cfg.activation_loading_horizon
+            if executor.size > 1:
+                modules.outlook = Outlook(horizon)
+                plan = modules.outlook.soonest
+            else:
+                # Without other tasks in between: the calls that were made last are needed first.
+                plan = lambda keys: keys[: -horizon - 1 : -1]  # noqa: E731
+            modules.offloader = Offloader(plan, self._memory)
         topology = state.topology
         self.placement = Placement(modules, topology.rank_in("pp"), topology.pp_size)
         self.model_state = ModelState(module, self.placement)
+        manual = not state.cfg.auto_partition
+        self.checkpoints = ActivationCheckpoints(modules, manual, topology.rank == 0)
         self._sum = GradientSum(data_parallel.final)
         # Not plain dicts: the handles keep weak references to them.
         self._hooks: dict[str, OrderedDict[int, Callable[..., Any]]] = {
@@ -106,6 +126,10 @@ class ModelRuntime:
         modules.install()
         if topology.pp_size == 1:
             self.apply(Decision.one_partition(modules))
+
+    def _memory(self) -> list[torch.Tensor]:
+        """Returns the parameters and buffers that live here."""
+        return [*self.placement.parameters(), *self.buffers.tensors()]
 
     @property
     def divided(self) -> bool:
@@ -132,7 +156,7 @@ class ModelRuntime:
         executor = self.executor
 
         def make() -> Decision:
-            return decide_and_report(
+            decision = decide_and_report(
                 self._state.cfg,
                 self.module,
                 executor.modules,
@@ -141,6 +165,8 @@ class ModelRuntime:
                 kwargs,
                 self._times,
             )
+            self.checkpoints.check(decision.owners)
+            return decision
 
         if self.data_parallel.size > 1 and not self._undecided:
             raise SMPUsageError(
@@ -190,6 +216,7 @@ class ModelRuntime:
 
     def _apply(self, decision: Decision) -> None:
         self.placement.apply(decision, self.device)
+        self.checkpoints.apply()
         local = self.placement.parameters()
         for parameter in local:
             if parameter.requires_grad:
@@ -244,11 +271,13 @@ class ModelRuntime:
         in_order = several and (again or self._order_matters.get(name, True))
         if several:
             self.placement.begin_step()
+        modules = self.executor.modules
+        if modules.offloader is not None:
+            modules.offloader.begin_step()
         microbatches = schedule.microbatches
         self._sum.begin(microbatches)
         divisor = microbatches if self._average else 1
         self.data_parallel.begin_step(self._sum, divisor, again)
-        modules = self.executor.modules
         modules.predicts_structures = not again
         modules.in_order = in_order
         modules.buffers_read.clear()
@@ -322,15 +351,25 @@ class ModelRuntime:
         if succeeded:
             if self.masters is not None:
                 self.masters.note_new_gradients()
+            self._warn_of_nothing_offloaded()
             self._run_hooks("step")
 
-    def changed_training_flags(self) -> bytes | None:
-        """Returns train (1) or eval (0) of every module; None if no mode has changed."""
+    def _warn_of_nothing_offloaded(self) -> None:
+        """Warns once if activations are to be offloaded, and none can be."""
+        offloads, self._offloads = self._offloads, False
+        asked = self.checkpoints.any or self.executor.modules.calls_recomputed
+        if offloads and not asked and self._state.topology.rank == 0:
+            log.warning(
+                "smp: offload_activations has no effect: it moves the arguments of modules with "
+                "activation checkpointing, and there is none. Call smp.set_activation_checkpointing"
+            )
+
+    def begin(self, name: str, names: list[str] | None) -> StepBegin:
+        """Returns what rank 0 tells the others at the beginning of a step; see `StepModel`."""
         flags = bytes(module.training for module in self.executor.modules.by_number)
-        if flags == self._training_flags:
-            return None
+        changed = None if flags == self._training_flags else flags
         self._training_flags = flags
-        return flags
+        return StepBegin(self.steps, name, changed, names, self.checkpoints.digest)
 
     def accept_begin(self, begin: StepBegin) -> None:
         """Applies what rank 0 of the pipeline says at the beginning of a step.
@@ -349,6 +388,12 @@ class ModelRuntime:
                 f"the models of ranks 0 and {rank} of the pipeline differ: "
                 f"{difference(begin.modules, names, 'rank 0', f'rank {rank}')}. All ranks have to "
                 "create the same model"
+            )
+        if begin.checkpoints != self.checkpoints.digest:
+            raise SMPUsageError(
+                f"ranks 0 and {rank} of the pipeline have set activation checkpointing for "
+                "different modules, or with different arguments: all ranks have to make the same "
+                "calls of smp.set_activation_checkpointing"
             )
         if begin.training_flags is not None:
             flags = begin.training_flags

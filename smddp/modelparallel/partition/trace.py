@@ -23,9 +23,9 @@ from torch.utils.flop_counter import flop_registry
 
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
+from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.common.structure import map_tensors, tensors_in
 from smddp.modelparallel.job.state import state
-from smddp.modelparallel.pipeline.randomness import RandomState
 
 __all__ = ["Trace", "Visit", "is_tracing", "trace_model"]
 

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from smddp.modelparallel.common.buffers import version_of
 from smddp.modelparallel.common.errors import SMPUsageError
@@ -465,7 +466,7 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 
 def run_backward(
-    tensors: Sequence[torch.Tensor],
+    roots: Sequence[GradientEdge],
     gradients: Sequence[Any],
     inputs: Sequence[torch.Tensor],
     this: Pass,
@@ -475,7 +476,7 @@ def run_backward(
     It runs on the calling thread only, which has to be one of the baton: see `Baton._run`.
 
     Args:
-        tensors: the roots.
+        roots: where the pass begins.
         gradients: of the roots, of the same shapes and dtypes.
         inputs: leaves.
         this: the kind of backward pass.
@@ -483,11 +484,11 @@ def run_backward(
     Returns:
         The gradients of the inputs, in their order; None where there is none.
     """
-    if not tensors or not (inputs or this.accumulates):
+    if not roots or not (inputs or this.accumulates):
         return [None] * len(inputs)
     only = () if this.accumulates else tuple(inputs)
     found = _engine.run_backward(
-        tuple(tensors), tuple(gradients), this.keeps, False, only, True, this.accumulates
+        tuple(roots), tuple(gradients), this.keeps, False, only, True, this.accumulates
     )
     if not this.accumulates:
         return list(found)

@@ -59,7 +59,7 @@ class Collector:
         inputs: the caller's tensors that enter the graph.
         versions: of the inputs when they were passed; see `version_of`.
         objects: the caller's other values that enter it.
-        seeds: one per call, None for calls that draw no random numbers.
+        seeds: one per call, see `add`.
         lazies: weak references to the lazy tensors that were returned to the user's code.
     """
 
@@ -68,7 +68,7 @@ class Collector:
         self.inputs: list[torch.Tensor] = []
         self.versions: list[int] = []
         self.objects: list[Any] = []
-        self.seeds: list[int | None] = []
+        self.seeds: list[Any] = []
         self.lazies: list[weakref.ref[Lazy]] = []
         # The numbers of the inputs, by the id of the tensor.
         self._numbers: dict[int, int] = {}
@@ -100,7 +100,7 @@ class Collector:
         known: KnownCall,
         tensors: list[torch.Tensor],
         objects: list[Any],
-        seed: int | None,
+        seed: int | tuple[int | None, ...] | None,
     ) -> Any:
         """Adds a call.
 
@@ -109,7 +109,8 @@ class Collector:
             known: the call.
             tensors: among its arguments, lazy or not, in the order of the structure.
             objects: other values among its arguments, in the order of the structure.
-            seed: for the random numbers of the call; None if it draws none.
+            seed: for the random numbers of the call; None if it draws none; of several layers, one
+                for each.
 
         Returns:
             What the user's code gets: lazy tensors in the structure that it expects; None if that

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.common.structure import flatten, map_tensors
 from smddp.modelparallel.pipeline.baton import Priority, Task, Ticket
 from smddp.modelparallel.pipeline.executor import Executor
@@ -19,7 +20,7 @@ from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.microbatch import collect, split_arguments, unequal_lengths
 from smddp.modelparallel.pipeline.protocol import ambient
-from smddp.modelparallel.pipeline.randomness import RandomState, draw_seed, mix, seed_all
+from smddp.modelparallel.pipeline.randomness import draw_seed, mix, seed_all
 from smddp.modelparallel.pipeline.step import Schedule, StepResult
 
 __all__ = ["Body", "Driver"]
@@ -213,12 +214,11 @@ class Driver:
     def _microbatch(self, frame: Frame) -> None:
         """The task of one microbatch."""
         number = frame.microbatch
-        timeline = self._executor.timeline
-        timeline.enter(frame, True)
         try:
+            self._executor.enter(frame, True)
             self._run_body(frame)
         finally:
-            timeline.leave()
+            self._executor.timeline.leave()
         self._executor.caller.drop(frame.sent)
         reached_backward = number in self._reached_backward
         # In a training step the backward pass itself frees what other ranks keep of the microbatch.

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
+from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
@@ -21,7 +22,6 @@ from smddp.modelparallel.pipeline.failure import Failure, Redo, choose, describe
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import Kind, Message, raise_if_unpicklable
-from smddp.modelparallel.pipeline.randomness import RandomState
 from smddp.modelparallel.pipeline.server import Server
 from smddp.modelparallel.pipeline.stall import StallWatch
 from smddp.modelparallel.pipeline.step import (
@@ -171,6 +171,8 @@ class Executor:
         self._name = name
         self._model, self._driver = model, driver
         self.server.under_way_limit = schedule.under_way_limit
+        if self.modules.outlook is not None:
+            self.modules.outlook.begin_step(schedule)
         self._steps += 1
         self.timeline.begin()
         # This ends the abort of a failed step. It is done here and not at the end of that step,
@@ -181,7 +183,7 @@ class Executor:
         try:
             if driver is not None:
                 names = None if self.divided else self.modules.names
-                begin = StepBegin(model.steps, name, model.changed_training_flags(), names)
+                begin = model.begin(name, names)
                 for peer in self.peers:
                     self.send(peer, Kind.BEGIN, begin)
                 self._begin_step()
@@ -291,7 +293,23 @@ class Executor:
             return
         self.timeline.leave()
         self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order))
+        self.enter(frame, forward)
+
+    def enter(self, frame: Frame, forward: bool) -> None:
+        """Notes that a task begins to work, or goes on.
+
+        Args:
+            frame: of the task.
+            forward: is it forward work?
+
+        Raises:
+            SMPUsageError: saved arguments cannot be moved out of memory.
+        """
         self.timeline.enter(frame, forward)
+        modules = self.modules
+        if modules.offloader is not None and modules.outlook is not None:
+            modules.outlook.enter(frame, forward)
+            modules.offloader.balance()
 
     def reach_backward(self, frame: Frame) -> None:
         """Tells the driver that a microbatch's forward pass is over; see `StepDriver`."""

@@ -7,7 +7,12 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from smddp.modelparallel.common.errors import SMPError, SMPMicrobatchError, SMPPeerError
+from smddp.modelparallel.common.errors import (
+    SMPError,
+    SMPMicrobatchError,
+    SMPPartitionError,
+    SMPPeerError,
+)
 
 __all__ = [
     "ArgumentChangedError",
@@ -91,12 +96,13 @@ def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:
     Raises:
         SMPMicrobatchError: in most cases.
         SMPError: of the original's class, if smp itself has raised it before or after the
-            microbatches, or if another replica has failed.
+            microbatches, if the model cannot be divided, or if another replica has failed.
     """
     where = f"rank {failure.rank} of the pipeline"
     origin = cause or _unpickled(failure)
     outside = failure.microbatch < 0 and isinstance(origin, SMPError)
-    if origin is not None and (outside or isinstance(origin, SMPPeerError)):
+    of_all = isinstance(origin, (SMPPeerError, SMPPartitionError))
+    if origin is not None and (outside or of_all):
         raise type(origin)(f"{where}: {origin}") from origin
     which = f", microbatch {failure.microbatch}" if failure.microbatch >= 0 else ""
     trace = f"\n{failure.trace}" if cause is None else ""

@@ -8,6 +8,7 @@ that live elsewhere get a `forward` of their own, too; in copies of them it rais
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import functools
 import weakref
@@ -17,12 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from smddp.modelparallel.activations.offload import Offloader
+from smddp.modelparallel.activations.region import Keeper, Region
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import Structure, flatten, map_tensors
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
+from smddp.modelparallel.pipeline.outlook import Outlook, key_of
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 from smddp.modelparallel.pipeline.remote_tensor import (
     Home,
@@ -35,6 +39,9 @@ from smddp.modelparallel.pipeline.services import RankServices
 
 __all__ = ["Modules", "difference"]
 
+# For the random numbers of a call; None if it draws none. Of several layers: one for each.
+Seed = int | tuple[int | None, ...] | None
+
 _original_call = nn.Module._call_impl
 # What a call has in place of a method if it reads a parameter or a buffer; its name follows.
 _PARAMETER, _BUFFER = "parameter ", "buffer "
@@ -44,6 +51,9 @@ _EARLIER_BUFFER = "earlier buffer "
 # As _EARLIER_BUFFER, but the owner answers None in place of raising.
 _SAME_BUFFER = "same buffer "
 _READS = _PARAMETER, _BUFFER, _EARLIER_BUFFER, _SAME_BUFFER
+# Calls with activation checkpointing: of a module, whose arguments are ((args, kwargs), preserve
+# the state of random generators?); of some layers of an nn.Sequential, see `Modules.call_layers`.
+_RECOMPUTED, _LAYERS = "recomputed", "layers"
 # `difference` names at most so many modules of each side.
 _NAMED = 5
 # Arguments of these types do not change. Other objects may, before the call is sent.
@@ -95,6 +105,11 @@ class Modules:
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         replaced: a function of the name of a buffer in the model, which lives here: has code ever
             put another tensor in its place?
+        recomputed: the modules that have activation checkpointing where they live, by number: do
+            both runs draw the same random numbers?
+        offloader: keeps the arguments of calls with activation checkpointing; None for autograd.
+        outlook: which of them are needed soon; None with one partition.
+        calls_recomputed: has code asked for activation checkpointing of a single call?
     """
 
     def __init__(
@@ -109,6 +124,12 @@ class Modules:
         self.in_order = False
         self.buffers_read: set[tuple[int, str]] = set()
         self.replaced: Callable[[str], bool] = lambda _: False
+        self.recomputed: dict[int, bool] = {}
+        self.offloader: Offloader | None = None
+        self.outlook: Outlook | None = None
+        self.calls_recomputed = False
+        # By number of the module, and the first and last layer: see `Region`.
+        self._regions: dict[tuple[int, int, int], Region] = {}
         self.by_number = list(root.modules())
         by_id = {id(module): name for name, module in reversed(list(root.named_modules()))}
         self.names = [by_id[id(module)] or "model" for module in self.by_number]
@@ -200,15 +221,10 @@ class Modules:
         Raises:
             SMPUsageError: it lives elsewhere, and the call is not in a step.
         """
-        task = self._baton.task
-        frame = task.frame if task is not None else None
+        frame = self._frame()
         owner = self.owners[number]
         if frame is None:
-            if owner is not None and owner != self._rank:
-                raise SMPUsageError(
-                    f"module {self.names[number]!r} lives on rank {owner} of the pipeline, and can "
-                    "be called only within a function decorated with smp.step"
-                )
+            self._refuse_remote(number, owner)
             return self._original(number, method, args, kwargs)
         if owner is None:
             owner = self._owner_by_input(frame, args, kwargs)
@@ -220,19 +236,102 @@ class Modules:
                 return self._original(number, method, args, kwargs)
         return self._remote(frame, owner, number, method, args, kwargs)
 
-    def run(self, number: int, method: str, seed: int | None, args: Any, kwargs: Any) -> Any:
+    def call_recomputed(self, number: int, args: Any, kwargs: Any, preserve: bool) -> Any:
+        """Calls a module once with activation checkpointing, on the rank where it lives.
+
+        Args:
+            number: of the module.
+            args: positional arguments.
+            kwargs: named arguments.
+            preserve: draw the same random numbers in both runs.
+
+        Returns:
+            What `enter` returns.
+        """
+        self.calls_recomputed = True
+        return self.enter(number, _RECOMPUTED, ((args, kwargs), preserve), {})
+
+    def call_layers(
+        self, number: int, begin: int, end: int, value: Any, spread: bool, preserve: bool
+    ) -> Any:
+        """Calls some layers of an nn.Sequential, with one activation checkpoint around them.
+
+        Random numbers are those of calls of the layers one by one.
+
+        Args:
+            number: of the nn.Sequential.
+            begin: the first layer.
+            end: the one after the last layer. Layers with state all live on one rank.
+            value: the argument of the first layer.
+            spread: pass a tuple to a layer as several arguments.
+            preserve: draw the same random numbers in both runs.
+
+        Returns:
+            What the last layer returns; with lazy tensors if the layers live elsewhere.
+        """
+        self.calls_recomputed = True
+        numbers = self.layers(number)[begin:end]
+        owners = [owner for one in numbers if (owner := self.owners[one]) is not None]
+        owner = owners[0] if owners else None
+        args = value, begin, end, spread, preserve
+        frame = self._frame()
+        if frame is None:
+            self._refuse_remote(number, owner)
+            return self._run_layers(number, None, *args)
+        if owner is None:
+            owner = self._owner_by_input(frame, args, {})
+        seeds = tuple([draw_seed() if self._draws[one] else None for one in numbers])
+        if owner == self._rank:
+            return self._run_layers(number, seeds, *_forced(args))
+        return self._remote(frame, owner, number, _LAYERS, args, {}, seeds)
+
+    def lives_here(self, number: int) -> bool:
+        """Says whether calls of a module that are made here run here."""
+        return self.owners[number] in (None, self._rank)
+
+    def layers(self, number: int) -> list[int]:
+        """Returns the numbers of the modules of an nn.Sequential, in their order.
+
+        Raises:
+            SMPUsageError: one of them is not of the model.
+        """
+        layers = self.by_number[number]._modules.values()
+        found = [self._numbers.get(id(layer), -1) for layer in layers]
+        if -1 in found:
+            raise SMPUsageError(
+                f"layer {found.index(-1)} of {self.names[number]!r} was put there after "
+                "smp.DistributedModel, so it is not part of the model"
+            )
+        return found
+
+    def _frame(self) -> Frame | None:
+        task = self._baton.task
+        return task.frame if task is not None else None
+
+    def _refuse_remote(self, number: int, owner: int | None) -> None:
+        """Raises if a module is called outside a step, and lives elsewhere."""
+        if owner is not None and owner != self._rank:
+            raise SMPUsageError(
+                f"module {self.names[number]!r} lives on rank {owner} of the pipeline, and can "
+                "be called only within a function decorated with smp.step"
+            )
+
+    def run(self, number: int, method: str, seed: Seed, args: Any, kwargs: Any) -> Any:
         """Runs a call that another rank has sent.
 
         Args:
             number: of the module, which lives here.
             method: see `Call.method`.
-            seed: for the random numbers of the call; None if it draws none.
+            seed: for the random numbers of the call; None if it draws none; of several layers, one
+                for each.
             args: positional arguments.
             kwargs: named arguments.
 
         Returns:
             What the module returns; for a read, the values, or None if there is no tensor.
         """
+        if isinstance(seed, tuple):
+            return self._run_layers(number, seed, *args)
         # The random state is not restored afterwards: the task has none of its own, and
         # `Baton.wait` saves that of a task that waits.
         if seed is not None:
@@ -250,7 +349,14 @@ class Modules:
         return self._rank
 
     def _remote(
-        self, frame: Any, owner: int, number: int, method: str, args: Any, kwargs: Any
+        self,
+        frame: Frame,
+        owner: int,
+        number: int,
+        method: str,
+        args: Any,
+        kwargs: Any,
+        seed: Seed = None,
     ) -> Any:
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
@@ -265,8 +371,8 @@ class Modules:
         reads = method.startswith(_READS)
         if not reads:
             frame.moment = object()
-        draws = self._draws[number] and not reads
-        seed = draw_seed() if draws else None
+        if seed is None and self._draws[number] and not reads:
+            seed = draw_seed()
         grad = collector.ambient.grad
         key = (number, method, structure, self.by_number[number].training, grad)
         may_change = number in self._awaited or _may_change(tensors, objects)
@@ -332,9 +438,55 @@ class Modules:
         module = self.by_number[number]
         if method.startswith(_READS):
             return self._own_value(number, method)
-        if method:
+        preserve = self.recomputed.get(number) if not method else None
+        if method == _RECOMPUTED:
+            (args, kwargs), preserve = args
+        elif method:
             return getattr(type(module), method)(module, *args, **kwargs)
-        return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if preserve is None:
+            return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+        region = self._regions.get((number, 0, 0))
+        if region is None:
+            region = Region(f"module {self.names[number]!r}", [module])
+            self._regions[number, 0, 0] = region
+        function = functools.partial(_original_call, module)
+        return region.call(function, args, kwargs, preserve, self._keeper())
+
+    def _keeper(self) -> Keeper | None:
+        """Returns what keeps the arguments of a call that runs here now."""
+        if self.offloader is None:
+            return None
+        if self.outlook is None:
+            return functools.partial(self.offloader.keep, None)
+        frame = self._frame()
+        return None if frame is None else functools.partial(self.offloader.keep, key_of(frame))
+
+    def _run_layers(
+        self,
+        number: int,
+        seeds: tuple[int | None, ...] | None,
+        value: Any,
+        begin: int,
+        end: int,
+        spread: bool,
+        preserve: bool,
+    ) -> Any:
+        """Does `call_layers` on this rank; the seeds are those of the layers."""
+        numbers = self.layers(number)[begin:end]
+
+        def run(value: Any) -> Any:
+            for one, seed in zip(numbers, seeds or [None] * len(numbers), strict=True):
+                args = value if spread and isinstance(value, tuple) else (value,)
+                with seeded(seed) if seed is not None else contextlib.nullcontext():
+                    value = self._original(one, "", args, {})
+            return value
+
+        region = self._regions.get((number, begin, end))
+        if region is None:
+            name = f"layers {begin} to {end - 1} of {self.names[number]!r}"
+            region = Region(name, [self.by_number[one] for one in numbers])
+            self._regions[number, begin, end] = region
+        return region.call(run, (value,), {}, preserve, self._keeper())
 
 
 class _OwnerValueReader(ValueReader):
@@ -374,6 +526,7 @@ class _OwnerValueReader(ValueReader):
     def same_tensor(self) -> Any:
         modules, frame = self._modules(), self._frame()
         assert modules is not None
+        assert frame is not None
         method = _SAME_BUFFER + self._name
         return modules._remote(frame, self._owner, self._number, method, (), {})
 

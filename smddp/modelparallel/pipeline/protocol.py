@@ -201,7 +201,8 @@ class Call(NamedTuple):
 
     Attributes:
         module: its number; see `Modules`.
-        method: "forward" if that was called by name; "" if the module itself was. Or "parameter
+        method: "forward" if that was called by name; "" if the module itself was. With activation
+            checkpointing "recomputed", or "layers" for some layers of a sequence. Or "parameter
             weight" to read the parameter `weight`; "buffer mean", "earlier buffer mean" or "same
             buffer mean" to read the buffer `mean` (see modules.py).
         structure: of (args, kwargs); see structure.py.

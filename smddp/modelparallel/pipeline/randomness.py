@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from smddp import _C
+from smddp.modelparallel.common.random_state import RandomState, uses_cuda
 
-__all__ = ["RandomState", "draw_seed", "may_draw", "mix", "seed_all", "seeded"]
+__all__ = ["draw_seed", "may_draw", "mix", "seed_all", "seeded"]
 
 _RANDOM_CLASSES = (
     nn.modules.dropout._DropoutNd,
@@ -54,24 +55,10 @@ def draw_seed() -> int:
     return _C.random_number(_MASK)
 
 
-class RandomState:
-    """The state of torch's default generators, of the CPU and the current GPU, when it was made."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state() if _uses_cuda() else None
-
-    def restore(self) -> None:
-        """Gives the generators that state again."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-
-
 def seed_all(seed: int) -> None:
     """Seeds the default generators of the CPU and the current GPU."""
     torch.default_generator.manual_seed(seed)
-    if _uses_cuda():
+    if uses_cuda():
         torch.cuda.manual_seed(seed)
 
 
@@ -84,8 +71,3 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         before.restore()
-
-
-def _uses_cuda() -> bool:
-    # False without a GPU, too; `is_available` takes much longer.
-    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call,no-any-return]

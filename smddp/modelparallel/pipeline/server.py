@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smddp.modelparallel.common.structure import flatten
 from smddp.modelparallel.pipeline.baton import Priority, Task
@@ -57,8 +58,9 @@ class _SegmentRun:
         into, out_of: the edges into the segment and out of it.
         objects: the caller's values that are not tensors, by number.
         arrived, gradients: values and gradients that have arrived, by the edge's other end.
-        saved: inputs and outputs of the segment's autograd graph, while a backward pass may come;
-            else None.
+        saved: the two ends of the segment's autograd graph, while a backward pass may come: leaves
+            without memory that get the gradients of its inputs, and the gradient edges of its
+            outputs. Else None. Only the graph itself keeps values.
         counted: does it count for what is under way? It does from its beginning to its backward
             pass.
         returned: for each call whose result had no known structure: its structure, its objects,
@@ -94,7 +96,7 @@ class _SegmentRun:
         self.objects: dict[int, Any] = {}
         self.arrived: dict[int, list[torch.Tensor]] = {}
         self.gradients: dict[int, list[torch.Tensor | None]] = {}
-        self.saved: tuple[dict[TensorId, torch.Tensor], dict[TensorId, torch.Tensor]] | None = None
+        self.saved: tuple[dict[TensorId, torch.Tensor], dict[TensorId, GradientEdge]] | None = None
         self.counted = False
         self.returned: dict[int, tuple[Any, list[Any], int]] = {}
         self.sent: list[int] = []
@@ -292,12 +294,11 @@ class Server:
 
     def _timed(self, work: Any, frame: Frame, run: _SegmentRun) -> None:
         """Does `work` for a run, and notes it in the timeline."""
-        timeline = self._services.timeline
-        timeline.enter(frame, frame.forward)
         try:
+            self._services.enter(frame, frame.forward)
             work(frame, run)
         finally:
-            timeline.leave()
+            self._services.timeline.leave()
 
     # --- the work of tasks ------------------------------------------------------------------------
 
@@ -307,16 +308,18 @@ class Server:
         self._under_way[frame.microbatch] = self._under_way.get(frame.microbatch, 0) + 1
         run.counted = True
         leaves: dict[TensorId, torch.Tensor] = {}
-        for edge in run.into:
-            leaves.update(zip(edge.values, run.arrived[edge.source], strict=True))
-        run.arrived = {}
         if ambient() == graph.ambient:
             outputs = self._run_calls(frame, run, leaves)
         else:
             with graph.ambient.entered():
                 outputs = self._run_calls(frame, run, leaves)
         if graph.ambient.grad and any(tensor.requires_grad for tensor in outputs.values()):
-            run.saved = leaves, outputs
+            ends = {
+                value: get_gradient_edge(tensor)
+                for value, tensor in outputs.items()
+                if tensor.requires_grad
+            }
+            run.saved = leaves, ends
             run.sent = frame.sent
         else:
             self._end_under_way(run)
@@ -340,11 +343,23 @@ class Server:
     ) -> dict[TensorId, torch.Tensor]:
         """Runs the calls of a segment; returns the tensors of their results.
 
+        Args:
+            frame: of the segment.
+            run: the segment.
+            leaves: gets those of its autograd graph.
+
         Raises:
             StructureChangedError: the structure of a result is not the one that the caller expects.
         """
         modules, graph = self.modules, run.graph
-        values = {tensor_id: _entrance(tensor) for tensor_id, tensor in leaves.items()}
+        values: dict[TensorId, torch.Tensor] = {}
+        arrived, run.arrived = run.arrived, {}
+        for edge in run.into:
+            for tensor_id, tensor in zip(edge.values, arrived.pop(edge.source), strict=True):
+                values[tensor_id] = tensor
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    leaves[tensor_id] = leaf = _leaf_like(tensor)
+                    values[tensor_id] = _apply_entrance(leaf, tensor.detach())
         outputs: dict[TensorId, torch.Tensor] = {}
         for index in graph.segments[run.number].calls:
             call = graph.calls[index]
@@ -367,21 +382,20 @@ class Server:
 
     def _backward(self, frame: Frame, run: _SegmentRun, this: Pass) -> None:
         graph = run.graph
-        leaves, outputs = ({}, {}) if run.saved is None else run.saved
+        leaves, ends = ({}, {}) if run.saved is None else run.saved
         if not this.keeps:
             self._end_under_way(run)
             del self._runs[run.key]
         sums: dict[TensorId, torch.Tensor] = {}
         for edge in run.out_of:
             for value, gradient in zip(run.values(edge), run.gradients[edge.target], strict=True):
-                if gradient is not None and value in outputs and outputs[value].requires_grad:
+                if gradient is not None and value in ends:
                     sums[value] = sums[value] + gradient if value in sums else gradient
         run.gradients = {}
         frame.name = self.modules.names[graph.calls[graph.segments[run.number].calls[-1]].module]
-        inputs = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
-        roots = [outputs[value] for value in sums]
-        found = run_backward(roots, list(sums.values()), list(inputs.values()), this)
-        of_input = dict(zip(inputs, found, strict=True))
+        roots = [ends[value] for value in sums]
+        found = run_backward(roots, list(sums.values()), list(leaves.values()), this)
+        of_input = dict(zip(leaves, found, strict=True))
         # Drop the graphs that the segment has sent and that got no gradient, and those that a
         # checkpoint has sent again in this backward pass.
         sent = frame.sent if this.keeps else [*run.sent, *frame.sent]
@@ -410,15 +424,19 @@ def _unchanging(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Entrance(torch.autograd.Function):
-    """Returns a tensor that is not a leaf, because autograd forbids changing a leaf in place."""
+    """Returns a value whose gradient goes to a leaf.
+
+    The value is not the leaf itself: a leaf cannot be changed in place, and it keeps its memory as
+    long as the graph, also if nothing needs the value any more.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
+    def forward(ctx: Any, leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 # `Function.apply` would look for lazy tensors among the arguments, and for functorch transforms;
@@ -426,8 +444,6 @@ class _Entrance(torch.autograd.Function):
 _apply_entrance: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Entrance)
 
 
-def _entrance(leaf: torch.Tensor) -> torch.Tensor:
-    if not leaf.requires_grad or not torch.is_grad_enabled():
-        return leaf
-    result: torch.Tensor = _apply_entrance(leaf)
-    return result
+def _leaf_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a leaf of the shape and dtype of a tensor, with the memory of one element."""
+    return tensor.new_empty(()).expand(tensor.shape).requires_grad_()

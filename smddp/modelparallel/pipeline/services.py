@@ -34,5 +34,8 @@ class RankServices(Protocol):
     def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> bool:
         """Sends a message to a rank of the pipeline, which may be this one; see `Executor.send`."""
 
+    def enter(self, frame: Frame, forward: bool) -> None:
+        """Notes that a task begins to work, or goes on; see `Executor.enter`."""
+
     def wait(self, ticket: Ticket, frame: Frame, forward: bool) -> None:
         """Lets other tasks run until a ticket is done; see `Executor.wait`."""

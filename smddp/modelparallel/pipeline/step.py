@@ -72,12 +72,14 @@ class StepBegin(NamedTuple):
         name: of the step function.
         training_flags: one byte per module, 1 for train and 0 for eval; None if none has changed.
         modules: the names of the modules, as long as the model is not divided; then None.
+        checkpoints: a digest of what has activation checkpointing, which is the same on all ranks.
     """
 
     number: int
     name: str
     training_flags: bytes | None
     modules: list[str] | None
+    checkpoints: int
 
 
 class StepResult(NamedTuple):
@@ -132,8 +134,13 @@ class StepModel(Protocol):
 
     steps: int
 
-    def changed_training_flags(self) -> bytes | None:
-        """Returns `StepBegin.training_flags`; called on rank 0 only."""
+    def begin(self, name: str, names: list[str] | None) -> StepBegin:
+        """Returns what rank 0 tells the others at the beginning of the step.
+
+        Args:
+            name: of the step function.
+            names: of the modules, if the others need them; see `StepBegin`.
+        """
 
     def accept_begin(self, begin: StepBegin) -> None:
         """Applies what rank 0 says at the beginning of the step; called on the other ranks.

@@ -1,7 +1,5 @@
 """`import smdistributed.modelparallel.torch as smp`."""
 
-from typing import Any
-
 import smdistributed.modelparallel.torch.step  # noqa: F401
 from smddp.modelparallel import *  # noqa: F403
 from smddp.modelparallel import step as _decorator
@@ -31,13 +29,3 @@ __all__ = [
     "step",
     "utils",
 ]
-
-# Names of the original library that this version does not have, and what to do about it.
-_LATER = {
-    "set_activation_checkpointing": "call the module by patches.checkpoint.checkpoint instead",
-}
-
-
-def __getattr__(name: str) -> Any:
-    advice = f", in this version: {_LATER[name]}" if name in _LATER else ""
-    raise AttributeError(f"smp has no {name!r}{advice}", name=name)

@@ -24,6 +24,8 @@ SIGNATURES: dict[str, str] = {
     "init": "config=None",
     "partition": "index",
     "set_partition": "module, index",
+    "set_activation_checkpointing": "module, preserve_rng_state=True, pack_args_as_tuple=False, "
+    "strategy=each",
     "send": "obj, dest_rank, rank_type",
     "recv_from": "src_rank, rank_type",
     "broadcast": "obj, group",

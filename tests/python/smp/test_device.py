@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import check_ranks
-from smp import test_transparency, zoo
+from smp import test_activations, test_transparency, zoo
 
+from smddp.modelparallel.activations import offload
 from smddp.modelparallel.common import device
 
 pytestmark = [
@@ -40,6 +41,43 @@ def divided(config: dict[str, Any]) -> dict[str, Any]:
         results[name] = losses, {key: value.cpu() for key, value in state.items()}, owners
     there.finish()
     return results
+
+
+# Those of NAMES whose modules test_activations marks.
+MARKED = ["mlp", "encoder-decoder", "parametrized", "shared layer"]
+
+
+def offloaded() -> dict[str, Any]:
+    """As `divided`, with activation checkpointing and offload; returns states in host memory."""
+    there = device_cases.Fake()
+    dist.init_process_group(there.backend, timeout=timedelta(seconds=60))
+    device.current = lambda: there.device
+    make, batch_of = test_activations.make, test_activations.batch_of
+    test_activations.make = lambda name: make(name).to(there.device)
+    test_activations.batch_of = lambda *args: [
+        tensor.to(there.device) for tensor in batch_of(*args)
+    ]
+    offload._SMALL = 0
+    config = {"partitions": 2, "offload_activations": True, "activation_loading_horizon": 1}
+    moved = []
+    move_out = offload._HostMemory.move_out
+    offload._HostMemory.move_out = lambda *args: moved.append(1) or move_out(*args)
+    results = test_activations.divided({**config, "pipeline": "simple"}, MARKED)
+    assert moved
+    states = {
+        name: {key: value.cpu() for key, value in state.items()} for name, state in results.items()
+    }
+    there.finish()
+    return states
+
+
+@pytest.mark.timeout(170)
+def test_activations_leave_a_device() -> None:
+    ranks = check_ranks(offloaded, "2", timeout=160)
+    for name in MARKED:
+        _, state = test_transparency.whole(name, 1)
+        for states in ranks:
+            torch.testing.assert_close(states[name], state, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("pp", "replicas"), [(2, 1), (2, 2)])

@@ -28,7 +28,7 @@ NAMES = {
     "smdistributed.modelparallel": ["__version__"],
     "smdistributed.modelparallel.torch": [
         "init is_initialized shutdown state step StepOutput DistributedModel DistributedOptimizer",
-        "partition set_partition model_creation is_tracing amp",
+        "partition set_partition set_activation_checkpointing model_creation is_tracing amp",
         "delay_param_initialization delayed_parameter_initialization",
         "save load save_checkpoint resume_from_checkpoint",
         "rank size local_rank local_size instance_id pp_rank pp_size tp_rank tp_size rdp_rank",
@@ -165,17 +165,6 @@ def test_modules_of_tensor_parallelism_cannot_be_made() -> None:
     with pytest.raises(SMPUsageError, match=r"FlashAttentionLayer.*scaled_dot_product_attention"):
         smp_nn.FlashAttentionLayer(attention_head_size=4)
     assert not hasattr(smp_nn, "Nonsense")
-
-
-def test_names_of_later_versions_say_what_to_do() -> None:
-    smp = importlib.import_module("smdistributed.modelparallel.torch")
-    for name, advice in (
-        ("set_activation_checkpointing", "patches.checkpoint"),
-        ("nonsense", "has no 'nonsense'$"),
-    ):
-        with pytest.raises(AttributeError, match=advice):
-            getattr(smp, name)
-        assert not hasattr(smp, name)  # scripts that check for the name do without it
 
 
 def test_translations_without_tensor_parallelism_change_nothing() -> None:

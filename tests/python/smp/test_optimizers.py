@@ -1,4 +1,4 @@
-"""Optimizers and activation checkpoints with the names of the original library."""
+"""Optimizers with the names of the original library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.common.errors import SMPUsageError
-from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint, checkpoint_sequential
 
 pytestmark = pytest.mark.multiprocess
 
@@ -246,74 +245,3 @@ def test_clipping_is_that_of_torch_with_every_norm() -> None:
                 assert norm == pytest.approx(right, rel=1e-5)
                 for name, grad in grads.items():
                     torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-7)
-
-
-class Recomputed(nn.Module):
-    """Calls its parts through checkpoints, also with tuples and named arguments."""
-
-    held = 0
-
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.dropout = nn.Dropout(0.5)
-
-        def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
-            def note(_: Tensor) -> None:
-                Recomputed.held -= 1
-
-            y = self.dropout(torch.tanh(self.linear(x)))
-            if y.requires_grad:
-                Recomputed.held += 1
-                y.register_hook(note)
-            return y if scale is None else (y * scale, scale)
-
-    def __init__(self, last: int, plain: bool) -> None:
-        super().__init__()
-        self.plain = plain
-        self.first = nn.Linear(4, 4)
-        with smp.partition(last):
-            self.one = Recomputed.Part()
-            self.many = nn.Sequential(*[Recomputed.Part() for _ in range(3)])
-            self.pairs = nn.Sequential(Recomputed.Part(), Recomputed.Part())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, scale = self.first(x), torch.tensor(0.5)
-        if self.plain:
-            x = self.one(x, scale=scale)[0]
-            # Not self.many(x): that call would seed the generators anew.
-            for part in self.many:
-                x = part(x)
-            return self.pairs[1](*self.pairs[0](x, scale))[0]
-        x = checkpoint(self.one, x, scale=scale)[0]
-        x = checkpoint_sequential(self.many, x, strategy="group_2")
-        assert Recomputed.held == 0, "activations are kept between forward and backward"
-        return checkpoint_sequential(self.pairs, (x, scale), strategy="each")[0]
-
-
-def recomputed(pp: int) -> list[Any]:
-    gc.freeze()  # so that collecting a model does not visit all objects of torch
-    smp.init({"partitions": pp, **MANUAL, "microbatches": 1})
-    with pytest.raises(SMPUsageError, match="strategy must be"):
-        checkpoint_sequential(nn.Sequential(nn.Tanh()), torch.ones(1), strategy="group_x")
-    results = []
-    for plain in (True, False):
-        torch.manual_seed(0)
-        model = smp.DistributedModel(Recomputed(pp - 1, plain))
-        losses = [float(train(model, batch(0)).reduce_mean()) for _ in range(2)]
-        grads = {n: p.grad.tolist() for n, p in model.local_named_parameters()}
-        results.append((losses, grads))
-        del model
-        gc.collect()
-        Recomputed.held = 0
-    return results
-
-
-def test_checkpoints_change_nothing() -> None:
-    for pp in (1, 2):
-        for plain, saving in check_ranks(recomputed, str(pp), pp):
-            assert saving[0] == plain[0]
-            assert saving[1].keys() == plain[1].keys()
-            for name, value in saving[1].items():
-                torch.testing.assert_close(torch.tensor(value), torch.tensor(plain[1][name]))

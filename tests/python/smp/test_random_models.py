@@ -19,17 +19,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.activations import offload
 
 pytestmark = pytest.mark.multiprocess
 
 WIDTH, STEPS = 4, 3
-# partitions, microbatches, active, pipeline, direct forwarding
+# partitions, microbatches, active, pipeline, direct forwarding, share of modules that get
+# activation checkpointing after the first step
 LAYOUTS = [
-    (2, 4, 2, "interleaved", True),
-    (3, 8, 1, "interleaved", True),
-    (2, 8, 3, "simple", True),
-    (4, 8, 6, "interleaved", True),
-    (3, 4, 3, "interleaved", False),
+    (2, 4, 2, "interleaved", True, 0.0),
+    (3, 8, 1, "interleaved", True, 0.7),
+    (2, 8, 3, "simple", True, 0.4),
+    (4, 8, 6, "interleaved", True, 0.0),
+    (3, 4, 3, "interleaved", False, 0.4),
 ]
 
 
@@ -146,12 +148,14 @@ def train(model: Any, x: Tensor) -> Any:
 
 def trained(seeds: list[int], layout: tuple[Any, ...]) -> dict[int, list[Any]]:
     gc.freeze()  # so that collecting a model does not visit all objects of torch
-    parts, microbatches, active, pipeline, forwarding = layout
+    parts, microbatches, active, pipeline, forwarding, share = layout
     smp.init({
         "partitions": parts, "microbatches": microbatches, "active_microbatches": active,
         "pipeline": pipeline, "direct_forwarding": forwarding, "ddp": True,
-        "auto_partition": False, "default_partition": 0,
+        "auto_partition": False, "default_partition": 0, "activation_loading_horizon": 1,
+        "offload_activations": 0 < share < 0.5,
     })  # fmt: skip
+    offload._SMALL = 0
     results: dict[int, list[Any]] = {}
     for seed in seeds:
         module = make(seed)
@@ -162,6 +166,11 @@ def trained(seeds: list[int], layout: tuple[Any, ...]) -> dict[int, list[Any]]:
                 smp.set_partition(part, source.randrange(parts))
         results[seed] = []
         for step in range(STEPS):
+            for part in list(module.modules()) if step > 0 else []:
+                modules = model.runtime.executor.modules
+                owners = {modules.owners[modules.number_of(one)] for one in part.modules()}
+                if len(owners - {None}) <= 1 and source.random() < share:
+                    smp.set_activation_checkpointing(part)
             for parameter in module.parameters():
                 parameter.grad = None
             generator = torch.Generator().manual_seed(100 * seed + step)
@@ -191,7 +200,7 @@ MANY = list(range(20, 32))
 @pytest.mark.timeout(400)
 def test_random_models_divided_at_random(seeds: list[int]) -> None:
     whole = {
-        count: check_ranks(trained, "1", seeds, (1, count, 4, "interleaved", True))[0]
+        count: check_ranks(trained, "1", seeds, (1, count, 4, "interleaved", True, 0.0))[0]
         for count in (4, 8)
     }
     for layout in LAYOUTS:

@@ -1,0 +1,519 @@
+"""Activation checkpointing changes memory only: results are equal, bit by bit."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import gc
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import check_ranks, listen
+from smp.test_transparency import MICROBATCHES, STEPS, train_step, whole
+from smp.zoo import ZOO, batch_of, make
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.activations.region import Region
+from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
+from smddp.modelparallel.pipeline.executor import Executor
+from smddp.modelparallel.pipeline.protocol import Kind
+from smdistributed.modelparallel.torch.patches import checkpoint as patches
+
+pytestmark = pytest.mark.multiprocess
+
+MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": True, "microbatches": 2}
+
+# Model -> modules (all whose name begins so, or the model) and strategy.
+MARKS: dict[str, list[tuple[str, str]]] = {
+    "mlp": [("", "each")],
+    "resnet": [("", "group_2")],
+    "shared layer": [("", "contiguous")],
+    "unet": [("down.0", "each"), ("up.1", "each"), ("middle", "each")],
+    "tied gpt": [(f"blocks.{number}", "each") for number in range(4)],
+    "encoder-decoder": [("encoder.1", "each"), ("decoder.0", "each"), ("decoder.1.mlp", "group_2")],
+    "mixture of experts": [(f"experts.{number}", "contiguous") for number in range(4)],
+    "parametrized": [("normed", "each"), ("hooked", "each")],
+    "loose ends": [(f"parts.{number}", "each") for number in range(3)],
+    "frozen": [("fixed", "each"), ("last", "each")],
+    "checkpointed": [("layers.1", "contiguous"), ("layers.2", "each"), ("layers.4", "group_2")],
+    "recurrent": [("", "plain")],
+    "recursive": [("", "plain")],
+}
+
+
+def mark(model: Any, name: str) -> None:
+    for prefix, strategy in MARKS[name]:
+        if strategy == "plain":
+            modules = list(model.get_module().children())
+        else:
+            modules = [model.get_module().get_submodule(prefix)]
+        for module in modules:
+            if strategy in ("plain", "each"):
+                smp.set_activation_checkpointing(module)
+            else:
+                smp.set_activation_checkpointing(module, strategy=strategy)
+
+
+def divided(config: dict[str, Any], names: Iterable[str] = MARKS) -> dict[str, Any]:
+    """Trains models with marks; returns their state dicts by name."""
+    gc.freeze()  # so that collecting a model does not visit all objects of torch
+    smp.init({"ddp": True, "microbatches": MICROBATCHES, **config})
+    results = {}
+    for name in names:
+        module = make(name)
+        model = smp.DistributedModel(module)
+        mark(model, name)
+        optimizer = smp.DistributedOptimizer(
+            torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            train_step(model, name, *batch_of(name, step, smp.rdp_rank()))
+            optimizer.step()
+        results[name] = {n: v.clone() for n, v in model.state_dict().items()}
+        del model, optimizer, module
+        gc.collect()
+    return results
+
+
+NAMES = list(MARKS)
+
+
+@pytest.mark.parametrize(
+    ("pp", "replicas", "more", "names"),
+    [
+        (1, 1, {}, NAMES),
+        (2, 1, {}, NAMES[::2]),
+        (2, 1, {"pipeline": "simple", "partitioner": "tree"}, NAMES[1::2]),
+        (2, 2, {"active_microbatches": 2, "direct_forwarding": False}, NAMES[::3]),
+    ],
+    ids=["1", "2", "2-simple", "2x2"],
+)
+def test_models_with_checkpoints_learn_the_same(
+    pp: int, replicas: int, more: Any, names: list[str]
+) -> None:
+    ranks = check_ranks(divided, str(pp * replicas), {"partitions": pp, **more}, names)
+    for name in names:
+        _, state = whole(name, replicas)
+        for rank, results in enumerate(ranks):
+            assert results[name].keys() == state.keys()
+            for key, value in state.items():
+                if rank >= pp and "running" in key:
+                    continue  # the oracle has only the statistics of the first replica
+                where = f"{name} on rank {rank}: {key}"
+                if ZOO[name].exact and replicas == 1:
+                    assert torch.equal(results[name][key], value), where
+                else:
+                    torch.testing.assert_close(
+                        results[name][key], value, rtol=1e-6, atol=1e-6, msg=where
+                    )
+
+
+class Part(nn.Module):
+    """Draws random numbers, and takes and returns nested values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(
+        self, x: Tensor | tuple[Tensor, dict[str, Tensor]], scale: Any = None, *, power: int = 1
+    ) -> Any:
+        more = None
+        if isinstance(x, tuple):
+            x, more = x
+            scale = more["scale"]
+        y = self.dropout(torch.tanh(self.linear(x)))
+        if scale is not None:
+            y = y * scale**power
+        return y if more is None else (y, more)
+
+
+class Twice(nn.Module):
+    """Uses one parameter twice, in two ways, and checkpoints a part of itself in both ways."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.25), nn.Tanh())
+
+    def forward(self, x: Tensor, reentrant: bool) -> Tensor:
+        x = F.linear(x, self.weight)
+        x = checkpoint(self.inner, x, use_reentrant=reentrant)  # type: ignore[assignment]
+        return F.linear(torch.relu_(x), self.weight)
+
+
+class Average(nn.Module):
+    """Changes buffers in all ways, also those that its result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("last", None)
+        self.norm = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.last is not None:
+            x = x + self.last
+        self.calls += 1
+        self.last = x.detach().mean(0)
+        x = self.norm(x - self.mean / self.calls)
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        y = self.linear(x)
+        y += 1
+        return y.relu_()
+
+
+class Everything(nn.Module):
+    """Parts that live on two ranks."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        with smp.partition(last):
+            self.named = Part()
+            self.tuples = nn.Sequential(Part(), Part(), Part())
+            self.twice = Twice(nn.Parameter(torch.randn(4, 4)))
+            self.average = Average()
+            self.in_place = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(0.1))
+        self.sequence = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        with smp.partition(last):
+            self.sequence.extend(nn.Sequential(Part(), nn.Tanh(), Part(), Part()))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.named(x, scale=torch.tensor(0.5), power=2)
+        x = self.tuples((x, {"scale": x.mean()}))[0]
+        x = self.twice(x, True) + self.twice(x, False)
+        x = self.average(x)
+        x = self.in_place(x)
+        return self.last(self.sequence(x))
+
+
+class Patched(Everything):
+    """Does the same with the functions of `patches.checkpoint`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = patches.checkpoint(self.named, x, scale=torch.tensor(0.5), power=2)
+        pair = (x, {"scale": x.mean()})
+        x = patches.checkpoint_sequential(self.tuples, pair, "group_2", pack_args_as_tuple=True)[0]
+        x = patches.checkpoint(self.twice, x, True) + patches.checkpoint(self.twice, x, False)
+        x = patches.checkpoint(self.average, x)
+        x = patches.checkpoint_sequential(self.in_place, x)
+        return self.last(patches.checkpoint_sequential(self.sequence, x, strategy="contiguous"))
+
+
+class Layered(Everything):
+    """Does the same without calls of an nn.Sequential, which would seed the generators anew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.named(x, scale=torch.tensor(0.5), power=2)
+        pair = (x, {"scale": x.mean()})
+        for layer in self.tuples:
+            pair = layer(pair)
+        x = self.twice(pair[0], True) + self.twice(pair[0], False)
+        x = self.average(x)
+        for layer in (*self.in_place, *self.sequence, self.last):
+            x = layer(x)
+        return x
+
+
+# Messages of the last step, by kind.
+sent: collections.Counter[Kind] = collections.Counter()
+
+
+@smp.step
+def train(model: Any, x: Tensor, cast: bool) -> Any:
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        output = model(x)
+    loss = output.float().square().mean()
+    model.backward(loss)
+    return output, loss
+
+
+def steps(model: Any, cast: bool = False) -> list[Any]:
+    """Trains; returns results, gradients and state."""
+    torch.manual_seed(1)
+    results: list[Any] = []
+    for step in range(3):
+        sent.clear()
+        generator = torch.Generator().manual_seed(step)
+        output, loss = train(model, torch.randn(8, 4, generator=generator), cast)
+        results.append((output.concat(), loss.stack()))
+    results.append({n: p.grad for n, p in model.local_named_parameters()})
+    results.append(model.state_dict())
+    return results
+
+
+def features(pp: int) -> None:
+    """Compares models with and without checkpoints."""
+    gc.freeze()  # so that collecting a model does not visit all objects of torch
+    smp.init({"partitions": pp, **MANUAL})
+
+    send = Executor.send
+
+    def counted(executor: Executor, peer: int, kind: Kind, *more: Any) -> bool:
+        sent[kind] += 1
+        return send(executor, peer, kind, *more)
+
+    Executor.send = counted  # type: ignore[method-assign]
+
+    def run(kind: type[nn.Module], cast: bool, set_up: Any = None) -> list[Any]:
+        torch.manual_seed(0)
+        model = smp.DistributedModel(kind(pp - 1))
+        if set_up is not None:
+            set_up(model.get_module())
+        results = steps(model, cast)
+        del model
+        gc.collect()
+        return results
+
+    def work() -> list[int]:
+        return [sent[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.DROP)]
+
+    def each(module: Any) -> None:
+        for part in (module.first, module.named, module.twice, module.average, module.last):
+            smp.set_activation_checkpointing(part)
+        for part in (module.tuples, module.in_place, module.sequence):
+            smp.set_activation_checkpointing(part, pack_args_as_tuple=True)
+
+    def grouped(module: Any) -> None:
+        smp.set_activation_checkpointing(module.tuples, strategy="group_2")
+        smp.set_activation_checkpointing(module.in_place, strategy="contiguous")
+        smp.set_activation_checkpointing(module.sequence, strategy="contiguous")
+        smp.set_activation_checkpointing(module.sequence, strategy="group_3")
+        smp.set_activation_checkpointing(module.sequence[3])  # inside a group
+
+    for cast in (False, True):
+        plain, messages = run(Everything, cast), work()
+        assert min(messages[:2]) > 0 or pp == 1
+        for set_up in (each, grouped):
+            torch.testing.assert_close(run(Everything, cast, set_up), plain, rtol=0, atol=0)
+            assert work() == messages  # none to compute anything again
+    plain = run(Layered, False)
+    torch.testing.assert_close(run(Patched, False), plain, rtol=0, atol=0)
+    # Without the same random numbers, gradients do not fit.
+    anew = run(Layered, False, lambda m: smp.set_activation_checkpointing(m.named, False))
+    if (name := "named.linear.weight") in plain[3]:
+        assert not torch.equal(anew[3][name], plain[3][name])
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_results_are_those_without_checkpoints(pp: int) -> None:
+    check_ranks(features, str(pp), pp)
+
+
+def misused() -> None:
+    """The errors are raised on both ranks."""
+    smp.init({"partitions": 2, **MANUAL})
+    with pytest.raises(SMPUsageError, match=r"create smp.DistributedModel before"):
+        smp.set_activation_checkpointing(nn.Linear(4, 4))
+    net = Everything(1)
+    model = smp.DistributedModel(net)
+    mark = smp.set_activation_checkpointing
+    with pytest.raises(SMPUsageError, match="the Linear is not part of the model"):
+        mark(nn.Linear(4, 4))
+    with pytest.raises(SMPUsageError, match="not part of the model"):
+        mark(net.first.weight)
+    for strategy in ("group_0", "group_x", "all", 2):
+        with pytest.raises(SMPUsageError, match="strategy must be 'each', 'contiguous' or"):
+            mark(net.tuples, strategy=strategy)
+    with pytest.raises(SMPUsageError, match=r"for an nn.Sequential, and 'named' is a Part"):
+        mark(net.named, strategy="contiguous")
+    with pytest.raises(SMPUsageError, match=r"for an nn.Sequential, and 'named' is a Part"):
+        mark(net.named, pack_args_as_tuple=True)
+    with pytest.raises(SMPUsageError, match=r"takes a torch.nn.Sequential, not a Part"):
+        patches.checkpoint_sequential(net.named, torch.ones(4))
+    with pytest.raises(SMPUsageError, match=r"takes a torch.nn.Module, not a builtin"):
+        patches.checkpoint(torch.tanh, torch.ones(4))
+
+    # It spans two ranks: known in the first step, and afterwards at once.
+    mark(model)
+    with pytest.raises(SMPPartitionError, match=r"rank 0 of .*'model' lives on ranks 0 and 1 of"):
+        train(model, torch.ones(8, 4), False)
+    assert not model.partitioned
+    smp.shutdown()
+    smp.init({"partitions": 2, **MANUAL})
+    model = smp.DistributedModel(net)
+    mark(net.sequence, strategy="contiguous")
+    train(model, torch.ones(8, 4), False)
+    with pytest.raises(SMPPartitionError, match=r"'model' lives on ranks 0 and 1 of the pipeline"):
+        mark(net)
+    train(model, torch.ones(8, 4), False)
+
+    @smp.step
+    def inside(model: Any, x: Tensor) -> None:
+        mark(model.get_module().first)
+
+    with pytest.raises(SMPMicrobatchError, match="cannot be called inside a step"):
+        inside(model, torch.ones(8, 4))
+    if smp.pp_rank() == 0:
+        mark(net.first)
+    with pytest.raises(SMPUsageError, match="ranks 0 and 1 of the pipeline have set activation"):
+        train(model, torch.ones(8, 4), False)
+    if smp.pp_rank() == 1:
+        mark(net.first)
+    train(model, torch.ones(8, 4), False)
+
+
+def test_misuse_is_an_error_on_all_ranks() -> None:
+    check_ranks(misused, "2")
+
+
+class PatchedBlocks(nn.Module):
+    """Uses the functions of `patches.checkpoint` while it is traced, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Part() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = patches.checkpoint(self.blocks[0], x)
+        # Containers that are not of the model.
+        x = patches.checkpoint(nn.Sequential(self.blocks[1], self.blocks[2]), x)
+        return patches.checkpoint_sequential(nn.Sequential(*self.blocks[3:]), x)
+
+
+def traced() -> int:
+    smp.init({"partitions": 2, "microbatches": 2, "ddp": True})
+    said = listen()
+    torch.manual_seed(0)
+    model = smp.DistributedModel(PatchedBlocks())
+    train(model, torch.ones(8, 4), False)
+    train(model, torch.ones(8, 4), False)
+    assert not any("fake tensors failed" in text for text in said)
+    return len(list(model.local_parameters()))
+
+
+def test_functions_in_the_model_can_be_traced() -> None:
+    counts = check_ranks(traced, "2")
+    assert sum(counts) == 8
+    assert min(counts) > 0
+
+
+def automatic() -> Any:
+    """A module that spans partitions keeps its activations, and a warning says so once."""
+    smp.init({"partitions": 2, "microbatches": 2, "ddp": True})
+    said = listen()
+    outer = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(outer, nn.Linear(4, 4)))
+    smp.set_activation_checkpointing(model.get_module(), strategy="group_2")
+    results = [train(model, torch.ones(8, 4), False)[1].stack() for _ in range(2)]
+    return [text for text in said if "checkpointing" in text], results
+
+
+def test_a_module_on_several_ranks_is_a_warning_if_the_division_is_automatic() -> None:
+    (first, results), (second, _) = check_ranks(automatic, "2")
+    assert len(first) == 1
+    assert "module '0' lives on ranks 0 and 1 of the pipeline" in first[0]
+    assert second == []
+    assert len(results) == 2
+
+
+def outside() -> None:
+    """With one partition: outside a step, in evaluations, and copies of the model."""
+    smp.init({"partitions": 1, "microbatches": 1})
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), Average(), nn.Sequential(Part(), Part()))
+    whole = copy.deepcopy(net)
+    model = smp.DistributedModel(net)
+    smp.set_activation_checkpointing(model, strategy="contiguous")
+    smp.set_activation_checkpointing(net[2], strategy="group_2")
+
+    def gradients(model: Any) -> list[Any]:
+        torch.manual_seed(1)
+        x = torch.randn(3, 4, requires_grad=True)
+        loss = model(x).square().sum()
+        (of_input,) = torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        return [of_input, *(parameter.grad for parameter in model.parameters())]
+
+    for _ in range(2):
+        for one, other in zip(gradients(model), gradients(whole), strict=True):
+            assert torch.equal(one, other)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, whole.state_dict()[name]), name
+
+    # A copy is a model of its own.
+    for copied in (copy.deepcopy(net)[2], pickle.loads(pickle.dumps(net[2]))):
+        assert copied.forward.__self__ is copied
+        for parameter in copied.parameters():
+            parameter.data.zero_()
+        assert not copied(torch.randn(3, 4)).any()
+        assert copied(torch.randn(3, 4)).requires_grad
+
+    # Without gradients nothing is kept or computed again.
+    calls: list[int] = []
+    net[0].register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+    assert len(calls) == 1
+    model.backward(model(torch.randn(3, 4)).sum())
+    assert len(calls) == 3
+
+
+def test_one_partition_outside_a_step() -> None:
+    check_ranks(outside, "1")
+
+
+class Sometimes(nn.Module):
+    """Does in later calls what it did not do in the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+        self.change = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(x.mul_(2) if self.change else x * self.scale)
+
+
+def test_what_cannot_be_computed_again_is_an_error() -> None:
+    module = Sometimes()
+    region = Region("module 'it'", [module])
+    leaf = torch.ones(4, requires_grad=True)
+    region.call(module, (leaf * 2,), {}, True).sum().backward()
+    result = region.call(module, (leaf * 2,), {}, True)
+    module.scale.mul_(2)
+    with pytest.raises(SMPUsageError, match=r"'it' has .*its buffer 'scale' was changed between"):
+        result.sum().backward()
+    module.change = True
+    with pytest.raises(SMPUsageError, match=r"'it' has .*changed an argument in place"):
+        region.call(module, (leaf * 2,), {}, True)
+
+
+def test_one_tensor_as_two_arguments_stays_one() -> None:
+    def double(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(3)
+        return torch.exp(x * y)
+
+    leaves = [torch.ones(4, requires_grad=True) for _ in range(2)]
+    pairs = [leaf * 0.5 for leaf in leaves]
+    Region("it", []).call(double, (pairs[0], pairs[0]), {}, True).sum().backward()
+    double(pairs[1], pairs[1]).sum().backward()
+    assert torch.equal(leaves[0].grad, leaves[1].grad)  # type: ignore[arg-type]
+
+
+def test_containers_that_a_module_changes_are_those_of_the_caller() -> None:
+    def note(x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(x.detach())
+        return torch.exp(x)
+
+    seen: list[Tensor] = []
+    leaf = torch.ones(4, requires_grad=True)
+    Region("it", []).call(note, (leaf * 2, seen), {}, True).sum().backward()
+    assert len(seen) == 1
+    torch.testing.assert_close(leaf.grad, 2 * torch.exp(torch.full((4,), 2.0)))
