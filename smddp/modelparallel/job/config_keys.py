@@ -236,9 +236,8 @@ KEYS: tuple[Key, ...] = (
         "delayed_parameter_initialization",
         "bool",
         False,
-        "Parameters on demand.",
-        (),
-        "parameters are made at once, and freed where they do not live",
+        "`smp.model_creation` delays the initialization of parameters, as "
+        "`smp.delay_param_initialization` does with or without this key.",
     ),
     Key(
         "sharded_data_parallel_degree",

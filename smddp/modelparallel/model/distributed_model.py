@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.common.structure import map_tensors
 from smddp.modelparallel.data_parallel.reducer import DataParallel
+from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.queries import ModelQueries
 from smddp.modelparallel.model.runtime import ModelRuntime
@@ -380,6 +381,11 @@ def _check(module: nn.Module, device: str, times: bool, passes: int) -> None:
     if state.current_model() is not None:
         raise SMPUsageError("there is a smp.DistributedModel already; a script can have one")
     _check_parts(module)
+    if times and any(map(is_delayed, module.parameters())):
+        raise SMPUsageError(
+            "trace_execution_times needs parameters with values: leave it out, or create the model "
+            "outside smp.delay_param_initialization"
+        )
     if device not in ("cpu", "gpu"):
         raise SMPUsageError(f"trace_device must be 'cpu' or 'gpu', not {device!r}")
     if times and device == "cpu":
