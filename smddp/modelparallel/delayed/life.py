@@ -88,7 +88,9 @@ def settle(recorders: Iterable[Recorder], here: Iterable[nn.Module]) -> None:
         for name, value in module.__dict__.items():
             if name not in ("_parameters", "_buffers", "_modules"):
                 for tensor in tensors_in(value):
-                    come_to_life(tensor)
+                    # The older functions for normed weights compute them again before each use.
+                    if tensor.grad_fn is None:
+                        come_to_life(tensor)
     for recorder in recorders:
         recorder.settled = True
     # What was recorded has circles of references, and tensors of which some may still have memory.

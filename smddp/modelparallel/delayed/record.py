@@ -111,10 +111,10 @@ class Constant:
             tensor: the tensor.
             copy: copy it in any case.
         """
-        self._tensor = tensor.detach()
+        self._tensor = tensor
         self._version = -1
         if copy or tensor.numel() * tensor.element_size() <= self._SMALL:
-            self._tensor = self._tensor.clone()
+            self._tensor = tensor.detach().clone()
         elif not tensor.is_inference():
             self._version = tensor._version
 
@@ -130,7 +130,7 @@ class Constant:
                 "it for a parameter whose initialization is delayed. Leave it as it is until the "
                 "first step, or give the parameter a copy of it"
             )
-        return self._tensor
+        return self._tensor.detach()
 
 
 class Random(NamedTuple):

@@ -55,6 +55,17 @@ _OVERWRITES = frozenset(
         "log_normal_"
     ).split()
 )
+# Operations that make a tensor of random numbers -> those that write the same numbers into one.
+_INTO = {
+    _aten.rand.default: _aten.rand.out,
+    _aten.rand.generator: _aten.rand.generator_out,
+    _aten.randn.default: _aten.randn.out,
+    _aten.randn.generator: _aten.randn.generator_out,
+    _aten.randint.default: _aten.randint.out,
+    _aten.randint.generator: _aten.randint.generator_out,
+    _aten.randint.low: _aten.randint.low_out,
+    _aten.randint.low_generator: _aten.randint.low_generator_out,
+}
 # Of results of random operations that are kept; the state of the CPU's generator has this size.
 _SMALL = 5056  # bytes
 
@@ -177,6 +188,7 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.settled = False
         self._making_shapes = False
         self._paused = False
+        self._scratch: torch.UntypedStorage | None = None
         # By address of the storage that stands for it.
         self._memories: WeakValueDictionary[int, Memory] = WeakValueDictionary()
 
@@ -205,6 +217,7 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def come_to_life(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a real tensor for a delayed one; those for one memory share memory."""
+        self._scratch = None
         value = self.value_of(tensor)
         with self.paused():
             if value.memory.real is None:
@@ -225,6 +238,7 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
         return value
 
     def _memory_of(self, tensor: torch.Tensor) -> Memory:
+        _check_kind(tensor)
         storage = tensor.untyped_storage()
         memory = self._memories.get(storage._cdata)
         if memory is None:
@@ -349,6 +363,7 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
             real: the real one.
             copy: copy the values now; otherwise they must not change, see `Constant`.
         """
+        _check_kind(real)
         shape = (list(real.shape), list(real.stride()))
         options = {"dtype": real.dtype, "device": real.device}
         tensor: torch.Tensor = self._shape(_aten.empty_strided.default, (), shape, options)
@@ -373,6 +388,9 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
         self, func: Any, leaves: list[Any], spec: TreeSpec, written: Sequence[torch.Tensor]
     ) -> Any:
         """Makes an operation on delayed tensors that are left once the model is divided."""
+        for leaf in leaves:
+            if isinstance(leaf, FakeTensor) and leaf.grad_fn is not None:
+                raise _refusal(leaf, "it was computed from parameters, with gradients enabled")
         alive = [
             self.come_to_life(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves
         ]
@@ -388,14 +406,12 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Records an operation that fills a tensor with random numbers; draws them."""
         target: torch.Tensor = leaves[0]
         with self.paused():
-            scratch = torch.empty_strided(
-                target.shape, target.stride(), dtype=target.dtype, device=target.device
-            )
+            scratch = self._scratch_like(target)
             generator = _generator(leaves, target.device)
             state = generator.get_state()
             args, kwargs = tree_unflatten([scratch, *self._real_arguments(leaves[1:])], spec)
             func(*args, **kwargs)
-        if scratch.numel() * scratch.element_size() <= _SMALL:
+        if scratch.nbytes <= _SMALL:
             leaves, spec = tree_flatten(((target, scratch), {}))
             self._record(_aten.copy_.default, leaves, spec, [target], [target], None)
         else:
@@ -414,12 +430,36 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
         device = next((one.device for one in leaves if isinstance(one, torch.Tensor)), None)
         generator = _generator(leaves, device or torch.device(kwargs.get("device") or "cpu"))
         state = generator.get_state()
-        drawn = self._on_values(func, leaves, spec)
+        if func in _INTO:
+            with self.paused():
+                args = tree_unflatten(leaves, spec)[0]
+                scratch = self._scratch_like(self._shape(func, (), args, kwargs))
+                own = {"generator": kwargs["generator"]} if "generator" in kwargs else {}
+                drawn = _INTO[func](*args, **own, out=scratch)
+        else:
+            drawn = self._on_values(func, leaves, spec)
         one = isinstance(drawn, torch.Tensor) and not func._schema.is_mutable
-        if one and drawn.numel() * drawn.element_size() <= _SMALL:
+        if one and drawn.nbytes <= _SMALL:
             kept: torch.Tensor = self.delay(drawn)
             return kept
         return Random(state, generator.device)
+
+    def _scratch_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a real tensor of the geometry of a delayed one, without values.
+
+        Large ones use the same memory again and again. If they had memory of their own, small
+        tensors would come to lie between them, and the system would not get the memory back.
+        """
+        shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        if tensor.device.type != "cpu" or tensor.nbytes <= _SMALL:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device)
+        steps = zip(shape, strides, strict=True)
+        size = dtype.itemsize * (1 + sum((n - 1) * step for n, step in steps))
+        if self._scratch is None or self._scratch.nbytes() < size:
+            self._scratch = None
+            self._scratch = torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        return empty.set_(self._scratch, 0, shape, strides)
 
 
 def _before(tensor: torch.Tensor) -> Value:
@@ -449,11 +489,18 @@ def _of_another(tensor: FakeTensor) -> torch.Tensor:
     return mode.come_to_life(tensor)
 
 
+def _check_kind(tensor: torch.Tensor) -> None:
+    """Raises SMPUsageError if tensors of this kind cannot be delayed."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise _refusal(tensor, "it is sparse, nested or quantized")
+
+
 def _refusal(tensor: torch.Tensor, why: str) -> SMPUsageError:
+    shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
     return SMPUsageError(
-        f"the initialization of a tensor of shape {tuple(tensor.shape)} ({_place()}) cannot be "
-        f"delayed, because {why}: create its module outside smp.delay_param_initialization, or "
-        "within smp.delay_param_initialization(enabled=False)"
+        f"the initialization of a tensor{shape} ({_place()}) cannot be delayed, because {why}: "
+        "create its module outside smp.delay_param_initialization, or within "
+        "smp.delay_param_initialization(enabled=False)"
     )
 
 

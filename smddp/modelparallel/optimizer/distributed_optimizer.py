@@ -12,6 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
+from smddp.modelparallel.common.structure import tensors_in
+from smddp.modelparallel.delayed.life import come_to_life
 from smddp.modelparallel.job.meeting import together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.clipping import clip_grad_norm
@@ -289,6 +291,7 @@ class _State:
 
     def adopt(self, placement: Placement) -> None:
         """Notes which parameters live here; loads what was given before that was known."""
+        self._place_first_state(placement)
         if self.masters is not None:
             self.masters.adopt(placement)
         if self._deferred is not None:
@@ -296,6 +299,14 @@ class _State:
             numbers = self.indices()
             owned = {id(p) for p in placement.parameters()}
             self._load_some(entries, {numbers[key] for key in owned & numbers.keys()})
+
+    def _place_first_state(self, placement: Placement) -> None:
+        """Frees state of parameters that live elsewhere; some optimizers make it when created."""
+        states = getattr(self._optimizer(), "state", {})
+        for parameter in list(filter(placement.lives_elsewhere, states)):
+            del states[parameter]
+        for tensor in tensors_in(list(states.values())):
+            come_to_life(tensor)
 
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer()

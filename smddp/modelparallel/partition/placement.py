@@ -384,6 +384,10 @@ class Placement:
         """Says whether a parameter lives here."""
         return id(parameter) in self._local
 
+    def lives_elsewhere(self, parameter: Any) -> bool:
+        """Says whether something is a parameter of the model that lives on another rank."""
+        return id(parameter) in self._homes
+
     def owns_buffer(self, name: str) -> bool:
         """Says whether the buffer with a name of the original model lives here."""
         return self.owner_of_entry(name) == self.rank
