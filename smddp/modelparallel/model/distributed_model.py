@@ -277,10 +277,15 @@ class DistributedModel(ModelQueries):
         """Returns a context in which replicas may have different numbers of batches.
 
         Raises:
-            SMPUsageError: `ddp` is off in the configuration.
+            SMPUsageError: `ddp` is off in the configuration, or `shard_optimizer_state` is on.
         """
         if not _with_ddp():
             raise SMPUsageError("join() needs ddp in the configuration")
+        if state.cfg.shard_optimizer_state:
+            raise SMPUsageError(
+                "join() does not work with shard_optimizer_state: all replicas have to call "
+                "optimizer.step() equally often"
+            )
         return self.runtime.data_parallel.join.context()
 
     def cpu(self) -> DistributedModel:
