@@ -21,7 +21,7 @@ pytestmark = pytest.mark.multiprocess
 
 STEPS = 3
 CONFIG = {"auto_partition": False, "default_partition": 0, "microbatches": 2, "ddp": True}
-DYNAMIC = {"init_scale": 2.0**20, "scale_window": 2, "min_scale": 2.0}
+DYNAMIC = {"init_scale": 2.0**17, "scale_window": 2, "min_scale": 2.0}
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adam": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
@@ -86,7 +86,7 @@ def go_on(model: Any, optimizer: Any, schedule: Any, steps: range) -> list[Any]:
     for step in steps:
         optimizer.zero_grad()
         loss = train_step(model, batch(step)).reduce_mean()
-        told += [loss, smp.clip_grad_norm(0.5), getattr(optimizer, "overflow", None)]
+        told += [loss, smp.clip_grad_norm(0.5), getattr(optimizer, "overflow", False)]
         optimizer.step()
         schedule.step()
     return told
@@ -146,6 +146,7 @@ def test_results_are_those_of_undivided_state(
             states.setdefault(part, []).append(found[number][2])
             if config:
                 assert found[number][4] < masters
+                assert any(told[2::3]), "no overflow"
         for part, replicas in states.items():
             everything, sizes = next((e[number][2], e[number][3]) for p, e in whole if p == part)
             assert set().union(*replicas) == everything
@@ -199,7 +200,7 @@ def resume(parts: int, config: dict[str, Any], path: str, rate: Any, how: str) -
 @pytest.mark.parametrize("fp16", [False, True])
 def test_checkpoints_load_with_other_numbers_of_replicas(fp16: bool, tmp_path: Path) -> None:
     config = {"fp16": fp16, "shard_optimizer_state": True}
-    told, state, rate = check_ranks(save, "4", 2, config, str(tmp_path))[0]
+    _, state, rate = check_ranks(save, "4", 2, config, str(tmp_path))[0]
     files = {file.name for file in (tmp_path / "sharded_partial").glob("*_*_*.pt")}
     assert {f"optimizer_{pp}_0_{rdp}.pt" for pp in (0, 1) for rdp in (0, 1)} <= files
     assert {file.name for file in tmp_path.glob("own.pt*")} == {
@@ -216,8 +217,6 @@ def test_checkpoints_load_with_other_numbers_of_replicas(fp16: bool, tmp_path: P
         for found in check_ranks(resume, ranks, parts, loaded, str(tmp_path), rate, how):
             # A norm is a sum over partitions, which rounds differently with one partition.
             exact = {"rtol": 0, "atol": 0} if parts == 2 else {"rtol": 1e-3, "atol": 1e-4}
-            if parts == 2 and found[0][0] is not None:
-                torch.testing.assert_close(found[1], state, **exact)
             torch.testing.assert_close(found[1], state, **exact)
     # Fewer and more replicas than parts.
     for ranks in ("2", "6"):
@@ -227,7 +226,7 @@ def test_checkpoints_load_with_other_numbers_of_replicas(fp16: bool, tmp_path: P
 
 def loads_states(path: str) -> dict[int, Any]:
     """Returns the state of all parameters of a checkpoint, in a job with another shape."""
-    model, optimizer, _ = begin(1, "adam", 7, shard_optimizer_state=True)
+    _kept, optimizer, _ = begin(1, "adam", 7, shard_optimizer_state=True)
     smp.resume_from_checkpoint(path, "sharded")
     state = optimizer.local_state_dict()["state"]
     return {n: e for part in state for n, e in part.items()} if smp.rdp_rank() == 0 else {}
