@@ -60,7 +60,8 @@ class DistributedModel(ModelQueries):
 
     Args:
         module: the model. No module in it may be of torch.jit, or a DistributedDataParallel; its
-            parameters and buffers must have values.
+            parameters and buffers must have values, or have been made inside
+            `smp.delay_param_initialization`.
         trace_device: "gpu" or "cpu"; the model is traced on fake tensors in both cases.
         trace_execution_times: measure modules on real data instead of counting operations.
         trace_memory_usage: accepted; activations are always counted.
