@@ -74,6 +74,7 @@ ONLY_IN: dict[str, tuple[str, set[str]]] = {
 # The part of a module -> what it may import besides itself. A module belongs to the longest name in
 # this table that it begins with.
 COMMON, JOB = "smddp.modelparallel.common", "smddp.modelparallel.job"
+DELAYED = "smddp.modelparallel.delayed"
 PIPELINE, PARTITION = "smddp.modelparallel.pipeline", "smddp.modelparallel.partition"
 DATA_PARALLEL, MODEL = "smddp.modelparallel.data_parallel", "smddp.modelparallel.model"
 OPTIMIZER, CHECKPOINT = "smddp.modelparallel.optimizer", "smddp.modelparallel.checkpoint"
@@ -91,16 +92,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     COMMON: set(),
     JOB: {"smddp", "smddp_launch", COMMON},
     PIPELINE: {"smddp", COMMON, ACTIVATIONS},
-    PARTITION: {COMMON, JOB, PIPELINE},
+    DELAYED: {COMMON},
+    PARTITION: {COMMON, JOB, PIPELINE, DELAYED},
     DATA_PARALLEL: {COMMON, PIPELINE},
-    OPTIMIZER: {COMMON, JOB, PARTITION},
+    OPTIMIZER: {COMMON, JOB, PARTITION, DELAYED},
     COMPATIBILITY: {COMMON, JOB},
-    MODEL: {COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER, COMPATIBILITY},
+    MODEL: {
+        *(COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER, COMPATIBILITY),
+        DELAYED,
+    },
     CHECKPOINT: {COMMON, JOB, PARTITION, OPTIMIZER},
     ACTIVATIONS: {COMMON},
     API: {COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, MODEL},
     "smddp.modelparallel": {
-        *(COMMON, JOB, PARTITION, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
+        *(COMMON, JOB, PARTITION, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API, DELAYED),
     },
     "smdistributed": set(),
     "smdistributed.dataparallel": {"smddp", "smddp_launch"},

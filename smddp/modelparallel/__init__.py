@@ -65,12 +65,14 @@ from smddp.modelparallel.common.errors import (
     SMPUsageError,
 )
 from smddp.modelparallel.compatibility.absent import (
-    delay_param_initialization,
-    delayed_parameter_initialization,
     set_tensor_parallelism,
     tensor_parallelism,
     tp_register,
     tp_register_with_module,
+)
+from smddp.modelparallel.delayed.context import (
+    delay_param_initialization,
+    delayed_parameter_initialization,
 )
 from smddp.modelparallel.job.init import init, is_initialized, shutdown
 from smddp.modelparallel.job.state import state

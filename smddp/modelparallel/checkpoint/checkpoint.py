@@ -32,6 +32,7 @@ from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.job.topology import CommGroup
 from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES, merged
+from smddp.modelparallel.optimizer.shards import SHARD
 from smddp.modelparallel.partition.placement import MARKER, Decision
 
 __all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
@@ -352,11 +353,9 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
         write(folder / _UNFINISHED, lambda _: None)
     Messenger(state).barrier(CommGroup.WORLD)
     hashes: dict[str, str] = {}
-    # Replicas have the same parts.
-    if topology.rank_in("rdp") == 0:
-        for name, entries in _pieces(model, optimizer).items():
-            file = folder / f"{name}_{topology.rank_in('mp')}.pt"
-            hashes[file.name] = write(file, functools.partial(torch.save, entries))
+    for name, entries in _pieces(model, optimizer).items():
+        file = folder / f"{name}.pt"
+        hashes[file.name] = write(file, functools.partial(torch.save, entries))
     if topology.rank == 0:
         write(folder / "user_content.pt", lambda file: torch.save(user_content, file))
     everybody = Messenger(state).allgather(hashes, CommGroup.WORLD)
@@ -376,12 +375,21 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
 
 
 def _pieces(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Returns what this rank saves, by the first part of the file's name."""
-    pieces = {} if model is None else {"model": model.local_state_dict()}
-    if optimizer is not None:
-        pieces["optimizer"] = optimizer.local_state_dict()
-        if FP16_STATES in pieces["optimizer"]:
-            pieces[FP16_STATES] = pieces["optimizer"].pop(FP16_STATES)
+    """Returns what this rank saves, by the file's name without its end.
+
+    Replicas have the same parts, unless the state of the optimizer is divided over them.
+    """
+    first = state.topology.rank_in("rdp") == 0
+    place = f"_{state.topology.rank_in('mp')}"
+    pieces = {f"model{place}": model.local_state_dict()} if first and model is not None else {}
+    if optimizer is not None and (first or state.cfg.shard_optimizer_state):
+        entries = optimizer.local_state_dict(gather_if_shard=False)
+        if SHARD in entries:
+            place = _suffix(True)
+        if first or SHARD in entries:
+            if FP16_STATES in entries:
+                pieces[FP16_STATES + place] = entries.pop(FP16_STATES)
+            pieces[f"optimizer{place}"] = entries
     return pieces
 
 

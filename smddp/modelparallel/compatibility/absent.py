@@ -1,26 +1,20 @@
 """Functions of features that this version does not have.
 
-With the feature turned off, these functions have no effect. With the feature turned on, they raise
-if results would differ without it, and warn if only memory and speed would. `tp_register` and
-`tp_register_with_module` have no switch, and never have an effect.
+With the feature turned off, these functions have no effect. With the feature turned on, they raise.
+`tp_register` and `tp_register_with_module` have no switch, and never have an effect.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
-from smddp.modelparallel.job.config_keys import KEYS
-from smddp.modelparallel.job.state import state
 
 __all__ = [
-    "delay_param_initialization",
-    "delayed_parameter_initialization",
     "refuse_tensor_parallelism",
     "set_tensor_parallelism",
     "tensor_parallelism",
@@ -101,15 +95,3 @@ def tp_register_with_module(
     return_hook: Callable[..., Any] | None = None,
 ) -> None:
     """Does nothing: `dist_module` never replaces `module_cls`, and the hooks are never called."""
-
-
-def delay_param_initialization(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Returns a context without effect; if enabled, warns that parameters are made at once."""
-    if enabled and (not state.initialized or state.topology.rank == 0):
-        (key,) = (key for key in KEYS if key.name == "delayed_parameter_initialization")
-        warnings.warn(key.missing("delay_param_initialization()"), stacklevel=2)
-    return contextlib.nullcontext()
-
-
-# Some documents of the original library use this name.
-delayed_parameter_initialization = delay_param_initialization

@@ -23,7 +23,6 @@ END = "<!-- end of keys -->"
 _PLACEMENTS = ["spread", "cluster", *("".join(p) for p in itertools.permutations("DPT"))]
 
 
-_OWN_DTYPE = "modules keep the dtype they are made in: use fp16, or smp.model_creation(dtype=…)"
 _WHOLE = "parameters are not divided"
 
 
@@ -194,10 +193,8 @@ KEYS: tuple[Key, ...] = (
         "fp16_params",
         "bool",
         False,
-        "Half precision for distributed modules.",
-        (),
-        _OWN_DTYPE,
-        True,
+        "Makes the modules that are divided over tensor-parallel ranks in fp16. Other modules keep "
+        "the dtype in which they are made: use `fp16`, or `smp.model_creation(dtype=…)`.",
     ),
     Key("bf16", "bool", False, "Like fp16 in bfloat16, with sharded_data_parallel_degree."),
     Key(
@@ -210,9 +207,8 @@ KEYS: tuple[Key, ...] = (
         "shard_optimizer_state",
         "bool",
         False,
-        "Divide the optimizer's state over replicas.",
-        (),
-        "every replica keeps all of it",
+        "Divide the optimizer's state, and master weights, over the replicas of each partition. "
+        "The results are the same.",
     ),
     Key(
         "offload_activations",
@@ -241,9 +237,8 @@ KEYS: tuple[Key, ...] = (
         "delayed_parameter_initialization",
         "bool",
         False,
-        "Parameters on demand.",
-        (),
-        "parameters are made at once, and freed where they do not live",
+        "`smp.model_creation` delays the initialization of parameters, as "
+        "`smp.delay_param_initialization` does with or without this key.",
     ),
     Key(
         "sharded_data_parallel_degree",

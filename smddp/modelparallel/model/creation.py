@@ -10,35 +10,44 @@ import torch
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.compatibility.absent import refuse_tensor_parallelism
+from smddp.modelparallel.delayed.context import delay_param_initialization
+from smddp.modelparallel.job.state import state
 
 __all__ = ["model_creation"]
 
 
 @contextlib.contextmanager
 def model_creation(
-    tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **_: Any
+    tensor_parallelism: bool = False,
+    dtype: torch.dtype | None = None,
+    **tensor_parallel_config: Any,
 ) -> Iterator[None]:
     """Sets the dtype of parameters and buffers of the modules that are created inside.
 
-    Other arguments concern tensor parallelism and have no effect.
+    With `delayed_parameter_initialization` in the configuration it also does what
+    `smp.delay_param_initialization` does.
 
     Args:
         tensor_parallelism: must be False.
         dtype: a floating-point dtype; torch's default if None.
+        tensor_parallel_config: the options of modules that are divided over tensor-parallel ranks,
+            such as `zero_init` and `flash_attention`; without tensor parallelism they have no
+            effect.
 
     Raises:
         SMPUsageError: the dtype is not a floating-point one, or tensor_parallelism is True.
     """
     if tensor_parallelism:
         refuse_tensor_parallelism("model_creation(tensor_parallelism=True)")
-    if dtype is None:
-        yield
-        return
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    if not floating:
         raise SMPUsageError(f"smp.model_creation(dtype={dtype}): not a floating-point type")
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(before if dtype is None else dtype)
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            if state.initialized and state.cfg.delayed_parameter_initialization:
+                stack.enter_context(delay_param_initialization())
+            yield
     finally:
         torch.set_default_dtype(before)

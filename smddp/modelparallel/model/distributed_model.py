@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.common.structure import map_tensors
 from smddp.modelparallel.data_parallel.reducer import DataParallel
+from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.queries import ModelQueries
 from smddp.modelparallel.model.runtime import ModelRuntime
@@ -59,7 +60,8 @@ class DistributedModel(ModelQueries):
 
     Args:
         module: the model. No module in it may be of torch.jit, or a DistributedDataParallel; its
-            parameters and buffers must have values.
+            parameters and buffers must have values, or have been made inside
+            `smp.delay_param_initialization`.
         trace_device: "gpu" or "cpu"; the model is traced on fake tensors in both cases.
         trace_execution_times: measure modules on real data instead of counting operations.
         trace_memory_usage: accepted; activations are always counted.
@@ -275,10 +277,15 @@ class DistributedModel(ModelQueries):
         """Returns a context in which replicas may have different numbers of batches.
 
         Raises:
-            SMPUsageError: `ddp` is off in the configuration.
+            SMPUsageError: `ddp` is off in the configuration, or `shard_optimizer_state` is on.
         """
         if not _with_ddp():
             raise SMPUsageError("join() needs ddp in the configuration")
+        if state.cfg.shard_optimizer_state:
+            raise SMPUsageError(
+                "join() does not work with shard_optimizer_state: all replicas have to call "
+                "optimizer.step() equally often"
+            )
         return self.runtime.data_parallel.join.context()
 
     def cpu(self) -> DistributedModel:
@@ -379,6 +386,11 @@ def _check(module: nn.Module, device: str, times: bool, passes: int) -> None:
     if state.current_model() is not None:
         raise SMPUsageError("there is a smp.DistributedModel already; a script can have one")
     _check_parts(module)
+    if times and any(map(is_delayed, module.parameters())):
+        raise SMPUsageError(
+            "trace_execution_times needs parameters with values: leave it out, or create the model "
+            "outside smp.delay_param_initialization"
+        )
     if device not in ("cpu", "gpu"):
         raise SMPUsageError(f"trace_device must be 'cpu' or 'gpu', not {device!r}")
     if times and device == "cpu":

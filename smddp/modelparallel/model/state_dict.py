@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
+from smddp.modelparallel.delayed.life import with_values
 from smddp.modelparallel.job.meeting import together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.partition.placement import MARKER, Placement
@@ -45,6 +46,8 @@ class ModelState:
                     local[name] = self._gathered(name, value, group)
         else:
             local = self._module.state_dict()
+            for name, value in local.items():
+                local[name] = with_values(value)
         if only_rank_0 and state.topology.rank != 0:
             return {}
         return local
@@ -74,7 +77,7 @@ class ModelState:
     def local(self) -> dict[str, Any]:
         """Returns the entries that live here, with `MARKER`."""
         entries = {
-            name: value
+            name: with_values(value)
             for name, value in self._module.state_dict().items()
             if self._placement.owner_of_entry(name) == self._placement.rank
         }

@@ -9,14 +9,18 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
+from smddp.modelparallel.common.structure import tensors_in
+from smddp.modelparallel.delayed.life import come_to_life
 from smddp.modelparallel.job.meeting import together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 from smddp.modelparallel.optimizer.half import MasterWeights, half_precision
 from smddp.modelparallel.optimizer.loss_scale import make_scaler
+from smddp.modelparallel.optimizer.shards import SHARD, Shards, check_complete
 from smddp.modelparallel.partition.placement import MARKER, Placement
 
 __all__ = ["FP16_STATES", "DistributedOptimizer", "merged"]
@@ -40,6 +44,10 @@ class DistributedOptimizer(metaclass=_IsPatched):
     may have several optimizers; with fp16 or bf16 only the last one that was made can step, because
     there is one loss scale.
 
+    With `shard_optimizer_state` in the configuration the state is divided over the replicas of each
+    partition, and `step` sends the new parameters to all of them. It must be an optimizer that
+    steps each parameter by itself, as those of torch.optim do, except LBFGS.
+
     Args:
         optimizer: any object with `param_groups` and `state`, whose class has `step`, `state_dict`
             and `load_state_dict`.
@@ -51,7 +59,7 @@ class DistributedOptimizer(metaclass=_IsPatched):
     Raises:
         SMPInitializationError: `smp.init` has not been called.
         SMPUsageError: the optimizer is one already, a parameter of it does not belong to the
-            model, or dynamic_loss_args are wrong.
+            model, dynamic_loss_args are wrong, or it is LBFGS and its state has to be divided.
     """
 
     def __new__(
@@ -91,8 +99,8 @@ class DistributedOptimizer(metaclass=_IsPatched):
         if masters is not None:
             _add_names_of_fp16(optimizer, masters)
         state.optimizers.append(weakref.ref(optimizer))
-        if masters is not None and model is not None and model.partitioned:
-            masters.adopt(model.runtime.placement)
+        if model is not None and model.partitioned:
+            helper.adopt(model.runtime.placement)
         return optimizer
 
 
@@ -119,6 +127,8 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
     def step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Does the optimizer's own step, for the parameters that live on this rank.
 
+        With shard_optimizer_state all replicas have to call it.
+
         Returns:
             What the optimizer's own step returns; None after an overflow with fp16.
 
@@ -126,6 +136,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             SMPUsageError: a step of smp runs, or the optimizer has a parameter that does not belong
                 to the model; with fp16 or bf16 also if a closure is given, or there is a later
                 optimizer.
+            SMPPeerError: with shard_optimizer_state, the step has failed on another replica.
         """
         if state.in_step:
             raise SMPUsageError(
@@ -161,9 +172,14 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
     def local_state_dict(self: Any, gather_if_shard: bool = True) -> Any:
         """Returns the state of the parameters that live here, with the key `_smp_is_partial`.
 
-        `gather_if_shard` is accepted: this version does not shard the state.
+        With shard_optimizer_state and `gather_if_shard`, the first replica of each partition gets
+        a list of the states of all replicas as "state", and all replicas have to call this;
+        otherwise each gets what it has itself.
+
+        Raises:
+            SMPPeerError: the states are gathered, and a replica has not called this in time.
         """
-        return self._smp_state.local()
+        return self._smp_state.local(gather_if_shard)
 
     @staticmethod
     def orig_state_dict(self: Any) -> Any:
@@ -174,11 +190,13 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
     def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` or `local_state_dict` has returned.
 
-        All ranks of the pipeline have to call it with a local one. Before the first step it only
-        keeps the state, and loads it once it is known which parameters live here.
+        All ranks of the pipeline have to call it with a local one, and all replicas if it is from
+        a job with shard_optimizer_state. Before the first step it only keeps the state, and loads
+        it once it is known which parameters live here.
 
         Raises:
             SMPPeerError: a local one is loaded, and a rank has not called this in time.
+            SMPUsageError: parts of a state that was divided over replicas are missing.
         """
         self._smp_state.load(state_dict)
 
@@ -188,7 +206,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
         type(self).add_param_group(self, param_group)
         model = state.current_model()
         if model is not None and model.partitioned:
-            self._smp_state.masters.adopt(model.runtime.placement)
+            self._smp_state.adopt(model.runtime.placement)
 
     @staticmethod
     def _param_id_to_index(self: Any) -> Any:
@@ -202,10 +220,12 @@ class _State:
     Attributes:
         masters: the master weights; None without half precision.
         counted: the wrapper that a learning rate schedule has put around `step`; None without one.
+        shards: which replica steps which parameter; None if each steps all of them.
     """
 
     def __init__(self, optimizer: Any, masters: MasterWeights | None) -> None:
         self.masters = masters
+        self.shards = _shards(optimizer)
         self._optimizer = weakref.ref(optimizer)
         # The functions of the class: bound methods would keep the optimizer alive.
         kind = type(optimizer)
@@ -220,8 +240,42 @@ class _State:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Does the optimizer's own step; with half precision, that of the master weights."""
+        shards = self.shards
+        if shards is None:
+            return self._step_whole(*args, **kwargs)
+        model = state.current_model()
+        if model is not None and model.partitioned:
+            self._assign(model.runtime.placement)
+        groups = self._groups()
+        closure = args[0] if args else None
+        if closure is not None:
+
+            def complete() -> Any:
+                with shards.whole(groups):
+                    return closure()
+
+            args = (complete, *args[1:])
+        result, failure = None, None
+        try:
+            with shards.only_own(groups):
+                result = self._step_whole(*args, **kwargs)
+        except Exception as error:
+            failure = error
+        shards.exchange(failure)
+        return result
+
+    def _step_whole(self, *args: Any, **kwargs: Any) -> Any:
         inner = functools.partial(self._step, self._optimizer(), *args, **kwargs)
         return inner() if self.masters is None else self.masters.step(inner)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Returns the gradients of the optimizer's parameters, also of those that others step."""
+        groups, masters = self._groups(), self.masters
+        if self.shards is None:
+            parameters = [parameter for group in groups for parameter in group["params"]]
+        else:
+            parameters = self.shards.all_parameters(groups)
+        return [p.grad if masters is None else masters.gradient(p) for p in parameters]
 
     def check(self, model: Any) -> None:
         """Raises SMPUsageError if a parameter that requires gradients is not the model's."""
@@ -255,15 +309,36 @@ class _State:
                 numbers.setdefault(id(original), len(numbers))
         return numbers
 
-    def local(self) -> dict[str, Any]:
-        """Returns the state of the parameters that live here, with `MARKER`."""
+    def local(self, gather: bool = False) -> dict[str, Any]:
+        """Returns the state of the parameters that live here, with `MARKER`.
+
+        Args:
+            gather: if the state is divided over replicas, give the first one a list of all parts.
+        """
         own = dict(self.state_dict())
         mine = self._local_indices()
         own["state"] = {i: entry for i, entry in own["state"].items() if i in mine}
         if self.masters is not None:
             own[FP16_STATES] = self.masters.state_dict(self.indices())
         own[MARKER] = True
+        if self.shards is not None:
+            own[SHARD] = self.shards.rank, self.shards.size
+            if gather:
+                self._gather(own)
         return own
+
+    def _gather(self, own: dict[str, Any]) -> None:
+        """Makes lists of the parts of all replicas, on the first one, in a state dict."""
+        assert self.shards is not None
+        group, masters = self.shards.group, own.get(FP16_STATES, {}).get("masters")
+        first = dist.get_global_rank(group, 0)
+        parts: list[Any] | None = [None] * self.shards.size if self.shards.rank == 0 else None
+        with together("optimizer.local_state_dict", group):
+            dist.gather_object((own["state"], masters), parts, dst=first, group=group)
+        if parts is not None:
+            own["state"] = [part for part, _ in parts]
+            if masters is not None:
+                own[FP16_STATES]["masters"] = [part for _, part in parts]
 
     def full(self) -> dict[str, Any]:
         """Returns the state of all parameters; see `_patches.state_dict`."""
@@ -279,7 +354,10 @@ class _State:
         model = state.current_model()
         entries = dict(given)
         if given.get(MARKER):
-            entries = self._whole(given, "optimizer.load_state_dict with a partial state dict")
+            call = "optimizer.load_state_dict with a partial state dict"
+            if SHARD in given:
+                given = _merged_over(state.groups.of("rdp"), given, call)
+            entries = self._whole(given, call)
         entries.pop(MARKER, None)
         waits = self.masters is not None and model is None
         if waits or (model is not None and not model.partitioned):
@@ -289,13 +367,32 @@ class _State:
 
     def adopt(self, placement: Placement) -> None:
         """Notes which parameters live here; loads what was given before that was known."""
+        if self.shards is not None:
+            self._assign(placement)
+        self._place_first_state(placement)
         if self.masters is not None:
-            self.masters.adopt(placement)
+            steps = (lambda _: True) if self.shards is None else self.shards.steps
+            self.masters.adopt(placement, steps)
         if self._deferred is not None:
             entries, self._deferred = self._deferred, None
             numbers = self.indices()
             owned = {id(p) for p in placement.parameters()}
             self._load_some(entries, {numbers[key] for key in owned & numbers.keys()})
+
+    def _assign(self, placement: Placement) -> None:
+        """Assigns the parameters that live here to replicas, those of new groups included."""
+        assert self.shards is not None
+        mine = [p for group in self._groups() for p in group["params"] if placement.owns(p)]
+        self.shards.assign(mine, placement.device)
+
+    def _place_first_state(self, placement: Placement) -> None:
+        """Frees state of parameters that are stepped elsewhere; some optimizers make it at once."""
+        states = getattr(self._optimizer(), "state", {})
+        for parameter in list(states):
+            if placement.lives_elsewhere(parameter) or not self._steps(parameter):
+                del states[parameter]
+        for tensor in tensors_in(list(states.values())):
+            come_to_life(tensor)
 
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer()
@@ -304,6 +401,10 @@ class _State:
         return groups
 
     def _load_some(self, entries: Mapping[str, Any], mine: set[int]) -> None:
+        if self.shards is not None:
+            numbers = self.indices()
+            originals = (p for p in self._originals() if not self._steps(p))
+            mine = mine - {numbers[id(p)] for p in originals}
         kept = {i: entry for i, entry in entries["state"].items() if i in mine}
         rest = {name: value for name, value in entries.items() if name != FP16_STATES}
         self._load(self._optimizer(), {**rest, "state": kept})
@@ -316,6 +417,14 @@ class _State:
         if model is None or not model.partitioned:
             return set(numbers.values())
         return {numbers[id(p)] for p in model.local_parameters() if id(p) in numbers}
+
+    def _originals(self) -> list[Any]:
+        """Returns the model's parameters that the optimizer has."""
+        parameters = [p for group in self._groups() for p in group["params"]]
+        return [p if self.masters is None else self.masters.original(p) for p in parameters]
+
+    def _steps(self, parameter: Any) -> bool:
+        return self.shards is None or self.shards.steps(parameter)
 
     def _whole(self, part: Mapping[str, Any], what: str) -> dict[str, Any]:
         """Returns the state of all ranks of the pipeline, from the part of each.
@@ -335,9 +444,38 @@ class _State:
         return whole
 
 
+def _shards(optimizer: Any) -> Shards | None:
+    """Returns what divides the state of an optimizer over replicas; None if nothing has to."""
+    if not state.cfg.shard_optimizer_state or state.topology.size_of("rdp") == 1:
+        return None
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise SMPUsageError(
+            "shard_optimizer_state does not work with LBFGS, which steps all parameters together"
+        )
+    return Shards()
+
+
+def _merged_over(group: dist.ProcessGroup, part: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Returns the state whose parts the replicas of this rank's partition have.
+
+    Args:
+        group: the replicas.
+        part: of this rank; or the whole, as the first replica has saved it.
+        what: the call that all of them have to make; for error texts.
+    """
+    parts: list[Any] = [None] * group.size()
+    with together(what, group):
+        dist.all_gather_object(parts, dict(part), group=group)
+    whole = [one for one in parts if isinstance(one["state"], list)]
+    if not whole:
+        check_complete(parts)
+    return {**merged(whole or parts), MARKER: True}
+
+
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns one state dict made of those of the ranks of a pipeline."""
+    """Returns one state dict made of those of the ranks of a pipeline, or of replicas."""
     whole = dict(parts[0])
+    whole.pop(SHARD, None)
     whole["state"] = _union([part["state"] for part in parts])
     if FP16_STATES in whole:
         masters = _union([part[FP16_STATES]["masters"] for part in parts])
@@ -345,5 +483,8 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def _union(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
-    return dict(sorted(item for part in parts for item in part.items()))
+def _union(parts: Sequence[Any]) -> dict[int, Any]:
+    """Returns one dict made of several, or of lists of them."""
+    single = [one for part in parts for one in (part if isinstance(part, list) else [part])]
+    found = {number: entry for part in single for number, entry in part.items()}
+    return dict(sorted(found.items(), key=lambda item: item[0]))

@@ -149,8 +149,12 @@ class FusedLAMB(_Optimizer):
         self._norm = torch.zeros(())
 
     def _begin(self) -> None:
-        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-        self._norm = global_norm(gradients)
+        helper = getattr(self, "_smp_state", None)
+        if helper is None:
+            gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        else:
+            gradients = helper.gradients()
+        self._norm = global_norm([one for one in gradients if one is not None])
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], own: Any) -> None:
         gradient = parameter.grad

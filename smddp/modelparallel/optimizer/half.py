@@ -64,6 +64,19 @@ def to_float(value: Any) -> Any:
     return map_tensors(lambda t: t.float() if t.dtype in _HALF else t, value)
 
 
+class SteppedElsewhere:
+    """Stands for the master weight of a parameter that another replica steps; has its gradient.
+
+    Attributes:
+        dtype: of the gradient.
+        grad: the unscaled gradient; None if there is none.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.grad: torch.Tensor | None = None
+
+
 class MasterWeights:
     """The master weights of one optimizer, for the parameters that live on this rank.
 
@@ -80,7 +93,9 @@ class MasterWeights:
         self.scaler = scaler
         self.overflow = False
         self._originals: dict[int, nn.Parameter] = {}  # by the id of the master
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (parameter, master)
+        # (parameter, master)
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter | SteppedElsewhere]] = []
+        self._elsewhere: dict[int, SteppedElsewhere] = {}  # by the id of the parameter
         self._device = torch.device("cpu")
         self._taken = False  # have the gradients of the last step been copied to the masters?
 
@@ -88,14 +103,26 @@ class MasterWeights:
         """Returns the model's parameter whose master is given; a parameter itself otherwise."""
         return self._originals.get(id(parameter), parameter)
 
-    def adopt(self, placement: Placement) -> None:
-        """Puts masters into the optimizer's groups, in place of the parameters that live here."""
+    def adopt(
+        self, placement: Placement, steps: Callable[[nn.Parameter], bool] = lambda _: True
+    ) -> None:
+        """Puts masters into the optimizer's groups, in place of the parameters that live here.
+
+        Args:
+            placement: which parameters live here.
+            steps: says whether this rank steps a parameter; others have no master here.
+        """
         self._device = placement.device
         optimizer: Any = self._optimizer()
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
                 owned = placement.owns(parameter) and parameter.is_floating_point()
-                if not owned or id(parameter) in self._originals:
+                if not owned or id(parameter) in {*self._originals, *self._elsewhere}:
+                    continue
+                if not steps(parameter):
+                    dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
+                    other = self._elsewhere[id(parameter)] = SteppedElsewhere(dtype)
+                    self._pairs.append((parameter, other))
                     continue
                 data = parameter.detach()
                 value = data.float() if data.dtype in _HALF else data
@@ -187,8 +214,13 @@ class MasterWeights:
             if parameter.grad is not None:
                 parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
 
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Returns the unscaled gradient of a parameter in the optimizer's groups."""
+        other = self._elsewhere.get(id(parameter))
+        return parameter.grad if other is None else other.grad
+
     def _halves(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        return [(p, m) for p, m in self._pairs if p.dtype in _HALF]
+        return [(p, m) for p, m in self._pairs if p.dtype in _HALF and isinstance(m, nn.Parameter)]
 
     # --- states -----------------------------------------------------------------------------------
 
@@ -209,11 +241,12 @@ class MasterWeights:
             indices: as for `state_dict`.
         """
         with torch.no_grad():
-            for parameter, master in self._halves():
+            for parameter, master in self._pairs:
                 value = given["masters"].get(indices[id(parameter)])
-                if value is not None:
-                    master.copy_(value)
-                    parameter.copy_(master)
+                if value is not None and parameter.dtype in _HALF:
+                    parameter.copy_(value)
+                    if isinstance(master, nn.Parameter):
+                        master.copy_(value)
         self.scaler.load_state_dict(given["loss_scaler"])
         self._show()
 

@@ -10,6 +10,13 @@ import torch
 from torch import nn
 
 from smddp.modelparallel.common.errors import SMPPartitionError
+from smddp.modelparallel.delayed.life import (
+    become_empty,
+    come_to_life,
+    is_delayed,
+    recorders_of,
+    settle,
+)
 from smddp.modelparallel.pipeline.modules import Modules, difference
 from smddp.modelparallel.pipeline.remote_tensor import (
     Home,
@@ -204,6 +211,7 @@ class Placement:
         buffer_owners = self._buffer_owners(decision)
         self.decision, self.device = decision, device
         self._modules.set_owners(decision.owners)
+        recorders = recorders_of((*self._root.parameters(), *self._root.buffers()))
         for prefix, module in self._root.named_modules(remove_duplicate=False):
             number = self._modules.number_of(module)
             assert number is not None
@@ -221,10 +229,14 @@ class Placement:
             home = homes[id(parameter)]
             if home.owner == self.rank:
                 self._local.add(id(parameter))
+                come_to_life(parameter)
                 parameter.data = parameter.data.to(device)
             else:
                 self._homes[id(parameter)] = home
+                become_empty(parameter)
                 release_memory(parameter, home)
+        pairs = zip(self._modules.by_number, decision.owners, strict=True)
+        settle(recorders, [module for module, owner in pairs if owner in (None, self.rank)])
         self._known_forms = self._forms()
         self._forms_before = dict(self._known_forms)
 
@@ -239,8 +251,10 @@ class Placement:
                 home = modules.home("buffer", number, name, owners[number, name], device)
                 homes[name] = home
                 if buffer is not None and not isinstance(buffer, RemoteTensor):
+                    become_empty(buffer)
                     release_memory(buffer, home)
             elif buffer is not None:
+                come_to_life(buffer)
                 module._buffers[name] = buffer.to(device)
         owner = modules.owners[number]
         elsewhere = owner is not None and owner != self.rank
@@ -370,6 +384,10 @@ class Placement:
         """Says whether a parameter lives here."""
         return id(parameter) in self._local
 
+    def lives_elsewhere(self, parameter: Any) -> bool:
+        """Says whether something is a parameter of the model that lives on another rank."""
+        return id(parameter) in self._homes
+
     def owns_buffer(self, name: str) -> bool:
         """Says whether the buffer with a name of the original model lives here."""
         return self.owner_of_entry(name) == self.rank
@@ -389,24 +407,28 @@ class _Memory:
 
     def __init__(self) -> None:
         self._by_id: dict[int, int] = {}
-        # Per storage: (first address, end, owner).
+        # Per storage, by its address: (first address, end, owner).
         self._ranges: dict[int, list[tuple[int, int, int]]] = {}
 
     def owner(self, tensor: torch.Tensor, owner: int) -> int:
         """Returns the owner of a tensor's memory: the given one, unless it had another before."""
         if id(tensor) in self._by_id:
             return self._by_id[id(tensor)]
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if plain and tensor.numel():
+        kinds = (torch.Tensor, nn.Parameter)
+        plain = type(tensor) in kinds and tensor.layout == torch.strided
+        if (plain or is_delayed(tensor)) and tensor.numel():
             owner = self._of_range(tensor, owner)
         self._by_id[id(tensor)] = owner
         return owner
 
     def _of_range(self, tensor: torch.Tensor, owner: int) -> int:
-        begin = tensor.data_ptr()
+        storage = tensor.untyped_storage()
+        # A delayed tensor has no address, but its storage is a place in memory, too.
+        address = storage._cdata if is_delayed(tensor) else storage.data_ptr()
+        begin = int(tensor.storage_offset()) * tensor.element_size()
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         end = begin + tensor.element_size() * (1 + sum((n - 1) * step for n, step in steps))
-        ranges = self._ranges.setdefault(tensor.untyped_storage().data_ptr(), [])
+        ranges = self._ranges.setdefault(address, [])
         for first, last, holder in ranges:
             if begin < last and first < end:
                 owner = holder

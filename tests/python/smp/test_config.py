@@ -126,7 +126,7 @@ def test_features_of_later_versions_are_accepted_and_named(key) -> None:
     with pytest.warns(UserWarning, match=f"smp accepts {key.name}=") as said:
         assert getattr(configure(config, {}), key.name) == value
     text = next(str(w.message) for w in said if f"accepts {key.name}=" in str(w.message))
-    assert ("RESULTS WILL DIFFER" in text) == (key.name in ("fp16_params", "pipeline"))
+    assert ("RESULTS WILL DIFFER" in text) == (key.name == "pipeline")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         configure({**config, "nonsense": 1}, {}, warn=False)  # as the other ranks do

@@ -137,21 +137,6 @@ def test_modules_that_are_made_where_tensor_parallelism_is_off_stay_what_they_ar
     assert not isinstance(inside, smp.nn.DistributedModule)
 
 
-def test_parameters_that_should_come_late_are_announced() -> None:
-    smp = importlib.import_module("smdistributed.modelparallel.torch")
-    with (
-        pytest.warns(UserWarning, match="parameters are made at once") as said,
-        smp.delay_param_initialization(),
-    ):
-        assert nn.Linear(2, 2).weight.device.type == "cpu"
-    assert [str(one.message) for one in said] == [
-        "smp accepts delay_param_initialization(), a feature that this version does not have: "
-        "parameters are made at once, and freed where they do not live. Results are those of the "
-        "feature, memory and speed are not."
-    ]
-    assert said[0].filename == __file__
-
-
 def test_modules_of_tensor_parallelism_cannot_be_made() -> None:
     from smdistributed.modelparallel.torch import nn as smp_nn
 

@@ -579,7 +579,7 @@ def with_later_features(config: dict[str, Any]) -> Any:
         return loss
 
     train(model, torch.full((4, 2), 1.0 + smp.dp_rank()))
-    if smp.state.cfg.fp16_params:
+    if smp.state.cfg.shard_optimizer_state:
         smp.clip_grad_norm(1.0)
         assert optimizer.local_state_dict().keys() >= {"state", "param_groups"}
         with pytest.raises(SMPUsageError, match="no full state of the optimizer"):
@@ -594,7 +594,6 @@ def test_features_of_later_versions_are_named_once_and_training_goes_on() -> Non
         {
             "partitions": 2,
             "tensor_parallel_degree": 2,
-            "fp16_params": True,
             "shard_optimizer_state": True,
         },
         {"sharded_data_parallel_degree": 2},
@@ -605,8 +604,9 @@ def test_features_of_later_versions_are_named_once_and_training_goes_on() -> Non
         assert all(outcome.returned for outcome in outcomes), "\n".join(map(str, outcomes))
         for key in config:
             said = [outcome.stderr.count(f"smp accepts {key}=") for outcome in outcomes]
-            assert said == [int(key != "partitions")] + [0] * (len(outcomes) - 1)
-        assert ("RESULTS WILL DIFFER" in outcomes[0].stderr) == ("fp16_params" in config)
+            absent = key in ("tensor_parallel_degree", "sharded_data_parallel_degree")
+            assert said == [int(absent)] + [0] * (len(outcomes) - 1)
+        assert "RESULTS WILL DIFFER" not in outcomes[0].stderr
         assert f"smp: {ranks} ranks = 2 replica(s)" in outcomes[0].stderr
         assert ("\nPartition assignments:" in outcomes[0].stderr) == ("partitions" in config)
         states += [outcome.value for outcome in outcomes]

@@ -1,0 +1,1 @@
+"""Parameters that get memory and values only on the ranks where they live."""

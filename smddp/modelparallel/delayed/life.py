@@ -1,0 +1,97 @@
+"""Gives delayed tensors memory and values, or makes them empty; the objects stay the same."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from smddp.modelparallel.common.structure import tensors_in
+from smddp.modelparallel.delayed.recorder import Delayed, Recorder, attributes_of_code
+
+__all__ = ["become_empty", "come_to_life", "is_delayed", "recorders_of", "settle", "with_values"]
+
+
+def is_delayed(tensor: Any) -> bool:
+    """Says whether a tensor has no memory yet."""
+    return isinstance(tensor, Delayed)
+
+
+def _recorder(tensor: torch.Tensor) -> Recorder:
+    assert isinstance(tensor, Delayed)
+    mode = tensor.fake_mode
+    assert isinstance(mode, Recorder)
+    return mode
+
+
+def come_to_life(tensor: torch.Tensor) -> None:
+    """Makes a delayed tensor an ordinary one with values; others stay as they are."""
+    if is_delayed(tensor):
+        _replace(tensor, _recorder(tensor).come_to_life(tensor))
+
+
+def become_empty(tensor: torch.Tensor) -> None:
+    """Makes a delayed tensor an ordinary one on the device "meta"; others stay as they are."""
+    if is_delayed(tensor):
+        shape, strides, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        _replace(tensor, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+
+
+def _replace(tensor: torch.Tensor, real: Any) -> None:
+    """Makes a tensor object another tensor; it keeps its attributes and hooks."""
+    # Not torch.utils.swap_tensors: recurrent layers have weak references to their parameters.
+    requires_grad, grad_dtype = tensor.requires_grad, None
+    if tensor.is_leaf and requires_grad:
+        grad_dtype = tensor.grad_dtype
+    own = attributes_of_code(tensor)
+    hooks, later = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    if isinstance(tensor, nn.Parameter):
+        real = nn.Parameter(real, requires_grad)
+    else:
+        real = real.detach().requires_grad_(requires_grad)
+    tensor.__class__ = type(real)
+    tensor.__dict__.clear()
+    tensor.__dict__.update(own)
+    torch._C._swap_tensor_impl(tensor, real)
+    if grad_dtype is not None and grad_dtype != tensor.dtype:
+        tensor.grad_dtype = grad_dtype
+    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks, later
+
+
+def with_values(value: Any) -> Any:
+    """Returns a copy with the values of a delayed tensor; anything else as it is."""
+    return _recorder(value).values([value])[0] if is_delayed(value) else value
+
+
+def recorders_of(tensors: Iterable[torch.Tensor]) -> set[Recorder]:
+    """Returns what has recorded those tensors that are delayed."""
+    return {_recorder(tensor) for tensor in tensors if is_delayed(tensor)}
+
+
+def settle(recorders: Iterable[Recorder], here: Iterable[nn.Module]) -> None:
+    """Ends the delay of a model whose parameters and buffers have come to life or are empty.
+
+    Delayed tensors in other attributes of modules come to life now; any others do when code uses
+    them.
+
+    Args:
+        recorders: those of the model's parameters and buffers.
+        here: the modules that may run on this rank.
+    """
+    if not recorders:
+        return
+    for module in here:
+        for name, value in module.__dict__.items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for tensor in tensors_in(value):
+                    # The older functions for normed weights compute them again before each use.
+                    if tensor.grad_fn is None:
+                        come_to_life(tensor)
+    for recorder in recorders:
+        recorder.settled = True
+    # What was recorded has circles of references, and tensors of which some may still have memory.
+    gc.collect()
