@@ -276,10 +276,16 @@ class DistributedModel(ModelQueries):
         """Returns a context in which replicas may have different numbers of batches.
 
         Raises:
-            SMPUsageError: `ddp` is off in the configuration.
+            SMPUsageError: `ddp` is off in the configuration, or replicas run their tasks in one
+                order (`deterministic_server`).
         """
         if not _with_ddp():
             raise SMPUsageError("join() needs ddp in the configuration")
+        if self.runtime.executor.replicas is not None:
+            raise SMPUsageError(
+                "join() does not go with deterministic_server: replicas that run their tasks in "
+                "one order need the same number of batches"
+            )
         return self.runtime.data_parallel.join.context()
 
     def cpu(self) -> DistributedModel:
