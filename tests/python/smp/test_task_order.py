@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 from typing import Any
@@ -63,7 +62,16 @@ def train(model: Any, x: torch.Tensor) -> Any:
 
 
 def scheduled(pp, steps, config):
-    smp.init({"partitions": pp, "ddp": True, "auto_partition": False, "default_partition": 0, "microbatches": 4, **config})
+    smp.init(
+        {
+            "partitions": pp,
+            "ddp": True,
+            "auto_partition": False,
+            "default_partition": 0,
+            "microbatches": 4,
+            **config,
+        }
+    )
     torch.manual_seed(0)
     parts = []
     for index in range(pp * 2):
