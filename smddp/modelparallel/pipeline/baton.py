@@ -412,10 +412,13 @@ class Baton:
                 pass
             except BaseException as error:
                 self._failed(task, error)
+            number = task.number
             # While this thread sleeps, it must not keep the task's objects alive.
             self._current.task = task = None
             with self._lock:
                 self._running = None
+                if number is not None and self.order is not None:
+                    self.order.ended(number)
 
 
 def _may_begin(task: Task) -> bool:

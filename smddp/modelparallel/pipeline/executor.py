@@ -206,6 +206,8 @@ class Executor:
         # This ends the abort of a failed step. It is done here and not at the end of that step,
         # because more failures may arrive after that.
         self.baton.begin()
+        if self.baton.order is not None:
+            self.baton.order.alone = not self.divided
         if self.channel is not None:
             self.channel.open()
         if self.replicas is not None:
@@ -515,6 +517,8 @@ class Executor:
         """Notes that this rank has applied the decision; it serves calls from now on."""
         with self._mutex:
             self.divided = True
+            if self.baton.order is not None:
+                self.baton.order.alone = False
             self._release_held()
 
     # --- the order group; on its thread -----------------------------------------------------------

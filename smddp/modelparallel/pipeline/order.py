@@ -65,7 +65,15 @@ Decision = tuple[Any, ...] | int
 
 
 class TaskOrder(Protocol):
-    """What a `Baton` needs of a leader or a follower."""
+    """What a `Baton` needs of a leader or a follower.
+
+    Attributes:
+        alone: is the model not divided yet? Then the only tasks with names are the bodies, which
+            run one after the other. Each rank runs them without the others, because a replica may
+            wait in its body until all replicas have called the model, or have ended the step.
+    """
+
+    alone: bool
 
     def begin(self) -> None:
         """Begins a step."""
@@ -82,6 +90,9 @@ class TaskOrder(Protocol):
 
     def has_ready(self) -> bool:
         """Says whether it keeps runnable tasks."""
+
+    def ended(self, number: int) -> None:
+        """Notes that a task has ended, which has a number."""
 
     def abort(self) -> list[Task]:
         """Forgets what it keeps, because the step has failed; returns the tasks that had begun."""
@@ -100,6 +111,7 @@ class Leader:
             announce: sends decisions to the followers, in their order.
         """
         self._announce = announce
+        self.alone = False
         self._begun = 0
         self._decisions: deque[Decision] = deque()
         # Decisions of one thread must not overtake those that another thread has made before.
@@ -119,17 +131,20 @@ class Leader:
         task = choose()
         if task is None or task.name is None:
             return task
+        decision: Decision = tuple(task.name) if task.number is None else task.number
         if task.number is None:
             task.number = self._begun
             self._begun += 1
-            self._decisions.append(tuple(task.name))
-        else:
-            self._decisions.append(task.number)
+        if not self.alone:
+            self._decisions.append(decision)
         return task
 
     def has_ready(self) -> bool:
         """Returns False: the baton keeps all tasks."""
         return False
+
+    def ended(self, number: int) -> None:
+        """Does nothing."""
 
     def abort(self) -> list[Task]:
         """Returns nothing: the baton keeps all tasks."""
@@ -150,8 +165,9 @@ class Leader:
 class Follower:
     """Keeps tasks until the leader has announced them.
 
-    It finds out that its replica does not make the calls of the leader's: at once if a task is
-    runnable here and the leader has ended the step without it; else if nothing runs for long.
+    It finds out that its replica does not make the calls of the leader's: at once if the leader
+    lets a task go on that has ended here, or has ended the step without a task that is runnable
+    here; else if nothing runs for long.
     """
 
     def __init__(
@@ -167,6 +183,7 @@ class Follower:
                 not become runnable here.
         """
         self._diverged = diverged
+        self.alone = False
         self._ready: dict[Any, deque[Task]] = {}
         self.begin()
 
@@ -175,6 +192,7 @@ class Follower:
         self._announced: deque[Decision] = deque()
         self._ready.clear()
         self._names: list[tuple[Any, ...]] = []  # of the tasks that have begun
+        self._ended: set[int] = set()  # their numbers
         self._over = False  # has the leader announced everything?
         self._since: float | None = None  # when this rank had nothing to run, and still has not
         # What to tell, and has it been found out in this step?
@@ -202,11 +220,18 @@ class Follower:
         task = choose()
         if task is not None:
             return task
+        if self.alone and self._ready:
+            (first,) = next(iter(self._ready.values()))
+            assert first.name is not None
+            own: Decision = tuple(first.name) if first.number is None else first.number
+            self._announced.appendleft(own)
         key = self._key(self._announced[0]) if self._announced else None
         waiting = self._ready.get(key)
         if waiting is None:
             if self._since is None:
                 self._since = time.monotonic()
+            if key in self._ended:
+                self._find("stuck")
             if self._over and self._ready:
                 announced = {self._key(decision) for decision in self._announced}
                 if not announced.issuperset(self._ready):
@@ -225,6 +250,10 @@ class Follower:
     def has_ready(self) -> bool:
         """Says whether it keeps runnable tasks."""
         return bool(self._ready)
+
+    def ended(self, number: int) -> None:
+        """Notes that a task has ended: the leader must not let it go on."""
+        self._ended.add(number)
 
     def abort(self) -> list[Task]:
         """Forgets everything; returns the tasks that had begun."""

@@ -1,94 +1,245 @@
-"""Replicas that run their tasks in one order: collectives in modules, and what breaks the order."""
+"""Replicas that run their tasks in one order: collectives in modules, and what breaks the order.
+
+The order by itself, without processes, is tested in test_task_order_simulated.py.
+"""
 
 from __future__ import annotations
 
+import copy
+import os
 import random
+import signal
+import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_ranks
-from torch import nn
+from ranks import arrive, await_ranks, check_ranks, run_ranks
+from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.pipeline import executor as executor_module
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-WIDTH = 4
+WIDTH, BATCH, REPLICAS, MICROBATCHES = 4, 8, 2, 4
+MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": True, "microbatches": 4}
 
 
-class Share(torch.autograd.Function):
-    """The mean over the replicas; so is the gradient."""
+def start(pp: int, timeout: float = 60, backend: str = "smddp", **config: Any) -> None:
+    os.environ["SMDDP_TIMEOUT"] = str(timeout)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    smp.init({"partitions": pp, "deterministic_server": True, **MANUAL, **config})
+
+
+# --- collectives in modules -----------------------------------------------------------------------
+
+
+class Mean(torch.autograd.Function):
+    """The mean over the replicas; so is the gradient. `over` makes it of a tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return mean(x)
+    def forward(ctx: Any, x: Tensor, over: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.over = over
+        return over(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return mean(gradient)
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.over(gradient), None
 
 
-def mean(x: torch.Tensor) -> torch.Tensor:
+def reduced(x: Tensor) -> Tensor:
     x = x.clone()
     dist.all_reduce(x, group=smp.get_dp_process_group())
-    return x / smp.dp_size()
+    return x / REPLICAS
 
 
-class Delayed(nn.Module):
-    """A layer whose result depends on all replicas, and that takes a random time."""
+class Layer(nn.Module):
+    """A layer whose result depends on all replicas; forward and backward take a random time."""
 
-    delays = random.Random(0)
-    longest = 0.0
+    pause: Callable[[], None] = staticmethod(lambda: None)
+    over: Callable[[Tensor], Tensor] = staticmethod(reduced)
 
-    def __init__(self, shares: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.shares = shares
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.delays.random() * self.longest)
+    def forward(self, x: Tensor) -> Tensor:
+        self.pause()
         y = torch.tanh(self.linear(x))
-        return Share.apply(y) + y if self.shares else y
+        if y.requires_grad:
+            y.register_hook(lambda _: self.pause())
+        result: Tensor = Mean.apply(y, self.over) + y
+        return result
+
+
+class Net(nn.Module):
+    """Layers that call each other across ranks: chains, a skip connection, a call inside a call."""
+
+    def __init__(self, pp: int, place: Callable[[int], Any]) -> None:
+        super().__init__()
+        with place(0):
+            self.first = Layer()
+        self.chain = nn.ModuleList()
+        for index in range(pp + 1):
+            with place((index + 1) % pp):
+                self.chain.append(Layer())
+        with place(pp - 1):
+            self.outer = Outer(place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = skip = self.first(x)
+        for layer in self.chain:
+            x = layer(x)
+        # The caller waits here, while the other call may have ended or not.
+        return self.outer(x) + float(self.chain[0](skip).detach().sum() > 1e9) + skip
+
+
+class Outer(nn.Module):
+    def __init__(self, place: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.own = Layer()
+        with place(0):
+            self.inner = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.inner(x) + x)
+
+
+def batch(step: int, replica: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(BATCH, WIDTH, generator=generator)
 
 
 @smp.step
-def train(model: Any, x: torch.Tensor) -> Any:
+def train(model: Any, x: Tensor) -> Any:
     loss = model(x).square().mean()
     model.backward(loss)
     return loss
 
 
-def scheduled(pp, steps, config):
-    smp.init(
-        {
-            "partitions": pp,
-            "ddp": True,
-            "auto_partition": False,
-            "default_partition": 0,
-            "microbatches": 4,
-            **config,
-        }
-    )
+@smp.step
+def evaluate(model: Any, x: Tensor) -> Any:
+    return model(x)
+
+
+def sharing(
+    pp: int, pipeline: str, steps: int, pauses: float, config: dict[str, Any], backend: str
+) -> Any:
+    """Trains and evaluates with random pauses; returns what every step has given on this rank."""
+    start(pp, backend=backend, pipeline=pipeline, **config)
     torch.manual_seed(0)
-    parts = []
-    for index in range(pp * 2):
-        with smp.partition(index % pp):
-            parts.append(Delayed(True))
-    model = smp.DistributedModel(nn.Sequential(*parts))
-    Delayed.delays = random.Random(smp.rank())
-    Delayed.longest = 0.003
-    out = []
+    model = smp.DistributedModel(Net(pp, smp.partition))
+    # Not the same on any two ranks. A pause lets messages of other microbatches come first.
+    source = random.Random(smp.rank())
+    Layer.pause = staticmethod(
+        lambda: time.sleep(pauses * source.random()) if source.random() < 0.3 else None
+    )
+    found = []
     for step in range(steps):
-        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-        out.append(train(model, x).reduce_mean().item())
-    return out
+        for parameter in model.parameters():
+            parameter.grad = None
+        x = batch(step, smp.dp_rank())
+        if step % 10 == 9:
+            with torch.no_grad():
+                found.append((evaluate(model, x).concat(), {}))
+            continue
+        losses = train(model, x).stack()
+        found.append((losses, {name: p.grad.clone() for name, p in model.local_named_parameters()}))
+    return smp.dp_rank(), found
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_try(on):
-    t = time.time()
-    r = check_ranks(scheduled, "4", 2, 30, {"deterministic_server": on}, timeout=60)
-    print(time.time() - t, r[0][:3])
+class Exchange:
+    """The replicas of the oracle: one after the other, each microbatch in lockstep by threads."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor | None] = [None] * REPLICAS
+        self.barrier = threading.Barrier(REPLICAS)
+        self.me = threading.local()
+
+    def mean(self, x: Tensor) -> Tensor:
+        self.values[self.me.replica] = x.clone()
+        self.barrier.wait(30)
+        first, second = self.values
+        assert first is not None
+        assert second is not None
+        result = (first + second) / REPLICAS
+        self.barrier.wait(30)
+        return result
+
+
+def expected(pp: int, steps: int) -> Any:
+    """The same in one process: one thread per replica, which runs one microbatch after the other.
+
+    Returns:
+        For each replica and step the losses or outputs, and the gradients by name.
+    """
+    import contextlib
+
+    torch.manual_seed(0)
+    exchange = Exchange()
+    Layer.over = staticmethod(exchange.mean)
+    Layer.pause = staticmethod(lambda: None)
+    whole = Net(pp, lambda _: contextlib.nullcontext())
+    replicas = [whole, copy.deepcopy(whole)]
+    sums: list[list[Any]] = [[None] * steps for _ in range(REPLICAS)]
+
+    def run(replica: int) -> None:
+        # As on a rank: autograd runs in the calling thread.
+        torch.autograd.set_multithreading_enabled(False)
+        exchange.me.replica = replica
+        net = replicas[replica]
+        for step in range(steps):
+            x = batch(step, replica)
+            if step % 10 == 9:
+                with torch.no_grad():
+                    sums[replica][step] = (torch.cat([net(p) for p in x.chunk(MICROBATCHES)]), {})
+                continue
+            net.zero_grad()
+            losses = []
+            for part in x.chunk(MICROBATCHES):
+                loss = net(part).square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            gradients = {name: p.grad / MICROBATCHES for name, p in net.named_parameters()}
+            sums[replica][step] = (torch.stack(losses), gradients)
+
+    threads = [threading.Thread(target=run, args=(replica,)) for replica in range(REPLICAS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, other in zip(*sums, strict=True):
+        for name, gradient in one[1].items():
+            mean = (gradient + other[1][name]) / REPLICAS
+            one[1][name] = other[1][name] = mean
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("pp", "pipeline", "steps", "pauses", "config", "backend"),
+    [
+        (2, "interleaved", 100, 0.002, {"active_microbatches": 3}, "smddp"),
+        (2, "simple", 100, 0.002, {}, "smddp"),
+        (2, "interleaved", 20, 0.002, {"direct_forwarding": False}, "gloo"),
+        (4, "interleaved", 20, 0.005, {}, "smddp"),
+        pytest.param(*(2, "interleaved", 2000, 0.002, {}, "smddp"), marks=pytest.mark.exhaustive),
+    ],
+    ids=["interleaved", "simple", "gloo", "four", "many"],
+)
+@pytest.mark.timeout(300)
+def test_modules_may_call_collectives(
+    pp: int, pipeline: str, steps: int, pauses: float, config: dict[str, Any], backend: str
+) -> None:
+    wanted = check_ranks(expected, "1", pp, steps)[0]
+    arguments = (pp, pipeline, steps, pauses, config, backend)
+    for replica, found in check_ranks(sharing, str(2 * pp), *arguments, timeout=250):
+        for step, (result, gradients) in enumerate(found):
+            assert torch.equal(result, wanted[replica][step][0]), step
+            for name, gradient in gradients.items():
+                assert torch.equal(gradient, wanted[replica][step][1][name]), (step, name)
