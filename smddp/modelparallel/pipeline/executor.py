@@ -150,8 +150,7 @@ class Executor:
         Raises:
             Aborted: the step has failed.
         """
-        order = self.baton.order
-        check = self._check_order if isinstance(order, Follower) else None
+        check = self._check_replicas if self.replicas is not None else None
         self._watch.wait(self._over, self.modules, self._name, self._steps, check)
         if self._failures:
             raise Aborted
@@ -323,10 +322,10 @@ class Executor:
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         if failures and not failure:
             raise failures[0].error()
+        redo = any(outcome.redo for outcome in outcomes)
         known = [outcome.order_matters for outcome in outcomes]
-        if not any(known) and (failures or None in known):
-            return redo, None
-        return any(outcome.redo for outcome in outcomes), any(known)
+        unknown = not any(known) and (bool(failures) or None in known)
+        return redo, None if unknown else any(known)
 
     def _as_elsewhere(self, failure: str = "") -> Elsewhere:
         """Returns why this replica has ended the step, for the others.
@@ -556,15 +555,17 @@ class Executor:
             self._send_end(failure, [])
             self._stop()
 
-    def _check_order(self) -> float:
+    def _check_replicas(self) -> float:
         """Ends the step if it has waited too long for the leader; see `StallWatch.wait`."""
         assert self.replicas is not None
-        timeout = self.replicas.timeout
-        with self.baton.changing_order() as order:
-            # The leader may wait for this rank in a collective, which ends after the same timeout.
-            # So this rank says earlier what the reason is.
-            left: float = order.check(stuck=timeout / 2, silent=timeout)
-        order.settle()
+        timeout, left = self.replicas.timeout, self.replicas.keep_alive()
+        if isinstance(self.baton.order, Follower):
+            with self.baton.changing_order() as order:
+                # The leader may wait for this rank in a collective, or other ranks may wait for
+                # this one in the pipeline, which ends after the same timeout. So this rank says
+                # earlier what the reason is.
+                left = min(left, order.check(stuck=timeout / 2, silent=timeout * 3 / 4))
+            order.settle()
         return left
 
     def _diverged(
@@ -580,7 +581,7 @@ class Executor:
         what = {
             "over": f"{leader} has ended the step without it",
             "silent": f"{leader}, which decides the order, has begun nothing for "
-            f"{self.replicas.timeout:g} s",
+            f"{self.replicas.timeout * 3 / 4:g} s",
             "stuck": f"{leader} has run {there}, which cannot run on {here}",
         }[reason]
         error = SMPUsageError(

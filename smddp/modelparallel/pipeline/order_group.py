@@ -7,6 +7,7 @@ a rank hears of a failure on another replica, even if one of its tasks waits in 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -105,6 +106,7 @@ class OrderGroup:
         self._events = events
         self._outcomes = {}
         self._stopped = self._ended = False
+        self._last_sign = time.monotonic()
         self._channel.open()
         self._open = True
         self._gate.release()
@@ -112,6 +114,21 @@ class OrderGroup:
     def announce(self, decisions: list[Decision]) -> None:
         """Sends decisions of the leader to the followers."""
         self._send(Kind.DECISIONS, decisions)
+
+    def keep_alive(self) -> float:
+        """Tells the other members that this rank is in the step, unless that was done recently.
+
+        A leader hears of its followers only at the end of the step, which may be longer than the
+        time after which a receive fails.
+
+        Returns:
+            Seconds until the next call is due.
+        """
+        now, period = time.monotonic(), self.timeout / 4
+        if now - self._last_sign >= period:
+            self._last_sign = now
+            self._send(Kind.ALIVE, None)
+        return self._last_sign + period - now
 
     def stop(self, failure: Elsewhere) -> None:
         """Tells the other members, once, that the step has failed or has to be run again here."""
@@ -189,7 +206,7 @@ class OrderGroup:
             self._tell(lambda events: events.on_decisions(header))
         elif kind == Kind.STOP:
             self._tell(lambda events: events.on_stop(Elsewhere(*header)))
-        else:
+        elif kind == Kind.END:
             outcome: Outcome = header
             self._outcomes[peer] = outcome
             if outcome.failure is not None or outcome.redo:

@@ -48,8 +48,8 @@ TensorId = tuple[int, int]
 class Kind(enum.IntEnum):
     """Kinds of messages.
 
-    All ranks are ranks of the pipeline, but those of DECISIONS and STOP, which the members of an
-    order group send each other; so is END, at the end of what they send.
+    All ranks are ranks of the pipeline, but those of DECISIONS, STOP and ALIVE, which the members
+    of an order group send each other; so is END, at the end of what they send.
 
     The headers, which hold no tensors:
         BEGIN: a `StepBegin`.
@@ -67,6 +67,7 @@ class Kind(enum.IntEnum):
             order group, an `Outcome`.
         DECISIONS: a list of `Decision`s, in their order.
         STOP: the fields of an `Elsewhere`.
+        ALIVE: None.
     """
 
     BEGIN = 1  # rank 0 to all: a step begins
@@ -79,6 +80,7 @@ class Kind(enum.IntEnum):
     END = 8  # the last message of a step on each stream
     DECISIONS = 9  # leader to the followers: which tasks begin or go on
     STOP = 10  # member to all others: the step has failed, or has to be run again
+    ALIVE = 11  # member to all others, in long steps: the receive that waits must not time out
 
 
 class Message(NamedTuple):

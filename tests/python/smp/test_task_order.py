@@ -32,7 +32,6 @@ MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": True, "microba
 
 
 def start(pp: int, timeout: float = 60, backend: str = "smddp", **config: Any) -> None:
-    os.environ["SMDDP_TIMEOUT"] = str(timeout)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     smp.init({"partitions": pp, "deterministic_server": True, **MANUAL, **config})
 
@@ -243,3 +242,171 @@ def test_modules_may_call_collectives(
             assert torch.equal(result, wanted[replica][step][0]), step
             for name, gradient in gradients.items():
                 assert torch.equal(gradient, wanted[replica][step][1][name]), (step, name)
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+class Part(nn.Module):
+    """Multiplies by a weight; does something else where `fault` says so."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("count", torch.zeros(()))
+        self.where = where
+        self.fault = ""
+
+    def forward(self, x: Tensor) -> Any:
+        second = bool(x.detach().flatten()[0].abs() == 2)
+        if second and self.fault == f"forward {self.where}":
+            raise ZeroDivisionError("in forward")
+        if second and self.fault == f"count {self.where}":
+            self.count += 1
+        y = x * self.weight
+        if second and self.fault == f"backward {self.where}":
+            y.register_hook(fail)
+        return (y, None) if second and self.fault == f"structure {self.where}" else y
+
+
+def fail(gradient: Tensor) -> Tensor:
+    raise ZeroDivisionError("in backward")
+
+
+class Parts(nn.Module):
+    """Two parts on rank 1, with one on rank 0 between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with smp.partition(1):
+            self.first = Part("1")
+            self.last = Part("1")
+        self.middle = Part("0")
+        self.fault = ""
+        self.reads = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if isinstance(y, tuple):
+            y = y[0]
+        if self.fault == "argument":
+            x.add_(1.0).sub_(1.0)
+        if self.reads:
+            y = y + 0 * self.first.count
+        y = self.last(self.middle(y))
+        return y[0] if isinstance(y, tuple) else y
+
+
+@smp.step
+def trained(model: Any, x: Tensor, fault: str) -> Any:
+    if fault == "body" and bool(x[0, 0] == 2):
+        raise KeyError("in the body")
+    loss = model(x).sum()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def applied(model: Any, x: Tensor) -> Any:
+    return model(x).sum()
+
+
+def numbered() -> Tensor:
+    """Each microbatch holds its number."""
+    return torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, WIDTH).clone()
+
+
+FAULTS = ["body", "forward 0", "forward 1", "backward 0", "backward 1"]
+
+
+def failing(where: int) -> list[list[str]]:
+    """The steps fail on one replica; after each, the next one gives what it should."""
+    start(2)
+    parts = Parts()
+    model = smp.DistributedModel(parts)
+    with pytest.raises(SMPUsageError, match="same number of batches"):
+        model.join()
+    x = numbered()
+
+    def check() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        assert float(trained(model, x, "").reduce_sum()) == 48
+        assert [p.grad.tolist() for p in model.local_parameters()] == [
+            [3.0] * WIDTH for _ in model.local_parameters()
+        ]
+
+    def attempt(function: Any, *args: Any) -> str:
+        try:
+            function(model, x, *args)
+        except (SMPMicrobatchError, SMPPeerError) as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return "no error"
+
+    check()
+    texts = []
+    for fault in FAULTS:
+        mine = fault if smp.dp_rank() == where else ""
+        for part in (parts.first, parts.middle, parts.last):
+            part.fault = mine
+        texts.append([attempt(trained, mine)])
+        if fault.startswith("forward"):
+            with torch.no_grad():
+                texts[-1].append(attempt(applied))
+        for part in (parts.first, parts.middle, parts.last):
+            part.fault = ""
+        check()
+    return texts
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_failure_on_one_replica_ends_the_step_on_all(where: int) -> None:
+    for rank, texts in enumerate(check_ranks(failing, "4", where)):
+        for fault, (text, *without_gradients) in zip(FAULTS, texts, strict=True):
+            owner = 1 if fault.endswith("1") else 0
+            said = "KeyError: 'in the body'"
+            if fault != "body":
+                said = f"ZeroDivisionError: in {fault.split()[0]}"
+            wanted = f"SMPMicrobatchError: rank {owner} of the pipeline, microbatch 2: {said}"
+            if rank // 2 != where:
+                wanted = (
+                    "SMPPeerError: the step failed on another replica of the model, on rank "
+                    f"{2 * where + owner} of the job: {said}"
+                )
+            assert text == wanted, (rank, fault)
+            assert without_gradients in ([], [wanted])
+
+
+def running_again(fault: str, where: int, backward: bool) -> tuple[int, list[float]]:
+    """One replica finds that the step has to be run again; so all do."""
+    start(2)
+    parts = Parts()
+    model = smp.DistributedModel(parts)
+    x = numbered()
+    sums = []
+    for step in range(6):
+        mine = fault if step in (2, 4) and smp.dp_rank() == where else ""
+        for part in (parts, parts.first, parts.middle, parts.last):
+            part.fault = mine
+        parts.reads = fault == "count 1"  # on all replicas, so they make the same calls
+        for parameter in model.parameters():
+            parameter.grad = None
+        if backward:
+            sums.append(float(trained(model, x, "").reduce_sum()))
+            assert all(p.grad.tolist() == [3.0] * WIDTH for p in model.local_parameters())
+        else:
+            with torch.no_grad():
+                sums.append(float(applied(model, x).reduce_sum()))
+    return model.runtime.steps, sums
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("fault", ["structure 1", "argument", "count 1"])
+def test_a_step_is_run_again_on_all_replicas(fault: str, where: int, backward: bool) -> None:
+    steps = set()
+    for count, sums in check_ranks(running_again, "4", fault, where, backward):
+        assert sums == [48] * 6
+        steps.add(count)
+    (count,) = steps
+    assert count > 6, "no step was run again"
