@@ -154,8 +154,6 @@ class StepFunction:
         failure, redo = "", False
         try:
             result = executor.run(body.function.__name__, schedule, runtime, driver)
-            if driver is not None:
-                body.trains = body.trains or driver.called_backward
         except Redo:
             redo = True  # `end_step` below always raises then, usually Redo
         except BaseException as error:
@@ -167,6 +165,8 @@ class StepFunction:
             if random_state is not None:
                 random_state.restore()
             runtime.end_step(failure, redo)
+        if driver is not None:
+            body.trains = body.trains or driver.called_backward
         return self._collected(result)
 
     def _collected(self, result: StepResult) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
-from smddp.modelparallel.pipeline.failure import summary
+from smddp.modelparallel.pipeline.failure import Elsewhere, summary
 from smddp.modelparallel.pipeline.modules import difference
 
 __all__ = ["abstain", "agree", "tell_replicas"]
@@ -35,10 +35,7 @@ def tell_replicas(group: dist.ProcessGroup, failure: str, note: Any = None) -> d
     by_rank = dict(zip(dist.get_process_group_ranks(group), said, strict=True))
     for rank, (text, _) in by_rank.items():
         if text and not failure:
-            raise SMPPeerError(
-                f"the step failed on another replica of the model, on rank {rank} of the job: "
-                f"{text}"
-            )
+            raise Elsewhere(rank, text, redo=False).error()
     return {rank: value for rank, (_, value) in by_rank.items()}
 
 

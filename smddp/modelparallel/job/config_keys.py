@@ -131,8 +131,9 @@ KEYS: tuple[Key, ...] = (
         "deterministic_server",
         "bool",
         False,
-        "Serve requests in one order on all replicas. Results do not depend on it here: "
-        "gradients and random numbers are ordered by microbatch in any case.",
+        "Serve requests in one order on all replicas: they run the same tasks in the order of the "
+        "first replica, so modules may call collectives over the `dp` group. Results do not depend "
+        "on it otherwise: gradients and random numbers are ordered by microbatch in any case.",
     ),
     Key("load_partition", "bool", False, "Load the partition from partition_file."),
     Key("partition_file", "str", None, "The file to save the partition to, or load it from."),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from smddp.modelparallel.job.topology import Topology
 
-__all__ = ["Groups"]
+__all__ = ["Groups", "timeout_of"]
 
 _KINDS = ("mp", "dp", "tp", "pp", "rdp")
 
@@ -17,18 +17,20 @@ _KINDS = ("mp", "dp", "tp", "pp", "rdp")
 class Groups:
     """The process groups of a rank.
 
-    Scripts can get all but two of them. These two keep smp's messages apart from the scripts' own.
+    Scripts can get all but three of them. These keep smp's messages apart from the scripts' own.
     All groups have the timeout of the default group.
 
     Attributes:
         messages: all ranks, for `smp.send` and the like.
         pipeline: the ranks of the pipeline, for its messages.
+        order: this rank's order group, for its messages; None if no ranks have to agree on an
+            order.
     """
 
     def __init__(self, topology: Topology) -> None:
         world = dist.group.WORLD
         assert world is not None
-        timeout = _timeout_of(world)
+        timeout = timeout_of(world)
         self._by_kind: dict[str, dist.ProcessGroup] = {"world": world}
         # Some kinds have the same members: mp and pp, for instance, without tensor parallelism.
         made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {
@@ -41,6 +43,9 @@ class Groups:
             self._by_kind[kind] = made[sets]
         self.messages = _new_group(((*range(topology.size),),), topology.rank, timeout)
         self.pipeline = _new_group(tuple(topology.groups("pp")), topology.rank, timeout)
+        self.order: dist.ProcessGroup | None = None
+        if topology.order_size > 1:
+            self.order = _new_group(tuple(topology.order_groups()), topology.rank, timeout)
 
     def of(self, kind: str) -> dist.ProcessGroup:
         """Returns this rank's group of a kind, which is a value of `CommGroup`, such as "pp"."""
@@ -51,19 +56,19 @@ class Groups:
         self._by_kind.clear()
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns the timeout of the default group; new groups would get torch's default otherwise."""
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Returns the timeout of a group. Without it, new groups would get torch's default."""
     for device in ("cpu", "cuda"):
         try:
             timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
         except (AttributeError, RuntimeError):
             continue
         return timeout
-    return None
+    return dist.default_pg_timeout
 
 
 def _new_group(
-    sets: tuple[tuple[int, ...], ...], rank: int, timeout: timedelta | None
+    sets: tuple[tuple[int, ...], ...], rank: int, timeout: timedelta
 ) -> dist.ProcessGroup:
     """Makes a group of each set, because c10d demands that of every rank; returns this rank's."""
     mine: dist.ProcessGroup | None = None

@@ -65,6 +65,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         cfg.pipeline_parallel_degree,
         cfg.tensor_parallel_degree,
         cfg.placement_strategy,
+        _order_size(cfg, size),
     )
     if topology.rdp_size > 1 and not cfg.ddp:
         raise SMPInitializationError(
@@ -89,6 +90,16 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             *(size, topology.size_of("dp"), topology.pp_size, cfg.microbatches, cfg.pipeline),
         )
         log.debug("smp: %s", cfg)
+
+
+def _order_size(cfg: Configuration, size: int) -> int:
+    """Returns how many replicas have to run their tasks in one order; 1 if they need not.
+
+    With one partition, every replica runs one microbatch after the other in any case.
+    """
+    partitions: int = cfg.pipeline_parallel_degree
+    together = cfg.deterministic_server and partitions > 1
+    return max(size // partitions, 1) if together else 1
 
 
 def _compare(cfg: Configuration) -> None:

@@ -61,6 +61,8 @@ class Topology:
         letters: a permutation of the letters D (data), P (pipeline) and T (tensor); the rightmost
             letter varies fastest over ranks. With DPT, 2 partitions and 4 ranks, ranks 0 and 1 are
             one pipeline.
+        order_size: number of ranks in an order group: so many replicas run their tasks in one
+            order. It divides the number of replicas.
     """
 
     rank: int
@@ -70,6 +72,7 @@ class Topology:
     pp_size: int
     tp_size: int
     letters: str
+    order_size: int = 1
 
     def __post_init__(self) -> None:
         if self.size % (self.pp_size * self.tp_size):
@@ -111,6 +114,18 @@ class Topology:
     def groups(self, kind: str) -> list[tuple[int, ...]]:
         """Returns all groups of a kind, in the same order on every rank."""
         return sorted({self.members(kind, rank) for rank in range(self.size)})
+
+    def order_groups(self) -> list[tuple[int, ...]]:
+        """Returns all order groups, in the same order on every rank; the first of each leads.
+
+        Each consists of ranks with the same place in consecutive replicas.
+        """
+        size = self.order_size
+        return [
+            members[first : first + size]
+            for members in self.groups("dp")
+            for first in range(0, len(members), size)
+        ]
 
     def rank_in(self, kind: str) -> int:
         """Returns the position of this rank in its group of a kind."""

@@ -277,7 +277,8 @@ class DistributedModel(ModelQueries):
         """Returns a context in which replicas may have different numbers of batches.
 
         Raises:
-            SMPUsageError: `ddp` is off in the configuration, or `shard_optimizer_state` is on.
+            SMPUsageError: `ddp` is off in the configuration, `shard_optimizer_state` is on, or
+                replicas run their tasks in one order (`deterministic_server`).
         """
         if not _with_ddp():
             raise SMPUsageError("join() needs ddp in the configuration")
@@ -285,6 +286,11 @@ class DistributedModel(ModelQueries):
             raise SMPUsageError(
                 "join() does not work with shard_optimizer_state: all replicas have to call "
                 "optimizer.step() equally often"
+            )
+        if self.runtime.executor.replicas is not None:
+            raise SMPUsageError(
+                "join() does not work with deterministic_server: replicas that run their tasks in "
+                "one order need the same number of batches"
             )
         return self.runtime.data_parallel.join.context()
 

@@ -20,6 +20,7 @@ from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.data_parallel.replicas import abstain, agree
+from smddp.modelparallel.job.groups import timeout_of
 from smddp.modelparallel.job.state import State
 from smddp.modelparallel.model.activation_checkpoints import ActivationCheckpoints
 from smddp.modelparallel.model.state_dict import ModelState
@@ -29,6 +30,7 @@ from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.failure import OrderMattersError, Redo, summary
 from smddp.modelparallel.pipeline.modules import Modules, difference
+from smddp.modelparallel.pipeline.order_group import OrderGroup
 from smddp.modelparallel.pipeline.outlook import Outlook
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
@@ -122,6 +124,8 @@ class ModelRuntime:
         # step.
         self._order_matters: dict[str, bool] = {}
         self._step_name = ""
+        # Did it matter in this step, on this replica? None if that is not known.
+        self._order_mattered: bool | None = None
         self.device = device.current()
         modules.install()
         if topology.pp_size == 1:
@@ -266,7 +270,7 @@ class ModelRuntime:
         self.steps += 1
         leads = self.executor.rank == 0 and self.data_parallel.size > 1
         self._undecided = leads and not self.divided
-        self._step_name = name
+        self._step_name, self._order_mattered = name, None
         several = self.executor.size > 1
         in_order = several and (again or self._order_matters.get(name, True))
         if several:
@@ -315,8 +319,7 @@ class ModelRuntime:
         order_matters |= any(report.changed for report in reports.values())
         # With some reports missing (the step failed), "no change" is not known.
         if order_matters or len(reports) == self.executor.size:
-            before = self._order_matters.get(self._step_name, False)
-            self._order_matters[self._step_name] = before or order_matters
+            self._order_mattered = order_matters
 
     def end_step(self, failure: str, redo: bool) -> None:
         """Sets `Parameter.grad` to the sums; a failed step leaves gradients as they were.
@@ -336,6 +339,13 @@ class ModelRuntime:
                 abstain(self.data_parallel.group, failure)
             except SMPPeerError as error:
                 peer_failure, failure = error, summary(error)
+        try:
+            redo, order_matters = self.executor.agree(failure, redo, self._order_mattered)
+        except SMPPeerError as error:
+            peer_failure, failure, order_matters = error, summary(error), None
+        if order_matters is not None:
+            before = self._order_matters.get(self._step_name, False)
+            self._order_matters[self._step_name] = before or order_matters
         succeeded = not (failure or redo)
         if succeeded:
             self._sum.end()
@@ -448,9 +458,16 @@ def _executor(state: State) -> Executor:
             topology.rank_in("pp"),
             topology.pp_size,
             state.cfg.stall_warning_seconds,
+            _order_group(state),
         )
         state.keep(executor)
     return executor
+
+
+def _order_group(state: State) -> OrderGroup | None:
+    """Returns this rank's order group; None if it decides alone what it runs next."""
+    group = state.groups.order
+    return OrderGroup(group, timeout_of(group)) if group is not None else None
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

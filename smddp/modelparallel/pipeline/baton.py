@@ -2,22 +2,25 @@
 
 A task runs code of the user, which may have to wait in the middle for another rank. So each task
 has a thread; but only the thread that holds the *baton* runs. A task that waits or ends picks the
-next runnable task and passes the baton to it; there is no scheduling thread. `_next` makes the
-choice by a fixed rule, so the order of work does not depend on the operating system.
+next runnable task and passes the baton to it; there is no scheduling thread. `_choose` makes the
+choice by a fixed rule, so the order of work does not depend on the operating system. It does depend
+on which messages have come; ranks that must run their tasks in one order share a `TaskOrder`.
 """
 
 from __future__ import annotations
 
 import _thread
+import contextlib
 import heapq
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from smddp.modelparallel.common import device
+from smddp.modelparallel.pipeline.order import TaskName, TaskOrder
 
 __all__ = ["Aborted", "Baton", "Inbox", "Priority", "Task", "Ticket"]
 
@@ -70,9 +73,13 @@ class Task:
         worker: the thread, once the task has begun.
         frame: where its code stands in the program, a `Frame`; the driver and the server set it,
             and the baton does not use it.
+        name: the same on all ranks of an order group; None for a task that they need not run in
+            the same order.
+        number: with an order, how many tasks that have names had begun before it; None if it has
+            not begun, or there is no order.
     """
 
-    __slots__ = ("admitted", "frame", "function", "priority", "worker")
+    __slots__ = ("admitted", "frame", "function", "name", "number", "priority", "worker")
 
     def __init__(
         self,
@@ -85,6 +92,8 @@ class Task:
         self.admitted = admitted
         self.worker: _Worker | None = None
         self.frame: Any = None
+        self.name: TaskName | None = None
+        self.number: int | None = None
 
 
 class Inbox(Protocol):
@@ -120,6 +129,7 @@ class Baton:
         failed: Callable[[Task, BaseException], None],
         inbox: Inbox,
         save_state: Callable[[], Callable[[], None]],
+        order: TaskOrder | None = None,
     ) -> None:
         """Begins without threads.
 
@@ -129,7 +139,9 @@ class Baton:
             save_state: saves what other tasks may change while a task waits, such as the state of
                 random generators; returns a function that restores it. Called only if the waiting
                 thread passes the baton on.
+            order: decides, with other ranks, which task is next; None if this rank decides alone.
         """
+        self.order = order
         self._failed = failed
         self._inbox = inbox
         self._save_state = save_state
@@ -159,6 +171,18 @@ class Baton:
         """Begins a step: accepts tasks again after an abort. No task may be left."""
         with self._lock:
             self._aborted = self._last_forward = False
+            if self.order is not None:
+                self.order.begin()
+
+    @contextlib.contextmanager
+    def changing_order(self) -> Iterator[Any]:
+        """Returns a context in which the calling thread may change `order`, which it gets.
+
+        Afterwards the task runs that may run now.
+        """
+        with self._lock:
+            yield self.order
+            self._rouse()
 
     def wake(self) -> None:
         """Makes sure that a thread takes messages, and runs tasks that may begin now."""
@@ -187,12 +211,17 @@ class Baton:
         with self._lock:
             if self._aborted:
                 raise Aborted
-            if ticket.done:
+            if ticket.done and self.order is None:
                 return
-            ticket.waiter = task
             task.priority = priority
-            self._waiting.add(task)
             self._running = None
+            if ticket.done:
+                # Whether it is done already depends on timing. With an order every wait is a
+                # decision, so that all ranks of the group make the same ones.
+                self._make_ready(task)
+            else:
+                ticket.waiter = task
+                self._waiting.add(task)
         self._find_work(task.worker, task)
         if self._aborted:
             raise Aborted
@@ -219,7 +248,8 @@ class Baton:
             ]
             self._resumed = begun
             self._forward, self._backward = [], []
-            for task in self._waiting:
+            ordered = self.order.abort() if self.order is not None else []
+            for task in (*ordered, *self._waiting):
                 self._resumed.append((task.priority, next(self._numbers), task))
             heapq.heapify(self._resumed)
             self._waiting.clear()
@@ -234,9 +264,13 @@ class Baton:
             self._idle_awaited = False
 
     def _has_ready(self) -> bool:
-        return bool(self._resumed or self._forward or self._backward)
+        kept = self._resumed or self._forward or self._backward
+        return bool(kept or (self.order is not None and self.order.has_ready()))
 
     def _make_ready(self, task: Task) -> None:
+        if self.order is not None and self.order.add(task):
+            self._rouse()
+            return
         if not task.priority.forward:
             heap = self._backward
         else:
@@ -279,21 +313,25 @@ class Baton:
             looked = False
             with self._lock:
                 task = self._next()
-                if task is not None and (task is own or (own is None and task.worker is None)):
-                    self._running = task
-                    break
+                mine = task is not None and (task is own or (own is None and task.worker is None))
                 keeps_baton = task is None and inbox.expects
                 self._blocked = keeps_baton
-                if not keeps_baton and own is not None and restore_state is None:
+                if mine:
+                    self._running = task
+                elif not keeps_baton and own is not None and restore_state is None:
                     restore_state = self._save_state()
-                if task is not None:
-                    self._pass_on(task)
-                elif self._idle_awaited and not self._waiting:
+                if task is None and self._idle_awaited and not self._waiting:
                     self._quiet.notify_all()
-                if not keeps_baton:
+                if task is not None and not mine:
+                    self._pass_on(task)
+                if not (mine or keeps_baton):
                     self._held = task is not None
                     if own is None:
                         self._idle.append(worker)
+            if self.order is not None:
+                self.order.settle()
+            if mine:
+                break
             del task
             if keeps_baton:
                 arrived = inbox.take(True)
@@ -308,6 +346,7 @@ class Baton:
                 break
         if restore_state is not None:
             restore_state()
+        assert task is not None
         return task
 
     def _pass_on(self, task: Task) -> None:
@@ -318,6 +357,12 @@ class Baton:
         worker.wake.release()
 
     def _next(self) -> Task | None:
+        """Takes the next task to run; returns None if no task can run."""
+        if self.order is None or self._aborted:
+            return self._choose()
+        return self.order.next(self._choose)
+
+    def _choose(self) -> Task | None:
         """Takes the next task off its heap; returns None if no task can run.
 
         Forward work that goes on after a wait comes first: it is often the loss, for which the
@@ -367,10 +412,13 @@ class Baton:
                 pass
             except BaseException as error:
                 self._failed(task, error)
+            number = task.number
             # While this thread sleeps, it must not keep the task's objects alive.
             self._current.task = task = None
             with self._lock:
                 self._running = None
+                if number is not None and self.order is not None:
+                    self.order.ended(number)
 
 
 def _may_begin(task: Task) -> bool:

@@ -19,6 +19,7 @@ from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.microbatch import collect, split_arguments, unequal_lengths
+from smddp.modelparallel.pipeline.order import TaskName
 from smddp.modelparallel.pipeline.protocol import ambient
 from smddp.modelparallel.pipeline.randomness import draw_seed, mix, seed_all
 from smddp.modelparallel.pipeline.step import Schedule, StepResult
@@ -199,7 +200,7 @@ class Driver:
                 grad=self._ambient.grad,
             )
             task = Task(Priority(True, number), functools.partial(self._microbatch, frame))
-            task.frame = frame
+            task.frame, task.name = frame, TaskName("body", number)
             self._executor.baton.submit(task)
 
     def _release(self) -> None:

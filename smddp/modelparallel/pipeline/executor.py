@@ -18,9 +18,18 @@ from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
-from smddp.modelparallel.pipeline.failure import Failure, Redo, choose, describe, raise_as_error
+from smddp.modelparallel.pipeline.failure import (
+    Elsewhere,
+    Failure,
+    Redo,
+    choose,
+    describe,
+    raise_as_error,
+)
 from smddp.modelparallel.pipeline.frame import Frame
-from smddp.modelparallel.pipeline.modules import Modules
+from smddp.modelparallel.pipeline.modules import Findings, Modules
+from smddp.modelparallel.pipeline.order import Decision, Follower, Leader, TaskName, TaskOrder
+from smddp.modelparallel.pipeline.order_group import OrderGroup, Outcome
 from smddp.modelparallel.pipeline.protocol import Kind, Message, raise_if_unpicklable
 from smddp.modelparallel.pipeline.server import Server
 from smddp.modelparallel.pipeline.stall import StallWatch
@@ -57,12 +66,18 @@ class Executor:
         server: the segments that this rank runs for any rank.
         timeline: what ran in the last step, and when.
         channel: the streams to and from the other ranks; None if there are none.
+        replicas: the streams to and from the other members of the order group; None without one.
         divided: has this rank applied the decision about where modules live? Until then it
             keeps the messages that begin or end work.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, rank: int, size: int, stall_warning: float
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        size: int,
+        stall_warning: float,
+        replicas: OrderGroup | None = None,
     ) -> None:
         """Begins without a model.
 
@@ -71,11 +86,18 @@ class Executor:
             rank: of this process in the group.
             size: of the group.
             stall_warning: seconds after which a step that does not end is logged; 0 for never.
+            replicas: the ranks of other replicas with which this one runs its tasks in one order;
+                None if there are none.
         """
         self.rank, self.size = rank, size
         self.timeline = Timeline()
         self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
-        self.baton = Baton(self._task_failed, self, lambda: RandomState().restore)
+        self.replicas = replicas
+        self._job_ranks = dist.get_process_group_ranks(group) if group is not None else [rank]
+        order: TaskOrder | None = None
+        if replicas is not None:
+            order = Leader(replicas.announce) if replicas.leads else Follower(self._diverged)
+        self.baton = Baton(self._task_failed, self, lambda: RandomState().restore, order)
         self.caller = CallerSide(self)
         self.server = Server(self, self.caller)
         # In a step: the model that it trains; on rank 0, what runs the body.
@@ -128,7 +150,8 @@ class Executor:
         Raises:
             Aborted: the step has failed.
         """
-        self._watch.wait(self._over, self.modules, self._name, self._steps)
+        check = self._check_replicas if self.replicas is not None else None
+        self._watch.wait(self._over, self.modules, self._name, self._steps, check)
         if self._failures:
             raise Aborted
 
@@ -166,8 +189,14 @@ class Executor:
             SMPPartitionError: the model cannot be divided as asked.
             SMPPeerError: a rank is gone, or another replica has failed.
         """
-        self._refuse_if_broken()
         self._reset()
+        broken = self._broken()
+        if broken is not None:
+            self._end_sent = True
+            if self.replicas is not None:
+                # `agree` then tells the other replicas.
+                self.replicas.begin(self)
+            raise broken
         self._name = name
         self._model, self._driver = model, driver
         self.server.under_way_limit = schedule.under_way_limit
@@ -178,8 +207,12 @@ class Executor:
         # This ends the abort of a failed step. It is done here and not at the end of that step,
         # because more failures may arrive after that.
         self.baton.begin()
+        if self.baton.order is not None:
+            self.baton.order.alone = not self.divided
         if self.channel is not None:
             self.channel.open()
+        if self.replicas is not None:
+            self.replicas.begin(self)
         try:
             if driver is not None:
                 names = None if self.divided else self.modules.names
@@ -258,6 +291,58 @@ class Executor:
         if self.channel is not None:
             self.channel.abort()
 
+    def agree(self, failure: str, redo: bool, order_matters: bool | None) -> tuple[bool, Any]:
+        """Ends a step after `run`: from now on, all replicas of the order group know the same.
+
+        All ranks call it once in each step, also if `run` has raised. Without an order group it
+        waits for nobody.
+
+        Args:
+            failure: why the step has failed on this replica, in one line; empty if it has not.
+            redo: does it have to be run again?
+            order_matters: does the order of the microbatches matter? None if that is not known.
+
+        Returns:
+            `redo` and `order_matters`, of all replicas together.
+
+        Raises:
+            SMPPeerError: the step has not failed here, but on another replica; or a rank is gone.
+        """
+        findings = self.modules.findings()
+        if self.replicas is None:
+            self.modules.end_step(findings)
+            return redo, order_matters
+        elsewhere = self._as_elsewhere(failure) if failure else None
+        own = Outcome(elsewhere, redo, order_matters, findings)
+        try:
+            outcomes = self.replicas.end(own, wait=not self._ended_by_signal)
+        except SMPPeerError:
+            if failure:
+                return redo, order_matters
+            raise
+        self.modules.end_step(Findings.common([outcome.findings for outcome in outcomes]))
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        if failures and not failure:
+            raise failures[0].error()
+        redo = any(outcome.redo for outcome in outcomes)
+        known = [outcome.order_matters for outcome in outcomes]
+        unknown = not any(known) and (bool(failures) or None in known)
+        return redo, None if unknown else any(known)
+
+    def _as_elsewhere(self, failure: str = "") -> Elsewhere:
+        """Returns why this replica has ended the step, for the others.
+
+        Args:
+            failure: the reason if no failure of this step is known.
+        """
+        if not self._failures:
+            return Elsewhere(self._job_ranks[self.rank], failure, redo=False)
+        first = choose(self._failures)
+        if first.elsewhere is not None:
+            return first.elsewhere
+        redo = any(one.redo for one in self._failures)
+        return Elsewhere(self._job_ranks[first.rank], first.text.partition("\n")[0], redo)
+
     def _apply_late_decision(self) -> None:
         """Applies a decision that came before a failure: rank 0 has applied it already."""
         try:
@@ -276,7 +361,6 @@ class Executor:
             self._held.clear()
             self.caller.clear()
             self.server.clear()
-            self.modules.end_step()
 
     def wait(self, ticket: Ticket, frame: Frame, forward: bool) -> None:
         """Lets other tasks run until a ticket is done.
@@ -289,7 +373,7 @@ class Executor:
         Raises:
             Aborted: the step has failed meanwhile.
         """
-        if ticket.done:
+        if ticket.done and self.replicas is None:
             return
         self.timeline.leave()
         self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order))
@@ -410,9 +494,20 @@ class Executor:
             self.fail(-1, error)
 
     def _on_done(self, message: Message) -> None:
-        self.server.end_microbatch(message.header)
+        microbatch = message.header
+        if self.replicas is None:
+            self._end_microbatch(microbatch)
+            return
+        # This may make a sum of gradients final, whose reduction then begins at the same place of
+        # the order on all replicas.
+        task = Task(Priority(False, microbatch), lambda: self._end_microbatch(microbatch))
+        task.name = TaskName("end", microbatch)
+        self.baton.submit(task)
+
+    def _end_microbatch(self, microbatch: int) -> None:
+        self.server.end_microbatch(microbatch)
         assert self._model is not None
-        self._model.end_microbatch(message.header)
+        self._model.end_microbatch(microbatch)
 
     def _release_held(self) -> None:
         held, self._held = self._held, []
@@ -439,7 +534,83 @@ class Executor:
         """Notes that this rank has applied the decision; it serves calls from now on."""
         with self._mutex:
             self.divided = True
+            if self.baton.order is not None:
+                self.baton.order.alone = False
             self._release_held()
+
+    # --- the order group; on its thread -----------------------------------------------------------
+
+    def on_decisions(self, decisions: Sequence[Decision]) -> None:
+        """Lets the tasks run that the leader has announced; see `OrderEvents`."""
+        with self.baton.changing_order() as order:
+            order.announce(decisions)
+
+    def on_leader_ended(self) -> None:
+        """Notes that there are no more announcements; see `OrderEvents`."""
+        with self.baton.changing_order() as order:
+            order.end()
+
+    def on_stop(self, failure: Elsewhere) -> None:
+        """Ends the step because another replica has ended it; see `OrderEvents`."""
+        self._stop_with(
+            Failure(-1, self.rank, failure.text, "", None, failure.redo, elsewhere=failure)
+        )
+
+    def on_lost(self, rank: int, error: Exception) -> None:
+        """Ends the step because a rank of another replica is gone; see `OrderEvents`."""
+        lost = Elsewhere(rank, f"it is gone: {error}. Its own log says why", redo=False)
+        self.on_stop(lost)
+
+    def _stop_with(self, failure: Failure) -> None:
+        """Ends the step; or only what is left of it, if all ranks of the pipeline have ended it."""
+        with self._mutex:
+            if self._failures:
+                return
+            if self._end_sent:
+                self.baton.abort()
+                return
+            self._failures.append(failure)
+            self._send_end(failure, [])
+            self._stop()
+
+    def _check_replicas(self) -> float:
+        """Ends the step if it has waited too long for the leader; see `StallWatch.wait`."""
+        assert self.replicas is not None
+        timeout, left = self.replicas.timeout, self.replicas.keep_alive()
+        if isinstance(self.baton.order, Follower):
+            with self.baton.changing_order() as order:
+                # The leader may wait for this rank in a collective, or other ranks may wait for
+                # this one in the pipeline, which ends after the same timeout. So this rank says
+                # earlier what the reason is.
+                left = min(left, order.check(stuck=timeout / 2, silent=timeout * 3 / 4))
+            order.settle()
+        return left
+
+    def _diverged(
+        self, reason: str, announced: tuple[Any, ...] | None, ready: list[TaskName]
+    ) -> None:
+        """Ends the step because this replica does not make the calls of the leader's."""
+        assert self.replicas is not None
+        names = self.modules.names
+        leader = f"rank {self.replicas.ranks[0]} of the job"
+        here = f"rank {self._job_ranks[self.rank]}"
+        there = TaskName(*announced).text(names) if announced is not None else ""
+        mine = "; ".join(sorted({name.text(names) for name in ready})) or "nothing"
+        what = {
+            "over": f"{leader} has ended the step without it",
+            "silent": f"{leader}, which decides the order, has begun nothing for "
+            f"{self.replicas.timeout * 3 / 4:g} s",
+            "stuck": f"{leader} has run {there}, which cannot run on {here}",
+        }[reason]
+        error = SMPUsageError(
+            f"replicas that run their tasks in one order have to make the same calls in each step: "
+            f"{what}. On {here} could run: {mine}"
+        )
+        if reason == "over" and self._end_sent:
+            # What is left is work of which nobody has waited for the results.
+            self.baton.abort()
+        else:
+            self.fail(-1, error)
 
     # --- failure ----------------------------------------------------------------------------------
 
@@ -508,6 +679,8 @@ class Executor:
     def _stop(self) -> None:
         self.baton.abort()
         self._over.set()
+        if self.replicas is not None:
+            self.replicas.stop(self._as_elsewhere())
 
     def _send_end(self, header: Any, tensors: list[Any]) -> None:
         with self._mutex, self._send_lock:
@@ -545,10 +718,17 @@ class Executor:
         self._cause = None
         raise SMPPeerError(text)
 
-    def _refuse_if_broken(self) -> None:
+    def _broken(self) -> SMPPeerError | None:
+        """Returns why there can be no step any more; None if there can."""
         if self.channel is not None and self.channel.broken:
             peer, error = next(iter(self.channel.broken.items()))
-            raise SMPPeerError(f"{self._who(peer)} was lost in an earlier step: {error}")
+            return SMPPeerError(f"{self._who(peer)} was lost in an earlier step: {error}")
+        if self.replicas is not None and self.replicas.lost is not None:
+            rank, error = self.replicas.lost
+            return SMPPeerError(
+                f"rank {rank} of the job, of another replica, was lost in an earlier step: {error}"
+            )
+        return None
 
     def _who(self, peer: int) -> str:
         return f"rank {peer} of the pipeline"

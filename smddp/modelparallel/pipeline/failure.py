@@ -16,6 +16,7 @@ from smddp.modelparallel.common.errors import (
 
 __all__ = [
     "ArgumentChangedError",
+    "Elsewhere",
     "Failure",
     "OrderMattersError",
     "Redo",
@@ -47,6 +48,27 @@ class Redo(Exception):  # noqa: N818  not an error of the program
     """
 
 
+class Elsewhere(NamedTuple):
+    """Why a step failed, as the ranks of another replica hear of it.
+
+    Attributes:
+        rank: of the job, on which it failed.
+        text: class and message of the exception, in one line.
+        redo: see `Failure.redo`.
+    """
+
+    rank: int
+    text: str
+    redo: bool
+
+    def error(self) -> SMPPeerError:
+        """Returns the error that the other replicas raise."""
+        return SMPPeerError(
+            f"the step failed on another replica of the model, on rank {self.rank} of the job: "
+            f"{self.text}"
+        )
+
+
 class Failure(NamedTuple):
     """Why a step failed, as it is sent to all ranks.
 
@@ -59,6 +81,8 @@ class Failure(NamedTuple):
         redo: the program has no error. What smp had assumed, about a structure, an argument or
             buffers, was wrong, so the step is run again.
         order_matters: smp had assumed that no buffer changes that other ranks read.
+        elsewhere: the failure of another replica that made this one end the step; None if it has
+            failed itself.
     """
 
     microbatch: int
@@ -68,6 +92,7 @@ class Failure(NamedTuple):
     pickled: bytes | None
     redo: bool = False
     order_matters: bool = False
+    elsewhere: Elsewhere | None = None
 
 
 def summary(error: BaseException) -> str:
@@ -98,6 +123,8 @@ def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:
         SMPError: of the original's class, if smp itself has raised it before or after the
             microbatches, if the model cannot be divided, or if another replica has failed.
     """
+    if failure.elsewhere is not None:
+        raise failure.elsewhere.error()
     where = f"rank {failure.rank} of the pipeline"
     origin = cause or _unpickled(failure)
     outside = failure.microbatch < 0 and isinstance(origin, SMPError)

@@ -13,7 +13,7 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from smddp.modelparallel.pipeline.remote_tensor import (
 )
 from smddp.modelparallel.pipeline.services import RankServices
 
-__all__ = ["Modules", "difference"]
+__all__ = ["Findings", "Modules", "difference"]
 
 # For the random numbers of a call; None if it draws none. Of several layers: one for each.
 Seed = int | tuple[int | None, ...] | None
@@ -86,6 +86,36 @@ def difference(names: Sequence[str], others: Sequence[str], who: str, other: str
         first, second = next(((a, b) for a, b in pairs if a != b), ("", ""))
         found.append(f"the order differs: {who} has {first!r} where {other} has {second!r}")
     return "; ".join(found)
+
+
+class Findings(NamedTuple):
+    """What a rank has found out in a step about the calls that it makes.
+
+    Attributes:
+        structures: of the results, by the key of a call in `Modules`; None for a call whose caller
+            has to wait for the result.
+        awaited: numbers of the modules for whose results callers have to wait, because arguments
+            have been changed.
+    """
+
+    structures: dict[Any, Structure | None]
+    awaited: frozenset[int]
+
+    @staticmethod
+    def common(several: Sequence[Findings]) -> Findings:
+        """Returns what ranks that make the same calls may rely on, so that they go on to do so.
+
+        If they have not found the same about a call, its callers wait.
+
+        Args:
+            several: the findings of each rank.
+        """
+        keys = dict.fromkeys(key for one in several for key in one.structures)
+        structures = {}
+        for key in keys:
+            found = [one.structures.get(key) for one in several]
+            structures[key] = found[0] if all(other == found[0] for other in found) else None
+        return Findings(structures, frozenset().union(*(one.awaited for one in several)))
 
 
 class Modules:
@@ -177,9 +207,24 @@ class Modules:
         """
         return f"{self.names[number]}.{name}" if number else name
 
-    def end_step(self) -> None:
-        """Lets the next steps use the structures that this step has found."""
-        for key, returns in self._learned.items():
+    def findings(self) -> Findings:
+        """Returns what this step has found out, and what ranks that know the same should know."""
+        # Most results whose callers have to wait were not predictable before either.
+        structures = {
+            key: returns
+            for key, returns in self._learned.items()
+            if returns is not None or key in self._with_structure
+        }
+        return Findings(structures, frozenset(self._awaited))
+
+    def end_step(self, findings: Findings) -> None:
+        """Lets the next steps use what this step has found.
+
+        Args:
+            findings: of this rank; with an order group, what its members have in common.
+        """
+        self._awaited |= findings.awaited
+        for key, returns in findings.structures.items():
             before = self._with_structure.pop(key, None)
             if before is not None and before.returns != returns:
                 self._changes[key] += 1

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline send each other in a step: kinds of messages, and call graphs.
+"""What ranks send each other in a step: kinds of messages, and call graphs.
 
 A *call graph* is a group of calls of modules on other ranks that a frame has made and whose values
 it has not needed yet. Consecutive calls to modules of one owner form a *segment*. Values flow along
@@ -46,7 +46,10 @@ TensorId = tuple[int, int]
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages. All ranks are ranks of the pipeline.
+    """Kinds of messages.
+
+    All ranks are ranks of the pipeline, but those of DECISIONS, STOP and ALIVE, which the members
+    of an order group send each other; so is END, at the end of what they send.
 
     The headers, which hold no tensors:
         BEGIN: a `StepBegin`.
@@ -60,7 +63,11 @@ class Kind(enum.IntEnum):
         DONE: the number of the microbatch.
         DROP: the fields of the `Origin`, without depth and path.
         END: a `Failure`; or after a success, from rank 0 (`StepResult.header`, a `BufferReport`),
-            from the others a `BufferReport`; None from a rank that has heard of a failure.
+            from the others a `BufferReport`; None from a rank that has heard of a failure. In an
+            order group, an `Outcome`.
+        DECISIONS: a list of `Decision`s, in their order.
+        STOP: the fields of an `Elsewhere`.
+        ALIVE: None.
     """
 
     BEGIN = 1  # rank 0 to all: a step begins
@@ -71,6 +78,9 @@ class Kind(enum.IntEnum):
     DONE = 6  # rank 0 to all: a microbatch has ended, so what is kept of it can be freed
     DROP = 7  # caller to a member: a graph gets no gradients, so it can be forgotten in this step
     END = 8  # the last message of a step on each stream
+    DECISIONS = 9  # leader to the followers: which tasks begin or go on
+    STOP = 10  # member to all others: the step has failed, or has to be run again
+    ALIVE = 11  # member to all others, in long steps: the receive that waits must not time out
 
 
 class Message(NamedTuple):

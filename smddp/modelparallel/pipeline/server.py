@@ -21,6 +21,7 @@ from smddp.modelparallel.pipeline.failure import StructureChangedError
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.modules import Modules
+from smddp.modelparallel.pipeline.order import TaskName
 from smddp.modelparallel.pipeline.protocol import (
     SINK,
     SOURCE,
@@ -289,7 +290,9 @@ class Server:
         priority = Priority(frame.forward, frame.microbatch, frame.order)
         admitted = functools.partial(admits, frame) if admits is not None else None
         task = Task(priority, functools.partial(self._timed, work, frame, run), admitted)
-        task.frame = frame
+        kind = "forward" if frame.forward else "backward"
+        first = run.graph.calls[run.graph.segments[run.number].calls[0]].module
+        task.frame, task.name = frame, TaskName(kind, frame.microbatch, frame.path, first)
         self._services.baton.submit(task)
 
     def _timed(self, work: Any, frame: Frame, run: _SegmentRun) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import FrameType
 
 import torch.distributed as dist
@@ -53,7 +54,14 @@ class StallWatch:
         # Has it warned in this step that work on this rank does not end?
         self._said = False
 
-    def wait(self, over: threading.Event, modules: Modules, name: str, step: int) -> None:
+    def wait(
+        self,
+        over: threading.Event,
+        modules: Modules,
+        name: str,
+        step: int,
+        check: Callable[[], float] | None,
+    ) -> None:
         """Returns when the event is set.
 
         Args:
@@ -62,13 +70,19 @@ class StallWatch:
             modules: of the model.
             name: of the step function.
             step: its number, the same on all ranks.
+            check: called from time to time; returns the seconds until the next call. None if there
+                is nothing else to check.
         """
         if self._attendance is None:
-            over.wait()
+            while not over.wait(check() if check is not None else None):
+                pass
             return
         begun = time.monotonic()
         self._said = noted = asked = False
-        while not over.wait(self._left(begun, noted, asked)):
+        while True:
+            waits = [self._left(begun, noted, asked), check() if check is not None else None]
+            if over.wait(min((wait for wait in waits if wait is not None), default=None)):
+                return
             passed = time.monotonic() - begun
             if not noted and passed >= self._stall_seconds / 10:
                 noted = True

@@ -1,0 +1,308 @@
+"""One order of tasks on the ranks of an order group: its leader decides, the others replay it.
+
+The ranks of an *order group* have the same place in pipelines that are replicas of each other. Code
+of a task may call collectives over them, so they have to run the same tasks in the same order. The
+leader chooses as any rank does, and announces each of its *decisions*: which task begins, or which
+task goes on after a wait. A follower runs exactly these tasks, each as soon as it is runnable here.
+
+Both classes are parts of a `Baton`, which calls their methods while it holds its lock, unless a
+method says otherwise. They start no thread and send nothing themselves.
+
+Some tasks have no name: those that free memory, and the one that applies the division. They call
+nothing that other ranks of the group have to call at the same time, or are alone; so each rank runs
+them when they come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from smddp.modelparallel.pipeline.baton import Task
+
+__all__ = ["Decision", "Follower", "Leader", "TaskName", "TaskOrder"]
+
+
+class TaskName(NamedTuple):
+    """Names a task in a step; the same on all ranks of an order group. Sent as a plain tuple.
+
+    Two tasks may have the same name, such as a segment's forward pass and the one that a checkpoint
+    makes again. One of them then ends before the other can begin, so their order is no question.
+
+    Attributes:
+        kind: "body", "forward", "backward", or "end" for the end of a microbatch.
+        microbatch: its number.
+        path: see `Frame.path`.
+        module: the number of the first module that it calls, for texts; -1 if there is none.
+    """
+
+    kind: str
+    microbatch: int
+    path: tuple[int, ...] = ()
+    module: int = -1
+
+    def text(self, names: Sequence[str]) -> str:
+        """Describes the task.
+
+        Args:
+            names: of the modules, by number.
+        """
+        what = {
+            "body": "the body of microbatch {0}",
+            "end": "the end of microbatch {0}",
+        }.get(self.kind, "the {1} pass of microbatch {0}, call {2}")
+        text = what.format(self.microbatch, self.kind, ".".join(map(str, self.path)))
+        return f"{text} (module {names[self.module]!r})" if self.module >= 0 else text
+
+
+# The name of a task that begins, as a plain tuple; or the number of one that goes on. Tasks are
+# numbered in the order in which they begin.
+Decision = tuple[Any, ...] | int
+
+
+class TaskOrder(Protocol):
+    """What a `Baton` needs of a leader or a follower.
+
+    Attributes:
+        alone: is the model not divided yet? Then the only tasks with names are the bodies, which
+            run one after the other. Each rank runs them without the others, because a replica may
+            wait in its body until all replicas have called the model, or have ended the step.
+    """
+
+    alone: bool
+
+    def begin(self) -> None:
+        """Begins a step."""
+
+    def add(self, task: Task) -> bool:
+        """Takes a task that has become runnable, or returns False: the baton keeps it."""
+
+    def next(self, choose: Callable[[], Task | None]) -> Task | None:
+        """Returns the task to run next; None if there is none yet.
+
+        Args:
+            choose: takes the next task from those that the baton keeps.
+        """
+
+    def has_ready(self) -> bool:
+        """Says whether it keeps runnable tasks."""
+
+    def ended(self, number: int) -> None:
+        """Notes that a task has ended, which has a number."""
+
+    def abort(self) -> list[Task]:
+        """Forgets what it keeps, because the step has failed; returns the tasks that had begun."""
+
+    def settle(self) -> None:
+        """Does what `next` has left to do without the lock. Any thread may call it."""
+
+
+class Leader:
+    """Lets the baton choose, and announces its decisions."""
+
+    def __init__(self, announce: Callable[[list[Decision]], None]) -> None:
+        """Begins without decisions.
+
+        Args:
+            announce: sends decisions to the followers, in their order.
+        """
+        self._announce = announce
+        self.alone = False
+        self._begun = 0
+        self._decisions: deque[Decision] = deque()
+        # Decisions of one thread must not overtake those that another thread has made before.
+        self._sending = threading.Lock()
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._begun = 0
+        self._decisions.clear()
+
+    def add(self, task: Task) -> bool:
+        """Returns False: the baton keeps all tasks."""
+        return False
+
+    def next(self, choose: Callable[[], Task | None]) -> Task | None:
+        """Returns what the baton chooses, and notes the decision."""
+        task = choose()
+        if task is None or task.name is None:
+            return task
+        decision: Decision = tuple(task.name) if task.number is None else task.number
+        if task.number is None:
+            task.number = self._begun
+            self._begun += 1
+        if not self.alone:
+            self._decisions.append(decision)
+        return task
+
+    def has_ready(self) -> bool:
+        """Returns False: the baton keeps all tasks."""
+        return False
+
+    def ended(self, number: int) -> None:
+        """Does nothing."""
+
+    def abort(self) -> list[Task]:
+        """Returns nothing: the baton keeps all tasks."""
+        return []
+
+    def settle(self) -> None:
+        """Announces the decisions, together if there are several."""
+        if not self._decisions:
+            return
+        with self._sending:
+            decisions = []
+            while self._decisions:
+                decisions.append(self._decisions.popleft())
+            if decisions:
+                self._announce(decisions)
+
+
+class Follower:
+    """Keeps tasks until the leader has announced them.
+
+    It finds out that its replica does not make the calls of the leader's: at once if the leader
+    lets a task go on that has ended here, or has ended the step without a task that is runnable
+    here; else if nothing runs for long.
+    """
+
+    def __init__(
+        self, diverged: Callable[[str, tuple[Any, ...] | None, list[TaskName]], None]
+    ) -> None:
+        """Begins without announcements.
+
+        Args:
+            diverged: called once in a step, without the lock, with the reason; with the name of the
+                task that was announced and is not runnable here, None if there is none; and with
+                what is runnable here. The reason is "over" if the leader has ended the step,
+                "silent" if it announces nothing for too long, "stuck" if what it has announced does
+                not become runnable here.
+        """
+        self._diverged = diverged
+        self.alone = False
+        self._ready: dict[Any, deque[Task]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._announced: deque[Decision] = deque()
+        self._ready.clear()
+        self._names: list[tuple[Any, ...]] = []  # of the tasks that have begun
+        self._ended: set[int] = set()  # their numbers
+        self._over = False  # has the leader announced everything?
+        self._since: float | None = None  # when this rank had nothing to run, and still has not
+        # What to tell, and has it been found out in this step?
+        self._verdict: str = ""
+        self._found = False
+
+    def announce(self, decisions: Sequence[Decision]) -> None:
+        """Takes decisions of the leader."""
+        self._announced.extend(decisions)
+
+    def end(self) -> None:
+        """Notes that the leader has ended the step."""
+        self._over = True
+
+    def add(self, task: Task) -> bool:
+        """Keeps a task that has a name."""
+        if task.name is None:
+            return False
+        key = task.name[:3] if task.number is None else task.number
+        self._ready.setdefault(key, deque()).append(task)
+        return True
+
+    def next(self, choose: Callable[[], Task | None]) -> Task | None:
+        """Returns a task without a name, or else the one that was announced, if it is runnable."""
+        task = choose()
+        if task is not None:
+            return task
+        if self.alone and self._ready:
+            (first,) = next(iter(self._ready.values()))
+            assert first.name is not None
+            own: Decision = tuple(first.name) if first.number is None else first.number
+            self._announced.appendleft(own)
+        key = self._key(self._announced[0]) if self._announced else None
+        waiting = self._ready.get(key)
+        if waiting is None:
+            if self._since is None:
+                self._since = time.monotonic()
+            if key in self._ended:
+                self._find("stuck")
+            if self._over and self._ready:
+                announced = {self._key(decision) for decision in self._announced}
+                if not announced.issuperset(self._ready):
+                    self._find("over")
+            return None
+        decision = self._announced.popleft()
+        task = waiting.popleft()
+        if not waiting:
+            del self._ready[key]
+        if not isinstance(decision, int):
+            task.number = len(self._names)
+            self._names.append(decision)
+        self._since = None
+        return task
+
+    def has_ready(self) -> bool:
+        """Says whether it keeps runnable tasks."""
+        return bool(self._ready)
+
+    def ended(self, number: int) -> None:
+        """Notes that a task has ended: the leader must not let it go on."""
+        self._ended.add(number)
+
+    def abort(self) -> list[Task]:
+        """Forgets everything; returns the tasks that had begun."""
+        begun = [
+            task for tasks in self._ready.values() for task in tasks if task.number is not None
+        ]
+        self._ready.clear()
+        self._announced.clear()
+        self._found, self._verdict = True, ""
+        return begun
+
+    def check(self, stuck: float, silent: float) -> float:
+        """Looks whether this rank has had nothing to run for too long; then `settle` tells so.
+
+        Args:
+            stuck: seconds to wait for a task that was announced.
+            silent: seconds to wait for an announcement.
+
+        Returns:
+            Seconds until the next check.
+        """
+        announced = bool(self._announced)
+        if self._since is None or not (announced or self._ready):
+            return min(stuck, silent)
+        limit = stuck if announced else silent
+        left = self._since + limit - time.monotonic()
+        if left > 0:
+            return left
+        self._find("stuck" if announced else "silent")
+        return limit
+
+    def settle(self) -> None:
+        """Tells what was found out."""
+        if not self._verdict:
+            return
+        verdict, self._verdict = self._verdict, ""
+        self._diverged(verdict, self._missing, self._runnable)
+
+    def _find(self, verdict: str) -> None:
+        if self._found:
+            return
+        self._found, self._verdict = True, verdict
+        first = self._announced[0] if self._announced else None
+        if isinstance(first, int):
+            first = self._names[first] if first < len(self._names) else None
+        self._missing = first
+        ready = [task.name for tasks in self._ready.values() for task in tasks]
+        self._runnable = [name for name in ready if name is not None]
+
+    @staticmethod
+    def _key(decision: Decision) -> Any:
+        return decision if isinstance(decision, int) else decision[:3]

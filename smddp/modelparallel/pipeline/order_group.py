@@ -1,0 +1,221 @@
+"""What the ranks of an order group tell each other; see order.py.
+
+Their streams are a `Channel` of their own. A thread takes what comes, also while a task blocks: so
+a rank hears of a failure on another replica, even if one of its tasks waits in a collective.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from smddp.modelparallel.common.errors import SMPPeerError
+from smddp.modelparallel.pipeline.channel import Channel, Ended
+from smddp.modelparallel.pipeline.failure import Elsewhere
+from smddp.modelparallel.pipeline.modules import Findings
+from smddp.modelparallel.pipeline.order import Decision
+from smddp.modelparallel.pipeline.protocol import Kind
+
+__all__ = ["OrderEvents", "OrderGroup", "Outcome"]
+
+
+class Outcome(NamedTuple):
+    """How a step has gone on one replica; the same on all ranks of its pipeline but for `findings`.
+
+    Attributes:
+        failure: why it has failed; None if it has not, or has to be run again.
+        redo: it has to be run again.
+        order_matters: see `StepModel.accept_reports`; None if that is not known.
+        findings: what the rank has found out about calls.
+    """
+
+    failure: Elsewhere | None
+    redo: bool
+    order_matters: bool | None
+    findings: Findings
+
+
+class OrderEvents(Protocol):
+    """What `OrderGroup` calls when something has come, on its own thread. The executor has it."""
+
+    def on_decisions(self, decisions: Sequence[Decision]) -> None:
+        """The leader has decided what runs next."""
+
+    def on_leader_ended(self) -> None:
+        """The leader has ended the step, and has announced everything."""
+
+    def on_stop(self, failure: Elsewhere) -> None:
+        """The step has failed on another replica, or has to be run again there."""
+
+    def on_lost(self, rank: int, error: Exception) -> None:
+        """A rank of the job is gone, which is a member of the group."""
+
+
+class OrderGroup:
+    """This rank's streams to and from the other members of its order group.
+
+    Any thread may call the methods.
+
+    Attributes:
+        ranks: the members, as ranks of the job.
+        leads: does this rank decide the order?
+        timeout: seconds to wait for another replica; the timeout of the process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        """Begins no step yet.
+
+        Args:
+            group: the members, the leader first; nothing else sends messages in it.
+            timeout: see the class.
+        """
+        self.ranks = dist.get_process_group_ranks(group)
+        self._rank = group.rank()
+        self.leads = self._rank == 0
+        self.timeout = timeout.total_seconds()
+        self._channel = Channel(group, self._rank, group.size())
+        # Held for a check of `_ended` and the send: no message may follow END.
+        self._send_lock = threading.Lock()
+        self._open = self._stopped = False
+        self._ended = True
+        self._outcomes: dict[int, Outcome] = {}
+        self._events: OrderEvents | None = None
+        self._gate = threading.Semaphore(0)
+        threading.Thread(target=self._run, name="smp-order", daemon=True).start()
+
+    @property
+    def lost(self) -> tuple[int, Exception] | None:
+        """A rank of the job whose stream is broken, and why; None if there is none."""
+        for peer, error in self._channel.broken.items():
+            return self.ranks[peer], error
+        return None
+
+    def begin(self, events: OrderEvents) -> None:
+        """Begins a step.
+
+        Args:
+            events: is told what comes.
+        """
+        if self.lost is not None:
+            return
+        self._events = events
+        self._outcomes = {}
+        self._stopped = self._ended = False
+        self._last_sign = time.monotonic()
+        self._channel.open()
+        self._open = True
+        self._gate.release()
+
+    def announce(self, decisions: list[Decision]) -> None:
+        """Sends decisions of the leader to the followers."""
+        self._send(Kind.DECISIONS, decisions)
+
+    def keep_alive(self) -> float:
+        """Tells the other members that this rank is in the step, unless that was done recently.
+
+        A leader hears of its followers only at the end of the step, which may be longer than the
+        time after which a receive fails.
+
+        Returns:
+            Seconds until the next call is due.
+        """
+        now, period = time.monotonic(), self.timeout / 4
+        if now - self._last_sign >= period:
+            self._last_sign = now
+            self._send(Kind.ALIVE, None)
+        return self._last_sign + period - now
+
+    def stop(self, failure: Elsewhere) -> None:
+        """Tells the other members, once, that the step has failed or has to be run again here."""
+        self._send(Kind.STOP, tuple(failure))
+
+    def end(self, own: Outcome, wait: bool = True) -> list[Outcome]:
+        """Ends the step: tells the others how it went here, and waits for what they say.
+
+        Args:
+            own: how it went here.
+            wait: otherwise their streams count as broken, as those of a rank that was interrupted.
+
+        Returns:
+            How it went on all replicas of the group, in the order of the members; only `own` if the
+            step was not begun.
+
+        Raises:
+            SMPPeerError: a member is gone, or has not answered in time.
+        """
+        if not self._open:
+            return [own]
+        self._open = False
+        self._send(Kind.END, own)
+        if not wait:
+            self._channel.abort()
+            return [own]
+        for peer in self._channel.drain(self.timeout):
+            late = f"it has not ended its step within {self.timeout:g} s"
+            self._channel.end(peer, Ended(RuntimeError(late)))
+            self._channel.interrupt()
+        self._events = None
+        if self.lost is not None:
+            rank, error = self.lost
+            raise SMPPeerError(f"rank {rank} of the job, of another replica, is gone: {error}")
+        outcomes = {**self._outcomes, self._rank: own}
+        return [outcomes[member] for member in sorted(outcomes)]
+
+    def _send(self, kind: Kind, header: Any) -> None:
+        with self._send_lock:
+            if self._ended or (kind == Kind.STOP and self._stopped):
+                return
+            self._stopped |= kind == Kind.STOP
+            self._ended |= kind == Kind.END
+            for peer in self._channel.peers:
+                if peer in self._channel.broken:
+                    continue
+                try:
+                    self._channel.send(peer, kind, header)
+                except RuntimeError as error:
+                    self._channel.broken[peer] = error
+
+    # --- the thread that takes --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            self._gate.acquire()
+            left = set(self._channel.peers)
+            while left:
+                arrived = self._channel.take(True)
+                if not arrived and not self._channel.expects:
+                    break  # `end` or `abort` waits no longer
+                for peer, item in arrived:
+                    if isinstance(item, Ended):
+                        if item.error is not None:
+                            self._tell(lambda e, p=peer, i=item: e.on_lost(self.ranks[p], i.error))
+                        left.discard(peer)
+                        # Last, because the next step may begin then.
+                        self._channel.end(peer, item)
+                    else:
+                        self._handle(peer, item.kind, item.header)
+                arrived = []
+
+    def _handle(self, peer: int, kind: int, header: Any) -> None:
+        if kind == Kind.DECISIONS:
+            self._tell(lambda events: events.on_decisions(header))
+        elif kind == Kind.STOP:
+            self._tell(lambda events: events.on_stop(Elsewhere(*header)))
+        elif kind == Kind.END:
+            outcome: Outcome = header
+            self._outcomes[peer] = outcome
+            if outcome.failure is not None or outcome.redo:
+                why = outcome.failure or Elsewhere(self.ranks[peer], "", True)
+                self._tell(lambda events: events.on_stop(why))
+            elif peer == 0:
+                self._tell(lambda events: events.on_leader_ended())
+
+    def _tell(self, what: Any) -> None:
+        events = self._events
+        if events is not None:
+            what(events)
