@@ -6,9 +6,7 @@ The order by itself, without processes, is tested in test_task_order_simulated.p
 from __future__ import annotations
 
 import copy
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import arrive, await_ranks, check_ranks, run_ranks
+from ranks import check_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
-from smddp.modelparallel.pipeline import executor as executor_module
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
