@@ -50,8 +50,14 @@ std::shared_ptr<engine::Engine> engineAtFirstUse() {
   return slot.engine;
 }
 
+bool isWorld(const ProcessGroup::Creation& creation) {
+  const std::string& name = creation.name;
+  return creation.ranksOfWorld.empty() && (name == "default_pg" || name.empty() || name == "0");
+}
+
 // The engine for a new group. If there is none, the other ranks hear why.
 std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Creation& creation) {
+  if (isWorld(creation)) setLogRank(creation.rank);
   try {
     return engineAtFirstUse();
   } catch (const Error& error) {
@@ -125,10 +131,6 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
       engine_(engineFor(creation)),
       timeoutMs_(creation.timeout.count()),
       devices_(std::move(devices)) {
-  const std::string& name = creation.name;
-  const bool isWorld =
-      creation.ranksOfWorld.empty() && (name == "default_pg" || name.empty() || name == "0");
-  if (isWorld) setLogRank(creation.rank);
   StoreAdapter adapter(creation.store);
   translated([&] {
     group_ = engine_->createGroup(adapter,
@@ -136,7 +138,7 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
                                   effectiveTimeout(creation.timeout), knownMembersOf(creation));
     engine::chooseWire(*engine_, group_, effectiveTimeout(creation.timeout));
   });
-  if (isWorld) {
+  if (isWorld(creation)) {
     const std::lock_guard lock(engineSlot().mutex);
     engineSlot().world = group_;
   }
