@@ -68,6 +68,8 @@ class Group final {
   const WireOption& wire() const { return wire_; }
   // The format from the next call on, for "auto". The same call on all ranks comes next.
   void useWire(Wire wire) { plans_->useWire(wire); }
+  // See PlanCache.
+  std::optional<std::string> whyOnlyFp32() const { return plans_->whyOnlyFp32(); }
   // Whether a call keeps what its encodings lose (Request::residual). [any thread, after the last useWire()]
   bool feedsBack(const Request& request) const {
     return wire_.feedback && plans_->wireFor(request, request.bytes) != Wire::fp32;

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <list>
 #include <map>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -98,6 +99,14 @@ class PlanCache {
     const bool isSum = request.op == ReduceOp::SUM || request.op == ReduceOp::AVG;
     const Wire wanted = isSum && request.type == DataType::float32 ? wire_ : Wire::fp32;
     return collectives::encodedAs(topology_, request.collective, bytes, wanted);
+  }
+
+  // What forbids allreduces to travel in other formats, such as "SMDDP_ALGORITHM=allreduce=ring"; null: nothing.
+  std::optional<std::string> whyOnlyFp32() const {
+    const std::string& asked = overrides_.empty() ? settings().algorithm : overrides_;
+    const char* const origin = overrides_.empty() ? "SMDDP_ALGORITHM" : "algorithm";
+    if (collectives::knowsFormats(collectives::Collective::AllReduce, asked, origin)) return {};
+    return fmt::format("{}={}", origin, asked);
   }
 
   // Valid until the next get(), or as long as it is held.
