@@ -27,6 +27,7 @@
 #include "engine/ended_operations.h"
 #include "engine/membership.h"
 #include "engine/messages.h"
+#include "engine/metrics.h"
 #include "engine/operations.h"
 #include "engine/plan_cache.h"
 #include "engine/sentinel.h"
@@ -143,6 +144,7 @@ class Group final {
   EndedOperations ended_;
   Team team_;
   StatusBoard::Slot status_;
+  const std::shared_ptr<Metrics::Group> metrics_;  // null: calls are not counted
   // Since join().
   std::optional<const Membership> membership_;
   std::optional<Channels> channels_;
