@@ -30,6 +30,8 @@ namespace {
 static_assert(TORCH_VERSION_MAJOR == SMDDP_TORCH_VERSION_MAJOR &&
               TORCH_VERSION_MINOR == SMDDP_TORCH_VERSION_MINOR);
 
+using GroupClass = py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>;
+
 py::dict describeUse(const smddp::engine::AlgorithmUse& use) {
   return py::dict(py::arg("calls") = use.calls, py::arg("bytes") = use.bytes,
                   py::arg("memory_bytes") = use.memoryBytes,
@@ -44,8 +46,7 @@ struct CopyableOptions : c10d::Backend::Options {
       : c10d::Backend::Options(options) {}
 };
 
-template <typename Class>
-void bindOptions(py::module& m, Class& group) {
+void bindOptions(py::module& m, GroupClass& group) {
   using Options = c10::intrusive_ptr<CopyableOptions>;
   const auto copy = [](const c10d::Backend::Options& options) {
     return c10::make_intrusive<CopyableOptions>(options);
@@ -62,8 +63,7 @@ void bindOptions(py::module& m, Class& group) {
 // the interpreter lock, while other threads use the table. The factory releases the lock itself.
 void bindProcessGroup(py::module& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>> group(m,
-                                                                                  "ProcessGroup");
+  GroupClass group(m, "ProcessGroup");
   group
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,

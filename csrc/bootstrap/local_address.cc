@@ -6,8 +6,11 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <fstream>
 #include <memory>
+#include <optional>
 #include <set>
+#include <system_error>
 
 #include "common/error.h"
 #include "common/file_descriptor.h"
@@ -57,7 +60,41 @@ bool isLoopback(const sockaddr* address) {
   return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr) != 0;
 }
 
-std::string addressOfInterface(const std::string& name) {
+using Path = std::filesystem::path;
+
+std::vector<Path> entriesOf(const Path& folder) {
+  std::error_code none;
+  const std::filesystem::directory_iterator entries(folder, none);
+  return none ? std::vector<Path>{} : std::vector<Path>(begin(entries), end(entries));
+}
+
+// The network interfaces of a card that libfabric drives; null if this is no card. EFA's domains are the name of the
+// card and "-rdm" or "-dgrm".
+std::optional<std::set<std::string>> interfacesOfCard(const Path& classes,
+                                                      const std::string& domain) {
+  std::error_code ignored;
+  if (domain.find('/') != std::string::npos) return std::nullopt;
+  if (std::filesystem::exists(classes / "cxi" / domain, ignored)) return std::set<std::string>{};
+  const Path card = classes / "infiniband" / domain.substr(0, domain.find('-'));
+  if (!std::filesystem::exists(card, ignored)) return std::nullopt;
+  std::set<std::string> names;
+  for (const Path& port : entriesOf(card / "ports")) {
+    for (const Path& entry : entriesOf(port / "gid_attrs" / "ndevs")) {
+      std::string name;
+      if (std::ifstream(entry) >> name) names.insert(name);
+    }
+  }
+  return names;
+}
+
+std::string joined(const std::set<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += " " + name;
+  return text;
+}
+
+// Empty: the name is that of a card without an interface.
+std::string addressOfInterface(const std::string& name, const Path& classes) {
   ifaddrs* raw = nullptr;
   if (::getifaddrs(&raw) != 0) raiseErrno(ErrorKind::Resource, "cannot list network interfaces");
   const std::unique_ptr<ifaddrs, AddressDeleter> list(raw);
@@ -73,10 +110,16 @@ std::string addressOfInterface(const std::string& name) {
     }
   }
   if (!found.empty()) return found;
-  std::string others;
-  for (const auto& other : names) others += " " + other;
+  const auto ofCard = interfacesOfCard(classes, name);
+  if (ofCard && ofCard->empty()) return "";
+  if (ofCard) {
+    raise(ErrorKind::Usage,
+          "SMDDP_INTERFACE={}: this is a card; set the variable to the card's interface:{}", name,
+          joined(*ofCard));
+  }
   raise(ErrorKind::Usage,
-        "SMDDP_INTERFACE={}: there is no such interface with an address; there is{}", name, others);
+        "SMDDP_INTERFACE={}: there is no such interface with an address; there is{}", name,
+        joined(names));
 }
 
 // The source address that the kernel would choose for `to`. To connect a datagram socket sends nothing.
@@ -104,9 +147,13 @@ std::string addressOfDefaultRoute() {
 
 }  // namespace
 
-std::string localAddress(const Settings& settings, const std::string& masterAddress) {
+std::string localAddress(const Settings& settings, const std::string& masterAddress,
+                         const Path& classes) {
   constexpr const char* kLoopback = "127.0.0.1";
-  if (!settings.interface.empty()) return addressOfInterface(settings.interface);
+  if (!settings.interface.empty()) {
+    const std::string address = addressOfInterface(settings.interface, classes);
+    if (!address.empty()) return address;
+  }
   if (masterAddress.empty() || masterAddress == "localhost") return kLoopback;
 
   const bool isNumeric = resolve(masterAddress, AI_NUMERICHOST) != nullptr;

@@ -237,6 +237,12 @@ Wire encodedAs(const plan::Topology& t, Collective collective, int64_t bytes, Wi
   return isEncodable ? wanted : Wire::fp32;
 }
 
+bool knowsFormats(Collective collective, const std::string& overrides, const char* origin) {
+  const auto asked = overriding(collective, overrides, fmt::format("{}={}", origin, overrides));
+  const auto encodes = [](const Row* row) { return row->encodes == Encodes::Yes; };
+  return asked.empty() || std::any_of(asked.begin(), asked.end(), encodes);
+}
+
 void checkOverrides(const std::string& overrides, const char* origin) {
   overriding(Collective::AllReduce, overrides, fmt::format("{}={}", origin, overrides));
 }

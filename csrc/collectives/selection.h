@@ -38,6 +38,11 @@ const Choice& select(const plan::Topology& topology, const plan::Limits& limits,
 // that sum nothing.
 Wire encodedAs(const plan::Topology& topology, Collective collective, int64_t bytes, Wire wanted);
 
+// Whether sums may travel in other formats than fp32: the overrides name an algorithm for the collective that knows them,
+// or they name none. Throws Usage for unknown names.
+bool knowsFormats(Collective collective, const std::string& overrides,
+                  const char* origin = "SMDDP_ALGORITHM");
+
 // Throws Usage for unknown names, as select() would. For a check before there is a request.
 void checkOverrides(const std::string& overrides, const char* origin = "SMDDP_ALGORITHM");
 

@@ -15,6 +15,11 @@ void parse(const char*, const std::string& text, Secret& value, const Allowed&) 
   value.text = text;
 }
 
+void parse(const char* name, const std::string& text, FilePattern& value, const Allowed&) {
+  value.text = text;
+  value.check(name);
+}
+
 bool isAmong(std::string_view text, std::string_view words) {
   while (!words.empty()) {
     const auto word = words.substr(0, words.find_first_of(", "));
@@ -67,6 +72,7 @@ std::string sentenceOn(const Allowed& allowed) {
 
 const char* typeName(const std::string&) { return "text"; }
 const char* typeName(const Secret&) { return "secret"; }
+const char* typeName(const FilePattern&) { return "file"; }
 const char* typeName(bool) { return "switch"; }
 const char* typeName(int64_t) { return "integer"; }
 
@@ -84,6 +90,7 @@ Settings readSettings() {
 
 std::string print(const std::string& value) { return value; }
 std::string print(const Secret& value) { return value.text.empty() ? "" : "(hidden)"; }
+std::string print(const FilePattern& value) { return value.text; }
 std::string print(bool value) { return value ? "1" : "0"; }
 std::string print(int64_t value) { return std::to_string(value); }
 

@@ -11,6 +11,8 @@
 #include <string_view>
 #include <vector>
 
+#include "common/file_pattern.h"
+
 namespace smddp {
 
 // A setting that is never printed.
@@ -57,6 +59,17 @@ inline constexpr int64_t kMostWindow = 1 << 8;
   X(std::string, log, "SMDDP_LOG", "warn",                                                                     \
     "How much to print: error, warn, info (one line about the choices made), debug or trace.",                 \
     .words = "error, warn, info, debug or trace")                                                              \
+  X(FilePattern, logFile, "SMDDP_LOG_FILE", {},                                                                \
+    "File to which a process appends what it prints, such as /tmp/smddp-%h-%r.log: %h is the host, %p the "    \
+    "process, %r the rank, %% a percent sign. Its folder must exist. Default: standard error.")                \
+  X(FilePattern, metrics, "SMDDP_METRICS", {},                                                                 \
+    "Beginning of the names of two files in which a process counts its calls, such as /tmp/smddp-%h-%r, with " \
+    "the letters of SMDDP_LOG_FILE; %p or %r must be among them. It appends a line of JSON for each interval " \
+    "to the file with .jsonl behind, and writes totals for Prometheus to the one with .prom behind. Default: " \
+    "nothing is counted. See docs/observing.md.")                                                              \
+  X(int64_t, metricsSeconds, "SMDDP_METRICS_SECONDS", 10,                                                      \
+    "How often the files of SMDDP_METRICS are written.",                                                       \
+    1, 86400, "seconds")                                                                                       \
   X(std::string, insteadOf, "SMDDP_INSTEAD_OF", "",                                                            \
     "Backends whose place smddp takes on the CPU, in scripts that ask for one of them: gloo, mpi, or both "    \
     "joined by a comma. gloo also stands for no name, which means gloo there. See docs/using.md.")             \
@@ -160,6 +173,7 @@ std::vector<SettingRow> describeSettings();
 // The text of a value, as in the environment. Secrets are not printed.
 std::string print(const std::string& value);
 std::string print(const Secret& value);
+std::string print(const FilePattern& value);
 std::string print(bool value);
 std::string print(int64_t value);
 

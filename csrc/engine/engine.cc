@@ -28,6 +28,12 @@ int64_t sizeOf(const Request& request) {
 // A message begins with an announcement or an answer.
 int64_t sizeOf(const Message&) { return 0; }
 
+// Counts calls if the settings ask for it.
+Process::Options withMetrics(Process::Options options) {
+  if (auto metrics = MetricsWriter::metricsFromSettings()) options.metrics = std::move(metrics);
+  return options;
+}
+
 // Waits until this process has a lifeline to every remote peer. All ranks of a new group wait here: a rank that went on
 // to compute would not answer the handshake and would look dead. A rank that fails now is reported by the first
 // operation.
@@ -55,11 +61,12 @@ void awaitLifelines(Engine& engine, Nanoseconds timeout) {
 
 Engine::Engine(const Options& options)
     : forkCount_(countForks()),
-      process_(std::make_unique<Process>(options.process, ownership_)),
+      process_(std::make_unique<Process>(withMetrics(options.process), ownership_)),
       tensorMemory_(process_->memory().tensors),
       groups_(ownership_, *process_),
       progress_(ownership_, *process_, groups_, options.progressThread) {
   forkHold_.emplace(ownership_, progress_, *process_);
+  if (!settings().metrics.empty()) metricsWriter_.emplace(process_->metrics());
 }
 
 Engine::~Engine() { shutdown(); }
@@ -91,6 +98,7 @@ void Engine::shutdown() {
   if (!isUsable()) {
     // The child of a fork owns neither the threads nor the connections.
     progress_.forgetThreads();
+    if (metricsWriter_) metricsWriter_->forget();
     isShutDown_.store(true);
     static_cast<void>(process_.release());
     return;
@@ -110,6 +118,7 @@ void Engine::shutdown() {
   // Continuations may wait for what has just ended.
   progress_.runContinuations();
   progress_.stop();
+  if (metricsWriter_) metricsWriter_->stop();
   // As the owner: until its connections are closed, the process still takes in what peers send.
   call([this] {
     groups_.clear();
@@ -220,6 +229,7 @@ void Engine::destroyGroup(const std::shared_ptr<Group>& group) {
   if (!isUsable()) return;
   progress_.callAndRunContinuations([&] { groups_.leave(group); });
   call([&] { groups_.reap(); });
+  if (metricsWriter_) metricsWriter_->writeSoon();
 }
 
 // --- operations -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 //   Progress         which thread runs what is in flight: callers that wait, and the progress thread
 //   WaitPolicy       how threads wait
 //   ForkHold         what happens around a fork
+//   MetricsWriter    the files of SMDDP_METRICS
 //
 // Threads: all public functions from any thread. Callers, the progress thread and continuations take turns as the
 // engine's owner: docs/threads.md.
@@ -27,6 +28,7 @@
 #include "engine/fork_hold.h"
 #include "engine/group.h"
 #include "engine/group_registry.h"
+#include "engine/metrics_writer.h"
 #include "engine/process.h"
 #include "engine/progress.h"
 
@@ -163,6 +165,7 @@ class Engine {
   GroupRegistry groups_;
   Progress progress_;
   std::optional<ForkHold> forkHold_;
+  std::optional<MetricsWriter> metricsWriter_;  // if SMDDP_METRICS is set
 };
 
 }  // namespace smddp::engine

@@ -111,6 +111,7 @@ void Executor::start(const CachedPlan& cached, bool arrived) {
   gathered_.clear();
   done_ = false;
   exchanged_ = 0;
+  hasReceived_ = false;
   bindChannels();
 }
 
@@ -214,8 +215,10 @@ bool Executor::execute(uint32_t stepIndex, int64_t trip) {
     }
     case Op::Receive: {
       const bool isHere = received(step, stepIndex, trip);
-      if (isHere) exchanged_ += step.length;
-      return isHere;
+      if (!isHere) return false;
+      exchanged_ += step.length;
+      hasReceived_ = true;
+      return true;
     }
     case Op::Release: {
       const BoundChannel& channel = channelOf(stepIndex);

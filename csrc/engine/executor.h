@@ -80,6 +80,8 @@ class Executor {
   bool advance();
   bool preambleDone() const { return preambleNext_ == cached_->plan.preamble.numSteps; }
   bool done() const { return done_; }
+  // Whether data of another node has come.
+  bool hasReceived() const { return hasReceived_; }
   BlockedStep blockedStep() const;
 
  private:
@@ -131,6 +133,7 @@ class Executor {
   uint32_t preambleNext_ = 0;
   bool done_ = true;
   int64_t exchanged_ = 0;  // bytes, with other nodes
+  bool hasReceived_ = false;
   // Copies of messages whose source is not one run of bytes; kept until the execution ends.
   std::vector<std::vector<std::byte>> gathered_;
   // Scratch of move(), kept to save allocations.

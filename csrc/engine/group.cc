@@ -69,7 +69,8 @@ Group::Group(Process& process, Spec spec)
       wire_(wireOf(spec_.options)),
       limits_(limitsFromSettings()),
       team_(process, layoutFor(limits_)),
-      status_(process.status().claim()) {
+      status_(process.status().claim()),
+      metrics_(process.metrics() ? process.metrics()->group(spec_.name) : nullptr) {
   // Refuses wrong settings now, and not only in the first collective.
   reduction::simdLevel();
   collectives::checkOverrides(settings().algorithm);
@@ -105,15 +106,16 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
   team_.join(*membership_, entries);
   channels_.emplace(process_, *membership_, limits_);
   plans_.emplace(membership_->topology, limits_, spec_.options.algorithm,
-                 wire_.wire.value_or(Wire::fp32));
+                 wire_.wire.value_or(Wire::fp32), metrics_.get());
   calls_.emplace(*membership_, team_, status_);
-  sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, ended_, status_);
-  messages_.emplace(process_, *membership_, *channels_, ended_);
+  sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, ended_, status_,
+                    metrics_.get());
+  messages_.emplace(process_, *membership_, *channels_, ended_, metrics_.get());
   const int64_t numTracks = settings().inFlight > 0 ? settings().inFlight
                             : spansNodes()          ? kTracksAcrossNodes
                                                     : 1;
   operations_.emplace(process_, *membership_, team_, *channels_, *plans_, *calls_, *sentinel_,
-                      ended_, numTracks);
+                      ended_, metrics_.get(), numTracks);
   sentinel_->attach(*operations_, *messages_);
 }
 

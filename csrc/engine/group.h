@@ -27,6 +27,7 @@
 #include "engine/ended_operations.h"
 #include "engine/membership.h"
 #include "engine/messages.h"
+#include "engine/metrics.h"
 #include "engine/operations.h"
 #include "engine/plan_cache.h"
 #include "engine/sentinel.h"
@@ -68,6 +69,8 @@ class Group final {
   const WireOption& wire() const { return wire_; }
   // The format from the next call on, for "auto". The same call on all ranks comes next.
   void useWire(Wire wire) { plans_->useWire(wire); }
+  // See PlanCache.
+  std::optional<std::string> whyOnlyFp32() const { return plans_->whyOnlyFp32(); }
   // Whether a call keeps what its encodings lose (Request::residual). [any thread, after the last useWire()]
   bool feedsBack(const Request& request) const {
     return wire_.feedback && plans_->wireFor(request, request.bytes) != Wire::fp32;
@@ -141,6 +144,7 @@ class Group final {
   EndedOperations ended_;
   Team team_;
   StatusBoard::Slot status_;
+  const std::shared_ptr<Metrics::Group> metrics_;  // null: calls are not counted
   // Since join().
   std::optional<const Membership> membership_;
   std::optional<Channels> channels_;

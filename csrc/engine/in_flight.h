@@ -24,6 +24,7 @@ struct InFlight {
   bool awaitsAnyone = false;  // any other rank can end it; then `awaited` is empty
   int64_t exchanged = 0;      // bytes that it has exchanged with other nodes
   int64_t toExchange = 0;     // … in all
+  Nanoseconds usual = 0;      // how long the last executions of the same plan took (median)
   std::optional<Nanoseconds> expired;  // the time-out of its operation whose deadline has passed
 };
 

@@ -31,6 +31,7 @@ struct Transfer {
   Message message;
   CompletionPtr completion;
   Deadline deadline;
+  Nanoseconds submittedAt = 0;  // 0: it is not counted
   uint64_t id = 0;
   int64_t bytes = 0;
   int64_t moved = 0;     // handed to the channel, or taken out of it

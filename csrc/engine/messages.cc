@@ -3,22 +3,44 @@
 #include "engine/call.h"
 
 namespace smddp::engine {
+namespace {
+
+constexpr const char* nameOf(const Message& message) { return message.send ? "send" : "recv"; }
+
+Metrics::Algorithm* counted(Metrics::Group* metrics, const char* name) {
+  return metrics == nullptr ? nullptr : &metrics->algorithm(name, "message");
+}
+
+}  // namespace
 
 Messages::Messages(Process& process, const Membership& membership, Channels& channels,
-                   EndedOperations& ended)
+                   EndedOperations& ended, Metrics::Group* metrics)
     : process_(process),
       membership_(membership),
       channels_(channels),
       ended_(ended),
+      metrics_(metrics),
+      countedSends_(counted(metrics, "send")),
+      countedReceives_(counted(metrics, "recv")),
       matcher_(process.ownership(), *this, membership.group, membership.me()) {}
 
 void Messages::submit(Message message, CompletionPtr completion) {
   process_.ownership().assertOwned();
   Transfer transfer;
   transfer.deadline = Deadline::after(process_.clock(), message.timeout);
+  if (metrics_ != nullptr) transfer.submittedAt = process_.clock().now();
   transfer.message = std::move(message);
   transfer.completion = std::move(completion);
   matcher_.submit(std::move(transfer));
+}
+
+void Messages::count(const Transfer& transfer) {
+  const Message& message = transfer.message;
+  auto& calls = (message.send ? countedSends_ : countedReceives_)->of(transfer.bytes);
+  calls.count(process_.clock().now() - transfer.submittedAt, transfer.bytes);
+  const bool leavesNode =
+      message.send && message.peer != membership_.me() && !membership_.isMate(message.peer);
+  calls.countExecution(leavesNode ? transfer.bytes : 0, {});
 }
 
 void Messages::onControl(Rank from, transport::Bytes message) {
@@ -79,7 +101,9 @@ void Messages::endBroken(const Break& broken) {
   matcher_.forEach([&](Transfer& transfer) {
     ended_.keep(std::move(transfer.message.keepAlive));
     const std::string what =
-        fmt::format("{} (group \"{}\")", transfer.message.send ? "send" : "recv", membership_.name);
+        fmt::format("{} (group \"{}\")", nameOf(transfer.message), membership_.name);
+    if (metrics_ != nullptr)
+      metrics_->countError(nameOf(transfer.message), toString(broken.cause.kind()));
     ended_.finish(*transfer.completion, membership_.failed(what, broken.cause));
   });
   matcher_.clear();

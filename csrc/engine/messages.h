@@ -9,14 +9,15 @@
 #include "engine/in_flight.h"
 #include "engine/matcher.h"
 #include "engine/membership.h"
+#include "engine/metrics.h"
 
 namespace smddp::engine {
 
 class Messages final : public Watched, private Matcher::Host {
  public:
-  // What is referred to outlives this.
+  // What is referred to outlives this. `metrics` may be null.
   Messages(Process& process, const Membership& membership, Channels& channels,
-           EndedOperations& ended);
+           EndedOperations& ended, Metrics::Group* metrics);
 
   // Throws what ends the group.
   void submit(Message message, CompletionPtr completion);
@@ -37,6 +38,7 @@ class Messages final : public Watched, private Matcher::Host {
 
  private:
   InFlight inFlightOf(const Transfer& transfer) const;
+  void count(const Transfer& transfer);
 
   // Matcher::Host.
   void sendControl(Rank to, transport::Bytes message) override { channels_.control(to, message); }
@@ -45,6 +47,7 @@ class Messages final : public Watched, private Matcher::Host {
     return channels_.messageReceiver(from);
   }
   void finish(Transfer& transfer) override {
+    if (metrics_ != nullptr) count(transfer);
     ended_.finish(*transfer.completion, std::nullopt);
     ended_.release(std::move(transfer.message.keepAlive));
   }
@@ -54,6 +57,9 @@ class Messages final : public Watched, private Matcher::Host {
   const Membership& membership_;
   Channels& channels_;
   EndedOperations& ended_;
+  Metrics::Group* const metrics_;           // null: nothing is counted; also the next two
+  Metrics::Algorithm* const countedSends_;  // …
+  Metrics::Algorithm* const countedReceives_;
   Matcher matcher_;
 };
 

@@ -42,7 +42,7 @@ const Operations::Transition Operations::kTransitions[] = {
 
 Operations::Operations(Process& process, const Membership& membership, Team& team,
                        Channels& channels, PlanCache& plans, CallHistory& calls, Sentinel& sentinel,
-                       EndedOperations& ended, int64_t numTracks)
+                       EndedOperations& ended, Metrics::Group* metrics, int64_t numTracks)
     : process_(process),
       membership_(membership),
       team_(team),
@@ -50,7 +50,8 @@ Operations::Operations(Process& process, const Membership& membership, Team& tea
       plans_(plans),
       calls_(calls),
       sentinel_(sentinel),
-      ended_(ended) {
+      ended_(ended),
+      metrics_(metrics) {
   for (int64_t index = 0; index < numTracks; ++index) {
     tracks_.push_back(
         std::make_unique<TrackState>(process_.ownership(), membership_, team_, index));
@@ -64,7 +65,8 @@ void Operations::submit(Request request, CompletionPtr completion) {
   const uint64_t sequence = calls_.begin(*completion);
   const auto call = fingerprint(request);
   const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
-  pending_.push_back({std::move(request), std::move(completion), deadline, sequence, call});
+  const Nanoseconds now = metrics_ == nullptr ? 0 : process_.clock().now();
+  pending_.push_back({std::move(request), std::move(completion), deadline, sequence, call, now});
   if (sentinel_.isBroken(sequence)) return endBroken(*sentinel_.broken());
   sentinel_.attempt(sequence, [&] { calls_.record(sequence, call); });
 }
@@ -82,6 +84,7 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
   // If no algorithm fits, attempt() breaks the group; submit() then ends the operation with that error.
   sentinel_.attempt(calls_.last() + 1, [&] { entry = &plans_.get(shape); });
   if (entry == nullptr || entry->start != Start::OneShot) return false;
+  const Nanoseconds submittedAt = metrics_ == nullptr ? 0 : process_.clock().now();
   const uint64_t sequence = calls_.begin(*completion);
   const auto call = fingerprint(request);
   bool isSummed = false;
@@ -102,7 +105,10 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
         {.fingerprint = call, .ends = {}, .buffers = nullptr, .isNear = entry->cached.fitsNear});
     state.executor.copyIn(entry->cached);
     team_.arrive(state.track);
-    if (!WaitPolicy::spinUntil([&] { return allArrived(state); })) return;
+    const auto arrived = [&] { return allArrived(state); };
+    if (metrics_ != nullptr && !arrived()) state.waitsSince = process_.clock().now();
+    if (!WaitPolicy::spinUntil(arrived)) return;
+    endWait(state, state.waited.node);
     team_.agree(state.track);
     state.executor.sum();
     isSummed = true;
@@ -110,10 +116,19 @@ bool Operations::runOneShot(Request& request, const CompletionPtr& completion) {
   sentinel_.takeMatesBreaks();
   if (!sentinel_.isBroken(sequence) && isSummed) {
     entry->count(1, request.bytes);
+    // Not measured: it has taken next to no time.
+    entry->recent.add(0);
+    if (metrics_ != nullptr) {
+      Metrics::Calls& calls = entry->metrics->of(request.bytes);
+      calls.count(process_.clock().now() - submittedAt, request.bytes);
+      calls.countExecution(/*wireBytes=*/0, state.waited);
+    }
     completion->finishUnseen();
   } else {
     const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
-    state.operations.push_back({std::move(request), completion, deadline, sequence, call});
+    state.operations.push_back(
+        {std::move(request), completion, deadline, sequence, call, submittedAt});
+    state.beganAt = process_.clock().now();
     combine(state);
     state.phase = Phase::Arrived;
     if (sentinel_.isBroken(sequence)) endBroken(*sentinel_.broken());
@@ -184,6 +199,9 @@ bool Operations::takeTransition(TrackState& state) {
   const Phase phase = state.phase;
   const bool hasPlan = phase == Phase::Preamble || phase == Phase::Running;
   const bool advanced = hasPlan && state.executor.advance();
+  if (phase == Phase::Running && state.executor.hasReceived()) {
+    endWait(state, state.waited.network);
+  }
   for (const Transition& transition : kTransitions) {
     if (transition.from != phase) continue;
     if (transition.condition != kAlways && !(this->*transition.condition)(state)) continue;
@@ -191,7 +209,22 @@ bool Operations::takeTransition(TrackState& state) {
     if (state.phase == phase) state.phase = transition.to;
     return true;
   }
+  if (!advanced && metrics_ != nullptr) noteWait(state);
   return advanced;
+}
+
+// Two waits are told apart: for the last rank of this node to arrive, and then for the first data of another node.
+void Operations::noteWait(TrackState& state) {
+  if (state.waitsSince != 0) return;
+  const bool isOver = !membership_.spansNodes() || state.executor.hasReceived();
+  if (state.phase == Phase::Running && isOver) return;
+  state.waitsSince = process_.clock().now();
+}
+
+void Operations::endWait(TrackState& state, Nanoseconds& waited) {
+  if (state.waitsSince == 0) return;
+  waited += process_.clock().now() - state.waitsSince;
+  state.waitsSince = 0;
 }
 
 bool Operations::hasNext(TrackState&) {
@@ -217,11 +250,14 @@ void Operations::beginExecution(TrackState& state) {
   ++started_;
   ++state.track.executionNumber;
   state.track.afterArrival = false;
+  state.waited = {};
+  state.waitsSince = 0;
   state.operations.clear();
 }
 
 void Operations::take(TrackState& state) {
   beginExecution(state);
+  state.beganAt = process_.clock().now();
   state.operations.push_back(std::move(pending_.front()));
   pending_.pop_front();
   takeFusable(state.operations);
@@ -247,6 +283,7 @@ void Operations::begin(TrackState& state) {
 
 // All have arrived: from here on all ranks of the node take the same decisions.
 void Operations::agree(TrackState& state) {
+  endWait(state, state.waited.node);
   // A mate whose operation has ended with an error may have left, and its buffers may be gone.
   if (sentinel_.takeMatesBreaks() && state.phase == Phase::Idle) return;
   const Agreement agreement = team_.agree(state.track);
@@ -279,11 +316,24 @@ void Operations::finish(TrackState& state) {
   if (sentinel_.takeMatesBreaks() && state.phase == Phase::Idle) return;
   team_.clearBlame();
   state.entry->count(state.operations.size(), state.shape.bytes);
+  const Nanoseconds now = process_.clock().now();
+  state.entry->recent.add(now - state.beganAt);
+  if (metrics_ != nullptr) count(state, now);
   for (Operation& operation : state.operations) {
     ended_.finish(*operation.completion, std::nullopt);
     ended_.release(std::move(operation.request.keepAlive));
   }
   state.operations.clear();
+}
+
+void Operations::count(const TrackState& state, Nanoseconds now) {
+  Metrics::Algorithm& algorithm = *state.entry->metrics;
+  for (const Operation& operation : state.operations) {
+    const int64_t bytes = operation.request.bytes;
+    algorithm.of(bytes).count(now - operation.submittedAt, bytes);
+  }
+  algorithm.of(state.operations.front().request.bytes)
+      .countExecution(state.entry->cached.putBytes, state.waited);
 }
 
 // --- buffers and plans ------------------------------------------------------------------------------------
@@ -462,6 +512,7 @@ InFlight Operations::inFlightOf(const TrackState& state) const {
   at.awaited = std::move(blocked.awaited);
   at.exchanged = blocked.exchanged;
   at.toExchange = blocked.toExchange;
+  if (state.phase != Phase::Idle) at.usual = state.entry->recent.median();
   for (const Operation& operation : state.operations) {
     if (at.sequence == 0) {
       at.sequence = operation.sequence;
@@ -478,6 +529,8 @@ void Operations::endWith(Operation& operation, const Break& broken) {
   ended_.keep(std::move(operation.request.keepAlive));
   const std::string what = fmt::format("{} #{} (group \"{}\")", describe(operation.fingerprint),
                                        operation.sequence, membership_.name);
+  if (metrics_ != nullptr)
+    metrics_->countError(toString(operation.request.collective), toString(broken.cause.kind()));
   ended_.finish(*operation.completion, membership_.failed(what, broken.cause));
 }
 

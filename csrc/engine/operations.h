@@ -7,7 +7,7 @@
 // in operations.cc is the life of an execution.
 //
 // Ends an operation with its result. Errors go to the sentinel, which ends the operations that they concern
-// (endBroken()). What the constructor takes outlives this. Used by the thread that owns the engine.
+// (endBroken()). What the constructor takes outlives this; `metrics` may be null. Used by the thread that owns the engine.
 #pragma once
 
 #include <deque>
@@ -21,6 +21,7 @@
 #include "engine/executor.h"
 #include "engine/in_flight.h"
 #include "engine/membership.h"
+#include "engine/metrics.h"
 #include "engine/plan_cache.h"
 #include "engine/request.h"
 #include "engine/sentinel.h"
@@ -32,7 +33,7 @@ class Operations final : public Watched {
  public:
   Operations(Process& process, const Membership& membership, Team& team, Channels& channels,
              PlanCache& plans, CallHistory& calls, Sentinel& sentinel, EndedOperations& ended,
-             int64_t numTracks);
+             Metrics::Group* metrics, int64_t numTracks);
 
   // Queues an operation. It begins in advance().
   void submit(Request request, CompletionPtr completion);
@@ -59,6 +60,7 @@ class Operations final : public Watched {
     Deadline deadline;
     uint64_t sequence = 0;
     transport::CallFingerprint fingerprint;
+    Nanoseconds submittedAt = 0;  // 0: it is not counted
   };
   // See kTransitions.
   enum class Phase { Idle, Taken, Arrived, Preamble, Running };
@@ -72,6 +74,10 @@ class Operations final : public Watched {
     Track track;
     Executor executor;
     Phase phase = Phase::Idle;
+    Nanoseconds beganAt = 0;
+    // What metrics say of the execution, and since when it waits for what it does not wait for yet; 0: it does not.
+    Waited waited;
+    Nanoseconds waitsSince = 0;
     std::vector<Operation> operations;  // several when fused
     collectives::Shape shape;           // of all of them together
     Pieces input, output;
@@ -105,6 +111,11 @@ class Operations final : public Watched {
   TrackState& nextTrack() { return *tracks_[started_ % tracks_.size()]; }
   // Gives a new execution its number on its track.
   void beginExecution(TrackState& state);
+  // Of an execution that cannot advance, or has ended a wait. For metrics.
+  void noteWait(TrackState& state);
+  void endWait(TrackState& state, Nanoseconds& waited);
+  // Counts an execution and its calls, `now` when they end. For metrics.
+  void count(const TrackState& state, Nanoseconds now);
   void takeFusable(std::vector<Operation>& taken);
   bool canFuse(int64_t first, int64_t together);
   void combine(TrackState& state);
@@ -126,6 +137,7 @@ class Operations final : public Watched {
   CallHistory& calls_;
   Sentinel& sentinel_;
   EndedOperations& ended_;
+  Metrics::Group* const metrics_;  // null: nothing is counted
   std::vector<std::unique_ptr<TrackState>> tracks_;
   std::deque<Operation> pending_;
   uint64_t started_ = 0;  // executions

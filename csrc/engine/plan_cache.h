@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <list>
 #include <map>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -18,6 +19,8 @@
 #include "common/config.h"
 #include "common/log.h"
 #include "engine/executor.h"
+#include "engine/metrics.h"
+#include "engine/recent_durations.h"
 
 namespace smddp::engine {
 
@@ -43,24 +46,28 @@ class PlanCache {
  public:
   // overrides: the algorithms that the group asks for, as in SMDDP_ALGORITHM. If empty, SMDDP_ALGORITHM decides.
   // wire: how calls travel between nodes that may be encoded.
+  // metrics: counts calls if it is not null.
   // limitBytes: of all plans together, except those that are held and the one asked for last.
   PlanCache(const plan::Topology& topology, const plan::Limits& limits, std::string overrides,
-            Wire wire = Wire::fp32,
+            Wire wire = Wire::fp32, Metrics::Group* metrics = nullptr,
             size_t limitBytes = static_cast<size_t>(settings().planCacheBytes))
       : topology_(topology),
         limits_(limits),
         overrides_(std::move(overrides)),
         wire_(wire),
+        metrics_(metrics),
         limitBytes_(limitBytes) {}
 
   struct Entry {
     collectives::Shape shape;
-    AlgorithmUse* use;  // of all entries with this algorithm
+    AlgorithmUse* use;            // of all entries with this algorithm
+    Metrics::Algorithm* metrics;  // the same; null: calls are not counted
     CachedPlan cached;
     const collectives::Choice* choice;
     Start start = Start::DecideAfterArrival;
-    size_t bytes = 0;              // what the cache keeps for it
-    mutable uint32_t holders = 0;  // Held
+    size_t bytes = 0;                  // what the cache keeps for it
+    mutable RecentDurations recent{};  // of its executions, from their beginning to their end
+    mutable uint32_t holders = 0;      // Held
 
     // Counts one execution of the plan: the operations in it, and the bytes of their vectors.
     void count(uint64_t calls, int64_t bytesOfCalls) const {
@@ -98,6 +105,14 @@ class PlanCache {
     const bool isSum = request.op == ReduceOp::SUM || request.op == ReduceOp::AVG;
     const Wire wanted = isSum && request.type == DataType::float32 ? wire_ : Wire::fp32;
     return collectives::encodedAs(topology_, request.collective, bytes, wanted);
+  }
+
+  // What forbids allreduces to travel in other formats, such as "SMDDP_ALGORITHM=allreduce=ring"; null: nothing.
+  std::optional<std::string> whyOnlyFp32() const {
+    const std::string& asked = overrides_.empty() ? settings().algorithm : overrides_;
+    const char* const origin = overrides_.empty() ? "SMDDP_ALGORITHM" : "algorithm";
+    if (collectives::knowsFormats(collectives::Collective::AllReduce, asked, origin)) return {};
+    return fmt::format("{}={}", origin, asked);
   }
 
   // Valid until the next get(), or as long as it is held.
@@ -158,6 +173,9 @@ class PlanCache {
     const collectives::Choice& choice = choose(shape);
     Entry entry{.shape = shape,
                 .use = &uses_[fmt::format("{}/{}", toString(shape.collective), choice.name)],
+                .metrics = metrics_ == nullptr
+                               ? nullptr
+                               : &metrics_->algorithm(toString(shape.collective), choice.name),
                 .cached = CachedPlan(choice.build(topology_, limits_, shape)),
                 .choice = &choice,
                 .start = startOf(shape, choice)};
@@ -208,6 +226,7 @@ class PlanCache {
   const plan::Limits& limits_;
   const std::string overrides_;
   Wire wire_;
+  Metrics::Group* const metrics_;
   const size_t limitBytes_;
   std::list<Entry> entries_;  // the one asked for last is the first
   std::unordered_map<collectives::Shape, std::list<Entry>::iterator, Hash> byShape_;

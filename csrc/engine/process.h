@@ -19,6 +19,7 @@
 #include "common/clock.h"
 #include "common/mutex.h"
 #include "common/ownership.h"
+#include "engine/metrics.h"
 #include "engine/region_pool.h"
 #include "engine/status_board.h"
 #include "engine/window_pool.h"
@@ -91,6 +92,8 @@ class Process {
     size_t slabBytes = transport::shm::Slab::kDefaultReserve;
     // TCP connections that tell when a remote process is gone.
     bool lifelines = true;
+    // Counts calls if it is given.
+    std::shared_ptr<Metrics> metrics;
   };
   // Receives control messages that are not about channels. `from` is never null.
   using ControlHandler = std::function<void(Peer& from, transport::Bytes message)>;
@@ -110,6 +113,8 @@ class Process {
   const NodeMemory& memory() const { return memory_; }
   const std::shared_ptr<transport::shm::Doorbell>& doorbell() { return doorbell_; }
   StatusBoard& status() { return status_; }
+  // Null: nothing is counted.
+  const std::shared_ptr<Metrics>& metrics() const { return options_.metrics; }
 
   // A number that says how the ranks were divided into nodes (bootstrap::Locality). Introductions contain it from now
   // on.

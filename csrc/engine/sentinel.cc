@@ -1,7 +1,10 @@
 #include "engine/sentinel.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+
+#include <fmt/chrono.h>
 
 #include "common/log.h"
 #include "engine/call.h"
@@ -15,14 +18,26 @@ constexpr Nanoseconds kSpreading = 1'000'000'000;
 constexpr Nanoseconds kAskPeriod = 100'000'000;
 // How often waits are written to the status board, and how long an operation has waited when it is written there.
 constexpr Nanoseconds kShowPeriod = 200'000'000;
-// How long an operation has waited when the log says so. To find out that a host cannot be reached, or that a rank is
-// silent, takes some time already.
-Nanoseconds reportAfter(const Blame& blame) {
+// How long an operation has waited when the log says so, although it is not known that anything is wrong: it takes
+// much longer than those before it (InFlight::usual), and longer than most that are late for a good reason.
+constexpr Nanoseconds kLongWait = 10'000'000'000;
+constexpr Nanoseconds kTimesUsual = 20;
+
+// The same, with what is known. To find out that a host cannot be reached, or that a rank is silent, takes some time
+// already.
+Nanoseconds reportAfter(const Blame& blame, Nanoseconds usual) {
   switch (blame.why) {
-    case Blame::Why::NotCalled: return 10'000'000'000;
     case Blame::Why::Stopped: return 1'000'000'000;
-    default: return 0;
+    case Blame::Why::Silent:
+    case Blame::Why::Unreachable: return 0;
+    default: return std::max(kLongWait, kTimesUsual * usual);
   }
+}
+
+// By the clock on the wall: "2026-05-04 13:02:09 UTC".
+std::string timeOfDay(Nanoseconds ago) {
+  const auto since = std::chrono::system_clock::now() - std::chrono::nanoseconds(ago);
+  return fmt::format("{:%F %T} UTC", fmt::gmtime(std::chrono::system_clock::to_time_t(since)));
 }
 
 // What an Abort's text begins with.
@@ -55,7 +70,8 @@ std::string statusHead(const Membership& membership) {
 }  // namespace
 
 Sentinel::Sentinel(Process& process, const Membership& membership, Team& team, Channels& channels,
-                   CallHistory& calls, EndedOperations& ended, StatusBoard::Slot& status)
+                   CallHistory& calls, EndedOperations& ended, StatusBoard::Slot& status,
+                   Metrics::Group* metrics)
     : process_(process),
       membership_(membership),
       team_(team),
@@ -63,6 +79,7 @@ Sentinel::Sentinel(Process& process, const Membership& membership, Team& team, C
       calls_(calls),
       ended_(ended),
       status_(status),
+      metrics_(metrics),
       diagnosis_(process, membership, team, channels) {
   status_.write(membership.group, statusHead(membership), 0);
 }
@@ -115,8 +132,7 @@ void Sentinel::followAll(const std::vector<InFlight>& inFlight) {
   team_.publishBlame(blame);
 }
 
-// Asks the ranks that one operation awaits, and says in the log which rank holds up an operation that has waited for
-// long.
+// Asks the ranks that one operation awaits.
 void Sentinel::followOne(Wait& wait, const InFlight& at) {
   const Nanoseconds now = process_.clock().now();
   if (wait.exchanged != at.exchanged) {
@@ -127,14 +143,23 @@ void Sentinel::followOne(Wait& wait, const InFlight& at) {
     wait.askedAt = now;
     diagnosis_.inquire(at.awaited, at.sequence, at.fingerprint);
   }
-  if (wait.isReported) return;
+  if (!wait.isReported && !at.awaited.empty()) report(wait, at);
+}
+
+void Sentinel::report(Wait& wait, const InFlight& at) {
+  const Nanoseconds waited = process_.clock().now() - wait.since;
   const Blame blame = diagnosis_.blameFor(at.awaited, at.sequence);
-  if (!blame.definite() || now - wait.since < reportAfter(blame)) return;
+  if (waited < reportAfter(blame, at.usual)) return;
   wait.isReported = true;
-  SMDDP_LOG(Warn, "engine", "{} #{} (group \"{}\") has waited for {:.1f} s: {} {}",
-            describe(at.fingerprint), at.sequence, membership_.name,
-            static_cast<double>(now - wait.since) * 1e-9, membership_.nameOf(blame.rank),
-            blame.describe());
+  if (metrics_ != nullptr) metrics_->countStall();
+  const std::string usual = at.usual == 0 ? ""
+                                          : fmt::format("; such calls took {:.3g} s",
+                                                        static_cast<double>(at.usual) * 1e-9);
+  SMDDP_LOG(Warn, "engine",
+            "{} #{} (group \"{}\") of rank {} has waited for {:.1f} s, since {}{}: it waits {}{}{}",
+            describe(at.fingerprint), at.sequence, membership_.name, membership_.me(),
+            static_cast<double>(waited) * 1e-9, timeOfDay(waited), usual, at.wait,
+            diagnosis_.culprit(blame), progressOf(at));
 }
 
 void Sentinel::showWaits(const std::vector<InFlight>& inFlight) {

@@ -24,6 +24,7 @@
 #include "engine/ended_operations.h"
 #include "engine/in_flight.h"
 #include "engine/membership.h"
+#include "engine/metrics.h"
 #include "engine/status_board.h"
 #include "engine/team.h"
 
@@ -31,9 +32,10 @@ namespace smddp::engine {
 
 class Sentinel {
  public:
-  // What is referred to outlives the sentinel.
+  // What is referred to outlives the sentinel; `metrics` may be null.
   Sentinel(Process& process, const Membership& membership, Team& team, Channels& channels,
-           CallHistory& calls, EndedOperations& ended, StatusBoard::Slot& status);
+           CallHistory& calls, EndedOperations& ended, StatusBoard::Slot& status,
+           Metrics::Group* metrics);
   // What runs in the group; before anything does.
   void attach(Watched& operations, Watched& messages) { watched_ = {&operations, &messages}; }
 
@@ -94,6 +96,8 @@ class Sentinel {
   std::vector<InFlight> inFlight();
   void followAll(const std::vector<InFlight>& inFlight);
   void followOne(Wait& wait, const InFlight& at);
+  // Says in the log which rank holds up an operation that has waited for long, once.
+  void report(Wait& wait, const InFlight& at);
   // Writes to the status board what has waited for long.
   void showWaits(const std::vector<InFlight>& inFlight);
   bool checkLost(const std::vector<InFlight>& inFlight);
@@ -115,6 +119,7 @@ class Sentinel {
   CallHistory& calls_;
   EndedOperations& ended_;
   StatusBoard::Slot& status_;
+  Metrics::Group* const metrics_;  // null: nothing is counted
   Diagnosis diagnosis_;
   std::array<Watched*, 2> watched_{};
   std::optional<Break> broken_;     // its cause is worded for this rank

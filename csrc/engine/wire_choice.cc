@@ -56,6 +56,15 @@ Wire worthwhile(const WireTimes& times) {
 
 void chooseWire(Engine& engine, const std::shared_ptr<Group>& group, Nanoseconds timeout) {
   if (group->wire().wire.has_value() || !group->spansNodes()) return;
+  // The same on all ranks, so none of them measures.
+  if (const auto reason = group->whyOnlyFp32()) {
+    if (group->spec().me != 0) return;
+    SMDDP_LOG(Warn, "engine",
+              "group \"{}\" sends fp32 between nodes: with {} no other format is possible "
+              "(SMDDP_WIRE=auto; docs/wire.md)",
+              group->spec().name, *reason);
+    return;
+  }
   const MonotonicClock clock;
   const auto buffers = std::make_shared<Buffers>();
   const std::span<float> vector = buffers->vector;

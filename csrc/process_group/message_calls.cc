@@ -140,6 +140,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(at::Tensor& output, at::Te
   const auto to = elementsPerRank(kName, input, inputSplits, getSize(), "input");
   const auto from = elementsPerRank(kName, output, outputSplits, getSize(), "output");
   Work::Call call(c10d::OpType::ALLTOALL_BASE, "smddp:all_to_all", {input}, {{output}});
+  call.inputSplits = inputSplits;
+  call.outputSplits = outputSplits;
   // Without splits all blocks are equal. With splits a rank knows only the sizes of its own blocks.
   const bool isEven = inputSplits.empty() && outputSplits.empty();
   if (isEven) requireMultiple(kName, output, input, 1, "output", "input");

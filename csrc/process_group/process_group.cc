@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <set>
 
@@ -11,6 +12,7 @@
 #include "engine/split.h"
 #include "engine/wire_choice.h"
 #include "process_group/checks.h"
+#include "process_group/comms_record.h"
 #include "process_group/errors.h"
 #include "process_group/store_adapter.h"
 
@@ -50,8 +52,14 @@ std::shared_ptr<engine::Engine> engineAtFirstUse() {
   return slot.engine;
 }
 
+bool isWorld(const ProcessGroup::Creation& creation) {
+  const std::string& name = creation.name;
+  return creation.ranksOfWorld.empty() && (name == "default_pg" || name.empty() || name == "0");
+}
+
 // The engine for a new group. If there is none, the other ranks hear why.
 std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Creation& creation) {
+  if (isWorld(creation)) setLogRank(creation.rank);
   try {
     return engineAtFirstUse();
   } catch (const Error& error) {
@@ -124,11 +132,12 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
     : Backend(creation.rank, creation.size),
       engine_(engineFor(creation)),
       timeoutMs_(creation.timeout.count()),
+      globalRanks_(creation.ranksOfWorld),
       devices_(std::move(devices)) {
-  const std::string& name = creation.name;
-  const bool isWorld =
-      creation.ranksOfWorld.empty() && (name == "default_pg" || name.empty() || name == "0");
-  if (isWorld) setLogRank(creation.rank);
+  if (globalRanks_.empty()) {
+    globalRanks_.resize(static_cast<size_t>(creation.size));
+    std::iota(globalRanks_.begin(), globalRanks_.end(), 0);
+  }
   StoreAdapter adapter(creation.store);
   translated([&] {
     group_ = engine_->createGroup(adapter,
@@ -136,7 +145,7 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
                                   effectiveTimeout(creation.timeout), knownMembersOf(creation));
     engine::chooseWire(*engine_, group_, effectiveTimeout(creation.timeout));
   });
-  if (isWorld) {
+  if (isWorld(creation)) {
     const std::lock_guard lock(engineSlot().mutex);
     engineSlot().world = group_;
   }
@@ -220,7 +229,15 @@ intrusive_ptr<c10d::Backend> ProcessGroup::split(
     const intrusive_ptr<c10d::Backend::Options>& options) {
   const auto [group, timeout] = splitEngineGroup(store, ranks, options);
   if (!group) return nullptr;
-  return c10::make_intrusive<ProcessGroup>(group, timeout, devices_->forSplit());
+  auto child = c10::make_intrusive<ProcessGroup>(group, timeout, devices_->forSplit());
+  child->takeRanksOf(*this, ranks);
+  return child;
+}
+
+void ProcessGroup::takeRanksOf(const ProcessGroup& parent, const std::vector<int>& ranks) {
+  for (const int rank : ranks) {
+    globalRanks_.push_back(parent.globalRanks_.at(static_cast<size_t>(rank)));
+  }
 }
 
 std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGroup::splitEngineGroup(
@@ -287,8 +304,24 @@ void ProcessGroup::addResidual(Request& request, at::TensorList inputs) {
 
 intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> requests,
                                          std::vector<engine::Message> messages) {
-  const auto target = group();
   if (!requests.empty() && call.sequence == 0) call.sequence = ++sequence_;
+  // What torch's macro does before it looks for a profiler takes longer than a small call.
+  if (!at::hasCallbacks()) {
+    return submitUnrecorded(std::move(call), std::move(requests), std::move(messages));
+  }
+  const CommsRecord record(call);
+  const GlobalRanks ranks = GlobalRanks::of(globalRanks_);
+  const std::vector<int64_t> inputSplits = call.inputSplits, outputSplits = call.outputSplits;
+  RECORD_PARAM_COMMS_DATA(record.sequence, std::make_tuple(getGroupUid(), getGroupDesc()),
+                          record.inputs, record.outputs, getRank(), record.collective.c_str(),
+                          record.inputElements, record.outputElements, record.type, inputSplits,
+                          outputSplits, ranks.first, ranks.stride, getSize());
+  return submitUnrecorded(std::move(call), std::move(requests), std::move(messages));
+}
+
+intrusive_ptr<Work> ProcessGroup::submitUnrecorded(Work::Call call, std::vector<Request> requests,
+                                                   std::vector<engine::Message> messages) {
+  const auto target = group();
   call.hooks = hooks_;
   if (call.staging.device() || devices_->busy()) {
     auto work = devices_->submit(std::move(call), std::move(requests), std::move(messages));

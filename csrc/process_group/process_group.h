@@ -163,6 +163,8 @@ class ProcessGroup : public c10d::Backend {
   std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> splitEngineGroup(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& options);
+  // This group was split off `parent`, and has these ranks of it.
+  void takeRanksOf(const ProcessGroup& parent, const std::vector<int>& ranks);
 
  private:
   void leave();
@@ -173,10 +175,13 @@ class ProcessGroup : public c10d::Backend {
                              bool asyncOp) const;
   // Adds what a call with error feedback needs; `inputs` are the tensors that the request reads.
   void addResidual(engine::Request& request, at::TensorList inputs);
-  // Hands the operations of a call to the engine. If the call is on a device, or calls on a device wait, hands them to
-  // devices() instead.
+  // Records the call for torch.profiler if that is active, and submits it.
   c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
                                   std::vector<engine::Message> messages = {});
+  // Hands the operations of a call to the engine. If the call is on a device, or calls on a device wait, hands them to
+  // devices() instead.
+  c10::intrusive_ptr<Work> submitUnrecorded(Work::Call call, std::vector<engine::Request> requests,
+                                            std::vector<engine::Message> messages);
   c10::intrusive_ptr<Work> submit(Work::Call call, engine::Request request);
   // The requests of all-gathers and reduce-scatters, which c10d has in several forms.
   engine::Request gatherRequest(const char* name, const at::Tensor& output, const at::Tensor& input,
@@ -199,6 +204,7 @@ class ProcessGroup : public c10d::Backend {
   std::atomic<bool> shutDown_{false};
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> timeoutMs_;
+  std::vector<int> globalRanks_;  // for the profiler
   const std::unique_ptr<DeviceCalls> devices_;
   Residuals residuals_;
   const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();

@@ -42,6 +42,8 @@ class Work final : public c10d::Work {
     std::vector<at::Tensor> inputs;
     // What result() and the future hold: one list, or one per input.
     std::vector<std::vector<at::Tensor>> outputs;
+    // Of an all-to-all whose blocks have several sizes, as the caller gave them; for the profiler.
+    std::vector<int64_t> inputSplits, outputSplits;
     // Of the group; null for calls that torch does not see.
     std::shared_ptr<const Hooks> hooks;
     // Copies of tensors that cannot be used where they lie.

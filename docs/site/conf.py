@@ -16,6 +16,7 @@ NAVIGATION = {
     "Getting started": ["docs/install", "docs/quickstart", "docs/migrating"],
     "Guides": [
         "docs/using",
+        "docs/observing",
         "docs/launching",
         "docs/frameworks",
         "docs/model-parallel",

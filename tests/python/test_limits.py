@@ -87,10 +87,9 @@ def test_few_descriptors(layout: str) -> None:
     assert not poor[0], "30 are enough for 2 ranks"
 
 
-def _runs_out_after_the_start(wire: str) -> tuple[str, str]:
+def _runs_out_after_the_start(wire: str, provider: str) -> tuple[str, str]:
     """Returns class and text of the error of the first call that needs connections."""
-    # libfabric opens its connections itself, and its error names the peer.
-    os.environ |= {"SMDDP_WIRE": wire, "SMDDP_PROVIDER": "sockets"}
+    os.environ |= {"SMDDP_WIRE": wire, "SMDDP_PROVIDER": provider}
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     dist.init_process_group("smddp", timeout=timedelta(seconds=6))
     held = []
@@ -112,12 +111,22 @@ def _runs_out_after_the_start(wire: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("layout", "wire"), [("1+1", "fp32"), ("3x1", "int8"), ("2x2", "fp32")])
 def test_a_rank_that_runs_out_after_the_start_ends_the_call(layout: str, wire: str) -> None:
-    outcomes = ranks.check_ranks(_runs_out_after_the_start, layout, wire)
+    outcomes = ranks.check_ranks(_runs_out_after_the_start, layout, wire, "sockets")
     assert outcomes[POOR][0] == "SMDDPResourceError"
     assert "raise the limit of open files (ulimit -n)" in outcomes[POOR][1]
     for rank, (kind, text) in enumerate(outcomes):
         assert kind == "SMDDPResourceError"
         assert rank == POOR or f"rank {POOR} (" in text
+
+
+def test_with_libfabric_the_error_names_the_limit_too() -> None:
+    if why := smddp._load.load().build_info()["no_libfabric"]:
+        pytest.skip(why)
+    outcomes = ranks.check_ranks(_runs_out_after_the_start, "1+1", "fp32", "tcp")
+    assert outcomes[POOR][0] == "SMDDPResourceError"
+    assert "raise the limit of open files (ulimit -n)" in outcomes[POOR][1]
+    # It could not connect to tell the other one.
+    assert outcomes[1 - POOR][0] in ("SMDDPResourceError", "SMDDPPeerLostError")
 
 
 def _in_small_shared_memory() -> float:

@@ -266,6 +266,26 @@ def test_auto_chooses_one_format_for_all(layout: str, wire: str) -> None:
     assert said == [1] + [0] * (len(outcomes) - 1)
 
 
+def _ring() -> str:
+    with ranks.job():
+        tensor = torch.ones(100_000)
+        dist.all_reduce(tensor)
+        assert tensor.unique().tolist() == [2.0]
+        return smddp.describe()
+
+
+def test_auto_is_fp32_where_the_algorithm_knows_nothing_else() -> None:
+    env = {"SMDDP_WIRE": "auto", "SMDDP_ALGORITHM": "allreduce=ring"}
+    outcomes = ranks.run_ranks(_ring, "1+1", env=env)
+    for outcome in outcomes:
+        assert outcome.returned, outcome
+        assert "fp32 between nodes (auto)" in outcome.value
+    assert (
+        'group "0" sends fp32 between nodes: with SMDDP_ALGORITHM=allreduce=ring no other format '
+        "is possible"
+    ) in outcomes[0].stderr
+
+
 def test_auto_measures_nothing_inside_a_node() -> None:
     for outcome in ranks.run_ranks(_automatic, "2", "auto", [2]):
         assert "between nodes" not in outcome.value + outcome.stderr

@@ -1,12 +1,16 @@
 #include "transport/fabric/fabric_transport.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
 #include <mutex>
 #include <span>
 
 #include "common/error.h"
+#include "common/file_descriptor.h"
 #include "common/log.h"
 #include "common/random.h"
 
@@ -29,6 +33,12 @@ void keepOpen(std::unique_ptr<Endpoint> endpoint) {
   static auto* const kept = new std::vector<std::unique_ptr<Endpoint>>;
   const std::lock_guard lock(mutex);
   kept->push_back(std::move(endpoint));
+}
+
+// libfabric's TCP opens its connections itself, and its errors do not tell that it had no file descriptor for one.
+bool lacksDescriptors() {
+  const FileDescriptor probe(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  return !probe && (errno == EMFILE || errno == ENFILE);
 }
 
 }  // namespace
@@ -382,10 +392,17 @@ void FabricTransport::fail(PeerId id, const std::string& cause) {
   if (std::exchange(peer.failed, true)) return;
   peer.controls.clear();
   peer.puts.clear();
+  if (shortage_.empty() && lacksDescriptors()) shortage_ = cause;
   failures_.emplace_back(id, cause);
 }
 
 size_t FabricTransport::reportFailures() {
+  if (!shortage_.empty()) {
+    raise(ErrorKind::Resource,
+          "no file descriptor is left for a connection ({}); raise the limit of open files (ulimit "
+          "-n)",
+          std::exchange(shortage_, ""));
+  }
   const auto failures = std::exchange(failures_, {});
   for (const auto& [peer, cause] : failures) sink_->onPeerFailed(peer, cause);
   return failures.size();

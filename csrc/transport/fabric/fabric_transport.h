@@ -82,6 +82,7 @@ class FabricTransport final : public Transport, private CompletionHandler {
   void receiveFragment(PeerId from, const FragmentHeader& fragment, Bytes bytes);
   bool accepted(PeerId id, ssize_t result, const char* what);
   void fail(PeerId peer, const std::string& cause);
+  // Throws Resource if this process has no file descriptor for a connection.
   size_t reportFailures();
 
   std::unique_ptr<Endpoint> endpoint_;
@@ -100,7 +101,8 @@ class FabricTransport final : public Transport, private CompletionHandler {
       halfArrived_;             // immediates of puts of which one of two writes has arrived
   std::vector<PeerId> queued_;  // peers that have something in a queue
   std::vector<std::pair<PeerId, std::string>> failures_;  // not yet reported
-  Sink* sink_ = nullptr;                                  // during poll()
+  std::string shortage_;  // a failure for which this process is to blame, not yet reported
+  Sink* sink_ = nullptr;  // during poll()
 };
 
 }  // namespace smddp::transport::fabric

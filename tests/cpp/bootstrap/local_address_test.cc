@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <filesystem>
+#include <fstream>
+
 #include "bootstrap/lifeline_wire.h"
 #include "common/error.h"
 
@@ -33,6 +36,49 @@ TEST(LocalAddress, UnknownInterfaceIsAnErrorThatListsTheOthers) {
     EXPECT_EQ(error.kind(), ErrorKind::Usage);
     EXPECT_THAT(error.what(), testing::HasSubstr("nosuch0"));
     EXPECT_THAT(error.what(), testing::ContainsRegex("there is.* lo"));
+  }
+}
+
+// A folder like /sys/class with cards.
+class Cards {
+ public:
+  ~Cards() { std::filesystem::remove_all(classes); }
+  void add(const std::string& kind, const std::string& name, const std::string& interface = "") {
+    const auto ports = classes / kind / name / "ports" / "1" / "gid_attrs" / "ndevs";
+    std::filesystem::create_directories(ports);
+    if (!interface.empty()) std::ofstream(ports / "0") << interface << "\n";
+  }
+  const std::filesystem::path classes =
+      std::filesystem::temp_directory_path() / ("smddp-cards-" + std::to_string(getpid()));
+};
+
+TEST(LocalAddress, ACardWithoutAnInterfaceIsAccepted) {
+  Cards cards;
+  cards.add("infiniband", "rdmap0s6");
+  cards.add("cxi", "cxi0");
+  for (const char* domain : {"rdmap0s6-rdm", "rdmap0s6", "cxi0"}) {
+    Settings settings;
+    settings.interface = domain;
+    EXPECT_EQ(localAddress(settings, "localhost", cards.classes), "127.0.0.1") << domain;
+  }
+}
+
+TEST(LocalAddress, TheErrorNamesTheInterfaceOfACard) {
+  Cards cards;
+  cards.add("infiniband", "rxe0", "eth7");
+  Settings settings;
+  for (const auto& [domain, said] :
+       {std::pair{"rxe0", "set the variable to the card's interface: eth7"},
+        std::pair{"rxe1", "there is no such interface"},
+        std::pair{"../cxi", "there is no such interface"}}) {
+    settings.interface = domain;
+    try {
+      localAddress(settings, "localhost", cards.classes);
+      FAIL() << domain << " was accepted";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::Usage);
+      EXPECT_THAT(error.what(), testing::HasSubstr(said));
+    }
   }
 }
 

@@ -21,7 +21,7 @@ class PlanCacheTest : public testing::Test {
 
   const plan::Topology topology_ = plan::Topology::fromNames({"a", "a", "b"}, 0);
   const plan::Limits limits_{};
-  PlanCache cache_{topology_, limits_, "", Wire::fp32, kLimit};
+  PlanCache cache_{topology_, limits_, "", Wire::fp32, nullptr, kLimit};
 };
 
 // Zero where malloc is not glibc's, as under sanitizers.
@@ -69,7 +69,7 @@ TEST_F(PlanCacheTest, WhatIsHeldStays) {
 }
 
 TEST_F(PlanCacheTest, OnePlanIsKeptWithoutAnyRoom) {
-  PlanCache none(topology_, limits_, "", Wire::fp32, 0);
+  PlanCache none(topology_, limits_, "", Wire::fp32, nullptr, 0);
   EXPECT_EQ(none.get(sum(7)).shape, sum(7));
   EXPECT_EQ(none.get(sum(8)).shape, sum(8));
   EXPECT_EQ(none.size(), 1u);
