@@ -1,1 +1,1 @@
-"""Which activations of a forward pass are kept, and which are computed again."""
+"""Runs modules without keeping their activations, and moves what is saved out of memory."""

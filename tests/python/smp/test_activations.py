@@ -315,6 +315,17 @@ def test_results_are_those_without_checkpoints(pp: int) -> None:
     check_ranks(features, str(pp), pp)
 
 
+class Own(nn.Sequential):
+    """Calls its layers itself, also through a checkpoint of all of them."""
+
+    def forward(self, x: Tensor, whole: bool = True) -> Any:
+        if whole:
+            return patches.checkpoint(self, x, whole=False)
+        for layer in self:
+            x = layer(x)
+        return x
+
+
 def misused() -> None:
     """The errors are raised on both ranks."""
     smp.init({"partitions": 2, **MANUAL})
@@ -366,6 +377,23 @@ def misused() -> None:
     if smp.pp_rank() == 1:
         mark(net.first)
     train(model, torch.ones(8, 4), False)
+
+    smp.shutdown()
+    smp.init({"partitions": 2, **MANUAL})
+    own = Own(nn.Linear(4, 4))
+    with smp.partition(1):
+        own.append(nn.Linear(4, 4))
+    model = smp.DistributedModel(own)
+    with pytest.raises(SMPUsageError, match="Own has a forward method of its own"):
+        mark(own, strategy="group_2")
+    mark(own)
+    with pytest.raises(SMPPartitionError, match="module 'model' lives on ranks 0 and 1"):
+        train(model, torch.ones(8, 4), False)
+    with pytest.raises(SMPPartitionError, match="module 'model' lives on ranks 0 and 1"):
+        mark(own, strategy="contiguous")
+    own.append(nn.Linear(4, 4))
+    with pytest.raises(SMPUsageError, match=r"layer 2 of 'model' was put there after"):
+        mark(own)
 
 
 def test_misuse_is_an_error_on_all_ranks() -> None:

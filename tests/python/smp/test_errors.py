@@ -639,7 +639,7 @@ def impossible() -> None:
     base = nn.Linear(4, 4)
     tied.weight = base.weight
     model = smp.DistributedModel(nn.Sequential(base, tied))
-    with pytest.raises(SMPMicrobatchError, match="modules that share parameters have to be on"):
+    with pytest.raises(SMPPartitionError, match="modules that share parameters have to be on"):
         train(model, torch.ones(8, 4), "")
 
 
