@@ -626,6 +626,9 @@ def left_over() -> None:
     assert (net.attribute + 1).tolist() == [4.0, 4.0]
     net.attribute.add_(1)
     assert torch.equal(kept * 1, torch.full((1,), 4.0))
+    with smp.delay_param_initialization():  # that of another model
+        assert not is_delayed(net.attribute * 2)
+        assert (torch.ones(2) + net.attribute).tolist() == [5.0, 5.0]
     with pytest.raises(SMPUsageError, match="computed from parameters, with gradients enabled"):
         net.scaled.sum()
 
