@@ -259,12 +259,11 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
         if self._making_shapes:
             return super().dispatch(func, types, args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, FakeTensor) and leaf.fake_mode is not self:
-                leaves[place] = _of_another(leaf)
+        if any(isinstance(leaf, FakeTensor) and leaf.fake_mode is not self for leaf in leaves):
+            leaves = [self._own(leaf) for leaf in leaves]
+            args, kwargs = tree_unflatten(leaves, spec)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         delayed = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
-        args, kwargs = tree_unflatten(leaves, spec)
         if not delayed and func is _aten.lift_fresh.default and not self._paused:
             return self.delay(tensors[0])
         if not delayed and (self._paused or tensors or _wants_meta(kwargs)):
@@ -297,6 +296,15 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
         if made or written:
             self._record(func, leaves, spec, written, made, state)
         return result
+
+    def _own(self, leaf: Any) -> Any:
+        """Returns the real tensor for a delayed one that is left from another model."""
+        if not isinstance(leaf, FakeTensor) or leaf.fake_mode is self:
+            return leaf
+        mode = leaf.fake_mode
+        if not isinstance(mode, Recorder) or not mode.settled:
+            raise _refusal(leaf, "tensors of another fake mode are used with it")
+        return mode.come_to_life(leaf)
 
     def _shape(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Makes an operation on shapes."""
@@ -479,14 +487,6 @@ def _on_storage(memory: Memory, geometry: Geometry) -> torch.Tensor:
     if real.nbytes() != memory.storage.nbytes():
         raise _refusal(whole, "its memory has not the size that was expected")
     return whole.set_(real, geometry.offset, geometry.shape, geometry.strides)
-
-
-def _of_another(tensor: FakeTensor) -> torch.Tensor:
-    """Returns the real tensor for a delayed one that is left from another model."""
-    mode = tensor.fake_mode
-    if not isinstance(mode, Recorder) or not mode.settled:
-        raise _refusal(tensor, "tensors of another fake mode are used with it")
-    return mode.come_to_life(tensor)
 
 
 def _check_kind(tensor: torch.Tensor) -> None:

@@ -117,7 +117,8 @@ class MasterWeights:
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
                 owned = placement.owns(parameter) and parameter.is_floating_point()
-                if not owned or id(parameter) in {*self._originals, *self._elsewhere}:
+                known = id(parameter) in self._originals or id(parameter) in self._elsewhere
+                if known or not owned:
                     continue
                 if not steps(parameter):
                     dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype

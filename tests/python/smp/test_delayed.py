@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import random
 import threading
 import warnings
 from pathlib import Path
@@ -274,6 +275,70 @@ def test_what_constructors_compute_is_real_or_comes_to_life() -> None:
             module.first[7] = 1.0
             module.frequencies[1] = 5.0
     check_equal(made, expected)
+
+
+def program(choose: random.Random, length: int) -> list[Tensor]:
+    """Runs random operations on square tensors, many of which share memory; returns them all."""
+    size = choose.choice([3, 40])  # few random numbers are kept, many are drawn again
+    made = [torch.randn(size, size), torch.zeros(size, size)]
+
+    def assign(one: Tensor, other: Tensor) -> None:
+        one.data = other.data
+
+    new: list[Any] = [
+        lambda one, other: torch.randn(size, size),
+        lambda one, other: one + other,
+        lambda one, other: one.clone(),
+        lambda one, other: one.t(),
+        lambda one, other: one.detach(),
+        lambda one, other: one.view_as(one),
+        lambda one, other: torch.where(one > 0, one, other),
+        lambda one, other: torch.rand(size) * one,
+    ]
+    change: list[Any] = [
+        lambda one, other: one.normal_(),
+        lambda one, other: one.zero_(),
+        lambda one, other: one[1:].fill_(2.0),
+        lambda one, other: one[:, 0].uniform_(),
+        lambda one, other: one.t().mul_(0.5),
+        lambda one, other: one.copy_(other * 1),
+        lambda one, other: one.add_(other.clone(), alpha=0.25),
+        lambda one, other: one[0].copy_(other[1] * 1),
+        lambda one, other: one.bernoulli_(0.5),
+        lambda one, other: one.set_(other.clone()),
+        lambda one, other: one.t_(),
+        assign,
+        lambda one, other: float(one.sum()) > 0 and one.neg_(),
+    ]
+    for _ in range(length):
+        one, other = choose.choice(made), choose.choice(made)
+        if choose.random() < 0.4:
+            made.append(choose.choice(new)(one, other))
+        else:
+            choose.choice(change)(one, other)
+    return made
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.exhaustive)]
+)
+def test_random_programs(seeds: range) -> None:
+    for seed in seeds:
+        results = []
+        for delay in (False, True):
+            torch.manual_seed(seed)
+            with smp.delay_param_initialization(enabled=delay):
+                made = program(random.Random(seed), 30)
+            drawn = torch.rand(1)
+            order = list(made)
+            random.Random(seed).shuffle(order)
+            for tensor in order:
+                come_to_life(tensor)
+            made[seed % len(made)].add_(1.0)  # what shares memory changes, too
+            results.append([drawn, *made])
+        for one, other in zip(*results, strict=True):
+            assert one.stride() == other.stride(), seed
+            assert torch.equal(one, other), seed
 
 
 def test_changes_after_the_context() -> None:
@@ -626,6 +691,9 @@ def left_over() -> None:
     assert (net.attribute + 1).tolist() == [4.0, 4.0]
     net.attribute.add_(1)
     assert torch.equal(kept * 1, torch.full((1,), 4.0))
+    with smp.delay_param_initialization():  # that of another model
+        assert not is_delayed(net.attribute * 2)
+        assert (torch.ones(2) + net.attribute).tolist() == [5.0, 5.0]
     with pytest.raises(SMPUsageError, match="computed from parameters, with gradients enabled"):
         net.scaled.sum()
 
