@@ -77,6 +77,7 @@ COMMON, JOB = "smddp.modelparallel.common", "smddp.modelparallel.job"
 PIPELINE, PARTITION = "smddp.modelparallel.pipeline", "smddp.modelparallel.partition"
 DATA_PARALLEL, MODEL = "smddp.modelparallel.data_parallel", "smddp.modelparallel.model"
 OPTIMIZER, CHECKPOINT = "smddp.modelparallel.optimizer", "smddp.modelparallel.checkpoint"
+SHARDING = "smddp.modelparallel.sharding"
 ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
 COMPATIBILITY = "smddp.modelparallel.compatibility"
 MAY_IMPORT: dict[str, set[str]] = {
@@ -93,10 +94,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     PIPELINE: {"smddp", COMMON},
     PARTITION: {COMMON, JOB, PIPELINE},
     DATA_PARALLEL: {COMMON, PIPELINE},
-    OPTIMIZER: {COMMON, JOB, PARTITION},
+    SHARDING: {COMMON, JOB, PIPELINE, DATA_PARALLEL},
+    OPTIMIZER: {COMMON, JOB, PARTITION, SHARDING},
     COMPATIBILITY: {COMMON, JOB},
-    MODEL: {COMMON, JOB, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER, COMPATIBILITY},
-    CHECKPOINT: {COMMON, JOB, PARTITION, OPTIMIZER},
+    MODEL: {
+        *(COMMON, JOB, PIPELINE, PARTITION, DATA_PARALLEL, SHARDING, OPTIMIZER, COMPATIBILITY),
+    },
+    CHECKPOINT: {COMMON, JOB, PARTITION, SHARDING, OPTIMIZER},
     ACTIVATIONS: {COMMON},
     API: {COMMON, JOB, PIPELINE, PARTITION, MODEL},
     "smddp.modelparallel": {

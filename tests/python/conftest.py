@@ -34,7 +34,7 @@ _SLOW_MODULES = {
     *("test_device_sums", "test_env", "test_errors", "test_examples", "test_groups", "test_hosts"),
     *("test_launch", "test_limits", "test_original_api", "test_random_calls", "test_random_models"),
     *("test_doctor", "test_hostfile", "test_plan_drawing", "test_topology"),
-    *("test_registration", "test_remote_buffers", "test_soak", "test_training"),
+    *("test_registration", "test_remote_buffers", "test_sharding", "test_soak", "test_training"),
     *("test_transparency", "test_tuning", "test_waits"),
 }
 

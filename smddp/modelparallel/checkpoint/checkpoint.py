@@ -30,6 +30,7 @@ from smddp.modelparallel.job.state import state
 from smddp.modelparallel.job.topology import CommGroup
 from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES, merged
 from smddp.modelparallel.partition.placement import MARKER, Decision
+from smddp.modelparallel.sharding.joined import SHARDS, united
 
 __all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
 
@@ -201,7 +202,8 @@ def resume_from_checkpoint(
         strict: as for load_state_dict.
         load_optimizer: load the optimizer, too; only from a checkpoint in parts. If there are
             several, it is the last smp.DistributedOptimizer that was made.
-        load_sharded_optimizer_state: accepted.
+        load_sharded_optimizer_state: with sharded data parallelism, False loads only the master
+            weights and the loss scale of the optimizer; else without effect.
         translate_function: if not partial, applied to the entries of the file before they are
             loaded.
 
@@ -234,7 +236,11 @@ def resume_from_checkpoint(
     if entries:
         model.load_state_dict(entries, strict)
     if load_optimizer and optimizer is not None and manifest["optimizer"]:
-        optimizer.load_state_dict(_merged_optimizer(parts, manifest))
+        whole = _merged_optimizer(parts, manifest)
+        if state.groups.sharding is not None and not load_sharded_optimizer_state:
+            own = optimizer.orig_state_dict()
+            whole = {**whole, "state": {}, "param_groups": own["param_groups"]}
+        optimizer.load_state_dict(whole)
     if manifest["partition"] is not None and not model.partitioned:
         model.runtime.placement.from_checkpoint = _division(manifest)
     return _user_content(parts / "user_content.pt")
@@ -302,10 +308,13 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
     folder.mkdir(parents=True, exist_ok=True)
     topology = state.topology
     hashes: dict[str, str] = {}
-    # Replicas have the same parts.
-    if topology.rank_in("rdp") == 0:
+    # Replicas have the same parts; sharding groups, too.
+    degree = state.cfg.sharded_data_parallel_degree
+    place = topology.rank_in("dp" if degree > 1 else "rdp")
+    if place < degree:
         for name, entries in _pieces(model, optimizer).items():
-            file = folder / f"{name}_{topology.rank_in('mp')}.pt"
+            shard = f"_{place}" if degree > 1 else ""
+            file = folder / f"{name}_{topology.rank_in('mp')}{shard}.pt"
             hashes[file.name] = write(file, functools.partial(torch.save, entries))
     if topology.rank == 0:
         write(folder / "user_content.pt", lambda file: torch.save(user_content, file))
@@ -365,9 +374,11 @@ def _verified(folder: Path, name: str, manifest: dict[str, Any]) -> Path:
 
 
 def _merged_model(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
-    for name in manifest["model"]:
-        entries.update(read(_verified(folder, name, manifest), "cpu", weights_only=True, mmap=True))
+    parts = [
+        read(_verified(folder, name, manifest), "cpu", weights_only=True, mmap=True)
+        for name in manifest["model"]
+    ]
+    entries = united(parts, [part.pop(SHARDS, {}) for part in parts])
     entries.pop(MARKER, None)
     return entries
 

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.job.topology import Topology
 
-__all__ = ["Groups"]
+__all__ = ["Groups", "ShardingGroups"]
 
 _KINDS = ("mp", "dp", "tp", "pp", "rdp")
+
+
+class ShardingGroups(NamedTuple):
+    """The process groups of sharded data parallelism.
+
+    Attributes:
+        parameters: the ranks that share the parameters, for gathers.
+        gradients: the same ranks, for sums of gradients, which do not wait for gathers.
+        across: the ranks that have the same part, one of each sharding group.
+    """
+
+    parameters: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    across: dist.ProcessGroup
 
 
 class Groups:
@@ -23,9 +38,10 @@ class Groups:
     Attributes:
         messages: all ranks, for `smp.send` and the like.
         pipeline: the ranks of the pipeline, for its messages.
+        sharding: those of sharded data parallelism; None without it.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, sharding_degree: int = 1) -> None:
         world = dist.group.WORLD
         assert world is not None
         timeout = _timeout_of(world)
@@ -41,6 +57,13 @@ class Groups:
             self._by_kind[kind] = made[sets]
         self.messages = _new_group(((*range(topology.size),),), topology.rank, timeout)
         self.pipeline = _new_group(tuple(topology.groups("pp")), topology.rank, timeout)
+        self.sharding: ShardingGroups | None = None
+        if sharding_degree > 1:
+            parts = tuple(topology.sharding_groups(sharding_degree))
+            across = tuple(topology.groups_across(sharding_degree))
+            self.sharding = ShardingGroups(
+                *(_new_group(sets, topology.rank, timeout) for sets in (parts, parts, across))
+            )
 
     def of(self, kind: str) -> dist.ProcessGroup:
         """Returns this rank's group of a kind, which is a value of `CommGroup`, such as "pp"."""

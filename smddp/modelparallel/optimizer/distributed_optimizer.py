@@ -15,9 +15,12 @@ from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageEr
 from smddp.modelparallel.job.meeting import together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.clipping import clip_grad_norm
-from smddp.modelparallel.optimizer.half import MasterWeights, half_precision
+from smddp.modelparallel.optimizer.half import half_precision
 from smddp.modelparallel.optimizer.loss_scale import make_scaler
+from smddp.modelparallel.optimizer.stand_ins import StandIns
 from smddp.modelparallel.partition.placement import MARKER, Placement
+from smddp.modelparallel.sharding.joined import SHARDS, form_of, united
+from smddp.modelparallel.sharding.sharding import Sharding
 
 __all__ = ["FP16_STATES", "DistributedOptimizer", "merged"]
 
@@ -67,16 +70,20 @@ class DistributedOptimizer(metaclass=_IsPatched):
         if hasattr(optimizer, "_smp_state"):
             raise SMPUsageError("the optimizer is a smp.DistributedOptimizer already")
         scaler = make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
-        masters = None
-        if half_precision() is not None:
-            masters = MasterWeights(optimizer, scaler)
-        elif (dynamic_loss_scale or scaler.loss_scale != 1) and state.topology.rank == 0:
+        half, sharded = half_precision() is not None, state.groups.sharding is not None
+        if sharded:
+            _refuse_by_class(optimizer)
+        stand_ins = None
+        if half or sharded:
+            used = scaler if half else make_scaler(1.0, False, {})
+            stand_ins = StandIns(optimizer, used, half)
+        if not half and (dynamic_loss_scale or scaler.loss_scale != 1) and state.topology.rank == 0:
             warnings.warn(
                 "smp.DistributedOptimizer scales losses only with fp16: True in the configuration; "
                 "with torch.autocast, use smp.amp.GradScaler",
                 stacklevel=2,
             )
-        helper = _State(optimizer, masters)
+        helper = _State(optimizer, stand_ins)
         model = state.current_model()
         if model is not None:
             helper.check(model)
@@ -88,15 +95,33 @@ class DistributedOptimizer(metaclass=_IsPatched):
         if helper.counted is not None:
             step = functools.partial(_patches.step, optimizer)
             optimizer.step = functools.update_wrapper(step, helper.counted)
-        if masters is not None:
-            _add_names_of_fp16(optimizer, masters)
+        if stand_ins is not None:
+            if hasattr(optimizer, "add_param_group"):
+                add = types.MethodType(_patches.add_param_group, optimizer)
+                optimizer.add_param_group = add
+            if half:
+                _add_names_of_fp16(optimizer, stand_ins)
         state.optimizers.append(weakref.ref(optimizer))
-        if masters is not None and model is not None and model.partitioned:
-            masters.adopt(model.runtime.placement)
+        if stand_ins is not None and model is not None and model.partitioned:
+            stand_ins.adopt(model.runtime.placement, model.runtime.sharding)
         return optimizer
 
 
-def _add_names_of_fp16(optimizer: Any, masters: MasterWeights) -> None:
+# Optimizers of torch that need whole parameters, or the norm of all of them.
+_OF_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+def _refuse_by_class(optimizer: Any) -> None:
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.optim") and kind.__name__ in _OF_WHOLE_PARAMETERS:
+            raise SMPUsageError(
+                f"torch.optim.{kind.__name__} needs whole parameters, and with "
+                "sharded_data_parallel_degree an optimizer has only a part of each: use one that "
+                "updates each element on its own, such as AdamW, or smp.optimizers.FusedLAMB"
+            )
+
+
+def _add_names_of_fp16(optimizer: Any, masters: StandIns) -> None:
     """Adds the attributes that scripts for fp16 use; the names are those of NVIDIA Apex."""
     # In Apex this is the wrapped optimizer; scripts pass it to learning rate schedules.
     optimizer.optimizer = optimizer
@@ -105,11 +130,9 @@ def _add_names_of_fp16(optimizer: Any, masters: MasterWeights) -> None:
     optimizer.fp32_from_fp16_groups = []
     optimizer.clip_master_grads = clip_grad_norm
     optimizer.update_master_grads = masters.update
+    optimizer.zero_grad = masters.zero_grad
     # It ignores update_master_grads: gradients are complete only when the step has ended.
     optimizer.backward = lambda loss, update_master_grads=True: state.current_model().backward(loss)
-    optimizer.zero_grad = masters.zero_grad
-    if hasattr(optimizer, "add_param_group"):
-        optimizer.add_param_group = types.MethodType(_patches.add_param_group, optimizer)
 
 
 class _patches:  # noqa: N801  a namespace of functions that become methods of the optimizer
@@ -132,8 +155,9 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
                 "optimizer.step() has to be outside the function decorated with smp.step: only "
                 "there the gradients of all microbatches are complete"
             )
-        model, masters = state.current_model(), self._smp_state.masters
-        if masters is not None and self is not state.current_optimizer():
+        model, stand_ins = state.current_model(), self._smp_state.stand_ins
+        half = stand_ins is not None and stand_ins.half
+        if half and self is not state.current_optimizer():
             raise SMPUsageError(
                 "with fp16 or bf16 only the last smp.DistributedOptimizer has master weights, and "
                 "a later one was made: give all parameters to one optimizer, in several groups"
@@ -142,7 +166,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             self._smp_state.check(model)
         if state.cfg.sharded_data_parallel_degree > 1:
             self._global_grad_norm = clip_grad_norm(state.cfg.sdp_gradient_clipping)
-        if closure is not None and masters is not None:
+        if closure is not None and half:
             raise SMPUsageError("with fp16 or bf16, optimizer.step() takes no closure")
         arguments = (closure, *args) if closure is not None or args else ()
         return self._smp_state.step(*arguments, **kwargs)
@@ -184,11 +208,11 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
 
     @staticmethod
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """Adds a group as the optimizer's own method does, and makes its master weights."""
+        """Adds a group as the optimizer's own method does, and puts stand-ins into it."""
         type(self).add_param_group(self, param_group)
         model = state.current_model()
         if model is not None and model.partitioned:
-            self._smp_state.masters.adopt(model.runtime.placement)
+            self._smp_state.stand_ins.adopt(model.runtime.placement, model.runtime.sharding)
 
     @staticmethod
     def _param_id_to_index(self: Any) -> Any:
@@ -200,12 +224,12 @@ class _State:
     """Gathers and loads the state of one optimizer.
 
     Attributes:
-        masters: the master weights; None without half precision.
+        stand_ins: what the optimizer has in place of parameters; None if it has the parameters.
         counted: the wrapper that a learning rate schedule has put around `step`; None without one.
     """
 
-    def __init__(self, optimizer: Any, masters: MasterWeights | None) -> None:
-        self.masters = masters
+    def __init__(self, optimizer: Any, stand_ins: StandIns | None) -> None:
+        self.stand_ins = stand_ins
         self._optimizer = weakref.ref(optimizer)
         # The functions of the class: bound methods would keep the optimizer alive.
         kind = type(optimizer)
@@ -219,9 +243,13 @@ class _State:
         self._checked: tuple[weakref.ref[Any], int] | None = None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Does the optimizer's own step; with half precision, that of the master weights."""
+        """Does the optimizer's own step, on what it has in place of parameters."""
         inner = functools.partial(self._step, self._optimizer(), *args, **kwargs)
-        return inner() if self.masters is None else self.masters.step(inner)
+        return inner() if self.stand_ins is None else self.stand_ins.step(inner)
+
+    def _original(self, parameter: Any) -> Any:
+        """Returns the model's parameter for one of the optimizer."""
+        return parameter if self.stand_ins is None else self.stand_ins.original(parameter)
 
     def check(self, model: Any) -> None:
         """Raises SMPUsageError if a parameter that requires gradients is not the model's."""
@@ -231,8 +259,7 @@ class _State:
         known = {id(parameter) for parameter in model.get_module().parameters()}
         for group in self._groups():
             for parameter in group["params"]:
-                original = parameter if self.masters is None else self.masters.original(parameter)
-                if parameter.requires_grad and id(original) not in known:
+                if parameter.requires_grad and id(self._original(parameter)) not in known:
                     raise SMPUsageError(
                         f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
                         "no parameter of the smp.DistributedModel: smp would neither reduce its "
@@ -251,8 +278,7 @@ class _State:
         numbers: dict[int, int] = {}
         for group in self._groups():
             for parameter in group["params"]:
-                original = parameter if self.masters is None else self.masters.original(parameter)
-                numbers.setdefault(id(original), len(numbers))
+                numbers.setdefault(id(self._original(parameter)), len(numbers))
         return numbers
 
     def local(self) -> dict[str, Any]:
@@ -260,8 +286,11 @@ class _State:
         own = dict(self.state_dict())
         mine = self._local_indices()
         own["state"] = {i: entry for i, entry in own["state"].items() if i in mine}
-        if self.masters is not None:
-            own[FP16_STATES] = self.masters.state_dict(self.indices())
+        if self.stand_ins is not None:
+            if self.stand_ins.half:
+                own[FP16_STATES] = self.stand_ins.state_dict(self.indices())
+            if state.groups.sharding is not None:
+                own[SHARDS] = {i: form_of(entry) for i, entry in self._entries().items()}
         own[MARKER] = True
         return own
 
@@ -281,16 +310,16 @@ class _State:
         if given.get(MARKER):
             entries = self._whole(given, "optimizer.load_state_dict with a partial state dict")
         entries.pop(MARKER, None)
-        waits = self.masters is not None and model is None
+        waits = self.stand_ins is not None and model is None
         if waits or (model is not None and not model.partitioned):
             self._deferred = entries
             return
         self._load_some(entries, self._local_indices())
 
-    def adopt(self, placement: Placement) -> None:
+    def adopt(self, placement: Placement, sharding: Sharding | None) -> None:
         """Notes which parameters live here; loads what was given before that was known."""
-        if self.masters is not None:
-            self.masters.adopt(placement)
+        if self.stand_ins is not None:
+            self.stand_ins.adopt(placement, sharding)
         if self._deferred is not None:
             entries, self._deferred = self._deferred, None
             numbers = self.indices()
@@ -303,12 +332,19 @@ class _State:
         groups: list[dict[str, Any]] = optimizer.param_groups
         return groups
 
+    def _entries(self) -> dict[int, Any]:
+        """Returns the sharded parameters of the optimizer, by number."""
+        return {} if self.stand_ins is None else self.stand_ins.entries(self.indices())
+
     def _load_some(self, entries: Mapping[str, Any], mine: set[int]) -> None:
         kept = {i: entry for i, entry in entries["state"].items() if i in mine}
+        for i, entry in self._entries().items():
+            if i in kept:
+                kept[i] = entry.cut_state(kept[i])
         rest = {name: value for name, value in entries.items() if name != FP16_STATES}
         self._load(self._optimizer(), {**rest, "state": kept})
-        if self.masters is not None and FP16_STATES in entries:
-            self.masters.load_state_dict(entries[FP16_STATES], self.indices())
+        if self.stand_ins is not None and self.stand_ins.half and FP16_STATES in entries:
+            self.stand_ins.load_state_dict(entries[FP16_STATES], self.indices())
 
     def _local_indices(self) -> set[int]:
         model = state.current_model()
@@ -325,25 +361,35 @@ class _State:
             what: the call that all of these ranks have to make; for error texts.
         """
         whole = {name: value for name, value in part.items() if name != MARKER}
-        size = state.topology.pp_size
-        if size > 1:
-            group = state.groups.of("pp")
-            parts: list[Any] = [None] * size
-            with together(what, group):
-                dist.all_gather_object(parts, whole, group=group)
-            whole = merged(parts)
+        if state.groups.sharding is not None:
+            whole = merged(_everybody_s(whole, what, state.groups.sharding.parameters))
+        if state.topology.pp_size > 1:
+            whole = merged(_everybody_s(whole, what, state.groups.of("pp")))
         return whole
 
 
+def _everybody_s(mine: Any, what: str, group: dist.ProcessGroup) -> list[Any]:
+    """Returns what each rank of a group gives."""
+    parts: list[Any] = [None] * group.size()
+    with together(what, group):
+        dist.all_gather_object(parts, mine, group=group)
+    return parts
+
+
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns one state dict made of those of the ranks of a pipeline."""
-    whole = dict(parts[0])
-    whole["state"] = _union([part["state"] for part in parts])
+    """Returns one state dict made of those of the ranks that share a replica of the model.
+
+    Raises:
+        ValueError: a shard of a parameter's state is missing.
+    """
+    forms = [part.get(SHARDS, {}) for part in parts]
+    whole = {name: value for name, value in parts[0].items() if name != SHARDS}
+    whole["state"] = _sorted(united([part["state"] for part in parts], forms))
     if FP16_STATES in whole:
-        masters = _union([part[FP16_STATES]["masters"] for part in parts])
-        whole[FP16_STATES] = {**whole[FP16_STATES], "masters": masters}
+        masters = united([part[FP16_STATES]["masters"] for part in parts], forms)
+        whole[FP16_STATES] = {**whole[FP16_STATES], "masters": _sorted(masters)}
     return whole
 
 
-def _union(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
-    return dict(sorted(item for part in parts for item in part.items()))
+def _sorted(entries: Mapping[int, Any]) -> dict[int, Any]:
+    return dict(sorted(entries.items()))

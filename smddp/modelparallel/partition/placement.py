@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -192,8 +192,18 @@ class Placement:
             )
         self.pins[number] = partition
 
-    def apply(self, decision: Decision, device: torch.device) -> None:
+    def apply(
+        self,
+        decision: Decision,
+        device: torch.device,
+        stays: Callable[[nn.Parameter], bool] | None = None,
+    ) -> None:
         """Applies a decision: moves what lives here to a device, and empties the rest.
+
+        Args:
+            decision: to apply.
+            device: of what lives here.
+            stays: says which parameters are not moved, because somebody else does it.
 
         Raises:
             SMPPartitionError: the decision belongs to another model, or divides a shared parameter.
@@ -221,7 +231,8 @@ class Placement:
             home = homes[id(parameter)]
             if home.owner == self.rank:
                 self._local.add(id(parameter))
-                parameter.data = parameter.data.to(device)
+                if stays is None or not stays(parameter):
+                    parameter.data = parameter.data.to(device)
             else:
                 self._homes[id(parameter)] = home
                 release_memory(parameter, home)

@@ -8,11 +8,12 @@ that live elsewhere get a `forward` of their own, too; in copies of them it rais
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ from smddp.modelparallel.pipeline.remote_tensor import (
 )
 from smddp.modelparallel.pipeline.services import RankServices
 
-__all__ = ["Modules", "difference"]
+__all__ = ["Modules", "Surroundings", "difference"]
 
 _original_call = nn.Module._call_impl
 # What a call has in place of a method if it reads a parameter or a buffer; its name follows.
@@ -78,6 +79,16 @@ def difference(names: Sequence[str], others: Sequence[str], who: str, other: str
     return "; ".join(found)
 
 
+class Surroundings(Protocol):
+    """What else happens around tasks and around the modules that run on this rank."""
+
+    def around_task(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context for the code of a task that runs forward passes."""
+
+    def around_module(self, number: int) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context for a call of the module with this number."""
+
+
 class Modules:
     """The modules of the model, by number, and who owns them.
 
@@ -93,6 +104,7 @@ class Modules:
             Not in the second attempt of a step.
         in_order: do the microbatches of this step run one after the other?
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
+        surroundings: entered around tasks and modules; None for nothing.
         replaced: a function of the name of a buffer in the model, which lives here: has code ever
             put another tensor in its place?
     """
@@ -109,6 +121,7 @@ class Modules:
         self.in_order = False
         self.buffers_read: set[tuple[int, str]] = set()
         self.replaced: Callable[[str], bool] = lambda _: False
+        self.surroundings: Surroundings | None = None
         self.by_number = list(root.modules())
         by_id = {id(module): name for name, module in reversed(list(root.named_modules()))}
         self.names = [by_id[id(module)] or "model" for module in self.by_number]
@@ -328,7 +341,18 @@ class Modules:
         copied: torch.Tensor = _Detached.apply(buffer, full)
         return copied
 
+    def around_task(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context for the code of a task that runs forward passes."""
+        around = self.surroundings
+        return contextlib.nullcontext() if around is None else around.around_task()
+
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
+        if self.surroundings is None:
+            return self._alone(number, method, args, kwargs)
+        with self.surroundings.around_module(number):
+            return self._alone(number, method, args, kwargs)
+
+    def _alone(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         module = self.by_number[number]
         if method.startswith(_READS):
             return self._own_value(number, method)

@@ -310,11 +310,12 @@ class Server:
         for edge in run.into:
             leaves.update(zip(edge.values, run.arrived[edge.source], strict=True))
         run.arrived = {}
-        if ambient() == graph.ambient:
-            outputs = self._run_calls(frame, run, leaves)
-        else:
-            with graph.ambient.entered():
+        with self.modules.around_task():
+            if ambient() == graph.ambient:
                 outputs = self._run_calls(frame, run, leaves)
+            else:
+                with graph.ambient.entered():
+                    outputs = self._run_calls(frame, run, leaves)
         if graph.ambient.grad and any(tensor.requires_grad for tensor in outputs.values()):
             run.saved = leaves, outputs
             run.sent = frame.sent
