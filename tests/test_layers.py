@@ -78,6 +78,7 @@ DELAYED = "smddp.modelparallel.delayed"
 PIPELINE, PARTITION = "smddp.modelparallel.pipeline", "smddp.modelparallel.partition"
 DATA_PARALLEL, MODEL = "smddp.modelparallel.data_parallel", "smddp.modelparallel.model"
 OPTIMIZER, CHECKPOINT = "smddp.modelparallel.optimizer", "smddp.modelparallel.checkpoint"
+SHARDING = "smddp.modelparallel.sharding"
 ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
 COMPATIBILITY = "smddp.modelparallel.compatibility"
 MAY_IMPORT: dict[str, set[str]] = {
@@ -95,13 +96,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     DELAYED: {COMMON},
     PARTITION: {COMMON, JOB, PIPELINE, DELAYED},
     DATA_PARALLEL: {COMMON, PIPELINE},
-    OPTIMIZER: {COMMON, JOB, PARTITION, DELAYED},
+    SHARDING: {COMMON, JOB, PIPELINE, DATA_PARALLEL, DELAYED},
+    OPTIMIZER: {COMMON, JOB, PARTITION, SHARDING, DELAYED},
     COMPATIBILITY: {COMMON, JOB},
     MODEL: {
         *(COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER, COMPATIBILITY),
-        DELAYED,
+        *(DELAYED, SHARDING),
     },
-    CHECKPOINT: {COMMON, JOB, PARTITION, OPTIMIZER},
+    CHECKPOINT: {COMMON, JOB, PARTITION, SHARDING, OPTIMIZER},
     ACTIVATIONS: {COMMON},
     API: {COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, MODEL},
     "smddp.modelparallel": {

@@ -125,7 +125,9 @@ class Region:
 
 def _inside_another() -> bool:
     """Says whether the calling code runs inside another checkpoint, or in hooks of the user's."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    # Those of sharded parameters keep all other tensors as autograd does.
+    return hooks is not None and not hasattr(hooks[0], "of_sharded_parameters")
 
 
 def _stays(value: Any) -> bool:

@@ -34,6 +34,7 @@ from smddp.modelparallel.job.topology import CommGroup
 from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES, merged
 from smddp.modelparallel.optimizer.shards import SHARD
 from smddp.modelparallel.partition.placement import MARKER, Decision
+from smddp.modelparallel.sharding.joined import SHARDS, united
 
 __all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
 
@@ -214,7 +215,8 @@ def resume_from_checkpoint(
         strict: as for load_state_dict.
         load_optimizer: load the optimizer, too; only from a checkpoint in parts. If there are
             several, it is the last smp.DistributedOptimizer that was made.
-        load_sharded_optimizer_state: accepted.
+        load_sharded_optimizer_state: with sharded data parallelism, False loads only the master
+            weights and the loss scale of the optimizer; else without effect.
         translate_function: if not partial, applied to the entries of the file before they are
             loaded.
 
@@ -247,7 +249,11 @@ def resume_from_checkpoint(
     if entries:
         model.load_state_dict(entries, strict)
     if load_optimizer and optimizer is not None and manifest["optimizer"]:
-        optimizer.load_state_dict(_merged_optimizer(parts, manifest))
+        whole = _merged_optimizer(parts, manifest)
+        if state.groups.sharding is not None and not load_sharded_optimizer_state:
+            own = optimizer.orig_state_dict()
+            whole = {**whole, "state": {}, "param_groups": own["param_groups"]}
+        optimizer.load_state_dict(whole)
     if manifest["partition"] is not None and not model.partitioned:
         model.runtime.placement.from_checkpoint = _division(manifest)
     return _user_content(parts / "user_content.pt")
@@ -377,16 +383,19 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
 def _pieces(model: Any, optimizer: Any) -> dict[str, Any]:
     """Returns what this rank saves, by the file's name without its end.
 
-    Replicas have the same parts, unless the state of the optimizer is divided over them.
+    Replicas have the same parts, unless parameters or the state of the optimizer are divided over
+    them. Then only sharding groups have the same.
     """
-    first = state.topology.rank_in("rdp") == 0
-    place = f"_{state.topology.rank_in('mp')}"
-    pieces = {f"model{place}": model.local_state_dict()} if first and model is not None else {}
-    if optimizer is not None and (first or state.cfg.shard_optimizer_state):
+    topology, degree = state.topology, state.cfg.sharded_data_parallel_degree
+    number = topology.rank_in("dp" if degree > 1 else "rdp")
+    saves = number < degree
+    place = f"_{topology.rank_in('mp')}" + (f"_{number}" if degree > 1 else "")
+    pieces = {f"model{place}": model.local_state_dict()} if saves and model is not None else {}
+    if optimizer is not None and (saves or state.cfg.shard_optimizer_state):
         entries = optimizer.local_state_dict(gather_if_shard=False)
         if SHARD in entries:
             place = _suffix(True)
-        if first or SHARD in entries:
+        if saves or SHARD in entries:
             if FP16_STATES in entries:
                 pieces[FP16_STATES + place] = entries.pop(FP16_STATES)
             pieces[f"optimizer{place}"] = entries
@@ -462,9 +471,11 @@ def _verified(folder: Path, name: str, manifest: dict[str, Any]) -> Path:
 
 
 def _merged_model(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
-    for name in manifest["model"]:
-        entries.update(read(_verified(folder, name, manifest), "cpu", weights_only=True, mmap=True))
+    parts = [
+        read(_verified(folder, name, manifest), "cpu", weights_only=True, mmap=True)
+        for name in manifest["model"]
+    ]
+    entries = united(parts, [part.pop(SHARDS, {}) for part in parts])
     entries.pop(MARKER, None)
     return entries
 

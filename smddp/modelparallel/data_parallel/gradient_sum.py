@@ -59,13 +59,19 @@ class GradientSum:
     more contributions of one microbatch wait for each other; two do not, as a + b = b + a.
     """
 
-    def __init__(self, final: Callable[[nn.Parameter], None] | None = None) -> None:
+    def __init__(
+        self,
+        final: Callable[[nn.Parameter], None] | None = None,
+        each: Callable[[nn.Parameter, int, torch.Tensor], None] | None = None,
+    ) -> None:
         """Begins without gradients.
 
         Args:
             final: called with each parameter in a step as soon as its sum is final.
+            each: called with a parameter, a microbatch and the gradient of that microbatch, in
+                place of adding this to the sum; a parameter's microbatches come in their order.
         """
-        self._final = final
+        self._final, self._each = final, each
         # By id, because hashing a tensor runs Python code.
         self._accounts: dict[int, _Account] = {}
         self._microbatches = 0
@@ -172,8 +178,11 @@ class GradientSum:
             if waiting is not None:
                 waiting.sort(key=lambda contribution: contribution[0])
                 gradient = functools.reduce(_added, [one for _, one in waiting])
-                account.total = _added(account.total, gradient)
                 account.used = True
+                if self._each is None:
+                    account.total = _added(account.total, gradient)
+                else:
+                    self._each(account.parameter, turn, gradient)
             turn += 1
         account.turn = turn
         if turn != begun and turn == self._microbatches and self._final is not None:

@@ -8,8 +8,8 @@ fails on one of them; so a failed step leaves the process group usable.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,36 @@ from smddp.modelparallel.data_parallel.join import Join
 from smddp.modelparallel.data_parallel.replicas import tell_replicas
 from smddp.modelparallel.pipeline.failure import Redo
 
-__all__ = ["Bucket", "DataParallel"]
+__all__ = ["Bucket", "DataParallel", "Shards"]
 
 _BROADCAST = 250 * 2**20  # bytes of a message
+
+
+class _Ranks(NamedTuple):
+    """Ranks that reduce a bucket."""
+
+    group: dist.ProcessGroup
+    size: int
+
+
+class Shards(Protocol):
+    """Parameters that are divided over replicas; see the folder `sharding`."""
+
+    def divide(
+        self, parameters: Sequence[nn.Parameter], device: torch.device
+    ) -> list[nn.Parameter]:
+        """Divides parameters, with the values of the first replica.
+
+        Args:
+            parameters: of this rank.
+            device: of what this rank keeps.
+
+        Returns:
+            For each parameter what gets a gradient: its shard, or itself.
+        """
+
+    def reducers(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        """Returns the ranks with the same shard; None if the parameter is not a shard."""
 
 
 class Bucket:
@@ -32,12 +59,16 @@ class Bucket:
     It has the methods of `torch.distributed.GradBucket`.
 
     Attributes:
+        ranks: those that reduce it.
         missing: how many of its parameters have no final sum yet.
         work: what to wait for, a `Work` or the future of a hook; None when that is done.
     """
 
-    def __init__(self, index: int, parameters: Sequence[nn.Parameter], last: bool) -> None:
+    def __init__(
+        self, index: int, parameters: Sequence[nn.Parameter], last: bool, ranks: _Ranks
+    ) -> None:
         self._index, self._last = index, last
+        self.ranks = ranks
         self._parameters = list(parameters)
         first = self._parameters[0]
         size = sum(parameter.numel() for parameter in self._parameters)
@@ -85,8 +116,10 @@ class DataParallel:
         group, size: the replicas of this rank's partition.
         overlap: begin to reduce before the step ends.
         hook: reduces a bucket in place of the all-reduce; returns a future of the reduced tensor.
-        parameters: the parameters of this rank that get gradients.
+        parameters: what gets a gradient on this rank: parameters, and shards of parameters.
         join: replicas with different numbers of batches.
+        shards: divides parameters over replicas; None if all are whole. With it, every step needs
+            all replicas, so all of them learn at its end whether it has failed on any.
     """
 
     def __init__(
@@ -113,6 +146,7 @@ class DataParallel:
         self.group, self.size = group, size
         self.overlap = overlap
         self.hook: Callable[[Any], Any] | None = None
+        self.shards: Shards | None = None
         self.parameters: list[nn.Parameter] = []
         self._cap = bucket_cap_mb * 2**20
         self._passes = passes
@@ -131,11 +165,22 @@ class DataParallel:
         # Will `_reduce_outside` run when the backward pass ends?
         self._outside = False
 
-    def adopt(self, parameters: Sequence[nn.Parameter], buffers: Buffers) -> None:
-        """Keeps the parameters and buffers of this rank; makes them equal on all replicas."""
+    def adopt(
+        self, parameters: Sequence[nn.Parameter], buffers: Buffers, device: torch.device
+    ) -> None:
+        """Keeps the parameters and buffers of this rank; makes them equal on all replicas.
+
+        Args:
+            parameters: of this rank.
+            buffers: of this rank.
+            device: where they are.
+        """
         self._buffers = buffers
-        self._all_parameters = list(parameters)
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        local = list(parameters)
+        if self.shards is not None:
+            local = self.shards.divide(parameters, device)
+        self._all_parameters = [p for p in local if not self._is_shard(p)]
+        self.parameters = [parameter for parameter in local if parameter.requires_grad]
         if self.size > 1:
             self._make_buckets()
             self.synchronise(0)
@@ -143,23 +188,39 @@ class DataParallel:
         self._put_aside()
 
     def _make_buckets(self) -> None:
-        # Backward passes reach the last layers first.
-        groups: list[list[nn.Parameter]] = []
+        # Backward passes reach the last layers first. Sums of shards are final at the end of the
+        # step, so their buckets come last.
+        groups: list[tuple[list[nn.Parameter], _Ranks]] = []
         room: dict[Any, float] = {}
         open_group: dict[Any, list[nn.Parameter]] = {}
-        for parameter in reversed(self.parameters):
+        backwards = self.parameters[::-1]
+        whole = [parameter for parameter in backwards if not self._is_shard(parameter)]
+        for parameter in (*whole, *filter(self._is_shard, backwards)):
             dtype = parameter.grad_dtype or parameter.dtype
-            kind = (dtype, parameter.device)
+            kind = (dtype, parameter.device, self._is_shard(parameter))
             size = parameter.numel() * dtype.itemsize
+            ranks = self._ranks_of(parameter)
+            if ranks.size == 1:
+                continue
             if kind not in open_group or room[kind] < size:
                 open_group[kind] = []
-                groups.append(open_group[kind])
+                groups.append((open_group[kind], ranks))
                 room[kind] = self._cap
             open_group[kind].append(parameter)
             room[kind] -= size
         last = len(groups) - 1
-        self._buckets = [Bucket(i, group, i == last) for i, group in enumerate(groups)]
+        self._buckets = [
+            Bucket(i, group, i == last, ranks) for i, (group, ranks) in enumerate(groups)
+        ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters()}
+
+    def _ranks_of(self, parameter: nn.Parameter) -> _Ranks:
+        """Returns the ranks over which the gradient of a parameter or a shard is reduced."""
+        group = None if self.shards is None else self.shards.reducers(parameter)
+        return _Ranks(self.group, self.size) if group is None else _Ranks(group, group.size())
+
+    def _is_shard(self, parameter: nn.Parameter) -> bool:
+        return self.shards is not None and self.shards.reducers(parameter) is not None
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -172,8 +233,8 @@ class DataParallel:
             again: the step is run for the second time, after `end_step` has raised Redo.
         """
         self._with_gradients = torch.is_grad_enabled()
-        # The other replicas run the step again only if this one reduces with them.
-        together = not again or self._reduces()
+        # The other replicas run the step again only if they had to hear of it.
+        together = not again or self._tells()
         source = self.join.begin_step() if self._with_gradients and together else None
         self._begin(sums, divisor, source)
 
@@ -216,20 +277,23 @@ class DataParallel:
             SMPPeerError: the step failed on another replica; gradients are as before it.
         """
         succeeded = not (failure or redo)
-        if not self._with_gradients or not self._reduces():
+        if not self._tells():
             totals = {p: self._own(p) if succeeded else self._old[p] for p in self.parameters}
             if self._with_gradients and succeeded:
                 self._steps += 1
         else:
-            self._steps += 1
             totals, redo = self._reduce(failure, redo)
-            if redo:
-                self._steps -= 1  # it is run again, and counts once
+            if self._with_gradients and not redo:
+                self._steps += 1  # one that is run again counts once
         self._old = {}
         for parameter, total in totals.items():
             parameter.grad = total
         if redo:
             raise Redo
+
+    def _tells(self) -> bool:
+        """Says whether the replicas tell each other at the end of this step how it went."""
+        return self.shards is not None or self._reduces()
 
     def _reduces(self) -> bool:
         return self.size > 1 and self._with_gradients and (self._steps + 1) % self._passes == 0
@@ -267,9 +331,7 @@ class DataParallel:
     ) -> tuple[dict[nn.Parameter, torch.Tensor | None], bool]:
         """Reduces all sums; returns the gradients, and whether to run the step again."""
         source = (lambda _: None) if failure or redo else self._total
-        for bucket in self._buckets[self._next :]:
-            self._launch(bucket, source)
-        reduced = self._collected()
+        reduced = self._over_replicas(source, self._next)
         # The flags: has the step failed here, has it to be run again, are there late additions,
         # and which parameters were used.
         used = [self._sums.used(p) or self._old[p] is not None for p in self.parameters]
@@ -285,11 +347,27 @@ class DataParallel:
             return dict(self._old), False
         if late:
             self._prepare()
-            for bucket in self._buckets:
-                self._launch(bucket, self._late)
-            for parameter, addition in self._collected().items():
-                reduced[parameter] = reduced[parameter] + addition
+            for parameter, addition in self._over_replicas(self._late, 0).items():
+                if addition is not None:
+                    before = reduced[parameter]
+                    reduced[parameter] = addition if before is None else before + addition
         return self._of_used(reduced, used_somewhere), False
+
+    def _over_replicas(
+        self, source: Callable[[nn.Parameter], torch.Tensor | None], first: int
+    ) -> dict[nn.Parameter, torch.Tensor | None]:
+        """Returns what `source` gives for each parameter, reduced over replicas if this step does.
+
+        Args:
+            source: returns a gradient of this replica; called in the same order on all replicas.
+            first: the first bucket that has not been launched.
+        """
+        if not self._reduces():
+            return {parameter: source(parameter) for parameter in self.parameters}
+        for bucket in self._buckets[first:]:
+            self._launch(bucket, source)
+        alone = [p for p in self.parameters if p not in self._bucket_of]
+        return {**{parameter: source(parameter) for parameter in alone}, **self._collected()}
 
     def _anywhere(self, flags: Sequence[bool]) -> list[int]:
         """Returns for each flag whether it is set on any replica."""
@@ -300,7 +378,7 @@ class DataParallel:
         return found
 
     def _of_used(
-        self, reduced: dict[nn.Parameter, torch.Tensor], used: Sequence[int]
+        self, reduced: Mapping[nn.Parameter, torch.Tensor | None], used: Sequence[int]
     ) -> dict[nn.Parameter, torch.Tensor | None]:
         """Returns the gradients; None for each parameter that no replica has used."""
         return {
@@ -324,7 +402,7 @@ class DataParallel:
         if self.hook is not None:
             bucket.work = self.hook(bucket)
         else:
-            bucket.work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
+            bucket.work = dist.all_reduce(bucket.buffer(), group=bucket.ranks.group, async_op=True)
 
     def _collected(self) -> dict[nn.Parameter, torch.Tensor]:
         """Waits for all buckets; returns the reduced gradient of each parameter.
@@ -340,7 +418,7 @@ class DataParallel:
                 if flat is not bucket.buffer():
                     bucket.buffer().copy_(flat.view(-1))
             else:
-                bucket.buffer().div_(self.size)
+                bucket.buffer().div_(bucket.ranks.size)
             pieces = bucket.gradients()
             for parameter, piece in zip(bucket.parameters(), pieces, strict=True):
                 found[parameter] = piece if self._views else piece.clone()

@@ -23,9 +23,6 @@ END = "<!-- end of keys -->"
 _PLACEMENTS = ["spread", "cluster", *("".join(p) for p in itertools.permutations("DPT"))]
 
 
-_WHOLE = "parameters are not divided"
-
-
 @dataclasses.dataclass(frozen=True)
 class Key:
     """One configuration key.
@@ -245,21 +242,35 @@ KEYS: tuple[Key, ...] = (
         "sharded_data_parallel_degree",
         "positive",
         1,
-        "Divide parameters, gradients and optimizer state over so many replicas.",
-        (),
-        "every replica keeps all of them; gradients are clipped as with the feature",
+        "Divide parameters, gradients and optimizer state over so many replicas (a divisor of "
+        "their number); needs `ddp` and one partition.",
     ),
     Key(
         "sdp_reduce_bucket_size",
         "positive",
         int(5e8),
-        "Elements of a bucket, for sharding.",
-        (),
-        _WHOLE,
+        "For sharding: gradients of so many elements are reduced together.",
     ),
-    Key("sdp_param_persistence_threshold", "count", int(1e6), "For sharding.", (), _WHOLE),
-    Key("sdp_max_live_parameters", "positive", int(1e9), "For sharding.", (), _WHOLE),
-    Key("sdp_hierarchical_allgather", "bool", True, "For sharding.", (), _WHOLE),
+    Key(
+        "sdp_param_persistence_threshold",
+        "count",
+        int(1e6),
+        "For sharding: parameters with fewer elements stay whole on every rank.",
+    ),
+    Key(
+        "sdp_max_live_parameters",
+        "positive",
+        int(1e9),
+        "For sharding: no parameter is gathered before it is needed if more elements than this "
+        "would be gathered then.",
+    ),
+    Key(
+        "sdp_hierarchical_allgather",
+        "bool",
+        True,
+        "Accepted, without effect: the smddp backend itself gathers in two levels, between nodes "
+        "and inside each node; other backends gather as they do.",
+    ),
     Key(
         "sdp_gradient_clipping",
         "number",

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.job.topology import Topology
 
-__all__ = ["Groups", "timeout_of"]
+__all__ = ["Groups", "ShardingGroups", "timeout_of"]
 
 _KINDS = ("mp", "dp", "tp", "pp", "rdp")
+
+
+class ShardingGroups(NamedTuple):
+    """The process groups of sharded data parallelism.
+
+    Attributes:
+        parameters: the ranks that share the parameters, for gathers.
+        gradients: the same ranks, for sums of gradients, which do not wait for gathers.
+        across: the ranks that have the same part, one of each sharding group.
+    """
+
+    parameters: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    across: dist.ProcessGroup
 
 
 class Groups:
@@ -25,9 +40,10 @@ class Groups:
         pipeline: the ranks of the pipeline, for its messages.
         order: this rank's order group, for its messages; None if no ranks have to agree on an
             order.
+        sharding: those of sharded data parallelism; None without it.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, sharding_degree: int = 1) -> None:
         world = dist.group.WORLD
         assert world is not None
         timeout = timeout_of(world)
@@ -46,6 +62,13 @@ class Groups:
         self.order: dist.ProcessGroup | None = None
         if topology.order_size > 1:
             self.order = _new_group(tuple(topology.order_groups()), topology.rank, timeout)
+        self.sharding: ShardingGroups | None = None
+        if sharding_degree > 1:
+            parts = tuple(topology.sharding_groups(sharding_degree))
+            across = tuple(topology.groups_across(sharding_degree))
+            self.sharding = ShardingGroups(
+                *(_new_group(sets, topology.rank, timeout) for sets in (parts, parts, across))
+            )
 
     def of(self, kind: str) -> dist.ProcessGroup:
         """Returns this rank's group of a kind, which is a value of `CommGroup`, such as "pp"."""

@@ -81,7 +81,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     if owns:
         _bring_up(cfg, rank, size)
     _compare(cfg)
-    state.fill(cfg, topology, Groups(topology), owns)
+    state.fill(cfg, topology, Groups(topology, cfg.sharded_data_parallel_degree), owns)
     atexit.register(shutdown)
     if rank == 0:
         _make_log_visible()

@@ -127,6 +127,22 @@ class Topology:
             for first in range(0, len(members), size)
         ]
 
+    def sharding_groups(self, degree: int) -> list[tuple[int, ...]]:
+        """Returns the groups of `degree` replicas that share their parameters, as ranks of the job.
+
+        Args:
+            degree: divides the size of the dp groups.
+        """
+        return [
+            members[begin : begin + degree]
+            for members in self.groups("dp")
+            for begin in range(0, len(members), degree)
+        ]
+
+    def groups_across(self, degree: int) -> list[tuple[int, ...]]:
+        """Returns the groups of ranks with the same part, one of each of `sharding_groups`."""
+        return [members[first::degree] for members in self.groups("dp") for first in range(degree)]
+
     def rank_in(self, kind: str) -> int:
         """Returns the position of this rank in its group of a kind."""
         return self.members(kind).index(self.rank)

@@ -177,8 +177,8 @@ class DistributedModel(ModelQueries):
                     "function decorated with smp.step"
                 )
             torch.autograd.backward(self._scaled(roots), given)
-            if self.runtime.masters is not None:
-                self.runtime.masters.note_new_gradients()
+            if self.runtime.stand_ins is not None:
+                self.runtime.stand_ins.note_new_gradients()
             return
         frame = task.frame
         roots = self._scaled([force(root) for root in roots])
@@ -195,8 +195,8 @@ class DistributedModel(ModelQueries):
             executor.enter(frame, True)
 
     def _scaled(self, roots: list[torch.Tensor]) -> list[torch.Tensor]:
-        masters = self.runtime.masters
-        scale = 1.0 if masters is None else masters.scaler.loss_scale
+        stand_ins = self.runtime.stand_ins
+        scale = 1.0 if stand_ins is None else stand_ins.scaler.loss_scale
         return roots if scale == 1 else [root.float() * scale for root in roots]
 
     def state_dict(self, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
@@ -236,8 +236,8 @@ class DistributedModel(ModelQueries):
             SMPPeerError: a partial one is loaded, and a rank of the pipeline has not called this.
         """
         result = self.runtime.model_state.load(state_dict, strict, same_partition_load)
-        if self.runtime.masters is not None:
-            self.runtime.masters.copy_from_parameters()
+        if self.runtime.stand_ins is not None:
+            self.runtime.stand_ins.copy_from_parameters()
         return result
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
@@ -265,8 +265,9 @@ class DistributedModel(ModelQueries):
                 shape and dtype of `bucket.buffer()`.
 
         Raises:
-            SMPUsageError: `ddp` or `overlapping_allreduce` is off.
+            SMPUsageError: `ddp` or `overlapping_allreduce` is off, or parameters are sharded.
         """
+        self._refuse_with_sharding("register_comm_hook", "a hook gets whole gradients")
         if not _with_ddp() or not self.runtime.data_parallel.overlap:
             raise SMPUsageError(
                 "register_comm_hook needs ddp in the configuration and overlapping_allreduce"
@@ -277,9 +278,11 @@ class DistributedModel(ModelQueries):
         """Returns a context in which replicas may have different numbers of batches.
 
         Raises:
-            SMPUsageError: `ddp` is off in the configuration, `shard_optimizer_state` is on, or
-                replicas run their tasks in one order (`deterministic_server`).
+            SMPUsageError: `ddp` is off in the configuration, `shard_optimizer_state` is on,
+                parameters are sharded, or replicas run their tasks in one order
+                (`deterministic_server`).
         """
+        self._refuse_with_sharding("join()", "every replica is needed to gather parameters")
         if not _with_ddp():
             raise SMPUsageError("join() needs ddp in the configuration")
         if state.cfg.shard_optimizer_state:
@@ -294,6 +297,20 @@ class DistributedModel(ModelQueries):
             )
         return self.runtime.data_parallel.join.context()
 
+    def _refuse_with_sharding(self, what: str, why: str) -> None:
+        if self.runtime.sharding is not None:
+            raise SMPUsageError(
+                f"{what} does not work with sharded_data_parallel_degree greater than 1: {why}"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all gradients on this rank; see nn.Module."""
+        super().zero_grad(set_to_none)
+        if self.partitioned:
+            for parameter in self.runtime.optimised():
+                if parameter.grad is not None:
+                    parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
+
     def cpu(self) -> DistributedModel:
         """Gathers all parameters and buffers on every rank of the pipeline, in host memory.
 
@@ -302,7 +319,9 @@ class DistributedModel(ModelQueries):
 
         Raises:
             SMPPeerError: a rank has not called it within the timeout of the process group.
+            SMPUsageError: parameters are sharded.
         """
+        self._refuse_with_sharding("model.cpu()", "use model.state_dict() for whole parameters")
         if self.partitioned:
             self.runtime.model_state.gather_in_place()
         return self
@@ -331,9 +350,15 @@ class DistributedModel(ModelQueries):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Applies a function to what lives here; `to`, `float` and the like call this."""
-        if not self.partitioned or self.runtime.executor.size == 1:
+        sharding = self.runtime.sharding
+        alone = self.runtime.executor.size == 1 and sharding is None
+        if not self.partitioned or alone:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for parameter in self.runtime.placement.parameters():
+            entry = None if sharding is None else sharding.entry(parameter)
+            if entry is not None:
+                entry.apply(fn)
+                continue
             parameter.data = fn(parameter.data)
             if parameter.grad is not None:
                 parameter.grad = fn(parameter.grad)

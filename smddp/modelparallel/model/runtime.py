@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
-from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
+from smddp.modelparallel.common.errors import SMPError, SMPPeerError, SMPUsageError
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.data_parallel.replicas import abstain, agree
@@ -24,7 +24,8 @@ from smddp.modelparallel.job.groups import timeout_of
 from smddp.modelparallel.job.state import State
 from smddp.modelparallel.model.activation_checkpoints import ActivationCheckpoints
 from smddp.modelparallel.model.state_dict import ModelState
-from smddp.modelparallel.optimizer.half import MasterWeights, convert, half_precision
+from smddp.modelparallel.optimizer.half import convert, half_precision
+from smddp.modelparallel.optimizer.stand_ins import StandIns
 from smddp.modelparallel.partition.decide import decide_and_report
 from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.executor import Executor
@@ -34,6 +35,7 @@ from smddp.modelparallel.pipeline.order_group import OrderGroup
 from smddp.modelparallel.pipeline.outlook import Outlook
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
+from smddp.modelparallel.sharding.sharding import Sharding
 
 __all__ = ["ModelRuntime"]
 
@@ -57,6 +59,7 @@ class ModelRuntime:
         device: of the parameters and buffers that live here.
         buffers: those that live here; none before the model is divided.
         half: the half-precision dtype in which the model computes; None for full precision.
+        sharding: divides parameters over replicas; None without sharded data parallelism.
     """
 
     def __init__(
@@ -103,10 +106,23 @@ class ModelRuntime:
             modules.offloader = Offloader(plan, self._memory)
         topology = state.topology
         self.placement = Placement(modules, topology.rank_in("pp"), topology.pp_size)
-        self.model_state = ModelState(module, self.placement)
         manual = not state.cfg.auto_partition
         self.checkpoints = ActivationCheckpoints(modules, manual, topology.rank == 0)
+        self.sharding: Sharding | None = None
         self._sum = GradientSum(data_parallel.final)
+        cfg = state.cfg
+        if state.groups.sharding is not None:
+            self.sharding = data_parallel.shards = Sharding(
+                state.groups.sharding,
+                modules,
+                data_parallel.final,
+                data_parallel.group,
+                cfg.sdp_param_persistence_threshold,
+                cfg.sdp_max_live_parameters,
+                cfg.sdp_reduce_bucket_size,
+            )
+            self._sum = self.sharding.sums
+        self.model_state = ModelState(module, self.placement, self.sharding)
         # Not plain dicts: the handles keep weak references to them.
         self._hooks: dict[str, OrderedDict[int, Callable[..., Any]]] = {
             "partition": OrderedDict(),
@@ -219,7 +235,8 @@ class ModelRuntime:
             task.frame = frame
 
     def _apply(self, decision: Decision) -> None:
-        self.placement.apply(decision, self.device)
+        divides = None if self.sharding is None else self.sharding.divides
+        self.placement.apply(decision, self.device, divides)
         self.checkpoints.apply()
         local = self.placement.parameters()
         for parameter in local:
@@ -231,9 +248,9 @@ class ModelRuntime:
             self.buffers.save()
             self.executor.modules.replaced = self.buffers.was_replaced
         self._unplaced = None
-        self.data_parallel.adopt(local, self.buffers)
+        self.data_parallel.adopt(local, self.buffers, self.device)
         for optimizer in self._state.current_optimizers():
-            optimizer._smp_state.adopt(self.placement)
+            optimizer._smp_state.adopt(self.placement, self.sharding)
         # Hooks ask what lives here, so this comes before them. The messages that were kept until
         # now make tasks, which run only when the hooks have ended: this task has the baton.
         self.executor.set_divided()
@@ -282,12 +299,16 @@ class ModelRuntime:
         self._sum.begin(microbatches)
         divisor = microbatches if self._average else 1
         self.data_parallel.begin_step(self._sum, divisor, again)
+        if self.sharding is not None:
+            self.sharding.gathers.begin_step((name, torch.is_grad_enabled()), again)
         modules.predicts_structures = not again
         modules.in_order = in_order
         modules.buffers_read.clear()
-        # A Redo restores these values. There is none with one partition, or in a second attempt.
-        # There is none in the first step either; `buffers` is empty then, so this saves nothing.
-        if several and not again:
+        # A Redo restores these values. With one partition there is one only if sharded parameters
+        # are gathered by a plan; there is none in a second attempt. There is none in the first step
+        # either; `buffers` is empty then, so this saves nothing.
+        planned = self.sharding is not None and self.sharding.gathers.planned
+        if (several or planned) and not again:
             self.buffers.save()
         if several and not self.divided and self.executor.rank == 0:
             self._unplaced = Buffers(self.module)
@@ -333,6 +354,7 @@ class ModelRuntime:
             SMPPeerError: the step failed on another replica.
         """
         peer_failure: SMPPeerError | None = None
+        gather_failure: SMPError | None = None
         if self._undecided:
             self._undecided = False
             try:
@@ -346,21 +368,33 @@ class ModelRuntime:
         if order_matters is not None:
             before = self._order_matters.get(self._step_name, False)
             self._order_matters[self._step_name] = before or order_matters
-        succeeded = not (failure or redo)
-        if succeeded:
+        if not (failure or redo):
             self._sum.end()
+        if self.sharding is not None:
+            try:
+                redo |= self.sharding.end_step(bool(failure or redo))
+            except SMPError as error:
+                if not failure:
+                    gather_failure, failure = error, summary(error)
+        succeeded = not (failure or redo)
         try:
             self.data_parallel.end_step(failure, redo)
+            if self.sharding is not None and succeeded:
+                self.sharding.gathers.accept()
         except Redo:
             self.buffers.restore()
             raise
         finally:
             self._sum.release()
+            if self.sharding is not None:
+                self.sharding.gathers.leave_step()
         if peer_failure is not None:
             raise peer_failure
+        if gather_failure is not None:
+            raise gather_failure
         if succeeded:
-            if self.masters is not None:
-                self.masters.note_new_gradients()
+            if self.stand_ins is not None:
+                self.stand_ins.note_new_gradients()
             self._warn_of_nothing_offloaded()
             self._run_hooks("step")
 
@@ -413,14 +447,26 @@ class ModelRuntime:
     def end_microbatch(self, microbatch: int) -> None:
         """Notes that a microbatch gives no more gradients here."""
         self._sum.end_microbatch(microbatch)
+        if self.sharding is not None:
+            self.sharding.end_microbatch()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has left in `Parameter.grad`."""
         task = self.executor.baton.task
+        entry = None if self.sharding is None else self.sharding.entry(parameter)
         if task is None:
+            if entry is not None:
+                raise SMPUsageError(
+                    "with sharded data parallelism, call the model and model.backward inside a "
+                    "function decorated with smp.step"
+                )
             self.data_parallel.outside_step(parameter)
             return
-        gradient, parameter.grad = parameter.grad, None
+        gradient: torch.Tensor | None
+        if entry is not None and self.sharding is not None:
+            gradient = self.sharding.take_gradient(entry)
+        else:
+            gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         frame = task.frame
         self._sum.add(parameter, frame.microbatch, gradient, frame.path)
@@ -441,11 +487,16 @@ class ModelRuntime:
         for hook in hooks.values():
             hook(self._model(), self._state.current_optimizer())
 
+    def optimised(self) -> list[nn.Parameter]:
+        """Returns what gets gradients on this rank: the parameters here, or their shards."""
+        local = self.placement.parameters()
+        return local if self.sharding is None else [self.sharding.local(p) for p in local]
+
     @property
-    def masters(self) -> MasterWeights | None:
-        """The master weights of the last optimizer; None without half precision."""
+    def stand_ins(self) -> StandIns | None:
+        """What the last optimizer has in place of parameters; None if it has the parameters."""
         optimizer = self._state.current_optimizer()
-        return None if optimizer is None else optimizer._smp_state.masters
+        return None if optimizer is None else optimizer._smp_state.stand_ins
 
 
 def _executor(state: State) -> Executor:

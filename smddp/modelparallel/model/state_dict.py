@@ -10,11 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
+from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.delayed.life import with_values
 from smddp.modelparallel.job.meeting import together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.partition.placement import MARKER, Placement
 from smddp.modelparallel.pipeline.remote_tensor import give_values
+from smddp.modelparallel.sharding.joined import SHARDS, form_of, united
+from smddp.modelparallel.sharding.sharding import Sharding
 
 __all__ = ["ModelState"]
 
@@ -22,14 +25,16 @@ __all__ = ["ModelState"]
 class ModelState:
     """Makes and loads state dicts of a DistributedModel, with the model's original names."""
 
-    def __init__(self, module: nn.Module, placement: Placement) -> None:
+    def __init__(self, module: nn.Module, placement: Placement, sharding: Sharding | None) -> None:
         self._module = module
         self._placement = placement
+        self._sharding = sharding
 
     def full(self, only_rank_0: bool) -> dict[str, Any]:
         """Returns all entries; each value comes from the rank that owns it.
 
-        All ranks of the pipeline have to call it.
+        All ranks of the pipeline have to call it; with sharded data parallelism, also those of the
+        sharding group.
 
         Args:
             only_rank_0: of the job; the others get an empty dict.
@@ -41,16 +46,24 @@ class ModelState:
             group = state.groups.of("pp")
             with together("state_dict", group):
                 self._tell_forms(group)
-                local: dict[str, Any] = self._module.state_dict()
+                local = self._entries()
                 for name, value in local.items():
                     local[name] = self._gathered(name, value, group)
         else:
-            local = self._module.state_dict()
-            for name, value in local.items():
-                local[name] = with_values(value)
+            local = self._entries()
         if only_rank_0 and state.topology.rank != 0:
             return {}
         return local
+
+    def _entries(self) -> dict[str, Any]:
+        """Returns the module's own state dict, with the values of sharded parameters."""
+        sharding = self._sharding
+        if sharding is None or not sharding.entries:
+            own = self._module.state_dict()
+            return {name: with_values(value) for name, value in own.items()}
+        kept = self._module.state_dict(keep_vars=True)
+        with together("state_dict", sharding.groups.parameters):
+            return {name: _detached(value) for name, value in sharding.replace(kept).items()}
 
     def _tell_forms(self, group: dist.ProcessGroup) -> None:
         """Tells all ranks the forms of all buffers; after a failed step they may not know them."""
@@ -75,28 +88,38 @@ class ModelState:
         return value
 
     def local(self) -> dict[str, Any]:
-        """Returns the entries that live here, with `MARKER`."""
-        entries = {
-            name: with_values(value)
-            for name, value in self._module.state_dict().items()
-            if self._placement.owner_of_entry(name) == self._placement.rank
-        }
-        return {**entries, MARKER: True}
+        """Returns the entries that live here, with `MARKER`.
+
+        With sharded data parallelism, the shards of parameters, and with `SHARDS` what they are.
+        """
+        entries: dict[str, Any] = {}
+        forms: dict[str, Any] = {}
+        for name, value in self._module.state_dict(keep_vars=True).items():
+            if self._placement.owner_of_entry(name) != self._placement.rank:
+                continue
+            entry = None if self._sharding is None else self._sharding.entry(value)
+            if entry is not None:
+                forms[name] = form_of(entry)
+            entries[name] = _detached(with_values(value) if entry is None else entry.shard)
+        return {**entries, **({SHARDS: forms} if forms else {}), MARKER: True}
 
     def load(self, given: Mapping[str, Any], strict: bool, same_partition: bool) -> Any:
         """Loads a full or partial state dict.
 
         Arguments, result and errors are those of `DistributedModel.load_state_dict`.
         """
-        entries = {name: value for name, value in given.items() if name != MARKER}
+        entries = {name: value for name, value in given.items() if name not in (MARKER, SHARDS)}
         # Before the model is divided it is not known what lives here, so all parts are loaded.
         alone = bool(given.get(MARKER)) and same_partition and self._placement.divided
-        if given.get(MARKER) and not alone:
-            merged: dict[str, Any] = {}
-            for part in self._parts(entries):
-                merged.update(part)
-            entries = merged
-        names = list(self._module.state_dict())
+        if given.get(MARKER):
+            if self._sharding is not None or SHARDS in given:
+                entries = self._joined(entries, given.get(SHARDS, {}))
+            if not alone:
+                merged: dict[str, Any] = {}
+                for part in self._parts(entries):
+                    merged.update(part)
+                entries = merged
+        names = list(self._module.state_dict(keep_vars=True))
         # Some files hold a shared parameter under only one of its names.
         for same in self._shared():
             present = next((name for name in same if name in entries), None)
@@ -116,6 +139,19 @@ class ModelState:
         }
         self._module.load_state_dict(local, strict=False)
         return IncompatibleKeys(missing, unexpected)
+
+    def _joined(self, entries: dict[str, Any], forms: dict[str, Any]) -> dict[str, Any]:
+        """Returns whole entries in place of the shards of the sharding group."""
+        if self._sharding is None:
+            raise SMPUsageError(
+                "the partial state dict is one of sharded data parallelism: load it with "
+                "smp.resume_from_checkpoint, or in a job with the same sharded_data_parallel_degree"
+            )
+        group = self._sharding.groups.parameters
+        parts: list[Any] = [None] * group.size()
+        with together("model.load_state_dict with a partial state dict", group):
+            dist.all_gather_object(parts, (entries, forms), group=group)
+        return united([part for part, _ in parts], [form for _, form in parts])
 
     def _shared(self) -> list[list[str]]:
         """Returns the names of each parameter that has several."""
@@ -149,3 +185,7 @@ class ModelState:
             for name, tensor in tensors.items():
                 give_values(tensor, self._gathered(name, tensor, group).cpu())
         self._placement.gathered = True
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from smddp.modelparallel.job.state import state
+from smddp.modelparallel.optimizer.clipping import largest
 
 __all__ = ["GradScaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Does what `torch.amp.GradScaler` does; all ranks of a pipeline skip a step together.
+    """Does what `torch.amp.GradScaler` does; all ranks of a replica skip a step together.
 
     Scripts call `scale` inside the step, on one rank, and `step` and `update` on all ranks.
 
@@ -41,10 +40,8 @@ class GradScaler(torch.amp.GradScaler):
         total = torch.zeros((), device=device)
         for value in found.values():
             total = total + value.to(device)
-        if state.initialized and state.topology.size_of("mp") > 1:
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=state.groups.of("mp"))
         found.clear()
-        found[device] = total
+        found[device] = largest(total)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Calls the optimizer's step unless a gradient is infinite on any rank."""

@@ -1,48 +1,103 @@
-"""The norm of the gradients of all partitions, and clipping by it."""
+"""The norm of the gradients of the whole model, and clipping by it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.sharding.shard import Shard
 
-__all__ = ["clip_grad_norm", "global_norm"]
+__all__ = ["clip_grad_norm", "global_norm", "largest", "whole_norm"]
 
 
-def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Returns the norm of the gradients of all ranks of the pipeline; all of them have to call it.
+def largest(value: torch.Tensor) -> torch.Tensor:
+    """Returns the maximum of a tensor over the ranks that share one replica of the model."""
+    if state.initialized and state.topology.size_of("mp") > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=state.groups.of("mp"))
+    if state.initialized and state.groups.sharding is not None:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=state.groups.sharding.gradients)
+    return value
+
+
+def whole_norm(tensor: torch.Tensor, like: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
+    """Returns the norm of a tensor; if it belongs to a shard, that of all shards together.
 
     Args:
-        gradients: those of this rank, of any shapes and floating-point dtypes.
+        tensor: of this rank, with the shape of a parameter or a shard.
+        like: that parameter or shard. All ranks that share it have to call this.
+        norm_type: 2, or inf for the largest absolute value.
+    """
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type)
+    return _over_group(norm, norm_type, like.group) if isinstance(like, Shard) else norm
+
+
+def _over_group(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns the norm of what the ranks of a group have, from the norm of each."""
+    if norm_type == float("inf"):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        return norm
+    # With 0, the norm is a number of gradients already.
+    power = norm_type or 1.0
+    total = norm**power
+    dist.all_reduce(total, group=group)
+    return total ** (1.0 / power)
+
+
+def _norm_of_shards(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Returns the norm of gradients that are divided over the sharding group."""
+    assert state.groups.sharding is not None
+    group = state.groups.sharding.gradients
+    if norm_type == 0:
+        # A gradient counts once if any rank has an element other than 0.
+        counts = torch.stack([gradient.count_nonzero() for gradient in gradients])
+        dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+        return counts.count_nonzero().float()
+    total = torch.nn.utils.get_total_norm(gradients, norm_type).float()
+    return _over_group(total, norm_type, group)
+
+
+def global_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
+    """Returns the norm of the gradients of the whole model, each counted once.
+
+    All ranks of the pipeline have to call it; with sharded data parallelism, of the sharding group.
+
+    Args:
+        parameters: those of this rank, and shards; those without a gradient count as zeros.
         norm_type: the p of the p-norm; inf for the largest absolute value. As in torch, 0 counts
             the gradients that have an element other than 0.
 
     Returns:
-        A tensor without dimensions; in fp32 if there are several partitions.
+        A tensor without dimensions; in fp32 if several ranks share the model.
 
     Raises:
         SMPUsageError: norm_type is negative.
     """
     if not norm_type >= 0:
         raise SMPUsageError(f"norm_type must be at least 0, not {norm_type}")
-    total = torch.nn.utils.get_total_norm(gradients, norm_type)
+    found = [(p, p.grad) for p in parameters if p.grad is not None]
+    total = torch.nn.utils.get_total_norm(
+        [gradient for parameter, gradient in found if not isinstance(parameter, Shard)], norm_type
+    )
     model = state.current_model()
-    if model is None or state.topology.pp_size == 1:
+    if model is None:
         return total
-    group = state.groups.of("pp")
+    shards = [gradient for parameter, gradient in found if isinstance(parameter, Shard)]
+    if shards:
+        of_shards = _norm_of_shards(shards, norm_type)
+        total = total.to(of_shards.device, torch.float32)
+        if norm_type == 0:
+            total = total + of_shards
+        else:
+            total = torch.linalg.vector_norm(torch.stack([total, of_shards]), norm_type)
+    if state.topology.pp_size == 1:
+        return total
     total = total.to(model.runtime.device, torch.float32)
-    if norm_type == float("inf"):
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
-        return total
-    # With 0, the total is a number of gradients already.
-    power = norm_type or 1.0
-    total = total**power
-    dist.all_reduce(total, group=group)
-    return total ** (1.0 / power)
+    return _over_group(total, norm_type, state.groups.of("pp"))
 
 
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -72,15 +127,16 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
             "gradients can be clipped only outside the function decorated with smp.step: there "
             "they are complete"
         )
-    masters = model.runtime.masters
-    if masters is None:
-        gradients = [p.grad for p in model.local_parameters() if p.grad is not None]
-    else:
-        gradients = masters.gradients()
-        if masters.overflow:
+    parameters = model.runtime.optimised()
+    stand_ins = model.runtime.stand_ins
+    if stand_ins is not None and stand_ins.half:
+        stand_ins.prepare()
+        if stand_ins.overflow:
             return torch.tensor(-1.0)
-    total = global_norm(gradients, norm_type)
+        parameters = stand_ins.masters()
+    total = global_norm(parameters, norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
     return total

@@ -18,10 +18,13 @@ from smddp.modelparallel.delayed.life import come_to_life
 from smddp.modelparallel.job.meeting import together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.clipping import clip_grad_norm
-from smddp.modelparallel.optimizer.half import MasterWeights, half_precision
+from smddp.modelparallel.optimizer.half import half_precision
 from smddp.modelparallel.optimizer.loss_scale import make_scaler
 from smddp.modelparallel.optimizer.shards import SHARD, Shards, check_complete
+from smddp.modelparallel.optimizer.stand_ins import StandIns
 from smddp.modelparallel.partition.placement import MARKER, Placement
+from smddp.modelparallel.sharding.joined import SHARDS, form_of, united
+from smddp.modelparallel.sharding.sharding import Sharding
 
 __all__ = ["FP16_STATES", "DistributedOptimizer", "merged"]
 
@@ -75,16 +78,20 @@ class DistributedOptimizer(metaclass=_IsPatched):
         if hasattr(optimizer, "_smp_state"):
             raise SMPUsageError("the optimizer is a smp.DistributedOptimizer already")
         scaler = make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
-        masters = None
-        if half_precision() is not None:
-            masters = MasterWeights(optimizer, scaler)
-        elif (dynamic_loss_scale or scaler.loss_scale != 1) and state.topology.rank == 0:
+        half, sharded = half_precision() is not None, state.groups.sharding is not None
+        if sharded:
+            _refuse_by_class(optimizer)
+        stand_ins = None
+        if half or sharded:
+            used = scaler if half else make_scaler(1.0, False, {})
+            stand_ins = StandIns(optimizer, used, half)
+        if not half and (dynamic_loss_scale or scaler.loss_scale != 1) and state.topology.rank == 0:
             warnings.warn(
                 "smp.DistributedOptimizer scales losses only with fp16: True in the configuration; "
                 "with torch.autocast, use smp.amp.GradScaler",
                 stacklevel=2,
             )
-        helper = _State(optimizer, masters)
+        helper = _State(optimizer, stand_ins)
         model = state.current_model()
         if model is not None:
             helper.check(model)
@@ -96,15 +103,33 @@ class DistributedOptimizer(metaclass=_IsPatched):
         if helper.counted is not None:
             step = functools.partial(_patches.step, optimizer)
             optimizer.step = functools.update_wrapper(step, helper.counted)
-        if masters is not None:
-            _add_names_of_fp16(optimizer, masters)
+        if stand_ins is not None:
+            if hasattr(optimizer, "add_param_group"):
+                add = types.MethodType(_patches.add_param_group, optimizer)
+                optimizer.add_param_group = add
+            if half:
+                _add_names_of_fp16(optimizer, stand_ins)
         state.optimizers.append(weakref.ref(optimizer))
         if model is not None and model.partitioned:
-            helper.adopt(model.runtime.placement)
+            helper.adopt(model.runtime.placement, model.runtime.sharding)
         return optimizer
 
 
-def _add_names_of_fp16(optimizer: Any, masters: MasterWeights) -> None:
+# Optimizers of torch that need whole parameters, or the norm of all of them.
+_OF_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+def _refuse_by_class(optimizer: Any) -> None:
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.optim") and kind.__name__ in _OF_WHOLE_PARAMETERS:
+            raise SMPUsageError(
+                f"torch.optim.{kind.__name__} needs whole parameters, and with "
+                "sharded_data_parallel_degree an optimizer has only a part of each: use one that "
+                "updates each element on its own, such as AdamW, or smp.optimizers.FusedLAMB"
+            )
+
+
+def _add_names_of_fp16(optimizer: Any, masters: StandIns) -> None:
     """Adds the attributes that scripts for fp16 use; the names are those of NVIDIA Apex."""
     # In Apex this is the wrapped optimizer; scripts pass it to learning rate schedules.
     optimizer.optimizer = optimizer
@@ -113,11 +138,9 @@ def _add_names_of_fp16(optimizer: Any, masters: MasterWeights) -> None:
     optimizer.fp32_from_fp16_groups = []
     optimizer.clip_master_grads = clip_grad_norm
     optimizer.update_master_grads = masters.update
+    optimizer.zero_grad = masters.zero_grad
     # It ignores update_master_grads: gradients are complete only when the step has ended.
     optimizer.backward = lambda loss, update_master_grads=True: state.current_model().backward(loss)
-    optimizer.zero_grad = masters.zero_grad
-    if hasattr(optimizer, "add_param_group"):
-        optimizer.add_param_group = types.MethodType(_patches.add_param_group, optimizer)
 
 
 class _patches:  # noqa: N801  a namespace of functions that become methods of the optimizer
@@ -143,8 +166,9 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
                 "optimizer.step() has to be outside the function decorated with smp.step: only "
                 "there the gradients of all microbatches are complete"
             )
-        model, masters = state.current_model(), self._smp_state.masters
-        if masters is not None and self is not state.current_optimizer():
+        model, stand_ins = state.current_model(), self._smp_state.stand_ins
+        half = stand_ins is not None and stand_ins.half
+        if half and self is not state.current_optimizer():
             raise SMPUsageError(
                 "with fp16 or bf16 only the last smp.DistributedOptimizer has master weights, and "
                 "a later one was made: give all parameters to one optimizer, in several groups"
@@ -153,7 +177,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             self._smp_state.check(model)
         if state.cfg.sharded_data_parallel_degree > 1:
             self._global_grad_norm = clip_grad_norm(state.cfg.sdp_gradient_clipping)
-        if closure is not None and masters is not None:
+        if closure is not None and half:
             raise SMPUsageError("with fp16 or bf16, optimizer.step() takes no closure")
         arguments = (closure, *args) if closure is not None or args else ()
         return self._smp_state.step(*arguments, **kwargs)
@@ -202,11 +226,11 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
 
     @staticmethod
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """Adds a group as the optimizer's own method does, and makes its master weights."""
+        """Adds a group as the optimizer's own method does, and puts stand-ins into it."""
         type(self).add_param_group(self, param_group)
         model = state.current_model()
         if model is not None and model.partitioned:
-            self._smp_state.adopt(model.runtime.placement)
+            self._smp_state.adopt(model.runtime.placement, model.runtime.sharding)
 
     @staticmethod
     def _param_id_to_index(self: Any) -> Any:
@@ -218,13 +242,13 @@ class _State:
     """Gathers and loads the state of one optimizer.
 
     Attributes:
-        masters: the master weights; None without half precision.
+        stand_ins: what the optimizer has in place of parameters; None if it has the parameters.
         counted: the wrapper that a learning rate schedule has put around `step`; None without one.
         shards: which replica steps which parameter; None if each steps all of them.
     """
 
-    def __init__(self, optimizer: Any, masters: MasterWeights | None) -> None:
-        self.masters = masters
+    def __init__(self, optimizer: Any, stand_ins: StandIns | None) -> None:
+        self.stand_ins = stand_ins
         self.shards = _shards(optimizer)
         self._optimizer = weakref.ref(optimizer)
         # The functions of the class: bound methods would keep the optimizer alive.
@@ -239,7 +263,7 @@ class _State:
         self._checked: tuple[weakref.ref[Any], int] | None = None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Does the optimizer's own step; with half precision, that of the master weights."""
+        """Does the optimizer's own step, on what it has in place of parameters."""
         shards = self.shards
         if shards is None:
             return self._step_whole(*args, **kwargs)
@@ -266,16 +290,20 @@ class _State:
 
     def _step_whole(self, *args: Any, **kwargs: Any) -> Any:
         inner = functools.partial(self._step, self._optimizer(), *args, **kwargs)
-        return inner() if self.masters is None else self.masters.step(inner)
+        return inner() if self.stand_ins is None else self.stand_ins.step(inner)
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Returns the gradients of the optimizer's parameters, also of those that others step."""
-        groups, masters = self._groups(), self.masters
+    def _original(self, parameter: Any) -> Any:
+        """Returns the model's parameter for one of the optimizer."""
+        return parameter if self.stand_ins is None else self.stand_ins.original(parameter)
+
+    def optimised(self) -> list[Any]:
+        """Returns what has the gradients, also of parameters that other replicas step."""
+        groups, stand_ins = self._groups(), self.stand_ins
         if self.shards is None:
             parameters = [parameter for group in groups for parameter in group["params"]]
         else:
             parameters = self.shards.all_parameters(groups)
-        return [p.grad if masters is None else masters.gradient(p) for p in parameters]
+        return parameters if stand_ins is None else [stand_ins.with_gradient(p) for p in parameters]
 
     def check(self, model: Any) -> None:
         """Raises SMPUsageError if a parameter that requires gradients is not the model's."""
@@ -285,8 +313,7 @@ class _State:
         known = {id(parameter) for parameter in model.get_module().parameters()}
         for group in self._groups():
             for parameter in group["params"]:
-                original = parameter if self.masters is None else self.masters.original(parameter)
-                if parameter.requires_grad and id(original) not in known:
+                if parameter.requires_grad and id(self._original(parameter)) not in known:
                     raise SMPUsageError(
                         f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
                         "no parameter of the smp.DistributedModel: smp would neither reduce its "
@@ -305,8 +332,7 @@ class _State:
         numbers: dict[int, int] = {}
         for group in self._groups():
             for parameter in group["params"]:
-                original = parameter if self.masters is None else self.masters.original(parameter)
-                numbers.setdefault(id(original), len(numbers))
+                numbers.setdefault(id(self._original(parameter)), len(numbers))
         return numbers
 
     def local(self, gather: bool = False) -> dict[str, Any]:
@@ -318,8 +344,11 @@ class _State:
         own = dict(self.state_dict())
         mine = self._local_indices()
         own["state"] = {i: entry for i, entry in own["state"].items() if i in mine}
-        if self.masters is not None:
-            own[FP16_STATES] = self.masters.state_dict(self.indices())
+        if self.stand_ins is not None:
+            if self.stand_ins.half:
+                own[FP16_STATES] = self.stand_ins.state_dict(self.indices())
+            if state.groups.sharding is not None:
+                own[SHARDS] = {i: form_of(entry) for i, entry in self._entries().items()}
         own[MARKER] = True
         if self.shards is not None:
             own[SHARD] = self.shards.rank, self.shards.size
@@ -359,20 +388,20 @@ class _State:
                 given = _merged_over(state.groups.of("rdp"), given, call)
             entries = self._whole(given, call)
         entries.pop(MARKER, None)
-        waits = self.masters is not None and model is None
+        waits = self.stand_ins is not None and model is None
         if waits or (model is not None and not model.partitioned):
             self._deferred = entries
             return
         self._load_some(entries, self._local_indices())
 
-    def adopt(self, placement: Placement) -> None:
+    def adopt(self, placement: Placement, sharding: Sharding | None) -> None:
         """Notes which parameters live here; loads what was given before that was known."""
         if self.shards is not None:
             self._assign(placement)
         self._place_first_state(placement)
-        if self.masters is not None:
+        if self.stand_ins is not None:
             steps = (lambda _: True) if self.shards is None else self.shards.steps
-            self.masters.adopt(placement, steps)
+            self.stand_ins.adopt(placement, sharding, steps)
         if self._deferred is not None:
             entries, self._deferred = self._deferred, None
             numbers = self.indices()
@@ -400,16 +429,23 @@ class _State:
         groups: list[dict[str, Any]] = optimizer.param_groups
         return groups
 
+    def _entries(self) -> dict[int, Any]:
+        """Returns the sharded parameters of the optimizer, by number."""
+        return {} if self.stand_ins is None else self.stand_ins.entries(self.indices())
+
     def _load_some(self, entries: Mapping[str, Any], mine: set[int]) -> None:
         if self.shards is not None:
             numbers = self.indices()
             originals = (p for p in self._originals() if not self._steps(p))
             mine = mine - {numbers[id(p)] for p in originals}
         kept = {i: entry for i, entry in entries["state"].items() if i in mine}
+        for i, entry in self._entries().items():
+            if i in kept:
+                kept[i] = entry.cut_state(kept[i])
         rest = {name: value for name, value in entries.items() if name != FP16_STATES}
         self._load(self._optimizer(), {**rest, "state": kept})
-        if self.masters is not None and FP16_STATES in entries:
-            self.masters.load_state_dict(entries[FP16_STATES], self.indices())
+        if self.stand_ins is not None and self.stand_ins.half and FP16_STATES in entries:
+            self.stand_ins.load_state_dict(entries[FP16_STATES], self.indices())
 
     def _local_indices(self) -> set[int]:
         model = state.current_model()
@@ -420,8 +456,7 @@ class _State:
 
     def _originals(self) -> list[Any]:
         """Returns the model's parameters that the optimizer has."""
-        parameters = [p for group in self._groups() for p in group["params"]]
-        return [p if self.masters is None else self.masters.original(p) for p in parameters]
+        return [self._original(p) for group in self._groups() for p in group["params"]]
 
     def _steps(self, parameter: Any) -> bool:
         return self.shards is None or self.shards.steps(parameter)
@@ -434,13 +469,10 @@ class _State:
             what: the call that all of these ranks have to make; for error texts.
         """
         whole = {name: value for name, value in part.items() if name != MARKER}
-        size = state.topology.pp_size
-        if size > 1:
-            group = state.groups.of("pp")
-            parts: list[Any] = [None] * size
-            with together(what, group):
-                dist.all_gather_object(parts, whole, group=group)
-            whole = merged(parts)
+        if state.groups.sharding is not None:
+            whole = merged(_everybody_s(whole, what, state.groups.sharding.parameters))
+        if state.topology.pp_size > 1:
+            whole = merged(_everybody_s(whole, what, state.groups.of("pp")))
         return whole
 
 
@@ -472,19 +504,35 @@ def _merged_over(group: dist.ProcessGroup, part: Mapping[str, Any], what: str) -
     return {**merged(whole or parts), MARKER: True}
 
 
+def _everybody_s(mine: Any, what: str, group: dist.ProcessGroup) -> list[Any]:
+    """Returns what each rank of a group gives."""
+    parts: list[Any] = [None] * group.size()
+    with together(what, group):
+        dist.all_gather_object(parts, mine, group=group)
+    return parts
+
+
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns one state dict made of those of the ranks of a pipeline, or of replicas."""
-    whole = dict(parts[0])
-    whole.pop(SHARD, None)
-    whole["state"] = _union([part["state"] for part in parts])
+    """Returns one state dict made of those of the ranks of a pipeline, or of replicas.
+
+    Raises:
+        ValueError: a shard of a parameter's state is missing.
+    """
+    forms = [part.get(SHARDS, {}) for part in parts]
+    whole = {name: value for name, value in parts[0].items() if name not in (SHARD, SHARDS)}
+    whole["state"] = _union([part["state"] for part in parts], forms)
     if FP16_STATES in whole:
-        masters = _union([part[FP16_STATES]["masters"] for part in parts])
+        masters = _union([part[FP16_STATES]["masters"] for part in parts], forms)
         whole[FP16_STATES] = {**whole[FP16_STATES], "masters": masters}
     return whole
 
 
-def _union(parts: Sequence[Any]) -> dict[int, Any]:
-    """Returns one dict made of several, or of lists of them."""
-    single = [one for part in parts for one in (part if isinstance(part, list) else [part])]
-    found = {number: entry for part in single for number, entry in part.items()}
-    return dict(sorted(found.items(), key=lambda item: item[0]))
+def _union(parts: Sequence[Any], forms: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:
+    """Returns one dict made of several, or of lists of them, with whole tensors for shards."""
+    single = [
+        (one, form)
+        for part, form in zip(parts, forms, strict=True)
+        for one in (part if isinstance(part, list) else [part])
+    ]
+    whole = united([one for one, _ in single], [form for _, form in single])
+    return dict(sorted(whole.items(), key=lambda item: item[0]))

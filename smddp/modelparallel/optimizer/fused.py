@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from smddp.modelparallel.optimizer.clipping import global_norm
+from smddp.modelparallel.optimizer.clipping import global_norm, whole_norm
 
 __all__ = ["FusedAdam", "FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 
@@ -151,10 +151,10 @@ class FusedLAMB(_Optimizer):
     def _begin(self) -> None:
         helper = getattr(self, "_smp_state", None)
         if helper is None:
-            gradients = [p.grad for group in self.param_groups for p in group["params"]]
+            parameters = [p for group in self.param_groups for p in group["params"]]
         else:
-            gradients = helper.gradients()
-        self._norm = global_norm([one for one in gradients if one is not None])
+            parameters = helper.optimised()
+        self._norm = global_norm(parameters)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], own: Any) -> None:
         gradient = parameter.grad
@@ -176,7 +176,7 @@ class FusedLAMB(_Optimizer):
         if decay and group["adam_w_mode"]:
             update += decay * parameter
         if decay or group["use_nvlamb"]:
-            length, step = parameter.norm(), update.norm()
+            length, step = whole_norm(parameter, parameter), whole_norm(update, parameter)
             update *= torch.where((length > 0) & (step > 0), length / step, torch.ones_like(step))
         parameter.add_(update, alpha=-group["lr"])
 
@@ -243,7 +243,7 @@ class FusedNovoGrad(_Optimizer):
         assert gradient is not None
         beta1, beta2 = group["betas"]
         order = 2.0 if group["norm_type"] == 2 else float("inf")
-        norm = torch.linalg.vector_norm(gradient, order)
+        norm = whole_norm(gradient, parameter, order)
         if not own:
             own["exp_avg"] = torch.zeros_like(parameter)
             own["norm"] = torch.zeros_like(norm) if group["init_zero"] else norm.clone()

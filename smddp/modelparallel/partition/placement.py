@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -199,8 +199,18 @@ class Placement:
             )
         self.pins[number] = partition
 
-    def apply(self, decision: Decision, device: torch.device) -> None:
+    def apply(
+        self,
+        decision: Decision,
+        device: torch.device,
+        stays: Callable[[nn.Parameter], bool] | None = None,
+    ) -> None:
         """Applies a decision: moves what lives here to a device, and empties the rest.
+
+        Args:
+            decision: to apply.
+            device: of what lives here.
+            stays: says which parameters stay as they are, because somebody else moves them.
 
         Raises:
             SMPPartitionError: the decision belongs to another model, or divides a shared parameter.
@@ -229,8 +239,9 @@ class Placement:
             home = homes[id(parameter)]
             if home.owner == self.rank:
                 self._local.add(id(parameter))
-                come_to_life(parameter)
-                parameter.data = parameter.data.to(device)
+                if stays is None or not stays(parameter):
+                    come_to_life(parameter)
+                    parameter.data = parameter.data.to(device)
             else:
                 self._homes[id(parameter)] = home
                 become_empty(parameter)

@@ -123,7 +123,7 @@ class Driver:
         number = frame.microbatch
         args, kwargs = self._parts[number]
         seed_all(mix(self._seed, number))
-        with self._ambient.entered():
+        with self._executor.modules.around_task(), self._ambient.entered():
             try:
                 result = self._context.copy().run(self._body.function, *args, **kwargs)
             except Exception as error:

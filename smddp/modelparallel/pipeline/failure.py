@@ -19,6 +19,7 @@ __all__ = [
     "Elsewhere",
     "Failure",
     "OrderMattersError",
+    "PlanChangedError",
     "Redo",
     "StructureChangedError",
     "choose",
@@ -38,6 +39,10 @@ class ArgumentChangedError(Exception):
 
 class OrderMattersError(Exception):
     """Other ranks have read a buffer that the step has changed, while microbatches overlapped."""
+
+
+class PlanChangedError(Exception):
+    """Sharded parameters are needed in another order than in the last step of the function."""
 
 
 class Redo(Exception):  # noqa: N818  not an error of the program
@@ -78,8 +83,8 @@ class Failure(NamedTuple):
         text: class and message of the exception.
         trace: its traceback.
         pickled: the exception itself; None if it does not pickle.
-        redo: the program has no error. What smp had assumed, about a structure, an argument or
-            buffers, was wrong, so the step is run again.
+        redo: the program has no error. What smp had assumed, about a structure, an argument,
+            buffers or the order of parameters, was wrong, so the step is run again.
         order_matters: smp had assumed that no buffer changes that other ranks read.
         elsewhere: the failure of another replica that made this one end the step; None if it has
             failed itself.
@@ -153,7 +158,8 @@ def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
     except Exception:
         pickled = None
     order_matters = isinstance(error, OrderMattersError)
-    redo = order_matters or isinstance(error, (StructureChangedError, ArgumentChangedError))
+    wrong = StructureChangedError, ArgumentChangedError, PlanChangedError
+    redo = order_matters or isinstance(error, wrong)
     return Failure(microbatch, rank, text, trace, pickled, redo, order_matters)
 
 

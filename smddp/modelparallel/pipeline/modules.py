@@ -13,7 +13,7 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from smddp.modelparallel.pipeline.remote_tensor import (
 )
 from smddp.modelparallel.pipeline.services import RankServices
 
-__all__ = ["Findings", "Modules", "difference"]
+__all__ = ["Findings", "Modules", "Surroundings", "difference"]
 
 # For the random numbers of a call; None if it draws none. Of several layers: one for each.
 Seed = int | tuple[int | None, ...] | None
@@ -118,6 +118,16 @@ class Findings(NamedTuple):
         return Findings(structures, frozenset().union(*(one.awaited for one in several)))
 
 
+class Surroundings(Protocol):
+    """What else happens around tasks and around the modules that run on this rank."""
+
+    def around_task(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context for the code of a task that runs forward passes."""
+
+    def around_module(self, number: int) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context for a call of the module with this number."""
+
+
 class Modules:
     """The modules of the model, by number, and who owns them.
 
@@ -133,6 +143,7 @@ class Modules:
             Not in the second attempt of a step.
         in_order: do the microbatches of this step run one after the other?
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
+        surroundings: entered around tasks and modules; None for nothing.
         replaced: a function of the name of a buffer in the model, which lives here: has code ever
             put another tensor in its place?
         recomputed: the modules that have activation checkpointing where they live, by number: do
@@ -154,6 +165,7 @@ class Modules:
         self.in_order = False
         self.buffers_read: set[tuple[int, str]] = set()
         self.replaced: Callable[[str], bool] = lambda _: False
+        self.surroundings: Surroundings | None = None
         self.recomputed: dict[int, bool] = {}
         self.offloader: Offloader | None = None
         self.outlook: Outlook | None = None
@@ -479,23 +491,39 @@ class Modules:
         copied: torch.Tensor = _Detached.apply(buffer, full)
         return copied
 
+    def around_task(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context for the code of a task that runs forward passes."""
+        around = self.surroundings
+        return contextlib.nullcontext() if around is None else around.around_task()
+
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         module = self.by_number[number]
         if method.startswith(_READS):
-            return self._own_value(number, method)
+            return self._surrounded(number, functools.partial(self._own_value, number, method))
         preserve = self.recomputed.get(number) if not method else None
+        function = functools.partial(_original_call, module)
         if method == _RECOMPUTED:
             (args, kwargs), preserve = args
         elif method:
-            return getattr(type(module), method)(module, *args, **kwargs)
+            function = functools.partial(getattr(type(module), method), module)
+        # Both runs of a module with activation checkpointing have the same surroundings.
+        surrounded = functools.partial(self._surrounded, number, function)
         if preserve is None:
-            return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+            return surrounded(*args, **kwargs)
         region = self._regions.get((number, 0, 0))
         if region is None:
             region = Region(f"module {self.names[number]!r}", [module])
             self._regions[number, 0, 0] = region
-        function = functools.partial(_original_call, module)
-        return region.call(function, args, kwargs, preserve, self._keeper())
+        return region.call(surrounded, args, kwargs, preserve, self._keeper())
+
+    def _surrounded(
+        self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a function of a module."""
+        if self.surroundings is None:
+            return function(*args, **kwargs)
+        with self.surroundings.around_module(number):
+            return function(*args, **kwargs)
 
     def _keeper(self) -> Keeper | None:
         """Returns what keeps the arguments of a call that runs here now."""

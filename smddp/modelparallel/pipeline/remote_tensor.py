@@ -35,6 +35,7 @@ __all__ = [
     "RemoteParameter",
     "RemoteTensor",
     "ValueReader",
+    "about",
     "force_argument",
     "give_values",
     "patch_torch",
@@ -169,7 +170,7 @@ class Home(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _about(func: Any) -> tuple[str, bool, bool]:
+def about(func: Any) -> tuple[str, bool, bool]:
     """Returns what is known about a function of torch.
 
     Returns:
@@ -200,7 +201,7 @@ class RemoteTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch with the values if they can be fetched, else without."""
         kwargs = kwargs or {}
-        name, describes, changes = _about(func)
+        name, describes, changes = about(func)
         remote = [value for value in tree_leaves((args, kwargs)) if isinstance(value, RemoteTensor)]
         home = remote[0].home
         in_step = home.reader.in_step()
@@ -426,7 +427,7 @@ class _RemoteView(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, describes, changes = _about(func)
+        name, describes, changes = about(func)
         if describes or func in (torch.autograd.grad, torch.autograd.backward):
             with _WITHOUT():
                 return func(*args, **kwargs)

@@ -311,11 +311,12 @@ class Server:
         self._under_way[frame.microbatch] = self._under_way.get(frame.microbatch, 0) + 1
         run.counted = True
         leaves: dict[TensorId, torch.Tensor] = {}
-        if ambient() == graph.ambient:
-            outputs = self._run_calls(frame, run, leaves)
-        else:
-            with graph.ambient.entered():
+        with self.modules.around_task():
+            if ambient() == graph.ambient:
                 outputs = self._run_calls(frame, run, leaves)
+            else:
+                with graph.ambient.entered():
+                    outputs = self._run_calls(frame, run, leaves)
         if graph.ambient.grad and any(tensor.requires_grad for tensor in outputs.values()):
             ends = {
                 value: get_gradient_edge(tensor)

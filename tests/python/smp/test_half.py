@@ -55,9 +55,17 @@ def loss_of(output: Tensor, x: Tensor) -> Tensor:
 
 
 def plainly(
-    dtype: torch.dtype, scale: float, dynamic: bool, replicas: int, steps: int = STEPS
+    dtype: torch.dtype,
+    scale: float,
+    dynamic: bool,
+    replicas: int,
+    steps: int = STEPS,
+    degree: int = 1,
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """The oracle: returns the model's state and, per step, (overflow, scale after it, norm)."""
+    """The oracle: returns the model's state and, per step, (overflow, scale after it, norm).
+
+    With a degree, gradients of each microbatch are added over so many replicas first.
+    """
     torch.manual_seed(0)
     models = [Net().to(device())]
     for module in models[0].modules():
@@ -70,17 +78,28 @@ def plainly(
     optimizer = torch.optim.Adam(masters, lr=0.1)
     good, told = 0, []
     for step in range(steps):
-        for replica, model in enumerate(models):
+        sums: list[list[Tensor]] = [[] for _ in range(replicas // degree)]
+        for model in models:
             model.load_state_dict(models[0].state_dict())
             model.zero_grad()
-            words, x = batch(step, replica)
-            for part in range(MICROBATCHES):
+        for part in range(MICROBATCHES):
+            for replica, model in enumerate(models):
+                words, x = batch(step, replica)
                 rows = slice(4 * part, 4 * part + 4)
                 output = model(words[rows], x[rows].to(dtype)).float()
                 (loss_of(output, x[rows]) * scale).backward()
+            if degree == 1 and part < MICROBATCHES - 1:
+                continue
+            for group, total in enumerate(sums):
+                mine = models[group * degree : (group + 1) * degree]
+                same = zip(*(model.parameters() for model in mine), strict=True)
+                means = [sum((p.grad for p in ps[1:]), ps[0].grad) / degree for ps in same]
+                total[:] = [a + b for a, b in zip(total, means, strict=True)] if total else means
+                for model in mine:
+                    model.zero_grad()
         for number, master in enumerate(masters):
-            grads = [list(model.parameters())[number].grad / MICROBATCHES for model in models]
-            master.grad = sum(grads[1:], grads[0]).div(replicas).float() / scale
+            grads = [total[number] / MICROBATCHES for total in sums]
+            master.grad = sum(grads[1:], grads[0]).div(len(grads)).float() / scale
         overflow = not all(bool(master.grad.isfinite().all()) for master in masters)
         norm = -1.0
         if not overflow:
@@ -221,13 +240,28 @@ def test_a_rank_without_parameters_goes_along() -> None:
 
 
 @pytest.mark.multiprocess
-def test_bf16_is_the_same_without_a_scale() -> None:
+@pytest.mark.parametrize(("replicas", "sharded"), [(2, False), (2, True), (4, True)])
+def test_bf16_is_the_same_without_a_scale(replicas: int, sharded: bool) -> None:
     """bf16 needs sharded data parallelism, which clips in the optimizer's step."""
-    expected, told = plainly(torch.bfloat16, 1.0, False, 2)
-    config = {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.5}
-    for state, found in check_ranks(half, "2", 1, False, {"fp16": False, "bf16": True, **config}):
+    degree = 2 if sharded else 1
+    expected, told = plainly(torch.bfloat16, 1.0, False, replicas, degree=degree)
+    sdp = {"sdp_param_persistence_threshold": 1 if sharded else 1000, "sdp_gradient_clipping": 0.5}
+    config = {"bf16": True, "fp16": False, "sharded_data_parallel_degree": 2, **sdp}
+    for state, found in check_ranks(half, str(replicas), 1, False, config):
         assert found == told
         check_state(state, expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.multiprocess
+def test_fp16_with_shards_is_what_a_plain_loop_computes() -> None:
+    expected, told = plainly(torch.float16, DYNAMIC["init_scale"], True, 4, degree=2)
+    assert any(overflow for overflow, *_ in told)
+    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
+    sdp = {"sdp_param_persistence_threshold": 1, "sdp_gradient_clipping": 1e9}
+    config = {"sharded_data_parallel_degree": 2, "arguments": arguments, **sdp}
+    for state, found in check_ranks(half, "4", 1, True, config):
+        assert found == told
+        check_state(state, expected, rtol=1e-3, atol=1e-4)
 
 
 def fp32_sums() -> tuple[int, list[Tensor]]:

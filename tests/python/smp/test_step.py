@@ -527,9 +527,10 @@ def repeated(model: Any, x: torch.Tensor, times: int) -> None:
         model.backward(model(x).mean())
 
 
-def backwards(times: list[int], passes: int, hooked: bool) -> list[float]:
+def backwards(times: list[int], passes: int, hooked: bool, degree: int = 1) -> list[float]:
     """Makes steps with given numbers of backward passes; returns the gradient after each step."""
-    smp.init({"partitions": 1, "ddp": True, "microbatches": 2})
+    sdp = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": 1}
+    smp.init({"partitions": 1, "ddp": True, "microbatches": 2, **sdp})
     layer = nn.Linear(1, 1, bias=False)
     model = smp.DistributedModel(layer, backward_passes_per_step=passes)
 
@@ -544,7 +545,7 @@ def backwards(times: list[int], passes: int, hooked: bool) -> list[float]:
     found = []
     for number in times:
         repeated(model, torch.ones(4, 1), number)
-        found.append(float(layer.weight.grad))
+        found.append(float(layer.weight.grad.sum()))
         if passes == 1:
             layer.weight.grad = None
     return found
@@ -563,6 +564,14 @@ def test_late_contributions_of_steps_that_reduce_nothing() -> None:
     )
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_late_contributions_of_shards(passes: int) -> None:
+    """The parameter has one element, so the second rank of each group has none of it."""
+    expected = [1.0, 3.0, 3.0, 1.0, 2.0] if passes == 1 else [1.0, 4.0, 7.0, 8.0, 10.0]
+    found = check_ranks(backwards, "4", [1, 3, 3, 1, 2], passes, False, 2)
+    assert found == [expected, [0.0] * 5] * 2
+
+
 def with_later_features(config: dict[str, Any]) -> Any:
     """Asks for features that this version lacks, as scripts do."""
     smp.init({"ddp": True, "microbatches": 2, **config})
@@ -579,37 +588,26 @@ def with_later_features(config: dict[str, Any]) -> Any:
         return loss
 
     train(model, torch.full((4, 2), 1.0 + smp.dp_rank()))
-    if smp.state.cfg.shard_optimizer_state:
-        smp.clip_grad_norm(1.0)
-        assert optimizer.local_state_dict().keys() >= {"state", "param_groups"}
-        with pytest.raises(SMPUsageError, match="no full state of the optimizer"):
-            optimizer.state_dict()
+    smp.clip_grad_norm(1.0)
+    assert optimizer.local_state_dict().keys() >= {"state", "param_groups"}
+    with pytest.raises(SMPUsageError, match="no full state of the optimizer"):
+        optimizer.state_dict()
     optimizer.step()
     return smp.dp_size(), {name: value.tolist() for name, value in model.state_dict().items()}
 
 
 def test_features_of_later_versions_are_named_once_and_training_goes_on() -> None:
-    """Tensor-parallel ranks are replicas, and sharded training clips: the results are equal."""
-    configs = (
-        {
-            "partitions": 2,
-            "tensor_parallel_degree": 2,
-            "shard_optimizer_state": True,
-        },
-        {"sharded_data_parallel_degree": 2},
-    )
-    states = []
-    for ranks, config in zip(("4", "2"), configs, strict=True):
-        outcomes = run_ranks(with_later_features, ranks, config)
-        assert all(outcome.returned for outcome in outcomes), "\n".join(map(str, outcomes))
-        for key in config:
-            said = [outcome.stderr.count(f"smp accepts {key}=") for outcome in outcomes]
-            absent = key in ("tensor_parallel_degree", "sharded_data_parallel_degree")
-            assert said == [int(absent)] + [0] * (len(outcomes) - 1)
-        assert "RESULTS WILL DIFFER" not in outcomes[0].stderr
-        assert f"smp: {ranks} ranks = 2 replica(s)" in outcomes[0].stderr
-        assert ("\nPartition assignments:" in outcomes[0].stderr) == ("partitions" in config)
-        states += [outcome.value for outcome in outcomes]
+    """Tensor-parallel ranks are replicas: the results are equal."""
+    config = {"partitions": 2, "tensor_parallel_degree": 2, "shard_optimizer_state": True}
+    outcomes = run_ranks(with_later_features, "4", config)
+    assert all(outcome.returned for outcome in outcomes), "\n".join(map(str, outcomes))
+    for key in config:
+        said = [outcome.stderr.count(f"smp accepts {key}=") for outcome in outcomes]
+        assert said == [int(key == "tensor_parallel_degree")] + [0] * (len(outcomes) - 1)
+    assert "RESULTS WILL DIFFER" not in outcomes[0].stderr
+    assert "smp: 4 ranks = 2 replica(s)" in outcomes[0].stderr
+    assert "\nPartition assignments:" in outcomes[0].stderr
+    states = [outcome.value for outcome in outcomes]
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
     for replica in range(2):

@@ -1,0 +1,1 @@
+"""Sharded data parallelism: parameters and their gradients are divided over replicas."""

@@ -1,0 +1,81 @@
+"""Makes whole tensors of the shards in the partial state dicts of several ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from smddp.modelparallel.sharding.shard import ShardedParameter
+
+__all__ = ["SHARDS", "form_of", "joined", "united"]
+
+# Key of a partial state dict: the form of each entry that is only a shard.
+SHARDS = "_smp_shards"
+
+
+def form_of(entry: ShardedParameter) -> dict[str, Any]:
+    """Returns what one has to know about a shard to join it with the others, as plain data."""
+    return {"shape": list(entry.shape), "rank": entry.rank, "degree": entry.degree}
+
+
+def joined(name: Any, pieces: Sequence[tuple[Mapping[str, Any], Any]]) -> Any:
+    """Joins the shards of all ranks.
+
+    Args:
+        name: of what is joined; for the error text.
+        pieces: (form, value) of each rank, in any order. A value is the shard of a tensor, or a
+            dict with such shards and other values, which are equal on all ranks.
+
+    Raises:
+        ValueError: the shard of a rank is missing.
+    """
+    by_rank = {form["rank"]: value for form, value in pieces}
+    form = pieces[0][0]
+    if sorted(by_rank) != list(range(form["degree"])):
+        raise ValueError(
+            f"of the {form['degree']} parts of {name!r} there are only those of ranks "
+            f"{sorted(by_rank)} of the sharding group"
+        )
+    values = [by_rank[rank] for rank in range(form["degree"])]
+    if isinstance(values[0], torch.Tensor):
+        return _joined(values, form)
+    return {
+        key: _joined([value[key] for value in values], form) if _is_shard(first, form) else first
+        for key, first in values[0].items()
+    }
+
+
+def united(
+    parts: Iterable[Mapping[Any, Any]], forms: Iterable[Mapping[Any, Any]]
+) -> dict[Any, Any]:
+    """Returns one dict of those of several ranks, with whole tensors in place of shards.
+
+    Args:
+        parts: of each rank. Of a value that several ranks have whole, the first is taken.
+        forms: for each rank, the forms of the entries that are shards.
+    """
+    whole: dict[Any, Any] = {}
+    pieces: dict[Any, list[tuple[Mapping[str, Any], Any]]] = {}
+    for part, own in zip(parts, forms, strict=True):
+        for name, value in part.items():
+            if name in own:
+                pieces.setdefault(name, []).append((own[name], value))
+                whole.setdefault(name, None)  # keeps the order
+            else:
+                whole.setdefault(name, value)
+    for name, found in pieces.items():
+        whole[name] = joined(name, found)
+    return whole
+
+
+def _is_shard(value: Any, form: Mapping[str, Any]) -> bool:
+    size = -(-math.prod(form["shape"]) // form["degree"])
+    return isinstance(value, torch.Tensor) and value.shape == (size,)
+
+
+def _joined(shards: Sequence[torch.Tensor], form: Mapping[str, Any]) -> torch.Tensor:
+    whole = torch.cat([shard.reshape(-1) for shard in shards])
+    return whole[: math.prod(form["shape"])].view(form["shape"])

@@ -1,0 +1,326 @@
+"""`Sharding`: the sharded parameters of a model, and when they are gathered.
+
+Around a module's own code its own parameters are gathered. What autograd keeps of a parameter for
+the backward pass is replaced by a note of which part it was, and gathered again when the backward
+pass needs it. Code that uses a parameter anywhere else gathers it for one function of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smddp.modelparallel.delayed.life import come_to_life
+from smddp.modelparallel.job.groups import ShardingGroups
+from smddp.modelparallel.pipeline.modules import Modules
+from smddp.modelparallel.sharding.gathers import Gathers
+from smddp.modelparallel.sharding.gradients import ShardedSum
+from smddp.modelparallel.sharding.shard import Shard, ShardedParameter
+
+__all__ = ["Sharding"]
+
+
+class _Saved(NamedTuple):
+    """What autograd keeps of a sharded parameter: which view of it."""
+
+    entry: ShardedParameter
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Sharding:
+    """Divides the parameters of a model over the ranks of a sharding group.
+
+    Attributes:
+        groups: the process groups.
+        gathers: makes the gathers.
+        sums: adds up the gradients.
+        entries: the sharded parameters.
+    """
+
+    def __init__(
+        self,
+        groups: ShardingGroups,
+        modules: Modules,
+        final: Callable[[nn.Parameter], None],
+        replicas: dist.ProcessGroup,
+        threshold: int,
+        limit: int,
+        bucket: int,
+    ) -> None:
+        """Begins; nothing is divided yet.
+
+        Args:
+            groups: the process groups.
+            replicas: all ranks with the same modules, in all sharding groups.
+            modules: of the model.
+            final: as for GradientSum.
+            threshold: parameters with fewer elements stay whole on every rank.
+            limit: see Gathers.
+            bucket: the elements of a bucket of gradients.
+        """
+        self.groups = groups
+        self.gathers = Gathers(groups.parameters, limit)
+        self.sums = ShardedSum(final, groups.gradients, bucket)
+        self.entries: list[ShardedParameter] = []
+        self._modules, self._replicas, self._threshold = modules, replicas, threshold
+        self._by_id: dict[int, ShardedParameter] = {}
+        self._of_module: dict[int, list[ShardedParameter]] = {}  # by number of the module
+        self._by_placeholder: dict[int, ShardedParameter] = {}  # by its address
+        self._by_address: dict[int, ShardedParameter] = {}  # those that are gathered
+        # `depth` is that of contexts in which this thread's code can have parameters gathered.
+        self._thread = threading.local()
+        modules.surroundings = self
+        _patch_saved_tensors_hooks()
+
+    # --- what is divided --------------------------------------------------------------------------
+
+    def divides(self, parameter: nn.Parameter) -> bool:
+        """Says whether a parameter is, or will be, divided."""
+        large = parameter.dim() > 0 and parameter.numel() >= max(self._threshold, 1)
+        return large and parameter.is_floating_point()
+
+    def divide(
+        self, parameters: Sequence[nn.Parameter], device: torch.device
+    ) -> list[nn.Parameter]:
+        """Cuts and frees the large ones among the parameters; takes the first replica's values.
+
+        Args:
+            parameters: of this rank.
+            device: of the shards. One whole parameter at a time is there.
+
+        Returns:
+            What the optimizer works on, for each parameter: its shard, or itself.
+        """
+        names: dict[int, str] = {}
+        for number, module in enumerate(self._modules.by_number):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    names.setdefault(id(parameter), self._modules.full_name(number, name))
+        for parameter in parameters:
+            if self.divides(parameter):
+                name = names[id(parameter)]
+                come_to_life(parameter)
+                parameter.data = parameter.data.to(device).contiguous()
+                dist.broadcast(parameter.detach(), group=self._replicas, group_src=0)
+                entry = ShardedParameter(
+                    len(self.entries), name, parameter, self.groups.parameters, self
+                )
+                self.entries.append(entry)
+                self._by_id[id(parameter)] = entry
+                self._by_placeholder[entry.placeholder_address()] = entry
+        for number, module in enumerate(self._modules.by_number):
+            own = {id(p): p for p in module._parameters.values() if p is not None}
+            found = [self._by_id[key] for key in own if key in self._by_id]
+            if found:
+                self._of_module[number] = found
+        self.gathers.entries = self.entries
+        self.sums.adopt(self.entries)
+        return [self.local(parameter) for parameter in parameters]
+
+    def entry(self, parameter: Any) -> ShardedParameter | None:
+        """Returns what is known about a sharded parameter; None for others."""
+        return self._by_id.get(id(parameter))
+
+    def local(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Returns the shard of a parameter; a parameter that is not divided itself."""
+        entry = self._by_id.get(id(parameter))
+        return parameter if entry is None else entry.shard
+
+    def reducers(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        """Returns the ranks with the same shard; None if the parameter is not a shard."""
+        return self.groups.across if isinstance(parameter, Shard) else None
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def end_microbatch(self) -> None:
+        """Frees the parameters whose gradient has not come."""
+        for entry in self.entries:
+            self._end_backward(entry)
+
+    def end_step(self, failed: bool) -> bool:
+        """Ends the gathers of a step; see `Gathers.end_step`. Waits for the sums of gradients."""
+        self.sums.flush()
+        try:
+            return bool(self.entries) and self.gathers.end_step(failed)
+        finally:
+            self._by_address.clear()
+            self.sums.finish()
+
+    def take_gradient(self, entry: ShardedParameter) -> torch.Tensor:
+        """Takes the whole gradient that autograd has left, and frees the parameter."""
+        gradient = entry.take_gradient()
+        self._end_backward(entry)
+        return gradient
+
+    def _end_backward(self, entry: ShardedParameter) -> None:
+        if entry.in_backward:
+            entry.in_backward = False
+            self.release(entry)
+
+    # --- for Modules ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def around_task(self) -> Iterator[None]:
+        """In this context parameters can be gathered, and autograd keeps none of them."""
+        with (
+            self._reading(),
+            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        self._thread.depth = self._depth + 1
+        try:
+            yield
+        finally:
+            self._thread.depth -= 1
+
+    @property
+    def _depth(self) -> int:
+        depth: int = getattr(self._thread, "depth", 0)
+        return depth
+
+    @contextlib.contextmanager
+    def around_module(self, number: int) -> Iterator[None]:
+        """In this context the own parameters of a module are gathered."""
+        with contextlib.ExitStack() as stack:
+            if not self._depth:
+                stack.enter_context(self.around_task())
+            for entry in self._of_module.get(number, ()):
+                self.hold(entry)
+                stack.callback(self.release, entry)
+            yield
+
+    # --- for ShardedTensor; see Gatherer ----------------------------------------------------------
+
+    def reads(self) -> bool:
+        """Says whether parameters can be gathered now."""
+        return self._depth > 0
+
+    def hold(self, entry: ShardedParameter) -> None:
+        """Gathers a parameter, unless it is gathered already."""
+        self.gathers.hold(entry)
+        assert entry.flat is not None
+        self._by_address[entry.flat.untyped_storage().data_ptr()] = entry
+
+    def release(self, entry: ShardedParameter) -> None:
+        """Ends one `hold`; the last one frees the parameter."""
+        flat = entry.flat
+        try:
+            self.gathers.release(entry)
+        finally:
+            if flat is not None and entry.flat is None:
+                self._by_address.pop(flat.untyped_storage().data_ptr(), None)
+
+    # --- for autograd -----------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Returns what autograd keeps of a tensor: a note, if it is a part of a parameter."""
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return tensor
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except RuntimeError:  # a tensor without memory of its own, as under torch.func
+            return tensor
+        entry = self._by_address.get(address)
+        if entry is not None:
+            return _Saved(entry, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        entry = self._by_placeholder.get(address)
+        if entry is not None and tensor.shape == entry.shape:
+            # A function of a class of its own has kept it, which has not gathered it.
+            strides = torch.empty(entry.shape, device="meta").stride()
+            return _Saved(entry, entry.shape, strides, 0)
+        return tensor
+
+    _pack.of_sharded_parameters = True  # type: ignore[attr-defined]
+
+    def _unpack(self, kept: Any) -> Any:
+        if type(kept) is not _Saved:
+            return kept
+        entry = kept.entry
+        self.hold(entry)
+        assert entry.flat is not None
+        view = entry.flat.as_strided(kept.size, kept.stride, kept.offset)
+        if entry.shard.requires_grad and not entry.in_backward:
+            entry.in_backward = True  # until its gradient has come
+        else:
+            self.release(entry)  # the view keeps the memory
+        return view
+
+    # --- outside a step ---------------------------------------------------------------------------
+
+    def whole(self, entry: ShardedParameter) -> torch.Tensor:
+        """Returns the values of a parameter; all ranks of the group have to call it."""
+        self.hold(entry)
+        try:
+            return entry.parameter.detach()
+        finally:
+            self.release(entry)
+
+    def replace(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns entries of a state dict with whole parameters in place of the sharded ones.
+
+        All ranks of the group have to call it.
+        """
+        found = dict(entries)
+        values: dict[int, torch.Tensor] = {}  # a shared parameter is gathered once
+        for name, value in entries.items():
+            entry = self.entry(value)
+            if entry is not None:
+                if id(entry) not in values:
+                    values[id(entry)] = self.whole(entry)
+                found[name] = values[id(entry)]
+        return found
+
+
+class _KeepsValues:
+    """The pack hook of other code, such as a checkpoint's, which gets parameters as plain tensors.
+
+    Autograd passes some parameters as they are. The hook may keep them until the backward pass, and
+    they would be freed meanwhile. A plain tensor keeps the memory.
+    """
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter) and "entry" in tensor.__dict__:
+            tensor = tensor.detach().requires_grad_(tensor.requires_grad)
+        return self._hook(tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        # torch's checkpoints mark their hooks.
+        return getattr(self.__dict__["_hook"], name)
+
+
+_SavedTensorsHooks = torch.autograd.graph.saved_tensors_hooks
+_original_enter = _SavedTensorsHooks.__enter__
+
+
+@functools.wraps(_original_enter)
+def _enter(self: Any) -> None:
+    own = getattr(self.pack_hook, "__self__", None)
+    if isinstance(own, Sharding):
+        _original_enter(self)
+        return
+    hook = self.pack_hook
+    self.pack_hook = _KeepsValues(hook)
+    try:
+        _original_enter(self)
+    finally:
+        self.pack_hook = hook
+
+
+def _patch_saved_tensors_hooks() -> None:
+    """Lets hooks of other code see sharded parameters as plain tensors."""
+    _SavedTensorsHooks.__enter__ = _enter  # type: ignore[method-assign]

@@ -1,0 +1,846 @@
+"""Sharded data parallelism gives the results of one process, and of replicas that keep everything.
+
+The first oracle is a plain loop in one process, without any of our code. The second is the same job
+with a persistence threshold that keeps every parameter whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import check_ranks, rotating, run_ranks
+from smp import test_random_models
+from smp.zoo import ZOO, arguments, batch_of, device, make
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.common.errors import (
+    SMPConfigurationError,
+    SMPError,
+    SMPMicrobatchError,
+    SMPPeerError,
+    SMPUsageError,
+)
+
+pytestmark = pytest.mark.multiprocess
+
+MICROBATCHES, STEPS = 2, 5
+# Smaller parameters stay whole. Most models of the zoo have some of both kinds.
+THRESHOLD = 20
+# "mixture of experts" has control flow that differs between replicas; it is refused below.
+NAMES = [name for name in ZOO if name != "mixture of experts"]
+
+
+def whole(
+    name: str, replicas: int, clip: float, passes: int = 1
+) -> tuple[list[float], dict[str, Tensor], list[float]]:
+    """Trains a model the ordinary way; returns losses, state and the norms of the gradients."""
+    entry = ZOO[name]
+    models = [make(name).to(device())]
+    models += [copy.deepcopy(models[0]) for _ in range(replicas - 1)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9)
+    losses, norms = [], []
+    for step in range(STEPS * passes):
+        if step % passes == 0:
+            for model in models:
+                model.load_state_dict(models[0].state_dict())
+                model.zero_grad()
+        for replica, model in enumerate(models):
+            for mine, first in zip(model.buffers(), models[0].buffers(), strict=True):
+                mine.copy_(first)
+            chunks = [t.to(device()).chunk(MICROBATCHES) for t in batch_of(name, step, replica)]
+            total = 0.0
+            for part in zip(*chunks, strict=True):
+                loss = entry.loss(model(*arguments(entry, part)), *part)
+                (loss / MICROBATCHES).backward()
+                total += loss.item()
+            if replica == 0:
+                losses.append(total / MICROBATCHES)
+        if step % passes == passes - 1:
+            for mine in zip(*(model.parameters() for model in models), strict=True):
+                found = [p.grad for p in mine if p.grad is not None]
+                mine[0].grad = sum(found[1:], found[0]) / replicas if found else None
+            norms.append(float(nn.utils.clip_grad_norm_(models[0].parameters(), clip)))
+            optimizer.step()
+    return losses, {n: v.clone() for n, v in models[0].state_dict().items()}, norms
+
+
+@smp.step
+def squares(model: Any, x: Tensor) -> Any:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def train_step(model: Any, name: str, *batch: Any) -> Any:
+    entry = ZOO[name]
+    loss = entry.loss(model(*arguments(entry, batch)), *batch)
+    model.backward(loss)
+    return loss
+
+
+def sharded(config: dict[str, Any], names: list[str], passes: int = 1) -> dict[str, Any]:
+    """Trains models; returns losses, state dicts, norms and the number of shards by name."""
+    gc.freeze()
+    smp.init({"ddp": True, "microbatches": MICROBATCHES, **config})
+    results = {}
+    for name in names:
+        module = make(name)
+        inner = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        model = smp.DistributedModel(module, backward_passes_per_step=passes)
+        optimizer = smp.DistributedOptimizer(inner)
+        losses, norms = [], []
+        for step in range(STEPS * passes):
+            if step % passes == 0:
+                optimizer.zero_grad()
+            batch = [tensor.to(device()) for tensor in batch_of(name, step, smp.dp_rank())]
+            output = train_step(model, name, *batch)
+            losses.append(float(output.reduce_mean()))
+            # No step but the first of all has had to be compared, and none was run twice.
+            assert model.runtime.steps == step + 1
+            if step % passes == passes - 1:
+                optimizer.step()
+                norms.append(float(optimizer._global_grad_norm))
+        state = {n: v.clone() for n, v in model.state_dict().items()}
+        results[name] = losses, state, norms, len(model.runtime.sharding.entries)
+        del model, optimizer, module, inner
+        gc.collect()
+    return results
+
+
+def check_state(found: Any, expected: Any, exact: bool, first: bool, where: str) -> None:
+    assert found.keys() == expected.keys(), where
+    for key, value in expected.items():
+        if not first and "running" in key:
+            continue  # each replica has its own statistics until the next step begins
+        tolerance = 0 if exact else 1e-6
+        torch.testing.assert_close(
+            found[key],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, key=key: f"{where}, {key}: {m}",
+        )
+
+
+# Ranks, the degree, further configuration.
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("2", 2, {}),
+    ("4", 2, {"sdp_reduce_bucket_size": 100}),
+    ("2x2", 4, {"sdp_max_live_parameters": 1}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "degree", "more"), LAYOUTS, ids=["2", "2 of 4", "4"])
+@pytest.mark.timeout(170)
+def test_sharded_models_learn_the_same(ranks: str, degree: int, more: dict[str, Any]) -> None:
+    clip = 0.5
+    config = {
+        "sharded_data_parallel_degree": degree,
+        "sdp_param_persistence_threshold": THRESHOLD,
+        "sdp_gradient_clipping": clip,
+        **more,
+    }
+    # With four ranks half of the models each, as the sums of all are tested with two.
+    turn = LAYOUTS.index((ranks, degree, more))
+    names = NAMES if turn == 0 else NAMES[turn - 1 :: 2]
+    found = check_ranks(sharded, ranks, config, names, timeout=150)
+    for name in names:
+        losses, state, norms = whole(name, len(found), clip)
+        for rank, result in enumerate(found):
+            found_losses, found_state, found_norms, shards = result[name]
+            where = f"{name} on rank {rank}"
+            assert shards, where
+            check_state(found_state, state, False, rank == 0, where)
+            assert found_norms == pytest.approx(norms, rel=1e-5), where
+            if rank == 0:
+                assert found_losses == pytest.approx(losses, abs=1e-6), where
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_two_ranks_give_the_bits_of_whole_replicas(dtype: str) -> None:
+    """The sum of two numbers does not depend on their order, so every bit is the same."""
+    config: dict[str, Any] = {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 1e9}
+    config["microbatches"] = 1
+    if dtype != "fp32":
+        config[dtype] = True
+    names = NAMES[["fp32", "fp16", "bf16"].index(dtype) :: 3]
+    half = {"sdp_param_persistence_threshold": THRESHOLD, "sdp_reduce_bucket_size": 300}
+    found = check_ranks(sharded, "2", {**config, **half}, names, timeout=100)
+    expected = check_ranks(sharded, "2", config, names, timeout=100)
+    for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for name in names:
+            assert mine[name][3] > theirs[name][3] == 0
+            assert mine[name][0] == theirs[name][0], name
+            check_state(mine[name][1], theirs[name][1], True, True, f"{name} on rank {rank}")
+
+
+def test_gradients_of_several_steps_are_added() -> None:
+    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": THRESHOLD}
+    names = ["mlp", "shared layer"]
+    found = check_ranks(sharded, "4", config, names, 2)
+    for name in names:
+        losses, state, norms = whole(name, 4, 1.0, 2)
+        for rank, result in enumerate(found):
+            found_losses, found_state, found_norms, _ = result[name]
+            check_state(found_state, state, False, rank == 0, f"{name} on rank {rank}")
+            assert found_norms == pytest.approx(norms, rel=1e-5)
+            if rank == 0:
+                assert found_losses == pytest.approx(losses, abs=1e-6)
+
+
+def random_models(seeds: list[int], degree: int) -> dict[int, list[Any]]:
+    """Trains the models of test_random_models; both replicas have the same batches."""
+    gc.freeze()
+    sdp = {"sdp_param_persistence_threshold": 5, "sdp_max_live_parameters": 50}
+    smp.init({"ddp": True, "microbatches": 4, "sharded_data_parallel_degree": degree, **sdp})
+    results: dict[int, list[Any]] = {}
+    for seed in seeds:
+        module = test_random_models.make(seed)
+        model = smp.DistributedModel(module)
+        results[seed] = []
+        for step in range(4):
+            for parameter in module.parameters():
+                parameter.grad = None
+            generator = torch.Generator().manual_seed(100 * seed + step)
+            x = torch.randn(8, test_random_models.WIDTH, generator=generator)
+            torch.manual_seed(step)
+            losses = [float(loss) for loss in test_random_models.train(model, x).outputs]
+            grads = {}
+            for name, parameter in module.named_parameters():
+                whole_gradient = parameter.grad
+                if hasattr(parameter, "ds_tensor") and whole_gradient is not None:
+                    parts = [torch.empty_like(whole_gradient) for _ in range(degree)]
+                    dist.all_gather(parts, whole_gradient)
+                    whole_gradient = torch.cat(parts)[: parameter.numel()].view(parameter.shape)
+                grads[name] = whole_gradient
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            results[seed].append((losses, grads, buffers, model.runtime.steps))
+        del model, module
+        gc.collect()
+    return results
+
+
+def test_models_made_at_random() -> None:
+    """Their order of calls changes between steps, with the data."""
+    seeds = [3, 7, *rotating(list(range(20, 40)), 8)]
+    expected = check_ranks(random_models, "1", seeds, 1)[0]
+    again = 0
+    for rank, found in enumerate(check_ranks(random_models, "2", seeds, 2)):
+        for seed in seeds:
+            for step, (losses, *tensors, _) in enumerate(expected[seed]):
+                where = f"seed {seed}, step {step}, rank {rank}"
+                assert found[seed][step][0] == pytest.approx(losses, abs=1e-6), where
+                for mine, theirs in zip(found[seed][step][1:3], tensors, strict=True):
+                    assert mine.keys() == theirs.keys()
+                    for name, tensor in theirs.items():
+                        assert (mine[name] is None) == (tensor is None), f"{where}: {name}"
+                        if tensor is not None:
+                            torch.testing.assert_close(
+                                mine[name],
+                                tensor,
+                                rtol=1e-5,
+                                atol=1e-6,
+                                msg=lambda m, at=f"{where}, {name}": f"{at}: {m}",
+                            )
+            again += found[seed][-1][3] - 4
+    assert again  # some steps were run twice
+
+
+class Kept(nn.Module):
+    """Other code keeps what the backward pass needs; half of the layers are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Conv1d(3, 3, 3, padding=1), nn.BatchNorm1d(3)) for _ in range(6)]
+        )
+        for layer in self.layers[::2]:
+            layer.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, last in zip(self.layers[0::2], self.layers[1::2], strict=True):
+            number = list(self.layers).index(first)
+            if number == 0:
+                x = checkpoint(lambda y: last(first(y)), x, use_reentrant=False)  # noqa: B023
+            elif number == 2:
+                with torch.autograd.graph.save_on_cpu():
+                    x = last(first(x))
+            else:
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                    x = last(first(x))
+        return x
+
+
+def kept_elsewhere() -> Any:
+    sdp = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}
+    smp.init({"ddp": True, "sdp_gradient_clipping": 1e9, **sdp})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Kept())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    source = torch.Generator().manual_seed(0)  # the same for all
+    for _ in range(3):
+        optimizer.zero_grad()
+        squares(model, torch.randn(4, 3, 5, generator=source))
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_hooks_of_other_code_keep_values() -> None:
+    torch.manual_seed(0)
+    model = Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    source = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 5, generator=source)).square().mean().backward()
+        optimizer.step()
+    # A checkpoint runs a batch norm twice.
+    for rank, state in enumerate(check_ranks(kept_elsewhere, "2")):
+        check_state(state, model.state_dict(), False, True, f"rank {rank}")
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+WIDTH, DEPTH = 32, 6
+
+
+class Watched(nn.Module):
+    """A chain of linear layers, some in checkpoints; notes the gathered elements at each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+        self.seen: list[int] = []
+
+    def look(self, *_: Any) -> None:
+        storages = {p.untyped_storage() for p in self.parameters() if type(p) is nn.Parameter}
+        self.seen.append(sum(s.nbytes() // 4 for s in storages if s.nbytes() > 4 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number % 3:
+                x = torch.tanh(layer(x))
+            else:
+                x = checkpoint(layer, x, use_reentrant=number == 0)
+        return x
+
+
+def memory(limit: int) -> Any:
+    smp.init(
+        {
+            "ddp": True,
+            "microbatches": 2,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": WIDTH + 1,
+            "sdp_max_live_parameters": limit,
+        }
+    )
+    net = Watched()
+    model = smp.DistributedModel(net)
+    for layer in net.layers:
+        layer.register_forward_hook(net.look)
+        layer.register_full_backward_hook(net.look)
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    peaks = []
+    for _ in range(3):
+        squares(model, torch.randn(8, WIDTH, requires_grad=True))
+        peaks.append(model.runtime.sharding.gathers.peak)
+        optimizer.step()
+    rest = sum(p.untyped_storage().nbytes() for p in net.parameters())
+    kept = [p.ds_tensor.untyped_storage().nbytes() for p in net.parameters() if p.dim() == 2]
+    states = [t.numel() for own in optimizer.state.values() for t in own.values() if t.dim()]
+    return rest, kept, max(net.seen), peaks, sum(states)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_rank_keeps_its_share(ahead: bool) -> None:
+    weight = WIDTH * WIDTH
+    limit = 3 * weight if ahead else weight
+    for rest, kept, seen, peaks, states in check_ranks(memory, "2", limit):
+        # The element that stands for each weight, and the biases.
+        assert rest == DEPTH * 4 + DEPTH * WIDTH * 4
+        assert kept == [weight // 2 * 4] * DEPTH
+        # No layer runs in another, so only what was gathered ahead comes to the layer's own.
+        assert seen == weight
+        # In the first step nobody knows what to gather ahead.
+        assert peaks == ([weight, 3 * weight, 3 * weight] if ahead else [weight] * 3)
+        assert states == 2 * DEPTH * (weight // 2 + WIDTH)
+
+
+# --- failure --------------------------------------------------------------------------------------
+
+
+class Fails(nn.Module):
+    """Raises where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor, where: str) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if where == "forward" and number == 2:
+                raise ValueError("as told")
+            x = torch.tanh(layer(x))
+            if where == "backward" and number == 1:
+                x = Stops.apply(x)
+        return x
+
+
+class Stops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("as told")
+
+
+@smp.step
+def failing(model: Any, x: Tensor, where: str) -> Any:
+    loss = model(x, where).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def small(**config: Any) -> tuple[Any, Any]:
+    smp.init(
+        {
+            "ddp": True,
+            "microbatches": 2,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": THRESHOLD,
+            "sdp_gradient_clipping": 1e9,
+            **config,
+        }
+    )
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Fails())
+    return model, smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def some_steps_fail(failures: dict[int, str]) -> Any:
+    model, optimizer = small()
+    source = torch.Generator().manual_seed(smp.rank())
+    told = []
+    for step in range(6):
+        where = failures.get(step, "")
+        x = torch.randn(4, 8, generator=source)
+        optimizer.zero_grad()
+        try:
+            failing(model, x, where if smp.rank() == 1 else "")
+        except SMPError as error:
+            told.append((step, type(error), str(error).split("\n")[0]))
+        else:
+            optimizer.step()
+    return told, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_all_replicas_learn_of_a_failure_and_go_on() -> None:
+    failures = {0: "forward", 1: "backward", 3: "forward", 4: "backward"}
+    found = check_ranks(some_steps_fail, "4", failures)
+    for rank, (told, _) in enumerate(found):
+        assert [step for step, *_ in told] == list(failures)
+        for _, kind, text in told:
+            assert "as told" in text or rank != 1
+            assert kind is (SMPMicrobatchError if rank == 1 else SMPPeerError)
+            assert rank == 1 or "on rank 1 of the job" in text
+    # Only the steps 2 and 5 have changed anything.
+    torch.manual_seed(0)
+    model = Fails()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sources = [torch.Generator().manual_seed(rank) for rank in range(4)]
+    for step in range(6):
+        xs = [torch.randn(4, 8, generator=source) for source in sources]
+        if step not in failures:
+            optimizer.zero_grad()
+            model(torch.cat(xs), "").square().mean().backward()
+            optimizer.step()
+    for rank, (_, state) in enumerate(found):
+        check_state(state, model.state_dict(), False, True, f"rank {rank}")
+
+
+class Skips(nn.Module):
+    """Leaves out a layer in some steps, by a flag that all replicas share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, left_out: int) -> Tensor:
+        self.calls += 1
+        for number, layer in enumerate(self.layers):
+            if number != left_out:
+                x = torch.tanh(layer(x))
+        return x
+
+
+LEFT_OUT = [-1, -1, 1, 3, -1, -1, 0]
+
+
+def order_changes() -> Any:
+    smp.init(
+        {
+            "ddp": True,
+            "microbatches": 2,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": THRESHOLD,
+            "sdp_gradient_clipping": 1e9,
+        }
+    )
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Skips())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    source = torch.Generator().manual_seed(smp.rank())
+    for left_out in LEFT_OUT:
+        optimizer.zero_grad()
+        failing(model, torch.randn(4, 8, generator=source), left_out)
+        optimizer.step()
+    return model.runtime.steps, model.state_dict()
+
+
+def test_a_step_is_run_again_if_the_order_of_parameters_changes() -> None:
+    torch.manual_seed(0)
+    model = Skips()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sources = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    for left_out in LEFT_OUT:
+        optimizer.zero_grad()
+        x = torch.cat([torch.randn(4, 8, generator=source) for source in sources])
+        model(x, left_out).square().mean().backward()
+        optimizer.step()
+    model.calls.fill_(2 * len(LEFT_OUT))  # one for each microbatch, and none twice
+    for rank, (steps, state) in enumerate(check_ranks(order_changes, "2")):
+        assert steps == len(LEFT_OUT) + 2  # then the order counts as unknown
+        check_state(state, model.state_dict(), False, True, f"rank {rank}")
+
+
+# --- misuse ---------------------------------------------------------------------------------------
+
+
+class Changes(nn.Module):
+    """Does with its parameter what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor, what: str) -> Tensor:
+        if what == "own":
+            with torch.no_grad():
+                self.weight.mul_(2)
+        if what == "other":
+            with torch.no_grad():
+                self.inner.weight.mul_(2)
+        if what == "differs" and smp.rank() == 1:
+            x = self.inner(x)
+        x = F.linear(x, self.weight)
+        return self.inner(x) if what == "" else x
+
+
+@smp.step
+def changing(model: Any, x: Tensor, what: str) -> Any:
+    loss = model(x, what).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def misuse() -> None:
+    config = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
+    with pytest.raises(SMPConfigurationError, match=r"needs pipeline_parallel_degree 1 \(part"):
+        smp.init({**config, "partitions": 2})
+    smp.init(config)
+    net = Changes()
+    model = smp.DistributedModel(net)
+    with pytest.raises(SMPUsageError, match="LBFGS needs whole parameters"):
+        smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.ones(2, 8)
+    for what in ("own", "other"):
+        name = "inner.weight" if what == "other" else "weight"
+        with pytest.raises(SMPMicrobatchError, match=f"'{name}' was changed in place"):
+            changing(model, x, what)
+    # One rank needs it in a microbatch, the other has none left.
+    kinds = SMPMicrobatchError, SMPUsageError
+    with pytest.raises(kinds, match=r"same parameters in the same order.*needs 'inner.weight'"):
+        changing(model, x, "differs")
+    for values in (
+        lambda: net.weight + 1,
+        lambda: net.weight.sum().item(),
+        lambda: net.weight.data,
+        lambda: net.weight.mul_(2),
+        lambda: copy.deepcopy(net),
+    ):
+        with pytest.raises(SMPUsageError, match=r"is divided over 2 ranks.*parameter.ds_tensor"):
+            values()
+    with pytest.raises(SMPUsageError, match="inside a function decorated"):
+        model(x, "").sum().backward()
+    with pytest.raises(SMPUsageError, match=r"join\(\) does not work with sharded"):
+        model.join()
+    with pytest.raises(SMPUsageError, match="register_comm_hook does not work with sharded"):
+        model.register_comm_hook(None, lambda *_: None)
+    with pytest.raises(SMPUsageError, match="dtype and device cannot change"):
+        model.half()
+    model.to(device())
+    # After all that, training goes on.
+    optimizer.zero_grad()
+    changing(model, x, "")
+    before = model.state_dict()["weight"]
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["weight"], before)
+
+
+def test_misuse_raises_on_all_ranks() -> None:
+    check_ranks(misuse, "2")
+
+
+def experts() -> None:
+    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 8}
+    smp.init({"ddp": True, "microbatches": 4, **config})
+    model = smp.DistributedModel(make("mixture of experts"))
+    batch = batch_of("mixture of experts", 0, smp.rank())
+    with pytest.raises(SMPMicrobatchError, match=r"Control flow that depends on data"):
+        train_step(model, "mixture of experts", *batch)
+
+
+def test_control_flow_that_differs_is_refused() -> None:
+    check_ranks(experts, "2")
+
+
+def one_dies(step_of_death: int) -> list[str]:
+    model, _ = small()
+    told = []
+    for step in range(3):
+        if smp.rank() == 1 and step == step_of_death:
+            os._exit(3)
+        try:
+            failing(model, torch.ones(4, 8), "")
+        except Exception as error:  # smddp's, or one of smp with it as its cause
+            told.append(str(error))
+            break
+    return told
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_nobody_waits_for_a_rank_that_is_gone(step: int) -> None:
+    outcomes = run_ranks(one_dies, "2", step, timeout=40)
+    assert [outcome.status for outcome in outcomes] == [0, 3]
+    assert "is gone" in outcomes[0].value[0]
+
+
+# --- optimizers and attributes --------------------------------------------------------------------
+
+
+def optimizers(threshold: int) -> Any:
+    smp.init(
+        {
+            "ddp": True,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": threshold,
+            "sdp_gradient_clipping": 0.1,
+        }
+    )
+    found = []
+    for make_optimizer in (
+        smp.optimizers.FusedLAMB,
+        smp.optimizers.FusedNovoGrad,
+        smp.optimizers.FusedAdam,
+        torch.optim.Adagrad,
+    ):
+        torch.manual_seed(0)
+        model = smp.DistributedModel(Fails())
+        optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters(), lr=0.01))
+        scaler = smp.amp.GradScaler("cpu", init_scale=1024.0)
+        source = torch.Generator().manual_seed(smp.rank())
+        norms = []
+        for step in range(4):
+            model.zero_grad()  # clears what the optimizer works on, too
+            failing(model, torch.randn(4, 8, generator=source), "")
+            norms += [float(smp.clip_grad_norm(1e9, p)) for p in (0.0, 1.0, 2.0, float("inf"))]
+            if step == 2:  # the gradient of one rank's part is infinite: no rank steps
+                scaler.scale(torch.ones(()))
+                parameter = model.get_module().layers[0].weight
+                if smp.rank() == 0:
+                    parameter.grad.view(-1)[0] = float("inf")
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        found.append((norms, model.state_dict()))
+        del model, optimizer
+        gc.collect()
+    return found
+
+
+def test_norms_and_optimizers_see_whole_parameters() -> None:
+    expected = check_ranks(optimizers, "2", 1000)
+    for rank, found in enumerate(check_ranks(optimizers, "2", THRESHOLD)):
+        for (norms, state), (whole_norms, whole_state) in zip(found, expected[0], strict=True):
+            assert norms == pytest.approx(whole_norms, rel=1e-4), rank
+            check_state(state, whole_state, False, True, f"rank {rank}")
+
+
+def attributes() -> None:
+    model, optimizer = small(fp16=True)
+    net = model.get_module()
+    weight, bias = net.layers[0].weight, net.layers[0].bias
+    assert weight.ds_numel == 64
+    assert weight.ds_shape == weight.shape == (8, 8)
+    assert weight.ds_tensor.ds_numel == weight.ds_tensor.data.numel() == 32
+    assert weight.ds_param_shard_group.size() == 2
+    assert not hasattr(bias, "ds_tensor")
+    flat = optimizer.fp32_partitioned_groups_flat
+    assert len(flat) == len(optimizer.fp32_from_fp16_groups) == 1
+    assert flat[0].dtype == torch.float32
+    assert flat[0].numel() == 4 * (32 + 8)
+    torch.manual_seed(0)
+    expected = Fails().layers[0].weight.half().view(2, -1)[smp.rank()]
+    assert torch.equal(weight.ds_tensor, expected)
+    assert torch.equal(flat[0][:32], expected.float())
+    assert weight.grad is None
+    failing(model, torch.randn(4, 8), "")
+    assert weight.grad.shape == (32,)
+    optimizer.step()
+    assert float(optimizer._global_grad_norm) > 0
+    assert torch.equal(weight.ds_tensor, optimizer.fp32_partitioned_groups_flat[0][:32].half())
+    assert model.state_dict()["layers.0.weight"].shape == (8, 8)
+
+
+def test_attributes_that_scripts_read() -> None:
+    check_ranks(attributes, "2")
+
+
+def evaluation() -> Any:
+    model, _ = small()
+    with torch.no_grad():
+        outside = model(torch.ones(2, 8), "")
+        losses = [float(evaluate(model, torch.ones(2, 8)).reduce_mean()) for _ in range(3)]
+    return float(outside.square().mean()), losses
+
+
+@smp.step
+def evaluate(model: Any, x: Tensor) -> Any:
+    return model(x, "").square().mean()
+
+
+def test_evaluation_in_a_step_and_outside() -> None:
+    torch.manual_seed(0)
+    expected = Fails()(torch.ones(2, 8), "").square().mean().item()
+    for outside, losses in check_ranks(evaluation, "2"):
+        assert [outside, *losses] == pytest.approx([expected] * 4, rel=1e-6)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Parameters whose sizes are no multiples of anything, one of them shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.inner = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 7, bias=False)
+        self.last.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(self.inner(self.norm(self.words(words))))
+
+
+@smp.step
+def words_step(model: Any, words: Tensor) -> Any:
+    loss = F.cross_entropy(model(words), words)
+    model.backward(loss)
+    return loss
+
+
+def odd(config: dict[str, Any], seed: int) -> tuple[Any, Any]:
+    # Each job computes the same: every rank has the same batch.
+    sdp = {"sdp_param_persistence_threshold": 20, "sdp_gradient_clipping": 1e9}
+    smp.init({"ddp": True, **sdp, **config})
+    torch.manual_seed(seed)
+    model = smp.DistributedModel(Odd())
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    return model, smp.DistributedOptimizer(inner, dynamic_loss_scale=bool(config.get("fp16")))
+
+
+def train(model: Any, optimizer: Any, steps: range) -> dict[str, Tensor]:
+    for step in steps:
+        optimizer.zero_grad()
+        source = torch.Generator().manual_seed(step)
+        words_step(model, torch.randint(7, (6,), generator=source))
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def saving(config: dict[str, Any], path: str) -> Any:
+    model, optimizer = odd(config, 0)
+    train(model, optimizer, range(3))
+    smp.save_checkpoint(path, "parts", True, model, optimizer, {"step": 3})
+    smp.save_checkpoint(path, "whole.pt", False, model)
+    torch.save(optimizer.state_dict(), Path(path) / f"optimizer_{smp.rank()}.pt")
+    kept = copy.deepcopy((model.local_state_dict(), optimizer.local_state_dict()))
+    expected = train(model, optimizer, range(3, 5))
+    model.load_state_dict(kept[0], same_partition_load=True)
+    optimizer.load_state_dict(kept[1])
+    again = train(model, optimizer, range(3, 5))
+    check_state(again, expected, True, True, "loaded from local state dicts")
+    return expected
+
+
+def loading(config: dict[str, Any], path: str, how: str) -> Any:
+    model, optimizer = odd(config, 1)
+    if config["sharded_data_parallel_degree"] > 1:
+        before = optimizer.orig_state_dict()["param_groups"]
+        smp.resume_from_checkpoint(path, load_sharded_optimizer_state=False)
+        assert optimizer.orig_state_dict() == {"state": {}, "param_groups": before}
+    if how == "parts":
+        assert smp.resume_from_checkpoint(path) == {"step": 3}
+    else:
+        smp.resume_from_checkpoint(path, "whole.pt", partial=False)
+        optimizer.load_state_dict(torch.load(Path(path) / "optimizer_0.pt"))
+    return train(model, optimizer, range(3, 5))
+
+
+@pytest.mark.parametrize("half", ["", "fp16", "bf16"])
+def test_checkpoints_load_at_any_degree(tmp_path: Path, half: str) -> None:
+    def config(degree: int) -> dict[str, Any]:
+        return {"sharded_data_parallel_degree": degree, **({half: True} if half else {})}
+
+    before = [("4", 2), ("2", 2)] if half == "" else [("2", 2)]
+    after = [("2", 2), ("4", 4), ("2", 1)] if half == "" else [("4", 2), ("1", 1)]
+    for number, (ranks, degree) in enumerate(before):
+        path = str(tmp_path / str(number))
+        expected = check_ranks(saving, ranks, config(degree), path)[0]
+        if half == "bf16":
+            after = [("4", 2)]  # bf16 needs sharding
+        for later, other in after if number == 0 else [("4", 2)]:
+            for how in ("parts", "whole"):
+                for rank, state in enumerate(check_ranks(loading, later, config(other), path, how)):
+                    where = f"{later} ranks, degree {other}, {how}, rank {rank}"
+                    assert state.keys() == expected.keys()
+                    for name, value in expected.items():
+                        # Gradients are sums over more or fewer ranks.
+                        tolerance = 1e-2 if half else 1e-5
+                        torch.testing.assert_close(
+                            state[name],
+                            value,
+                            rtol=tolerance,
+                            atol=tolerance,
+                            msg=lambda m, at=f"{where}, {name}": f"{at}: {m}",
+                        )
