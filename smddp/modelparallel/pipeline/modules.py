@@ -122,7 +122,7 @@ class Surroundings(Protocol):
     """What else happens around tasks and around the modules that run on this rank."""
 
     def around_task(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context for the code of a task that runs forward passes."""
+        """Returns a context for the code of a task."""
 
     def around_module(self, number: int) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for a call of the module with this number."""
@@ -492,7 +492,7 @@ class Modules:
         return copied
 
     def around_task(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context for the code of a task that runs forward passes."""
+        """Returns a context for the code of a task."""
         around = self.surroundings
         return contextlib.nullcontext() if around is None else around.around_task()
 

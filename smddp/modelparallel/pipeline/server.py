@@ -398,7 +398,8 @@ class Server:
         run.gradients = {}
         frame.name = self.modules.names[graph.calls[graph.segments[run.number].calls[-1]].module]
         roots = [ends[value] for value in sums]
-        found = run_backward(roots, list(sums.values()), list(leaves.values()), this)
+        with self.modules.around_task():
+            found = run_backward(roots, list(sums.values()), list(leaves.values()), this)
         of_input = dict(zip(leaves, found, strict=True))
         # Drop the graphs that the segment has sent and that got no gradient, and those that a
         # checkpoint has sent again in this backward pass.
