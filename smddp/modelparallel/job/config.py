@@ -176,11 +176,6 @@ def _check_together(known: Mapping[str, Any]) -> None:
     if sharded:
         if not ddp:
             raise SMPConfigurationError("sharded_data_parallel_degree greater than 1 needs ddp.")
-        if count > 1:
-            raise SMPConfigurationError(
-                "sharded_data_parallel_degree greater than 1 needs pipeline_parallel_degree 1 "
-                f"(partitions), not {count}: this version does not divide a model both ways."
-            )
         if known.get("shard_optimizer_state"):
             raise SMPConfigurationError(
                 "sharded data parallelism and shard_optimizer_state exclude each other."

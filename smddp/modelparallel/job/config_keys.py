@@ -243,7 +243,7 @@ KEYS: tuple[Key, ...] = (
         "positive",
         1,
         "Divide parameters, gradients and optimizer state over so many replicas (a divisor of "
-        "their number); needs `ddp` and one partition.",
+        "their number); needs `ddp`.",
     ),
     Key(
         "sdp_reduce_bucket_size",

@@ -98,8 +98,13 @@ def _order_size(cfg: Configuration, size: int) -> int:
     With one partition, every replica runs one microbatch after the other in any case.
     """
     partitions: int = cfg.pipeline_parallel_degree
-    together = cfg.deterministic_server and partitions > 1
-    return max(size // partitions, 1) if together else 1
+    if partitions == 1:
+        return 1
+    if cfg.deterministic_server:
+        return max(size // partitions, 1)
+    # Tasks gather parameters, which all ranks of a sharding group have to do in one order.
+    degree: int = cfg.sharded_data_parallel_degree
+    return degree
 
 
 def _compare(cfg: Configuration) -> None:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
-from smddp.modelparallel.common.errors import SMPError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.data_parallel.replicas import abstain, agree
@@ -120,6 +120,7 @@ class ModelRuntime:
                 cfg.sdp_param_persistence_threshold,
                 cfg.sdp_max_live_parameters,
                 cfg.sdp_reduce_bucket_size,
+                topology.pp_size == 1,
             )
             self._sum = self.sharding.sums
         self.model_state = ModelState(module, self.placement, self.sharding)
@@ -142,6 +143,9 @@ class ModelRuntime:
         self._step_name = ""
         # Did it matter in this step, on this replica? None if that is not known.
         self._order_mattered: bool | None = None
+        # How the gathers of sharded parameters in this step have ended: see `close`.
+        self._gather_failure: Exception | None = None
+        self._gather_redo = False
         self.device = device.current()
         modules.install()
         if topology.pp_size == 1:
@@ -299,6 +303,7 @@ class ModelRuntime:
         self._sum.begin(microbatches)
         divisor = microbatches if self._average else 1
         self.data_parallel.begin_step(self._sum, divisor, again)
+        self._gather_failure, self._gather_redo = None, False
         if self.sharding is not None:
             self.sharding.gathers.begin_step((name, torch.is_grad_enabled()), again)
         modules.predicts_structures = not again
@@ -333,6 +338,17 @@ class ModelRuntime:
             raise OrderMattersError("a buffer that other ranks read changes in the step")
         return BufferReport(changed, forms)
 
+    def close(self, failed: bool) -> None:
+        """Ends the gathers of sharded parameters; see `StepModel`."""
+        if self.sharding is None:
+            return
+        if not failed:
+            self._sum.end()
+        try:
+            self._gather_redo = self.sharding.end_step(failed)
+        except Exception as error:  # `end_step` raises it, when the others have heard of it
+            self._gather_failure = error
+
     def accept_reports(self, reports: dict[int, BufferReport], order_matters: bool) -> None:
         """Applies what the ranks say about their buffers; see `StepModel`."""
         for rank, report in reports.items():
@@ -354,7 +370,12 @@ class ModelRuntime:
             SMPPeerError: the step failed on another replica.
         """
         peer_failure: SMPPeerError | None = None
-        gather_failure: SMPError | None = None
+        gather_failure, self._gather_failure = self._gather_failure, None
+        redo |= self._gather_redo
+        if failure:
+            gather_failure = None  # the step's own failure is the cause of this
+        elif gather_failure is not None:
+            failure = summary(gather_failure)
         if self._undecided:
             self._undecided = False
             try:
@@ -370,12 +391,6 @@ class ModelRuntime:
             self._order_matters[self._step_name] = before or order_matters
         if not (failure or redo):
             self._sum.end()
-        if self.sharding is not None:
-            try:
-                redo |= self.sharding.end_step(bool(failure or redo))
-            except SMPError as error:
-                if not failure:
-                    gather_failure, failure = error, summary(error)
         succeeded = not (failure or redo)
         try:
             self.data_parallel.end_step(failure, redo)

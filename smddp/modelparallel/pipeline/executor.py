@@ -274,6 +274,8 @@ class Executor:
         """
         self.baton.wake()
         self.baton.wait_until_idle()
+        assert self._model is not None
+        self._model.close(bool(self._failures))
         if self.channel is None or self._ended_by_signal:
             return []
         silent = self.channel.drain(_END_TIMEOUT)

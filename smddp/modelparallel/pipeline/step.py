@@ -162,6 +162,15 @@ class StepModel(Protocol):
             OrderMattersError: the step has to be run again, with one microbatch after the other.
         """
 
+    def close(self, failed: bool) -> None:
+        """Ends what the model exchanges with replicas while tasks run; no task is left.
+
+        Called before this rank waits for the END of its peers, which may wait for this.
+
+        Args:
+            failed: has the step failed, as far as this rank knows?
+        """
+
     def accept_reports(self, reports: dict[int, BufferReport], order_matters: bool) -> None:
         """Applies what the ranks say about their buffers, after the step.
 

@@ -8,6 +8,9 @@ the *plan* of later steps: they exchange nothing, and gather the next parameters
 A rank that leaves the plan, because its step fails or its control flow has changed, makes the rest
 of the planned gathers at the end of its step, so that no other rank waits for it. If the plan was
 wrong, the step ends in Redo on all replicas, and is run again without one.
+
+With several partitions the order of the tasks of a rank depends on timing, although it is the same
+on all ranks of the group (pipeline/order.py). So there are no plans.
 """
 
 from __future__ import annotations
@@ -56,14 +59,15 @@ class Gathers:
         planned: does this step have a plan?
     """
 
-    def __init__(self, group: dist.ProcessGroup, limit: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, limit: int, plans: bool) -> None:
         """Begins without parameters.
 
         Args:
             group: the ranks that share the parameters; nothing else is sent in it.
             limit: no parameter is gathered ahead if `live` would exceed this.
+            plans: do steps of one kind gather in one order?
         """
-        self._group, self._limit = group, limit
+        self._group, self._limit, self._makes_plans = group, limit, plans
         self.entries: Sequence[ShardedParameter] = ()
         self.live = self.peak = 0
         # By step function and whether gradients are on.
@@ -137,7 +141,7 @@ class Gathers:
 
     def accept(self) -> None:
         """Makes the order of this step the plan of the next ones; it has succeeded everywhere."""
-        if self._plan is None and self._changes[self._key] < _MAX_CHANGES:
+        if self._makes_plans and self._plan is None and self._changes[self._key] < _MAX_CHANGES:
             self._plans[self._key] = self._order
 
     def leave_step(self) -> None:

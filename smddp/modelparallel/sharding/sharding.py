@@ -55,6 +55,7 @@ class Sharding:
         threshold: int,
         limit: int,
         bucket: int,
+        alone: bool,
     ) -> None:
         """Begins; nothing is divided yet.
 
@@ -66,9 +67,11 @@ class Sharding:
             threshold: parameters with fewer elements stay whole on every rank.
             limit: see Gathers.
             bucket: the elements of a bucket of gradients.
+            alone: does one rank hold the whole model, so that steps of one kind do the same in the
+                same order?
         """
-        self.groups = groups
-        self.gathers = Gathers(groups.parameters, limit)
+        self.groups, self._alone = groups, alone
+        self.gathers = Gathers(groups.parameters, limit, alone)
         self.sums = ShardedSum(final, groups.gradients, bucket)
         self.entries: list[ShardedParameter] = []
         self._modules, self._replicas, self._threshold = modules, replicas, threshold
@@ -143,8 +146,10 @@ class Sharding:
 
     def end_microbatch(self) -> None:
         """Frees the parameters whose gradient has not come."""
-        for entry in self.entries:
-            self._end_backward(entry)
+        # With several partitions, other microbatches may need them now, in the order of tasks.
+        if self._alone:
+            for entry in self.entries:
+                self._end_backward(entry)
 
     def end_step(self, failed: bool) -> bool:
         """Ends the gathers of a step; see `Gathers.end_step`. Waits for the sums of gradients."""

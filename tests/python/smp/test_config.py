@@ -97,10 +97,6 @@ def test_unknown_keys_warn_with_advice() -> None:
         ({"bf16": True}, "bf16 needs sharded_data_parallel_degree"),
         ({"fp16": True, "bf16": True}, "fp16 and bf16 cannot be simultaneously enabled."),
         (
-            {"ddp": True, "sharded_data_parallel_degree": 2, "partitions": 2},
-            "needs pipeline_parallel_degree 1 (partitions), not 2",
-        ),
-        (
             {"ddp": True, "sharded_data_parallel_degree": 2, "shard_optimizer_state": True},
             "exclude each other",
         ),
