@@ -564,8 +564,10 @@ class Executor:
                 # The leader may wait for this rank in a collective, or other ranks may wait for
                 # this one in the pipeline, which ends after the same timeout. So this rank says
                 # earlier what the reason is.
-                left = min(left, order.check(stuck=timeout / 2, silent=timeout * 3 / 4))
+                stuck = timeout / 2
+                wait = order.check(stuck, timeout * 3 / 4, over=min(stuck, _END_TIMEOUT))
             order.settle()
+            left = min(left, wait)
         return left
 
     def _diverged(

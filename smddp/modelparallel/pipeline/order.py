@@ -206,6 +206,8 @@ class Follower:
     def end(self) -> None:
         """Notes that the leader has ended the step."""
         self._over = True
+        if self._since is not None:
+            self._since = time.monotonic()
 
     def add(self, task: Task) -> bool:
         """Keeps a task that has a name."""
@@ -265,20 +267,21 @@ class Follower:
         self._found, self._verdict = True, ""
         return begun
 
-    def check(self, stuck: float, silent: float) -> float:
+    def check(self, stuck: float, silent: float, over: float) -> float:
         """Looks whether this rank has had nothing to run for too long; then `settle` tells so.
 
         Args:
             stuck: seconds to wait for a task that was announced.
             silent: seconds to wait for an announcement.
+            over: seconds to wait for a task that was announced, once the leader has ended the step.
 
         Returns:
             Seconds until the next check.
         """
         announced = bool(self._announced)
         if self._since is None or not (announced or self._ready):
-            return min(stuck, silent)
-        limit = stuck if announced else silent
+            return min(stuck, silent, over)
+        limit = (over if self._over else stuck) if announced else silent
         left = self._since + limit - time.monotonic()
         if left > 0:
             return left

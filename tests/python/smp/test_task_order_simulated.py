@@ -369,13 +369,13 @@ def test_a_follower_does_not_wait_for_ever() -> None:
     told = Told()
     follower = Follower(told)
     assert follower.next(nothing) is None
-    assert follower.check(0.0, 0.0) == 0.0
+    assert follower.check(0.0, 0.0, 60.0) == 0.0
     follower.settle()
     assert not told, "there is nothing to run here, so nothing is held up"
     one = task("body", 0)
     follower.add(one)
-    assert follower.check(0.0, 60.0) > 50, "the time of an announcement has not come"
-    assert follower.check(0.0, 0.0) == 0.0
+    assert follower.check(0.0, 60.0, 60.0) > 50, "the time of an announcement has not come"
+    assert follower.check(0.0, 0.0, 60.0) == 0.0
     follower.settle()
     assert told.pop() == ("silent", None, [one.name])
     follower.begin()
@@ -383,7 +383,9 @@ def test_a_follower_does_not_wait_for_ever() -> None:
     follower.announce([("body", 0, (), -1), 0])
     assert follower.next(nothing) is one
     assert follower.next(nothing) is None
-    assert follower.check(60.0, 0.0) > 50
-    follower.check(0.0, 60.0)
+    assert follower.check(60.0, 0.0, 0.0) > 50
+    follower.end()
+    assert follower.check(0.0, 0.0, 60.0) > 50
+    follower.check(60.0, 60.0, 0.0)
     follower.settle()
     assert told == [("stuck", ("body", 0, (), -1), [])], "the body does not go on here"
