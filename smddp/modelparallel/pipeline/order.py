@@ -171,18 +171,22 @@ class Follower:
     """
 
     def __init__(
-        self, diverged: Callable[[str, tuple[Any, ...] | None, list[TaskName]], None]
+        self,
+        diverged: Callable[[str, tuple[Any, ...] | None, list[TaskName]], None],
+        completed: Callable[[], None],
     ) -> None:
         """Begins without announcements.
 
         Args:
-            diverged: called once in a step, without the lock, with the reason; with the name of the
-                task that was announced and is not runnable here, None if there is none; and with
-                what is runnable here. The reason is "over" if the leader has ended the step,
-                "silent" if it announces nothing for too long, "stuck" if what it has announced does
-                not become runnable here.
+            diverged: called without the lock, at most once in a step, with a reason; with the name
+                of the task that was announced and is not runnable here, None if there is none; and
+                with what is runnable here. The reason is "over" if the leader has ended the step,
+                "silent" if it announces nothing for too long, "stuck" if what it has announced
+                does not become runnable here.
+            completed: called without the lock when everything has run that the leader has run.
         """
         self._diverged = diverged
+        self._completed = completed
         self.alone = False
         self._ready: dict[Any, deque[Task]] = {}
         self.begin()
@@ -197,7 +201,7 @@ class Follower:
         self._since: float | None = None  # when this rank had nothing to run, and still has not
         # What to tell, and has it been found out in this step?
         self._verdict: str = ""
-        self._found = False
+        self._found = self._complete = False
 
     def announce(self, decisions: Sequence[Decision]) -> None:
         """Takes decisions of the leader."""
@@ -234,6 +238,8 @@ class Follower:
                 self._since = time.monotonic()
             if key in self._ended:
                 self._find("stuck")
+            if self._over and not self._announced and not self._ready:
+                self._complete = True
             if self._over and self._ready:
                 announced = {self._key(decision) for decision in self._announced}
                 if not announced.issuperset(self._ready):
@@ -290,6 +296,9 @@ class Follower:
 
     def settle(self) -> None:
         """Tells what was found out."""
+        if self._complete:
+            self._complete = False
+            self._completed()
         if not self._verdict:
             return
         verdict, self._verdict = self._verdict, ""

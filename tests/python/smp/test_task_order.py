@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -503,13 +504,12 @@ def test_a_collective_that_one_replica_does_not_enter(where: int) -> None:
         assert seconds < 20
         if where == 1:
             # The leader ends; so the follower waits in vain, and both find that after the timeout.
-            assert "rank 2 of the job" in text or "allreduce" in text, text
-            assert rank >= 2 or "it has not ended its step within 6 s" in text, text
+            assert "it has not ended its step within 6 s" in text or "allreduce" in text, text
             continue
         wanted = "SMPUsageError" if rank >= 2 else "SMPPeerError"
         assert text.startswith(wanted), text
-        assert "rank 0 of the job, which decides the order, has begun nothing for 4.5 s" in text
-        assert "On rank 2 could run: the body of microbatch 1" in text
+        assert "of the job, which decides the order, has begun nothing for 4.5 s" in text
+        assert re.search("On rank [23] could run: the .* microbatch 1", text), text
 
 
 def leader_stays_away() -> str:
@@ -567,7 +567,7 @@ def test_the_death_of_a_rank_ends_the_step_on_all(rank: int) -> None:
 
 def interrupted(rank: int) -> str:
     """A rank gets a signal in a step to which a rank of its pipeline does not come."""
-    start(2)
+    start(2, timeout=8)
     model = smp.DistributedModel(Parts())
     x = numbered()
     trained(model, x, "")
