@@ -19,12 +19,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from smddp.modelparallel.pipeline.baton import Task
-
-__all__ = ["Decision", "Follower", "Leader", "TaskName", "TaskOrder"]
+__all__ = ["Decision", "Follower", "Leader", "OrderedTask", "TaskName", "TaskOrder"]
 
 
 class TaskName(NamedTuple):
@@ -64,6 +61,13 @@ class TaskName(NamedTuple):
 Decision = tuple[Any, ...] | int
 
 
+class OrderedTask(Protocol):
+    """What an order sees of a `Task`; see there."""
+
+    name: TaskName | None
+    number: int | None
+
+
 class TaskOrder(Protocol):
     """What a `Baton` needs of a leader or a follower.
 
@@ -78,10 +82,10 @@ class TaskOrder(Protocol):
     def begin(self) -> None:
         """Begins a step."""
 
-    def add(self, task: Task) -> bool:
+    def add(self, task: OrderedTask) -> bool:
         """Takes a task that has become runnable, or returns False: the baton keeps it."""
 
-    def next(self, choose: Callable[[], Task | None]) -> Task | None:
+    def next(self, choose: Callable[[], OrderedTask | None]) -> Any:
         """Returns the task to run next; None if there is none yet.
 
         Args:
@@ -94,7 +98,7 @@ class TaskOrder(Protocol):
     def ended(self, number: int) -> None:
         """Notes that a task has ended, which has a number."""
 
-    def abort(self) -> list[Task]:
+    def abort(self) -> list[Any]:
         """Forgets what it keeps, because the step has failed; returns the tasks that had begun."""
 
     def settle(self) -> None:
@@ -122,11 +126,11 @@ class Leader:
         self._begun = 0
         self._decisions.clear()
 
-    def add(self, task: Task) -> bool:
+    def add(self, task: OrderedTask) -> bool:
         """Returns False: the baton keeps all tasks."""
         return False
 
-    def next(self, choose: Callable[[], Task | None]) -> Task | None:
+    def next(self, choose: Callable[[], OrderedTask | None]) -> Any:
         """Returns what the baton chooses, and notes the decision."""
         task = choose()
         if task is None or task.name is None:
@@ -146,7 +150,7 @@ class Leader:
     def ended(self, number: int) -> None:
         """Does nothing."""
 
-    def abort(self) -> list[Task]:
+    def abort(self) -> list[Any]:
         """Returns nothing: the baton keeps all tasks."""
         return []
 
@@ -188,7 +192,7 @@ class Follower:
         self._diverged = diverged
         self._completed = completed
         self.alone = False
-        self._ready: dict[Any, deque[Task]] = {}
+        self._ready: dict[Any, deque[OrderedTask]] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -213,7 +217,7 @@ class Follower:
         if self._since is not None:
             self._since = time.monotonic()
 
-    def add(self, task: Task) -> bool:
+    def add(self, task: OrderedTask) -> bool:
         """Keeps a task that has a name."""
         if task.name is None:
             return False
@@ -221,7 +225,7 @@ class Follower:
         self._ready.setdefault(key, deque()).append(task)
         return True
 
-    def next(self, choose: Callable[[], Task | None]) -> Task | None:
+    def next(self, choose: Callable[[], OrderedTask | None]) -> Any:
         """Returns a task without a name, or else the one that was announced, if it is runnable."""
         task = choose()
         if task is not None:
@@ -263,7 +267,7 @@ class Follower:
         """Notes that a task has ended: the leader must not let it go on."""
         self._ended.add(number)
 
-    def abort(self) -> list[Task]:
+    def abort(self) -> list[Any]:
         """Forgets everything; returns the tasks that had begun."""
         begun = [
             task for tasks in self._ready.values() for task in tasks if task.number is not None
