@@ -360,7 +360,8 @@ class Baton:
         """Takes the next task to run; returns None if no task can run."""
         if self.order is None or self._aborted:
             return self._choose()
-        return self.order.next(self._choose)
+        task: Task | None = self.order.next(self._choose)
+        return task
 
     def _choose(self) -> Task | None:
         """Takes the next task off its heap; returns None if no task can run.

@@ -96,7 +96,9 @@ class Executor:
         self._job_ranks = dist.get_process_group_ranks(group) if group is not None else [rank]
         order: TaskOrder | None = None
         if replicas is not None:
-            order = Leader(replicas.announce) if replicas.leads else Follower(self._diverged)
+            order = Leader(replicas.announce)
+            if not replicas.leads:
+                order = Follower(self._diverged, lambda: self._order_over.set())
         self.baton = Baton(self._task_failed, self, lambda: RandomState().restore, order)
         self.caller = CallerSide(self)
         self.server = Server(self, self.caller)
@@ -152,11 +154,18 @@ class Executor:
         """
         check = self._check_replicas if self.replicas is not None else None
         self._watch.wait(self._over, self.modules, self._name, self._steps, check)
+        if not self._failures and isinstance(self.baton.order, Follower):
+            # What nobody waits for may still be left.
+            self.baton.wake()
+            self._watch.wait(self._order_over, self.modules, self._name, self._steps, check)
         if self._failures:
             raise Aborted
 
     def _reset(self) -> None:
         self._over = threading.Event()  # the thread in `run` may go on
+        # Has this rank run all that its leader has run? Only then does a follower say in END that
+        # the step has succeeded here.
+        self._order_over = threading.Event()
         self._failures: list[Failure] = []  # of all ranks, as far as they are known here
         self._cause: BaseException | None = None  # the exception of this rank
         self._end_sent = False
@@ -235,6 +244,8 @@ class Executor:
             else:
                 self.baton.wake()
                 self.wait_for_finish()
+                if not self._end_sent:
+                    self._send_end(self._own_report(), [])
         except Aborted:
             pass  # `_raise_failure` raises the failure below
         except Exception as error:
@@ -584,8 +595,10 @@ class Executor:
                 # The leader may wait for this rank in a collective, or other ranks may wait for
                 # this one in the pipeline, which ends after the same timeout. So this rank says
                 # earlier what the reason is.
-                left = min(left, order.check(stuck=timeout / 2, silent=timeout * 3 / 4))
+                stuck = timeout / 2
+                wait = order.check(stuck, timeout * 3 / 4, over=min(stuck, _END_TIMEOUT))
             order.settle()
+            left = min(left, wait)
         return left
 
     def _diverged(
@@ -608,9 +621,11 @@ class Executor:
             f"replicas that run their tasks in one order have to make the same calls in each step: "
             f"{what}. On {here} could run: {mine}"
         )
-        if reason == "over" and self._end_sent:
-            # What is left is work of which nobody has waited for the results.
+        if reason == "over" and self._over.is_set():
+            # All bodies have ended: nobody has waited for the results of this work, and the
+            # leader's replica has not run it any more.
             self.baton.abort()
+            self._order_over.set()
         else:
             self.fail(-1, error)
 
@@ -667,7 +682,7 @@ class Executor:
             header, self._reports[peer] = message.header
             self._result = StepResult(header, message.tensors)  # type: ignore[arg-type]
             # Sent here, not by the thread in `run`, which has to wake first: all ranks wait for it.
-            if not self._end_sent:
+            if not self._end_sent and not isinstance(self.baton.order, Follower):
                 self._send_end(self._own_report(), [])
             self._over.set()
         elif message.header is not None:
@@ -681,6 +696,7 @@ class Executor:
     def _stop(self) -> None:
         self.baton.abort()
         self._over.set()
+        self._order_over.set()
         if self.replicas is not None:
             self.replicas.stop(self._as_elsewhere())
 

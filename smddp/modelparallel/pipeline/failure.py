@@ -111,7 +111,9 @@ def _said(error: BaseException) -> str:
 
 def choose(failures: Sequence[Failure]) -> Failure:
     """Returns the failure that all ranks raise; at the end of a step all know the same ones."""
-    return min(failures, key=lambda f: (f.microbatch < 0, f.microbatch, f.rank))
+    return min(
+        failures, key=lambda f: (f.elsewhere is not None, f.microbatch < 0, f.microbatch, f.rank)
+    )
 
 
 def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:

@@ -19,12 +19,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from smddp.modelparallel.pipeline.baton import Task
-
-__all__ = ["Decision", "Follower", "Leader", "TaskName", "TaskOrder"]
+__all__ = ["Decision", "Follower", "Leader", "OrderedTask", "TaskName", "TaskOrder"]
 
 
 class TaskName(NamedTuple):
@@ -64,6 +61,13 @@ class TaskName(NamedTuple):
 Decision = tuple[Any, ...] | int
 
 
+class OrderedTask(Protocol):
+    """What an order sees of a `Task`; see there."""
+
+    name: TaskName | None
+    number: int | None
+
+
 class TaskOrder(Protocol):
     """What a `Baton` needs of a leader or a follower.
 
@@ -78,10 +82,10 @@ class TaskOrder(Protocol):
     def begin(self) -> None:
         """Begins a step."""
 
-    def add(self, task: Task) -> bool:
+    def add(self, task: OrderedTask) -> bool:
         """Takes a task that has become runnable, or returns False: the baton keeps it."""
 
-    def next(self, choose: Callable[[], Task | None]) -> Task | None:
+    def next(self, choose: Callable[[], OrderedTask | None]) -> Any:
         """Returns the task to run next; None if there is none yet.
 
         Args:
@@ -94,7 +98,7 @@ class TaskOrder(Protocol):
     def ended(self, number: int) -> None:
         """Notes that a task has ended, which has a number."""
 
-    def abort(self) -> list[Task]:
+    def abort(self) -> list[Any]:
         """Forgets what it keeps, because the step has failed; returns the tasks that had begun."""
 
     def settle(self) -> None:
@@ -122,11 +126,11 @@ class Leader:
         self._begun = 0
         self._decisions.clear()
 
-    def add(self, task: Task) -> bool:
+    def add(self, task: OrderedTask) -> bool:
         """Returns False: the baton keeps all tasks."""
         return False
 
-    def next(self, choose: Callable[[], Task | None]) -> Task | None:
+    def next(self, choose: Callable[[], OrderedTask | None]) -> Any:
         """Returns what the baton chooses, and notes the decision."""
         task = choose()
         if task is None or task.name is None:
@@ -146,7 +150,7 @@ class Leader:
     def ended(self, number: int) -> None:
         """Does nothing."""
 
-    def abort(self) -> list[Task]:
+    def abort(self) -> list[Any]:
         """Returns nothing: the baton keeps all tasks."""
         return []
 
@@ -171,20 +175,24 @@ class Follower:
     """
 
     def __init__(
-        self, diverged: Callable[[str, tuple[Any, ...] | None, list[TaskName]], None]
+        self,
+        diverged: Callable[[str, tuple[Any, ...] | None, list[TaskName]], None],
+        completed: Callable[[], None],
     ) -> None:
         """Begins without announcements.
 
         Args:
-            diverged: called once in a step, without the lock, with the reason; with the name of the
-                task that was announced and is not runnable here, None if there is none; and with
-                what is runnable here. The reason is "over" if the leader has ended the step,
-                "silent" if it announces nothing for too long, "stuck" if what it has announced does
-                not become runnable here.
+            diverged: called without the lock, at most once in a step, with a reason; with the name
+                of the task that was announced and is not runnable here, None if there is none; and
+                with what is runnable here. The reason is "over" if the leader has ended the step,
+                "silent" if it announces nothing for too long, "stuck" if what it has announced
+                does not become runnable here.
+            completed: called without the lock when everything has run that the leader has run.
         """
         self._diverged = diverged
+        self._completed = completed
         self.alone = False
-        self._ready: dict[Any, deque[Task]] = {}
+        self._ready: dict[Any, deque[OrderedTask]] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -197,7 +205,7 @@ class Follower:
         self._since: float | None = None  # when this rank had nothing to run, and still has not
         # What to tell, and has it been found out in this step?
         self._verdict: str = ""
-        self._found = False
+        self._found = self._complete = False
 
     def announce(self, decisions: Sequence[Decision]) -> None:
         """Takes decisions of the leader."""
@@ -206,8 +214,10 @@ class Follower:
     def end(self) -> None:
         """Notes that the leader has ended the step."""
         self._over = True
+        if self._since is not None:
+            self._since = time.monotonic()
 
-    def add(self, task: Task) -> bool:
+    def add(self, task: OrderedTask) -> bool:
         """Keeps a task that has a name."""
         if task.name is None:
             return False
@@ -215,7 +225,7 @@ class Follower:
         self._ready.setdefault(key, deque()).append(task)
         return True
 
-    def next(self, choose: Callable[[], Task | None]) -> Task | None:
+    def next(self, choose: Callable[[], OrderedTask | None]) -> Any:
         """Returns a task without a name, or else the one that was announced, if it is runnable."""
         task = choose()
         if task is not None:
@@ -232,6 +242,8 @@ class Follower:
                 self._since = time.monotonic()
             if key in self._ended:
                 self._find("stuck")
+            if self._over and not self._announced and not self._ready:
+                self._complete = True
             if self._over and self._ready:
                 announced = {self._key(decision) for decision in self._announced}
                 if not announced.issuperset(self._ready):
@@ -255,7 +267,7 @@ class Follower:
         """Notes that a task has ended: the leader must not let it go on."""
         self._ended.add(number)
 
-    def abort(self) -> list[Task]:
+    def abort(self) -> list[Any]:
         """Forgets everything; returns the tasks that had begun."""
         begun = [
             task for tasks in self._ready.values() for task in tasks if task.number is not None
@@ -265,20 +277,21 @@ class Follower:
         self._found, self._verdict = True, ""
         return begun
 
-    def check(self, stuck: float, silent: float) -> float:
+    def check(self, stuck: float, silent: float, over: float) -> float:
         """Looks whether this rank has had nothing to run for too long; then `settle` tells so.
 
         Args:
             stuck: seconds to wait for a task that was announced.
             silent: seconds to wait for an announcement.
+            over: seconds to wait for a task that was announced, once the leader has ended the step.
 
         Returns:
             Seconds until the next check.
         """
         announced = bool(self._announced)
         if self._since is None or not (announced or self._ready):
-            return min(stuck, silent)
-        limit = stuck if announced else silent
+            return min(stuck, silent, over)
+        limit = (over if self._over else stuck) if announced else silent
         left = self._since + limit - time.monotonic()
         if left > 0:
             return left
@@ -287,6 +300,9 @@ class Follower:
 
     def settle(self) -> None:
         """Tells what was found out."""
+        if self._complete:
+            self._complete = False
+            self._completed()
         if not self._verdict:
             return
         verdict, self._verdict = self._verdict, ""

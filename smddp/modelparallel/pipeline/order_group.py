@@ -162,7 +162,7 @@ class OrderGroup:
         self._events = None
         if self.lost is not None:
             rank, error = self.lost
-            raise SMPPeerError(f"rank {rank} of the job, of another replica, is gone: {error}")
+            raise SMPPeerError(f"rank {rank} of the job, of another replica, was lost: {error}")
         outcomes = {**self._outcomes, self._rank: own}
         return [outcomes[member] for member in sorted(outcomes)]
 

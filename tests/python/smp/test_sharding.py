@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -474,6 +476,94 @@ def test_all_replicas_learn_of_a_failure_and_go_on() -> None:
             optimizer.step()
     for rank, (_, state) in enumerate(found):
         check_state(state, model.state_dict(), False, True, f"rank {rank}")
+
+
+class Breaks(nn.Linear):
+    """Takes a random time, and raises where it is told to.
+
+    Attributes:
+        told: which replica, layer and pass fail in this step; None if none does.
+        delays: draws how long a call takes.
+    """
+
+    told: tuple[int, int, str] | None = None
+    delays = random.Random()
+
+    def __init__(self, number: int) -> None:
+        super().__init__(8, 8)
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(Breaks.delays.random() * 0.002)
+        for kind in ("forward", "backward"):
+            if Breaks.told is not None and Breaks.told == (smp.dp_rank(), self.number, kind):
+                if kind == "forward":
+                    raise ValueError("as told")
+                x = Stops.apply(x)
+        return torch.tanh(super().forward(x))
+
+
+RANDOM_STEPS = 24
+
+
+def layers_fail(partitions: int, seed: int) -> Any:
+    smp.init(
+        {
+            "ddp": True,
+            "partitions": partitions,
+            "microbatches": 4,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": THRESHOLD,
+            "sdp_gradient_clipping": 1e9,
+        }
+    )
+    Breaks.delays = random.Random(f"{seed} {smp.rank()}")
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(*[Breaks(number) for number in range(6)]))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    source = torch.Generator().manual_seed(smp.dp_rank())
+    told = []
+    for step, Breaks.told in enumerate(failures_at_random(seed)):
+        x = torch.randn(8, 8, generator=source)
+        optimizer.zero_grad()
+        try:
+            squares(model, x)
+        except SMPError as error:
+            told.append((step, "as told" in str(error)))
+        else:
+            optimizer.step()
+    return smp.dp_rank(), told, model.state_dict()
+
+
+def failures_at_random(seed: int) -> list[tuple[int, int, str] | None]:
+    draws = random.Random(seed)
+    return [
+        (draws.randrange(2), draws.randrange(6), draws.choice(["forward", "backward"]))
+        if draws.random() < 0.4
+        else None
+        for _ in range(RANDOM_STEPS)
+    ]
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+@pytest.mark.timeout(170)
+def test_failures_at_random_moments(partitions: int) -> None:
+    seed = int(os.environ.get("TEST_TURN", "0"))
+    found = check_ranks(layers_fail, str(2 * partitions), partitions, seed, timeout=150)
+    failures = failures_at_random(seed)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Breaks(number) for number in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sources = [torch.Generator().manual_seed(replica) for replica in range(2)]
+    for failure in failures:
+        xs = [torch.randn(8, 8, generator=source) for source in sources]
+        if failure is None:
+            optimizer.zero_grad()
+            torch.nn.Sequential.forward(model, torch.cat(xs)).square().mean().backward()
+            optimizer.step()
+    for replica, told, state in found:
+        assert told == [(step, True) for step, one in enumerate(failures) if one is not None]
+        check_state(state, model.state_dict(), False, True, f"replica {replica}")
 
 
 class Skips(nn.Module):

@@ -6,7 +6,10 @@ The order by itself, without processes, is tested in test_task_order_simulated.p
 from __future__ import annotations
 
 import copy
+import os
 import random
+import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,11 +19,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_ranks
+from ranks import arrive, await_ranks, check_ranks, run_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.pipeline import executor as executor_module
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -407,3 +411,182 @@ def test_a_step_is_run_again_on_all_replicas(fault: str, where: int, backward: b
         steps.add(count)
     (count,) = steps
     assert count > 6, "no step was run again"
+
+
+class Branch(nn.Module):
+    """Calls a module of rank 1, looks at the result, and calls another module of rank 1 or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with smp.partition(1):
+            self.first, self.last = Part("1"), Part("1")
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.longer = False
+        self.reduces = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x) * self.weight
+        assert float(y.detach().sum()) >= 0
+        if self.reduces:
+            dist.all_reduce(y.detach(), group=smp.get_dp_process_group())
+        return self.last(y) if self.longer else y
+
+
+def diverging(where: int, backward: bool) -> tuple[str, float]:
+    """One replica makes a call that the other does not make."""
+    start(2)
+    branch = Branch()
+    model = smp.DistributedModel(branch)
+    x = numbered()
+    executor_module._END_TIMEOUT = 1.0
+
+    def step() -> None:
+        if backward:
+            trained(model, x, "")
+        else:
+            with torch.no_grad():
+                applied(model, x)
+
+    step()
+    step()
+    branch.longer = smp.dp_rank() == where
+    begun = time.monotonic()
+    with pytest.raises((SMPUsageError, SMPPeerError)) as caught:
+        step()
+    seconds = time.monotonic() - begun
+    branch.longer = False
+    executor_module._END_TIMEOUT = 120.0
+    step()
+    return f"{type(caught.value).__name__}: {caught.value}".splitlines()[0], seconds
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("where", [0, 1])
+def test_replicas_that_make_different_calls(where: int, backward: bool) -> None:
+    found = check_ranks(diverging, "4", where, backward)
+    for rank, (text, seconds) in enumerate(found):
+        assert seconds < 15
+        if rank < 2:
+            assert text.startswith(
+                "SMPPeerError: the step failed on another replica of the model, on rank "
+            )
+        else:
+            assert text.startswith("SMPUsageError: rank ")
+        assert "replicas that run their tasks in one order have to make the same calls" in text
+        # It names the leader and the follower of one order group, and tasks.
+        assert any(
+            f"rank {leader} of the job has " in text and f"On rank {leader + 2} could run: " in text
+            for leader in (0, 1)
+        ), text
+        assert "microbatch" in text
+
+
+def alone_in_a_collective(where: int) -> tuple[str, float]:
+    """One replica enters a collective that the other does not enter."""
+    start(2, timeout=6)
+    branch = Branch()
+    model = smp.DistributedModel(branch)
+    x = numbered()
+    with torch.no_grad():
+        applied(model, x)
+        branch.reduces = smp.dp_rank() == where
+        begun = time.monotonic()
+        with pytest.raises((SMPUsageError, SMPPeerError, SMPMicrobatchError)) as caught:
+            applied(model, x)
+    return f"{type(caught.value).__name__}: {caught.value}".splitlines()[0], (
+        time.monotonic() - begun
+    )
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_collective_that_one_replica_does_not_enter(where: int) -> None:
+    for rank, (text, seconds) in enumerate(check_ranks(alone_in_a_collective, "4", where)):
+        assert seconds < 20
+        if where == 1:
+            # The leader ends; so the follower waits in vain, and both find that after the timeout.
+            assert "it has not ended its step within 6 s" in text or "allreduce" in text, text
+            continue
+        wanted = "SMPUsageError" if rank >= 2 else "SMPPeerError"
+        assert text.startswith(wanted), text
+        assert "of the job, which decides the order, has begun nothing for 4.5 s" in text
+        assert re.search("On rank [23] could run: the .* microbatch 1", text), text
+
+
+def leader_stays_away() -> str:
+    start(2, timeout=4)
+    model = smp.DistributedModel(Branch())
+    with torch.no_grad():
+        applied(model, numbered())
+        if smp.dp_rank() == 0:
+            await_ranks("out", 2)
+            return ""
+        with pytest.raises(SMPUsageError) as caught:
+            applied(model, numbered())
+    arrive("out")
+    return str(caught.value)
+
+
+def test_a_leader_that_does_not_call_the_step() -> None:
+    _, _, *texts = check_ranks(leader_stays_away, "4")
+    for text in texts:
+        assert "has begun nothing for 3 s. On rank 2 could run: the body of microbatch 0" in text
+
+
+def dying(rank: int) -> str:
+    """A rank is killed while the others work; it is of the leader's replica or of the other."""
+    start(2)
+    parts = Parts()
+    model = smp.DistributedModel(parts)
+    x = numbered()
+    trained(model, x, "")
+    if smp.rank() == rank:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def steps() -> None:
+        # Steps with gradients end in reductions, whose errors are those of the process group.
+        with torch.no_grad():
+            while True:
+                applied(model, x)
+                time.sleep(0.02)
+
+    with pytest.raises(SMPPeerError) as caught:
+        steps()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_the_death_of_a_rank_ends_the_step_on_all(rank: int) -> None:
+    outcomes = run_ranks(dying, "4", rank)
+    for outcome in outcomes:
+        if outcome.rank == rank:
+            assert outcome.status == -signal.SIGKILL
+        else:
+            assert outcome.returned, str(outcome)
+            assert "is gone" in outcome.value or "another replica" in outcome.value
+
+
+def interrupted(rank: int) -> str:
+    """A rank gets a signal in a step to which a rank of its pipeline does not come."""
+    start(2, timeout=8)
+    model = smp.DistributedModel(Parts())
+    x = numbered()
+    trained(model, x, "")
+    if smp.rank() == rank ^ 1:
+        await_ranks("out", 3)
+        return ""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if smp.rank() == rank:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises((KeyboardInterrupt, SMPPeerError)) as caught, torch.no_grad():
+        applied(model, x)
+    arrive("out")
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_signal_ends_the_step_on_all_replicas(rank: int) -> None:
+    for other, text in enumerate(check_ranks(interrupted, "4", rank)):
+        if other == rank:
+            assert text.startswith("KeyboardInterrupt")
+        elif other != rank ^ 1:
+            assert text.startswith("SMPPeerError"), text

@@ -75,7 +75,7 @@ class Rank:
         self.mail = Mail(self.receive)
         order: Any = None
         if job.ordered:
-            order = Follower(self.diverged) if replica else Leader(self.announce)
+            order = Follower(self.diverged, lambda: None) if replica else Leader(self.announce)
         self.baton = Baton(self.failed, self.mail, lambda: lambda: None, order)
         self.pending: list[Any] = []  # announcements on their way here
         self.log: list[Any] = []
@@ -328,7 +328,7 @@ def nothing() -> None:
 
 
 def test_a_follower_tells_tasks_apart() -> None:
-    follower = Follower(Told())
+    follower = Follower(Told(), lambda: None)
     one, two, three = task("forward", 0, 0), task("forward", 0, 0), task("backward", 0, 0)
     for made in (three, one, two):
         assert follower.add(made)
@@ -350,7 +350,7 @@ def test_a_follower_tells_tasks_apart() -> None:
 
 def test_a_follower_finds_what_the_leader_has_not_run() -> None:
     told = Told()
-    follower = Follower(told)
+    follower = Follower(told, lambda: None)
     first, second = task("forward", 0, 0), task("forward", 1, 0)
     follower.add(first)
     follower.announce([("forward", 0, (9,), -1), ("forward", 0, (0,), -1)])
@@ -367,15 +367,15 @@ def test_a_follower_finds_what_the_leader_has_not_run() -> None:
 
 def test_a_follower_does_not_wait_for_ever() -> None:
     told = Told()
-    follower = Follower(told)
+    follower = Follower(told, lambda: None)
     assert follower.next(nothing) is None
-    assert follower.check(0.0, 0.0) == 0.0
+    assert follower.check(0.0, 0.0, 60.0) == 0.0
     follower.settle()
     assert not told, "there is nothing to run here, so nothing is held up"
     one = task("body", 0)
     follower.add(one)
-    assert follower.check(0.0, 60.0) > 50, "the time of an announcement has not come"
-    assert follower.check(0.0, 0.0) == 0.0
+    assert follower.check(0.0, 60.0, 60.0) > 50, "the time of an announcement has not come"
+    assert follower.check(0.0, 0.0, 60.0) == 0.0
     follower.settle()
     assert told.pop() == ("silent", None, [one.name])
     follower.begin()
@@ -383,7 +383,9 @@ def test_a_follower_does_not_wait_for_ever() -> None:
     follower.announce([("body", 0, (), -1), 0])
     assert follower.next(nothing) is one
     assert follower.next(nothing) is None
-    assert follower.check(60.0, 0.0) > 50
-    follower.check(0.0, 60.0)
+    assert follower.check(60.0, 0.0, 0.0) > 50
+    follower.end()
+    assert follower.check(0.0, 0.0, 60.0) > 50
+    follower.check(60.0, 60.0, 0.0)
     follower.settle()
     assert told == [("stuck", ("body", 0, (), -1), [])], "the body does not go on here"
