@@ -154,7 +154,10 @@ class Executor:
         """
         check = self._check_replicas if self.replicas is not None else None
         self._watch.wait(self._over, self.modules, self._name, self._steps, check)
-        if not self._failures and isinstance(self.baton.order, Follower):
+        # A follower waits for its leader. Not as long as the model is not divided: the leader may
+        # wait in its body until this replica has ended the step.
+        follows = isinstance(self.baton.order, Follower) and self.divided
+        if follows and not self._failures:
             # What nobody waits for may still be left.
             self.baton.wake()
             self._watch.wait(self._order_over, self.modules, self._name, self._steps, check)

@@ -512,6 +512,34 @@ def test_a_collective_that_one_replica_does_not_enter(where: int) -> None:
         assert re.search("On rank [23] could run: the .* microbatch 1", text), text
 
 
+@smp.step
+def called_by_some(model: Any, x: Tensor, calls: bool) -> Any:
+    if calls:
+        model.backward(model(x).sum())
+
+
+def called_first_by(where: int) -> str:
+    """In the first step only one replica calls the model; then no replica does; then both do."""
+    start(2)
+    model = smp.DistributedModel(Parts())
+    x = numbered()
+    with pytest.raises(SMPPeerError) as caught:
+        called_by_some(model, x, smp.dp_rank() == where)
+    called_by_some(model, x, False)
+    called_by_some(model, x, True)
+    assert float(trained(model, x, "").reduce_sum()) == 48
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_first_step_in_which_one_replica_calls_the_model(where: int) -> None:
+    for text in check_ranks(called_first_by, "4", where):
+        assert (
+            f"the step has called the model on rank {2 * where} of the job, and not on rank "
+            f"{2 - 2 * where}"
+        ) in text
+
+
 def leader_stays_away() -> str:
     start(2, timeout=4)
     model = smp.DistributedModel(Branch())
