@@ -58,7 +58,7 @@ class ModelState:
     def _entries(self) -> dict[str, Any]:
         """Returns the module's own state dict, with the values of sharded parameters."""
         sharding = self._sharding
-        if sharding is None or not sharding.entries:
+        if sharding is None or not self._placement.divided:
             own = self._module.state_dict()
             return {name: with_values(value) for name, value in own.items()}
         kept = self._module.state_dict(keep_vars=True)

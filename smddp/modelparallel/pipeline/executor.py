@@ -288,6 +288,10 @@ class Executor:
         """
         self.baton.wake()
         self.baton.wait_until_idle()
+        if isinstance(self.baton.order, Leader) and self.replicas is not None:
+            # Before anything here waits for other replicas.
+            self.baton.order.settle()
+            self.replicas.announce_end()
         assert self._model is not None
         self._model.close(bool(self._failures))
         if self.channel is None or self._ended_by_signal:

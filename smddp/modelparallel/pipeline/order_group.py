@@ -47,7 +47,7 @@ class OrderEvents(Protocol):
         """The leader has decided what runs next."""
 
     def on_leader_ended(self) -> None:
-        """The leader has ended the step, and has announced everything."""
+        """The leader has no task left in this step, and has announced everything."""
 
     def on_stop(self, failure: Elsewhere) -> None:
         """The step has failed on another replica, or has to be run again there."""
@@ -114,6 +114,10 @@ class OrderGroup:
     def announce(self, decisions: list[Decision]) -> None:
         """Sends decisions of the leader to the followers."""
         self._send(Kind.DECISIONS, decisions)
+
+    def announce_end(self) -> None:
+        """Tells the followers that the leader has no task left in this step."""
+        self._send(Kind.DECISIONS, None)
 
     def keep_alive(self) -> float:
         """Tells the other members that this rank is in the step, unless that was done recently.
@@ -202,7 +206,9 @@ class OrderGroup:
                 arrived = []
 
     def _handle(self, peer: int, kind: int, header: Any) -> None:
-        if kind == Kind.DECISIONS:
+        if kind == Kind.DECISIONS and header is None:
+            self._tell(lambda events: events.on_leader_ended())
+        elif kind == Kind.DECISIONS:
             self._tell(lambda events: events.on_decisions(header))
         elif kind == Kind.STOP:
             self._tell(lambda events: events.on_stop(Elsewhere(*header)))
@@ -212,8 +218,6 @@ class OrderGroup:
             if outcome.failure is not None or outcome.redo:
                 why = outcome.failure or Elsewhere(self.ranks[peer], "", True)
                 self._tell(lambda events: events.on_stop(why))
-            elif peer == 0:
-                self._tell(lambda events: events.on_leader_ended())
 
     def _tell(self, what: Any) -> None:
         events = self._events

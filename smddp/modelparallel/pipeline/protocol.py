@@ -65,7 +65,7 @@ class Kind(enum.IntEnum):
         END: a `Failure`; or after a success, from rank 0 (`StepResult.header`, a `BufferReport`),
             from the others a `BufferReport`; None from a rank that has heard of a failure. In an
             order group, an `Outcome`.
-        DECISIONS: a list of `Decision`s, in their order.
+        DECISIONS: a list of `Decision`s, in their order; None if the leader makes no more.
         STOP: the fields of an `Elsewhere`.
         ALIVE: None.
     """
