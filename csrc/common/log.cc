@@ -52,9 +52,10 @@ int logDescriptor() {
   }
   if (file < 0) {
     print(STDERR_FILENO,
-          fmt::format("smddp: cannot write to {} ({}), which SMDDP_LOG_FILE={} names: the log goes to "
-                      "the standard error\n",
-                      *path, std::generic_category().message(reason), pattern.text));
+          fmt::format(
+              "smddp: cannot write to {} ({}), which SMDDP_LOG_FILE={} names: the log goes to "
+              "the standard error\n",
+              *path, std::generic_category().message(reason), pattern.text));
   }
   return descriptorIn(mine);
 }

@@ -12,8 +12,7 @@ namespace {
 TEST(FilePattern, HasHostProcessAndRank) {
   const FilePattern pattern{"/tmp/%h/a%%b-%p.%r"};
   pattern.check("SMDDP_X");
-  EXPECT_EQ(pattern.path(12),
-            "/tmp/" + hostName() + "/a%b-" + std::to_string(getpid()) + ".12");
+  EXPECT_EQ(pattern.path(12), "/tmp/" + hostName() + "/a%b-" + std::to_string(getpid()) + ".12");
   EXPECT_TRUE(pattern.names('r'));
   EXPECT_TRUE(pattern.names('h'));
   // In "%%b" the letter is no letter of ours.

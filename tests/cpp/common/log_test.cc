@@ -32,8 +32,8 @@ std::string contentOf(const std::filesystem::path& path) {
 // file.
 TEST(LogDeathTest, FilesAreThoseOfTheProcessAndItsRank) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  const auto folder = std::filesystem::temp_directory_path() /
-                      ("smddp-log-test-" + std::to_string(getpid()));
+  const auto folder =
+      std::filesystem::temp_directory_path() / ("smddp-log-test-" + std::to_string(getpid()));
   const auto log = [&] {
     std::filesystem::create_directory(folder);
     unsetenv("RANK");
