@@ -100,6 +100,9 @@ def sharded(config: dict[str, Any], names: list[str], passes: int = 1) -> dict[s
         inner = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         model = smp.DistributedModel(module, backward_passes_per_step=passes)
         optimizer = smp.DistributedOptimizer(inner)
+        if config.get("offload_activations"):
+            for part in module.children():
+                smp.set_activation_checkpointing(part)
         losses, norms = [], []
         for step in range(STEPS * passes):
             if step % passes == 0:
@@ -141,8 +144,18 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     ("2x2", 4, {"sdp_max_live_parameters": 1}),
     ("4", 2, {"partitions": 2}),
     ("4", 2, {"partitions": 2, "pipeline": "simple"}),
+    ("2", 2, {"offload_activations": True}),
+    ("4", 2, {"offload_activations": True, "partitions": 2}),
 ]
-IDS = ["2", "2 of 4", "4", "2 partitions", "2 partitions, simple"]
+IDS = [
+    "2",
+    "2 of 4",
+    "4",
+    "2 partitions",
+    "2 partitions, simple",
+    "offload",
+    "offload, 2 partitions",
+]
 
 
 @pytest.mark.parametrize(("ranks", "degree", "more"), LAYOUTS, ids=IDS)
