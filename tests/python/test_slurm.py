@@ -197,7 +197,8 @@ def test_batch_scripts_of_the_page(cluster: Cluster, number: int) -> None:
 
 
 def test_a_rank_that_fails(cluster: Cluster) -> None:
-    """The others name it, and srun has its exit code."""
+    """The others name it, and so does srun."""
     done = cluster.run("srun", "-N2", "-n4", "python", "train.py", "fail")
-    assert done.returncode == 3, done.stderr
+    assert done.returncode != 0, done.stderr
+    assert "task 2: Exited with exit code 3" in done.stderr, done.stderr
     assert re.search(r"rank 2 .* (is gone|has ended|died)", done.stderr), done.stderr

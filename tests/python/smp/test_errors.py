@@ -521,7 +521,7 @@ def misused() -> None:
         ({"tensor_parallel_degree": 2}, "needs ddp"),
         ({"bf16": True}, "bf16 needs sharded_data_parallel_degree"),
         ({"fp16": True, "bf16": True}, "cannot be simultaneously enabled"),
-        ({"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 2}, "needs pipeline"),
+        ({"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 2}, "does not divide"),
         (
             {"sharded_data_parallel_degree": 2, "ddp": True, "shard_optimizer_state": True},
             "exclude each other",
