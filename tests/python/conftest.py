@@ -29,16 +29,17 @@ torch.set_num_threads(1)
 _SLOW_MODULES = {
     *("test_activation_memory", "test_activations", "test_arguments", "test_autograd"),
     *("test_bench", "test_bench_exchange", "test_bench_launch", "test_bystanders"),
-    *("test_changed_in_place", "test_changed_structure", "test_checkpoint", "test_delayed"),
-    *("test_device", "test_device_direct", "test_device_lost", "test_device_nccl"),
-    *("test_device_rails", "test_device_shared", "test_device_sums", "test_doctor", "test_env"),
-    *("test_errors", "test_examples", "test_groups", "test_half", "test_hostfile", "test_hosts"),
-    *("test_interpreter_lock", "test_job_token", "test_launch", "test_limits", "test_mailbox"),
-    *("test_memory", "test_optimizer_shards", "test_original_api", "test_overlaps"),
-    *("test_plan_drawing", "test_random_calls", "test_random_models", "test_registration"),
-    *("test_remote_buffers", "test_sharding", "test_soak", "test_task_order", "test_topology"),
-    *("test_torch_suite", "test_training", "test_transparency", "test_tuning", "test_types"),
-    *("test_waits", "test_wire"),
+    *("test_changed_in_place", "test_changed_structure", "test_checkpoint", "test_collectives"),
+    *("test_ddp", "test_delayed", "test_device", "test_device_direct", "test_device_lost"),
+    *("test_device_nccl", "test_device_rails", "test_device_shared", "test_device_sums"),
+    *("test_doctor", "test_env", "test_errors", "test_examples", "test_groups", "test_half"),
+    *("test_hostfile", "test_hosts", "test_interpreter_lock", "test_job_token", "test_launch"),
+    *("test_limits", "test_log_file", "test_mailbox", "test_memory", "test_metrics"),
+    *("test_optimizer_shards", "test_original_api", "test_overlaps", "test_plan_drawing"),
+    *("test_profiler", "test_random_calls", "test_random_models", "test_registration"),
+    *("test_remote_buffers", "test_sharding", "test_slurm", "test_soak", "test_step"),
+    *("test_task_order", "test_task_order_simulated", "test_topology", "test_torch_suite"),
+    *("test_training", "test_transparency", "test_tuning", "test_types", "test_waits", "test_wire"),
 }
 
 
