@@ -313,6 +313,10 @@ def _save_shards(index: Path, model: Any) -> None:
     """
     topology = state.topology
     entries = {} if model is None else model.local_state_dict()
+    if model is not None and state.groups.sharding is not None:
+        # Those of this rank are shards of parameters.
+        everything = model.state_dict()
+        entries = {name: everything[name] for name in entries if name in everything}
     entries.pop(MARKER, None)
     whole = Path(index.name.removesuffix(_INDEX))
     part = f"{topology.rank_in('pp') + 1:05}-of-{topology.pp_size:05}"

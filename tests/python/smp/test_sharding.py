@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -434,7 +435,7 @@ def failing(model: Any, x: Tensor, where: str) -> Any:
     return loss
 
 
-def small(**config: Any) -> tuple[Any, Any]:
+def small(module: Callable[[], nn.Module] = Fails, **config: Any) -> tuple[Any, Any]:
     smp.init(
         {
             "ddp": True,
@@ -446,7 +447,7 @@ def small(**config: Any) -> tuple[Any, Any]:
         }
     )
     torch.manual_seed(0)
-    model = smp.DistributedModel(Fails())
+    model = smp.DistributedModel(module())
     return model, smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -602,18 +603,7 @@ LEFT_OUT = [-1, -1, 1, 3, -1, -1, 0]
 
 
 def order_changes() -> Any:
-    smp.init(
-        {
-            "ddp": True,
-            "microbatches": 2,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": THRESHOLD,
-            "sdp_gradient_clipping": 1e9,
-        }
-    )
-    torch.manual_seed(0)
-    model = smp.DistributedModel(Skips())
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = small(Skips)
     source = torch.Generator().manual_seed(smp.rank())
     for left_out in LEFT_OUT:
         optimizer.zero_grad()
@@ -896,11 +886,16 @@ def train(model: Any, optimizer: Any, steps: range) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+# One file, or one for each partition.
+WHOLE = ("whole.pt", "whole.safetensors.index.json")
+
+
 def saving(config: dict[str, Any], path: str) -> Any:
     model, optimizer = odd(config, 0)
     train(model, optimizer, range(3))
     smp.save_checkpoint(path, "parts", True, model, optimizer, {"step": 3})
-    smp.save_checkpoint(path, "whole.pt", False, model)
+    for tag in WHOLE:
+        smp.save_checkpoint(path, tag, False, model)
     torch.save(optimizer.state_dict(), Path(path) / f"optimizer_{smp.rank()}.pt")
     kept = copy.deepcopy((model.local_state_dict(), optimizer.local_state_dict()))
     expected = train(model, optimizer, range(3, 5))
@@ -920,7 +915,7 @@ def loading(config: dict[str, Any], path: str, how: str) -> Any:
     if how == "parts":
         assert smp.resume_from_checkpoint(path) == {"step": 3}
     else:
-        smp.resume_from_checkpoint(path, "whole.pt", partial=False)
+        smp.resume_from_checkpoint(path, how, partial=False)
         optimizer.load_state_dict(torch.load(Path(path) / "optimizer_0.pt"))
     return train(model, optimizer, range(3, 5))
 
@@ -938,7 +933,7 @@ def test_checkpoints_load_at_any_degree(tmp_path: Path, half: str) -> None:
         if half == "bf16":
             after = [("4", 2)]  # bf16 needs sharding
         for later, other in after if number == 0 else [("4", 2)]:
-            for how in ("parts", "whole"):
+            for how in ("parts", *WHOLE):
                 for rank, state in enumerate(check_ranks(loading, later, config(other), path, how)):
                     where = f"{later} ranks, degree {other}, {how}, rank {rank}"
                     assert state.keys() == expected.keys()
