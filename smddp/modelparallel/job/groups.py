@@ -61,10 +61,12 @@ class Groups:
         self.pipeline = _new_group(tuple(topology.groups("pp")), topology.rank, timeout)
         self.order: dist.ProcessGroup | None = None
         if topology.order_size > 1:
-            self.order = _new_group(tuple(topology.order_groups()), topology.rank, timeout)
+            self.order = _new_group(
+                tuple(topology.replica_groups(topology.order_size)), topology.rank, timeout
+            )
         self.sharding: ShardingGroups | None = None
         if sharding_degree > 1:
-            parts = tuple(topology.sharding_groups(sharding_degree))
+            parts = tuple(topology.replica_groups(sharding_degree))
             across = tuple(topology.groups_across(sharding_degree))
             self.sharding = ShardingGroups(
                 *(_new_group(sets, topology.rank, timeout) for sets in (parts, parts, across))

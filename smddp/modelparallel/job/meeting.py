@@ -11,13 +11,14 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from smddp.modelparallel.common.errors import SMPPeerError
 
-__all__ = ["together"]
+__all__ = ["gathered", "together"]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -54,6 +55,17 @@ def together(what: str, group: dist.ProcessGroup) -> Iterator[None]:
             ) from error
         # An error of other code, such as the model's: gloo has no class of its own.
         raise
+
+
+def gathered(what: str, mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns what each rank of a group gives, in the order of its ranks; any objects that pickle.
+
+    Arguments and errors are those of `together`.
+    """
+    parts: list[Any] = [None] * group.size()
+    with together(what, group):
+        dist.all_gather_object(parts, mine, group=group)
+    return parts
 
 
 def _meet(what: str, group: dist.ProcessGroup) -> Callable[[], list[int]]:

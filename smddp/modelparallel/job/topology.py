@@ -115,32 +115,22 @@ class Topology:
         """Returns all groups of a kind, in the same order on every rank."""
         return sorted({self.members(kind, rank) for rank in range(self.size)})
 
-    def order_groups(self) -> list[tuple[int, ...]]:
-        """Returns all order groups, in the same order on every rank; the first of each leads.
+    def replica_groups(self, count: int) -> list[tuple[int, ...]]:
+        """Returns groups of ranks with the same place in `count` consecutive replicas.
 
-        Each consists of ranks with the same place in consecutive replicas.
-        """
-        size = self.order_size
-        return [
-            members[first : first + size]
-            for members in self.groups("dp")
-            for first in range(0, len(members), size)
-        ]
-
-    def sharding_groups(self, degree: int) -> list[tuple[int, ...]]:
-        """Returns the groups of `degree` replicas that share their parameters, as ranks of the job.
+        They are in the same order on every rank. Order groups and sharding groups are such groups.
 
         Args:
-            degree: divides the size of the dp groups.
+            count: divides the size of the dp groups.
         """
         return [
-            members[begin : begin + degree]
+            members[begin : begin + count]
             for members in self.groups("dp")
-            for begin in range(0, len(members), degree)
+            for begin in range(0, len(members), count)
         ]
 
     def groups_across(self, degree: int) -> list[tuple[int, ...]]:
-        """Returns the groups of ranks with the same part, one of each of `sharding_groups`."""
+        """Returns the groups of ranks with the same part, one of each of `replica_groups`."""
         return [members[first::degree] for members in self.groups("dp") for first in range(degree)]
 
     def rank_in(self, kind: str) -> int:

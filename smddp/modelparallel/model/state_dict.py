@@ -12,7 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.delayed.life import with_values
-from smddp.modelparallel.job.meeting import together
+from smddp.modelparallel.job.meeting import gathered, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.partition.placement import MARKER, Placement
 from smddp.modelparallel.pipeline.remote_tensor import give_values
@@ -20,6 +20,8 @@ from smddp.modelparallel.sharding.joined import SHARDS, form_of, united
 from smddp.modelparallel.sharding.sharding import Sharding
 
 __all__ = ["ModelState"]
+
+_LOADS_PARTIAL = "model.load_state_dict with a partial state dict"
 
 
 class ModelState:
@@ -148,9 +150,7 @@ class ModelState:
                 "smp.resume_from_checkpoint, or in a job with the same sharded_data_parallel_degree"
             )
         group = self._sharding.groups.parameters
-        parts: list[Any] = [None] * group.size()
-        with together("model.load_state_dict with a partial state dict", group):
-            dist.all_gather_object(parts, (entries, forms), group=group)
+        parts = gathered(_LOADS_PARTIAL, (entries, forms), group)
         return united([part for part, _ in parts], [form for _, form in parts])
 
     def _shared(self) -> list[list[str]]:
@@ -165,14 +165,9 @@ class ModelState:
         return not placement.divided or placement.owner_of_entry(name) == placement.rank
 
     def _parts(self, entries: dict[str, Any]) -> list[dict[str, Any]]:
-        size = self._placement.size
-        if size == 1:
+        if self._placement.size == 1:
             return [entries]
-        parts: list[Any] = [None] * size
-        group = state.groups.of("pp")
-        with together("model.load_state_dict with a partial state dict", group):
-            dist.all_gather_object(parts, entries, group=group)
-        return parts
+        return gathered(_LOADS_PARTIAL, entries, state.groups.of("pp"))
 
     def gather_in_place(self) -> None:
         """Gives every rank all parameters and buffers, in memory of the host."""

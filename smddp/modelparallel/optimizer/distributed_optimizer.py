@@ -15,7 +15,7 @@ import torch.distributed as dist
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.common.structure import tensors_in
 from smddp.modelparallel.delayed.life import come_to_life
-from smddp.modelparallel.job.meeting import together
+from smddp.modelparallel.job.meeting import gathered, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 from smddp.modelparallel.optimizer.half import half_precision
@@ -470,9 +470,9 @@ class _State:
         """
         whole = {name: value for name, value in part.items() if name != MARKER}
         if state.groups.sharding is not None:
-            whole = merged(_everybody_s(whole, what, state.groups.sharding.parameters))
+            whole = merged(gathered(what, whole, state.groups.sharding.parameters))
         if state.topology.pp_size > 1:
-            whole = merged(_everybody_s(whole, what, state.groups.of("pp")))
+            whole = merged(gathered(what, whole, state.groups.of("pp")))
         return whole
 
 
@@ -495,21 +495,11 @@ def _merged_over(group: dist.ProcessGroup, part: Mapping[str, Any], what: str) -
         part: of this rank; or the whole, as the first replica has saved it.
         what: the call that all of them have to make; for error texts.
     """
-    parts: list[Any] = [None] * group.size()
-    with together(what, group):
-        dist.all_gather_object(parts, dict(part), group=group)
+    parts = gathered(what, dict(part), group)
     whole = [one for one in parts if isinstance(one["state"], list)]
     if not whole:
         check_complete(parts)
     return {**merged(whole or parts), MARKER: True}
-
-
-def _everybody_s(mine: Any, what: str, group: dist.ProcessGroup) -> list[Any]:
-    """Returns what each rank of a group gives."""
-    parts: list[Any] = [None] * group.size()
-    with together(what, group):
-        dist.all_gather_object(parts, mine, group=group)
-    return parts
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
