@@ -171,7 +171,9 @@ fi
 tests test-memory-first 60 "${cuda[@]}" -k "in_memory and reduces and 2"
 tests test-memory 120 "${cuda[@]}" -k "(in_memory or in_pieces) and not buckets"
 tests test-new 60 "${cuda[@]}" -k "bound or nobody_has_chosen or buckets"
-tests test-smp 100 tests/python/smp/test_{transparency,half,examples}.py
+tests test-smp-fits 150 tests/python/smp/test_{sharding,activations,activation_memory,optimizer_shards,delayed}.py \
+  -k "learn_the_same or bits_of_whole or any_degree or pinned or undivided_state or training_is"
+tests test-smp 150 tests/python/smp/test_{transparency,half,examples}.py
 tests test-rails 90 "${cuda[@]}" -k "rails"
 tests test-host-and-nccl 120 "${cuda[@]}" -k "not in_memory and not in_pieces and not buckets and not rails and not bound and not captured"
 step copy-rate 30 bash -c copy_rate

@@ -324,8 +324,8 @@ def test_batches_come_back_before_they_are_needed() -> None:
     assert not any(thread.name == "smp-offload" for thread in threading.enumerate())
 
 
-def on_a_device() -> None:
-    there = device_cases.Fake()
+def on_a_device(name: str) -> None:
+    there = device_cases.Fake() if name == "fake" else device_cases.Cuda()
     offloader = Offloader(latest(2), list)
     there.slow_down()
     values = [torch.randn(64, 64) for _ in range(6)]
@@ -341,7 +341,13 @@ def on_a_device() -> None:
 
 @pytest.mark.skipif(device_cases.find_fake() is None, reason="the C++ tests were not built")
 def test_values_of_a_device_go_to_pinned_memory() -> None:
-    check_ranks(on_a_device, "1")
+    check_ranks(on_a_device, "1", "fake")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_values_of_a_gpu_go_to_pinned_memory() -> None:
+    check_ranks(on_a_device, "1", "cuda")
 
 
 def frame(microbatch: int, *path: int) -> Frame:

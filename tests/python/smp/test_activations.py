@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from ranks import check_ranks, listen
 from smp.test_transparency import MICROBATCHES, STEPS, train_step, whole
-from smp.zoo import ZOO, batch_of, make
+from smp.zoo import ZOO, batch_of, device, make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -74,7 +74,8 @@ def divided(config: dict[str, Any], names: Iterable[str] = MARKS) -> dict[str, A
         )
         for step in range(STEPS):
             optimizer.zero_grad()
-            train_step(model, name, *batch_of(name, step, smp.rdp_rank()))
+            batch = [tensor.to(device()) for tensor in batch_of(name, step, smp.rdp_rank())]
+            train_step(model, name, *batch)
             optimizer.step()
         results[name] = {n: v.clone() for n, v in model.state_dict().items()}
         del model, optimizer, module
