@@ -124,7 +124,7 @@ PYTHON
 # tests <name> <seconds> <argument of pytest...>
 tests() {
   local parallel=()
-  "$python" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
+  "$python" -c 'import xdist' 2>/dev/null && parallel=(-n "${WORKERS:-8}")
   # -v prints the result of each test when it ends, so a time limit loses no results.
   step "$1" "$2" "$python" -m pytest -v "${parallel[@]}" "${@:3}"
 }
@@ -173,7 +173,7 @@ tests test-memory 120 "${cuda[@]}" -k "(in_memory or in_pieces) and not buckets"
 tests test-new 60 "${cuda[@]}" -k "bound or nobody_has_chosen or buckets"
 tests test-smp-fits 150 tests/python/smp/test_{sharding,activations,activation_memory,optimizer_shards,delayed}.py \
   -k "learn_the_same or bits_of_whole or any_degree or pinned or undivided_state or training_is"
-tests test-smp 150 tests/python/smp/test_{transparency,half,examples}.py
+tests test-smp 100 tests/python/smp/test_{transparency,half}.py
 tests test-rails 90 "${cuda[@]}" -k "rails"
 tests test-host-and-nccl 120 "${cuda[@]}" -k "not in_memory and not in_pieces and not buckets and not rails and not bound and not captured"
 step copy-rate 30 bash -c copy_rate
@@ -182,6 +182,8 @@ for ranks in 2 4; do
 done
 measure short host 2 30 "${short[@]}" --backends smddp
 tests test-captured 90 "${cuda[@]}" -k "captured"
+# The processes take turns on the GPU, so a step of many small kernels gets slower with each of them.
+WORKERS=1 tests test-examples 150 tests/python/smp/test_examples.py
 step sanitize 110 bash -c sanitize
 step bench-others 60 env SMDDP_GPU_PATH=ipc "$python" -m smddp.bench \
   allreduce reduce_scatter all_gather_into_tensor broadcast --memory gpu --place out --ranks 4 --min-bytes 64MiB --max-bytes 64MiB --backends smddp,gloo

@@ -13,7 +13,7 @@ namespace {
 double seconds(Nanoseconds time) { return static_cast<double>(time) * 1e-9; }
 
 // In quotes, as both formats write texts: names of groups may contain anything.
-std::string quoted(std::string_view text) {
+std::string inQuotes(std::string_view text) {
   std::string result = "\"";
   for (const char c : text) {
     if (c == '"' || c == '\\') {
@@ -51,8 +51,8 @@ class Prometheus {
 };
 
 std::string labelsOf(const Metrics::CallTotals& calls) {
-  return fmt::format("group={},collective={},algorithm={},size={}", quoted(calls.group),
-                     quoted(calls.collective), quoted(calls.algorithm), quoted(calls.size));
+  return fmt::format("group={},collective={},algorithm={},size={}", inQuotes(calls.group),
+                     inQuotes(calls.collective), inQuotes(calls.algorithm), inQuotes(calls.size));
 }
 
 bool isSame(const Metrics::CallTotals& a, const Metrics::CallTotals& b) {
@@ -92,9 +92,10 @@ std::string jsonOf(const Metrics::CallTotals& calls) {
       R"({{"group":{},"collective":{},"algorithm":{},"size":{},"calls":{},"bytes":{},"wire_bytes":{},)"
       R"("seconds":{:.9f},"p50_seconds":{:.9f},"p99_seconds":{:.9f},"node_wait_seconds":{:.9f},)"
       R"("network_wait_seconds":{:.9f}}})",
-      quoted(calls.group), quoted(calls.collective), quoted(calls.algorithm), quoted(calls.size),
-      calls.calls, calls.bytes, calls.wireBytes, seconds(calls.duration), quantile(calls, 0.5),
-      quantile(calls, 0.99), seconds(calls.waited.node), seconds(calls.waited.network));
+      inQuotes(calls.group), inQuotes(calls.collective), inQuotes(calls.algorithm),
+      inQuotes(calls.size), calls.calls, calls.bytes, calls.wireBytes, seconds(calls.duration),
+      quantile(calls, 0.5), quantile(calls, 0.99), seconds(calls.waited.node),
+      seconds(calls.waited.network));
 }
 
 }  // namespace
@@ -149,14 +150,14 @@ std::string prometheusText(const MetricsOrigin& origin, const Metrics::Totals& t
   text.family("smddp_errors_total", "counter", "Calls that ended with an error.");
   for (const auto& errors : totals.errors) {
     text.sample("",
-                fmt::format("group={},collective={},kind={}", quoted(errors.group),
-                            quoted(errors.collective), quoted(errors.kind)),
+                fmt::format("group={},collective={},kind={}", inQuotes(errors.group),
+                            inQuotes(errors.collective), inQuotes(errors.kind)),
                 errors.count);
   }
   text.family("smddp_stalls_total", "counter",
               "Calls that waited for so long that the log says for whom.");
   for (const auto& stalls : totals.stalls) {
-    text.sample("", fmt::format("group={}", quoted(stalls.group)), stalls.count);
+    text.sample("", fmt::format("group={}", inQuotes(stalls.group)), stalls.count);
   }
   text.family("smddp_written_timestamp_seconds", "gauge", "When this file was written.");
   text.sample("", "", fmt::format("{:.3f}", origin.writtenAt));
@@ -177,19 +178,19 @@ std::string jsonLine(const MetricsOrigin& origin, double duration, const Metrics
     const uint64_t fresh = totals.count - earlier(before.errors, totals).count;
     if (fresh == 0) continue;
     append(errors, fmt::format(R"({{"group":{},"collective":{},"kind":{},"count":{}}})",
-                               quoted(totals.group), quoted(totals.collective), quoted(totals.kind),
-                               fresh));
+                               inQuotes(totals.group), inQuotes(totals.collective),
+                               inQuotes(totals.kind), fresh));
   }
   for (const auto& totals : now.stalls) {
     const uint64_t fresh = totals.count - earlier(before.stalls, totals).count;
     if (fresh == 0) continue;
-    append(stalls, fmt::format(R"({{"group":{},"count":{}}})", quoted(totals.group), fresh));
+    append(stalls, fmt::format(R"({{"group":{},"count":{}}})", inQuotes(totals.group), fresh));
   }
   return fmt::format(
       R"({{"time":{:.3f},"interval_seconds":{:.3f},"host":{},"pid":{},"rank":{},"calls":[{}],"errors":[{}],)"
       R"("stalls":[{}]}})"
       "\n",
-      origin.writtenAt, duration, quoted(origin.host), origin.pid,
+      origin.writtenAt, duration, inQuotes(origin.host), origin.pid,
       origin.rank < 0 ? "null" : std::to_string(origin.rank), calls, errors, stalls);
 }
 

@@ -235,6 +235,7 @@ def _captured_by_nccl() -> tuple[str, str]:
             graph.replay()
             # all_reduce and reduce_scatter multiply by the number of ranks, once each.
             assert tensor.cpu().eq(float(size) ** (2 * number + 2)).all()
+        del graph  # NCCL waits for it when the group is destroyed
         return first, barrier
 
 

@@ -415,13 +415,21 @@ class _State:
         self.shards.assign(mine, placement.device)
 
     def _place_first_state(self, placement: Placement) -> None:
-        """Frees state of parameters that are stepped elsewhere; some optimizers make it at once."""
+        """Frees state of parameters that are stepped elsewhere, and moves the rest to the device.
+
+        Some optimizers make their state at once, as Adagrad does.
+        """
         states = getattr(self._optimizer(), "state", {})
         for parameter in list(states):
             if placement.lives_elsewhere(parameter) or not self._steps(parameter):
                 del states[parameter]
         for tensor in tensors_in(list(states.values())):
             come_to_life(tensor)
+        for parameter, entry in states.items():
+            for key, value in entry.items() if isinstance(entry, dict) else ():
+                # torch's optimizers keep the number of steps in memory of the host.
+                if key != "step" and isinstance(value, torch.Tensor):
+                    entry[key] = value.to(parameter.device)
 
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer()
