@@ -81,6 +81,7 @@ OPTIMIZER, CHECKPOINT = "smddp.modelparallel.optimizer", "smddp.modelparallel.ch
 SHARDING = "smddp.modelparallel.sharding"
 ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
 COMPATIBILITY = "smddp.modelparallel.compatibility"
+TENSOR = "smddp.modelparallel.tensor"
 MAY_IMPORT: dict[str, set[str]] = {
     "smddp_distribution": set(),
     "smddp_launch": {"smddp_distribution"},
@@ -97,6 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     PARTITION: {COMMON, JOB, PIPELINE, DELAYED},
     DATA_PARALLEL: {COMMON, PIPELINE},
     SHARDING: {COMMON, JOB, PIPELINE, DATA_PARALLEL, DELAYED},
+    TENSOR: set(),
     OPTIMIZER: {COMMON, JOB, PARTITION, SHARDING, DELAYED},
     COMPATIBILITY: {COMMON, JOB},
     MODEL: {

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers whose parameters are divided over the ranks of a tp group."""

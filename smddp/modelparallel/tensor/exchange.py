@@ -1,0 +1,163 @@
+"""Exchanges of activations among the ranks of a tensor-parallel group, with their gradients.
+
+Every rank of a group of T has its own batch, B examples, unless the batch is prescaled: then all
+have the same one. A layer whose parameters are divided computes on all examples of the group, with
+its part of the parameters. So activations change between two forms:
+
+* own: the examples of this rank, with all features, [B, ..., H];
+* all: the examples of all ranks in the order of ranks, [T * B, ..., H], or with a part of the
+  features, [T * B, ..., H / T]. With a prescaled batch "all" is [B, ..., H] and [B, ..., H / T].
+
+| method | before | after | gradient |
+| --- | --- | --- | --- |
+| `gather` | own | all | summed over ranks, back to own |
+| `reduce` | all, a term of a sum over ranks | own, summed | all |
+| `divide` | own | all, with a part of the features | own, with all features |
+| `unite` | all, with a part of the features | own, with all features | all, with a part |
+
+The gradient of a divided parameter is that of the sum of all ranks' losses. With a prescaled batch
+all ranks compute the same loss; it is counted once.
+
+Compare the operators f and g of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3), for one
+batch, and section 4.2 of https://arxiv.org/abs/2111.05972 for a batch per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """Exchanges activations in one tensor-parallel group.
+
+    All ranks of the group have to make the same calls in the same order, with tensors of one shape
+    and dtype, and the backward passes as well. Sums are made in the dtype of the tensors.
+
+    Tensors of torch's FakeTensorMode change their shape only; nothing is sent.
+
+    Attributes:
+        group: the process group.
+        rank: of this process in the group.
+        size: of the group.
+        prescaled: do all ranks have the same batch?
+    """
+
+    def __init__(self, group: dist.ProcessGroup, prescaled: bool) -> None:
+        self.group, self.prescaled = group, prescaled
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns the examples of all ranks, [B, ...] -> [T * B, ...]; [B, ...] if prescaled."""
+        if self.prescaled:
+            return self._apply(x, _same, self._all_reduce)
+        return self._apply(x, self._all_gather, self._reduce_scatter)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Sums over ranks, and returns this rank's examples, [T * B, ...] -> [B, ...]."""
+        if self.prescaled:
+            return self._apply(x, self._all_reduce, _same)
+        return self._apply(x, self._reduce_scatter, self._all_gather)
+
+    def divide(self, x: Tensor) -> Tensor:
+        """Returns a part of the features of all examples, [B, ..., H] -> [T * B, ..., H / T]."""
+        if self.prescaled:
+            return self._apply(x, self._part, self._all_parts)
+        return self._apply(x, self._to_parts, self._from_parts)
+
+    def unite(self, x: Tensor) -> Tensor:
+        """Returns all features of this rank's examples, [T * B, ..., H / T] -> [B, ..., H]."""
+        if self.prescaled:
+            return self._apply(x, self._all_parts, self._part)
+        return self._apply(x, self._from_parts, self._to_parts)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sums terms over ranks, on all of them; every rank uses the sum for the same examples."""
+        return self._apply(x, self._all_reduce, _same)
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """Returns the largest value of each element over ranks, without a gradient."""
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        if self.size > 1 and not isinstance(x, FakeTensor):
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def _apply(
+        self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        if self.size == 1:
+            return x
+        result: Tensor = _Exchanged.apply(x, forward, backward)
+        return result
+
+    # What follows works on values, without gradients.
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        result = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        if not isinstance(x, FakeTensor):
+            dist.all_gather_into_tensor(result, x.contiguous(), group=self.group)
+        return result
+
+    def _reduce_scatter(self, x: Tensor) -> Tensor:
+        result = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        if not isinstance(x, FakeTensor):
+            dist.reduce_scatter_tensor(result, x.contiguous(), group=self.group)
+        return result
+
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        result = x.clone(memory_format=torch.contiguous_format)
+        if not isinstance(x, FakeTensor):
+            dist.all_reduce(result, group=self.group)
+        return result
+
+    def _part(self, x: Tensor) -> Tensor:
+        return x.chunk(self.size, -1)[self.rank].clone(memory_format=torch.contiguous_format)
+
+    def _all_parts(self, x: Tensor) -> Tensor:
+        gathered = self._all_gather(x.unsqueeze(0))  # [T, B, ..., H / T]
+        return gathered.movedim(0, -2).flatten(-2)
+
+    def _to_parts(self, x: Tensor) -> Tensor:
+        parts = x.reshape(*x.shape[:-1], self.size, -1).movedim(-2, 0)  # [T, B, ..., H / T]
+        return self._all_to_all(parts).flatten(0, 1)
+
+    def _from_parts(self, x: Tensor) -> Tensor:
+        received = self._all_to_all(x.reshape(self.size, -1, *x.shape[1:]))  # [T, B, ..., H / T]
+        return received.movedim(0, -2).flatten(-2)
+
+    def _all_to_all(self, x: Tensor) -> Tensor:
+        result = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if not isinstance(x, FakeTensor):
+            dist.all_to_all_single(result, x.contiguous(), group=self.group)
+        return result
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+class _Exchanged(torch.autograd.Function):
+    """Applies a function of values, and another one to the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Returns the values after the exchange."""
+        ctx.of_gradient = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Returns the gradient of x."""
+        return ctx.of_gradient(gradients[0]), None, None
