@@ -1,6 +1,6 @@
 # libsmddp.so: all layers that do not know torch. The modules for the releases of torch share it.
 #
-# It exports what is in the namespace smddp, and nothing of the libraries that it contains.
+# It exports what is in the namespace smddp, and the C interface (smddp_...), and nothing of the libraries that it contains.
 add_library(smddp_core SHARED)
 foreach(layer IN LISTS SMDDP_LAYERS)
   target_sources(smddp_core PRIVATE $<TARGET_OBJECTS:smddp_${layer}>)

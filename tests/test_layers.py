@@ -49,6 +49,8 @@ MAY_INCLUDE: dict[str, set[str]] = {
         "plan",
         "collectives",
     },
+    "store": {"bootstrap"},
+    "c_interface": {"engine", "store", "bootstrap", "collectives"},
     "cuda": set(),
     "cuda/kernels": {"cuda"},
     "process_group": {"engine", "bootstrap", "collectives"},
@@ -61,7 +63,7 @@ ONLY_IN: dict[str, tuple[str, set[str]]] = {
     "the environment": (r"\b(secure_)?getenv\s*\(|\benviron\b", {"common/config.cc"}),
     "libfabric": (r"#include <rdma/", {"transport/fabric"}),
     "memory mappings": (r"#include <sys/mman\.h>", {"transport/shm"}),
-    "threads": (r"\bstd::j?thread\b(?!::id)|\bpthread_create\b", {"engine"}),
+    "threads": (r"\bstd::j?thread\b(?!::id)|\bpthread_create\b", {"engine", "store"}),
     "CUDA": (r"#include <(cuda|nccl)", {"cuda/kernels"}),
     "torch": (
         r"#include <(torch|c10|ATen)/",
@@ -85,6 +87,7 @@ TENSOR = "smddp.modelparallel.tensor"
 MAY_IMPORT: dict[str, set[str]] = {
     "smddp_distribution": set(),
     "smddp_launch": {"smddp_distribution"},
+    "smddp_numpy": {"smddp_launch"},
     "smddp_registration": {"smddp_launch"},
     "smddp": {"smddp_launch", "smddp_registration"},
     "smddp_autoload": {"smddp", "smddp_registration"},

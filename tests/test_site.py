@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 # What the API reference describes: each public name of these modules, under the name of the module.
 DESCRIBED = [
     "smddp",
+    "smddp_numpy",
     "smdistributed.dataparallel.torch.distributed",
     "smdistributed.dataparallel.torch.parallel.distributed",
     "smdistributed.modelparallel.torch",

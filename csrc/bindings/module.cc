@@ -14,6 +14,7 @@
 #include "bindings/random_number.h"
 #include "common/config.h"
 #include "engine/capabilities.h"
+#include "engine/shared_engine.h"
 #include "process_group/device/calls.h"
 #include "process_group/device/gpu_process_group.h"
 #include "process_group/errors.h"
@@ -122,7 +123,7 @@ void bindProcessGroup(py::module& m) {
         return smddp::process_group::emptyTensor(sizes, at::TensorOptions().dtype(type));
       },
       py::arg("sizes"), py::arg("dtype"), Release());
-  m.def("shutdown", &smddp::process_group::shutdownEngine, Release());
+  m.def("shutdown", &smddp::engine::shutdownSharedEngine, Release());
   m.def(
       "report_trouble",
       [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,

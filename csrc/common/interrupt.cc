@@ -1,18 +1,24 @@
 #include "common/interrupt.h"
 
+#include <array>
 #include <atomic>
 
 namespace smddp {
 namespace {
 
-std::atomic<InterruptCheck> installed{nullptr};
+// By user.
+std::array<std::atomic<InterruptCheck>, 2> installed{};
 
 }  // namespace
 
-void setInterruptCheck(InterruptCheck check) { installed.store(check); }
+void setInterruptCheck(InterruptCheck check, InterruptUser user) {
+  installed.at(static_cast<size_t>(user)).store(check);
+}
 
 void checkInterrupt() {
-  if (const InterruptCheck check = installed.load()) check();
+  for (const auto& one : installed) {
+    if (const InterruptCheck check = one.load()) check();
+  }
 }
 
 }  // namespace smddp

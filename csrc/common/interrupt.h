@@ -9,9 +9,12 @@ namespace smddp {
 
 using InterruptCheck = void (*)();
 
-// Null: nothing interrupts waits.
-void setInterruptCheck(InterruptCheck check);
-// Throws what the installed function throws.
+// Who installs a function. Each has one, because both may be used in one process.
+enum class InterruptUser { Bindings, CInterface };
+
+// Null: it does not interrupt waits.
+void setInterruptCheck(InterruptCheck check, InterruptUser user = InterruptUser::Bindings);
+// Throws what the installed functions throw.
 void checkInterrupt();
 
 }  // namespace smddp

@@ -9,6 +9,7 @@
 
 #include "common/config.h"
 #include "common/log.h"
+#include "engine/shared_engine.h"
 #include "engine/split.h"
 #include "engine/wire_choice.h"
 #include "process_group/checks.h"
@@ -23,14 +24,13 @@ using c10::intrusive_ptr;
 using collectives::Collective;
 using engine::Request;
 
-// Never destroyed, see sharedEngine().
-struct EngineSlot {
+// The default group, if it is one of ours. Never destroyed, as the engine.
+struct WorldSlot {
   std::mutex mutex;
-  std::shared_ptr<engine::Engine> engine;
-  std::weak_ptr<engine::Group> world;  // the default group, if it is one of ours
+  std::weak_ptr<engine::Group> group;
 };
-EngineSlot& engineSlot() {
-  static auto* slot = new EngineSlot;
+WorldSlot& worldSlot() {
+  static auto* slot = new WorldSlot;
   return *slot;
 }
 
@@ -38,18 +38,6 @@ EngineSlot& engineSlot() {
 std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>>& coalescing() {
   thread_local std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>> calls;
   return calls;
-}
-
-std::shared_ptr<engine::Engine> engineAtFirstUse() {
-  EngineSlot& slot = engineSlot();
-  const std::lock_guard lock(slot.mutex);
-  if (slot.engine && slot.engine->isReplaceableInChild()) {
-    // Never destroyed: its threads and connections are the parent's.
-    static_cast<void>(new std::shared_ptr<engine::Engine>(std::move(slot.engine)));
-    slot.engine.reset();
-  }
-  if (!slot.engine) slot.engine = std::make_shared<engine::Engine>(engine::Engine::Options{});
-  return slot.engine;
 }
 
 bool isWorld(const ProcessGroup::Creation& creation) {
@@ -61,7 +49,7 @@ bool isWorld(const ProcessGroup::Creation& creation) {
 std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Creation& creation) {
   if (isWorld(creation)) setLogRank(creation.rank);
   try {
-    return engineAtFirstUse();
+    return engine::sharedEngine();
   } catch (const Error& error) {
     reportTrouble(creation.store, creation.name, creation.rank, error);
     throwAsTorch(error);
@@ -70,9 +58,9 @@ std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Creation& creation
 
 // The ranks of a new group in the default group. Empty if that is not one of ours, or does not have all of them.
 engine::Engine::KnownMembers knownMembersOf(const ProcessGroup::Creation& creation) {
-  EngineSlot& slot = engineSlot();
+  WorldSlot& slot = worldSlot();
   const std::lock_guard lock(slot.mutex);
-  const auto world = slot.world.lock();
+  const auto world = slot.group.lock();
   const auto& ranks = creation.ranksOfWorld;
   const auto isOfWorld = [&](Rank rank) { return rank >= 0 && rank < world->spec().size; };
   if (!world || static_cast<int>(ranks.size()) != creation.size ||
@@ -93,18 +81,7 @@ void reportTrouble(const intrusive_ptr<c10d::Store>& store, const std::string& n
 }
 
 std::shared_ptr<engine::Engine> sharedEngine() {
-  return translated([] { return engineAtFirstUse(); });
-}
-
-void shutdownEngine() {
-  std::shared_ptr<engine::Engine> engine;
-  {
-    EngineSlot& slot = engineSlot();
-    const std::lock_guard lock(slot.mutex);
-    engine = slot.engine;
-  }
-  // Without the lock: continuations that run now may ask for the engine, too.
-  if (engine) engine->shutdown();
+  return translated([] { return engine::sharedEngine(); });
 }
 
 at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
@@ -116,7 +93,7 @@ at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) 
   const size_t bytes = at::detail::computeStorageNbytesContiguous(
       sizes, c10::elementSize(c10::typeMetaToScalarType(options.dtype())));
   try {
-    const auto engine = engineAtFirstUse();
+    const auto engine = engine::sharedEngine();
     const auto memory = engine->tensorMemory();
     void* block = memory->allocate(std::max<size_t>(bytes, 1));
     return at::from_blob(
@@ -146,8 +123,8 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
     engine::chooseWire(*engine_, group_, effectiveTimeout(creation.timeout));
   });
   if (isWorld(creation)) {
-    const std::lock_guard lock(engineSlot().mutex);
-    engineSlot().world = group_;
+    const std::lock_guard lock(worldSlot().mutex);
+    worldSlot().group = group_;
   }
   devices_->attach(engine_, group_);
   init();

@@ -24,11 +24,8 @@
 
 namespace smddp::process_group {
 
-// The engine of this process. The first call makes it, and only shutdownEngine() ends it: when destructors of static
-// objects run, the threads and the Python interpreter may be gone.
+// engine::sharedEngine(), whose errors are thrown as torch's.
 std::shared_ptr<engine::Engine> sharedEngine();
-// Leaves all groups. Called at interpreter exit; afterwards every call on a group fails.
-void shutdownEngine();
 
 // Tells the other ranks of a group why this one does not come. Throws nothing.
 void reportTrouble(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,

@@ -21,6 +21,7 @@ NAVIGATION = {
         "docs/frameworks",
         "docs/model-parallel",
         "docs/operations",
+        "docs/numpy",
         "docs/gpu",
         "docs/wire",
         "docs/performance",
@@ -32,7 +33,7 @@ NAVIGATION = {
         "docs/security",
         "CHANGELOG",
     ],
-    "API reference": ["docs/api/smddp", "docs/api/modelparallel", "docs/api/dataparallel"],
+    "API reference": ["docs/api/smddp", "docs/api/modelparallel", "docs/api/dataparallel", "docs/api/numpy"],
     "Contributing": [
         "CONTRIBUTING",
         "docs/architecture",

@@ -1,0 +1,45 @@
+#include "engine/shared_engine.h"
+
+#include <utility>
+
+#include "common/mutex.h"
+
+namespace smddp::engine {
+namespace {
+
+struct Slot {
+  Mutex mutex;
+  std::shared_ptr<Engine> engine SMDDP_GUARDED_BY(mutex);
+};
+// Never destroyed, see sharedEngine().
+Slot& slot() {
+  static auto* instance = new Slot;
+  return *instance;
+}
+
+}  // namespace
+
+std::shared_ptr<Engine> sharedEngine() {
+  Slot& shared = slot();
+  const MutexLock lock(shared.mutex);
+  if (shared.engine && shared.engine->isReplaceableInChild()) {
+    // Never destroyed: its threads and connections are the parent's.
+    static_cast<void>(new std::shared_ptr<Engine>(std::move(shared.engine)));
+    shared.engine.reset();
+  }
+  if (!shared.engine) shared.engine = std::make_shared<Engine>(Engine::Options{});
+  return shared.engine;
+}
+
+void shutdownSharedEngine() {
+  std::shared_ptr<Engine> engine;
+  {
+    Slot& shared = slot();
+    const MutexLock lock(shared.mutex);
+    engine = shared.engine;
+  }
+  // Without the lock: continuations that run now may ask for the engine, too.
+  if (engine) engine->shutdown();
+}
+
+}  // namespace smddp::engine

@@ -1,0 +1,52 @@
+// The store's server: a thread in the process of rank 0 that keeps keys and values.
+//
+// It serves whoever connects; values that matter are sealed by those who write them (common/seal.h). A client that sends
+// anything but requests is disconnected.
+//
+// Threads: the constructor starts one; the destructor ends it, and with it the connections. Errors: the constructor
+// throws Transport, naming the address, or Resource.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <thread>
+
+#include "common/file_descriptor.h"
+#include "store/frames.h"
+
+namespace smddp::store {
+
+class Server {
+ public:
+  // Listens at `host`, a name or a numeric address, if that is an address of this machine; else on all interfaces, as
+  // behind a translated address. Port 0: a free one.
+  Server(const std::string& host, uint16_t port);
+  ~Server();
+  Server(const Server&) = delete;
+  Server& operator=(const Server&) = delete;
+
+  uint16_t port() const { return port_; }
+
+ private:
+  struct Connection {
+    FileDescriptor socket;
+    Bytes received, toSend;
+  };
+  void run();
+  void accept();
+  // False: the client is gone, or sends what is no request.
+  bool receive(Connection& connection);
+  bool send(Connection& connection);
+  Bytes answer(const Request& request);
+
+  FileDescriptor listener_;
+  FileDescriptor stop_;  // an eventfd
+  uint16_t port_ = 0;
+  std::map<std::string, Bytes> values_;
+  std::map<std::string, int64_t> sums_;
+  std::map<int, Connection> connections_;
+  std::thread thread_;
+};
+
+}  // namespace smddp::store

@@ -1,0 +1,384 @@
+"""smddp_numpy: collectives on numpy arrays, without torch, against the same arithmetic in numpy."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks
+
+import smddp_numpy
+from smddp_numpy import Op
+
+pytestmark = pytest.mark.multiprocess
+
+TYPES = [np.float32, np.float64, np.float16, np.complex64, np.complex128, np.bool_]
+TYPES += [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
+COUNTS = [0, 1, 1021, 100_003]
+
+
+def array_of(rank: int, count: int, kind: Any) -> np.ndarray:
+    values = (np.arange(count) + 3 * rank) % 7
+    return values.astype(kind)
+
+
+def same(found: Any, expected: Any, what: str) -> None:
+    assert found.dtype == expected.dtype, what
+    assert found.shape == expected.shape, what
+    assert np.array_equal(found, expected), what
+
+
+def collectives() -> None:
+    world = smddp_numpy.init()
+    size, me = world.size, world.rank
+    for count in COUNTS:
+        for kind in TYPES:
+            what = f"{count} x {np.dtype(kind)}"
+            own = array_of(me, count, kind)
+            every = np.stack([array_of(rank, count, kind) for rank in range(size)])
+            total = every.any(0) if kind is np.bool_ else every.sum(0, dtype=kind)
+            same(world.allreduce(own), total, what)
+            same(own, array_of(me, count, kind), what)
+            in_place = own.copy()
+            assert world.allreduce(in_place, out=in_place) is in_place
+            same(in_place, total, what)
+            for root in range(size):
+                result = world.reduce(own, root)
+                assert (result is None) == (me != root)
+                if me == root:
+                    same(result, total, what)
+                    same(own, array_of(me, count, kind), what)
+            block = own.copy()
+            world.broadcast(block, size - 1)
+            same(block, every[-1], what)
+            same(world.allgather(own), every, what)
+            gathered = world.gather(own, 0)
+            if me == 0:
+                same(gathered, every, what)
+            same(world.scatter(every if me == 0 else None, 0, out=np.empty_like(own)), own, what)
+            tables = np.stack([array_of(rank * size + me, count, kind) for rank in range(size)])
+            parts = np.stack([array_of(me * size + rank, count, kind) for rank in range(size)])
+            same(world.alltoall(tables), parts, what)
+            sums = np.stack([array_of(me + rank, count, kind) for rank in range(size)])
+            expected = sums.any(0) if kind is np.bool_ else sums.sum(0, dtype=kind)
+            mine = np.stack([array_of(me + rank, count, kind) for rank in range(size)])
+            same(world.reduce_scatter(mine), expected, what)
+    world.barrier()
+    world.leave()
+
+
+@pytest.mark.parametrize("layout", ["1", "2", "3", "2x2"])
+def test_values(layout: str) -> None:
+    ranks.check_ranks(collectives, layout)
+
+
+def operations() -> None:
+    world = smddp_numpy.init()
+    own = np.array([1.0, -2.0, 3.0]) * (world.rank + 1)
+    every = world.allgather(own)
+    expected = {
+        Op.SUM: every.sum(0),
+        Op.AVERAGE: every.mean(0),
+        Op.PRODUCT: every.prod(0),
+        Op.MIN: every.min(0),
+        Op.MAX: every.max(0),
+    }
+    for op, value in expected.items():
+        np.testing.assert_allclose(world.allreduce(own, op=op), value, rtol=1e-15)
+    scaled = world.allreduce(own, op=Op.SCALED_SUM, factor=0.5)
+    np.testing.assert_allclose(scaled, every.sum(0) / 2, rtol=1e-15)
+    bits = np.array([6, 3], np.uint8) << world.rank
+    both = world.allgather(bits)
+    assert np.array_equal(world.allreduce(bits, op=Op.BXOR), both[0] ^ both[1])
+    # Shapes, views, what is not an array, several operations at once.
+    table = np.arange(12.0).reshape(3, 4)
+    assert world.allreduce(table.T).shape == (4, 3)
+    assert np.array_equal(world.allreduce(table.T), 2 * table.T)
+    assert world.allreduce(7.5).shape == ()
+    assert world.allreduce([1, 2]).tolist() == [2, 4]
+    works = [world.allreduce(np.full(1000, n), wait=False) for n in range(20)]
+    world.barrier()
+    for number, work in enumerate(works):
+        assert (work.wait() == 2 * number).all()
+        assert work.is_completed()
+    # Memory that ranks share.
+    shared = smddp_numpy.empty((1000, 10), np.float32)
+    shared[:] = world.rank
+    world.allreduce(shared, out=shared)
+    assert (shared == 1).all()
+    del shared
+    # Messages.
+    other = 1 - world.rank
+    sent = world.send(np.arange(5) + world.rank, other, tag=3, wait=False)
+    received = world.receive(np.empty(5, int), other, tag=3)
+    assert received.tolist() == [other + n for n in range(5)]
+    sent.wait()
+    if world.rank == 0:
+        work = world.receive(np.empty(2), wait=False)
+        work.wait()
+        assert work.source() == 1
+    else:
+        world.send(np.ones(2), 0)
+    # Nothing is held any longer.
+    world.barrier()
+    deadline = time.monotonic() + 10
+    while smddp_numpy._held and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not smddp_numpy._held
+    world.leave()
+    with pytest.raises(ValueError, match="has left the group"):
+        world.barrier()
+
+
+def test_operations_and_messages() -> None:
+    ranks.check_ranks(operations, "2")
+
+
+def divided() -> tuple[int, float]:
+    world = smddp_numpy.init()
+    odd = world.rank % 2
+    members = [rank for rank in range(world.size) if rank % 2 == odd]
+    group = world.split(members[::-1])
+    assert group is not None
+    assert group.rank == members[::-1].index(world.rank)
+    total = float(group.allreduce(np.array([float(world.rank)]))[0])
+    none = world.split([0])
+    assert (none is None) == (world.rank != 0)
+    group.leave()
+    world.leave()
+    return odd, total
+
+
+def test_groups_of_some_ranks() -> None:
+    assert ranks.check_ranks(divided, "4") == [(0, 2.0), (1, 4.0), (0, 2.0), (1, 4.0)]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def message_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def misuse() -> None:
+    world = smddp_numpy.init()
+    x = np.ones((2, 3))
+    frozen = np.ones(3)
+    frozen.flags.writeable = False
+    for call, text in [
+        (lambda: world.allreduce(np.array(["a"])), "TypeError: smddp: arrays of <U1"),
+        (lambda: world.allreduce(x, out=np.ones(6)), "ValueError: smddp: the result has shape"),
+        (lambda: world.allreduce(x, out=x.astype(np.float32)), "ValueError: smddp: the result has"),
+        (lambda: world.broadcast(frozen, 1 - world.rank), "ValueError: smddp: an array that is"),
+        (lambda: world.broadcast([1], 1 - world.rank), "TypeError: smddp: the result cannot be"),
+        (lambda: world.broadcast(x, 5), "ValueError: smddp: the root, 5, is no rank of a group"),
+        (
+            lambda: world.reduce_scatter(np.ones((3, 2))),
+            "ValueError: smddp: the array needs a part",
+        ),
+        (lambda: world.scatter(None, 1 - world.rank), "TypeError: smddp: scatter needs `out`"),
+        (lambda: world.allreduce(x, op=Op.BAND), "ValueError: smddp: BAND of float64 is undefined"),
+        (lambda: world.send(x, world.rank), "ValueError: smddp: a rank cannot send to itself"),
+        (lambda: world.send(x, 7), "ValueError: smddp: the peer is no rank of the group"),
+        (lambda: world.send(x, 1 - world.rank, tag=-1), "ValueError: smddp: the tag is negative"),
+        (lambda: world.barrier(timeout=0), "ValueError: smddp: a timeout of 0 seconds"),
+        (lambda: world.split([0, 0]), "ValueError: smddp: a rank is named twice"),
+        (lambda: world.split([9]), "ValueError: smddp: 9 is no rank of a group of 2"),
+    ]:
+        assert message_of(call).startswith(text), message_of(call)
+    assert not smddp_numpy._held
+    # The group is whole.
+    assert world.allreduce(np.ones(1))[0] == 2
+    world.leave()
+
+
+def test_misuse_is_refused_before_anything_is_started() -> None:
+    ranks.check_ranks(misuse, "2")
+
+
+def wrong(how: str) -> str:
+    world = smddp_numpy.init(timeout=20)
+    x = np.ones(10)
+    if how == "mismatch":
+        return message_of(lambda: world.allreduce(x if world.rank else x[:5]))
+    if how == "absent" and world.rank:
+        time.sleep(2)
+        return message_of(world.leave)
+    if how == "absent":
+        return message_of(lambda: world.barrier(timeout=0.5))
+    if world.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return message_of(lambda: world.allreduce(x))
+
+
+def test_errors_name_the_rank() -> None:
+    for text in ranks.check_ranks(wrong, "2", "mismatch"):
+        assert text.startswith("CollectiveMismatchError: smddp: ")
+        assert "rank 0" in text
+        assert "rank 1" in text
+    assert "rank 1" in ranks.check_ranks(wrong, "2", "absent")[0]
+    survivor = ranks.run_ranks(wrong, "2", "killed")[0]
+    assert survivor.value.startswith("PeerLostError: smddp: "), str(survivor)
+    assert "rank 1" in survivor.value
+
+
+def interrupted() -> str:
+    world = smddp_numpy.init()
+    if world.rank == 0:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            world.receive(np.empty(1), 1)
+    else:
+        return message_of(world.barrier)
+    return ""
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    began = time.monotonic()
+    _, text = ranks.check_ranks(interrupted, "2")
+    assert text.startswith("AbortedError: smddp: ")
+    assert time.monotonic() - began < 20
+
+
+def alone() -> None:
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        smddp_numpy.init(0, 2, "127.0.0.1", timeout=100)
+    with pytest.raises(smddp_numpy.CollectiveTimeoutError, match="nobody serves the store"):
+        smddp_numpy.init(1, 2, "127.0.0.1", timeout=0.5)
+    for arguments, text in [
+        ((2, 2, "127.0.0.1"), "rank 2 is no rank of a job of 2"),
+        ((0, 2, "no-such-host.invalid"), "no address of host"),
+        ((0, 2, "127.0.0.1", 70000), "the port is not between"),
+        ((0, 1, "127.0.0.1", 0, 0.0), "the time-out is 0"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            smddp_numpy.init(*arguments)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(smddp_numpy.TransportError, match="cannot serve the store"):
+            smddp_numpy.init(0, 2, "127.0.0.1", taken.getsockname()[1], timeout=5)
+        with pytest.raises(smddp_numpy.CollectiveTimeoutError, match="does not answer"):
+            smddp_numpy.init(1, 2, "127.0.0.1", taken.getsockname()[1], timeout=0.5)
+
+
+def test_a_job_whose_ranks_do_not_meet() -> None:
+    ranks.check_ranks(alone, "1")
+
+
+def with_strangers() -> None:
+    """While ranks meet, others send the store what are no requests."""
+    port = int(os.environ["STORE"])
+    if os.environ["RANK"] == "0":
+
+        def disturb() -> None:
+            for data in (b"GET / HTTP/1.1\r\n\r\n" * 100, struct.pack("<I", 2**31), b"\x01" * 3):
+                deadline = time.monotonic() + 20
+                while time.monotonic() < deadline:
+                    try:
+                        stranger = socket.create_connection(("127.0.0.1", port), 5)
+                        break
+                    except OSError:
+                        time.sleep(0.01)
+                stranger.sendall(data)
+                stranger.close()
+
+        thread = threading.Thread(target=disturb)
+        thread.start()
+    else:
+        time.sleep(1)  # the store is there, and is disturbed
+    world = smddp_numpy.init(port=port, timeout=30)
+    assert world.allreduce(np.ones(3)).tolist() == [2, 2, 2]
+    world.leave()
+
+
+def test_strangers_are_disconnected() -> None:
+    with ranks.reserved_port() as port:
+        ranks.check_ranks(with_strangers, "2", env={"STORE": str(port)})
+
+
+# --- without torch --------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+import numpy
+import smddp_numpy
+world = smddp_numpy.init()
+x = world.allreduce(numpy.arange(4.0) + world.rank)
+world.leave()
+assert "torch" not in sys.modules and "smddp" not in sys.modules
+print(x.tolist())
+"""
+
+
+def outputs(commands: list[list[str]]) -> list[str]:
+    """Runs the ranks of a job, and returns what they print."""
+    with ranks.reserved_port() as port:
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        job["WORLD_SIZE"] = str(len(commands))
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **job, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, command in enumerate(commands)
+        ]
+        found = []
+        for process in processes:
+            out, _ = process.communicate(timeout=60)
+            assert process.returncode == 0
+            found.append(out)
+        return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_process_without_torch(count: int, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    total = sum(np.arange(4.0) + rank for rank in range(count)).tolist()
+    for out in outputs([[sys.executable, str(script)]] * count):
+        assert out.strip() == str(total)
+
+
+def programs(language: str) -> list[str]:
+    page = (ranks.ROOT / "docs" / "numpy.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_program_of_the_page(tmp_path: Path) -> None:
+    (text,) = programs("python")
+    script = tmp_path / "program.py"
+    script.write_text(text)
+    first, second = outputs([[sys.executable, str(script)]] * 2)
+    assert first == "[2. 2. 2. 2. 2.] 0.5\n"
+    assert second == ""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_the_c_program_of_the_page(tmp_path: Path) -> None:
+    (text,) = programs("c")
+    source, program = tmp_path / "program.c", tmp_path / "program"
+    library = ranks.ROOT / "smddp" / "lib" / "libsmddp.so"
+    command = ["cc", "-Wall", "-Wextra", "-Werror", "-std=c99", str(source), str(library)]
+    command += ["-I", str(ranks.ROOT / "csrc" / "c_interface"), f"-Wl,-rpath,{library.parent}"]
+    with ranks.reserved_port() as port:
+        source.write_text(text.replace("29600", str(port)))
+        subprocess.run([*command, "-o", str(program)], check=True)
+        assert outputs([[str(program)]] * 2) == ["2 4 6\n"] * 2
