@@ -382,7 +382,7 @@ class Group:
     def allgather(
         self, array: Any, *, out: Any = None, wait: bool = True, timeout: float | None = None
     ) -> Any:
-        """Returns the arrays of all ranks, [ranks, *shape]."""
+        """Returns the arrays of all ranks, [ranks, ...]."""
         given = _readable(array)
         shape = (self.size, *given.shape)
         result = np.empty(shape, given.dtype) if out is None else _writable(out, given, shape)
@@ -398,7 +398,7 @@ class Group:
         wait: bool = True,
         timeout: float | None = None,
     ) -> Any:
-        """Combines arrays [ranks, *shape] of all ranks; rank r gets part r, of the shape."""
+        """Combines arrays [ranks, ...] of all ranks; rank r gets part r, of the shape."""
         given = self._parts(array)
         block = given[0]
         result = np.empty(block.shape, given.dtype) if out is None else _writable(out, block)
@@ -414,7 +414,7 @@ class Group:
         wait: bool = True,
         timeout: float | None = None,
     ) -> Any:
-        """Returns the arrays of all ranks, [ranks, *shape], on rank `root`; None on others."""
+        """Returns the arrays of all ranks, [ranks, ...], on rank `root`; None on others."""
         given = _readable(array)
         result = None
         if self.rank == root:
@@ -431,7 +431,7 @@ class Group:
         wait: bool = True,
         timeout: float | None = None,
     ) -> Any:
-        """Sends part r of rank `root`'s array, [ranks, *shape], to rank r, which gets it in `out`.
+        """Sends part r of rank `root`'s array, [ranks, ...], to rank r, which gets it in `out`.
 
         Args:
             array: on rank `root`; other ranks may pass None.
@@ -453,7 +453,7 @@ class Group:
     def alltoall(
         self, array: Any, *, out: Any = None, wait: bool = True, timeout: float | None = None
     ) -> Any:
-        """Sends part r of each rank's array, [ranks, *shape], to rank r; returns all it gets."""
+        """Sends part r of each rank's array, [ranks, ...], to rank r; returns all it gets."""
         given = self._parts(array)
         result = np.empty_like(given, order="C") if out is None else _writable(out, given)
         return self._run(_ALLTOALL, given, result, given[0], wait, timeout)
@@ -588,7 +588,9 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
 
 
 def _readable(value: Any) -> np.ndarray[Any, Any]:
-    array = np.ascontiguousarray(_array(value)).reshape(np.shape(value))
+    given = _array(value)
+    # ascontiguousarray() makes one dimension of none.
+    array: np.ndarray[Any, Any] = np.ascontiguousarray(given).reshape(given.shape)
     _type_of(array)
     return array
 

@@ -33,7 +33,12 @@ NAVIGATION = {
         "docs/security",
         "CHANGELOG",
     ],
-    "API reference": ["docs/api/smddp", "docs/api/modelparallel", "docs/api/dataparallel", "docs/api/numpy"],
+    "API reference": [
+        "docs/api/smddp",
+        "docs/api/modelparallel",
+        "docs/api/dataparallel",
+        "docs/api/numpy",
+    ],
     "Contributing": [
         "CONTRIBUTING",
         "docs/architecture",
