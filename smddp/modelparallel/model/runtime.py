@@ -17,6 +17,7 @@ from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
+from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.data_parallel.replicas import abstain, agree
@@ -60,6 +61,7 @@ class ModelRuntime:
         buffers: those that live here; none before the model is divided.
         half: the half-precision dtype in which the model computes; None for full precision.
         sharding: divides parameters over replicas; None without sharded data parallelism.
+        example: the shapes of the arguments of the model's first call with gradients; None before.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class ModelRuntime:
         self._gather_failure: Exception | None = None
         self._gather_redo = False
         self.device = device.current()
+        self.example: Example | None = None
         modules.install()
         if topology.pp_size == 1:
             self.apply(Decision.one_partition(modules))
@@ -154,6 +157,33 @@ class ModelRuntime:
     def _memory(self) -> list[torch.Tensor]:
         """Returns the parameters and buffers that live here."""
         return [*self.placement.parameters(), *self.buffers.tensors()]
+
+    def memory(self) -> dict[str, list[torch.Tensor]]:
+        """Returns the tensors of this rank by what they are for, besides activations.
+
+        Returns:
+            For each kind of `smp.memory` its tensors; some are in several, and count for the first.
+        """
+        found: dict[str, list[torch.Tensor]] = {}
+        found["parameters"], found["gathered"] = self.placement.parameters(), []
+        if not self.divided:  # each rank has all of them
+            found["parameters"] = list(self.module.parameters())
+        if self.sharding is not None:
+            found["parameters"] = [self.sharding.local(p) for p in found["parameters"]]
+            found["gathered"] = self.sharding.gathers.tensors()
+        found["buffers"] = [*self.buffers.tensors(), *self.buffers.copies()]
+        found["optimizer"], gradients = [], []
+        for optimizer in self._state.current_optimizers():
+            kept, some = optimizer._smp_state.tensors()
+            found["optimizer"] += kept
+            gradients += some
+        found["gradients"] = [*gradients, *self.data_parallel.tensors(), *self._sum.tensors()]
+        return found
+
+    @property
+    def knows_counts(self) -> bool:
+        """Whether a step with gradients has been made; see `GradientSum`."""
+        return self._sum.knows_counts
 
     @property
     def divided(self) -> bool:

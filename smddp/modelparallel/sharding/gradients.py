@@ -188,6 +188,20 @@ class ShardedSum(GradientSum):
         """Says whether any parameter has late contributions."""
         return super().any_late or self._whole.any_late
 
+    @property
+    def knows_counts(self) -> bool:
+        """Whether an earlier step tells how often parameters contribute."""
+        return super().knows_counts or self._whole.knows_counts
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the gradients that it keeps now, whole ones and shards."""
+        waiting = [gradient for some in self._waiting.values() for gradient in some.values()]
+        works = [tensor for _, _, sent, part in self._works for tensor in (sent, part)]
+        return [
+            *(*super().tensors(), *self._whole.tensors(), *waiting, *works),
+            *self._totals.values(),
+        ]
+
     # --- the sums over the group ------------------------------------------------------------------
 
     def _complete(self, parameter: nn.Parameter, microbatch: int, gradient: torch.Tensor) -> None:
