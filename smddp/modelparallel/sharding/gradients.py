@@ -209,6 +209,7 @@ class ShardedSum(GradientSum):
         number = self._entries[id(parameter)].number
         place = microbatch, self._bucket_of[number]
         self._waiting.setdefault(place, {})[number] = gradient
+        self.add_completed()
         self._reduce()
 
     def _reduce(self) -> None:
@@ -222,6 +223,7 @@ class ShardedSum(GradientSum):
             self._launch(bucket, self._waiting.pop(self._next, {}))
 
     def _launch(self, bucket: _Bucket, gradients: dict[int, torch.Tensor]) -> None:
+        self.add_completed()  # frees memory
         sent = bucket.filled(gradients)
         part = torch.empty(bucket.part, dtype=bucket.dtype, device=bucket.device)
         work = dist.reduce_scatter_tensor(part, sent, group=self._group, async_op=True)
@@ -229,8 +231,13 @@ class ShardedSum(GradientSum):
         microbatch, place = self._next
         last = place + 1 == len(self._buckets)
         self._next = (microbatch + 1, 0) if last else (microbatch, place + 1)
-        # No wait before the end of the step: until then the other ranks may wait for a gather that
-        # this one does not make, because its control flow is another.
+
+    def add_completed(self) -> None:
+        """Adds the results of the reductions that have ended, and frees what was sent.
+
+        It waits for none before the end of the step: until then the other ranks may wait for a
+        gather that this one does not make, because its control flow is another.
+        """
         while self._works and self._works[0][0].is_completed():
             self._add_first()
 
