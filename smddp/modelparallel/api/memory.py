@@ -96,8 +96,8 @@ class MemoryReport(contextlib.AbstractContextManager["MemoryReport"]):
 
     def __enter__(self) -> MemoryReport:
         runtime = _runtime("smp.memory")
-        modules = runtime.executor.modules
-        if modules.watch is not None:
+        baton = runtime.executor.baton
+        if baton.watch is not None:
             raise SMPUsageError(
                 "smp.memory() counts already: one `with smp.memory():` cannot be inside another"
             )
@@ -108,8 +108,8 @@ class MemoryReport(contextlib.AbstractContextManager["MemoryReport"]):
             return LATER if runtime.knows_counts else FIRST
 
         census = self._census = Census(runtime.memory, moment)
-        modules.watch = census.watch
-        self._stack.callback(setattr, modules, "watch", None)
+        baton.watch = census.watch
+        self._stack.callback(setattr, baton, "watch", None)
         self._stack.enter_context(census.watch())
         return self
 

@@ -87,6 +87,12 @@ class Profile:
         self.given = given
         self.uses: set[tuple[int, int]] = set()
 
+    def around(self, visit: int) -> Iterator[int]:
+        """Yields a visit and those around it, from the inside."""
+        while visit >= 0:
+            yield visit
+            visit = self.visits[visit].parent
+
     def trace(self, count: int) -> Trace:
         """Returns what decides about a division of the model.
 

@@ -12,7 +12,7 @@ import contextlib
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -144,7 +144,6 @@ class Modules:
         in_order: do the microbatches of this step run one after the other?
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         surroundings: entered around tasks and modules; None for nothing.
-        watch: makes a context that is entered around tasks, inside those; None for nothing.
         replaced: a function of the name of a buffer in the model, which lives here: has code ever
             put another tensor in its place?
         recomputed: the modules that have activation checkpointing where they live, by number: do
@@ -167,7 +166,6 @@ class Modules:
         self.buffers_read: set[tuple[int, str]] = set()
         self.replaced: Callable[[str], bool] = lambda _: False
         self.surroundings: Surroundings | None = None
-        self.watch: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
         self.recomputed: dict[int, bool] = {}
         self.offloader: Offloader | None = None
         self.outlook: Outlook | None = None
@@ -496,17 +494,7 @@ class Modules:
     def around_task(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for the code of a task."""
         around = self.surroundings
-        if self.watch is not None:
-            return self._watched(self.watch())
         return contextlib.nullcontext() if around is None else around.around_task()
-
-    @contextlib.contextmanager
-    def _watched(self, watch: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self.surroundings is not None:
-                stack.enter_context(self.surroundings.around_task())
-            stack.enter_context(watch)
-            yield
 
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         module = self.by_number[number]
