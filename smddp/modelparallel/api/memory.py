@@ -26,7 +26,7 @@ from smddp.modelparallel.memory.forecast import (
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.optimizer.half import to_half
 
-__all__ = ["MemoryReport", "RankMemory", "memory", "outlook"]
+__all__ = ["MemoryReport", "RankMemory", "forecast_inputs", "memory"]
 
 _MIB = 2**20
 
@@ -83,12 +83,17 @@ class MemoryReport(contextlib.AbstractContextManager["MemoryReport"]):
         predictions: dict[tuple[int, int], dict[str, Bytes]] = {}
         notes: list[str] = []
         if topology.rank == 0:
-            predictions, notes = _predictions(runtime, self._example)
+            try:
+                predictions, notes = _predictions(runtime, self._example)
+            except Exception as error:  # the other ranks wait
+                notes = [f"nothing is predicted ({type(error).__name__}: {error})"]
         mine = RankMemory(
             *(topology.rank, topology.rank_in("pp"), topology.rank_in("dp")),
             *({}, measured, count(runtime.memory())),
         )
-        found = gathered("smp.memory", (mine, predictions, notes), state.groups.of("world"))
+        found = gathered(
+            "smp.memory", (mine, predictions, notes), state.groups.of("world"), "the job"
+        )
         self.ranks = [row for row, _, _ in found]
         _, predictions, self.notes = found[0]
         for row in self.ranks:
@@ -210,7 +215,7 @@ def _runtime(call: str) -> ModelRuntime:
     return runtime
 
 
-def outlook(
+def forecast_inputs(
     runtime: ModelRuntime, example: Example | None = None
 ) -> tuple[Facts, Choices, list[str]]:
     """Returns what predictions are made of, and notes about what is not known.
@@ -239,7 +244,7 @@ def _predictions(
     """Returns the predictions for each rank, by partition and replica."""
     if not runtime.divided:
         return {}, ["nothing is predicted before the first step has divided the model"]
-    facts, choices, notes = outlook(runtime, example)
+    facts, choices, notes = forecast_inputs(runtime, example)
     found = {}
     for part in range(choices.partitions):
         once = forecast(facts, choices, part, 0)

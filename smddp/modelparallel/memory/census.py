@@ -89,7 +89,7 @@ class Census:
                 self._look(moment)
 
     def _look(self, moment: str) -> None:
-        expired = torch.UntypedStorage._expired  # type: ignore[attr-defined]
+        expired = torch.UntypedStorage._expired
         for key in [key for key, (weak, _) in self._living.items() if expired(weak.cdata)]:
             self._sum -= self._living.pop(key)[1]
         if self._sum <= self._highest.get(moment, -1):

@@ -44,7 +44,9 @@ def choices_of(state: State, runtime: ModelRuntime) -> Choices:
     )
 
 
-def facts_of(state: State, runtime: ModelRuntime, profile: Profile | None) -> tuple[Facts, list[str]]:
+def facts_of(
+    state: State, runtime: ModelRuntime, profile: Profile | None
+) -> tuple[Facts, list[str]]:
     """Returns the facts, and notes about what is not known.
 
     Args:
@@ -80,12 +82,12 @@ def facts_of(state: State, runtime: ModelRuntime, profile: Profile | None) -> tu
     if not optimizers:
         notes.append("there is no smp.DistributedOptimizer yet, so nothing is counted for it")
     found = []
-    for parameter, module in zip(parameters, owner, strict=True):
+    for parameter, first in zip(parameters, owner, strict=True):
         half = parameter.dtype in HALF and runtime.half is not None
         gradient = torch.float32 if state.cfg._fp32_grad_accumulation and half else parameter.dtype
         found.append(
             Parameter(
-                module=module,
+                module=first,
                 numel=parameter.numel(),
                 size=parameter.dtype.itemsize,
                 gradient=gradient.itemsize,
@@ -216,5 +218,3 @@ def profile_of(runtime: ModelRuntime, example: Example) -> tuple[Profile | None,
             "activations are not predicted: the model does not run on tensors without values "
             f"({type(error).__name__}: {error})"
         )
-
-

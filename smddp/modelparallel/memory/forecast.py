@@ -211,9 +211,7 @@ class _Activations:
         turn: the tick at which the backward pass begins.
     """
 
-    def __init__(
-        self, profile: Profile, choices: Choices, parts: Sequence[int], part: int
-    ) -> None:
+    def __init__(self, profile: Profile, choices: Choices, parts: Sequence[int], part: int) -> None:
         self.turn, count = profile.turn, len(profile.at)
         regions = _Regions(profile, choices, parts)
         at = np.array(parts)[np.array(profile.at, dtype=int)]
@@ -504,7 +502,9 @@ class _Rank:
             [n for n in facts.own[v.module] if self._divided(n)] if v.module >= 0 else []
             for v in profile.visits
         ]
-        order = [(visit, n) for visit in range(len(own)) for n in own[visit] if parts[visit] == part]
+        order = [
+            (visit, n) for visit in range(len(own)) for n in own[visit] if parts[visit] == part
+        ]
         places = np.searchsorted([visit for visit, _ in order], np.arange(len(own)))
 
         def size(visit: int, forward: bool) -> int:
@@ -513,14 +513,11 @@ class _Rank:
             place = int(places[visit])
             more = order[place + len(own[visit]) :] if forward else order[:place][::-1]
             elements = sum(self._elements(n) * choices.degree for n in held)
-            coming = 0
-            for _, n in more if ahead else ():
-                padded = self._elements(n) * choices.degree
-                if coming == _AHEAD or n in held or elements + padded > choices.limit:
+            for _, n in more[:_AHEAD] if ahead else ():
+                elements += self._elements(n) * choices.degree
+                if n in held or elements > choices.limit:
                     break
                 held.add(n)
-                elements += padded
-                coming += 1
             return sum(self._whole(n) for n in held)
 
         sizes: dict[tuple[int, bool], int] = {}

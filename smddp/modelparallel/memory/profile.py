@@ -106,8 +106,8 @@ class Profile:
             trace.visits.append(Visit(visit.module, parent, visit.taken, visit.direct))
             trace.visits[-1].given = visit.given
         for storage in self.storages:
-            for visit in {self.visits[number].module for number in storage.saved} - {-1}:
-                trace.activations[visit] += storage.size
+            for module in {self.visits[number].module for number in storage.saved} - {-1}:
+                trace.activations[module] += storage.size
         return trace
 
 
@@ -328,6 +328,6 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # With very many tensors, not after each operation.
         if tick % (1 + len(self._living) // 1000):
             return
-        expired = torch.UntypedStorage._expired  # type: ignore[attr-defined]
+        expired = torch.UntypedStorage._expired
         for key in [key for key, (weak, _) in self._living.items() if expired(weak.cdata)]:
             self.profile.storages[self._living.pop(key)[1]].end = tick

@@ -21,6 +21,7 @@ from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.data_parallel.replicas import abstain, agree
+from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.job.groups import timeout_of
 from smddp.modelparallel.job.state import State
 from smddp.modelparallel.model.activation_checkpoints import ActivationCheckpoints
@@ -61,6 +62,7 @@ class ModelRuntime:
         buffers: those that live here; none before the model is divided.
         half: the half-precision dtype in which the model computes; None for full precision.
         sharding: divides parameters over replicas; None without sharded data parallelism.
+        delayed: were parameters created without memory?
         example: the shapes of the arguments of the model's first call with gradients; None before.
     """
 
@@ -89,6 +91,7 @@ class ModelRuntime:
         self.data_parallel = data_parallel
         self._average = average
         self._times = times
+        self.delayed = any(map(is_delayed, module.parameters()))
         self.half = half_precision()
         if self.half is not None:
             convert(module, self.half)
@@ -165,12 +168,13 @@ class ModelRuntime:
             For each kind of `smp.memory` its tensors; some are in several, and count for the first.
         """
         found: dict[str, list[torch.Tensor]] = {}
-        found["parameters"], found["gathered"] = self.placement.parameters(), []
-        if not self.divided:  # each rank has all of them
-            found["parameters"] = list(self.module.parameters())
+        # Before the division, each rank has all of them.
+        local = self.placement.parameters() if self.divided else list(self.module.parameters())
+        found["gathered"] = []
         if self.sharding is not None:
-            found["parameters"] = [self.sharding.local(p) for p in found["parameters"]]
+            local = [self.sharding.local(parameter) for parameter in local]
             found["gathered"] = self.sharding.gathers.tensors()
+        found["parameters"] = list(local)
         found["buffers"] = [*self.buffers.tensors(), *self.buffers.copies()]
         found["optimizer"], gradients = [], []
         for optimizer in self._state.current_optimizers():
