@@ -69,7 +69,7 @@ def facts_of(
                 owner.append(number)
         own.append(list(dict.fromkeys(numbers[id(p)] for p in mine)))
     optimizers = state.current_optimizers()
-    states: dict[int, int] = {}
+    states: dict[int, tuple[int, int]] = {}
     copies = 0.0
     for optimizer in optimizers:
         known = _states(optimizer, runtime.half is not None)
@@ -92,7 +92,8 @@ def facts_of(
                 size=parameter.dtype.itemsize,
                 gradient=gradient.itemsize,
                 master=4 if half and id(parameter) in states else 0,
-                state=states.get(id(parameter), 0),
+                state=states.get(id(parameter), (0, 0))[0],
+                scalars=states.get(id(parameter), (0, 0))[1],
                 trains=parameter.requires_grad,
                 stepped=id(parameter) in states,
                 divisible=parameter.dim() > 0 and parameter.is_floating_point(),
@@ -114,14 +115,16 @@ def _buffers(modules: list[nn.Module]) -> list[int]:
     return sizes
 
 
-def _nothing(optimizer: Any) -> dict[int, int]:
+def _nothing(optimizer: Any) -> dict[int, tuple[int, int]]:
     """Returns no bytes for each parameter that an optimizer steps."""
     original = optimizer._smp_state.original
-    return {id(original(p)): 0 for group in optimizer.param_groups for p in group["params"]}
+    return {id(original(p)): (0, 0) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _states(optimizer: Any, half: bool) -> dict[int, int] | None:
+def _states(optimizer: Any, half: bool) -> dict[int, tuple[int, int]] | None:
     """Returns the bytes that an optimizer keeps for each whole parameter, by id.
+
+    The first number is that of tensors of the parameter's shape, the second that of all others.
 
     A copy of the optimizer makes a step on tensors without memory. If it cannot, what it keeps
     already counts.
@@ -161,13 +164,18 @@ def _states(optimizer: Any, half: bool) -> dict[int, int] | None:
         copied.step()
     except Exception:
         return _present(optimizer)
-    return {
-        key: sum(tensor.nbytes for tensor in tensors_in(copied.state.get(shape, {})))
-        for key, shape in stand_ins.items()
-    }
+    return {key: _sizes(copied.state.get(shape, {}), shape) for key, shape in stand_ins.items()}
 
 
-def _present(optimizer: Any) -> dict[int, int] | None:
+def _sizes(own: Any, parameter: torch.Tensor) -> tuple[int, int]:
+    """Returns the bytes of the tensors of a parameter's size, and of all others."""
+    tensors = tensors_in(own)
+    alike = [tensor for tensor in tensors if tensor.numel() == parameter.numel()]
+    large = sum(tensor.nbytes for tensor in alike)
+    return large, sum(tensor.nbytes for tensor in tensors) - large
+
+
+def _present(optimizer: Any) -> dict[int, tuple[int, int]] | None:
     """Returns what an optimizer keeps, from what it has for the parameters of this rank."""
     original = optimizer._smp_state.original
     bytes_of, elements = 0, 0
@@ -177,7 +185,7 @@ def _present(optimizer: Any) -> dict[int, int] | None:
     if not elements:
         return None
     return {
-        id(original(p)): original(p).numel() * bytes_of // elements
+        id(original(p)): (original(p).numel() * bytes_of // elements, 0)
         for group in optimizer.param_groups
         for p in group["params"]
     }

@@ -77,7 +77,8 @@ class Parameter:
         numel: its elements.
         size, gradient, master: bytes of an element, of its gradient, and of its master weight; the
             last is 0 if there is none.
-        state: bytes of what the optimizer keeps for the whole parameter; 0 if it does not step it.
+        state: bytes of what the optimizer keeps for all elements of the whole parameter.
+        scalars: bytes of what else it keeps for the parameter.
         trains: does it get a gradient?
         stepped: does an optimizer step it?
         divisible: can it be divided over replicas?
@@ -89,6 +90,7 @@ class Parameter:
     gradient: int
     master: int
     state: int
+    scalars: int
     trains: bool
     stepped: bool
     divisible: bool
@@ -335,6 +337,7 @@ class _Rank:
         state = sum(
             self._elements(n) * ps[n].master
             + ps[n].state * self._elements(n) // max(ps[n].numel, 1)
+            + ps[n].scalars
             for n in self._stepped
         )
         trained = [n for n in self._mine if ps[n].trains]

@@ -9,10 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ranks import check_ranks
+from smp.census import Census
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import smdistributed.modelparallel.torch as smp
 
@@ -115,39 +113,6 @@ def test_without_that_limit_they_are_all_kept() -> None:
     for *seen, left in check_ranks(kept_activations, "2", 2, "simple", MICROBATCHES):
         assert left == 0
         assert seen[1:] == [MICROBATCHES, MICROBATCHES]
-
-
-class Census(TorchDispatchMode):
-    """Counts the bytes of all storages that operations of this process have touched and that live.
-
-    It sees the threads on which it is entered; its lists are those of the process.
-    """
-
-    storages: ClassVar[dict[int, tuple[Any, int]]] = {}
-    peak = 0
-    guard: ClassVar[Any] = threading.RLock()
-
-    @classmethod
-    def live(cls) -> int:
-        """Returns the bytes that live now."""
-        with cls.guard:
-            expired = torch.UntypedStorage._expired
-            dead = [key for key, (weak, _) in cls.storages.items() if expired(weak.cdata)]
-            for key in dead:
-                del cls.storages[key]
-            return sum(size for _, size in cls.storages.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes arguments and results of an operation."""
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves((args, kwargs, result)):
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                storage = value.untyped_storage()
-                weak = StorageWeakRef(storage)
-                with Census.guard:
-                    Census.storages.setdefault(weak.cdata, (weak, storage.nbytes()))
-        Census.peak = max(Census.peak, Census.live())
-        return result
 
 
 LAYERS, WIDTH, ROWS = 24, 32, 8
