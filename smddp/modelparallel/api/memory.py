@@ -89,7 +89,7 @@ class MemoryReport(contextlib.AbstractContextManager["MemoryReport"]):
                 notes = [f"nothing is predicted ({type(error).__name__}: {error})"]
         mine = RankMemory(
             *(topology.rank, topology.rank_in("pp"), topology.rank_in("dp")),
-            *({}, measured, count(runtime.memory())),
+            *({}, measured, count(runtime.memory(), runtime.device)),
         )
         found = gathered(
             "smp.memory", (mine, predictions, notes), state.groups.of("world"), "the job"
@@ -112,7 +112,7 @@ class MemoryReport(contextlib.AbstractContextManager["MemoryReport"]):
                 return UPDATE
             return LATER if runtime.knows_counts else FIRST
 
-        census = self._census = Census(runtime.memory, moment)
+        census = self._census = Census(runtime.memory, moment, runtime.device)
         baton.watch = census.watch
         self._stack.callback(setattr, baton, "watch", None)
         self._stack.enter_context(census.watch())
@@ -234,6 +234,8 @@ def forecast_inputs(
     else:
         profile, note = profile_of(runtime, example)
         notes = [note] if note else []
+    if runtime.executor.modules.calls_recomputed and not runtime.checkpoints.any:
+        notes.append("calls by patches.checkpoint count as if they kept their activations")
     facts, more = facts_of(state, runtime, profile)
     return facts, choices_of(state, runtime), [*notes, *more]
 

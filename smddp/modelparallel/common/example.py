@@ -18,8 +18,8 @@ class Example(NamedTuple):
         structure: of (args, kwargs).
         shapes: its tensors, on the device "meta", with the device of the originals.
         objects: its other values.
-        complete: False if an object was left out, because it might keep memory alive; then the
-            call cannot be repeated.
+        complete: False if an object was left out, because it might keep memory alive, or if the
+            arguments cannot be taken apart; then the call cannot be repeated.
     """
 
     structure: Structure
@@ -30,6 +30,13 @@ class Example(NamedTuple):
     @staticmethod
     def of(args: Any, kwargs: Any) -> Example:
         """Returns the example of a call."""
+        try:
+            return Example._of(args, kwargs)
+        except Exception:  # of classes of the script
+            return Example(("u", ()), [], [], False)
+
+    @staticmethod
+    def _of(args: Any, kwargs: Any) -> Example:
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
         structure = flatten((args, kwargs), tensors, objects)

@@ -19,18 +19,21 @@ __all__ = ["Census", "count"]
 _CLOSER = 1.005
 
 
-def count(kinds: Mapping[str, Iterable[torch.Tensor]]) -> Bytes:
-    """Returns the bytes of tensors by kind; each memory counts once, for the first kind."""
-    return _counted(kinds, None)
+def count(
+    kinds: Mapping[str, Iterable[torch.Tensor]], device: torch.device, total: int | None = None
+) -> Bytes:
+    """Returns the bytes of tensors by kind; each memory counts once, for the first kind.
 
-
-def _counted(kinds: Mapping[str, Iterable[torch.Tensor]], total: int | None) -> Bytes:
-    """Returns the bytes by kind; what is missing to the total is activations."""
+    Args:
+        kinds: tensors by kind.
+        device: only those on a device of this type count.
+        total: of all tensors; what is missing is activations.
+    """
     seen: set[int] = set()
     found = dict.fromkeys(KINDS, 0)
     for kind in KINDS:
         for tensor in kinds.get(kind, ()):
-            if tensor.is_meta or tensor.layout != torch.strided:
+            if not _counts(tensor, device):
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
@@ -41,6 +44,10 @@ def _counted(kinds: Mapping[str, Iterable[torch.Tensor]], total: int | None) -> 
     return Bytes(**found)
 
 
+def _counts(tensor: torch.Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and tensor.layout == torch.strided
+
+
 class Census:
     """Counts the storages that operations touch, on the threads that are in a `watch`.
 
@@ -49,14 +56,19 @@ class Census:
     """
 
     def __init__(
-        self, kinds: Callable[[], Mapping[str, list[torch.Tensor]]], moment: Callable[[], str]
+        self,
+        kinds: Callable[[], Mapping[str, list[torch.Tensor]]],
+        moment: Callable[[], str],
+        device: torch.device,
     ) -> None:
         """Begins with the tensors that exist.
 
         Args:
             kinds: returns tensors by what they are for; all others are activations.
             moment: names what runs now.
+            device: of the rank; what is elsewhere, such as in memory of the host, does not count.
         """
+        self._device = device
         self._kinds, self._moment = kinds, moment
         self._lock = threading.RLock()
         self._living: dict[int, tuple[Any, int]] = {}
@@ -71,7 +83,7 @@ class Census:
 
     def _note(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            if tensor.is_meta or tensor.layout != torch.strided:
+            if not _counts(tensor, self._device):
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata not in self._living:
@@ -100,7 +112,7 @@ class Census:
             kinds = self._kinds()
             self._note([tensor for some in kinds.values() for tensor in some])
             self._highest[moment] = self._sum
-            self.peaks[moment] = _counted(kinds, self._sum)
+            self.peaks[moment] = count(kinds, self._device, self._sum)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

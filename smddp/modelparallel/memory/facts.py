@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 from typing import Any
 
 import torch
@@ -205,8 +206,26 @@ def _copies(optimizer: Any) -> float:
     return 1.0 if any(many) else 0.0
 
 
+# By model: an example and the modes of the modules, and what `profile_of` has returned for them.
+_known: weakref.WeakKeyDictionary[ModelRuntime, tuple[Example, bytes, tuple[Profile | None, str]]]
+_known = weakref.WeakKeyDictionary()
+
+
 def profile_of(runtime: ModelRuntime, example: Example) -> tuple[Profile | None, str]:
-    """Returns the profile of a microbatch; and why there is none, if the model cannot run."""
+    """Returns the profile of a microbatch; and why there is none, if the model cannot run.
+
+    The last one is kept, because it may take seconds.
+    """
+    modes = bytes(module.training for module in runtime.executor.modules.by_number)
+    known = _known.get(runtime)
+    if known is not None and known[0] is example and known[1] == modes:
+        return known[2]
+    found = _profile(runtime, example)
+    _known[runtime] = example, modes, found
+    return found
+
+
+def _profile(runtime: ModelRuntime, example: Example) -> tuple[Profile | None, str]:
     if not example.complete:
         return None, (
             "activations are not predicted: the model's arguments have objects that are neither "

@@ -224,13 +224,19 @@ class _Activations:
                 curve[begin] += size
                 curve[end] -= size
 
-        for storage in profile.storages:
+        mine = [region for region, where in enumerate(regions.part) if where == part]
+        arguments = {number for region in mine for number in regions.taken[region]}
+        counted: set[int] = set()
+        for number, storage in enumerate(profile.storages):
             if storage.saved:
                 visits = [visit for visit in storage.saved if parts[visit] == part]
                 inside = {regions.of[visit] for visit in visits}
                 if -1 in inside:
                     add(always, storage.size, storage.begin, storage.end)
+                    counted.add(number)
                     continue
+                if number in arguments:
+                    continue  # counted below
                 begin = min((regions.again[r][0] for r in inside), default=storage.end)
                 if begin < storage.end:
                     add(always, storage.size, max(begin, storage.begin), storage.end)
@@ -245,11 +251,8 @@ class _Activations:
             elif len(found):
                 begin, last = storage.begin + int(found[0]), storage.begin + int(found[-1])
                 add(always, storage.size, begin, last + 1)
-        mine = [region for region, where in enumerate(regions.part) if where == part]
         near = choices.horizon
-        counted: set[int] = set()
         for place, region in enumerate(mine):
-            end = regions.again[region][1]
             for number in regions.taken[region]:
                 storage = profile.storages[number]
                 if number in counted:
@@ -257,6 +260,7 @@ class _Activations:
                 counted.add(number)
                 moves = choices.offload and storage.size >= _SMALL
                 begin = max(regions.begins[region], storage.begin)
+                end = max(regions.again[region][1], min(storage.end, count))
                 if not moves:
                     add(always, storage.size, begin, end)
                 elif choices.partitions > 1:

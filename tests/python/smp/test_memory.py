@@ -115,6 +115,37 @@ def test_without_that_limit_they_are_all_kept() -> None:
         assert seen[1:] == [MICROBATCHES, MICROBATCHES]
 
 
+def waiting_gradients() -> list[tuple[int, int]]:
+    """Returns the microbatches whose gradients come, and whose turn it is, in a later step."""
+    smp.init(
+        {"partitions": 2, "microbatches": 4, "pipeline": "simple"}
+        | {"auto_partition": False, "default_partition": 0}
+    )
+    stages = []
+    for index in range(2):
+        with smp.partition(index):
+            stages.append(Stage())
+    model = smp.DistributedModel(nn.Sequential(*stages))
+    sums = model.runtime._sum
+    add, found = sums.add, []
+
+    def note(parameter: Any, microbatch: int, *rest: Any) -> None:
+        found.append((microbatch, sums._account(parameter).turn))
+        add(parameter, microbatch, *rest)
+
+    for _ in range(2):
+        train(model, torch.ones(MICROBATCHES, 4))
+    sums.add = note
+    train(model, torch.ones(MICROBATCHES, 4))
+    return found
+
+
+def test_gradients_of_the_simple_pipeline_do_not_wait() -> None:
+    # Each that waits is one more copy of all gradients.
+    for found in check_ranks(waiting_gradients, "2"):
+        assert found == [(number, number) for number in range(4)]
+
+
 LAYERS, WIDTH, ROWS = 24, 32, 8
 
 

@@ -51,7 +51,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Some MB, most of them in the blocks."""
 
-    def __init__(self, width: int = 96, layers: int = 6) -> None:
+    def __init__(self, width: int = 96, layers: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(layers)])
@@ -134,7 +134,6 @@ def compared(config: dict[str, Any], checkpoints: bool) -> Any:
     early = smp.memory(ids[:ROWS])
     with smp.memory() as beginning:
         cycle(model, optimizer, ids)
-    cycle(model, optimizer, ids)
     oracle = counted(model, optimizer, ids)
     with smp.memory() as report:
         cycle(model, optimizer, ids)
@@ -142,7 +141,7 @@ def compared(config: dict[str, Any], checkpoints: bool) -> Any:
     return (early.ranks, beginning.ranks, report.ranks, oracle, str(report), report.notes)
 
 
-SIMPLE = {"microbatches": 3, "pipeline": "simple", "ddp": True}
+SIMPLE = {"microbatches": 2, "pipeline": "simple", "ddp": True}
 SHARDED = {"sdp_param_persistence_threshold": 1000, "sdp_reduce_bucket_size": 100_000}
 OFFLOAD = {"offload_activations": True, "activation_loading_horizon": 1}
 HALF, BRAIN = {"fp16": True}, {"bf16": True}
@@ -186,7 +185,7 @@ CASES = [
 def test_what_is_counted_is_near_the_prediction(
     layout: str, config: dict[str, Any], checkpoints: bool
 ) -> None:
-    everything = check_ranks(compared, layout, config, checkpoints)
+    everything = check_ranks(compared, layout, config, checkpoints, timeout=200)
     early, beginning, ranks, _, text, notes = everything[0]
     assert not notes
     assert len(ranks) == len(everything)
@@ -409,8 +408,8 @@ def explained(config: dict[str, Any], checkpoints: bool) -> str:
 def test_explain_names_what_reduces_memory() -> None:
     config = {**SIMPLE, "partitions": 1, **sdp(2), **OFFLOAD}
     text = check_ranks(explained, "2", config, True)[0]
-    assert "sharded data parallelism: 2 ranks share 26 parameters of this partition" in text
-    assert "activation checkpointing: 6 regions, which begin with blocks.0, blocks.1" in text
+    assert "sharded data parallelism: 2 ranks share 18 parameters of this partition" in text
+    assert "activation checkpointing: 4 regions, which begin with blocks.0, blocks.1" in text
     assert "offload: arguments of checkpointed modules leave memory" in text
     text = check_ranks(explained, "2", {**SIMPLE, **STATE}, False)[0]
     assert "optimizer state: divided over 2 replicas" in text
@@ -464,7 +463,7 @@ def keys_in(text: str) -> dict[str, Any]:
 
 def test_what_is_proposed_fits() -> None:
     config = {**SIMPLE, "sdp_param_persistence_threshold": 1000}
-    shares = [1.01, 0.95, 0.7, 0.55, 0.02]
+    shares = [1.01, 0.95, 0.6, 0.02]
     need, texts = check_ranks(advised, "2", config, shares)[0]
     assert "it fits" in texts[0]
     assert keys_in(texts[1]) == {"shard_optimizer_state": True}
