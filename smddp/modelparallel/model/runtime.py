@@ -17,9 +17,11 @@ from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
+from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.data_parallel.replicas import abstain, agree
+from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.job.groups import timeout_of
 from smddp.modelparallel.job.state import State
 from smddp.modelparallel.model.activation_checkpoints import ActivationCheckpoints
@@ -60,6 +62,8 @@ class ModelRuntime:
         buffers: those that live here; none before the model is divided.
         half: the half-precision dtype in which the model computes; None for full precision.
         sharding: divides parameters over replicas; None without sharded data parallelism.
+        delayed: were parameters created without memory?
+        example: the shapes of the arguments of the model's first call with gradients; None before.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class ModelRuntime:
         self.data_parallel = data_parallel
         self._average = average
         self._times = times
+        self.delayed = any(map(is_delayed, module.parameters()))
         self.half = half_precision()
         if self.half is not None:
             convert(module, self.half)
@@ -147,6 +152,7 @@ class ModelRuntime:
         self._gather_failure: Exception | None = None
         self._gather_redo = False
         self.device = device.current()
+        self.example: Example | None = None
         modules.install()
         if topology.pp_size == 1:
             self.apply(Decision.one_partition(modules))
@@ -154,6 +160,34 @@ class ModelRuntime:
     def _memory(self) -> list[torch.Tensor]:
         """Returns the parameters and buffers that live here."""
         return [*self.placement.parameters(), *self.buffers.tensors()]
+
+    def memory(self) -> dict[str, list[torch.Tensor]]:
+        """Returns the tensors of this rank by what they are for, besides activations.
+
+        Returns:
+            For each kind of `smp.memory` its tensors; some are in several, and count for the first.
+        """
+        found: dict[str, list[torch.Tensor]] = {}
+        # Before the division, each rank has all of them.
+        local = self.placement.parameters() if self.divided else list(self.module.parameters())
+        found["gathered"] = []
+        if self.sharding is not None:
+            local = [self.sharding.local(parameter) for parameter in local]
+            found["gathered"] = self.sharding.gathers.tensors()
+        found["parameters"] = list(local)
+        found["buffers"] = [*self.buffers.tensors(), *self.buffers.copies()]
+        found["optimizer"], gradients = [], []
+        for optimizer in self._state.current_optimizers():
+            kept, some = optimizer._smp_state.tensors()
+            found["optimizer"] += kept
+            gradients += some
+        found["gradients"] = [*gradients, *self.data_parallel.tensors(), *self._sum.tensors()]
+        return found
+
+    @property
+    def knows_counts(self) -> bool:
+        """Whether a step with gradients has been made; see `GradientSum`."""
+        return self._sum.knows_counts
 
     @property
     def divided(self) -> bool:

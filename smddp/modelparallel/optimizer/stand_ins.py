@@ -264,6 +264,12 @@ class StandIns:
         """
         return {indices[id(row.parameter)]: row.entry for row in self._rows if row.entry}
 
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the masters that have memory of their own, and the gradients of stand-ins."""
+        gradients = [row.stand_in.grad for row in self._rows]
+        masters: list[torch.Tensor] = [master for _, master in self._halves()]
+        return masters, [gradient for gradient in gradients if gradient is not None]
+
     # --- states -----------------------------------------------------------------------------------
 
     def state_dict(self, indices: Mapping[int, int]) -> dict[str, Any]:

@@ -382,21 +382,22 @@ class Executor:
             self.caller.clear()
             self.server.clear()
 
-    def wait(self, ticket: Ticket, frame: Frame, forward: bool) -> None:
+    def wait(self, ticket: Ticket, frame: Frame, forward: bool, yields: bool = False) -> None:
         """Lets other tasks run until a ticket is done.
 
         Args:
             ticket: to wait for.
             frame: of the task that waits.
             forward: does the task go on with forward work?
+            yields: see `Baton.wait`.
 
         Raises:
             Aborted: the step has failed meanwhile.
         """
-        if ticket.done and self.replicas is None:
+        if ticket.done and self.replicas is None and not yields:
             return
         self.timeline.leave()
-        self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order))
+        self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order), yields)
         self.enter(frame, forward)
 
     def enter(self, frame: Frame, forward: bool) -> None:

@@ -37,7 +37,7 @@ from smddp.modelparallel.pipeline.remote_tensor import (
 )
 from smddp.modelparallel.pipeline.services import RankServices
 
-__all__ = ["Findings", "Modules", "Surroundings", "difference"]
+__all__ = ["Findings", "Modules", "Surroundings", "difference", "forget_owner"]
 
 # For the random numbers of a call; None if it draws none. Of several layers: one for each.
 Seed = int | tuple[int | None, ...] | None
@@ -671,6 +671,16 @@ class _CopiedForward:
             "pipeline, and so do the parameters of the copy. Copy them back into the model's, on "
             "all ranks, and call the model"
         )
+
+
+def forget_owner(copied: nn.Module) -> None:
+    """Gives a copy of a module that lives elsewhere the `forward` of its class again.
+
+    Args:
+        copied: the copy; its parameters have values or shapes of their own.
+    """
+    if isinstance(copied.__dict__.get("forward"), _CopiedForward):
+        object.__delattr__(copied, "forward")
 
 
 # The structures of the arguments of most calls: 0 to 8 positional tensors, and nothing else.

@@ -91,6 +91,11 @@ class Gathers:
         """Whether this step has a plan."""
         return self._plan is not None
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the memory of the parameters that are gathered, or are being gathered."""
+        held = [entry.flat for entry in self.entries if entry.flat is not None]
+        return [*held, *(flat for _, flat in self._under_way.values())]
+
     # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, key: Any, again: bool) -> None:

@@ -214,6 +214,8 @@ class Sharding:
 
     def hold(self, entry: ShardedParameter) -> None:
         """Gathers a parameter, unless it is gathered already."""
+        # In the forward pass, too, what was sent of earlier gradients leaves memory at once.
+        self.sums.add_completed()
         self.gathers.hold(entry)
         assert entry.flat is not None
         self._by_address[entry.flat.untyped_storage().data_ptr()] = entry
