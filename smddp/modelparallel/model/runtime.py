@@ -466,7 +466,11 @@ class ModelRuntime:
             self.sharding.end_microbatch()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Takes the gradient that autograd has left in `Parameter.grad`."""
+        """Takes the gradient that autograd has left in `Parameter.grad`.
+
+        Autograd calls hooks also if there is none: the parameter has been used, but what was made
+        of it gets no gradient, for instance because a module on another rank has detached it.
+        """
         task = self.executor.baton.task
         entry = None if self.sharding is None else self.sharding.entry(parameter)
         if task is None:
@@ -482,9 +486,9 @@ class ModelRuntime:
             gradient = self.sharding.take_gradient(entry)
         else:
             gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        frame = task.frame
-        self._sum.add(parameter, frame.microbatch, gradient, frame.path)
+        if gradient is not None:
+            frame = task.frame
+            self._sum.add(parameter, frame.microbatch, gradient, frame.path)
 
     # --- hooks ------------------------------------------------------------------------------------
 

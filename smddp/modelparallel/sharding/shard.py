@@ -188,11 +188,10 @@ class ShardedParameter:
         if self.shard.grad is not None:
             self.shard.grad = function(self.shard.grad)
 
-    def take_gradient(self) -> torch.Tensor:
-        """Takes the gradient that autograd has left in the parameter, of its shape."""
+    def take_gradient(self) -> torch.Tensor | None:
+        """Takes the gradient that autograd has left in the parameter, of its shape, if any."""
         with _WITHOUT():
             gradient, self.parameter.grad = self.parameter.grad, None
-        assert gradient is not None
         return gradient
 
     def error(self) -> SMPUsageError:

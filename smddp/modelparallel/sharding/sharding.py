@@ -160,8 +160,8 @@ class Sharding:
             self._by_address.clear()
             self.sums.finish()
 
-    def take_gradient(self, entry: ShardedParameter) -> torch.Tensor:
-        """Takes the whole gradient that autograd has left, and frees the parameter."""
+    def take_gradient(self, entry: ShardedParameter) -> torch.Tensor | None:
+        """Takes the whole gradient that autograd has left, if any, and frees the parameter."""
         gradient = entry.take_gradient()
         self._end_backward(entry)
         return gradient
