@@ -120,7 +120,8 @@ class ModelRuntime:
                 cfg.sdp_param_persistence_threshold,
                 cfg.sdp_max_live_parameters,
                 cfg.sdp_reduce_bucket_size,
-                topology.pp_size == 1,
+                executor.replicas is not None,
+                timeout_of(state.groups.sharding.parameters).total_seconds(),
             )
             self._sum = self.sharding.sums
         self.model_state = ModelState(module, self.placement, self.sharding)
@@ -462,8 +463,6 @@ class ModelRuntime:
     def end_microbatch(self, microbatch: int) -> None:
         """Notes that a microbatch gives no more gradients here."""
         self._sum.end_microbatch(microbatch)
-        if self.sharding is not None:
-            self.sharding.end_microbatch()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has left in `Parameter.grad`.
