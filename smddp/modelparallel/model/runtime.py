@@ -125,7 +125,8 @@ class ModelRuntime:
                 cfg.sdp_param_persistence_threshold,
                 cfg.sdp_max_live_parameters,
                 cfg.sdp_reduce_bucket_size,
-                topology.pp_size == 1,
+                executor.replicas is not None,
+                timeout_of(state.groups.sharding.parameters).total_seconds(),
             )
             self._sum = self.sharding.sums
         self.model_state = ModelState(module, self.placement, self.sharding)
@@ -496,11 +497,13 @@ class ModelRuntime:
     def end_microbatch(self, microbatch: int) -> None:
         """Notes that a microbatch gives no more gradients here."""
         self._sum.end_microbatch(microbatch)
-        if self.sharding is not None:
-            self.sharding.end_microbatch()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Takes the gradient that autograd has left in `Parameter.grad`."""
+        """Takes the gradient that autograd has left in `Parameter.grad`.
+
+        Autograd calls hooks also if there is none: the parameter has been used, but what was made
+        of it gets no gradient, for instance because a module on another rank has detached it.
+        """
         task = self.executor.baton.task
         entry = None if self.sharding is None else self.sharding.entry(parameter)
         if task is None:
@@ -516,9 +519,9 @@ class ModelRuntime:
             gradient = self.sharding.take_gradient(entry)
         else:
             gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        frame = task.frame
-        self._sum.add(parameter, frame.microbatch, gradient, frame.path)
+        if gradient is not None:
+            frame = task.frame
+            self._sum.add(parameter, frame.microbatch, gradient, frame.path)
 
     # --- hooks ------------------------------------------------------------------------------------
 

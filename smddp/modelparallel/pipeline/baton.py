@@ -214,6 +214,8 @@ class Baton:
         task = self.task
         assert task is not None
         assert task.worker is not None
+        if self.order is not None and task.number is not None and not self._aborted:
+            self.order.slice_ends()
         with self._lock:
             if self._aborted:
                 raise Aborted
@@ -366,8 +368,17 @@ class Baton:
         """Takes the next task to run; returns None if no task can run."""
         if self.order is None or self._aborted:
             return self._choose()
-        task: Task | None = self.order.next(self._choose)
+        task: Task | None = self.order.next(self._choose, self._likely)
         return task
+
+    def _likely(self) -> Task | None:
+        """Returns what `_choose` would take now; None if no task can run."""
+        if self._resumed:
+            return self._resumed[0][2]
+        entry = None if self._backward and self._last_forward else self._admissible()
+        if entry is None and self._backward:
+            entry = self._backward[0]
+        return None if entry is None else entry[2]
 
     def _choose(self) -> Task | None:
         """Takes the next task off its heap; returns None if no task can run.
@@ -419,6 +430,8 @@ class Baton:
                 else:
                     with self.watch():
                         task.function()
+                if self.order is not None and task.number is not None and not self._aborted:
+                    self.order.slice_ends()
             except Aborted:
                 pass
             except BaseException as error:

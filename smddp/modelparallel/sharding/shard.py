@@ -72,9 +72,8 @@ class ShardedParameter:
         shape, numel: of the whole parameter.
         shard: the part of this rank; the last ranks' parts end with zeros if numel is no multiple.
         rank, degree: of this process in the group, and the size of the group.
-        holds: how many callers need it gathered now.
+        holds: how many tasks need it gathered now.
         flat: the memory of the gathered parameter, of `degree` equal parts; None if it is freed.
-        in_backward: does one of `holds` end when the gradient is complete?
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class ShardedParameter:
         self.rank, self.degree = group.rank(), group.size()
         self.holds = 0
         self.flat: torch.Tensor | None = None
-        self.in_backward = False
         self._version = 0
         part = self.cut(parameter.detach())
         self.shard = Shard.of(part, parameter.requires_grad, group)
@@ -188,11 +186,10 @@ class ShardedParameter:
         if self.shard.grad is not None:
             self.shard.grad = function(self.shard.grad)
 
-    def take_gradient(self) -> torch.Tensor:
-        """Takes the gradient that autograd has left in the parameter, of its shape."""
+    def take_gradient(self) -> torch.Tensor | None:
+        """Takes the gradient that autograd has left in the parameter, of its shape, if any."""
         with _WITHOUT():
             gradient, self.parameter.grad = self.parameter.grad, None
-        assert gradient is not None
         return gradient
 
     def error(self) -> SMPUsageError:
