@@ -1,6 +1,6 @@
-"""Models of Hugging Face's transformers, too large for a rank as it were, trained with smp.
+"""Trains small models of Hugging Face's transformers with what smp has for large ones.
 
-torchrun --nproc-per-node 2 smp_models.py --config '{"sharded_data_parallel_degree": 2}'
+torchrun --nproc-per-node 2 smp_models.py '{"config": {"sharded_data_parallel_degree": 2}}'
 
 Without a launcher it trains them in one process, the ordinary way, on the data of --replicas.
 """
@@ -138,22 +138,34 @@ def train_step(model: Any, ids: Any, mask: Any, labels: Any) -> Any:
     return loss
 
 
-def parallel(name: str, dropout: float, sublayers: bool) -> dict[str, Any]:
+def marked(layers: list[nn.Module], marks: str) -> list[nn.Module]:
+    """Returns the modules that get activation checkpointing."""
+    if marks != "parts":
+        return layers if marks == "layers" else []
+    parts = [part for layer in layers for part in layer.children()]
+    # A T5 block has a list of parts, and nobody calls a list.
+    return [
+        one
+        for part in parts
+        for one in (part.children() if isinstance(part, nn.ModuleList) else [part])
+    ]
+
+
+def parallel(name: str, dropout: float, marks: str) -> dict[str, Any]:
     """Trains a model with smp; returns what `alone` returns."""
     with smp.model_creation():
         module = make(name, dropout)
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(optimizer_of(model))
-    for layer in MODELS[name][1](model.get_module()):
-        for part in layer.children() if sublayers else [layer]:
-            if not isinstance(part, nn.ModuleList):
-                smp.set_activation_checkpointing(part)
+    for part in marked(MODELS[name][1](model.get_module()), marks):
+        smp.set_activation_checkpointing(part)
     losses = []
     torch.manual_seed(smp.dp_rank())
     for step in range(STEPS):
         optimizer.zero_grad()
         losses.append(float(train_step(model, *tokens(step, smp.dp_rank())).reduce_mean()))
         optimizer.step()
+    # A state dict has a shared weight under each of its names.
     weights = {key: value.float().clone() for key, value in model.state_dict().items()}
     del model, optimizer, module
     gc.collect()
@@ -164,24 +176,30 @@ def main() -> None:
     """Trains the models; writes results to the file that FRAMEWORKS_OUTPUT names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--config", default="{}", help="of smp.init, as JSON")
     parser.add_argument("--replicas", type=int, default=1, help="without a launcher")
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--sublayers", action="store_true", help="a checkpoint around each part")
+    parser.add_argument(
+        "jobs",
+        nargs="*",
+        type=json.loads,
+        help='as JSON: "config" of smp.init, "dropout", "marks" (what is computed again)',
+    )
     arguments = parser.parse_args()
     names = arguments.models.split(",")
+    results = []
     if "RANK" not in os.environ:
-        results = {name: alone(name, arguments.replicas) for name in names}
-    else:
-        config = {"sdp_param_persistence_threshold": THRESHOLD, **json.loads(arguments.config)}
+        results = [{name: alone(name, arguments.replicas) for name in names}]
+    for job in arguments.jobs:
+        config = {"sdp_param_persistence_threshold": THRESHOLD, **job["config"]}
         smp.init({"ddp": True, "microbatches": MICROBATCHES, **config})
-        results = {name: parallel(name, arguments.dropout, arguments.sublayers) for name in names}
-        if smp.rank() != 0:
-            return
-    for name, result in results.items():
-        print(name, *(f"{loss:.6f}" for loss in result["losses"]), flush=True)
-    if "FRAMEWORKS_OUTPUT" in os.environ:
-        torch.save(results, os.environ["FRAMEWORKS_OUTPUT"])
+        dropout, marks = job.get("dropout", 0.0), job.get("marks", "layers")
+        results.append({name: parallel(name, dropout, marks) for name in names})
+        smp.shutdown()
+    if os.environ.get("RANK", "0") == "0":
+        for result in results:
+            for name, one in result.items():
+                print(name, *(f"{loss:.6f}" for loss in one["losses"]), flush=True)
+        if "FRAMEWORKS_OUTPUT" in os.environ:
+            torch.save(results, os.environ["FRAMEWORKS_OUTPUT"])
 
 
 if __name__ == "__main__":
