@@ -363,6 +363,8 @@ class DistributedModel(ModelQueries):
                 entry.apply(fn)
                 continue
             parameter.data = fn(parameter.data)
+            if sharding is not None:
+                sharding.renew(parameter)
             if parameter.grad is not None:
                 parameter.grad = fn(parameter.grad)
         self.runtime.buffers.apply(fn)

@@ -103,6 +103,9 @@ class DistributedOptimizer(metaclass=_IsPatched):
         if helper.counted is not None:
             step = functools.partial(_patches.step, optimizer)
             optimizer.step = functools.update_wrapper(step, helper.counted)
+        if sharded:
+            # Scripts log it after each batch, also of those before the first step.
+            optimizer._global_grad_norm = 0.0
         if stand_ins is not None:
             if hasattr(optimizer, "add_param_group"):
                 add = types.MethodType(_patches.add_param_group, optimizer)
@@ -175,7 +178,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             )
         if model is not None:
             self._smp_state.check(model)
-        if state.cfg.sharded_data_parallel_degree > 1:
+        if state.groups.sharding is not None:
             self._global_grad_norm = clip_grad_norm(state.cfg.sdp_gradient_clipping)
         if closure is not None and half:
             raise SMPUsageError("with fp16 or bf16, optimizer.step() takes no closure")

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.pipeline.remote_tensor import about
+from smddp.modelparallel.sharding.part import set_part
 
 __all__ = ["Gatherer", "Shard", "ShardedParameter", "ShardedTensor"]
 
@@ -98,12 +99,8 @@ class ShardedParameter:
         self._placeholder = one.expand(self.shape) if self.shape else one.view(())
         parameter.entry = self  # type: ignore[attr-defined]
         parameter.gatherer = gatherer  # type: ignore[attr-defined]
-        # What scripts for the original library read.
-        tensor: Any = self.shard.detach()
-        tensor.ds_numel = tensor.numel()
-        named: Any = parameter
-        named.ds_tensor, named.ds_numel, named.ds_shape = tensor, self.numel, self.shape
-        named.ds_param_shard_group = group
+        set_part(parameter, self.shard)
+        parameter.ds_param_shard_group = group  # type: ignore[attr-defined]
         self.hide()
 
     @property
@@ -183,6 +180,7 @@ class ShardedParameter:
                 "change: convert the model before smp.DistributedModel"
             )
         self.shard.data = found
+        set_part(self.parameter, self.shard)
         if self.shard.grad is not None:
             self.shard.grad = function(self.shard.grad)
 

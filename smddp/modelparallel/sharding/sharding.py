@@ -23,6 +23,7 @@ from smddp.modelparallel.job.groups import ShardingGroups
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.sharding.gathers import Gathers
 from smddp.modelparallel.sharding.gradients import ShardedSum
+from smddp.modelparallel.sharding.part import announce, part_of_whole, set_part
 from smddp.modelparallel.sharding.shard import Shard, ShardedParameter
 
 __all__ = ["Sharding"]
@@ -105,6 +106,8 @@ class Sharding:
         modules.surroundings = self
         modules.observer = self.gathers if ordered else None
         _patch_saved_tensors_hooks()
+        for parameter in modules.by_number[0].parameters():
+            announce(parameter, self._count(parameter))
 
     # --- what is divided --------------------------------------------------------------------------
 
@@ -149,7 +152,26 @@ class Sharding:
                 self._of_module[number] = found
         self.gathers.entries = self.entries
         self.sums.adopt(self.entries)
+        here = {id(parameter) for parameter in parameters}
+        for parameter in self._modules.by_number[0].parameters():
+            if id(parameter) not in here:
+                set_part(parameter, torch.empty(0, dtype=parameter.dtype))
+            elif id(parameter) not in self._by_id:
+                self.renew(parameter)
         return [self.local(parameter) for parameter in parameters]
+
+    def _count(self, parameter: nn.Parameter) -> int:
+        """Returns the elements of this rank's part of a parameter that comes to live here."""
+        group = self.groups.parameters
+        if self.divides(parameter):
+            return -(-parameter.numel() // group.size())
+        return parameter.numel() if group.rank() == 0 else 0
+
+    def renew(self, parameter: nn.Parameter) -> None:
+        """Notes that a parameter, or the shard of one, has new memory; it lives here."""
+        entry = self.entry(parameter)
+        group = self.groups.parameters
+        set_part(parameter, part_of_whole(parameter, group) if entry is None else entry.shard)
 
     def entry(self, parameter: Any) -> ShardedParameter | None:
         """Returns what is known about a sharded parameter; None for others."""
