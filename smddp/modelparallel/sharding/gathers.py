@@ -155,7 +155,8 @@ class Gathers:
     def tensors(self) -> list[torch.Tensor]:
         """Returns the memory of the parameters that are gathered, or are being gathered."""
         held = [entry.flat for entry in self.entries if entry.flat is not None]
-        return [*held, *(flat for _, flat in self._under_way.values())]
+        slices = {id(turn.slice): turn.slice for turn in self._turns}.values()
+        return [*held, *(flat for one in slices for _, flat in one.under_way.values())]
 
     # --- a step -----------------------------------------------------------------------------------
 
