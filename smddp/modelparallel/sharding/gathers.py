@@ -156,7 +156,8 @@ class Gathers:
         """Returns the memory of the parameters that are gathered, or are being gathered."""
         held = [entry.flat for entry in self.entries if entry.flat is not None]
         slices = {id(turn.slice): turn.slice for turn in self._turns}.values()
-        return [*held, *(flat for one in slices for _, flat in one.under_way.values())]
+        coming = [flat for one in slices for _, flat in one.under_way.values()]
+        return [*held, *(flat for flat in coming if flat is not None)]
 
     # --- a step -----------------------------------------------------------------------------------
 
