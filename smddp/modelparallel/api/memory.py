@@ -9,11 +9,9 @@ from typing import Any
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.example import Example
-from smddp.modelparallel.job.meeting import gathered
-from smddp.modelparallel.job.state import state
-from smddp.modelparallel.memory.census import Census, count
-from smddp.modelparallel.memory.facts import choices_of, facts_of, profile_of
-from smddp.modelparallel.memory.forecast import (
+from smddp.modelparallel.footprint.census import Census, count
+from smddp.modelparallel.footprint.facts import choices_of, facts_of, profile_of
+from smddp.modelparallel.footprint.forecast import (
     FIRST,
     KINDS,
     LATER,
@@ -23,6 +21,8 @@ from smddp.modelparallel.memory.forecast import (
     Facts,
     forecast,
 )
+from smddp.modelparallel.job.meeting import gathered
+from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.optimizer.half import to_half
 
