@@ -9,11 +9,9 @@ from typing import Any
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.example import Example
-from smddp.modelparallel.job.meeting import gathered
-from smddp.modelparallel.job.state import state
-from smddp.modelparallel.memory.census import Census, count
-from smddp.modelparallel.memory.facts import choices_of, facts_of, profile_of
-from smddp.modelparallel.memory.forecast import (
+from smddp.modelparallel.footprint.census import Census, count
+from smddp.modelparallel.footprint.facts import choices_of, facts_of, profile_of
+from smddp.modelparallel.footprint.forecast import (
     FIRST,
     KINDS,
     LATER,
@@ -23,6 +21,8 @@ from smddp.modelparallel.memory.forecast import (
     Facts,
     forecast,
 )
+from smddp.modelparallel.job.meeting import gathered
+from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.optimizer.half import to_half
 
@@ -35,7 +35,7 @@ _MIB = 2**20
 class RankMemory:
     """The memory of one rank, at the peak of each moment.
 
-    The moments are "first step" (of a step function), "step" and "optimizer.step". Each value is a
+    The moments are "first step" (of the job), "step" and "optimizer.step". Each value is a
     `Bytes`, with the attributes `parameters`, `gathered`, `gradients`, `optimizer`, `buffers`,
     `activations` and `total`.
 
@@ -170,7 +170,7 @@ def memory(*args: Any, **kwargs: Any) -> MemoryReport:
     model's arguments: from the first step, or because they are passed here. The loss is not known;
     it counts as a cross entropy of the model's result.
 
-    As a context manager the result also counts, by memory of tensors, what the code inside needs:
+    As a context manager the result also counts, by memory of tensors, what the code inside needs::
 
         with smp.memory() as report:
             train_step(model, data, target)

@@ -10,10 +10,10 @@ from xml.sax.saxutils import escape
 
 from smddp.modelparallel.api.memory import forecast_inputs
 from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.footprint.advice import Proposal, bytes_of, most_needed, proposals
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.job.topology import CommGroup
-from smddp.modelparallel.memory.advice import Proposal, bytes_of, most_needed, proposals
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.partition.placement import Decision
 from smddp.modelparallel.pipeline.executor import Executor

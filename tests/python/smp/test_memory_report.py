@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.footprint.advice import bytes_of
 from smddp.modelparallel.job import meeting
-from smddp.modelparallel.memory.advice import bytes_of
 
 pytestmark = pytest.mark.multiprocess
 

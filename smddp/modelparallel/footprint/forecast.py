@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from smddp.modelparallel.memory.profile import Profile
+from smddp.modelparallel.footprint.profile import Profile
 
 __all__ = [
     "FIRST",

@@ -11,9 +11,9 @@ from torch import nn
 
 from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.common.structure import tensors_in
+from smddp.modelparallel.footprint.forecast import Choices, Facts, Parameter
+from smddp.modelparallel.footprint.profile import Profile, profile_model
 from smddp.modelparallel.job.state import State
-from smddp.modelparallel.memory.forecast import Choices, Facts, Parameter
-from smddp.modelparallel.memory.profile import Profile, profile_model
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.optimizer.half import HALF
 from smddp.modelparallel.pipeline.remote_tensor import RemoteTensor

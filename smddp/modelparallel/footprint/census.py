@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smddp.modelparallel.common.structure import tensors_in
-from smddp.modelparallel.memory.forecast import KINDS, Bytes
+from smddp.modelparallel.footprint.forecast import KINDS, Bytes
 
 __all__ = ["Census", "count"]
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
-from smddp.modelparallel.memory.forecast import Choices, Facts, forecast
-from smddp.modelparallel.memory.profile import Profile
+from smddp.modelparallel.footprint.forecast import Choices, Facts, forecast
+from smddp.modelparallel.footprint.profile import Profile
 from smddp.modelparallel.partition.solver import divide_exactly
 from smddp.modelparallel.partition.trace import Trace
 from smddp.modelparallel.partition.units import Units
