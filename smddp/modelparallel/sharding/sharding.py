@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smddp.modelparallel.delayed.life import come_to_life
+from smddp.modelparallel.delayed.life import come_to_life, recorders_of
 from smddp.modelparallel.job.groups import ShardingGroups
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.sharding.gathers import Gathers
@@ -133,10 +134,12 @@ class Sharding:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     names.setdefault(id(parameter), self._modules.full_name(number, name))
+        delayed = bool(recorders_of(parameters))
         for parameter in parameters:
             if self.divides(parameter):
                 name = names[id(parameter)]
-                come_to_life(parameter)
+                # It loses this memory at once, also if other parameters shared it.
+                come_to_life(parameter, shares=False)
                 parameter.data = parameter.data.to(device).contiguous()
                 dist.broadcast(parameter.detach(), group=self._replicas, group_src=0)
                 entry = ShardedParameter(
@@ -150,6 +153,9 @@ class Sharding:
             found = [self._by_id[key] for key in own if key in self._by_id]
             if found:
                 self._of_module[number] = found
+        if delayed:
+            # What was recorded has circles of references, and tensors such as a state dict's.
+            gc.collect()
         self.gathers.entries = self.entries
         self.sums.adopt(self.entries)
         here = {id(parameter) for parameter in parameters}
