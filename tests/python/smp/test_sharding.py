@@ -32,6 +32,7 @@ from smddp.modelparallel.common.errors import (
     SMPPeerError,
     SMPUsageError,
 )
+from smddp.modelparallel.sharding.gathers import Gathers
 
 pytestmark = pytest.mark.multiprocess
 
@@ -396,6 +397,51 @@ def test_a_rank_keeps_its_share(ahead: bool) -> None:
         # In the first step nobody knows what to gather ahead.
         assert peaks == ([weight, 3 * weight, 3 * weight] if ahead else [weight] * 3)
         assert states == 2 * DEPTH * (weight // 2 + WIDTH)
+
+
+def gathers_ahead() -> list[tuple[int, int]]:
+    said: list[int] = []
+    original = Gathers._said
+
+    def counted(self: Gathers, number: int) -> list[int]:
+        said.append(number)
+        return original(self, number)
+
+    Gathers._said = counted  # type: ignore[method-assign]
+    smp.init(
+        {
+            "ddp": True,
+            "partitions": 2,
+            "microbatches": 4,
+            "auto_partition": False,
+            "default_partition": 0,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": THRESHOLD,
+            "sdp_gradient_clipping": 1e9,
+        }
+    )
+    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    model = smp.DistributedModel(net)
+    for part in net[3:]:
+        smp.set_partition(part, 1)
+    found = []
+    for _ in range(5):
+        said.clear()
+        squares(model, torch.randn(8, 8))
+        found.append((len(said), model.runtime.sharding.gathers.ahead))
+    assert model.runtime.steps == len(found), "no step was run again"
+    return found
+
+
+def test_partitions_gather_ahead() -> None:
+    for found in check_ranks(gathers_ahead, "4"):
+        # In the first step calls are sent one by one, in the second in graphs.
+        assert found[0][0] > 0 == found[0][1]
+        for agreed, ahead in found[2:]:
+            assert agreed == 0, found
+            # Each of 4 microbatches gathers 3 parameters forward and at least 2 backward, because
+            # the input of the first layer needs no gradient. The first of a task may not be ahead.
+            assert ahead >= 12, found
 
 
 # --- failure --------------------------------------------------------------------------------------
