@@ -429,7 +429,8 @@ class ModelRuntime:
         succeeded = not (failure or redo)
         try:
             self.data_parallel.end_step(failure, redo)
-            if self.sharding is not None and succeeded:
+            # If other calls wait from now on, tasks will be divided at other places.
+            if self.sharding is not None and succeeded and self.executor.modules.settled:
                 self.sharding.gathers.accept()
         except Redo:
             self.buffers.restore()

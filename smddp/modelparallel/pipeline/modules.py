@@ -153,6 +153,8 @@ class Modules:
         offloader: keeps the arguments of calls with activation checkpointing; None for autograd.
         outlook: which of them are needed soon; None with one partition.
         calls_recomputed: has code asked for activation checkpointing of a single call?
+        settled: has the last step found nothing that makes calls of this rank wait, or not wait,
+            from now on?
     """
 
     def __init__(
@@ -164,6 +166,8 @@ class Modules:
         self.predicts_structures = True
         # Numbers of modules whose arguments have been changed in place after a call.
         self._awaited: set[int] = set()
+        self._awaited_before: frozenset[int] = frozenset()  # at the end of the last step
+        self.settled = False
         self.in_order = False
         self.buffers_read: set[tuple[int, str]] = set()
         self.replaced: Callable[[str], bool] = lambda _: False
@@ -238,9 +242,12 @@ class Modules:
         Args:
             findings: of this rank; with an order group, what its members have in common.
         """
+        self.settled = findings.awaited <= self._awaited_before
         self._awaited |= findings.awaited
+        self._awaited_before = frozenset(self._awaited)
         for key, returns in findings.structures.items():
             before = self._with_structure.pop(key, None)
+            self.settled &= before is not None and before.returns == returns
             if before is not None and before.returns != returns:
                 self._changes[key] += 1
             if returns is not None and self._changes[key] < _MAX_CHANGES:

@@ -43,12 +43,14 @@ class TaskName(NamedTuple):
         microbatch: its number.
         path: see `Frame.path`.
         module: the number of the first module that it calls, for texts; -1 if there is none.
+        calls: a number that is another one, most likely, if it makes other calls.
     """
 
     kind: str
     microbatch: int
     path: tuple[int, ...] = ()
     module: int = -1
+    calls: int = 0
 
     def text(self, names: Sequence[str]) -> str:
         """Describes the task.

@@ -8,6 +8,7 @@ are leaves, and the gradients of its outputs come in messages.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -291,8 +292,12 @@ class Server:
         admitted = functools.partial(admits, frame) if admits is not None else None
         task = Task(priority, functools.partial(self._timed, work, frame, run), admitted)
         kind = "forward" if frame.forward else "backward"
-        first = run.graph.calls[run.graph.segments[run.number].calls[0]].module
-        task.frame, task.name = frame, TaskName(kind, frame.microbatch, frame.path, first)
+        calls = [run.graph.calls[number] for number in run.graph.segments[run.number].calls]
+        digest = 0
+        if self._services.baton.order is not None:
+            digest = zlib.crc32(repr([(call.module, call.method) for call in calls]).encode())
+        task.frame = frame
+        task.name = TaskName(kind, frame.microbatch, frame.path, calls[0].module, digest)
         self._services.baton.submit(task)
 
     def _timed(self, work: Any, frame: Frame, run: _SegmentRun) -> None:
