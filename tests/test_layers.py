@@ -84,6 +84,7 @@ SHARDING = "smddp.modelparallel.sharding"
 ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
 COMPATIBILITY = "smddp.modelparallel.compatibility"
 TENSOR = "smddp.modelparallel.tensor"
+FOOTPRINT = "smddp.modelparallel.footprint"
 MAY_IMPORT: dict[str, set[str]] = {
     "smddp_distribution": set(),
     "smddp_launch": {"smddp_distribution"},
@@ -111,7 +112,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     CHECKPOINT: {COMMON, JOB, PARTITION, SHARDING, OPTIMIZER},
     ACTIVATIONS: {COMMON},
-    API: {COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, MODEL},
+    FOOTPRINT: {COMMON, JOB, PIPELINE, PARTITION, OPTIMIZER, MODEL},
+    API: {COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, OPTIMIZER, MODEL, FOOTPRINT},
     "smddp.modelparallel": {
         *(COMMON, JOB, PARTITION, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API, DELAYED),
     },

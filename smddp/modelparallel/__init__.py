@@ -6,6 +6,7 @@ Scripts import it under its original name, `import smdistributed.modelparallel.t
 from __future__ import annotations
 
 from smddp.modelparallel.api.activations import set_activation_checkpointing
+from smddp.modelparallel.api.memory import MemoryReport, memory
 from smddp.modelparallel.api.messaging import (
     allgather,
     barrier,
@@ -106,6 +107,7 @@ __all__ = [
     "CommGroup",
     "DistributedModel",
     "DistributedOptimizer",
+    "MemoryReport",
     "RankType",
     "SMPConfigurationError",
     "SMPError",
@@ -146,6 +148,7 @@ __all__ = [
     "load",
     "local_rank",
     "local_size",
+    "memory",
     "model_creation",
     "mp_barrier",
     "mp_rank",

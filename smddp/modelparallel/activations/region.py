@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from smddp.modelparallel.activations.object_values import ObjectValues
 from smddp.modelparallel.common.buffers import version_of
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.random_state import RandomState
@@ -31,8 +32,8 @@ class Region:
     """Modules whose activations are computed again together, in one second run.
 
     The arguments are kept until the backward pass: tensors as autograd keeps them, or by a
-    `Keeper`. A parameter among them stays itself. Other objects are passed to the second run as
-    they are; it gets containers of its own.
+    `Keeper`. A parameter among them stays itself. The second run gets containers of its own, and
+    the same other objects, which hold what they did before the first run.
     """
 
     def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
@@ -73,7 +74,8 @@ class Region:
             What the function returns in the first run.
 
         Raises:
-            SMPUsageError: a call changes an argument in place, and the first one did not.
+            SMPUsageError: a call changes an argument in place, and the first one did not; or it
+                changes a tensor inside an object in place.
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -91,6 +93,7 @@ class Region:
         kept = [_copy(tensor) for tensor in tensors] if copied else tensors
         versions = [version_of(tensor) for tensor in tensors]
         buffers = _BufferValues(self._name, self._parts, self._changed_unseen)
+        objects_before = ObjectValues(self._name, [one for one in objects if not _stays(one)])
         fetch = None
         if keeper is not None and not _inside_another():
             fetch, kept = keeper(kept), []
@@ -106,11 +109,12 @@ class Region:
                 # Not leaves, which cannot be changed in place; and another run needs the values.
                 values = [value.clone() for value in values]
             positional, named = rebuild(structure, [values[i] for i in numbers], objects)
-            with buffers.as_before(), _restored(random_state):
+            with buffers.as_before(), objects_before.as_before(), _restored(random_state):
                 return function(*positional, **named)
 
         result = checkpoint(run, *kept, use_reentrant=False, preserve_rng_state=False)
         buffers.note_changes()
+        objects_before.check_tensors()
         changed = [version_of(tensor) for tensor in tensors] != versions
         if self._changes_arguments is None:
             self._changes_arguments = changed

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from smddp.modelparallel.api.memory import forecast_inputs
 from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.footprint.advice import Proposal, bytes_of, most_needed, proposals
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.job.topology import CommGroup
+from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.partition.placement import Decision
 from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.timeline import Span
@@ -25,26 +28,120 @@ _NO_TIMELINE = (
 )
 
 
-def explain(file: str | None = None) -> str:
-    """Returns a table of all partitions, and draws them.
+def explain(file: str | None = None, memory: int | float | str | None = None) -> str:
+    """Returns a table of all partitions, and draws them; says how to fit them into memory.
 
     Args:
         file: the path of an SVG file to write. It has a column for each partition, with a box for
             each module, whose height is the module's cost. With None, nothing is written.
+        memory: what a rank has, in bytes or as a text such as "16 GB" or "15.5 GiB". The text then
+            proposes what to change so that each rank needs no more, by the prediction of
+            `smp.memory`. Rank 0 of a pipeline knows the shapes of the model's arguments, which the
+            prediction needs; so only that rank may ask.
 
     Returns:
-        The table, as text.
+        The table, and what else reduces the memory of ranks, as text.
 
     Raises:
-        SMPUsageError: there is no model, or it is not decided yet where its modules live.
+        SMPInitializationError: a limit is given, and `smp.init` has not been called.
+        SMPUsageError: there is no model, it is not decided yet where its modules live, or the limit
+            cannot be used.
     """
+    limit = None if memory is None else bytes_of(memory)
     model = state.current_model()
     if model is None or model.runtime.placement.decision is None:
         raise SMPUsageError("the model is divided only when the first step has begun")
     decision = model.runtime.placement.decision
     if file is not None:
         Path(file).write_text(_partition_svg(decision, state.topology.pp_size))
-    return _partition_table(decision, state.topology.pp_size)
+    texts = [_partition_table(decision, state.topology.pp_size)]
+    texts += _memory_choices(model.runtime)
+    if limit is not None:
+        texts.append(_advice(model.runtime, limit))
+    return "\n".join(texts)
+
+
+def _memory_choices(runtime: ModelRuntime) -> list[str]:
+    """Returns a line for each choice that reduces the memory of ranks."""
+    cfg, lines = state.cfg, []
+    if runtime.sharding is not None:
+        divided = sum(entry.numel for entry in runtime.sharding.entries)
+        here = sum(parameter.numel() for parameter in runtime.placement.parameters())
+        share = 100 * divided / max(here, 1)
+        lines.append(
+            f"sharded data parallelism: {cfg.sharded_data_parallel_degree} ranks share "
+            f"{len(runtime.sharding.entries)} parameters of this partition, {share:.0f} % of its "
+            "elements"
+        )
+    if cfg.shard_optimizer_state:
+        count = state.topology.size_of("dp")
+        lines.append(f"optimizer state: divided over {count} replicas")
+    regions = runtime.checkpoints.regions()
+    if regions:
+        names = [runtime.executor.modules.names[region[0]] for region in regions]
+        shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+        lines.append(f"activation checkpointing: {len(regions)} regions, which begin with {shown}")
+    if cfg.offload_activations:
+        what = "arguments of checkpointed modules leave memory" if regions else "nothing to move"
+        lines.append(
+            f"offload: {what} (activation_loading_horizon {cfg.activation_loading_horizon})"
+        )
+    if runtime.delayed:
+        lines.append("delayed creation: each rank has made only the parameters that live on it")
+    return lines
+
+
+def _advice(runtime: ModelRuntime, limit: int) -> str:
+    """Returns what to change so that each rank needs no more memory than a limit."""
+    if runtime.executor.rank != 0:
+        raise SMPUsageError(
+            "smp.explain with a memory limit: call it on rank 0 of the pipeline, which knows the "
+            "arguments of the model"
+        )
+    facts, choices, notes = forecast_inputs(runtime)
+    now = most_needed(facts, choices)
+    need = f"a rank needs {_size(now)} at most, of {_size(limit)}"
+    if now <= limit:
+        return "\n".join([f"memory: {need}: it fits", *notes])
+    cfg = state.cfg
+    default = max(choices.partitions + 2, choices.microbatches if choices.simple else 0)
+    least, best = now, ""
+    for proposal in proposals(
+        facts,
+        choices,
+        runtime.executor.modules,
+        cfg.memory_weight,
+        cfg.active_microbatches == default,
+    ):
+        then = most_needed(facts, proposal.choices)
+        if then <= limit:
+            lines = [
+                f"memory: {need}: it does not fit. With this it needs {_size(then)}:",
+                *_changes(proposal),
+            ]
+            return "\n".join([*lines, *notes])
+        if then < least:
+            least = then
+            best = "\n".join([f"The least is {_size(then)}, with this:", *_changes(proposal)])
+    lines = [f"memory: {need}: it does not fit, and no change that smp knows makes it fit."]
+    lines += [best] if best else []
+    lines.append("Use more ranks, smaller microbatches (a larger `microbatches`), or fp16 or bf16.")
+    return "\n".join([*lines, *notes])
+
+
+def _changes(proposal: Proposal) -> list[str]:
+    lines = [f"  {key!r}: {value!r}" for key, value in proposal.keys.items()]
+    if proposal.modules:
+        path = "" if proposal.modules == "model" else f".{proposal.modules}"
+        lines += [
+            f"  for block in model.get_module(){path}:",
+            "      smp.set_activation_checkpointing(block)",
+        ]
+    return lines
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def _partition_table(decision: Decision, parts: int) -> str:

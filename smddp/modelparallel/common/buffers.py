@@ -49,6 +49,10 @@ class Buffers:
         found = (holder.get(name) for holder, name in self._places)
         return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
 
+    def copies(self) -> list[torch.Tensor]:
+        """Returns the copies of the last `save`."""
+        return [copy for _, copy in self._saved if copy is not None]
+
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces each tensor by what a function returns for it."""
         for number, (holder, name) in enumerate(self._places):

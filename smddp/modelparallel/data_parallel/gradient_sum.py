@@ -100,6 +100,19 @@ class GradientSum:
         """Says whether any parameter has late contributions."""
         return any(account.late is not None for account in self._accounts.values())
 
+    @property
+    def knows_counts(self) -> bool:
+        """Whether an earlier step tells how often parameters contribute."""
+        return any(account.expected for account in self._accounts.values())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the gradients that it keeps now."""
+        found = []
+        for account in self._accounts.values():
+            found += [one for one in (account.total, account.late) if one is not None]
+            found += [gradient for some in account.waiting.values() for _, gradient in some]
+        return found
+
     def begin(self, microbatches: int) -> None:
         """Begins a step."""
         self._microbatches = microbatches

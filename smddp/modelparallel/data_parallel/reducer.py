@@ -117,6 +117,7 @@ class DataParallel:
         overlap: begin to reduce before the step ends.
         hook: reduces a bucket in place of the all-reduce; returns a future of the reduced tensor.
         parameters: what gets a gradient on this rank: parameters, and shards of parameters.
+        views: are gradients views of the buckets?
         join: replicas with different numbers of batches.
         shards: divides parameters over replicas; None if all are whole. With it, every step needs
             all replicas, so all of them learn at its end whether it has failed on any.
@@ -151,7 +152,7 @@ class DataParallel:
         self._cap = bucket_cap_mb * 2**20
         self._passes = passes
         self._broadcast_buffers = broadcast_buffers
-        self._views = views
+        self.views = views
         self._buffers: Buffers | None = None
         self._all_parameters: list[nn.Parameter] = []
         self.join = Join(self)
@@ -186,6 +187,12 @@ class DataParallel:
             self.synchronise(0)
         # With several partitions, `begin_step` of the first step did not know the parameters yet.
         self._put_aside()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the gradients of this rank, and the buckets in which they are reduced."""
+        gradients = [*self._old.values(), *(parameter.grad for parameter in self.parameters)]
+        buckets = [bucket.buffer() for bucket in self._buckets]
+        return [*buckets, *(gradient for gradient in gradients if gradient is not None)]
 
     def _make_buckets(self) -> None:
         # Backward passes reach the last layers first. Sums of shards are final at the end of the
@@ -421,7 +428,7 @@ class DataParallel:
                 bucket.buffer().div_(bucket.ranks.size)
             pieces = bucket.gradients()
             for parameter, piece in zip(bucket.parameters(), pieces, strict=True):
-                found[parameter] = piece if self._views else piece.clone()
+                found[parameter] = piece if self.views else piece.clone()
         return found
 
     # --- without a step: one partition, loss.backward() -------------------------------------------

@@ -27,10 +27,16 @@ def _recorder(tensor: torch.Tensor) -> Recorder:
     return mode
 
 
-def come_to_life(tensor: torch.Tensor) -> None:
-    """Makes a delayed tensor an ordinary one with values; others stay as they are."""
+def come_to_life(tensor: torch.Tensor, shares: bool = True) -> None:
+    """Makes a delayed tensor an ordinary one with values; others stay as they are.
+
+    Args:
+        tensor: of any kind.
+        shares: let it share memory with those with which it does as a delayed tensor. Otherwise its
+            memory is freed with it.
+    """
     if is_delayed(tensor):
-        _replace(tensor, _recorder(tensor).come_to_life(tensor))
+        _replace(tensor, _recorder(tensor).come_to_life(tensor, shares))
 
 
 def become_empty(tensor: torch.Tensor) -> None:

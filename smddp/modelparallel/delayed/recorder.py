@@ -215,14 +215,21 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
             return _on_storage(value.memory, value.geometry)
         return replay([value])[0]
 
-    def come_to_life(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a real tensor for a delayed one; those for one memory share memory."""
+    def come_to_life(self, tensor: torch.Tensor, shares: bool = True) -> torch.Tensor:
+        """Returns a real tensor for a delayed one.
+
+        Args:
+            tensor: the delayed one.
+            shares: let real tensors for one memory share memory; it is kept until the end of the
+                delay. Otherwise it belongs to this tensor alone, if there is none yet.
+        """
         self._scratch = None
         value = self.value_of(tensor)
         with self.paused():
             if value.memory.real is None:
                 (real,) = replay([value])
-                value.memory.real = real.untyped_storage()
+                if shares:
+                    value.memory.real = real.untyped_storage()
                 return real
             return _on_storage(value.memory, value.geometry)
 

@@ -29,46 +29,53 @@ _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def together(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Surrounds the collectives of a call that all ranks of a pipeline have to make.
+def together(what: str, group: dist.ProcessGroup, whole: str = "the pipeline") -> Iterator[None]:
+    """Surrounds the collectives of a call that all ranks of a group have to make.
 
     Args:
         what: the call; for messages.
         group: the ranks that have to make it.
+        whole: what the group is, for messages, which number its ranks.
 
     Raises:
         SMPPeerError: a rank has not made it within the timeout of the process group, or has failed
             in it.
     """
-    missing = _meet(what, group)
+    missing = _meet(what, group, whole)
     try:
         yield
     except RuntimeError as error:
-        if missing():
+        if late := missing():
             raise SMPPeerError(
-                f"{what}: not all ranks of the pipeline answered; all of them have to call it, at "
-                f"the same point of the script ({error})"
+                f"{what}: not all ranks of {whole} answered (rank {_listed(late)} did not); all of "
+                f"them have to call it, at the same point of the script ({error})"
             ) from error
         if isinstance(error, dist.DistError):
             raise SMPPeerError(
-                f"{what} failed, though all ranks of the pipeline have called it: {error}"
+                f"{what} failed, though all ranks of {whole} have called it: {error}"
             ) from error
         # An error of other code, such as the model's: gloo has no class of its own.
         raise
 
 
-def gathered(what: str, mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def gathered(
+    what: str, mine: Any, group: dist.ProcessGroup, whole: str = "the pipeline"
+) -> list[Any]:
     """Returns what each rank of a group gives, in the order of its ranks; any objects that pickle.
 
     Arguments and errors are those of `together`.
     """
     parts: list[Any] = [None] * group.size()
-    with together(what, group):
+    with together(what, group, whole):
         dist.all_gather_object(parts, mine, group=group)
     return parts
 
 
-def _meet(what: str, group: dist.ProcessGroup) -> Callable[[], list[int]]:
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _meet(what: str, group: dist.ProcessGroup, whole: str) -> Callable[[], list[int]]:
     """Waits for the other ranks for `_LOG_AFTER`, and warns if some have not come.
 
     Returns:
@@ -92,8 +99,8 @@ def _meet(what: str, group: dist.ProcessGroup) -> Callable[[], list[int]]:
         late = missing()
         if late:
             log.warning(
-                "smp: %s on rank %d waits for rank %s of the pipeline. All of them have to call "
-                "it, at the same point of the script",
-                *(what, me, ", ".join(map(str, late))),
+                "smp: %s on rank %d waits for rank %s of %s. All of them have to call it, at the "
+                "same point of the script",
+                *(what, me, _listed(late), whole),
             )
     return missing

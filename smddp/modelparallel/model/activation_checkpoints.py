@@ -180,6 +180,27 @@ class ActivationCheckpoints:
                 if self.allows(part):
                     modules.recomputed[part] = mark.preserve
 
+    def regions(self) -> list[tuple[int, ...]]:
+        """Returns the modules, by number, that are computed again together.
+
+        Modules that live on several ranks are not among them. Those of single calls
+        (`patches.checkpoint`) are not known.
+        """
+        found: list[tuple[int, ...]] = []
+        for number, mark in self._marks.items():
+            layers = self._modules.layers(number) if mark.size else [number]
+            if mark.size > 1:
+                groups = self._groups(layers, mark.size)
+                found += [tuple(layers[begin:end]) for begin, end in groups]
+            else:
+                found += [(layer,) for layer in layers]
+        owners = self._modules.owners
+        return [
+            group
+            for group in found
+            if len(group) > 1 or len(self._owners_in(group[0], owners)) <= 1
+        ]
+
     def run_sequence(
         self, module: nn.Module, value: Any, size: int, spread: bool, preserve: bool
     ) -> Any:

@@ -13,6 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
+from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.common.structure import map_tensors
 from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.delayed.life import is_delayed
@@ -144,6 +145,8 @@ class DistributedModel(ModelQueries):
         half = self.runtime.half
         if half is not None:
             args, kwargs = to_half(args, half), to_half(kwargs, half)
+        if self.runtime.example is None and torch.is_grad_enabled():
+            self.runtime.example = Example.of(args, kwargs)
         if not self.partitioned:
             self.runtime.divide(args, kwargs)
         result = map_tensors(force, self.get_module()(*args, **kwargs))
@@ -360,6 +363,8 @@ class DistributedModel(ModelQueries):
                 entry.apply(fn)
                 continue
             parameter.data = fn(parameter.data)
+            if sharding is not None:
+                sharding.renew(parameter)
             if parameter.grad is not None:
                 parameter.grad = fn(parameter.grad)
         self.runtime.buffers.apply(fn)

@@ -17,9 +17,11 @@ from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
+from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.data_parallel.replicas import abstain, agree
+from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.job.groups import timeout_of
 from smddp.modelparallel.job.state import State
 from smddp.modelparallel.model.activation_checkpoints import ActivationCheckpoints
@@ -60,6 +62,8 @@ class ModelRuntime:
         buffers: those that live here; none before the model is divided.
         half: the half-precision dtype in which the model computes; None for full precision.
         sharding: divides parameters over replicas; None without sharded data parallelism.
+        delayed: were parameters created without memory?
+        example: the shapes of the arguments of the model's first call with gradients; None before.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class ModelRuntime:
         self.data_parallel = data_parallel
         self._average = average
         self._times = times
+        self.delayed = any(map(is_delayed, module.parameters()))
         self.half = half_precision()
         if self.half is not None:
             convert(module, self.half)
@@ -120,7 +125,8 @@ class ModelRuntime:
                 cfg.sdp_param_persistence_threshold,
                 cfg.sdp_max_live_parameters,
                 cfg.sdp_reduce_bucket_size,
-                topology.pp_size == 1,
+                executor.replicas is not None,
+                timeout_of(state.groups.sharding.parameters).total_seconds(),
             )
             self._sum = self.sharding.sums
         self.model_state = ModelState(module, self.placement, self.sharding)
@@ -147,6 +153,7 @@ class ModelRuntime:
         self._gather_failure: Exception | None = None
         self._gather_redo = False
         self.device = device.current()
+        self.example: Example | None = None
         modules.install()
         if topology.pp_size == 1:
             self.apply(Decision.one_partition(modules))
@@ -154,6 +161,34 @@ class ModelRuntime:
     def _memory(self) -> list[torch.Tensor]:
         """Returns the parameters and buffers that live here."""
         return [*self.placement.parameters(), *self.buffers.tensors()]
+
+    def memory(self) -> dict[str, list[torch.Tensor]]:
+        """Returns the tensors of this rank by what they are for, besides activations.
+
+        Returns:
+            For each kind of `smp.memory` its tensors; some are in several, and count for the first.
+        """
+        found: dict[str, list[torch.Tensor]] = {}
+        # Before the division, each rank has all of them.
+        local = self.placement.parameters() if self.divided else list(self.module.parameters())
+        found["gathered"] = []
+        if self.sharding is not None:
+            local = [self.sharding.local(parameter) for parameter in local]
+            found["gathered"] = self.sharding.gathers.tensors()
+        found["parameters"] = list(local)
+        found["buffers"] = [*self.buffers.tensors(), *self.buffers.copies()]
+        found["optimizer"], gradients = [], []
+        for optimizer in self._state.current_optimizers():
+            kept, some = optimizer._smp_state.tensors()
+            found["optimizer"] += kept
+            gradients += some
+        found["gradients"] = [*gradients, *self.data_parallel.tensors(), *self._sum.tensors()]
+        return found
+
+    @property
+    def knows_counts(self) -> bool:
+        """Whether a step with gradients has been made; see `GradientSum`."""
+        return self._sum.knows_counts
 
     @property
     def divided(self) -> bool:
@@ -462,11 +497,13 @@ class ModelRuntime:
     def end_microbatch(self, microbatch: int) -> None:
         """Notes that a microbatch gives no more gradients here."""
         self._sum.end_microbatch(microbatch)
-        if self.sharding is not None:
-            self.sharding.end_microbatch()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Takes the gradient that autograd has left in `Parameter.grad`."""
+        """Takes the gradient that autograd has left in `Parameter.grad`.
+
+        Autograd calls hooks also if there is none: the parameter has been used, but what was made
+        of it gets no gradient, for instance because a module on another rank has detached it.
+        """
         task = self.executor.baton.task
         entry = None if self.sharding is None else self.sharding.entry(parameter)
         if task is None:
@@ -482,9 +519,9 @@ class ModelRuntime:
             gradient = self.sharding.take_gradient(entry)
         else:
             gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        frame = task.frame
-        self._sum.add(parameter, frame.microbatch, gradient, frame.path)
+        if gradient is not None:
+            frame = task.frame
+            self._sum.add(parameter, frame.microbatch, gradient, frame.path)
 
     # --- hooks ------------------------------------------------------------------------------------
 

@@ -103,6 +103,9 @@ class DistributedOptimizer(metaclass=_IsPatched):
         if helper.counted is not None:
             step = functools.partial(_patches.step, optimizer)
             optimizer.step = functools.update_wrapper(step, helper.counted)
+        if sharded:
+            # Scripts log it after each batch, also of those before the first step.
+            optimizer._global_grad_norm = 0.0
         if stand_ins is not None:
             if hasattr(optimizer, "add_param_group"):
                 add = types.MethodType(_patches.add_param_group, optimizer)
@@ -175,7 +178,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             )
         if model is not None:
             self._smp_state.check(model)
-        if state.cfg.sharded_data_parallel_degree > 1:
+        if state.groups.sharding is not None:
             self._global_grad_norm = clip_grad_norm(state.cfg.sdp_gradient_clipping)
         if closure is not None and half:
             raise SMPUsageError("with fp16 or bf16, optimizer.step() takes no closure")
@@ -292,10 +295,6 @@ class _State:
         inner = functools.partial(self._step, self._optimizer(), *args, **kwargs)
         return inner() if self.stand_ins is None else self.stand_ins.step(inner)
 
-    def _original(self, parameter: Any) -> Any:
-        """Returns the model's parameter for one of the optimizer."""
-        return parameter if self.stand_ins is None else self.stand_ins.original(parameter)
-
     def optimised(self) -> list[Any]:
         """Returns what has the gradients, also of parameters that other replicas step."""
         groups, stand_ins = self._groups(), self.stand_ins
@@ -305,6 +304,16 @@ class _State:
             parameters = self.shards.all_parameters(groups)
         return parameters if stand_ins is None else [stand_ins.with_gradient(p) for p in parameters]
 
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns what the optimizer keeps, masters included, and the gradients of stand-ins."""
+        own = tensors_in(list(getattr(self._optimizer(), "state", {}).values()))
+        masters, gradients = ([], []) if self.stand_ins is None else self.stand_ins.tensors()
+        return [*own, *masters], gradients
+
+    def original(self, parameter: Any) -> Any:
+        """Returns the model's parameter for one of the optimizer."""
+        return parameter if self.stand_ins is None else self.stand_ins.original(parameter)
+
     def check(self, model: Any) -> None:
         """Raises SMPUsageError if a parameter that requires gradients is not the model's."""
         count = sum(len(group["params"]) for group in self._groups())
@@ -313,7 +322,7 @@ class _State:
         known = {id(parameter) for parameter in model.get_module().parameters()}
         for group in self._groups():
             for parameter in group["params"]:
-                if parameter.requires_grad and id(self._original(parameter)) not in known:
+                if parameter.requires_grad and id(self.original(parameter)) not in known:
                     raise SMPUsageError(
                         f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
                         "no parameter of the smp.DistributedModel: smp would neither reduce its "
@@ -332,7 +341,7 @@ class _State:
         numbers: dict[int, int] = {}
         for group in self._groups():
             for parameter in group["params"]:
-                numbers.setdefault(id(self._original(parameter)), len(numbers))
+                numbers.setdefault(id(self.original(parameter)), len(numbers))
         return numbers
 
     def local(self, gather: bool = False) -> dict[str, Any]:
@@ -464,7 +473,7 @@ class _State:
 
     def _originals(self) -> list[Any]:
         """Returns the model's parameters that the optimizer has."""
-        return [self._original(p) for group in self._groups() for p in group["params"]]
+        return [self.original(p) for group in self._groups() for p in group["params"]]
 
     def _steps(self, parameter: Any) -> bool:
         return self.shards is None or self.shards.steps(parameter)

@@ -16,6 +16,7 @@ from torch import nn
 
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.clipping import largest
+from smddp.modelparallel.optimizer.flat_groups import FlatGroups, OriginalGroups
 from smddp.modelparallel.optimizer.half import HALF
 from smddp.modelparallel.optimizer.loss_scale import LossScaler
 from smddp.modelparallel.partition.placement import Placement
@@ -25,25 +26,6 @@ from smddp.modelparallel.sharding.sharding import Sharding
 __all__ = ["StandIns"]
 
 log = logging.getLogger("smddp.modelparallel")
-
-
-class _FlatGroups:
-    """The attribute `fp32_partitioned_groups_flat`: per group, a copy of what is optimised."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __len__(self) -> int:
-        return len(self._groups())
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        params = self._groups()[number]["params"]
-        return torch.cat([parameter.detach().reshape(-1) for parameter in params])
-
-    def _groups(self) -> list[dict[str, Any]]:
-        optimizer: Any = self._optimizer()
-        groups: list[dict[str, Any]] = optimizer.param_groups
-        return groups
 
 
 class _SteppedElsewhere:
@@ -98,10 +80,23 @@ class StandIns:
         self._elsewhere: dict[int, _SteppedElsewhere] = {}  # by the id of the parameter
         self._device = torch.device("cpu")
         self._taken = False  # have the gradients of the last step been copied to the masters?
+        self._flat = FlatGroups(optimizer, self.original, self._aliases)
+        if state.groups.sharding is not None:
+            optimizer.fp16_groups = OriginalGroups(optimizer, self.original)
+            optimizer.fp32_partitioned_groups_flat = self._flat
+            optimizer.ds_param_shard_group = state.groups.sharding.parameters
 
     def original(self, parameter: nn.Parameter) -> nn.Parameter:
         """Returns the model's parameter whose stand-in is given; a parameter itself otherwise."""
         return self._originals.get(id(parameter), parameter)
+
+    def _aliases(self, stand_in: nn.Parameter) -> list[nn.Parameter]:
+        """Returns what shares memory with a stand-in: of a master, what is in full precision."""
+        return [
+            row.local
+            for row in self._rows
+            if row.stand_in is stand_in is not row.local and row.local.dtype not in HALF
+        ]
 
     def with_gradient(self, parameter: nn.Parameter) -> Any:
         """Returns what has the gradient of a parameter in the optimizer's groups."""
@@ -151,7 +146,7 @@ class StandIns:
             ]
             self._show()
         if sharding is not None:
-            optimizer.fp32_partitioned_groups_flat = _FlatGroups(optimizer)
+            self._flat.adopt(placement, sharding)
 
     def _row(
         self, parameter: nn.Parameter, entry: ShardedParameter | None
@@ -263,6 +258,12 @@ class StandIns:
             indices: the number of each of the model's parameters, by its id.
         """
         return {indices[id(row.parameter)]: row.entry for row in self._rows if row.entry}
+
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the masters that have memory of their own, and the gradients of stand-ins."""
+        gradients = [row.stand_in.grad for row in self._rows]
+        masters: list[torch.Tensor] = [master for _, master in self._halves()]
+        return masters, [gradient for gradient in gradients if gradient is not None]
 
     # --- states -----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ from smddp.modelparallel.common.structure import map_tensors, tensors_in
 from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.delayed.recorder import copies_made_by
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.pipeline.modules import forget_owner
 
-__all__ = ["Trace", "Visit", "is_tracing", "trace_model"]
+__all__ = ["Trace", "Visit", "fake_copy", "is_tracing", "size_of", "trace_model"]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -124,22 +125,46 @@ def _trace(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
 
 
 def _on_fake_tensors(root: nn.Module, args: Any, kwargs: Any) -> Trace:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors = [*root.parameters(), *root.buffers()]
-    # The arguments are where the parts will be, and most parts are not there yet.
-    there = device.current()
-    copies = {id(tensor): _fake(mode, tensor, there) for tensor in tensors if _is_plain(tensor)}
-    copier = functools.partial(_fake, mode, there=there)
-    with FakeCopyMode(mode), copies_made_by(copier):
-        model = copy.deepcopy(root, copies)
-    for part in model.modules():
-        part.__dict__.pop("_compiled_call_impl", None)
+    mode, model = fake_copy(root)
     fake = mode.from_tensor
     args, kwargs = map_tensors(fake, args), map_tensors(fake, kwargs)
     trace = Trace(len(list(model.modules())), "fake tensors")
     with mode, torch.no_grad(), _observed(model, trace, timed=False):
         model(*args, **kwargs)
     return trace
+
+
+def fake_copy(
+    root: nn.Module, by_shape: Callable[[torch.Tensor], bool] = lambda _: False
+) -> tuple[FakeTensorMode, nn.Module]:
+    """Returns a copy of a model whose parameters and buffers have no memory, and its mode.
+
+    Args:
+        root: the model.
+        by_shape: says which tensors have a shape and a dtype, but no values here, so that
+            contiguous ones stand for them.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # The arguments are where the parts will be, and most parts are not there yet.
+    there = device.current()
+    copies: dict[int, Any] = {}
+    # Not by `buffers()`, which would ask other ranks for the values of theirs.
+    for module in root.modules():
+        for tensor in (*module._parameters.values(), *dict.values(module._buffers)):
+            if tensor is None or id(tensor) in copies:
+                continue
+            if by_shape(tensor):
+                shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                copies[id(tensor)] = _faked(mode, shape, tensor, there)
+            elif _is_plain(tensor):
+                copies[id(tensor)] = _fake(mode, tensor, there)
+    copier = functools.partial(_fake, mode, there=there)
+    with FakeCopyMode(mode), copies_made_by(copier):
+        model = copy.deepcopy(root, copies)
+    for part in model.modules():
+        part.__dict__.pop("_compiled_call_impl", None)
+        forget_owner(part)
+    return mode, model
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -153,6 +178,13 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, there: torch.device) -> Fa
         shape = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
     else:
         shape = tensor.detach().to("meta")
+    return _faked(mode, shape, tensor, there)
+
+
+def _faked(
+    mode: FakeTensorMode, shape: torch.Tensor, tensor: torch.Tensor, there: torch.device
+) -> FakeTensor:
+    """Makes a fake tensor of an empty one, which stands for a tensor of the model."""
     shape.requires_grad_(tensor.requires_grad)
     fake = FakeTensor(mode, shape, there)
     if isinstance(tensor, nn.Parameter):
@@ -202,7 +234,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         last = {id(tensor) for tensor in self._last[-1]}
         direct = bool(taken) and all(id(tensor) in last for tensor in taken)
         parent = self._stack[-1] if self._stack else -1
-        visit = Visit(self._numbers[id(module)], parent, _size(taken), direct)
+        visit = Visit(self._numbers[id(module)], parent, size_of(taken), direct)
         self._trace.visits.append(visit)
         self._visits.append(visit)
         self._stack.append(visit.module)
@@ -213,7 +245,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack.pop()
         self._last.pop()
         given = tensors_in(result)
-        self._visits.pop().given = _size(given)
+        self._visits.pop().given = size_of(given)
         self._last[-1] = given
 
     def _charge_time(self) -> None:
@@ -226,7 +258,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if self._stack:
             number = self._stack[-1]
-            made = _size(tensors_in(result))
+            made = size_of(tensors_in(result))
             self._trace.activations[number] += made
             if not self._timed:
                 self._trace.seconds[number] += made / _MEMORY
@@ -258,5 +290,6 @@ def _observed(model: nn.Module, trace: Trace, timed: bool) -> Iterator[None]:
             handle.remove()
 
 
-def _size(tensors: list[torch.Tensor]) -> int:
+def size_of(tensors: list[torch.Tensor]) -> int:
+    """Returns the bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -122,6 +122,10 @@ class Baton:
 
     Any thread may call any method, but only a task may call `wait`, and no task may call
     `wait_until_idle`.
+
+    Attributes:
+        order: decides, with other ranks, which task is next; None if this rank decides alone.
+        watch: makes a context that is entered around each task; None for nothing.
     """
 
     def __init__(
@@ -142,6 +146,7 @@ class Baton:
             order: decides, with other ranks, which task is next; None if this rank decides alone.
         """
         self.order = order
+        self.watch: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
         self._failed = failed
         self._inbox = inbox
         self._save_state = save_state
@@ -195,12 +200,13 @@ class Baton:
             if not self._aborted:
                 self._make_ready(task)
 
-    def wait(self, ticket: Ticket, priority: Priority) -> None:
+    def wait(self, ticket: Ticket, priority: Priority, yields: bool = False) -> None:
         """Passes the baton on until a ticket is done.
 
         Args:
             ticket: to wait for.
             priority: with which the task goes on afterwards.
+            yields: if the ticket is done already, let tasks of higher priority go first.
 
         Raises:
             Aborted: the step failed meanwhile.
@@ -208,10 +214,12 @@ class Baton:
         task = self.task
         assert task is not None
         assert task.worker is not None
+        if self.order is not None and task.number is not None and not self._aborted:
+            self.order.slice_ends()
         with self._lock:
             if self._aborted:
                 raise Aborted
-            if ticket.done and self.order is None:
+            if ticket.done and self.order is None and not yields:
                 return
             task.priority = priority
             self._running = None
@@ -360,8 +368,17 @@ class Baton:
         """Takes the next task to run; returns None if no task can run."""
         if self.order is None or self._aborted:
             return self._choose()
-        task: Task | None = self.order.next(self._choose)
+        task: Task | None = self.order.next(self._choose, self._likely)
         return task
+
+    def _likely(self) -> Task | None:
+        """Returns what `_choose` would take now; None if no task can run."""
+        if self._resumed:
+            return self._resumed[0][2]
+        entry = None if self._backward and self._last_forward else self._admissible()
+        if entry is None and self._backward:
+            entry = self._backward[0]
+        return None if entry is None else entry[2]
 
     def _choose(self) -> Task | None:
         """Takes the next task off its heap; returns None if no task can run.
@@ -408,7 +425,13 @@ class Baton:
             task.worker = worker
             self._current.task = task
             try:
-                task.function()
+                if self.watch is None:
+                    task.function()
+                else:
+                    with self.watch():
+                        task.function()
+                if self.order is not None and task.number is not None and not self._aborted:
+                    self.order.slice_ends()
             except Aborted:
                 pass
             except BaseException as error:

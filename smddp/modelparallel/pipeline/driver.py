@@ -176,7 +176,9 @@ class Driver:
         if not self._schedule.simple:
             return
         self._release()
-        self._executor.wait(ticket, frame, forward=False)
+        # The last microbatch to come here lets the older ones go first: gradients are added in the
+        # order of microbatches, and those that come too early need memory.
+        self._executor.wait(ticket, frame, forward=False, yields=True)
 
     def _start_more(self) -> None:
         """Begins microbatches as long as there are any and the schedule allows more."""

@@ -28,7 +28,7 @@ from smddp.modelparallel.pipeline.failure import (
 )
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.modules import Findings, Modules
-from smddp.modelparallel.pipeline.order import Decision, Follower, Leader, TaskName, TaskOrder
+from smddp.modelparallel.pipeline.order import Announcement, Follower, Leader, TaskName, TaskOrder
 from smddp.modelparallel.pipeline.order_group import OrderGroup, Outcome
 from smddp.modelparallel.pipeline.protocol import Kind, Message, raise_if_unpicklable
 from smddp.modelparallel.pipeline.server import Server
@@ -221,6 +221,7 @@ class Executor:
         self.baton.begin()
         if self.baton.order is not None:
             self.baton.order.alone = not self.divided
+            self.baton.order.observer = self.modules.observer
         if self.channel is not None:
             self.channel.open()
         if self.replicas is not None:
@@ -292,6 +293,9 @@ class Executor:
             # Before anything here waits for other replicas.
             self.baton.order.settle()
             self.replicas.announce_end()
+            self.baton.order.end()
+        # The other members of an order group may have applied it.
+        self._apply_late_decision()
         assert self._model is not None
         self._model.close(bool(self._failures))
         if self.channel is None or self._ended_by_signal:
@@ -382,21 +386,22 @@ class Executor:
             self.caller.clear()
             self.server.clear()
 
-    def wait(self, ticket: Ticket, frame: Frame, forward: bool) -> None:
+    def wait(self, ticket: Ticket, frame: Frame, forward: bool, yields: bool = False) -> None:
         """Lets other tasks run until a ticket is done.
 
         Args:
             ticket: to wait for.
             frame: of the task that waits.
             forward: does the task go on with forward work?
+            yields: see `Baton.wait`.
 
         Raises:
             Aborted: the step has failed meanwhile.
         """
-        if ticket.done and self.replicas is None:
+        if ticket.done and self.replicas is None and not yields:
             return
         self.timeline.leave()
-        self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order))
+        self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order), yields)
         self.enter(frame, forward)
 
     def enter(self, frame: Frame, forward: bool) -> None:
@@ -560,7 +565,7 @@ class Executor:
 
     # --- the order group; on its thread -----------------------------------------------------------
 
-    def on_decisions(self, decisions: Sequence[Decision]) -> None:
+    def on_decisions(self, decisions: Sequence[Announcement]) -> None:
         """Lets the tasks run that the leader has announced; see `OrderEvents`."""
         with self.baton.changing_order() as order:
             order.announce(decisions)
@@ -580,6 +585,7 @@ class Executor:
         """Ends the step because a rank of another replica is gone; see `OrderEvents`."""
         lost = Elsewhere(rank, f"it is gone: {error}. Its own log says why", redo=False)
         self.on_stop(lost)
+        self.on_leader_ended()
 
     def _stop_with(self, failure: Failure) -> None:
         """Ends the step; or only what is left of it, if all ranks of the pipeline have ended it."""

@@ -26,6 +26,7 @@ from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
+from smddp.modelparallel.pipeline.order import SliceObserver
 from smddp.modelparallel.pipeline.outlook import Outlook, key_of
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 from smddp.modelparallel.pipeline.remote_tensor import (
@@ -37,7 +38,7 @@ from smddp.modelparallel.pipeline.remote_tensor import (
 )
 from smddp.modelparallel.pipeline.services import RankServices
 
-__all__ = ["Findings", "Modules", "Surroundings", "difference"]
+__all__ = ["Findings", "Modules", "Surroundings", "difference", "forget_owner"]
 
 # For the random numbers of a call; None if it draws none. Of several layers: one for each.
 Seed = int | tuple[int | None, ...] | None
@@ -144,6 +145,7 @@ class Modules:
         in_order: do the microbatches of this step run one after the other?
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         surroundings: entered around tasks and modules; None for nothing.
+        observer: is told which slices run, if there is an order group; None for nobody.
         replaced: a function of the name of a buffer in the model, which lives here: has code ever
             put another tensor in its place?
         recomputed: the modules that have activation checkpointing where they live, by number: do
@@ -166,6 +168,7 @@ class Modules:
         self.buffers_read: set[tuple[int, str]] = set()
         self.replaced: Callable[[str], bool] = lambda _: False
         self.surroundings: Surroundings | None = None
+        self.observer: SliceObserver | None = None
         self.recomputed: dict[int, bool] = {}
         self.offloader: Offloader | None = None
         self.outlook: Outlook | None = None
@@ -671,6 +674,16 @@ class _CopiedForward:
             "pipeline, and so do the parameters of the copy. Copy them back into the model's, on "
             "all ranks, and call the model"
         )
+
+
+def forget_owner(copied: nn.Module) -> None:
+    """Gives a copy of a module that lives elsewhere the `forward` of its class again.
+
+    Args:
+        copied: the copy; its parameters have values or shapes of their own.
+    """
+    if isinstance(copied.__dict__.get("forward"), _CopiedForward):
+        object.__delattr__(copied, "forward")
 
 
 # The structures of the arguments of most calls: 0 to 8 positional tensors, and nothing else.

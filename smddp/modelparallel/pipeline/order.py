@@ -21,7 +21,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Decision", "Follower", "Leader", "OrderedTask", "TaskName", "TaskOrder"]
+__all__ = [
+    "Decision",
+    "Follower",
+    "Leader",
+    "OrderedTask",
+    "SliceObserver",
+    "TaskName",
+    "TaskOrder",
+]
 
 
 class TaskName(NamedTuple):
@@ -59,6 +67,36 @@ class TaskName(NamedTuple):
 # The name of a task that begins, as a plain tuple; or the number of one that goes on. Tasks are
 # numbered in the order in which they begin.
 Decision = tuple[Any, ...] | int
+# A decision; or a list of it and of what the leader expects to decide soon, for observers.
+Announcement = Decision | list[Decision]
+
+
+class SliceObserver(Protocol):
+    """What wants to know which *slices* run: what a task does until it waits or ends.
+
+    All ranks of an order group tell their observers the same decisions in the same order.
+    """
+
+    def decided(self, decision: Decision, at_once: bool = False, expected: bool = False) -> None:
+        """Notes which slice comes next.
+
+        Args:
+            decision: what begins it.
+            at_once: it runs now, before others that were decided.
+            expected: the leader expects it soon; it is decided later, if at all.
+        """
+
+    def begun(self) -> None:
+        """Notes that the next slice that was decided runs now."""
+
+    def ended(self) -> None:
+        """Notes that the slice that runs ends without an error; its own thread says so."""
+
+    def stopped(self) -> None:
+        """Notes that the step has failed on this rank."""
+
+    def over(self) -> None:
+        """Notes that the leader decides nothing more in this step."""
 
 
 class OrderedTask(Protocol):
@@ -75,9 +113,11 @@ class TaskOrder(Protocol):
         alone: is the model not divided yet? Then the only tasks with names are the bodies, which
             run one after the other. Each rank runs them without the others, because a replica may
             wait in its body until all replicas have called the model, or have ended the step.
+        observer: is told which slices run; None for nobody.
     """
 
     alone: bool
+    observer: SliceObserver | None
 
     def begin(self) -> None:
         """Begins a step."""
@@ -85,11 +125,16 @@ class TaskOrder(Protocol):
     def add(self, task: OrderedTask) -> bool:
         """Takes a task that has become runnable, or returns False: the baton keeps it."""
 
-    def next(self, choose: Callable[[], OrderedTask | None]) -> Any:
+    def next(
+        self,
+        choose: Callable[[], OrderedTask | None],
+        likely: Callable[[], OrderedTask | None],
+    ) -> Any:
         """Returns the task to run next; None if there is none yet.
 
         Args:
             choose: takes the next task from those that the baton keeps.
+            likely: returns which task it would choose now, and does not take it.
         """
 
     def has_ready(self) -> bool:
@@ -98,6 +143,9 @@ class TaskOrder(Protocol):
     def ended(self, number: int) -> None:
         """Notes that a task has ended, which has a number."""
 
+    def slice_ends(self) -> None:
+        """Notes that a task with a name waits or ends; its thread calls this without the lock."""
+
     def abort(self) -> list[Any]:
         """Forgets what it keeps, because the step has failed; returns the tasks that had begun."""
 
@@ -105,19 +153,43 @@ class TaskOrder(Protocol):
         """Does what `next` has left to do without the lock. Any thread may call it."""
 
 
-class Leader:
+class _Observed:
+    """What leader and follower have in common."""
+
+    def __init__(self) -> None:
+        self.alone = False
+        self.observer: SliceObserver | None = None
+
+    def slice_ends(self) -> None:
+        """Tells the observer."""
+        if self.observer is not None:
+            self.observer.ended()
+
+    def end(self) -> None:
+        """Notes that the leader has announced everything."""
+        if self.observer is not None:
+            self.observer.over()
+
+    def abort(self) -> list[Any]:
+        """Tells the observer; returns nothing."""
+        if self.observer is not None:
+            self.observer.stopped()
+        return []
+
+
+class Leader(_Observed):
     """Lets the baton choose, and announces its decisions."""
 
-    def __init__(self, announce: Callable[[list[Decision]], None]) -> None:
+    def __init__(self, announce: Callable[[list[Announcement]], None]) -> None:
         """Begins without decisions.
 
         Args:
             announce: sends decisions to the followers, in their order.
         """
+        super().__init__()
         self._announce = announce
-        self.alone = False
         self._begun = 0
-        self._decisions: deque[Decision] = deque()
+        self._decisions: deque[Announcement] = deque()
         # Decisions of one thread must not overtake those that another thread has made before.
         self._sending = threading.Lock()
 
@@ -130,17 +202,30 @@ class Leader:
         """Returns False: the baton keeps all tasks."""
         return False
 
-    def next(self, choose: Callable[[], OrderedTask | None]) -> Any:
+    def next(
+        self,
+        choose: Callable[[], OrderedTask | None],
+        likely: Callable[[], OrderedTask | None],
+    ) -> Any:
         """Returns what the baton chooses, and notes the decision."""
         task = choose()
         if task is None or task.name is None:
             return task
-        decision: Decision = tuple(task.name) if task.number is None else task.number
+        decision = _decision(task)
         if task.number is None:
             task.number = self._begun
             self._begun += 1
+        announcement: Announcement = decision
+        if self.observer is not None:
+            self.observer.decided(decision)
+            after = None if self.alone else likely()
+            if after is not None and after.name is not None:
+                expected = _decision(after)
+                self.observer.decided(expected, expected=True)
+                announcement = [decision, expected]
+            self.observer.begun()
         if not self.alone:
-            self._decisions.append(decision)
+            self._decisions.append(announcement)
         return task
 
     def has_ready(self) -> bool:
@@ -149,10 +234,6 @@ class Leader:
 
     def ended(self, number: int) -> None:
         """Does nothing."""
-
-    def abort(self) -> list[Any]:
-        """Returns nothing: the baton keeps all tasks."""
-        return []
 
     def settle(self) -> None:
         """Announces the decisions, together if there are several."""
@@ -166,7 +247,7 @@ class Leader:
                 self._announce(decisions)
 
 
-class Follower:
+class Follower(_Observed):
     """Keeps tasks until the leader has announced them.
 
     It finds out that its replica does not make the calls of the leader's: at once if the leader
@@ -189,9 +270,9 @@ class Follower:
                 does not become runnable here.
             completed: called without the lock when everything has run that the leader has run.
         """
+        super().__init__()
         self._diverged = diverged
         self._completed = completed
-        self.alone = False
         self._ready: dict[Any, deque[OrderedTask]] = {}
         self.begin()
 
@@ -207,12 +288,19 @@ class Follower:
         self._verdict: str = ""
         self._found = self._complete = False
 
-    def announce(self, decisions: Sequence[Decision]) -> None:
+    def announce(self, announcements: Sequence[Announcement]) -> None:
         """Takes decisions of the leader."""
-        self._announced.extend(decisions)
+        for announcement in announcements:
+            decisions = announcement if isinstance(announcement, list) else [announcement]
+            self._announced.append(decisions[0])
+            if self.observer is not None:
+                self.observer.decided(decisions[0])
+                for decision in decisions[1:]:
+                    self.observer.decided(decision, expected=True)
 
     def end(self) -> None:
         """Notes that the leader has ended the step."""
+        super().end()
         self._over = True
         if self._since is not None:
             self._since = time.monotonic()
@@ -225,16 +313,21 @@ class Follower:
         self._ready.setdefault(key, deque()).append(task)
         return True
 
-    def next(self, choose: Callable[[], OrderedTask | None]) -> Any:
+    def next(
+        self,
+        choose: Callable[[], OrderedTask | None],
+        likely: Callable[[], OrderedTask | None],
+    ) -> Any:
         """Returns a task without a name, or else the one that was announced, if it is runnable."""
         task = choose()
         if task is not None:
             return task
         if self.alone and self._ready:
             (first,) = next(iter(self._ready.values()))
-            assert first.name is not None
-            own: Decision = tuple(first.name) if first.number is None else first.number
+            own = _decision(first)
             self._announced.appendleft(own)
+            if self.observer is not None:
+                self.observer.decided(own, at_once=True)
         key = self._key(self._announced[0]) if self._announced else None
         waiting = self._ready.get(key)
         if waiting is None:
@@ -257,6 +350,8 @@ class Follower:
             task.number = len(self._names)
             self._names.append(decision)
         self._since = None
+        if self.observer is not None:
+            self.observer.begun()
         return task
 
     def has_ready(self) -> bool:
@@ -275,7 +370,7 @@ class Follower:
         self._ready.clear()
         self._announced.clear()
         self._found, self._verdict = True, ""
-        return begun
+        return begun + super().abort()
 
     def check(self, stuck: float, silent: float, over: float) -> float:
         """Looks whether this rank has had nothing to run for too long; then `settle` tells so.
@@ -322,3 +417,9 @@ class Follower:
     @staticmethod
     def _key(decision: Decision) -> Any:
         return decision if isinstance(decision, int) else decision[:3]
+
+
+def _decision(task: OrderedTask) -> Decision:
+    """Returns the decision that lets a task with a name run."""
+    assert task.name is not None
+    return tuple(task.name) if task.number is None else task.number

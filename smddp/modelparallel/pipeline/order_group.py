@@ -18,7 +18,7 @@ from smddp.modelparallel.common.errors import SMPPeerError
 from smddp.modelparallel.pipeline.channel import Channel, Ended
 from smddp.modelparallel.pipeline.failure import Elsewhere
 from smddp.modelparallel.pipeline.modules import Findings
-from smddp.modelparallel.pipeline.order import Decision
+from smddp.modelparallel.pipeline.order import Announcement
 from smddp.modelparallel.pipeline.protocol import Kind
 
 __all__ = ["OrderEvents", "OrderGroup", "Outcome"]
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 class OrderEvents(Protocol):
     """What `OrderGroup` calls when something has come, on its own thread. The executor has it."""
 
-    def on_decisions(self, decisions: Sequence[Decision]) -> None:
+    def on_decisions(self, decisions: Sequence[Announcement]) -> None:
         """The leader has decided what runs next."""
 
     def on_leader_ended(self) -> None:
@@ -111,7 +111,7 @@ class OrderGroup:
         self._open = True
         self._gate.release()
 
-    def announce(self, decisions: list[Decision]) -> None:
+    def announce(self, decisions: list[Announcement]) -> None:
         """Sends decisions of the leader to the followers."""
         self._send(Kind.DECISIONS, decisions)
 
@@ -218,6 +218,8 @@ class OrderGroup:
             if outcome.failure is not None or outcome.redo:
                 why = outcome.failure or Elsewhere(self.ranks[peer], "", True)
                 self._tell(lambda events: events.on_stop(why))
+                if peer == 0:  # it may have failed before it could announce anything
+                    self._tell(lambda events: events.on_leader_ended())
 
     def _tell(self, what: Any) -> None:
         events = self._events

@@ -188,6 +188,20 @@ class ShardedSum(GradientSum):
         """Says whether any parameter has late contributions."""
         return super().any_late or self._whole.any_late
 
+    @property
+    def knows_counts(self) -> bool:
+        """Whether an earlier step tells how often parameters contribute."""
+        return super().knows_counts or self._whole.knows_counts
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the gradients that it keeps now, whole ones and shards."""
+        waiting = [gradient for some in self._waiting.values() for gradient in some.values()]
+        works = [tensor for _, _, sent, part in self._works for tensor in (sent, part)]
+        return [
+            *(*super().tensors(), *self._whole.tensors(), *waiting, *works),
+            *self._totals.values(),
+        ]
+
     # --- the sums over the group ------------------------------------------------------------------
 
     def _complete(self, parameter: nn.Parameter, microbatch: int, gradient: torch.Tensor) -> None:
@@ -195,6 +209,7 @@ class ShardedSum(GradientSum):
         number = self._entries[id(parameter)].number
         place = microbatch, self._bucket_of[number]
         self._waiting.setdefault(place, {})[number] = gradient
+        self.add_completed()
         self._reduce()
 
     def _reduce(self) -> None:
@@ -208,6 +223,7 @@ class ShardedSum(GradientSum):
             self._launch(bucket, self._waiting.pop(self._next, {}))
 
     def _launch(self, bucket: _Bucket, gradients: dict[int, torch.Tensor]) -> None:
+        self.add_completed()  # frees memory
         sent = bucket.filled(gradients)
         part = torch.empty(bucket.part, dtype=bucket.dtype, device=bucket.device)
         work = dist.reduce_scatter_tensor(part, sent, group=self._group, async_op=True)
@@ -215,8 +231,13 @@ class ShardedSum(GradientSum):
         microbatch, place = self._next
         last = place + 1 == len(self._buckets)
         self._next = (microbatch + 1, 0) if last else (microbatch, place + 1)
-        # No wait before the end of the step: until then the other ranks may wait for a gather that
-        # this one does not make, because its control flow is another.
+
+    def add_completed(self) -> None:
+        """Adds the results of the reductions that have ended, and frees what was sent.
+
+        It waits for none before the end of the step: until then the other ranks may wait for a
+        gather that this one does not make, because its control flow is another.
+        """
         while self._works and self._works[0][0].is_completed():
             self._add_first()
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.pipeline.remote_tensor import about
+from smddp.modelparallel.sharding.part import set_part
 
 __all__ = ["Gatherer", "Shard", "ShardedParameter", "ShardedTensor"]
 
@@ -72,9 +73,8 @@ class ShardedParameter:
         shape, numel: of the whole parameter.
         shard: the part of this rank; the last ranks' parts end with zeros if numel is no multiple.
         rank, degree: of this process in the group, and the size of the group.
-        holds: how many callers need it gathered now.
+        holds: how many tasks need it gathered now.
         flat: the memory of the gathered parameter, of `degree` equal parts; None if it is freed.
-        in_backward: does one of `holds` end when the gradient is complete?
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class ShardedParameter:
         self.rank, self.degree = group.rank(), group.size()
         self.holds = 0
         self.flat: torch.Tensor | None = None
-        self.in_backward = False
         self._version = 0
         part = self.cut(parameter.detach())
         self.shard = Shard.of(part, parameter.requires_grad, group)
@@ -100,12 +99,8 @@ class ShardedParameter:
         self._placeholder = one.expand(self.shape) if self.shape else one.view(())
         parameter.entry = self  # type: ignore[attr-defined]
         parameter.gatherer = gatherer  # type: ignore[attr-defined]
-        # What scripts for the original library read.
-        tensor: Any = self.shard.detach()
-        tensor.ds_numel = tensor.numel()
-        named: Any = parameter
-        named.ds_tensor, named.ds_numel, named.ds_shape = tensor, self.numel, self.shape
-        named.ds_param_shard_group = group
+        set_part(parameter, self.shard)
+        parameter.ds_param_shard_group = group  # type: ignore[attr-defined]
         self.hide()
 
     @property
@@ -185,14 +180,14 @@ class ShardedParameter:
                 "change: convert the model before smp.DistributedModel"
             )
         self.shard.data = found
+        set_part(self.parameter, self.shard)
         if self.shard.grad is not None:
             self.shard.grad = function(self.shard.grad)
 
-    def take_gradient(self) -> torch.Tensor:
-        """Takes the gradient that autograd has left in the parameter, of its shape."""
+    def take_gradient(self) -> torch.Tensor | None:
+        """Takes the gradient that autograd has left in the parameter, of its shape, if any."""
         with _WITHOUT():
             gradient, self.parameter.grad = self.parameter.grad, None
-        assert gradient is not None
         return gradient
 
     def error(self) -> SMPUsageError:

@@ -7,8 +7,10 @@ pass needs it. Code that uses a parameter anywhere else gathers it for one funct
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smddp.modelparallel.delayed.life import come_to_life
+from smddp.modelparallel.delayed.life import come_to_life, recorders_of
 from smddp.modelparallel.job.groups import ShardingGroups
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.sharding.gathers import Gathers
 from smddp.modelparallel.sharding.gradients import ShardedSum
+from smddp.modelparallel.sharding.part import announce, part_of_whole, set_part
 from smddp.modelparallel.sharding.shard import Shard, ShardedParameter
 
 __all__ = ["Sharding"]
@@ -34,6 +37,26 @@ class _Saved(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class _Thread(threading.local):
+    """What the task of a thread has gathered, so that its requests do not depend on other tasks.
+
+    Attributes:
+        depth: that of contexts in which its code can have parameters gathered.
+        holds: how many callers need a parameter gathered, by its number.
+        in_backward: parameters of which one of `holds` ends when the gradient is complete, or the
+            task ends; by number.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a task."""
+        self.holds: collections.Counter[int] = collections.Counter()
+        self.in_backward: dict[int, ShardedParameter] = {}
 
 
 class Sharding:
@@ -55,7 +78,8 @@ class Sharding:
         threshold: int,
         limit: int,
         bucket: int,
-        alone: bool,
+        ordered: bool,
+        timeout: float,
     ) -> None:
         """Begins; nothing is divided yet.
 
@@ -67,11 +91,11 @@ class Sharding:
             threshold: parameters with fewer elements stay whole on every rank.
             limit: see Gathers.
             bucket: the elements of a bucket of gradients.
-            alone: does one rank hold the whole model, so that steps of one kind do the same in the
-                same order?
+            ordered: see Gathers.
+            timeout: see Gathers.
         """
-        self.groups, self._alone = groups, alone
-        self.gathers = Gathers(groups.parameters, limit, alone)
+        self.groups = groups
+        self.gathers = Gathers(groups.parameters, limit, ordered, timeout)
         self.sums = ShardedSum(final, groups.gradients, bucket)
         self.entries: list[ShardedParameter] = []
         self._modules, self._replicas, self._threshold = modules, replicas, threshold
@@ -79,10 +103,12 @@ class Sharding:
         self._of_module: dict[int, list[ShardedParameter]] = {}  # by number of the module
         self._by_placeholder: dict[int, ShardedParameter] = {}  # by its address
         self._by_address: dict[int, ShardedParameter] = {}  # those that are gathered
-        # `depth` is that of contexts in which this thread's code can have parameters gathered.
-        self._thread = threading.local()
+        self._thread = _Thread()
         modules.surroundings = self
+        modules.observer = self.gathers if ordered else None
         _patch_saved_tensors_hooks()
+        for parameter in modules.by_number[0].parameters():
+            announce(parameter, self._count(parameter))
 
     # --- what is divided --------------------------------------------------------------------------
 
@@ -108,10 +134,12 @@ class Sharding:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     names.setdefault(id(parameter), self._modules.full_name(number, name))
+        delayed = bool(recorders_of(parameters))
         for parameter in parameters:
             if self.divides(parameter):
                 name = names[id(parameter)]
-                come_to_life(parameter)
+                # It loses this memory at once, also if other parameters shared it.
+                come_to_life(parameter, shares=False)
                 parameter.data = parameter.data.to(device).contiguous()
                 dist.broadcast(parameter.detach(), group=self._replicas, group_src=0)
                 entry = ShardedParameter(
@@ -125,9 +153,31 @@ class Sharding:
             found = [self._by_id[key] for key in own if key in self._by_id]
             if found:
                 self._of_module[number] = found
+        if delayed:
+            # What was recorded has circles of references, and tensors such as a state dict's.
+            gc.collect()
         self.gathers.entries = self.entries
         self.sums.adopt(self.entries)
+        here = {id(parameter) for parameter in parameters}
+        for parameter in self._modules.by_number[0].parameters():
+            if id(parameter) not in here:
+                set_part(parameter, torch.empty(0, dtype=parameter.dtype))
+            elif id(parameter) not in self._by_id:
+                self.renew(parameter)
         return [self.local(parameter) for parameter in parameters]
+
+    def _count(self, parameter: nn.Parameter) -> int:
+        """Returns the elements of this rank's part of a parameter that comes to live here."""
+        group = self.groups.parameters
+        if self.divides(parameter):
+            return -(-parameter.numel() // group.size())
+        return parameter.numel() if group.rank() == 0 else 0
+
+    def renew(self, parameter: nn.Parameter) -> None:
+        """Notes that a parameter, or the shard of one, has new memory; it lives here."""
+        entry = self.entry(parameter)
+        group = self.groups.parameters
+        set_part(parameter, part_of_whole(parameter, group) if entry is None else entry.shard)
 
     def entry(self, parameter: Any) -> ShardedParameter | None:
         """Returns what is known about a sharded parameter; None for others."""
@@ -144,13 +194,6 @@ class Sharding:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def end_microbatch(self) -> None:
-        """Frees the parameters whose gradient has not come."""
-        # With several partitions, other microbatches may need them now, in the order of tasks.
-        if self._alone:
-            for entry in self.entries:
-                self._end_backward(entry)
-
     def end_step(self, failed: bool) -> bool:
         """Ends the gathers of a step; see `Gathers.end_step`. Waits for the sums of gradients."""
         self.sums.flush()
@@ -160,15 +203,14 @@ class Sharding:
             self._by_address.clear()
             self.sums.finish()
 
-    def take_gradient(self, entry: ShardedParameter) -> torch.Tensor:
-        """Takes the whole gradient that autograd has left, and frees the parameter."""
+    def take_gradient(self, entry: ShardedParameter) -> torch.Tensor | None:
+        """Takes the whole gradient that autograd has left, if any, and frees the parameter."""
         gradient = entry.take_gradient()
         self._end_backward(entry)
         return gradient
 
     def _end_backward(self, entry: ShardedParameter) -> None:
-        if entry.in_backward:
-            entry.in_backward = False
+        if self._thread.in_backward.pop(entry.number, None) is not None:
             self.release(entry)
 
     # --- for Modules ------------------------------------------------------------------------------
@@ -176,30 +218,27 @@ class Sharding:
     @contextlib.contextmanager
     def around_task(self) -> Iterator[None]:
         """In this context parameters can be gathered, and autograd keeps none of them."""
-        with (
-            self._reading(),
-            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
-        ):
-            yield
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        self._thread.depth = self._depth + 1
+        thread = self._thread
+        if not thread.depth:
+            thread.begin()
+        thread.depth += 1
         try:
-            yield
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+            if thread.depth == 1:
+                # Those whose gradient has not come: they are not needed any more.
+                for entry in list(thread.in_backward.values()):
+                    self._end_backward(entry)
         finally:
-            self._thread.depth -= 1
-
-    @property
-    def _depth(self) -> int:
-        depth: int = getattr(self._thread, "depth", 0)
-        return depth
+            thread.depth -= 1
+            if not thread.depth:
+                thread.begin()
 
     @contextlib.contextmanager
     def around_module(self, number: int) -> Iterator[None]:
         """In this context the own parameters of a module are gathered."""
         with contextlib.ExitStack() as stack:
-            if not self._depth:
+            if not self._thread.depth:
                 stack.enter_context(self.around_task())
             for entry in self._of_module.get(number, ()):
                 self.hold(entry)
@@ -210,16 +249,27 @@ class Sharding:
 
     def reads(self) -> bool:
         """Says whether parameters can be gathered now."""
-        return self._depth > 0
+        return self._thread.depth > 0
 
     def hold(self, entry: ShardedParameter) -> None:
-        """Gathers a parameter, unless it is gathered already."""
-        self.gathers.hold(entry)
-        assert entry.flat is not None
-        self._by_address[entry.flat.untyped_storage().data_ptr()] = entry
+        """Gathers a parameter, unless this task holds it already."""
+        # In the forward pass, too, what was sent of earlier gradients leaves memory at once.
+        self.sums.add_completed()
+        holds = self._thread.holds
+        if not holds[entry.number]:
+            self.gathers.hold(entry)
+            assert entry.flat is not None
+            self._by_address[entry.flat.untyped_storage().data_ptr()] = entry
+        holds[entry.number] += 1
 
     def release(self, entry: ShardedParameter) -> None:
-        """Ends one `hold`; the last one frees the parameter."""
+        """Ends one `hold`; the last one of all tasks frees the parameter."""
+        holds = self._thread.holds
+        if not holds[entry.number]:  # the task has failed meanwhile
+            return
+        holds[entry.number] -= 1
+        if holds[entry.number]:
+            return
         flat = entry.flat
         try:
             self.gathers.release(entry)
@@ -256,8 +306,9 @@ class Sharding:
         self.hold(entry)
         assert entry.flat is not None
         view = entry.flat.as_strided(kept.size, kept.stride, kept.offset)
-        if entry.shard.requires_grad and not entry.in_backward:
-            entry.in_backward = True  # until its gradient has come
+        thread = self._thread
+        if thread.depth and entry.shard.requires_grad and entry.number not in thread.in_backward:
+            thread.in_backward[entry.number] = entry  # until its gradient has come
         else:
             self.release(entry)  # the view keeps the memory
         return view

@@ -546,3 +546,112 @@ def test_containers_that_a_module_changes_are_those_of_the_caller() -> None:
     Region("it", []).call(note, (leaf * 2, seen), {}, True).sum().backward()
     assert len(seen) == 1
     torch.testing.assert_close(leaf.grad, 2 * torch.exp(torch.full((4,), 2.0)))
+
+
+class Kept:
+    """Keeps what modules have put into it, as the cache of a language model does."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.list: list[Any] = [1]
+        self.inner: Any = collections.deque([{"a": {1}}])
+        self.ordered = collections.OrderedDict(a=1)
+        self.slots = Slots()
+
+
+class Slots:
+    """Has attributes that are not in a dict."""
+
+    __slots__ = ("__count", "unset")
+
+    def __init__(self) -> None:
+        self.__count = 0
+
+    def add(self) -> int:
+        self.__count += 1
+        if self.__count == 2:
+            self.unset = [self]
+        return self.__count
+
+
+class Caching(nn.Module):
+    """Puts something into an object in each call; its result depends on what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, cache: Kept) -> Tensor:
+        y = self.linear(x)
+        cache.keys = y if cache.keys is None else torch.cat([cache.keys, y])
+        cache.list.append(len(cache.list))
+        cache.inner[0]["a"].add(len(cache.inner[0]["a"]) + 1)
+        cache.inner.append(sum(cache.list))
+        cache.ordered["b"] = cache.ordered.pop("a", 5) + 1
+        cache.ordered["a"] = cache.slots.add()
+        factor = len(cache.inner[0]["a"]) + cache.inner[-1] + cache.slots.add()
+        factor += next(iter(cache.ordered.values())) + hasattr(cache.slots, "unset")
+        return torch.tanh(cache.keys.sum(0, keepdim=True) * y).exp() * factor
+
+
+def caching(checkpoints: bool) -> Any:
+    """Returns gradients, and what the cache holds in the end."""
+    smp.init({"microbatches": 2, "ddp": True})
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Caching() for _ in range(3))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+            self.caches: list[Kept] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            cache = Kept()
+            for layer in self.layers:
+                x = layer(x, cache)
+            self.caches.append(cache)
+            return x
+
+    net = Net()
+    model = smp.DistributedModel(net)
+    for layer in layers if checkpoints else []:
+        smp.set_activation_checkpointing(layer)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        loss = model(x).mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        step(model, torch.randn(4, 4))
+    held = [
+        (c.keys.shape, c.list, c.inner, list(c.ordered.items()), c.slots.add()) for c in net.caches
+    ]
+    return [parameter.grad for parameter in model.parameters()], held
+
+
+def test_objects_hold_what_they_did_before_the_first_run() -> None:
+    (gradients, held), (expected, expected_held) = (
+        check_ranks(caching, "1", checkpoints)[0] for checkpoints in (True, False)
+    )
+    assert held == expected_held
+    for one, other in zip(gradients, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_tensor_in_an_object_that_changes_in_place_is_an_error() -> None:
+    kept = Kept()
+    kept.keys = torch.ones(4)
+    leaf = torch.ones(4, requires_grad=True)
+
+    def change(x: Tensor, cache: Any) -> Tensor:
+        return torch.exp(x * cache.keys.mul_(2))
+
+    with pytest.raises(SMPUsageError, match=r"^it has .*tensor of shape \(4,\) in an object"):
+        Region("it", []).call(change, (leaf * 2, kept), {}, True)
+    read = Region("it", []).call(lambda x, cache: torch.exp(x * cache.keys), (leaf, kept), {}, True)
+    kept.keys.mul_(2)
+    with pytest.raises(SMPUsageError, match=r"^it has .*tensor of shape \(4,\) in an object"):
+        read.sum().backward()

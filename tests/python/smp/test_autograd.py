@@ -223,3 +223,109 @@ def test_gradients_of_chosen_parameters_are_those_of_this_rank_or_refused() -> N
         for name, text in zip(("inner.last.weight", "inner.before.bias"), texts, strict=True):
             assert f"SMPUsageError: backward(inputs=…) cannot reach parameter {name!r}" in text
             assert "lives on rank 1 of the pipeline: call model.backward(loss)" in text
+
+
+class Severed(nn.Module):
+    """Its second part gives the first one no gradient for some data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.linspace(1, 2, WIDTH * WIDTH).view(WIDTH, WIDTH))
+        self.second = Severs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a matrix of the shape of `x`."""
+        return self.second(x @ self.first)  # type: ignore[no-any-return]
+
+
+class Severs(nn.Module):
+    """Detaches its input if that is positive; another function gives no gradient if it is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a matrix of the shape of `x`."""
+        total = float(x.detach().sum())
+        x = x.detach() if total > 0 else x
+        return (NoGradient.apply(x) if total < -99 else x) @ self.weight  # type: ignore[no-any-return]
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+# What each microbatch of a step is filled with: two steps in which all give gradients, then some.
+SIGNS = [(-1, -2), (-1, -2), (-1, 1), (1, -1), (-99, -1), (1, -99), (1, 2), (-2, -99)]
+
+
+def severed(partitions: int, degree: int) -> Any:
+    smp.init(
+        {
+            "partitions": partitions,
+            "microbatches": 2,
+            "auto_partition": False,
+            "default_partition": 0,
+            "ddp": degree > 1,
+            "sharded_data_parallel_degree": degree,
+            "sdp_param_persistence_threshold": 1,
+            "sdp_gradient_clipping": 1e9,
+        }
+    )
+    module = Severed()
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.second, partitions - 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    found = []
+    for signs in SIGNS:
+        for parameter in module.parameters():
+            parameter.grad = None
+        step(
+            model,
+            torch.tensor(signs, dtype=torch.float32)
+            .repeat_interleave(2)[:, None]
+            .expand(-1, WIDTH),
+        )
+        found.append({name: p.grad for name, p in model.local_named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("partitions", "degree"), [(2, 1), (1, 2), (2, 2)], ids=["parts", "shards", "both"]
+)
+def test_a_parameter_whose_use_gets_no_gradient(partitions: int, degree: int) -> None:
+    whole = Severed()
+    expected: list[dict[str, Any]] = []
+    for signs in SIGNS:
+        whole.zero_grad()
+        for sign in signs:
+            (whole(torch.full((2, WIDTH), float(sign))).sum() / 2).backward()
+        expected.append({name: p.grad for name, p in whole.named_parameters()})
+    assert [one["first"] is None for one in expected] == [False] * 5 + [True, True, False]
+    for rank, steps in enumerate(
+        check_ranks(severed, str(partitions * degree), partitions, degree)
+    ):
+        for step, found in enumerate(steps):
+            for name, gradient in found.items():
+                wanted = expected[step][name]
+                if wanted is not None and degree > 1:
+                    wanted = wanted.view(degree, -1)[rank // partitions]
+                where = f"{name}, step {step}, rank {rank}"
+                assert (gradient is None) == (wanted is None), where
+                if wanted is not None:
+                    torch.testing.assert_close(
+                        gradient, wanted, msg=lambda m, at=where: f"{at}: {m}"
+                    )

@@ -618,15 +618,16 @@ class Peak(threading.Thread):
             self.most = max(self.most, process.memory_info().rss)
 
 
-def large() -> tuple[int, int, int]:
-    """Returns the bytes of local parameters; of all storages; and of the peak above the start."""
-    smp.init({**MANUAL, "partitions": 4, "microbatches": 1})
+def large(config: dict[str, int]) -> tuple[int, int, int]:
+    """Returns the bytes of what is here of parameters; of all storages; and of the peak."""
+    smp.init({**MANUAL, **config, "microbatches": 1})
+    parts = config.get("partitions", 1)
 
     def build(width: int) -> Any:
         with smp.delay_param_initialization():
             layers = []
             for number in range(LAYERS):
-                with smp.partition(number * 4 // LAYERS):
+                with smp.partition(number * parts // LAYERS):
                     layers.append(nn.Linear(width, width))
                     layers[-1].bias = nn.Parameter(torch.randn(width))
             net = nn.Sequential(*layers)
@@ -645,7 +646,7 @@ def large() -> tuple[int, int, int]:
     watch.ended.set()
     watch.join()
     peak = watch.most - before
-    mine = sum(p.nbytes for p in model.local_parameters())
+    mine = sum(p.nbytes for p in model.runtime.optimised())
     gc.collect()
     storages = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
@@ -665,11 +666,23 @@ def evaluate(model: Any, x: Tensor) -> Any:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures memory of the host")
 def test_a_rank_needs_memory_for_its_own_part_only() -> None:
     layer = 4 * WIDTH * (WIDTH + 1)
-    for mine, storages, peak in check_ranks(large, "4"):
+    for mine, storages, peak in check_ranks(large, "4", {"partitions": 4}):
         assert mine == layer * LAYERS // 4
         assert storages < mine + layer
         # Less than half of what ordinary creation needs; the rest is what allocators keep.
         assert peak < mine + 4 * layer < layer * LAYERS // 2
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures memory of the host")
+def test_a_rank_needs_memory_for_its_shards_only() -> None:
+    layer = 4 * WIDTH * (WIDTH + 1)
+    config = {"sharded_data_parallel_degree": 4, "sdp_param_persistence_threshold": WIDTH + 1}
+    for mine, storages, peak in check_ranks(large, "4", config):
+        assert mine == LAYERS * 4 * (WIDTH * WIDTH // 4 + WIDTH)
+        assert storages < mine + layer
+        # Less than the whole model; memory that the ranks of a host share counts on each of them.
+        assert peak < layer * LAYERS * 3 // 4
 
 
 def left_over() -> None:

@@ -9,10 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ranks import check_ranks
+from smp.census import Census
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import smdistributed.modelparallel.torch as smp
 
@@ -117,37 +115,35 @@ def test_without_that_limit_they_are_all_kept() -> None:
         assert seen[1:] == [MICROBATCHES, MICROBATCHES]
 
 
-class Census(TorchDispatchMode):
-    """Counts the bytes of all storages that operations of this process have touched and that live.
+def waiting_gradients() -> list[tuple[int, int]]:
+    """Returns the microbatches whose gradients come, and whose turn it is, in a later step."""
+    smp.init(
+        {"partitions": 2, "microbatches": 4, "pipeline": "simple"}
+        | {"auto_partition": False, "default_partition": 0}
+    )
+    stages = []
+    for index in range(2):
+        with smp.partition(index):
+            stages.append(Stage())
+    model = smp.DistributedModel(nn.Sequential(*stages))
+    sums = model.runtime._sum
+    add, found = sums.add, []
 
-    It sees the threads on which it is entered; its lists are those of the process.
-    """
+    def note(parameter: Any, microbatch: int, *rest: Any) -> None:
+        found.append((microbatch, sums._account(parameter).turn))
+        add(parameter, microbatch, *rest)
 
-    storages: ClassVar[dict[int, tuple[Any, int]]] = {}
-    peak = 0
-    guard: ClassVar[Any] = threading.RLock()
+    for _ in range(2):
+        train(model, torch.ones(MICROBATCHES, 4))
+    sums.add = note
+    train(model, torch.ones(MICROBATCHES, 4))
+    return found
 
-    @classmethod
-    def live(cls) -> int:
-        """Returns the bytes that live now."""
-        with cls.guard:
-            expired = torch.UntypedStorage._expired
-            dead = [key for key, (weak, _) in cls.storages.items() if expired(weak.cdata)]
-            for key in dead:
-                del cls.storages[key]
-            return sum(size for _, size in cls.storages.values())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes arguments and results of an operation."""
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves((args, kwargs, result)):
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                storage = value.untyped_storage()
-                weak = StorageWeakRef(storage)
-                with Census.guard:
-                    Census.storages.setdefault(weak.cdata, (weak, storage.nbytes()))
-        Census.peak = max(Census.peak, Census.live())
-        return result
+def test_gradients_of_the_simple_pipeline_do_not_wait() -> None:
+    # Each that waits is one more copy of all gradients.
+    for found in check_ranks(waiting_gradients, "2"):
+        assert found == [(number, number) for number in range(4)]
 
 
 LAYERS, WIDTH, ROWS = 24, 32, 8

@@ -185,13 +185,15 @@ def trained(seeds: list[int], layout: tuple[Any, ...]) -> dict[int, list[Any]]:
     return results
 
 
+# In 34 a gradient is missing: a module has detached what another rank has made of a parameter.
+FEW = [3, 7, 34]
 MANY = list(range(20, 32))
 
 
 @pytest.mark.parametrize(
     "seeds",
     [
-        [3, 7],
+        FEW,
         pytest.param(rotating(MANY, 3)),
         pytest.param(MANY, marks=pytest.mark.exhaustive),
     ],

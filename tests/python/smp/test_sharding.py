@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import os
 import random
 import time
@@ -239,7 +240,7 @@ def random_models(seeds: list[int], degree: int) -> dict[int, list[Any]]:
             grads = {}
             for name, parameter in module.named_parameters():
                 whole_gradient = parameter.grad
-                if hasattr(parameter, "ds_tensor") and whole_gradient is not None:
+                if hasattr(parameter, "ds_param_shard_group") and whole_gradient is not None:
                     parts = [torch.empty_like(whole_gradient) for _ in range(degree)]
                     dist.all_gather(parts, whole_gradient)
                     whole_gradient = torch.cat(parts)[: parameter.numel()].view(parameter.shape)
@@ -792,34 +793,143 @@ def test_norms_and_optimizers_see_whole_parameters() -> None:
             check_state(state, whole_state, False, True, f"rank {rank}")
 
 
-def attributes() -> None:
-    model, optimizer = small(fp16=True)
+def sum_over_group(value: Tensor) -> float:
+    """Returns what scripts print of a parameter: a sum over the ranks that share it."""
+    total = value.double().square().sum()
+    dist.all_reduce(total)
+    return float(total)
+
+
+def attributes(half: bool) -> None:
+    model, optimizer = small(fp16=half)
     net = model.get_module()
     weight, bias = net.layers[0].weight, net.layers[0].bias
     assert weight.ds_numel == 64
     assert weight.ds_shape == weight.shape == (8, 8)
     assert weight.ds_tensor.ds_numel == weight.ds_tensor.data.numel() == 32
-    assert weight.ds_param_shard_group.size() == 2
-    assert not hasattr(bias, "ds_tensor")
+    assert weight.ds_param_shard_group.size() == optimizer.ds_param_shard_group.size() == 2
+    # What every rank has whole counts as the first rank's.
+    assert (bias.ds_numel, bias.ds_shape) == (8, (8,))
+    first = smp.rank() == 0
+    assert bias.ds_tensor.ds_numel == bias.ds_tensor.numel() == (8 if first else 0)
+    assert optimizer._global_grad_norm == 0
+    assert [list(map(id, g)) for g in optimizer.fp16_groups] == [list(map(id, net.parameters()))]
     flat = optimizer.fp32_partitioned_groups_flat
-    assert len(flat) == len(optimizer.fp32_from_fp16_groups) == 1
+    assert len(flat) == len(optimizer.param_groups) == 1
     assert flat[0].dtype == torch.float32
-    assert flat[0].numel() == 4 * (32 + 8)
+    assert flat[0].numel() == 4 * (32 + (8 if first else 0))
     torch.manual_seed(0)
-    expected = Fails().layers[0].weight.half().view(2, -1)[smp.rank()]
+    expected = Fails().layers[0].weight.to(weight.dtype).view(2, -1)[smp.rank()]
     assert torch.equal(weight.ds_tensor, expected)
     assert torch.equal(flat[0][:32], expected.float())
     assert weight.grad is None
-    failing(model, torch.randn(4, 8), "")
-    assert weight.grad.shape == (32,)
-    optimizer.step()
-    assert float(optimizer._global_grad_norm) > 0
-    assert torch.equal(weight.ds_tensor, optimizer.fp32_partitioned_groups_flat[0][:32].half())
+    # Scripts keep parts of it, and read later values there.
+    values, offsets = flat[0], {}
+    begin = 0
+    for parameter in net.parameters():
+        offsets[parameter] = values.narrow(0, begin, parameter.ds_tensor.ds_numel)
+        begin += parameter.ds_tensor.ds_numel
+    for step in range(2):
+        failing(model, torch.randn(4, 8), "")
+        assert weight.grad.shape == (32,)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(optimizer._global_grad_norm) > 0
+        if step == 0:
+            model.load_state_dict({n: v * 2 for n, v in model.state_dict().items()})
+    assert flat[0] is values
+    for name, parameter in net.named_parameters():
+        whole = model.state_dict()[name].double().square().sum()
+        assert sum_over_group(parameter.ds_tensor) == pytest.approx(float(whole), rel=1e-6)
+        kept = sum_over_group(offsets[parameter].to(parameter.dtype))
+        assert kept == pytest.approx(float(whole), rel=1e-6), name
     assert model.state_dict()["layers.0.weight"].shape == (8, 8)
+    pickled = torch.load(io.BytesIO(saved(bias)), weights_only=True)
+    assert torch.equal(pickled, bias)
 
 
-def test_attributes_that_scripts_read() -> None:
-    check_ranks(attributes, "2")
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def attributes_with_partitions() -> None:
+    smp.init(
+        {
+            "ddp": True,
+            "partitions": 2,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": 20,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = smp.DistributedOptimizer(sgd)
+    with pytest.raises(SMPUsageError, match="wrap the model before you read it"):
+        optimizer.fp32_partitioned_groups_flat[0]
+    model = smp.DistributedModel(net)
+    smp.set_partition(net[1], 1)
+    first = smp.dp_rank() == 0
+    counts = [parameter.ds_tensor.ds_numel for parameter in net.parameters()]
+    assert counts == [32, 8 if first else 0] * 2
+    before = optimizer.fp32_partitioned_groups_flat[0]
+    assert before.numel() == sum(counts)
+    assert before.isnan().all()
+    assert all(parameter.ds_tensor.isnan().all() for parameter in net.parameters())
+    squares(model, torch.ones(2, 8))
+    optimizer.step()
+    here = list(model.local_parameters())
+    for parameter in net.parameters():
+        count = counts.pop(0) if any(parameter is one for one in here) else counts.pop(0) * 0
+        assert parameter.ds_tensor.ds_numel == parameter.ds_tensor.numel() == count
+        assert not parameter.ds_tensor.isnan().any()
+    flat = optimizer.fp32_partitioned_groups_flat[0]
+    assert torch.equal(flat, torch.cat([parameter.ds_tensor.reshape(-1) for parameter in here]))
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+def test_attributes_that_scripts_read(half: bool) -> None:
+    check_ranks(attributes, "2", half)
+
+
+def reading_a_group(reads: bool) -> dict[str, Tensor]:
+    """Trains a batch norm, which stays in full precision: its master shares its memory."""
+    smp.init(
+        {
+            "ddp": True,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": 20,
+            "fp16": True,
+        }
+    )
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = smp.DistributedOptimizer(sgd)
+    for _ in range(3):
+        squares(model, torch.randn(4, 8))
+        if reads:
+            assert optimizer.fp32_partitioned_groups_flat[0].dtype == torch.float32
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_reading_a_group_changes_nothing() -> None:
+    for found, expected in zip(
+        check_ranks(reading_a_group, "2", True),
+        check_ranks(reading_a_group, "2", False),
+        strict=True,
+    ):
+        assert not torch.equal(found["1.weight"], torch.ones(8))
+        check_state(found, expected, True, True, "")
+
+
+def test_attributes_before_it_is_decided_where_parameters_live() -> None:
+    check_ranks(attributes_with_partitions, "4")
 
 
 def evaluation() -> Any:

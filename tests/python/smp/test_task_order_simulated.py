@@ -149,6 +149,12 @@ class Rank:
         active = +self.under_way
         return not active or microbatch in active or microbatch < min(active) or len(active) < 2
 
+    def use(self, name: TaskName, number: int) -> None:
+        """Does what else there is to do in a slice of a task."""
+
+    def leave(self, name: TaskName) -> None:
+        """Does what else there is to do at the end of a task."""
+
     def work(self, name: TaskName, caller: int) -> None:
         """Runs the program of a task: calls others, and sometimes waits before it has to."""
         if name.kind == "forward":
@@ -159,6 +165,7 @@ class Rank:
             nonlocal slices
             what = (name, slices)
             self.log.append(what)
+            self.use(name, slices)
             if self.job.meets:
                 self.job.meetings[self.number].wait(STALLED)
             slices += 1
@@ -183,6 +190,7 @@ class Rank:
                 open_calls = []
         for one in open_calls:
             wait(one)
+        self.leave(name)
         if name.kind == "backward":
             self.under_way[name.microbatch] -= 1
             if self.mail.source.random() < 0.3:
@@ -197,12 +205,14 @@ class Rank:
 class Job:
     """Replicas of a pipeline, and the program of a case."""
 
+    RANK: type[Rank] = Rank
+
     def __init__(self, ranks: int, replicas: int, ordered: bool = True, meets: bool = True) -> None:
         self.ordered, self.meets, self.pauses = ordered, meets, 0.0
         self.size = ranks
         self.ranks: list[list[Rank]] = []
         self.ranks = [
-            [Rank(self, replica, rank) for rank in range(ranks)] for replica in range(replicas)
+            [self.RANK(self, replica, rank) for rank in range(ranks)] for replica in range(replicas)
         ]
         # For the ranks of each order group, as in a collective.
         self.meetings = [threading.Barrier(replicas) for _ in range(ranks)]
@@ -332,19 +342,21 @@ def test_a_follower_tells_tasks_apart() -> None:
     one, two, three = task("forward", 0, 0), task("forward", 0, 0), task("backward", 0, 0)
     for made in (three, one, two):
         assert follower.add(made)
-    assert follower.next(nothing) is None
+    assert follower.next(nothing, nothing) is None
     follower.announce([tuple(one.name or ()), tuple(three.name or ()), ("forward", 0, (0,), 7), 0])
     # Tasks of one name begin in the order in which they have become runnable.
-    assert [follower.next(nothing) for _ in range(3)] == [one, three, two]
+    assert [follower.next(nothing, nothing) for _ in range(3)] == [one, three, two]
     assert [made.number for made in (one, three, two)] == [0, 1, 2]
     follower.add(two)
-    assert follower.next(nothing) is None, "the first one goes on, not the other of this name"
+    assert follower.next(nothing, nothing) is None, (
+        "the first one goes on, not the other of this name"
+    )
     follower.add(one)
-    assert follower.next(nothing) is one
+    assert follower.next(nothing, nothing) is one
     assert follower.has_ready()
     free = Task(Priority(False, 0), lambda: None)
     assert not follower.add(free)
-    assert follower.next(lambda: free) is free, "a task without a name waits for nobody"
+    assert follower.next(lambda: free, nothing) is free, "a task without a name waits for nobody"
     assert follower.abort() == [two]
 
 
@@ -355,11 +367,11 @@ def test_a_follower_finds_what_the_leader_has_not_run() -> None:
     follower.add(first)
     follower.announce([("forward", 0, (9,), -1), ("forward", 0, (0,), -1)])
     follower.end()
-    assert follower.next(nothing) is None
+    assert follower.next(nothing, nothing) is None
     follower.settle()
     assert not told, "it is announced, and waits for another task"
     follower.add(second)
-    assert follower.next(nothing) is None
+    assert follower.next(nothing, nothing) is None
     follower.settle()
     follower.settle()
     assert told == [("over", ("forward", 0, (9,), -1), [first.name, second.name])]
@@ -368,7 +380,7 @@ def test_a_follower_finds_what_the_leader_has_not_run() -> None:
 def test_a_follower_does_not_wait_for_ever() -> None:
     told = Told()
     follower = Follower(told, lambda: None)
-    assert follower.next(nothing) is None
+    assert follower.next(nothing, nothing) is None
     assert follower.check(0.0, 0.0, 60.0) == 0.0
     follower.settle()
     assert not told, "there is nothing to run here, so nothing is held up"
@@ -381,8 +393,8 @@ def test_a_follower_does_not_wait_for_ever() -> None:
     follower.begin()
     follower.add(one)
     follower.announce([("body", 0, (), -1), 0])
-    assert follower.next(nothing) is one
-    assert follower.next(nothing) is None
+    assert follower.next(nothing, nothing) is one
+    assert follower.next(nothing, nothing) is None
     assert follower.check(60.0, 0.0, 0.0) > 50
     follower.end()
     assert follower.check(0.0, 0.0, 60.0) > 50
