@@ -89,6 +89,11 @@ test-torch: setup  ## torch's own tests of a backend, in every configuration (do
 	  PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(PYTHON) -m torch_suite $$each || exit 1; \
 	done
 
+.PHONY: test-tensorflow
+test-tensorflow: setup  ## TensorFlow and Keras over smddp (installs them in build/tensorflow)
+	@tools/setup.sh tensorflow
+	PYTHONPATH=$(CURDIR) build/tensorflow/bin/python -m pytest -q -c /dev/null --rootdir tests/tf -p no:cacheprovider tests/tf
+
 .PHONY: test-frameworks
 test-frameworks: setup  ## Lightning, Accelerate, transformers, Ray, DeepSpeed over smddp (installs them in build/frameworks)
 	@tools/setup.sh frameworks

@@ -239,7 +239,7 @@ _library = _Library()
 
 def _raise(status: int) -> None:
     if status != _OK:
-        raise _ERRORS.get(status, Error)(f"smddp: {_library.error().decode()}")
+        raise _ERRORS.get(status, Error)(_library.error().decode())
 
 
 def _interruptible(call: Callable[[], None]) -> None:

@@ -89,6 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "smddp_distribution": set(),
     "smddp_launch": {"smddp_distribution"},
     "smddp_numpy": {"smddp_launch"},
+    "smddp_tensorflow": {"smddp_numpy"},
     "smddp_registration": {"smddp_launch"},
     "smddp": {"smddp_launch", "smddp_registration"},
     "smddp_autoload": {"smddp", "smddp_registration"},
@@ -117,7 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *(COMMON, JOB, PARTITION, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API, DELAYED),
     },
     "smdistributed": set(),
-    "smdistributed.dataparallel": {"smddp", "smddp_launch"},
+    "smdistributed.dataparallel": {"smddp", "smddp_launch", "smddp_tensorflow"},
     "smdistributed.modelparallel": {
         *("smddp.modelparallel", COMMON, JOB, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
     },
@@ -202,7 +203,7 @@ def part_of(module: str) -> str:
 def python_modules() -> dict[str, Path]:
     """Returns the Python modules of the project by name, those with only a stub included."""
     found = {}
-    for top in ("smddp", "smdistributed"):
+    for top in ("smddp", "smddp_tensorflow", "smdistributed"):
         for path in sorted((ROOT / top).rglob("*.py*")):
             if path.suffix in {".py", ".pyi"}:
                 parts = path.relative_to(ROOT).with_suffix("").parts

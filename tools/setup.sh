@@ -6,6 +6,7 @@
 #   tools/setup.sh build [target]   + the C++ core, its tests and the module, or one target, in build/torch-<release>
 #   tools/setup.sh               + `import smddp` works in .venv
 #   tools/setup.sh python-tests  + the device of the Python tests
+#   tools/setup.sh tensorflow    build/tensorflow: an environment with what tests/tf runs; needs .venv
 #   tools/setup.sh frameworks    build/frameworks: an environment with what tests/frameworks runs; needs .venv
 #   tools/setup.sh prepare-tests   the same, and the core with its tests for AddressSanitizer
 #   tools/setup.sh sanitized <sanitizers> <target>   a target of build/<sanitizers>: the core, its tests, the fuzzers
@@ -135,6 +136,17 @@ frameworks() {
   echo "$key" >$folder/.requirements
 }
 
+# Without torch: two frameworks in one process are not tested.
+tensorflow() {
+  local folder=build/tensorflow list=tests/tf/requirements.txt key
+  key=$(sha256sum <$list)
+  [ "$(cat $folder/.requirements 2>/dev/null)" != "$key" ] || return 0
+  say "installing TensorFlow into $folder"
+  $venv/bin/python -m venv $folder
+  $folder/bin/python -m pip install --quiet -r $list
+  echo "$key" >$folder/.requirements
+}
+
 # The installation of torch uses one core. Meanwhile the others compile what needs no torch.
 prepare-tests() {
   packages
@@ -152,7 +164,7 @@ lint() {
 }
 
 case "${1:-develop}" in
-  packages | environment | build | prepare-tests | sanitized | fuzz-coverage | develop | frameworks | lint) "${@:-develop}" ;;
+  packages | environment | build | prepare-tests | sanitized | fuzz-coverage | develop | frameworks | tensorflow | lint) "${@:-develop}" ;;
   python-tests) develop fake_device ;;
   *) die "unknown step $1" ;;
 esac

@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -71,8 +72,14 @@ std::string& lastError() {
   return text;
 }
 
+// Errors of operations name smddp already.
+void noteError(const std::string& text) {
+  constexpr std::string_view kName = "smddp: ";
+  lastError() = text.starts_with(kName) ? text : std::string(kName) + text;
+}
+
 smddp_status statusOf(const Error& error) {
-  lastError() = error.what();
+  noteError(error.what());
   return static_cast<smddp_status>(static_cast<int>(error.kind()) + 1);
 }
 
@@ -84,13 +91,13 @@ smddp_status translated(const Action& action) {
   } catch (const Error& error) {
     return statusOf(error);
   } catch (const Interrupted&) {
-    lastError() = "a wait was interrupted";
+    noteError("a wait was interrupted");
     return SMDDP_INTERRUPTED;
   } catch (const std::bad_alloc&) {
-    lastError() = "no memory is left";
+    noteError("no memory is left");
     return SMDDP_RESOURCE;
   } catch (const std::exception& error) {
-    lastError() = error.what();
+    noteError(error.what());
     return SMDDP_INTERNAL;
   }
 }
@@ -333,7 +340,7 @@ smddp_status smddp_wait(smddp_operation* operation, double seconds) {
     if (seconds < 0) {
       operation->engine->wait(*operation->group, completion);
     } else if (!operation->engine->waitFor(*operation->group, completion, nanoseconds(seconds))) {
-      lastError() = "the operation has not ended yet";
+      noteError("the operation has not ended yet");
       return SMDDP_PENDING;
     }
     return outcomeOf(completion);

@@ -22,6 +22,7 @@ NAVIGATION = {
         "docs/model-parallel",
         "docs/operations",
         "docs/numpy",
+        "docs/tensorflow",
         "docs/gpu",
         "docs/wire",
         "docs/performance",
@@ -38,6 +39,7 @@ NAVIGATION = {
         "docs/api/modelparallel",
         "docs/api/dataparallel",
         "docs/api/numpy",
+        "docs/api/tensorflow",
     ],
     "Contributing": [
         "CONTRIBUTING",

@@ -1,0 +1,109 @@
+"""What trains with `model.fit`, or a session of TensorFlow 1, on many ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from smddp_tensorflow import job
+from smddp_tensorflow.collectives import broadcast_variables, oob_allreduce
+
+__all__ = [
+    "AverageMetrics",
+    "BroadcastGlobalVariablesHook",
+    "BroadcastVariables",
+    "broadcast_global_variables",
+    "shard",
+]
+
+
+class BroadcastVariables(tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Gives all ranks the model and the optimizer of one rank, after the first batch.
+
+    Args:
+        root_rank: a rank.
+    """
+
+    def __init__(self, root_rank: int = 0) -> None:
+        super().__init__()
+        self._root, self._is_done = root_rank, False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Does it: layers and optimizers may have made their variables in that batch only."""
+        if not self._is_done:
+            broadcast_variables(self.model.variables, self._root)
+            broadcast_variables(_variables_of(self.model.optimizer), self._root)
+            self._is_done = True
+
+
+def _variables_of(optimizer: Any) -> Any:
+    variables = optimizer.variables
+    return variables() if callable(variables) else variables
+
+
+class AverageMetrics(tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Averages the metrics of an epoch over ranks. Put it before callbacks that read them."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Changes the metrics in `logs`, which later callbacks get."""
+        names = sorted(logs or {})
+        for name in names:
+            logs[name] = float(oob_allreduce(tf.constant(logs[name], tf.float64)))
+
+
+def shard(dataset: tf.data.Dataset, *, drop_remainder: bool = True) -> tf.data.Dataset:
+    """Returns this rank's part of a dataset: every element whose number, modulo ranks, is its own.
+
+    Args:
+        dataset: the same one on all ranks; shuffle it with the same seed, or after this.
+        drop_remainder: leave out the last elements if not all ranks would get one: they have to
+            make equally many steps.
+    """
+    group = job.group()
+    if drop_remainder:
+        size = int(dataset.cardinality())
+        if size > 0:
+            dataset = dataset.take(size // group.size * group.size)
+    return dataset.shard(group.size, group.rank)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Does what `broadcast_variables` does, for the global variables of a graph of TensorFlow 1.
+
+    Raises:
+        RuntimeError: in eager code, where there are none.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "smddp: eager code has no global variables: use broadcast_variables(variables, root)"
+        )
+    broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Broadcasts all global variables when a session of TensorFlow 1 begins.
+
+    Args:
+        root_rank: a rank.
+        device: accepted.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self._root = root_rank
+        self._operations: list[Any] = []
+
+    def begin(self) -> None:
+        """Adds the operations to the graph."""
+        from smddp_tensorflow.collectives import broadcast
+
+        with tf.control_dependencies(None):
+            for variable in tf.compat.v1.global_variables():
+                with tf.control_dependencies(self._operations[-1:]):
+                    value = broadcast(tf.convert_to_tensor(variable), self._root)
+                    self._operations.append(variable.assign(value))
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Runs them."""
+        session.run(self._operations)

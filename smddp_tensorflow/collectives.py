@@ -1,0 +1,225 @@
+"""Collectives on tensors of TensorFlow, in eager code and in `tf.function`."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import smddp_numpy
+from smddp_tensorflow import job, kernels
+
+__all__ = [
+    "Compression",
+    "ReduceOp",
+    "allgather",
+    "allreduce",
+    "allreduce_all",
+    "broadcast",
+    "broadcast_variables",
+    "oob_allreduce",
+    "overlap",
+]
+
+
+class ReduceOp(enum.Enum):
+    """How tensors of ranks are combined."""
+
+    AVERAGE = smddp_numpy.Op.AVERAGE
+    SUM = smddp_numpy.Op.SUM
+    MIN = smddp_numpy.Op.MIN
+    MAX = smddp_numpy.Op.MAX
+
+
+class _Compressor:
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
+        """Returns what is sent, and the type that `decompress` needs."""
+        return tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """Returns the tensor in its own type."""
+        return tensor if tensor.dtype == dtype else tf.cast(tensor, dtype)
+
+
+class _Half(_Compressor):
+    """Sends floating-point tensors as float16."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
+        """Returns what is sent, and the type that `decompress` needs."""
+        sent = tf.cast(tensor, tf.float16) if tensor.dtype.is_floating else tensor
+        return sent, tensor.dtype
+
+
+class Compression:
+    """What travels: `none` is the tensor itself, `fp16` halves float32 and loses digits."""
+
+    none = _Compressor
+    fp16 = _Half
+
+
+def _attributes(group: smddp_numpy.Group) -> dict[str, Any]:
+    return {"group": group._use().value, "timeout": job.timeout()}
+
+
+def _through_numpy(call: Any, tensor: tf.Tensor, kind: Any = None) -> tf.Tensor:
+    """Runs a call on an array; stateful, so TensorFlow keeps the order of the program."""
+    result = tf.numpy_function(call, [tensor], kind or tensor.dtype)
+    result.set_shape(tensor.shape)
+    return result
+
+
+def _check(tensors: Sequence[Any], op: Any) -> None:
+    if not isinstance(op, ReduceOp):
+        raise ValueError(f"smddp: {op!r} is no ReduceOp: it is AVERAGE, SUM, MIN or MAX")
+    for tensor in tensors:
+        if isinstance(tensor, tf.IndexedSlices):
+            raise TypeError(
+                "smddp: sparse tensors cannot be reduced: give tf.convert_to_tensor(tensor)"
+            )
+
+
+def allreduce_all(
+    tensors: Sequence[Any],
+    op: ReduceOp = ReduceOp.AVERAGE,
+    compression: type[_Compressor] = Compression.none,
+    number: int = 0,
+    count: int = 0,
+) -> list[tf.Tensor]:
+    """Combines each of some tensors over ranks, all at once.
+
+    Args:
+        tensors: of the same shapes and types on all ranks.
+        op: how.
+        compression: what travels.
+        number: the place of this call among those that a step makes, with `count`.
+        count: how many such calls a step makes. They begin in the order of their numbers, although
+            a graph may run them in another one. 0: the order of the program counts.
+    """
+    _check(tensors, op)
+    sent, types = [], []
+    for tensor in tensors:
+        value, kind = compression.compress(tf.convert_to_tensor(tensor))
+        sent.append(value)
+        types.append(kind)
+    results: list[Any] = [None] * len(sent)
+    for kind in dict.fromkeys(value.dtype for value in sent):
+        places = [i for i, value in enumerate(sent) if value.dtype == kind]
+        made = _reduced([sent[i] for i in places], op, number, count)
+        for i, value in zip(places, made, strict=True):
+            results[i] = compression.decompress(value, types[i])
+    return results
+
+
+def _reduced(tensors: list[tf.Tensor], op: ReduceOp, number: int, count: int) -> list[tf.Tensor]:
+    operations = kernels.load()
+    if operations is None:
+        group = job.group()
+
+        def call(array: np.ndarray[Any, Any]) -> Any:
+            return group.allreduce(array, op=op.value)
+
+        return [_through_numpy(call, tensor) for tensor in tensors]
+    how: dict[str, Any] = {"tensors": tensors, "op": int(op.value)}
+    if count:
+        place = {"number": number, "count": count}
+        how |= _attributes(job.numbered_group())
+        return list(operations.smddp_allreduce(**how, **place))
+    how |= _attributes(job.group())
+    return list(operations.smddp_allreduce_in_order(**how))
+
+
+def allreduce(
+    tensor: Any,
+    param_index: int,
+    num_params: int,
+    compression: type[_Compressor] = Compression.none,
+    op: ReduceOp = ReduceOp.AVERAGE,
+) -> tf.Tensor:
+    """Combines the tensors of all ranks, one of `num_params` that each step reduces.
+
+    Args:
+        tensor: of one shape and type on all ranks.
+        param_index: its number among them. Every step reduces each number once.
+        num_params: how many there are.
+        compression: what travels.
+        op: how.
+
+    Raises:
+        ValueError: the number is not among them, or `op` is no ReduceOp.
+        TypeError: the tensor is sparse, or of a type that cannot be communicated.
+    """
+    if not 0 <= param_index < num_params:
+        raise ValueError(f"smddp: param_index {param_index} is not in 0 to {num_params - 1}")
+    return allreduce_all([tensor], op, compression, param_index, num_params)[0]
+
+
+def oob_allreduce(
+    tensor: Any,
+    compression: type[_Compressor] = Compression.none,
+    op: ReduceOp = ReduceOp.AVERAGE,
+) -> tf.Tensor:
+    """Averages a tensor over ranks, outside of the gradients: a loss or a metric.
+
+    Raises:
+        ValueError: `op` is not AVERAGE.
+    """
+    if op is not ReduceOp.AVERAGE:
+        raise ValueError("smddp: oob_allreduce averages; op must be ReduceOp.AVERAGE")
+    return allreduce_all([tensor], op, compression)[0]
+
+
+def allgather(tensor: Any) -> tf.Tensor:
+    """Returns the tensors of all ranks, of one shape, one after the other: [ranks, ...]."""
+    value = tf.convert_to_tensor(tensor)
+    operations = kernels.load()
+    if operations is not None:
+        return operations.smddp_allgather(tensor=value, **_attributes(job.group()))
+    group = job.group()
+    result = tf.numpy_function(group.allgather, [value], value.dtype)
+    result.set_shape([group.size, *value.shape])
+    return result
+
+
+def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
+    """Returns rank `root_rank`'s tensor on all ranks.
+
+    Raises:
+        ValueError: there is no such rank.
+    """
+    group = job.group()
+    if not 0 <= root_rank < group.size:
+        raise ValueError(f"smddp: root_rank {root_rank} is no rank of {group.size}")
+    value = tf.convert_to_tensor(tensor)
+    operations = kernels.load()
+    if operations is not None:
+        return operations.smddp_broadcast(tensor=value, root=root_rank, **_attributes(group))
+
+    def call(array: np.ndarray[Any, Any]) -> Any:
+        return group.broadcast(array.copy(), root_rank)
+
+    return _through_numpy(call, value)
+
+
+def broadcast_variables(variables: Any, root_rank: int) -> None:
+    """Gives variables, of tf or Keras, the values that they have on rank `root_rank`.
+
+    Args:
+        variables: the same ones, in the same order, on all ranks.
+        root_rank: a rank.
+    """
+    for variable in variables:
+        if variable.dtype not in (tf.string, "string"):
+            variable.assign(broadcast(tf.convert_to_tensor(variable), root_rank))
+
+
+def overlap(tensor: Any) -> Any:
+    """Returns the tensor. The original library marked places for XLA with it."""
+    return tensor

@@ -1,0 +1,181 @@
+"""Gradients that are averaged over ranks: for a tape, and in optimizers of Keras 2 and 3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from smddp_tensorflow.collectives import Compression, ReduceOp, allreduce_all
+
+__all__ = ["DistributedGradientTape", "DistributedOptimizer", "averaged"]
+
+_BUCKET = 25  # MiB
+
+
+def _refuse_devices(device_dense: str, device_sparse: str) -> None:
+    for name, value in (("device_dense", device_dense), ("device_sparse", device_sparse)):
+        if value:
+            raise ValueError(f"smddp: {name} is not supported: leave it out")
+
+
+def _dense(gradient: Any) -> Any:
+    """Returns a tensor: rows of an embedding differ between ranks, so they cannot be added."""
+    return tf.convert_to_tensor(gradient)
+
+
+def averaged(
+    gradients: Sequence[Any],
+    op: ReduceOp = ReduceOp.AVERAGE,
+    compression: Any = Compression.none,
+    bucket_cap_mb: int = _BUCKET,
+) -> list[Any]:
+    """Combines gradients over ranks.
+
+    In eager code all are reduced at once. In a graph they are reduced in buckets, so that the first
+    ones travel while TensorFlow computes the rest. The last gradients of the list come first: they
+    are those of the last layers, where the backward pass begins.
+
+    Args:
+        gradients: tensors, sparse ones, or None, in the same places on all ranks.
+        op: how.
+        compression: what travels.
+        bucket_cap_mb: size of a bucket in MiB.
+    """
+    results = [None if one is None else _dense(one) for one in gradients]
+    places = [i for i, one in enumerate(results) if one is not None]
+    if not places:
+        return results
+    buckets = [places]
+    if not tf.executing_eagerly():
+        buckets = _buckets(results, places, bucket_cap_mb << 20)
+    for bucket in buckets:
+        made = allreduce_all([results[i] for i in bucket], op, compression)
+        for i, value in zip(bucket, made, strict=True):
+            results[i] = value
+    return results
+
+
+def _buckets(gradients: list[Any], places: list[int], most: int) -> list[list[int]]:
+    """Divides them from the last to the first; each bucket has one type, and `most` bytes."""
+    buckets: list[list[int]] = []
+    room, kind = 0, None
+    for place in reversed(places):
+        gradient = gradients[place]
+        size = (gradient.shape.num_elements() or 0) * gradient.dtype.size
+        if not buckets or size > room or gradient.dtype != kind:
+            buckets.append([])
+            room, kind = most, gradient.dtype
+        buckets[-1].append(place)
+        room -= size
+    return buckets
+
+
+class DistributedGradientTape:
+    """A `tf.GradientTape` whose `gradient` returns averages over ranks.
+
+    Args:
+        tape: the tape that records; everything else is done by it.
+        device_dense: must be empty.
+        device_sparse: must be empty.
+        compression: what travels.
+        sparse_as_dense: accepted; sparse gradients always become dense.
+        op: how gradients are combined.
+
+    Raises:
+        ValueError: a device is given.
+    """
+
+    def __init__(
+        self,
+        tape: tf.GradientTape,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,
+        sparse_as_dense: bool = True,
+        op: ReduceOp = ReduceOp.AVERAGE,
+    ) -> None:
+        _refuse_devices(device_dense, device_sparse)
+        self._tape, self._compression, self._op = tape, compression, op
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
+        """Returns the gradients as the tape does, averaged over ranks."""
+        found = self._tape.gradient(target, sources, output_gradients)
+        flat = tf.nest.flatten(found)
+        return tf.nest.pack_sequence_as(found, averaged(flat, self._op, self._compression))
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = True,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    bucket_cap_mb: int = _BUCKET,
+) -> Any:
+    """Makes an optimizer average gradients over ranks before it applies them; returns it.
+
+    `model.fit`, `optimizer.apply_gradients` and, with Keras 3, `optimizer.apply` then train one
+    model on all ranks.
+
+    Args:
+        optimizer: of Keras 3 or of tf_keras. It stays the same object, of a subclass of its class.
+        name: accepted.
+        use_locking: accepted.
+        device_dense: must be empty.
+        device_sparse: must be empty.
+        compression: what travels.
+        sparse_as_dense: accepted; sparse gradients always become dense.
+        op: how gradients are combined.
+        bucket_cap_mb: size of the buckets in which gradients travel, in MiB.
+
+    Raises:
+        ValueError: a device is given, the size of a bucket is not positive, or the optimizer
+            averages gradients already.
+        TypeError: it is no optimizer of Keras.
+    """
+    _refuse_devices(device_dense, device_sparse)
+    if bucket_cap_mb <= 0:
+        raise ValueError(f"smddp: bucket_cap_mb is {bucket_cap_mb}; it must be more than 0")
+    kind = type(optimizer)
+    if getattr(kind, "_averages_over_ranks", False):
+        raise ValueError("smddp: the optimizer is a DistributedOptimizer already")
+
+    def over_ranks(gradients: Sequence[Any]) -> list[Any]:
+        return averaged(gradients, op, compression, bucket_cap_mb)
+
+    if hasattr(kind, "apply"):  # Keras 3
+
+        def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            return kind.apply(self, over_ranks(grads), trainable_variables)
+
+        methods: dict[str, Any] = {"apply": apply}
+    elif hasattr(kind, "apply_gradients"):
+
+        def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            pairs = list(grads_and_vars)
+            made = over_ranks([gradient for gradient, _ in pairs])
+            variables = [variable for _, variable in pairs]
+            return kind.apply_gradients(
+                self, list(zip(made, variables, strict=True)), *args, **kwargs
+            )
+
+        methods = {"apply_gradients": apply_gradients}
+    else:
+        raise TypeError(f"smddp: {kind.__name__} is no optimizer of Keras")
+    optimizer.__class__ = type(kind.__name__, (kind,), {**methods, "_averages_over_ranks": True})
+    return optimizer

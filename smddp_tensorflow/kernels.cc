@@ -1,0 +1,387 @@
+// TensorFlow's operations for collectives, on the C interface of smddp (smddp.h). kernels.py compiles this file for the
+// installed TensorFlow.
+//
+// An operation begins its collectives and returns; TensorFlow's threads never wait for other ranks. What the collectives
+// end continues on TensorFlow's threads, not on the engine's.
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "smddp.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace {
+
+using tensorflow::AsyncOpKernel;
+using tensorflow::DataType;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+absl::Status lastError() {
+  // Of the kind that TensorFlow does not retry.
+  return absl::InternalError(smddp_error());
+}
+
+absl::Status typeOf(DataType type, smddp_type* found) {
+  switch (type) {
+    case tensorflow::DT_FLOAT: *found = SMDDP_FLOAT32; break;
+    case tensorflow::DT_DOUBLE: *found = SMDDP_FLOAT64; break;
+    case tensorflow::DT_HALF: *found = SMDDP_FLOAT16; break;
+    case tensorflow::DT_BFLOAT16: *found = SMDDP_BFLOAT16; break;
+    case tensorflow::DT_COMPLEX64: *found = SMDDP_COMPLEX64; break;
+    case tensorflow::DT_COMPLEX128: *found = SMDDP_COMPLEX128; break;
+    case tensorflow::DT_INT8: *found = SMDDP_INT8; break;
+    case tensorflow::DT_INT16: *found = SMDDP_INT16; break;
+    case tensorflow::DT_INT32: *found = SMDDP_INT32; break;
+    case tensorflow::DT_INT64: *found = SMDDP_INT64; break;
+    case tensorflow::DT_UINT8: *found = SMDDP_UINT8; break;
+    case tensorflow::DT_UINT16: *found = SMDDP_UINT16; break;
+    case tensorflow::DT_UINT32: *found = SMDDP_UINT32; break;
+    case tensorflow::DT_UINT64: *found = SMDDP_UINT64; break;
+    case tensorflow::DT_BOOL: *found = SMDDP_BOOL; break;
+    default:
+      return absl::InvalidArgumentError("smddp: tensors of " + tensorflow::DataTypeString(type) +
+                                        " cannot be communicated");
+  }
+  return absl::OkStatus();
+}
+
+// Puts the operations of a step in the order of their numbers. A graph runs them in any order, which may differ between
+// ranks.
+class Order {
+ public:
+  explicit Order(int count) : count_(count) {}
+
+  // Runs `action` when those with smaller numbers have run; `expired`, with what is missing, if they have not come after
+  // `seconds`. One of them, once.
+  void enter(int number, double seconds, tensorflow::Env* env, std::function<void()> action,
+             std::function<void(const std::string&)> expired) {
+    uint64_t ticket = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      ticket = ++lastTicket_;
+      waiting_[number].push_back({ticket, std::move(action), std::move(expired)});
+      if (isRunning_) return;
+      isRunning_ = true;
+    }
+    if (!run()) {
+      env->SchedClosureAfter(static_cast<int64_t>(seconds * 1e6),
+                             [this, number, ticket] { expire(number, ticket); });
+    }
+  }
+
+ private:
+  struct Entry {
+    uint64_t ticket;
+    std::function<void()> action;
+    std::function<void(const std::string&)> expired;
+  };
+
+  // Runs what is next. False: something waits.
+  bool run() {
+    while (true) {
+      Entry entry;
+      {
+        const std::lock_guard lock(mutex_);
+        auto& ready = waiting_[next_];
+        if (ready.empty()) {
+          waiting_.erase(next_);
+          isRunning_ = false;
+          return waiting_.empty();
+        }
+        entry = std::move(ready.front());
+        ready.erase(ready.begin());
+        if (ready.empty()) waiting_.erase(next_);
+        next_ = (next_ + 1) % count_;
+      }
+      entry.action();
+    }
+  }
+
+  void expire(int number, uint64_t ticket) {
+    Entry entry;
+    int missing = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto found = waiting_.find(number);
+      if (found == waiting_.end()) return;
+      auto& entries = found->second;
+      const auto at = std::find_if(entries.begin(), entries.end(),
+                                   [&](const Entry& one) { return one.ticket == ticket; });
+      if (at == entries.end()) return;
+      entry = std::move(*at);
+      entries.erase(at);
+      if (entries.empty()) waiting_.erase(found);
+      missing = next_;
+    }
+    entry.expired("number " + std::to_string(missing) + " of " + std::to_string(count_) +
+                  " has not come, which has to go before number " + std::to_string(number));
+  }
+
+  const int count_;
+  std::mutex mutex_;
+  std::map<int, std::vector<Entry>> waiting_;
+  int next_ = 0;
+  bool isRunning_ = false;
+  uint64_t lastTicket_ = 0;
+};
+
+Order& orderOf(smddp_group* group, int count) {
+  static auto* mutex = new std::mutex;
+  static auto* orders = new std::map<std::pair<smddp_group*, int>, std::unique_ptr<Order>>;
+  const std::lock_guard lock(*mutex);
+  auto& order = (*orders)[{group, count}];
+  if (!order) order = std::make_unique<Order>(count);
+  return *order;
+}
+
+// The collectives of one run of an operation.
+struct Run {
+  OpKernelContext* context;
+  AsyncOpKernel::DoneCallback done;
+  std::atomic<size_t> left;
+  std::mutex mutex;
+  absl::Status status = absl::OkStatus();  // the first error
+
+  void end(const absl::Status& outcome) {
+    if (!outcome.ok()) {
+      const std::lock_guard lock(mutex);
+      if (status.ok()) status = outcome;
+    }
+    if (left.fetch_sub(1) != 1) return;
+    // Not here: this is the engine's thread, and TensorFlow may go on with any kernel.
+    context->env()->SchedClosure([this] {
+      if (!status.ok()) context->SetStatus(status);
+      const auto callback = std::move(done);
+      delete this;
+      callback();
+    });
+  }
+};
+
+struct Begun {
+  Run* run;
+  smddp_operation* operation;
+};
+
+class Collective : public AsyncOpKernel {
+ public:
+  Collective(OpKernelConstruction* construction, smddp_collective collective)
+      : AsyncOpKernel(construction), collective_(collective) {
+    int64_t group = 0;
+    OP_REQUIRES_OK(construction, construction->GetAttr("group", &group));
+    OP_REQUIRES_OK(construction, construction->GetAttr("timeout", &timeout_));
+    group_ = reinterpret_cast<smddp_group*>(group);
+  }
+
+ protected:
+  // Begins `arguments`, which keep the tensors.
+  void begin(Run* run, smddp_arguments arguments, const Tensor& input, const Tensor& output) {
+    arguments.collective = collective_;
+    arguments.input = input.data();
+    arguments.output = output.data();
+    // The engine may write to them after an error.
+    auto held = std::make_unique<std::pair<Tensor, Tensor>>(input, output);
+    arguments.held = held.release();
+    arguments.release = [](void* tensors) {
+      delete static_cast<std::pair<Tensor, Tensor>*>(tensors);
+    };
+    smddp_operation* operation = nullptr;
+    if (smddp_begin(group_, &arguments, &operation) != SMDDP_OK) {
+      run->end(lastError());
+      return;
+    }
+    smddp_then(
+        operation,
+        [](void* argument) {
+          const std::unique_ptr<Begun> begun(static_cast<Begun*>(argument));
+          const bool isGood = smddp_wait(begun->operation, 0) == SMDDP_OK;
+          const absl::Status outcome = isGood ? absl::OkStatus() : lastError();
+          smddp_free(begun->operation);
+          begun->run->end(outcome);
+        },
+        new Begun{run, operation});
+  }
+
+  smddp_group* group() const { return group_; }
+  double timeout() const { return timeout_; }
+
+ private:
+  const smddp_collective collective_;
+  smddp_group* group_ = nullptr;
+  float timeout_ = 0;
+};
+
+class AllReduce final : public Collective {
+ public:
+  explicit AllReduce(OpKernelConstruction* construction)
+      : Collective(construction, SMDDP_ALLREDUCE) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("op", &op_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("number", &number_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("count", &count_));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const int inputs = context->num_inputs();
+    smddp_type type{};
+    OP_REQUIRES_OK_ASYNC(context, typeOf(context->input_dtype(0), &type), done);
+    std::vector<Tensor> outputs(static_cast<size_t>(inputs));
+    for (int i = 0; i < inputs; ++i) {
+      Tensor* output = nullptr;
+      OP_REQUIRES_OK_ASYNC(context,
+                           context->forward_input_or_allocate_output(
+                               {i}, i, context->input(i).shape(), &output),
+                           done);
+      outputs[static_cast<size_t>(i)] = *output;
+    }
+    auto* run = new Run{context, std::move(done), static_cast<size_t>(inputs)};
+    auto beginAll = [this, run, type, outputs] {
+      for (size_t i = 0; i < outputs.size(); ++i) {
+        smddp_arguments arguments{};
+        arguments.count = outputs[i].NumElements();
+        arguments.type = type;
+        arguments.op = static_cast<smddp_op>(op_);
+        begin(run, arguments, run->context->input(static_cast<int>(i)), outputs[i]);
+      }
+    };
+    if (count_ == 0) {
+      beginAll();
+      return;
+    }
+    orderOf(group(), count_)
+        .enter(number_, timeout(), context->env(), std::move(beginAll),
+               [run, inputs](const std::string& missing) {
+                 const auto status = absl::DeadlineExceededError("smddp: allreduce: " + missing);
+                 for (int i = 0; i < inputs; ++i) run->end(status);
+               });
+  }
+
+ private:
+  int op_ = 0, number_ = 0, count_ = 0;
+};
+
+class Broadcast final : public Collective {
+ public:
+  explicit Broadcast(OpKernelConstruction* construction)
+      : Collective(construction, SMDDP_BROADCAST) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("root", &root_));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    smddp_arguments arguments{};
+    OP_REQUIRES_OK_ASYNC(context, typeOf(context->input_dtype(0), &arguments.type), done);
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK_ASYNC(context,
+                         context->forward_input_or_allocate_output(
+                             {0}, 0, context->input(0).shape(), &output),
+                         done);
+    arguments.count = output->NumElements();
+    arguments.root = root_;
+    begin(new Run{context, std::move(done), 1}, arguments, context->input(0), *output);
+  }
+
+ private:
+  int root_ = 0;
+};
+
+class AllGather final : public Collective {
+ public:
+  explicit AllGather(OpKernelConstruction* construction)
+      : Collective(construction, SMDDP_ALLGATHER) {}
+
+  // A tensor of each rank, of one shape: [ranks, ...].
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    smddp_arguments arguments{};
+    OP_REQUIRES_OK_ASYNC(context, typeOf(context->input_dtype(0), &arguments.type), done);
+    const Tensor& input = context->input(0);
+    tensorflow::TensorShape shape = input.shape();
+    shape.InsertDim(0, smddp_size(group()));
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK_ASYNC(context, context->allocate_output(0, shape, &output), done);
+    arguments.count = input.NumElements();
+    begin(new Run{context, std::move(done), 1}, arguments, input, *output);
+  }
+};
+
+#define SMDDP_TYPES                                                                           \
+  "{half, bfloat16, float, double, complex64, complex128, int8, int16, int32, int64, uint8, " \
+  "uint16, uint32, uint64, bool}"
+
+// Sums, or whatever `op` (smddp_op) says, each of the tensors over ranks. With a count, operations begin in the order of
+// their numbers, 0 to count - 1, once each and then from the beginning.
+REGISTER_OP("SmddpAllreduce")
+    .Input("tensors: N * T")
+    .Output("results: N * T")
+    .Attr("N: int >= 1")
+    .Attr("T: " SMDDP_TYPES)
+    .Attr("group: int")
+    .Attr("timeout: float")
+    .Attr("op: int")
+    .Attr("number: int")
+    .Attr("count: int")
+    .SetIsDistributedCommunication()
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
+      for (int i = 0; i < context->num_inputs(); ++i) context->set_output(i, context->input(i));
+      return absl::OkStatus();
+    });
+
+// The same, in the order of the program: TensorFlow keeps the order of stateful operations.
+REGISTER_OP("SmddpAllreduceInOrder")
+    .Input("tensors: N * T")
+    .Output("results: N * T")
+    .Attr("N: int >= 1")
+    .Attr("T: " SMDDP_TYPES)
+    .Attr("group: int")
+    .Attr("timeout: float")
+    .Attr("op: int")
+    .Attr("number: int = 0")
+    .Attr("count: int = 0")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
+      for (int i = 0; i < context->num_inputs(); ++i) context->set_output(i, context->input(i));
+      return absl::OkStatus();
+    });
+
+REGISTER_OP("SmddpBroadcast")
+    .Input("tensor: T")
+    .Output("result: T")
+    .Attr("T: " SMDDP_TYPES)
+    .Attr("group: int")
+    .Attr("timeout: float")
+    .Attr("root: int")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn(tensorflow::shape_inference::UnchangedShape);
+
+REGISTER_OP("SmddpAllgather")
+    .Input("tensor: T")
+    .Output("result: T")
+    .Attr("T: " SMDDP_TYPES)
+    .Attr("group: int")
+    .Attr("timeout: float")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
+      tensorflow::shape_inference::ShapeHandle result;
+      TF_RETURN_IF_ERROR(context->Concatenate(context->Vector(context->UnknownDim()),
+                                              context->input(0), &result));
+      context->set_output(0, result);
+      return absl::OkStatus();
+    });
+
+REGISTER_KERNEL_BUILDER(Name("SmddpAllreduce").Device(tensorflow::DEVICE_CPU), AllReduce);
+REGISTER_KERNEL_BUILDER(Name("SmddpAllreduceInOrder").Device(tensorflow::DEVICE_CPU), AllReduce);
+REGISTER_KERNEL_BUILDER(Name("SmddpBroadcast").Device(tensorflow::DEVICE_CPU), Broadcast);
+REGISTER_KERNEL_BUILDER(Name("SmddpAllgather").Device(tensorflow::DEVICE_CPU), AllGather);
+
+}  // namespace

@@ -1,0 +1,299 @@
+"""`smdistributed.dataparallel.tensorflow`: ranks train what one process trains."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import warnings
+from typing import Any
+
+import jobs
+import numpy as np
+import pytest
+
+CLASSES, FEATURES, BATCH, STEPS = 3, 8, 24, 5
+RATE, MOMENTUM = 0.1, 0.9
+
+
+def data(count: int = BATCH * STEPS) -> tuple[np.ndarray, np.ndarray]:
+    source = np.random.default_rng(0)
+    x = source.normal(size=(count, FEATURES)).astype(np.float32)
+    return x, source.integers(0, CLASSES, count)
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+def collectives() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    with pytest.raises(ValueError, match="call init"):
+        sdp.rank()
+    sdp.init()
+    with pytest.raises(ValueError, match="init\\(\\) called more than once"):
+        sdp.init()
+    me, size = sdp.rank(), sdp.size()
+    assert sdp.local_rank() == int(os.environ["LOCAL_RANK"])
+    assert sdp.local_size() == int(os.environ["LOCAL_WORLD_SIZE"])
+    types = [tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64, tf.uint8]
+    for shape in ((), (0,), (7,), (3, 5), (100_000,)):
+        for kind in types:
+            count = int(np.prod(shape))
+            each = [np.arange(count).reshape(shape) % 5 + rank for rank in range(size)]
+            x = tf.cast(each[me], kind)
+            total = tf.cast(sum(each), kind)
+
+            def call(x: Any, root: int = size - 1) -> Any:
+                return (
+                    sdp.allreduce(x, 0, 2, op=sdp.ReduceOp.SUM),
+                    sdp.allreduce(x, 1, 2, op=sdp.ReduceOp.MAX),
+                    sdp.broadcast(x, root),
+                    sdp.allgather(x),
+                )
+
+            for function in (call, tf.function(call)):
+                summed, most, sent, gathered = function(x)
+                for found, expected in (
+                    (summed, total),
+                    (most, tf.cast(each[-1], kind)),
+                    (sent, tf.cast(each[-1], kind)),
+                    (gathered, tf.stack([tf.cast(one, kind) for one in each])),
+                ):
+                    assert found.dtype == kind
+                    assert found.shape == expected.shape
+                    assert np.array_equal(found.numpy(), expected.numpy()), (shape, kind)
+    mean = sdp.oob_allreduce(tf.constant([1.0, 2.0]) * (me + 1))
+    np.testing.assert_allclose(mean, np.array([1.0, 2.0]) * (size + 1) / 2)
+    half = sdp.oob_allreduce(tf.constant([1 / 3]), compression=sdp.Compression.fp16)
+    assert half.dtype == tf.float32
+    np.testing.assert_allclose(half, [1 / 3], rtol=1e-3)
+    assert sdp.overlap(mean) is mean
+    variable = tf.Variable([float(me)])
+    sdp.broadcast_variables([variable], 1)
+    assert variable.numpy() == [1.0]
+    for wrong, kind, text in (
+        (lambda: sdp.allreduce(mean, 2, 2), ValueError, "param_index 2 is not in 0 to 1"),
+        (lambda: sdp.allreduce(mean, 0, 1, op="sum"), ValueError, "is no ReduceOp"),
+        (lambda: sdp.oob_allreduce(mean, op=sdp.ReduceOp.SUM), ValueError, "averages"),
+        (lambda: sdp.broadcast(mean, 9), ValueError, "root_rank 9 is no rank"),
+        (lambda: sdp.DistributedOptimizer(3), TypeError, "is no optimizer of Keras"),
+        (
+            lambda: sdp.DistributedGradientTape(tf.GradientTape(), device_dense="/gpu:0"),
+            ValueError,
+            "device_dense is not supported",
+        ),
+    ):
+        with pytest.raises(kind, match=text):
+            wrong()
+    sdp.shutdown()
+
+
+@pytest.mark.parametrize("layout", ["2", "2x2"])
+def test_values(layout: str) -> None:
+    jobs.run(collectives, layout)
+
+
+def test_without_a_compiler(tmp_path: Any) -> None:
+    """Operations run through numpy, and say so."""
+    env = {"CXX": "/bin/false", "XDG_CACHE_HOME": str(tmp_path)}
+    jobs.run(collectives_through_numpy, "2", env=env)
+
+
+def collectives_through_numpy() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        collectives()
+    assert sum("has no operations for this TensorFlow" in str(one.message) for one in said) == 1
+
+
+def numbered() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init()
+    source = random.Random(sdp.rank())  # each rank builds its graph in another order
+    x = tf.constant([1.0])
+    for count in (1, 2, 7, 30):
+        order = source.sample(range(count), count)
+
+        @tf.function
+        def step(x: Any, order: Any = order, count: int = count) -> Any:
+            found = [
+                (number, sdp.allreduce(x * (number + 1), number, count, op=sdp.ReduceOp.SUM))
+                for number in order
+            ]
+            return [value for _, value in sorted(found, key=lambda pair: pair[0])]
+
+        for _ in range(20):
+            values = [float(value[0]) for value in step(x)]
+            assert values == [2.0 * (number + 1) for number in range(count)]
+    sdp.shutdown()
+
+
+def test_numbers_give_the_order() -> None:
+    jobs.run(numbered, "2")
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def layers(tf: Any) -> Any:
+    tf.keras.utils.set_random_seed(5)
+    return [
+        tf.Variable(tf.random.normal((10, 4)), name="embedding"),
+        tf.Variable(tf.random.normal((FEATURES + 4, 16)) / 3, name="one"),
+        tf.Variable(tf.zeros(16), name="bias"),
+        tf.Variable(tf.random.normal((16, CLASSES)) / 3, name="two"),
+        tf.Variable(tf.zeros(3), name="unused"),
+    ]
+
+
+def train(tf: Any, tape_of: Any, begin: int, stride: int, compiled: bool) -> Any:
+    """Trains on every `stride`th example; returns losses and values."""
+    variables = layers(tf)
+    embedding, one, bias, two, _ = variables
+    x, y = data()
+    momenta = [tf.Variable(tf.zeros_like(variable)) for variable in variables]
+
+    def step(images: Any, words: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            features = tf.concat([images, tf.gather(embedding, words)], 1)
+            hidden = tf.nn.relu(features @ one + bias)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, hidden @ two)
+            loss = tf.reduce_mean(losses)
+        gradients = tape_of(tape).gradient(loss, variables)
+        for variable, momentum, gradient in zip(variables, momenta, gradients, strict=True):
+            if gradient is not None:
+                momentum.assign(MOMENTUM * momentum + tf.convert_to_tensor(gradient))
+                variable.assign_sub(RATE * momentum)
+        return loss
+
+    run = tf.function(step) if compiled else step
+    found = []
+    for number in range(STEPS):
+        rows = slice(number * BATCH + begin, (number + 1) * BATCH, stride)
+        words = np.arange(number * BATCH, (number + 1) * BATCH)[begin::stride] % 10
+        found.append(float(run(tf.constant(x[rows]), tf.constant(words), tf.constant(y[rows]))))
+    return found, [variable.numpy() for variable in variables]
+
+
+def on_ranks(compiled: bool) -> Any:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init()
+    result = train(tf, sdp.DistributedGradientTape, sdp.rank(), sdp.size(), compiled)
+    losses = [float(sdp.oob_allreduce(tf.constant(loss))) for loss in result[0]]
+    sdp.shutdown()
+    return losses, result[1]
+
+
+def alone() -> Any:
+    import tensorflow as tf
+
+    return train(tf, lambda tape: tape, 0, 1, True)
+
+
+@pytest.mark.parametrize(("layout", "compiled"), [("2", False), ("4", True), ("2x2", True)])
+def test_a_tape_trains_what_one_process_trains(layout: str, compiled: bool) -> None:
+    ((losses, values),) = jobs.run(alone, "1")
+    for found_losses, found in jobs.run(on_ranks, layout, compiled):
+        np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
+        for one, other in zip(found, values, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def fitted(distributed: bool) -> Any:
+    import tensorflow as tf
+
+    if distributed:
+        import smdistributed.dataparallel.tensorflow as sdp
+
+        sdp.init()
+    # Ranks begin with other values than rank 0, until they get its values.
+    rank = int(os.environ["RANK"])
+    tf.keras.utils.set_random_seed(5)
+    dense = tf.keras.layers.Dense
+    model = tf.keras.Sequential([dense(16, activation="relu"), dense(CLASSES)])
+    model.build((None, FEATURES))
+    optimizer = tf.keras.optimizers.SGD(RATE, momentum=MOMENTUM)
+    dataset = tf.data.Dataset.from_tensor_slices(data())
+    callbacks, batch = [], BATCH
+    if distributed:
+        for variable in model.trainable_variables:
+            variable.assign(variable * (1 + rank))
+        sdp.broadcast_variables(model.variables, 0)
+        optimizer = sdp.DistributedOptimizer(optimizer, bucket_cap_mb=1)
+        with pytest.raises(ValueError, match="is a DistributedOptimizer already"):
+            sdp.DistributedOptimizer(optimizer)
+        dataset, batch = sdp.shard(dataset), BATCH // sdp.size()
+        callbacks = [sdp.BroadcastVariables(0), sdp.AverageMetrics()]
+    model.compile(
+        optimizer=optimizer,
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    history = model.fit(dataset.batch(batch), epochs=3, verbose=0, callbacks=callbacks).history
+    values = [variable.numpy() for variable in model.trainable_variables]
+    if distributed:
+        sdp.shutdown()
+    return history, values
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "keras2"])
+def test_keras_fits_what_one_process_fits(legacy: bool) -> None:
+    env = {"TF_USE_LEGACY_KERAS": "1"} if legacy else {}
+    ((history, values),) = jobs.run(fitted, "1", False, env=env)
+    for found_history, found in jobs.run(fitted, "2", True, env=env):
+        for name, expected in history.items():
+            np.testing.assert_allclose(found_history[name], expected, rtol=1e-5)
+        for one, other in zip(found, values, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def wrong(how: str) -> str:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=20)
+    x = tf.ones(10)
+    function = tf.function(lambda x: sdp.oob_allreduce(x))
+    function(x)
+    try:
+        if how == "shape":
+            function(x if sdp.rank() else x[:5])
+        elif how == "killed":
+            if sdp.rank():
+                os.kill(os.getpid(), signal.SIGKILL)
+            began = time.monotonic()
+            function(x)
+        else:
+            began = time.monotonic()
+            tf.function(lambda x: sdp.allreduce(x, 1, 2))(x)
+    except tf.errors.OpError as error:
+        return f"{type(error).__name__}: {error.message}"
+    return f"nothing after {time.monotonic() - began} s"
+
+
+def test_errors_name_the_rank_or_the_number() -> None:
+    for text in jobs.run(wrong, "2", "shape"):
+        assert "rank 0 is in" in text
+        assert "rank 1" in text
+        assert "smddp: smddp:" not in text
+    survivor, none = jobs.run(wrong, "2", "killed")
+    assert none is None
+    assert "rank 1" in survivor
+    assert "its process died" in survivor or "is gone" in survivor, survivor
+    for text in jobs.run(wrong, "2", "number", timeout=60):
+        assert text.startswith("DeadlineExceededError")
+        assert "number 0 of 2 has not come, which has to go before number 1" in text
