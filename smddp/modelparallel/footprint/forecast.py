@@ -400,7 +400,7 @@ class _Rank:
         one = _Activations(profile, choices, parts, part)
         running = one.always + one.movable
         whole, shards, pending = self._gradients(profile, first)
-        gathered = self._gathered(profile, parts, ahead=choices.partitions == 1 and not first)
+        gathered = self._gathered(profile, parts, ahead=not first)
         microbatches, batch = choices.microbatches, 0
         if part == 0:
             batch = profile.given * microbatches

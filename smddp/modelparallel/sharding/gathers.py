@@ -157,6 +157,7 @@ class Gathers:
         held = [entry.flat for entry in self.entries if entry.flat is not None]
         slices = {id(turn.slice): turn.slice for turn in self._turns}.values()
         coming = [flat for one in slices for _, flat in one.under_way.values()]
+        coming += [*self._scrap.values(), *(flat for _, flat in self._unused)]
         return [*held, *(flat for flat in coming if flat is not None)]
 
     # --- a step -----------------------------------------------------------------------------------
