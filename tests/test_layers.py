@@ -82,6 +82,7 @@ SHARDING = "smddp.modelparallel.sharding"
 ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
 COMPATIBILITY = "smddp.modelparallel.compatibility"
 TENSOR = "smddp.modelparallel.tensor"
+TRANSFORMER = "smddp.modelparallel.tensor.transformer"
 MAY_IMPORT: dict[str, set[str]] = {
     "smddp_distribution": set(),
     "smddp_launch": {"smddp_distribution"},
@@ -99,6 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     DATA_PARALLEL: {COMMON, PIPELINE},
     SHARDING: {COMMON, JOB, PIPELINE, DATA_PARALLEL, DELAYED},
     TENSOR: set(),
+    TRANSFORMER: {COMMON, JOB, PIPELINE, TENSOR},
     OPTIMIZER: {COMMON, JOB, PARTITION, SHARDING, DELAYED},
     COMPATIBILITY: {COMMON, JOB},
     MODEL: {
