@@ -83,6 +83,7 @@ ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
 COMPATIBILITY = "smddp.modelparallel.compatibility"
 TENSOR = "smddp.modelparallel.tensor"
 TRANSFORMER = "smddp.modelparallel.tensor.transformer"
+HUGGING_FACE = "smddp.modelparallel.tensor.huggingface"
 MAY_IMPORT: dict[str, set[str]] = {
     "smddp_distribution": set(),
     "smddp_launch": {"smddp_distribution"},
@@ -99,8 +100,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     PARTITION: {COMMON, JOB, PIPELINE, DELAYED},
     DATA_PARALLEL: {COMMON, PIPELINE},
     SHARDING: {COMMON, JOB, PIPELINE, DATA_PARALLEL, DELAYED},
-    TENSOR: set(),
-    TRANSFORMER: {COMMON, JOB, PIPELINE, TENSOR},
+    TENSOR: {COMMON, JOB, PIPELINE},
+    TRANSFORMER: {COMMON, TENSOR},
+    HUGGING_FACE: {COMMON, TRANSFORMER},
     OPTIMIZER: {COMMON, JOB, PARTITION, SHARDING, DELAYED},
     COMPATIBILITY: {COMMON, JOB},
     MODEL: {
@@ -117,6 +119,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "smdistributed.dataparallel": {"smddp", "smddp_launch"},
     "smdistributed.modelparallel": {
         *("smddp.modelparallel", COMMON, JOB, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
+        HUGGING_FACE,
     },
 }
 

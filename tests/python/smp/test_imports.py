@@ -152,17 +152,6 @@ def test_modules_of_tensor_parallelism_cannot_be_made() -> None:
     assert not hasattr(smp_nn, "Nonsense")
 
 
-def test_translations_without_tensor_parallelism_change_nothing() -> None:
-    from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import (
-        translate_hf_state_dict_to_smdistributed,
-        translate_state_dict_to_hf_gpt2,
-    )
-
-    state = {"transformer.wte.weight": 1}
-    assert translate_state_dict_to_hf_gpt2(state, 1024) == state
-    assert translate_hf_state_dict_to_smdistributed(state) == state
-
-
 def test_version_selects_the_newer_checkpoint_interface() -> None:
     import smdistributed.modelparallel
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import smddp.modelparallel as smp
 from smddp.modelparallel.tensor.exchange import Exchange
+from smddp.modelparallel.tensor.module import Division, divisions_of
 from smddp.modelparallel.tensor.transformer.attention import DistributedAttentionLayer
 from smddp.modelparallel.tensor.transformer.feed_forward import DistributedTransformerOutputLayer
 from smddp.modelparallel.tensor.transformer.layers import (
@@ -181,9 +182,10 @@ class Check:
             return x
         return x.chunk(self.exchange.size)[self.exchange.rank]
 
-    def part(self, parameter: nn.Parameter, x: Tensor) -> Tensor:
-        dim = getattr(parameter, "divided_dim", None)
-        return x if dim is None else x.chunk(self.exchange.size, dim)[self.exchange.rank]
+    def part(self, division: Division | None, x: Tensor) -> Tensor:
+        if division is None:
+            return x
+        return division.part(x, self.exchange.rank, self.exchange.size)
 
     def load(self, module: nn.Module, model: nn.Module) -> None:
         """Gives the divided module the weights of the reference."""
@@ -191,7 +193,7 @@ class Check:
             if hasattr(one, "exchange"):
                 one.exchange = self.exchange
         state = dict(model.named_parameters())
-        own = dict(module.named_parameters())
+        own, divisions = dict(module.named_parameters()), divisions_of(module)
         assert own.keys() == state.keys()
         source = torch.Generator().manual_seed(3)
         with torch.no_grad():
@@ -199,7 +201,7 @@ class Check:
                 parameter.copy_(torch.randn(parameter.shape, generator=source) * 0.4)
                 if "layernorm" in name:
                     parameter += 0.7
-                own[name].copy_(self.part(own[name], parameter))
+                own[name].copy_(self.part(divisions.get(name), parameter))
 
     def close(self, found: Tensor, wanted: Tensor, what: str) -> None:
         scale = max(1.0, wanted.abs().max().item())
@@ -245,6 +247,7 @@ class Check:
             if isinstance(x, Tensor) and x.grad is not None and not self._is_mask(i, inputs):
                 assert y.grad is not None
                 self.close(y.grad, self.own(x.grad), f"gradient of input {i}")
+        divisions = divisions_of(module)
         gradients = {name: one.grad for name, one in model.named_parameters()}
         for name, parameter in module.named_parameters():
             wanted_gradient = gradients[name]
@@ -253,9 +256,11 @@ class Check:
                 continue
             assert parameter.grad is not None, name
             gradient = parameter.grad
-            if not hasattr(parameter, "divided_dim") and not self.exchange.prescaled:
+            if name not in divisions and not self.exchange.prescaled:
                 dist.all_reduce(gradient)  # as data parallelism does
-            self.close(gradient, self.part(parameter, wanted_gradient), f"gradient of {name}")
+            self.close(
+                gradient, self.part(divisions.get(name), wanted_gradient), f"gradient of {name}"
+            )
 
     def _is_mask(self, i: int, inputs: tuple[Any, ...]) -> bool:
         return inputs[i].dim() == 4

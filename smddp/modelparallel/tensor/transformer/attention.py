@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
-from smddp.modelparallel.pipeline.randomness import draw_seed, mix, seeded
+from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.transformer.divided import (
     Contracting,
-    DistributedModule,
     Expanding,
     initializer,
 )
@@ -289,9 +288,7 @@ class DistributedAttentionLayer(DistributedModule):
 
     def _own_numbers(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
         """Lets ranks draw different numbers for their heads, and the same ones afterwards."""
-        if not dropout or self.exchange.size == 1:
-            return contextlib.nullcontext()
-        return seeded(mix(draw_seed(), self.exchange.rank))
+        return self.own_random_numbers() if dropout else contextlib.nullcontext()
 
 
 def _rotated(x: Tensor, count: int) -> Tensor:

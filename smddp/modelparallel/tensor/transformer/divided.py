@@ -12,57 +12,33 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from smddp.modelparallel.tensor.exchange import Exchange
+from smddp.modelparallel.tensor.module import DistributedModule, Division
 from smddp.modelparallel.tensor.transformer.options import at_least_fp32, check_divides
 
 __all__ = ["IGNORED", "Contracting", "Expanding", "Vocabulary", "initializer"]
 
 IGNORED = -100  # the label of positions that do not count, as in torch's cross entropy
 
-Initializer = Callable[[Tensor, int], Any]
+Initializer = Callable[[Tensor], Any]
 
 
 def initializer(
     initializer_range: float, use_normal_initialization: bool, zero_init: bool
 ) -> Initializer:
-    """Returns a function that fills a tensor of weights in place.
+    """Returns a function that fills a whole weight [out, in] in place."""
 
-    Its second argument is the number of input features of the whole weight.
-    """
-
-    def fill(tensor: Tensor, features: int) -> None:
+    def fill(weight: Tensor) -> None:
         if zero_init:
-            tensor.zero_()
+            weight.zero_()
         elif use_normal_initialization:
-            tensor.normal_(0, initializer_range)
+            weight.normal_(0, initializer_range)
         else:  # as torch.nn.Linear
-            bound = 1 / math.sqrt(features)
-            tensor.uniform_(-bound, bound)
+            bound = 1 / math.sqrt(weight.shape[-1])
+            weight.uniform_(-bound, bound)
 
     return fill
-
-
-class DistributedModule(nn.Module):
-    """Stub."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from smddp.modelparallel.job.state import state
-
-        self.exchange = Exchange(state.groups.of("tp"), state.cfg.prescaled_batch)
-
-    def divided(
-        self, shape: tuple[int, ...], dim: int, fill: Callable[[Tensor], Any]
-    ) -> nn.Parameter:
-        local = list(shape)
-        local[dim] //= self.exchange.size
-        data = torch.empty(local)
-        fill(data)
-        result = nn.Parameter(data)
-        result.divided_dim = dim  # type: ignore[attr-defined]
-        return result
 
 
 class Expanding(DistributedModule):
@@ -79,17 +55,15 @@ class Expanding(DistributedModule):
         SMPUsageError: ranks cannot have equal parts of out_features.
     """
 
-    bias: Tensor | None
-
     def __init__(
         self, owner: str, in_features: int, out_features: int, bias: bool, fill: Initializer
     ) -> None:
         super().__init__()
         check_divides(owner, "output features", out_features, self.exchange.size)
-        self.weight = self.divided((out_features, in_features), 0, lambda x: fill(x, in_features))
-        self.bias = None
-        if bias:
-            self.bias = self.divided((out_features,), 0, Tensor.zero_)
+        self.weight = self.new_parameter("weight", (out_features, in_features), fill, Division(0))
+        self.bias = (
+            self.new_parameter("bias", (out_features,), Tensor.zero_, Division(0)) if bias else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [..., in_features] to [..., out_features / T]."""
@@ -110,15 +84,13 @@ class Contracting(DistributedModule):
         SMPUsageError: ranks cannot have equal parts of in_features.
     """
 
-    bias: Tensor | None
-
     def __init__(
         self, owner: str, in_features: int, out_features: int, bias: bool, fill: Initializer
     ) -> None:
         super().__init__()
         check_divides(owner, "input features", in_features, self.exchange.size)
-        self.weight = self.divided((out_features, in_features), 1, lambda x: fill(x, in_features))
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.weight = self.new_parameter("weight", (out_features, in_features), fill, Division(1))
+        self.bias = self.new_parameter("bias", (out_features,), Tensor.zero_) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps all examples with a part of the features to this rank's examples, with the bias.
@@ -144,17 +116,15 @@ class Vocabulary(DistributedModule):
         SMPUsageError: ranks cannot have equal parts of the vocabulary.
     """
 
-    bias: Tensor | None
-
     def __init__(
         self, owner: str, vocab_size: int, hidden_size: int, bias: bool, fill: Initializer
     ) -> None:
         super().__init__()
         check_divides(owner, "vocab_size", vocab_size, self.exchange.size)
-        self.weight = self.divided((vocab_size, hidden_size), 0, lambda x: fill(x, hidden_size))
-        self.bias = None
-        if bias:
-            self.bias = self.divided((vocab_size,), 0, Tensor.zero_)
+        self.weight = self.new_parameter("weight", (vocab_size, hidden_size), fill, Division(0))
+        self.bias = (
+            self.new_parameter("bias", (vocab_size,), Tensor.zero_, Division(0)) if bias else None
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the vectors of this rank's examples, [B, S] -> [B, S, hidden_size]."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.transformer.divided import (
     Contracting,
-    DistributedModule,
     Expanding,
     initializer,
 )

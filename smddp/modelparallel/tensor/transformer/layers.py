@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.transformer.attention import DistributedAttentionLayer
-from smddp.modelparallel.tensor.transformer.divided import DistributedModule
 from smddp.modelparallel.tensor.transformer.feed_forward import (
     DistributedTransformerOutputLayer,
     FeedForward,

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.transformer.divided import (
     IGNORED,
-    DistributedModule,
     Vocabulary,
     initializer,
 )
@@ -116,7 +116,7 @@ class DistributedTransformerLMHead(DistributedModule):
             result = nn.Embedding(count, hidden_size)
             if zero_init or use_normal_initialization:
                 with torch.no_grad():
-                    fill(result.weight, hidden_size)
+                    fill(result.weight)
             return result
 
         self.word_embedding: Vocabulary | nn.Embedding
@@ -132,7 +132,7 @@ class DistributedTransformerLMHead(DistributedModule):
                 self.lm_head = nn.Linear(hidden_size, vocab_size, lm_head_bias)
                 if zero_init or use_normal_initialization:
                     with torch.no_grad():
-                        fill(self.lm_head.weight, hidden_size)
+                        fill(self.lm_head.weight)
         positions = rotary_dim is None and not use_alibi
         self.position_embedding = embedding(num_positions) if positions else None
         self.token_type_embedding = embedding(num_token_types) if num_token_types else None
