@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.common.structure import map_tensors
-from smddp.modelparallel.data_parallel.reducer import DataParallel
+from smddp.modelparallel.data_parallel.reducer import DataParallel, Ranks
 from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.queries import ModelQueries
@@ -22,6 +22,7 @@ from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.optimizer.half import to_float, to_half
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.remote_tensor import RemoteTensor, retype
+from smddp.modelparallel.tensor.division import division_of
 
 __all__ = ["DistributedModel"]
 
@@ -110,6 +111,11 @@ class DistributedModel(ModelQueries):
             broadcast_buffers,
             gradient_as_bucket_view,
         )
+        if topology.tp_size > 1:
+            copies = topology.rdp_size
+            losses = copies if cfg.prescaled_batch else topology.size_of("dp")
+            data_parallel.divided = Ranks(state.groups.of("rdp"), copies, losses)
+            data_parallel.is_divided = lambda parameter: division_of(parameter) is not None
         # Not by nn.Module.__setattr__, because it does not belong to the model.
         self.__dict__["runtime"] = ModelRuntime(
             state,
@@ -279,7 +285,7 @@ class DistributedModel(ModelQueries):
 
         Raises:
             SMPUsageError: `ddp` is off in the configuration, `shard_optimizer_state` is on,
-                parameters are sharded, or replicas run their tasks in one order
+                parameters are sharded or divided, or replicas run their tasks in one order
                 (`deterministic_server`).
         """
         self._refuse_with_sharding("join()", "every replica is needed to gather parameters")
@@ -289,6 +295,11 @@ class DistributedModel(ModelQueries):
             raise SMPUsageError(
                 "join() does not work with shard_optimizer_state: all replicas have to call "
                 "optimizer.step() equally often"
+            )
+        if state.topology.tp_size > 1:
+            raise SMPUsageError(
+                "join() does not work with tensor_parallel_degree greater than 1: all ranks of a "
+                "tensor-parallel group are needed to exchange activations"
             )
         if self.runtime.executor.replicas is not None:
             raise SMPUsageError(

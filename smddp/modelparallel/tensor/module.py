@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -12,47 +11,10 @@ from torch import Tensor, nn
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.pipeline.randomness import draw_seed, mix, seeded
+from smddp.modelparallel.tensor.division import Division, mark
 from smddp.modelparallel.tensor.exchange import Exchange
 
-__all__ = ["DistributedModule", "Division", "divisions_of"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Division:
-    """How a parameter is divided: rank i of T has the i-th of T equal parts of one dimension.
-
-    Attributes:
-        dimension: the one that is divided.
-        blocks: the dimension consists of so many equal blocks, each of which is divided; a part
-            has a piece of each block. A weight that makes queries, keys and values in one product
-            has three.
-    """
-
-    dimension: int
-    blocks: int = 1
-
-    def part(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """Returns a copy of the part of a rank.
-
-        Args:
-            whole: the parameter of one process.
-            rank: in the tp group.
-            size: of the group; `blocks * size` divides the dimension.
-        """
-        pieces = [b.chunk(size, self.dimension)[rank] for b in self._blocks_of(whole)]
-        return torch.cat(pieces, self.dimension)
-
-    def united(self, parts: list[Tensor]) -> Tensor:
-        """Returns the whole parameter.
-
-        Args:
-            parts: of all ranks, in the order of ranks.
-        """
-        pieces = zip(*map(self._blocks_of, parts), strict=True)
-        return torch.cat([piece for block in pieces for piece in block], self.dimension)
-
-    def _blocks_of(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x.chunk(self.blocks, self.dimension)
+__all__ = ["DistributedModule", "Division", "divisions_of", "is_divided", "mark_divided"]
 
 
 class DistributedModule(nn.Module):
@@ -80,7 +42,7 @@ class DistributedModule(nn.Module):
         """
         super().__init__()
         if exchange is None:
-            exchange = Exchange(state.groups.of("tp"), state.cfg.prescaled_batch)
+            exchange = Exchange(state.groups.exchange, state.cfg.prescaled_batch)
         self.exchange = exchange
         self.divisions: dict[str, Division] = {}
 
@@ -189,3 +151,18 @@ def divisions_of(root: nn.Module) -> dict[str, Division]:
         A value for each divided parameter, by its names in the model.
     """
     return dict(_named_divisions(root))
+
+
+def is_divided(root: nn.Module) -> bool:
+    """Says whether a model has a module that exchanges activations."""
+    return any(isinstance(module, DistributedModule) for module in root.modules())
+
+
+def mark_divided(root: nn.Module) -> None:
+    """Marks the divided parameters of a model, for `division_of`."""
+    mark(
+        (module._parameters[name], division)
+        for module in root.modules()
+        if isinstance(module, DistributedModule)
+        for name, division in module.divisions.items()
+    )

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from smddp.modelparallel.common import errors
-from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -137,18 +137,15 @@ def test_modules_that_are_made_where_tensor_parallelism_is_off_stay_what_they_ar
     assert not isinstance(inside, smp.nn.DistributedModule)
 
 
-def test_modules_of_tensor_parallelism_cannot_be_made() -> None:
+def test_modules_that_are_divided() -> None:
     from smdistributed.modelparallel.torch import nn as smp_nn
 
     names = [name for name in smp_nn.__all__ if name.startswith("Distributed")]
     assert len(names) == 8
     for name in names:
-        kind = getattr(smp_nn, name)
-        assert issubclass(kind, smp_nn.DistributedModule)
-        with pytest.raises(SMPUsageError, match=f"smp.nn.{name}: no module is divided"):
-            kind(2, hidden_size=3)
-    with pytest.raises(SMPUsageError, match=r"FlashAttentionLayer.*scaled_dot_product_attention"):
-        smp_nn.FlashAttentionLayer(attention_head_size=4)
+        assert issubclass(getattr(smp_nn, name), smp_nn.DistributedModule)
+    with pytest.raises(SMPInitializationError, match=r"call smp.init\(\) first"):
+        smp_nn.DistributedTransformerLayer()
     assert not hasattr(smp_nn, "Nonsense")
 
 

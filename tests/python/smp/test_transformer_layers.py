@@ -12,20 +12,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import check_ranks
 from smp import transformer_reference as reference
 from torch import Tensor, nn
 
 import smddp.modelparallel as smp
+from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.exchange import Exchange
 from smddp.modelparallel.tensor.module import Division, divisions_of
 from smddp.modelparallel.tensor.transformer.attention import DistributedAttentionLayer
 from smddp.modelparallel.tensor.transformer.feed_forward import DistributedTransformerOutputLayer
+from smddp.modelparallel.tensor.transformer.flash import FlashAttentionLayer, alibi
 from smddp.modelparallel.tensor.transformer.layers import (
     DistributedTransformer,
     DistributedTransformerLayer,
 )
 from smddp.modelparallel.tensor.transformer.lm_head import DistributedTransformerLMHead
+from smddp.modelparallel.tensor.transformer.norm import FusedLayerNorm
 
 pytestmark = pytest.mark.multiprocess
 S, S2, H, V = 5, 3, 12, 16
@@ -455,3 +459,190 @@ def check_cases(kind: str) -> int:
 def test_equals_plain_modules(kind: str, size: int) -> None:
     counts = check_ranks(check_cases, str(size), kind, timeout=120)
     assert min(counts) > 8
+
+
+MISUSE: dict[str, tuple[Any, str]] = {
+    "heads": (lambda: DistributedAttentionLayer(num_attention_heads=3), "num_attention_heads=3"),
+    "features": (
+        lambda: DistributedTransformerOutputLayer(intermediate_size=7),
+        "intermediate_size.*=7",
+    ),
+    "activation": (
+        lambda: DistributedTransformerOutputLayer(activation="swish"),
+        "activation='swish' is not known; use one of gelu, ",
+    ),
+    "no norm": (
+        lambda: DistributedTransformerLayer(post_layernorm=False),
+        "set pre_layernorm or post_layernorm",
+    ),
+    "window": (lambda: DistributedAttentionLayer(window_size=3), "needs causal_mask_size"),
+    "windows": (
+        lambda: DistributedTransformer(num_layers=2, causal_mask_size=4, window_size=[1]),
+        "1 entries for num_layers=2",
+    ),
+    "scaling": (lambda: DistributedAttentionLayer(query_key_layer_scaling=True), "layer_idx"),
+    "rotary": (lambda: DistributedAttentionLayer(rotary_dim=5), "rotary_dim=5 must be even"),
+    "cross": (
+        lambda: DistributedAttentionLayer(cross_attention=True, use_alibi=True),
+        "for self-attention",
+    ),
+    "parallel": (
+        lambda: DistributedTransformerLayer(parallel_attn_output=True),
+        "parallel_attn_output needs pre_layernorm=True",
+    ),
+    "bias": (lambda: small(lm_head_bias=True), "needs tie_word_embeddings=False"),
+    "vocabulary": (lambda: small(vocab_size=5, distribute_embedding=True), "vocab_size=5"),
+    "length": (lambda: small()((torch.zeros(1, 2).long(), None)), "not one of length 2"),
+    "no tuple": (lambda: small()(torch.zeros(1, 2).long()), "one tuple .input_ids.*not a Tensor"),
+    "no ids": (lambda: small()((None,) * 5), "input_ids is None"),
+    "types": (lambda: small()((IDS, None, IDS, None, None)), "need num_token_types"),
+    "labels": (lambda: small(add_lm_head=False)((IDS, None, None, None, IDS)), "add_lm_head"),
+    "positions": (lambda: small()((torch.zeros(1, 5).long(), *[None] * 4)), "num_positions=4"),
+    "rotated": (
+        lambda: small(rotary_dim=2)((IDS, None, None, IDS, None)),
+        "pass None for position_ids",
+    ),
+    "causal": (
+        lambda: small(causal_mask_size=3)((torch.zeros(1, 4).long(), *[None] * 4)),
+        "more than causal_mask_size=3",
+    ),
+    "head size": (FlashAttentionLayer, "needs attention_head_size"),
+    "layer": (
+        lambda: FlashAttentionLayer(0.0, 4, scale_attn_by_layer_idx=True),
+        "needs layer_idx",
+    ),
+    "alibi": (lambda: FlashAttentionLayer(0.0, 4, use_alibi=True), "triton_flash_attention"),
+    "qkv": (lambda: FlashAttentionLayer(0.0, 4)(torch.zeros(2, 3, 4)), "takes qkv"),
+    "mask": (
+        lambda: FlashAttentionLayer(0.0, 4)(torch.zeros(1, 2, 3, 2, 4), torch.zeros(1, 1, 1, 2)),
+        "attn_mask needs",
+    ),
+}
+IDS = torch.zeros(1, 2).long()
+
+
+def small(**options: Any) -> DistributedTransformerLMHead:
+    given = {
+        "num_layers": 1,
+        "num_attention_heads": 2,
+        "attention_head_size": 4,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "vocab_size": 6,
+        "num_positions": 4,
+    }
+    return DistributedTransformerLMHead(**{**given, **options})
+
+
+def misuse() -> None:
+    begin()
+    for name, (call, text) in MISUSE.items():
+        with named({"misuse": name}), pytest.raises(SMPUsageError, match=text):
+            call()
+    with pytest.raises(RuntimeError, match="a token is not in the vocabulary of 6"):
+        small(distribute_embedding=True)((IDS + 6, *[None] * 4))
+    with pytest.raises(RuntimeError, match="a label is not in the vocabulary of 6"):
+        small(distribute_embedding=True)((IDS, None, None, None, IDS + 6))
+
+
+def test_misuse_is_an_error_that_says_what_to_do() -> None:
+    check_ranks(misuse, "2")
+
+
+def dropped() -> Any:
+    begin()
+    found = []
+    for prescaled in (True, False):
+        torch.manual_seed(1)
+        module = DistributedAttentionLayer(
+            4, 8, 16, attention_dropout_prob=0.5, hidden_dropout_prob=0.5
+        )
+        module.exchange = module.dense.exchange = Exchange(module.exchange.group, prescaled)
+        module.query.weight.data.zero_()  # all weights of attention are equal
+        torch.manual_seed(2)
+        heads = torch.ones(1, 2, 6, 8)  # of this rank
+        weighted = module._weighted(heads, heads, heads, None)
+        result = module((torch.ones(1, 6, 16), None)).detach()
+        found.append((weighted, result))
+    return found
+
+
+def test_ranks_drop_other_weights_and_the_same_features() -> None:
+    first, second = check_ranks(dropped, "2")
+    # Heads of two ranks drop other weights. The features of one batch are dropped alike.
+    assert not torch.equal(first[0][0], second[0][0])
+    torch.testing.assert_close(first[0][1], second[0][1])
+
+
+def halves() -> None:
+    begin()
+    for options in [{}, {"fp32_residual_addition": True}, {"attention_in_fp32": True}]:
+        for norms in NORMS:
+            torch.manual_seed(1)
+            model = small(
+                pre_layernorm=norms[0],
+                post_layernorm=norms[1],
+                hidden_dropout_prob=0.0,
+                attention_dropout_prob=0.0,
+                causal_mask_size=4,
+                **options,
+            )
+            ids = torch.tensor([[0, 1, 2, 3]])
+            mask = torch.tensor([[1, 1, 0, 0]])  # the first queries see masked keys only
+            wanted = model((ids, mask, None, None, None))
+            found = model.bfloat16()((ids, mask, None, None, None))
+            assert found.dtype == torch.bfloat16
+            torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0.05)
+            found.sum().backward()
+            assert all(x.grad is None or x.grad.isfinite().all() for x in model.parameters())
+
+
+def test_half_precision() -> None:
+    check_ranks(halves, "2")
+
+
+def test_flash_attention_layer() -> None:
+    qkv = numbers(2, 5, 3, 4, 6, seed=1)
+    query, key, value = (x.transpose(1, 2) for x in qkv.unbind(2))
+    for causal in (False, True):
+        for options, scale in [
+            ({"attention_head_size": 6}, 6**-0.5),
+            ({"scale": 0.3}, 0.3),
+            ({"scale_attention_scores": False}, 1.0),
+            (
+                {"attention_head_size": 6, "scale_attn_by_layer_idx": True, "layer_idx": 1},
+                6**-0.5 / 2,
+            ),
+        ]:
+            scores = query @ key.transpose(-1, -2) * scale
+            if causal:
+                scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+            found = FlashAttentionLayer(0.0, **options)(qkv, causal=causal)
+            torch.testing.assert_close(found, scores.softmax(-1) @ value)
+        mask = numbers(2, 1, 1, 5, seed=2)
+        layer = FlashAttentionLayer(0.5, 6, triton_flash_attention=True, use_alibi=True)
+        scores = query @ key.transpose(-1, -2) * 6**-0.5 + mask
+        if causal:
+            scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+        torch.testing.assert_close(layer(qkv, mask, causal), scores.softmax(-1) @ value)
+    layer = FlashAttentionLayer(1.0, 6)
+    assert not layer(qkv).any()
+    assert layer.eval()(qkv).any()
+
+
+def test_slopes_of_alibi_for_a_number_of_heads_that_is_no_power_of_two() -> None:
+    # The list in section 3 of the paper, for 8 heads, and every second slope of 16 for others.
+    like = torch.zeros(1)
+    eight = -alibi(8, 0, 8, 2, 2, 8, like)[0, :, 1, 0]
+    torch.testing.assert_close(eight, 2.0 ** -torch.arange(1.0, 9.0))
+    six = -alibi(6, 2, 4, 2, 2, 8, like)[0, :, 1, 0]
+    torch.testing.assert_close(six, 2.0 ** -torch.tensor([6.0, 8.0, 1.0, 3.0]))
+
+
+def test_fused_layer_norm() -> None:
+    x = numbers(3, 8, seed=1)
+    torch.testing.assert_close(FusedLayerNorm(8)(x), F.layer_norm(x, (8,)))
+    assert FusedLayerNorm(8, elementwise_affine=False)(x).dtype == x.dtype
+    half = FusedLayerNorm(8).bfloat16()(x)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half, F.layer_norm(x, (8,)).bfloat16())
