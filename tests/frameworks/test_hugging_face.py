@@ -22,7 +22,7 @@ from ranks import check_ranks
 import smddp.modelparallel as smp
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.huggingface import gpt2
-from smddp.modelparallel.tensor.huggingface.architectures import ARCHITECTURES
+from smddp.modelparallel.tensor.huggingface.architectures import ARCHITECTURES, find
 from smddp.modelparallel.tensor.huggingface.hooks import Hooks
 
 transformers = pytest.importorskip("transformers", reason="run `make test-frameworks`")
@@ -122,23 +122,22 @@ class Replaced(nn.Module):
         return self.return_hook(self.inner(*args, **kwargs))
 
 
-def divided(name: str, config: Any, model: Any, **options: Any) -> nn.Module:
+def divided(model: Any, config: Any, **options: Any) -> nn.Module:
     """Returns a model that computes as the given one does, over the ranks."""
-    architecture = ARCHITECTURES[MODELS[name][0]]
-    state = architecture.to_smp(whole_state(name, model))
-    hooks = {one.name: one for one in architecture.hooks}
-    if type(model).__name__ in hooks:
-        result = Replaced(hooks[type(model).__name__], config, **options)
-        result.inner.load_whole(state)
-        return result.eval()
-    (hook,) = architecture.hooks
-    base = model.base_model
-    encoder = Replaced(hook, config)
-    prefix = f"{model.base_model_prefix}.encoder."
-    own = {key.removeprefix(prefix): value for key, value in state.items() if prefix in key}
-    encoder.inner.load_whole(own)
-    base.encoder = encoder.eval()
+    if find(type(model)) is not None:
+        return replaced(model, config, **options)
+    model.base_model.encoder = replaced(model.base_model.encoder, config)
     return model
+
+
+def replaced(module: nn.Module, config: Any, **options: Any) -> nn.Module:
+    """Returns what takes the place of a module, with its weights."""
+    found = find(type(module))
+    assert found is not None
+    architecture, hooks = found
+    result = Replaced(hooks, config, **options)
+    result.inner.load_whole(architecture.weights(hooks, module))
+    return result.eval()
 
 
 def whole_state(name: str, model: Any) -> dict[str, Tensor]:
@@ -176,7 +175,7 @@ def compare(names: list[str]) -> None:
         gradient = model.get_input_embeddings().weight.grad.clone()
         states = ["gpt2", "gptj"] if world > 1 else []
         for options in [{}, *([{"distribute_embedding": True}] if name in states else [])]:
-            mine = divided(name, config, model, **options)
+            mine = divided(model, config, **options)
             model.zero_grad()
             found, loss = results(mine, inputs)
             for key, value in wanted.items():
@@ -220,6 +219,7 @@ def test_translation_keeps_every_bit(name: str) -> None:
     own = architecture.to_smp(state)
     again = architecture.to_smp(own)
     assert again.keys() == own.keys()
+    assert find(type(model).__mro__[1]) is None
 
 
 def test_buffers_of_causal_masks() -> None:

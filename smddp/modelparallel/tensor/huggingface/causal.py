@@ -66,5 +66,5 @@ def hooks(module: str, name: str, model: str, init: Any) -> tuple[Hooks, ...]:
     kind = DistributedTransformerLMHead
     return (
         Hooks(module, name, kind, of_head, forward_hook, causal_output),
-        Hooks(module, model, kind, of_model, forward_hook, states_output),
+        Hooks(module, model, kind, of_model, forward_hook, states_output, "transformer."),
     )

@@ -165,12 +165,21 @@ _MODULE = "transformers.models.gpt2.modeling_gpt2"
 ARCHITECTURE = Architecture(
     (
         Hooks(
-            *(_MODULE, "GPT2LMHeadModel", DistributedTransformerLMHead),
-            *(init_hook, forward_hook, causal_output),
+            _MODULE,
+            "GPT2LMHeadModel",
+            DistributedTransformerLMHead,
+            init_hook,
+            forward_hook,
+            causal_output,
         ),
         Hooks(
-            *(_MODULE, "GPT2Model", DistributedTransformerLMHead),
-            *(init_hook_of_model, forward_hook, states_output),
+            _MODULE,
+            "GPT2Model",
+            DistributedTransformerLMHead,
+            init_hook_of_model,
+            forward_hook,
+            states_output,
+            "transformer.",
         ),
     ),
     translate_state_dict_to_hf_gpt2,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.transformer.options import additive
@@ -47,6 +47,7 @@ class Hooks(NamedTuple):
         init: maps the arguments of its constructor to those of dist_module.
         forward: maps the named arguments of its forward method to those of dist_module's.
         returned: maps what that returns to what the class returns.
+        prefix: begins the names of its tensors in the state of a language model.
     """
 
     module: str
@@ -55,6 +56,7 @@ class Hooks(NamedTuple):
     init: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     forward: Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     returned: Callable[[Any], Any]
+    prefix: str = ""
 
     def arguments(self) -> tuple[Any, ...]:
         """Returns the arguments of `smp.tp_register_with_module`. Imports the class.
@@ -85,6 +87,16 @@ class Architecture(NamedTuple):
     hooks: tuple[Hooks, ...]
     to_hf: Callable[..., dict[str, Any]]
     to_smp: Callable[..., dict[str, Any]]
+
+    def weights(self, hooks: Hooks, original: nn.Module) -> dict[str, Any]:
+        """Returns the state of a divided module with the weights of the one that it replaces.
+
+        Args:
+            hooks: of the class of `original`.
+            original: a module of transformers, whole.
+        """
+        state = original.state_dict()
+        return self.to_smp({f"{hooks.prefix}{name}": value for name, value in state.items()})
 
 
 def bound(module_cls: type, forward: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
