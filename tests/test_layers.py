@@ -100,7 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     SHARDING: {COMMON, JOB, PIPELINE, DATA_PARALLEL, DELAYED, TENSOR},
     TENSOR: {COMMON, JOB, PIPELINE},
     OPTIMIZER: {COMMON, JOB, PARTITION, SHARDING, DELAYED, TENSOR},
-    COMPATIBILITY: {COMMON, JOB},
+    COMPATIBILITY: {COMMON, JOB, TENSOR},
     MODEL: {
         *(COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER, COMPATIBILITY),
         *(DELAYED, SHARDING, TENSOR),
@@ -109,12 +109,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     ACTIVATIONS: {COMMON},
     API: {COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, MODEL},
     "smddp.modelparallel": {
-        *(COMMON, JOB, PARTITION, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API, DELAYED),
+        *(COMMON, JOB, PARTITION, OPTIMIZER, MODEL, CHECKPOINT, API, DELAYED, TENSOR),
     },
     "smdistributed": set(),
     "smdistributed.dataparallel": {"smddp", "smddp_launch"},
     "smdistributed.modelparallel": {
         *("smddp.modelparallel", COMMON, JOB, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
+        TENSOR,
     },
 }
 

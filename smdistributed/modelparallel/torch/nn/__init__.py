@@ -1,7 +1,7 @@
 """`smp.nn`: modules that replace those of torch.
 
-The classes that are split over tensor-parallel ranks can be imported, registered, and used with
-isinstance, because scripts do that without tensor parallelism, too. Their constructors raise.
+Those of transformers can be imported, registered, and used with isinstance, because scripts do that
+without tensor parallelism, too. Their constructors raise.
 """
 
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
-from smddp.modelparallel.compatibility.absent import refuse_tensor_parallelism
+from smddp.modelparallel.tensor.embedding import DistributedEmbedding
+from smddp.modelparallel.tensor.linear import DistributedLinear
+from smddp.modelparallel.tensor.module import DistributedModule
 from smdistributed.modelparallel.torch.nn import huggingface
 
 __all__ = [
@@ -31,42 +33,34 @@ class FusedLayerNorm(nn.LayerNorm):
     """nn.LayerNorm of torch, which has fused kernels."""
 
 
-class DistributedModule(nn.Module):
-    """The base class of modules that are split over tensor-parallel ranks.
+class _Absent(DistributedModule):
+    """The base of classes that this version does not have.
 
     Raises:
-        SMPUsageError: always, because this version has no tensor parallelism.
+        SMPUsageError: always.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        refuse_tensor_parallelism(f"nn.{type(self).__name__}")
+        raise SMPUsageError(f"smp.nn.{type(self).__name__}: this version does not have it")
 
 
-class DistributedLinear(DistributedModule):
-    """nn.Linear, split over tensor-parallel ranks."""
-
-
-class DistributedEmbedding(DistributedModule):
-    """nn.Embedding, split over tensor-parallel ranks."""
-
-
-class DistributedTransformerLMHead(DistributedModule):
+class DistributedTransformerLMHead(_Absent):
     """A transformer with the head of a language model, split over tensor-parallel ranks."""
 
 
-class DistributedTransformer(DistributedModule):
+class DistributedTransformer(_Absent):
     """A stack of transformer layers, split over tensor-parallel ranks."""
 
 
-class DistributedTransformerLayer(DistributedModule):
+class DistributedTransformerLayer(_Absent):
     """A transformer layer, split over tensor-parallel ranks."""
 
 
-class DistributedAttentionLayer(DistributedModule):
+class DistributedAttentionLayer(_Absent):
     """The attention of a transformer layer, split over tensor-parallel ranks."""
 
 
-class DistributedTransformerOutputLayer(DistributedModule):
+class DistributedTransformerOutputLayer(_Absent):
     """The feed-forward part of a transformer layer, split over tensor-parallel ranks."""
 
 
