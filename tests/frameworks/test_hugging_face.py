@@ -202,6 +202,40 @@ def test_results_are_those_of_transformers(size: int) -> None:
     check_ranks(compare, str(size), list(MODELS), timeout=300)
 
 
+@smp.step
+def train(model: Any, inputs: dict[str, Tensor]) -> Any:
+    output = model(**inputs)
+    model.backward(output.loss)
+    return output.loss, output.logits
+
+
+def in_a_step(name: str) -> None:
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True})
+    _, model = make(name)
+    source = torch.Generator().manual_seed(100 + smp.rank())
+    ids = torch.randint(5, 60, (B, S), generator=source)
+    inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones(B, S).long()}
+    wanted, _ = results(model, inputs)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    smp.set_tensor_parallelism(model)
+    model = smp.DistributedModel(model)
+    loss, logits = train(model, inputs)
+    torch.testing.assert_close(loss.reduce_mean(), wanted["loss"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.concat(), wanted["logits"], rtol=1e-5, atol=1e-5)
+    inner = model.get_module()
+    base = inner.transformer if name == "gpt2" else inner.bert.encoder
+    assert len(base.seq_layers) == 2
+    ((to_hf, _),) = smp.state.module_manager.translate_functions
+    after = to_hf(model.state_dict())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_smp_divides_a_model(name: str) -> None:
+    check_ranks(in_a_step, "2", name, timeout=120)
+
+
 @pytest.mark.parametrize("name", list(MODELS))
 def test_translation_keeps_every_bit(name: str) -> None:
     _, model = make(name)

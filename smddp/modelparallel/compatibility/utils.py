@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.tensor.division import division_of
 
 __all__ = ["dump_model", "get_distribution_axis", "rmsg", "same_state_dict", "verify"]
 
@@ -20,8 +21,9 @@ def rmsg(message: str) -> str:
 
 
 def get_distribution_axis(parameter: nn.Parameter) -> int | None:
-    """Returns the dimension along which a parameter is divided: None, as none is divided."""
-    return None
+    """Returns the dimension along which a parameter is divided; None if it is whole."""
+    division = division_of(parameter)
+    return None if division is None else division.dimension
 
 
 def same_state_dict(

@@ -23,6 +23,7 @@ from smddp.modelparallel.optimizer.half import to_float, to_half
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.remote_tensor import RemoteTensor, retype
 from smddp.modelparallel.tensor.division import division_of
+from smddp.modelparallel.tensor.replace import replace_marked
 
 __all__ = ["DistributedModel"]
 
@@ -56,6 +57,8 @@ class DistributedModel(ModelQueries):
 
     With one partition it is ready at once. With several, its first call in a step decides where
     each module lives; parameters that live on another rank then become empty (device "meta").
+    Modules that `smp.tensor_parallelism` has marked are replaced first, so create the optimizer
+    after this.
 
     The arguments are those of the SageMaker Python SDK's documentation of the class.
 
@@ -97,6 +100,7 @@ class DistributedModel(ModelQueries):
     ) -> None:
         super().__init__()
         _check(module, trace_device, trace_execution_times, backward_passes_per_step)
+        module = replace_marked(module)
         self.module = Wrapped(module)
         _name_original_forwards(module)
         cfg, topology = state.cfg, state.topology

@@ -49,8 +49,10 @@ class DistributedLinear(DistributedModule):
         set_weight, set_bias = _initializers(in_features, initializer_range)
         shape = (out_features, in_features)
         self.weight = self.new_parameter("weight", shape, set_weight, Division(1), device, dtype)
-        self.bias: nn.Parameter | None = None
-        if bias:
+        self.bias: nn.Parameter | None
+        if not bias:
+            self.register_parameter("bias", None)
+        else:
             self.bias = self.new_parameter("bias", shape[:1], set_bias, None, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class DistributedModule(nn.Module):
                 whole = division.part(whole, self.exchange.rank, size)
                 self.divisions[name] = division
         parameter = nn.Parameter(whole)
-        self.register_parameter(name, parameter)
+        setattr(self, name, parameter)
         return parameter
 
     def load_whole(self, entries: Mapping[str, Tensor]) -> None:
