@@ -15,28 +15,11 @@ from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor.marks import mark_of
 from smddp.modelparallel.tensor.module import DistributedModule
-from smddp.modelparallel.tensor.registry import Registration, arguments_of, registration_of
+from smddp.modelparallel.tensor.registry import arguments_of, registration_of
 
 __all__ = ["replace_marked"]
 
 log = logging.getLogger("smddp.modelparallel")
-
-
-class Translated(nn.Module):
-    """Calls a distributed module with the arguments and the result of the module it replaces."""
-
-    def __init__(self, module: nn.Module, registration: Registration) -> None:
-        super().__init__()
-        self.module = module
-        self._translate = registration.forward_hook
-        self._translate_result = registration.return_hook
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the distributed module."""
-        if self._translate is not None:
-            args, kwargs = self._translate(*args, **kwargs)
-        result = self.module(*args, **kwargs)
-        return result if self._translate_result is None else self._translate_result(result)
 
 
 def replace_marked(root: nn.Module) -> nn.Module:
@@ -131,10 +114,22 @@ def _replacement(
         return module
     if state.cfg._match_weights and isinstance(result, DistributedModule):
         result.match(module)
-    if registration.forward_hook is not None or registration.return_hook is not None:
-        result = Translated(result, registration)
+    # Hooks of torch, not a module around it: the names of its parameters stay its own.
+    translate, translate_result = registration.forward_hook, registration.return_hook
+    if translate is not None:
+        result.register_forward_pre_hook(
+            lambda _, args, kwargs: _plain(translate(*args, **kwargs)), with_kwargs=True
+        )
+    if translate_result is not None:
+        result.register_forward_hook(lambda _, __, found: translate_result(found))
     result.train(module.training)
     return result
+
+
+def _plain(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what a hook has returned, an iterable and a dict, as torch wants it."""
+    args, kwargs = arguments
+    return tuple(args), dict(kwargs)
 
 
 @contextlib.contextmanager
