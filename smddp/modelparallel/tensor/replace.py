@@ -65,8 +65,10 @@ def _candidates(
     if mark_of(module) is not None and registration_of(module) is not None:
         yield parent, name, full, module
         return
-    for child_name, child in module.named_children():
-        yield from _candidates(child, module, child_name, full)
+    # Not named_children, which leaves out the second name of a module that has two.
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _candidates(child, module, child_name, full)
 
 
 def _holders(root: nn.Module) -> dict[int, list[nn.Module]]:
