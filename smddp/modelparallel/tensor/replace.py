@@ -15,30 +15,11 @@ from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor.marks import mark_of
 from smddp.modelparallel.tensor.module import DistributedModule
-from smddp.modelparallel.tensor.registry import Registration, arguments_of, registration_of
+from smddp.modelparallel.tensor.registry import arguments_of, registration_of
 
 __all__ = ["replace_marked"]
 
 log = logging.getLogger("smddp.modelparallel")
-
-
-def _translate(module: nn.Module, registration: Registration) -> None:
-    """Lets a module take the arguments, and return the result, of the module that it replaces.
-
-    Its parameters and inner modules keep their names.
-    """
-    translate, translate_result = registration.forward_hook, registration.return_hook
-    if translate is not None:
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: _arguments(translate(*args, **kwargs)), with_kwargs=True
-        )
-    if translate_result is not None:
-        module.register_forward_hook(lambda *given: translate_result(given[-1]))
-
-
-def _arguments(translated: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = translated
-    return tuple(args), kwargs
 
 
 def replace_marked(root: nn.Module) -> nn.Module:
@@ -84,8 +65,10 @@ def _candidates(
     if mark_of(module) is not None and registration_of(module) is not None:
         yield parent, name, full, module
         return
-    for child_name, child in module.named_children():
-        yield from _candidates(child, module, child_name, full)
+    # Not named_children, which leaves out the second name of a module that has two.
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _candidates(child, module, child_name, full)
 
 
 def _holders(root: nn.Module) -> dict[int, list[nn.Module]]:
@@ -140,9 +123,22 @@ def _replacement(
     translations = registration.translations
     if translations is not None and translations not in known_translations:
         known_translations.append(translations)
-    _translate(result, registration)
+    # Hooks of torch, not a module around it: the names of its parameters stay its own.
+    translate, translate_result = registration.forward_hook, registration.return_hook
+    if translate is not None:
+        result.register_forward_pre_hook(
+            lambda _, args, kwargs: _plain(translate(*args, **kwargs)), with_kwargs=True
+        )
+    if translate_result is not None:
+        result.register_forward_hook(lambda _, __, found: translate_result(found))
     result.train(module.training)
     return result
+
+
+def _plain(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what a hook has returned, an iterable and a dict, as torch wants it."""
+    args, kwargs = arguments
+    return tuple(args), dict(kwargs)
 
 
 @contextlib.contextmanager
