@@ -85,6 +85,8 @@ ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
 COMPATIBILITY = "smddp.modelparallel.compatibility"
 TENSOR = "smddp.modelparallel.tensor"
 FOOTPRINT = "smddp.modelparallel.footprint"
+TRANSFORMER = "smddp.modelparallel.tensor.transformer"
+HUGGING_FACE = "smddp.modelparallel.tensor.huggingface"
 MAY_IMPORT: dict[str, set[str]] = {
     "smddp_distribution": set(),
     "smddp_launch": {"smddp_distribution"},
@@ -100,27 +102,31 @@ MAY_IMPORT: dict[str, set[str]] = {
     JOB: {"smddp", "smddp_launch", COMMON},
     PIPELINE: {"smddp", COMMON, ACTIVATIONS},
     DELAYED: {COMMON},
-    PARTITION: {COMMON, JOB, PIPELINE, DELAYED},
+    PARTITION: {COMMON, JOB, PIPELINE, DELAYED, TENSOR},
     DATA_PARALLEL: {COMMON, PIPELINE},
-    SHARDING: {COMMON, JOB, PIPELINE, DATA_PARALLEL, DELAYED},
-    TENSOR: set(),
-    OPTIMIZER: {COMMON, JOB, PARTITION, SHARDING, DELAYED},
-    COMPATIBILITY: {COMMON, JOB},
+    SHARDING: {COMMON, JOB, PIPELINE, DATA_PARALLEL, DELAYED, TENSOR},
+    TENSOR: {COMMON, JOB, PIPELINE},
+    TRANSFORMER: {COMMON, TENSOR},
+    HUGGING_FACE: {COMMON, TENSOR, TRANSFORMER},
+    OPTIMIZER: {COMMON, JOB, PARTITION, SHARDING, DELAYED, TENSOR},
+    COMPATIBILITY: {JOB, TENSOR},
     MODEL: {
-        *(COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER, COMPATIBILITY),
-        *(DELAYED, SHARDING),
+        *(COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER),
+        *(DELAYED, SHARDING, TENSOR),
     },
     CHECKPOINT: {COMMON, JOB, PARTITION, SHARDING, OPTIMIZER},
     ACTIVATIONS: {COMMON},
     FOOTPRINT: {COMMON, JOB, PIPELINE, PARTITION, OPTIMIZER, MODEL},
     API: {COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, OPTIMIZER, MODEL, FOOTPRINT},
     "smddp.modelparallel": {
-        *(COMMON, JOB, PARTITION, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API, DELAYED),
+        HUGGING_FACE,
+        *(COMMON, JOB, PARTITION, OPTIMIZER, MODEL, CHECKPOINT, API, DELAYED, TENSOR),
     },
     "smdistributed": set(),
     "smdistributed.dataparallel": {"smddp", "smddp_launch", "smddp_tensorflow"},
     "smdistributed.modelparallel": {
         *("smddp.modelparallel", COMMON, JOB, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
+        *(HUGGING_FACE, TENSOR, TRANSFORMER),
     },
 }
 

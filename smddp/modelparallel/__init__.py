@@ -65,12 +65,6 @@ from smddp.modelparallel.common.errors import (
     SMPPeerError,
     SMPUsageError,
 )
-from smddp.modelparallel.compatibility.absent import (
-    set_tensor_parallelism,
-    tensor_parallelism,
-    tp_register,
-    tp_register_with_module,
-)
 from smddp.modelparallel.delayed.context import (
     delay_param_initialization,
     delayed_parameter_initialization,
@@ -85,11 +79,17 @@ from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 from smddp.modelparallel.optimizer.distributed_optimizer import DistributedOptimizer
 from smddp.modelparallel.partition.context import partition, set_partition
 from smddp.modelparallel.partition.trace import is_tracing
+from smddp.modelparallel.tensor.huggingface import architectures as _architectures
+from smddp.modelparallel.tensor.marks import set_tensor_parallelism, tensor_parallelism
+from smddp.modelparallel.tensor.registry import add_finder as _add_finder
+from smddp.modelparallel.tensor.registry import tp_register, tp_register_with_module
 
 WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
 TP_GROUP, PP_GROUP, RDP_GROUP = CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP
 WORLD_RANK, MP_RANK, DP_RANK = RankType.WORLD_RANK, RankType.MP_RANK, RankType.DP_RANK
 TP_RANK, PP_RANK, RDP_RANK = RankType.TP_RANK, RankType.PP_RANK, RankType.RDP_RANK
+
+_add_finder(_architectures.registration)
 
 __all__ = [
     "DP_GROUP",

@@ -313,15 +313,16 @@ def _save_shards(index: Path, model: Any) -> None:
     """
     topology = state.topology
     entries = {} if model is None else model.local_state_dict()
-    if model is not None and state.groups.sharding is not None:
-        # Those of this rank are shards of parameters.
+    if model is not None and (state.groups.sharding is not None or topology.tp_size > 1):
+        # Those of this rank are parts of parameters.
         everything = model.state_dict()
         entries = {name: everything[name] for name in entries if name in everything}
     entries.pop(MARKER, None)
+    entries.pop(SHARDS, None)
     whole = Path(index.name.removesuffix(_INDEX))
     part = f"{topology.rank_in('pp') + 1:05}-of-{topology.pp_size:05}"
     file = index.with_name(f"{whole.stem}-{part}{whole.suffix}")
-    if topology.rank_in("rdp") == 0 and entries:
+    if topology.rank_in("dp") == 0 and entries:
         _write_whole(file, entries)
     size = sum(
         value.numel() * value.element_size()
@@ -393,7 +394,7 @@ def _pieces(model: Any, optimizer: Any) -> dict[str, Any]:
     topology, degree = state.topology, state.cfg.sharded_data_parallel_degree
     number = topology.rank_in("dp" if degree > 1 else "rdp")
     saves = number < degree
-    place = f"_{topology.rank_in('mp')}" + (f"_{number}" if degree > 1 else "")
+    place = _suffix(False) + (f"_{number}" if degree > 1 else "")
     pieces = {f"model{place}": model.local_state_dict()} if saves and model is not None else {}
     if optimizer is not None and (saves or state.cfg.shard_optimizer_state):
         entries = optimizer.local_state_dict(gather_if_shard=False)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.tensor.division import division_of
 
-__all__ = ["dump_model", "get_distribution_axis", "rmsg", "same_state_dict", "verify"]
+__all__ = ["dump_model", "get_distribution_axis", "rmsg", "verify"]
 
 
 def rmsg(message: str) -> str:
@@ -20,25 +20,9 @@ def rmsg(message: str) -> str:
 
 
 def get_distribution_axis(parameter: nn.Parameter) -> int | None:
-    """Returns the dimension along which a parameter is divided: None, as none is divided."""
-    return None
-
-
-def same_state_dict(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> Mapping[str, Any]:
-    """Returns a state dict unchanged, in place of a translation for a tensor-parallel model.
-
-    Without tensor parallelism both sides have the same names.
-
-    Args:
-        state_dict: of a model or a part of it.
-        max_seq_len: accepted, and without effect.
-
-    Returns:
-        `state_dict` itself.
-    """
-    return state_dict
+    """Returns the dimension along which a parameter is divided; None if it is whole."""
+    division = division_of(parameter)
+    return None if division is None else division.dimension
 
 
 def dump_model(model: Any, file: str) -> None:

@@ -21,16 +21,24 @@ from smddp.modelparallel.data_parallel.join import Join
 from smddp.modelparallel.data_parallel.replicas import tell_replicas
 from smddp.modelparallel.pipeline.failure import Redo
 
-__all__ = ["Bucket", "DataParallel", "Shards"]
+__all__ = ["Bucket", "DataParallel", "Ranks", "Shards"]
 
 _BROADCAST = 250 * 2**20  # bytes of a message
 
 
-class _Ranks(NamedTuple):
-    """Ranks that reduce a bucket."""
+class Ranks(NamedTuple):
+    """Ranks that reduce a gradient.
+
+    Attributes:
+        group: of these ranks.
+        size: of the group.
+        losses: the sum over the group is the gradient of so many ranks' losses; it is divided by
+            their number.
+    """
 
     group: dist.ProcessGroup
     size: int
+    losses: int
 
 
 class Shards(Protocol):
@@ -65,7 +73,7 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, parameters: Sequence[nn.Parameter], last: bool, ranks: _Ranks
+        self, index: int, parameters: Sequence[nn.Parameter], last: bool, ranks: Ranks
     ) -> None:
         self._index, self._last = index, last
         self.ranks = ranks
@@ -119,6 +127,10 @@ class DataParallel:
         parameters: what gets a gradient on this rank: parameters, and shards of parameters.
         views: are gradients views of the buckets?
         join: replicas with different numbers of batches.
+        divided: the ranks that have the same part of a parameter that is divided over
+            tensor-parallel ranks; None without tensor parallelism. The other parameters are equal
+            on all ranks of `group`.
+        is_divided: says whether a parameter is divided so.
         shards: divides parameters over replicas; None if all are whole. With it, every step needs
             all replicas, so all of them learn at its end whether it has failed on any.
     """
@@ -148,6 +160,8 @@ class DataParallel:
         self.overlap = overlap
         self.hook: Callable[[Any], Any] | None = None
         self.shards: Shards | None = None
+        self.divided: Ranks | None = None
+        self.is_divided: Callable[[nn.Parameter], bool] = lambda _: False
         self.parameters: list[nn.Parameter] = []
         self._cap = bucket_cap_mb * 2**20
         self._passes = passes
@@ -197,17 +211,17 @@ class DataParallel:
     def _make_buckets(self) -> None:
         # Backward passes reach the last layers first. Sums of shards are final at the end of the
         # step, so their buckets come last.
-        groups: list[tuple[list[nn.Parameter], _Ranks]] = []
+        groups: list[tuple[list[nn.Parameter], Ranks]] = []
         room: dict[Any, float] = {}
         open_group: dict[Any, list[nn.Parameter]] = {}
         backwards = self.parameters[::-1]
         whole = [parameter for parameter in backwards if not self._is_shard(parameter)]
         for parameter in (*whole, *filter(self._is_shard, backwards)):
             dtype = parameter.grad_dtype or parameter.dtype
-            kind = (dtype, parameter.device, self._is_shard(parameter))
-            size = parameter.numel() * dtype.itemsize
             ranks = self._ranks_of(parameter)
-            if ranks.size == 1:
+            kind = (dtype, parameter.device, self._is_shard(parameter), ranks)
+            size = parameter.numel() * dtype.itemsize
+            if ranks.size == ranks.losses == 1:
                 continue
             if kind not in open_group or room[kind] < size:
                 open_group[kind] = []
@@ -221,10 +235,15 @@ class DataParallel:
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters()}
 
-    def _ranks_of(self, parameter: nn.Parameter) -> _Ranks:
+    def _ranks_of(self, parameter: nn.Parameter) -> Ranks:
         """Returns the ranks over which the gradient of a parameter or a shard is reduced."""
-        group = None if self.shards is None else self.shards.reducers(parameter)
-        return _Ranks(self.group, self.size) if group is None else _Ranks(group, group.size())
+        if self.shards is not None:
+            group = self.shards.reducers(parameter)
+            if group is not None:
+                return Ranks(group, group.size(), group.size())
+        if self.divided is not None and self.is_divided(parameter):
+            return self.divided
+        return Ranks(self.group, self.size, self.size)
 
     def _is_shard(self, parameter: nn.Parameter) -> bool:
         return self.shards is not None and self.shards.reducers(parameter) is not None
@@ -425,7 +444,7 @@ class DataParallel:
                 if flat is not bucket.buffer():
                     bucket.buffer().copy_(flat.view(-1))
             else:
-                bucket.buffer().div_(bucket.ranks.size)
+                bucket.buffer().div_(bucket.ranks.losses)
             pieces = bucket.gradients()
             for parameter, piece in zip(bucket.parameters(), pieces, strict=True):
                 found[parameter] = piece if self.views else piece.clone()
@@ -474,14 +493,24 @@ class DataParallel:
         Args:
             source: that replica.
         """
-        self._broadcast([*self._all_parameters, *self._tensors()], source)
+        divided = [p for p in self._all_parameters if self.is_divided(p)]
+        whole = [p for p in self._all_parameters if not self.is_divided(p)]
+        self._broadcast([*whole, *self._tensors()], source)
+        if divided and self.divided is not None:
+            # `join` is refused with tensor parallelism, so the first replica is the source.
+            self._broadcast_over(self.divided.group, divided, 0)
 
     def _tensors(self) -> list[torch.Tensor]:
         """Returns the buffers of this rank; none before the model is divided."""
         return self._buffers.tensors() if self._buffers is not None else []
 
     def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        self._broadcast_over(self.group, tensors, source)
+
+    def _broadcast_over(
+        self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], source: int
+    ) -> None:
         # There are many small tensors, which travel in few large messages.
-        if tensors:
+        if tensors and group.size() > 1:
             detached = [tensor.detach() for tensor in tensors]
-            dist._broadcast_coalesced(self.group, detached, _BROADCAST, source)  # type: ignore[attr-defined]
+            dist._broadcast_coalesced(group, detached, _BROADCAST, source)  # type: ignore[attr-defined]

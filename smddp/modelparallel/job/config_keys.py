@@ -171,15 +171,13 @@ KEYS: tuple[Key, ...] = (
         "tensor_parallel_degree",
         "positive",
         1,
-        "Tensor parallelism.",
-        instead="no module is divided over tensor-parallel ranks: each is one more replica",
+        "Divide the parameters of marked modules over so many ranks; needs `ddp`.",
     ),
     Key(
         "prescaled_batch",
         "bool",
         False,
-        "The ranks of a tensor-parallel group get the same batch.",
-        instead="tensor-parallel ranks are replicas, of equal batches then",
+        "The ranks of a tensor-parallel group get the same batch; without it, each has its own.",
     ),
     Key(
         "fp16",
@@ -281,9 +279,8 @@ KEYS: tuple[Key, ...] = (
         "_match_weights",
         "bool",
         False,
-        "For tests of tensor parallelism.",
-        (),
-        "modules keep their weights in any case",
+        "Modules that are divided over tensor-parallel ranks keep their weights, in place of new "
+        "ones; for tests.",
     ),
     Key(
         "task_level_activation_checkpointing",

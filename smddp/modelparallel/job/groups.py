@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ class ShardingGroups(NamedTuple):
 class Groups:
     """The process groups of a rank.
 
-    Scripts can get all but three of them. These keep smp's messages apart from the scripts' own.
+    Scripts can get all but four of them. These keep smp's messages apart from the scripts' own.
     All groups have the timeout of the default group.
 
     Attributes:
@@ -40,10 +41,24 @@ class Groups:
         pipeline: the ranks of the pipeline, for its messages.
         order: this rank's order group, for its messages; None if no ranks have to agree on an
             order.
+        exchange: the ranks of the tp group, for activations. Reductions of gradients do not wait
+            for these.
         sharding: those of sharded data parallelism; None without it.
     """
 
-    def __init__(self, topology: Topology, sharding_degree: int = 1) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        sharding_degree: int = 1,
+        order: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """Makes the groups; all ranks have to do it.
+
+        Args:
+            topology: the place of this rank.
+            sharding_degree: of sharded data parallelism.
+            order: all order groups; none if no ranks have to agree on an order.
+        """
         world = dist.group.WORLD
         assert world is not None
         timeout = timeout_of(world)
@@ -60,10 +75,11 @@ class Groups:
         self.messages = _new_group(((*range(topology.size),),), topology.rank, timeout)
         self.pipeline = _new_group(tuple(topology.groups("pp")), topology.rank, timeout)
         self.order: dist.ProcessGroup | None = None
-        if topology.order_size > 1:
-            self.order = _new_group(
-                tuple(topology.replica_groups(topology.order_size)), topology.rank, timeout
-            )
+        if order:
+            self.order = _new_group(tuple(order), topology.rank, timeout)
+        self.exchange = self._by_kind["tp"]
+        if topology.tp_size > 1:
+            self.exchange = _new_group(tuple(topology.groups("tp")), topology.rank, timeout)
         self.sharding: ShardingGroups | None = None
         if sharding_degree > 1:
             parts = tuple(topology.replica_groups(sharding_degree))

@@ -65,7 +65,6 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         cfg.pipeline_parallel_degree,
         cfg.tensor_parallel_degree,
         cfg.placement_strategy,
-        _order_size(cfg, size),
     )
     if topology.rdp_size > 1 and not cfg.ddp:
         raise SMPInitializationError(
@@ -81,7 +80,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     if owns:
         _bring_up(cfg, rank, size)
     _compare(cfg)
-    state.fill(cfg, topology, Groups(topology, cfg.sharded_data_parallel_degree), owns)
+    groups = Groups(topology, cfg.sharded_data_parallel_degree, _order_groups(cfg, topology))
+    state.fill(cfg, topology, groups, owns)
     atexit.register(shutdown)
     if rank == 0:
         _make_log_visible()
@@ -92,19 +92,20 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         log.debug("smp: %s", cfg)
 
 
-def _order_size(cfg: Configuration, size: int) -> int:
-    """Returns how many replicas have to run their tasks in one order; 1 if they need not.
+def _order_groups(cfg: Configuration, topology: Topology) -> list[tuple[int, ...]]:
+    """Returns the groups of ranks that have to run their tasks in one order; empty if none have to.
 
     With one partition, every replica runs one microbatch after the other in any case.
     """
-    partitions: int = cfg.pipeline_parallel_degree
-    if partitions == 1:
-        return 1
-    if cfg.deterministic_server:
-        return max(size // partitions, 1)
-    # Tasks gather parameters, which all ranks of a sharding group have to do in one order.
     degree: int = cfg.sharded_data_parallel_degree
-    return degree
+    if topology.pp_size == 1:
+        return []
+    if cfg.deterministic_server and topology.size_of("dp") > 1:
+        return topology.groups("dp")
+    # Tasks gather parameters, or exchange activations, which all ranks have to do in one order.
+    if topology.tp_size > 1:
+        return topology.groups("tp")
+    return topology.replica_groups(degree) if degree > 1 else []
 
 
 def _compare(cfg: Configuration) -> None:

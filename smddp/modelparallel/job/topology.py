@@ -61,8 +61,6 @@ class Topology:
         letters: a permutation of the letters D (data), P (pipeline) and T (tensor); the rightmost
             letter varies fastest over ranks. With DPT, 2 partitions and 4 ranks, ranks 0 and 1 are
             one pipeline.
-        order_size: number of ranks in an order group: so many replicas run their tasks in one
-            order. It divides the number of replicas.
     """
 
     rank: int
@@ -72,7 +70,6 @@ class Topology:
     pp_size: int
     tp_size: int
     letters: str
-    order_size: int = 1
 
     def __post_init__(self) -> None:
         if self.size % (self.pp_size * self.tp_size):
@@ -118,7 +115,7 @@ class Topology:
     def replica_groups(self, count: int) -> list[tuple[int, ...]]:
         """Returns groups of ranks with the same place in `count` consecutive replicas.
 
-        They are in the same order on every rank. Order groups and sharding groups are such groups.
+        They are in the same order on every rank. Sharding groups are such groups.
 
         Args:
             count: divides the size of the dp groups.

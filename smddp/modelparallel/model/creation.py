@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from smddp.modelparallel.common.errors import SMPUsageError
-from smddp.modelparallel.compatibility.absent import refuse_tensor_parallelism
 from smddp.modelparallel.delayed.context import delay_param_initialization
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.tensor import marks
 
 __all__ = ["model_creation"]
 
@@ -28,17 +28,16 @@ def model_creation(
     `smp.delay_param_initialization` does.
 
     Args:
-        tensor_parallelism: must be False.
+        tensor_parallelism: divide the modules over tensor-parallel ranks, as
+            `smp.tensor_parallelism` does.
         dtype: a floating-point dtype; torch's default if None.
         tensor_parallel_config: the options of modules that are divided over tensor-parallel ranks,
             such as `zero_init` and `flash_attention`; without tensor parallelism they have no
             effect.
 
     Raises:
-        SMPUsageError: the dtype is not a floating-point one, or tensor_parallelism is True.
+        SMPUsageError: the dtype is not a floating-point one.
     """
-    if tensor_parallelism:
-        refuse_tensor_parallelism("model_creation(tensor_parallelism=True)")
     floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     if not floating:
         raise SMPUsageError(f"smp.model_creation(dtype={dtype}): not a floating-point type")
@@ -46,6 +45,8 @@ def model_creation(
     torch.set_default_dtype(before if dtype is None else dtype)
     try:
         with contextlib.ExitStack() as stack:
+            if tensor_parallelism:
+                stack.enter_context(marks.tensor_parallelism(**tensor_parallel_config))
             if state.initialized and state.cfg.delayed_parameter_initialization:
                 stack.enter_context(delay_param_initialization())
             yield

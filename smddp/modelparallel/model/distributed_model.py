@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.common.structure import map_tensors
-from smddp.modelparallel.data_parallel.reducer import DataParallel
+from smddp.modelparallel.data_parallel.reducer import DataParallel, Ranks
 from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.queries import ModelQueries
@@ -23,6 +23,8 @@ from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.optimizer.half import to_float, to_half
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.remote_tensor import RemoteTensor, retype
+from smddp.modelparallel.tensor.division import division_of
+from smddp.modelparallel.tensor.replace import replace_marked
 
 __all__ = ["DistributedModel"]
 
@@ -56,6 +58,8 @@ class DistributedModel(ModelQueries):
 
     With one partition it is ready at once. With several, its first call in a step decides where
     each module lives; parameters that live on another rank then become empty (device "meta").
+    Modules that `smp.tensor_parallelism` has marked are replaced first, so create the optimizer
+    after this.
 
     The arguments are those of the SageMaker Python SDK's documentation of the class.
 
@@ -97,6 +101,7 @@ class DistributedModel(ModelQueries):
     ) -> None:
         super().__init__()
         _check(module, trace_device, trace_execution_times, backward_passes_per_step)
+        module = replace_marked(module)
         self.module = Wrapped(module)
         _name_original_forwards(module)
         cfg, topology = state.cfg, state.topology
@@ -111,6 +116,11 @@ class DistributedModel(ModelQueries):
             broadcast_buffers,
             gradient_as_bucket_view,
         )
+        if topology.tp_size > 1:
+            copies = topology.rdp_size
+            losses = copies if cfg.prescaled_batch else topology.size_of("dp")
+            data_parallel.divided = Ranks(state.groups.of("rdp"), copies, losses)
+            data_parallel.is_divided = lambda parameter: division_of(parameter) is not None
         # Not by nn.Module.__setattr__, because it does not belong to the model.
         self.__dict__["runtime"] = ModelRuntime(
             state,
@@ -282,7 +292,7 @@ class DistributedModel(ModelQueries):
 
         Raises:
             SMPUsageError: `ddp` is off in the configuration, `shard_optimizer_state` is on,
-                parameters are sharded, or replicas run their tasks in one order
+                parameters are sharded or divided, or replicas run their tasks in one order
                 (`deterministic_server`).
         """
         self._refuse_with_sharding("join()", "every replica is needed to gather parameters")
@@ -292,6 +302,11 @@ class DistributedModel(ModelQueries):
             raise SMPUsageError(
                 "join() does not work with shard_optimizer_state: all replicas have to call "
                 "optimizer.step() equally often"
+            )
+        if state.topology.tp_size > 1:
+            raise SMPUsageError(
+                "join() does not work with tensor_parallel_degree greater than 1: all ranks of a "
+                "tensor-parallel group are needed to exchange activations"
             )
         if self.runtime.executor.replicas is not None:
             raise SMPUsageError(

@@ -9,6 +9,8 @@ from torch import nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.model.runtime import ModelRuntime
+from smddp.modelparallel.tensor.division import division_of
+from smddp.modelparallel.tensor.module import DistributedModule
 
 __all__ = ["ModelQueries"]
 
@@ -69,35 +71,44 @@ class ModelQueries(nn.Module):
             if self.runtime.placement.owns_buffer(name):
                 yield name, buffer
 
-    # --- tensor parallelism: nothing is divided in this version -----------------------------------
+    # --- tensor parallelism -----------------------------------------------------------------------
 
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Yields the modules that are divided over tensor-parallel ranks."""
-        return iter(())
+        for module in self.get_module().modules():
+            if isinstance(module, DistributedModule):
+                yield module
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
         """Says whether a parameter is divided over tensor-parallel ranks."""
-        return False
+        return division_of(parameter) is not None
 
     def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
-        """Says whether a buffer is divided over tensor-parallel ranks."""
+        """Says whether a buffer is divided over tensor-parallel ranks: none is."""
         return False
 
     def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        """Says whether a parameter sees the batches of all tensor-parallel ranks."""
-        return False
+        """Says whether a parameter sees the batches of all tensor-parallel ranks.
+
+        Those that are divided do. With `prescaled_batch` there is one batch for all of these ranks.
+        """
+        return self.is_distributed_parameter(parameter)
 
     def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
-        """Says whether a buffer sees the batches of all tensor-parallel ranks."""
+        """Says whether a buffer sees the batches of all tensor-parallel ranks: none does."""
         return False
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the local parameters whose gradients are averaged over `smp.DP_GROUP`."""
-        return self.local_named_parameters()
+        for name, parameter in self.local_named_parameters():
+            if not self.is_scaled_batch_parameter(parameter):
+                yield name, parameter
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the local parameters whose gradients are averaged over `smp.RDP_GROUP` only."""
-        return iter(())
+        for name, parameter in self.local_named_parameters():
+            if self.is_scaled_batch_parameter(parameter):
+                yield name, parameter
 
     def _require_partition(self, what: str) -> None:
         if not self.partitioned:

@@ -38,6 +38,7 @@ from smddp.modelparallel.pipeline.outlook import Outlook
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
 from smddp.modelparallel.sharding.sharding import Sharding
+from smddp.modelparallel.tensor.module import mark_divided
 
 __all__ = ["ModelRuntime"]
 
@@ -95,6 +96,7 @@ class ModelRuntime:
         self.half = half_precision()
         if self.half is not None:
             convert(module, self.half)
+        mark_divided(module)
         self.executor = _executor(state)
         executor = self.executor
         modules = Modules(executor, executor.caller, module, state.cfg.direct_forwarding)

@@ -18,6 +18,8 @@ from smddp.modelparallel.partition.placement import MARKER, Placement
 from smddp.modelparallel.pipeline.remote_tensor import give_values
 from smddp.modelparallel.sharding.joined import SHARDS, form_of, united
 from smddp.modelparallel.sharding.sharding import Sharding
+from smddp.modelparallel.tensor import division
+from smddp.modelparallel.tensor.module import divisions_of
 
 __all__ = ["ModelState"]
 
@@ -31,12 +33,14 @@ class ModelState:
         self._module = module
         self._placement = placement
         self._sharding = sharding
+        # How parameters are divided over tensor-parallel ranks, by name.
+        self._divisions = divisions_of(module)
 
     def full(self, only_rank_0: bool) -> dict[str, Any]:
         """Returns all entries; each value comes from the rank that owns it.
 
         All ranks of the pipeline have to call it; with sharded data parallelism, also those of the
-        sharding group.
+        sharding group, and with tensor parallelism, all ranks of the model.
 
         Args:
             only_rank_0: of the job; the others get an empty dict.
@@ -53,9 +57,23 @@ class ModelState:
                     local[name] = self._gathered(name, value, group)
         else:
             local = self._entries()
+        self._unite(local)
         if only_rank_0 and state.topology.rank != 0:
             return {}
         return local
+
+    def _unite(self, entries: dict[str, Any]) -> None:
+        """Replaces parts of parameters by whole ones; all tensor-parallel ranks have to call it."""
+        names = [name for name in self._divisions if name in entries]
+        if not names:
+            return
+        group, size = state.groups.of("tp"), state.topology.tp_size
+        with together("state_dict", group):
+            for name in names:
+                part = entries[name].detach().contiguous()
+                parts = [torch.empty_like(part) for _ in range(size)]
+                dist.all_gather(parts, part, group=group)
+                entries[name] = self._divisions[name].united(parts)
 
     def _entries(self) -> dict[str, Any]:
         """Returns the module's own state dict, with the values of sharded parameters."""
@@ -92,7 +110,8 @@ class ModelState:
     def local(self) -> dict[str, Any]:
         """Returns the entries that live here, with `MARKER`.
 
-        With sharded data parallelism, the shards of parameters, and with `SHARDS` what they are.
+        With sharded data parallelism, the shards of parameters, and with `SHARDS` what they are;
+        likewise the parts of those that are divided over tensor-parallel ranks.
         """
         entries: dict[str, Any] = {}
         forms: dict[str, Any] = {}
@@ -102,6 +121,8 @@ class ModelState:
             entry = None if self._sharding is None else self._sharding.entry(value)
             if entry is not None:
                 forms[name] = form_of(entry)
+            elif name in self._divisions:
+                forms[name] = division.form_of(self._divisions[name], value, *_place())
             entries[name] = _detached(with_values(value) if entry is None else entry.shard)
         return {**entries, **({SHARDS: forms} if forms else {}), MARKER: True}
 
@@ -114,13 +135,11 @@ class ModelState:
         # Before the model is divided it is not known what lives here, so all parts are loaded.
         alone = bool(given.get(MARKER)) and same_partition and self._placement.divided
         if given.get(MARKER):
-            if self._sharding is not None or SHARDS in given:
-                entries = self._joined(entries, given.get(SHARDS, {}))
+            forms = given.get(SHARDS, {})
+            if self._sharding is not None or any(map(_is_shard, forms.values())):
+                entries, forms = self._joined(entries, forms), {}
             if not alone:
-                merged: dict[str, Any] = {}
-                for part in self._parts(entries):
-                    merged.update(part)
-                entries = merged
+                entries = self._merged(entries, forms)
         names = list(self._module.state_dict(keep_vars=True))
         # Some files hold a shared parameter under only one of its names.
         for same in self._shared():
@@ -139,6 +158,8 @@ class ModelState:
         local = {
             name: value for name, value in entries.items() if name not in names or name in here
         }
+        for name in self._divisions.keys() & local.keys() if not alone else ():
+            local[name] = self._divisions[name].part(local[name], *_place())
         self._module.load_state_dict(local, strict=False)
         return IncompatibleKeys(missing, unexpected)
 
@@ -164,13 +185,19 @@ class ModelState:
         placement = self._placement
         return not placement.divided or placement.owner_of_entry(name) == placement.rank
 
-    def _parts(self, entries: dict[str, Any]) -> list[dict[str, Any]]:
-        if self._placement.size == 1:
-            return [entries]
-        return gathered(_LOADS_PARTIAL, entries, state.groups.of("pp"))
+    def _merged(self, entries: dict[str, Any], forms: dict[str, Any]) -> dict[str, Any]:
+        """Returns the whole entries of all ranks of the model."""
+        if self._placement.size == 1 and not self._divisions:
+            return entries
+        group = state.groups.of("mp" if self._divisions else "pp")
+        parts = gathered(_LOADS_PARTIAL, (entries, forms), group)
+        return united([part for part, _ in parts], [form for _, form in parts])
 
     def gather_in_place(self) -> None:
-        """Gives every rank all parameters and buffers, in memory of the host."""
+        """Gives every rank all parameters and buffers, in memory of the host.
+
+        Of a parameter that is divided over tensor-parallel ranks, every rank keeps its part.
+        """
         group = state.groups.of("pp")
         with together("model.cpu", group):
             self._tell_forms(group)
@@ -180,6 +207,15 @@ class ModelState:
             for name, tensor in tensors.items():
                 give_values(tensor, self._gathered(name, tensor, group).cpu())
         self._placement.gathered = True
+
+
+def _place() -> tuple[int, int]:
+    """Returns the rank in the tensor-parallel group, and its size."""
+    return state.topology.rank_in("tp"), state.topology.tp_size
+
+
+def _is_shard(form: Mapping[str, Any]) -> bool:
+    return "dimension" not in form
 
 
 def _detached(value: Any) -> Any:

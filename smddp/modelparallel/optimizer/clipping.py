@@ -11,6 +11,7 @@ from torch import nn
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.sharding.shard import Shard
+from smddp.modelparallel.tensor.division import division_of
 
 __all__ = ["clip_grad_norm", "global_norm", "largest", "whole_norm"]
 
@@ -33,7 +34,11 @@ def whole_norm(tensor: torch.Tensor, like: torch.Tensor, norm_type: float = 2.0)
         norm_type: 2, or inf for the largest absolute value.
     """
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type)
-    return _over_group(norm, norm_type, like.group) if isinstance(like, Shard) else norm
+    if isinstance(like, Shard):
+        return _over_group(norm, norm_type, like.group)
+    if division_of(like) is not None:
+        return _over_group(norm, norm_type, state.groups.of("tp"))
+    return norm
 
 
 def _over_group(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
@@ -48,10 +53,10 @@ def _over_group(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) 
     return total ** (1.0 / power)
 
 
-def _norm_of_shards(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Returns the norm of gradients that are divided over the sharding group."""
-    assert state.groups.sharding is not None
-    group = state.groups.sharding.gradients
+def _norm_of_parts(
+    gradients: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Returns the norm of gradients of which each rank of a group has a part."""
     if norm_type == 0:
         # A gradient counts once if any rank has an element other than 0.
         counts = torch.stack([gradient.count_nonzero() for gradient in gradients])
@@ -64,7 +69,8 @@ def _norm_of_shards(gradients: Sequence[torch.Tensor], norm_type: float) -> torc
 def global_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
     """Returns the norm of the gradients of the whole model, each counted once.
 
-    All ranks of the pipeline have to call it; with sharded data parallelism, of the sharding group.
+    All ranks of the model have to call it, those of the tensor-parallel groups included; with
+    sharded data parallelism, also those of the sharding group.
 
     Args:
         parameters: those of this rank, and shards; those without a gradient count as zeros.
@@ -80,20 +86,27 @@ def global_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> t
     if not norm_type >= 0:
         raise SMPUsageError(f"norm_type must be at least 0, not {norm_type}")
     found = [(p, p.grad) for p in parameters if p.grad is not None]
+    shards = [gradient for parameter, gradient in found if isinstance(parameter, Shard)]
+    divided = [gradient for parameter, gradient in found if division_of(parameter) is not None]
     total = torch.nn.utils.get_total_norm(
-        [gradient for parameter, gradient in found if not isinstance(parameter, Shard)], norm_type
+        [g for p, g in found if not isinstance(p, Shard) and division_of(p) is None], norm_type
     )
     model = state.current_model()
     if model is None:
         return total
-    shards = [gradient for parameter, gradient in found if isinstance(parameter, Shard)]
+    parts: list[tuple[list[torch.Tensor], dist.ProcessGroup]] = []
     if shards:
-        of_shards = _norm_of_shards(shards, norm_type)
-        total = total.to(of_shards.device, torch.float32)
+        assert state.groups.sharding is not None
+        parts.append((shards, state.groups.sharding.gradients))
+    if divided:
+        parts.append((divided, state.groups.of("tp")))
+    for gradients, group in parts:
+        of_parts = _norm_of_parts(gradients, norm_type, group)
+        total = total.to(of_parts.device, torch.float32)
         if norm_type == 0:
-            total = total + of_shards
+            total = total + of_parts
         else:
-            total = torch.linalg.vector_norm(torch.stack([total, of_shards]), norm_type)
+            total = torch.linalg.vector_norm(torch.stack([total, of_parts]), norm_type)
     if state.topology.pp_size == 1:
         return total
     total = total.to(model.runtime.device, torch.float32)

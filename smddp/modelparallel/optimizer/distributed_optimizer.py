@@ -25,6 +25,7 @@ from smddp.modelparallel.optimizer.stand_ins import StandIns
 from smddp.modelparallel.partition.placement import MARKER, Placement
 from smddp.modelparallel.sharding.joined import SHARDS, form_of, united
 from smddp.modelparallel.sharding.sharding import Sharding
+from smddp.modelparallel.tensor import division
 
 __all__ = ["FP16_STATES", "DistributedOptimizer", "merged"]
 
@@ -358,6 +359,12 @@ class _State:
                 own[FP16_STATES] = self.stand_ins.state_dict(self.indices())
             if state.groups.sharding is not None:
                 own[SHARDS] = {i: form_of(entry) for i, entry in self._entries().items()}
+        divided = {i: p for i, p in self._divided().items() if i in mine}
+        if divided:
+            own[SHARDS] = {
+                i: division.form_of(how, parameter.detach(), *_place())
+                for i, (parameter, how) in divided.items()
+            }
         own[MARKER] = True
         if self.shards is not None:
             own[SHARD] = self.shards.rank, self.shards.size
@@ -450,6 +457,12 @@ class _State:
         """Returns the sharded parameters of the optimizer, by number."""
         return {} if self.stand_ins is None else self.stand_ins.entries(self.indices())
 
+    def _divided(self) -> dict[int, tuple[Any, division.Division]]:
+        """Returns the parameters that are divided over tensor-parallel ranks, by number."""
+        numbers = self.indices()
+        found = ((p, division.division_of(p)) for p in self._originals())
+        return {numbers[id(p)]: (p, how) for p, how in found if how is not None}
+
     def _load_some(self, entries: Mapping[str, Any], mine: set[int]) -> None:
         if self.shards is not None:
             numbers = self.indices()
@@ -459,10 +472,19 @@ class _State:
         for i, entry in self._entries().items():
             if i in kept:
                 kept[i] = entry.cut_state(kept[i])
+        divided = self._divided()
+        for i, (parameter, how) in divided.items():
+            if i in kept:
+                kept[i] = how.state_parts(kept[i], parameter.shape, *_place())
         rest = {name: value for name, value in entries.items() if name != FP16_STATES}
         self._load(self._optimizer(), {**rest, "state": kept})
         if self.stand_ins is not None and self.stand_ins.half and FP16_STATES in entries:
-            self.stand_ins.load_state_dict(entries[FP16_STATES], self.indices())
+            half = entries[FP16_STATES]
+            masters = dict(half["masters"])
+            for i, (_, how) in divided.items():
+                if i in masters:
+                    masters[i] = how.part(masters[i], *_place())
+            self.stand_ins.load_state_dict({**half, "masters": masters}, self.indices())
 
     def _local_indices(self) -> set[int]:
         model = state.current_model()
@@ -488,9 +510,14 @@ class _State:
         whole = {name: value for name, value in part.items() if name != MARKER}
         if state.groups.sharding is not None:
             whole = merged(gathered(what, whole, state.groups.sharding.parameters))
-        if state.topology.pp_size > 1:
-            whole = merged(gathered(what, whole, state.groups.of("pp")))
+        if state.topology.size_of("mp") > 1:
+            whole = merged(gathered(what, whole, state.groups.of("mp")))
         return whole
+
+
+def _place() -> tuple[int, int]:
+    """Returns the rank in the tensor-parallel group, and its size."""
+    return state.topology.rank_in("tp"), state.topology.tp_size
 
 
 def _shards(optimizer: Any) -> Shards | None:

@@ -22,6 +22,7 @@ from smddp.modelparallel.optimizer.loss_scale import LossScaler
 from smddp.modelparallel.partition.placement import Placement
 from smddp.modelparallel.sharding.shard import Shard, ShardedParameter
 from smddp.modelparallel.sharding.sharding import Sharding
+from smddp.modelparallel.tensor.division import division_of, mark
 
 __all__ = ["StandIns"]
 
@@ -159,6 +160,9 @@ class StandIns:
             value = data.float() if data.dtype in HALF else data
             if entry is None:
                 stand_in = nn.Parameter(value, local.requires_grad)
+                division = division_of(parameter)
+                if division is not None:
+                    mark(iter([(stand_in, division)]))
             else:
                 stand_in = Shard.of(value, local.requires_grad, entry.shard.group)
         return _Row(parameter, local, stand_in, entry), stand_in

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
+from smddp.modelparallel.common.creation import each_new_module
 from smddp.modelparallel.common.errors import SMPPartitionError, SMPUsageError
 from smddp.modelparallel.job.state import state
 
@@ -17,8 +16,6 @@ __all__ = ["ATTRIBUTE", "partition", "set_partition"]
 
 # Attribute of modules created inside a context: the partition. A copy of a module has it, too.
 ATTRIBUTE = "_smp_partition"
-
-_stack: list[int] = []
 
 
 @contextlib.contextmanager
@@ -47,25 +44,8 @@ def partition(index: int) -> Iterator[None]:
             "with auto_partition: False and a default_partition in the configuration",
             stacklevel=3,
         )
-    if not _stack:
-        nn.Module.__init__ = _recording_init  # type: ignore[method-assign]
-    _stack.append(index)
-    try:
+    with each_new_module(lambda module: module.__dict__.__setitem__(ATTRIBUTE, index)):
         yield
-    finally:
-        _stack.pop()
-        if not _stack:
-            nn.Module.__init__ = _original_init  # type: ignore[method-assign]
-
-
-_original_init = nn.Module.__init__
-
-
-@functools.wraps(_original_init)
-def _recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    _original_init(self, *args, **kwargs)
-    if _stack:
-        self.__dict__[ATTRIBUTE] = _stack[-1]
 
 
 def set_partition(module: nn.Module, index: int) -> None:

@@ -30,6 +30,7 @@ from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.delayed.recorder import copies_made_by
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.pipeline.modules import forget_owner
+from smddp.modelparallel.tensor.module import is_divided
 
 __all__ = ["Trace", "Visit", "fake_copy", "is_tracing", "size_of", "trace_model"]
 
@@ -89,7 +90,8 @@ def trace_model(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
         root: the model; all of it is on this rank.
         args: of the first microbatch.
         kwargs: of the first microbatch.
-        times: measure seconds on real data, in place of counting operations.
+        times: measure seconds on real data, in place of counting operations; not if a module is
+            divided over tensor-parallel ranks.
     """
     state.tracing = True
     before = RandomState()
@@ -104,15 +106,22 @@ def _trace(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
     with warnings.catch_warnings():
         # These warnings are about the trace only; the step itself warns where there is reason to.
         warnings.simplefilter("ignore")
-        if not times:
+        # With real data, exchanges of activations would wait for ranks that do not trace.
+        divided = is_divided(root)
+        if not times or divided:
             try:
                 return _on_fake_tensors(root, args, kwargs)
             except Exception as error:
+                why = ""
                 if any(map(is_delayed, root.parameters())):
+                    why = "the parameters have no values yet"
+                if divided:
+                    why = "a module is divided over tensor-parallel ranks, which do not trace"
+                if why:
                     log.warning(
-                        "smp: tracing with fake tensors failed (%s), and the parameters have no "
-                        "values yet; the model is divided by parameters alone",
-                        error,
+                        "smp: tracing with fake tensors failed (%s), and %s; the model is divided "
+                        "by parameters alone",
+                        *(error, why),
                     )
                     return Trace(len(list(root.modules())), "parameters only")
                 log.info("smp: tracing with fake tensors failed (%s); using real data", error)

@@ -1,4 +1,7 @@
-"""Makes whole tensors of the shards in the partial state dicts of several ranks."""
+"""Makes whole tensors of the parts in the partial state dicts of several ranks.
+
+The parts are shards of sharded data parallelism, or parts of tensor parallelism.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Any
 import torch
 
 from smddp.modelparallel.sharding.shard import ShardedParameter
+from smddp.modelparallel.tensor.division import Division
 
 __all__ = ["SHARDS", "form_of", "joined", "united"]
 
-# Key of a partial state dict: the form of each entry that is only a shard.
+# Key of a partial state dict: the form of each entry that is only a part.
 SHARDS = "_smp_shards"
 
 
@@ -37,7 +41,7 @@ def joined(name: Any, pieces: Sequence[tuple[Mapping[str, Any], Any]]) -> Any:
     if sorted(by_rank) != list(range(form["degree"])):
         raise ValueError(
             f"of the {form['degree']} parts of {name!r} there are only those of ranks "
-            f"{sorted(by_rank)} of the sharding group"
+            f"{sorted(by_rank)} of their group"
         )
     values = [by_rank[rank] for rank in range(form["degree"])]
     if isinstance(values[0], torch.Tensor):
@@ -72,10 +76,14 @@ def united(
 
 
 def _is_shard(value: Any, form: Mapping[str, Any]) -> bool:
+    if "dimension" in form:
+        return isinstance(value, torch.Tensor) and list(value.shape) == list(form["shape"])
     size = -(-math.prod(form["shape"]) // form["degree"])
     return isinstance(value, torch.Tensor) and value.shape == (size,)
 
 
 def _joined(shards: Sequence[torch.Tensor], form: Mapping[str, Any]) -> torch.Tensor:
+    if "dimension" in form:
+        return Division(form["dimension"], form["blocks"]).united(shards)
     whole = torch.cat([shard.reshape(-1) for shard in shards])
     return whole[: math.prod(form["shape"])].view(form["shape"])

@@ -54,6 +54,10 @@ class Exchange:
         self.group, self.prescaled = group, prescaled
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
+        """Returns itself: it does not change, and a process group cannot be copied."""
+        return self
+
     def gather(self, x: Tensor) -> Tensor:
         """Returns the examples of all ranks, [B, ...] -> [T * B, ...]; [B, ...] if prescaled."""
         if self.prescaled:

@@ -62,7 +62,7 @@ def test_the_default_comes_back() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [({"dtype": torch.int8}, "floating-point"), ({"tensor_parallelism": True}, "in this version")],
+    [({"dtype": torch.int8}, "floating-point")],
 )
 def test_what_it_cannot_do(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(SMPUsageError, match=text), smp.model_creation(**arguments):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from smddp.modelparallel.common import errors
-from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.common.errors import SMPInitializationError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -91,40 +91,14 @@ def test_every_error_is_there_and_documented() -> None:
         assert f"| `{name}` |" in guide
 
 
-# The calls of tensor parallelism that scripts make without it, too, and whether they are turned on.
-TENSOR_PARALLELISM = {
-    "tensor_parallelism": lambda smp, on: smp.tensor_parallelism(enabled=on, fused_softmax=True),
-    "set_tensor_parallelism": lambda smp, on: smp.set_tensor_parallelism(
-        nn.Linear(1, 1), enabled=on, attention_in_fp32=True
-    ),
-    "model_creation": lambda smp, on: smp.model_creation(
-        tensor_parallelism=on, flash_attention=True
-    ).__enter__(),
-}
-
-
-@pytest.mark.parametrize("name", TENSOR_PARALLELISM)
-def test_tensor_parallelism_that_is_turned_on_or_off(name: str) -> None:
-    smp = importlib.import_module("smdistributed.modelparallel.torch")
-    with pytest.raises(SMPUsageError, match=f"smp.{name}.*turn it off"):
-        TENSOR_PARALLELISM[name](smp, True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        TENSOR_PARALLELISM[name](smp, False)
-    with pytest.raises(SMPUsageError, match="turn it off"), smp.tensor_parallelism():
-        pass
-    with pytest.raises(SMPUsageError, match=r"set_tensor_parallelism\(Linear\)"):
-        smp.set_tensor_parallelism(nn.Linear(1, 1))
-
-
 def test_modules_that_are_made_where_tensor_parallelism_is_off_stay_what_they_are() -> None:
     smp = importlib.import_module("smdistributed.modelparallel.torch")
 
-    @smp.tp_register(smp.nn.DistributedLinear, init_hook=lambda *a, **k: (a, k))
+    @smp.tp_register(smp.nn.DistributedLinear)
     class Registered(nn.Linear):
         pass
 
-    smp.tp_register_with_module(nn.Embedding, smp.nn.DistributedEmbedding, forward_hook=None)
+    smp.tp_register_with_module(nn.Embedding, smp.nn.DistributedEmbedding)
     torch.manual_seed(1)
     with warnings.catch_warnings(), smp.tensor_parallelism(enabled=False, zero_init=True):
         warnings.simplefilter("error")
@@ -137,30 +111,16 @@ def test_modules_that_are_made_where_tensor_parallelism_is_off_stay_what_they_ar
     assert not isinstance(inside, smp.nn.DistributedModule)
 
 
-def test_modules_of_tensor_parallelism_cannot_be_made() -> None:
+def test_modules_that_are_divided() -> None:
     from smdistributed.modelparallel.torch import nn as smp_nn
 
     names = [name for name in smp_nn.__all__ if name.startswith("Distributed")]
     assert len(names) == 8
     for name in names:
-        kind = getattr(smp_nn, name)
-        assert issubclass(kind, smp_nn.DistributedModule)
-        with pytest.raises(SMPUsageError, match=f"smp.nn.{name}: no module is divided"):
-            kind(2, hidden_size=3)
-    with pytest.raises(SMPUsageError, match=r"FlashAttentionLayer.*scaled_dot_product_attention"):
-        smp_nn.FlashAttentionLayer(attention_head_size=4)
+        assert issubclass(getattr(smp_nn, name), smp_nn.DistributedModule)
+    with pytest.raises(SMPInitializationError, match=r"call smp.init\(\) first"):
+        smp_nn.DistributedTransformerLayer()
     assert not hasattr(smp_nn, "Nonsense")
-
-
-def test_translations_without_tensor_parallelism_change_nothing() -> None:
-    from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import (
-        translate_hf_state_dict_to_smdistributed,
-        translate_state_dict_to_hf_gpt2,
-    )
-
-    state = {"transformer.wte.weight": 1}
-    assert translate_state_dict_to_hf_gpt2(state, 1024) == state
-    assert translate_hf_state_dict_to_smdistributed(state) == state
 
 
 def test_version_selects_the_newer_checkpoint_interface() -> None:

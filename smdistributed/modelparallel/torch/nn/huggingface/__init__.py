@@ -1,8 +1,4 @@
-"""Translations between states of tensor-parallel models and those of Hugging Face's classes.
-
-No model is split over tensor-parallel ranks in this version, so all states have the names of the
-model: there is nothing to change.
-"""
+"""Translations between states of tensor-parallel models and those of Hugging Face's classes."""
 
 from smdistributed.modelparallel.torch.nn.huggingface import bert, gpt2, gptj, gptneo, roberta
 

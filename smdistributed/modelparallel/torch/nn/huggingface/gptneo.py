@@ -1,10 +1,8 @@
 """GPT-Neo. Releases of the original library use different names for the same function."""
 
-from smddp.modelparallel.compatibility.utils import (
-    same_state_dict as translate_hf_state_dict_to_smdistributed_gptneo,
-)
-from smddp.modelparallel.compatibility.utils import (
-    same_state_dict as translate_state_dict_to_hf_gptneo,
+from smddp.modelparallel.tensor.huggingface.gptneo import (
+    translate_hf_state_dict_to_smdistributed_gptneo,
+    translate_state_dict_to_hf_gptneo,
 )
 
 __all__ = [

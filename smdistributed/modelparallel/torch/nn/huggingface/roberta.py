@@ -1,13 +1,11 @@
 """RoBERTa. Releases of the original library use different names for the same function."""
 
-from smddp.modelparallel.compatibility.utils import (
-    same_state_dict as translate_hf_state_dict_to_smdistributed_roberta,
+from smddp.modelparallel.tensor.huggingface.roberta import (
+    translate_hf_state_dict_to_smdistributed_roberta,
+    translate_state_dict_to_hf_roberta,
 )
-from smddp.modelparallel.compatibility.utils import (
-    same_state_dict as translate_state_dict_to_hf_roberta,
-)
-from smddp.modelparallel.compatibility.utils import (
-    same_state_dict as translate_state_dict_to_smdistributed,
+from smddp.modelparallel.tensor.huggingface.roberta import (
+    translate_hf_state_dict_to_smdistributed_roberta as translate_state_dict_to_smdistributed,
 )
 
 __all__ = [

@@ -1,0 +1,39 @@
+"""Contexts in which every new module of the script is seen."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+__all__ = ["each_new_module"]
+
+_observers: list[Callable[[nn.Module], None]] = []
+_original_init = nn.Module.__init__
+
+
+@functools.wraps(_original_init)
+def _observed_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    _original_init(self, *args, **kwargs)
+    for observer in _observers:
+        observer(self)
+
+
+@contextlib.contextmanager
+def each_new_module(observer: Callable[[nn.Module], None]) -> Iterator[None]:
+    """In this context a function gets every new module, when nn.Module.__init__ has ended.
+
+    Of nested contexts, the functions are called from the outermost to the innermost.
+    """
+    if not _observers:
+        nn.Module.__init__ = _observed_init  # type: ignore[method-assign]
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.pop()
+        if not _observers:
+            nn.Module.__init__ = _original_init  # type: ignore[method-assign]

@@ -1,0 +1,111 @@
+"""How a parameter is divided over the ranks of a tp group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Division", "division_of", "form_of", "mark"]
+
+_ATTRIBUTE = "_smp_division"
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How a parameter is divided: rank i of T has the i-th of T equal parts of one dimension.
+
+    Attributes:
+        dimension: the one that is divided.
+        blocks: the dimension consists of so many equal blocks, each of which is divided; a part
+            has a piece of each block. A weight that makes queries, keys and values in one product
+            has three.
+    """
+
+    dimension: int
+    blocks: int = 1
+
+    def part(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """Returns a copy of the part of a rank.
+
+        Args:
+            whole: the parameter of one process.
+            rank: in the tp group.
+            size: of the group; `blocks * size` divides the dimension.
+        """
+        pieces = [b.chunk(size, self.dimension)[rank] for b in self._blocks_of(whole)]
+        return torch.cat(pieces, self.dimension)
+
+    def united(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the whole parameter.
+
+        Args:
+            parts: of all ranks, in the order of ranks.
+        """
+        pieces = zip(*map(self._blocks_of, parts), strict=True)
+        return torch.cat([piece for block in pieces for piece in block], self.dimension)
+
+    def whole_shape(self, part: torch.Size, size: int) -> torch.Size:
+        """Returns the shape of the whole parameter.
+
+        Args:
+            part: the shape of a part.
+            size: of the tp group.
+        """
+        shape = list(part)
+        shape[self.dimension] *= size
+        return torch.Size(shape)
+
+    def state_parts(
+        self, state: Mapping[str, Any], part: torch.Size, rank: int, size: int
+    ) -> dict[str, Any]:
+        """Returns the state of a parameter in an optimizer for one rank.
+
+        Args:
+            state: of the whole parameter. Tensors of its shape are divided as it is.
+            part: the shape of the rank's part of the parameter.
+            rank: in the tp group.
+            size: of the group.
+        """
+        whole = self.whole_shape(part, size)
+        return {
+            key: self.part(value, rank, size)
+            if isinstance(value, Tensor) and value.shape == whole
+            else value
+            for key, value in state.items()
+        }
+
+    def _blocks_of(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.chunk(self.blocks, self.dimension)
+
+
+def mark(parameters: Iterator[tuple[Any, Division]]) -> None:
+    """Lets `division_of` answer for parameters. Copies of them are not marked."""
+    for parameter, division in parameters:
+        setattr(parameter, _ATTRIBUTE, division)
+
+
+def division_of(parameter: Any) -> Division | None:
+    """Returns how a parameter of a model is divided; None if it is whole."""
+    division: Division | None = getattr(parameter, _ATTRIBUTE, None)
+    return division
+
+
+def form_of(division: Division, part: Tensor, rank: int, size: int) -> dict[str, Any]:
+    """Returns what one has to know about a part to unite it with the others, as plain data.
+
+    Args:
+        division: of the parameter.
+        part: of a rank.
+        rank: in the tp group.
+        size: of the group.
+    """
+    return {
+        **dataclasses.asdict(division),
+        "shape": list(part.shape),
+        "rank": rank,
+        "degree": size,
+    }

@@ -1,0 +1,1 @@
+"""Hugging Face's transformers: which classes are divided, and translations of their states."""

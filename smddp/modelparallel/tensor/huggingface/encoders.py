@@ -1,0 +1,85 @@
+"""What BERT and RoBERTa share: their encoder is divided, embeddings and heads are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smddp.modelparallel.tensor.huggingface.hooks import (
+    Hooks,
+    score_mask,
+    states_output,
+    take,
+)
+from smddp.modelparallel.tensor.huggingface.translation import Rule, Translation
+from smddp.modelparallel.tensor.transformer.layers import DistributedTransformer
+
+__all__ = ["TRANSLATION", "hooks"]
+
+_HF, _SMP = "{prefix}layer.{i}.", "{prefix}seq_layers.{i}."
+
+
+def _attention(hf: str, smp: str) -> list[Rule]:
+    inner = [
+        *((f"self.{name}", name) for name in ("query", "key", "value")),
+        *(("output.dense", "dense"), ("output.LayerNorm", "layernorm")),
+    ]
+    return [
+        Rule(f"{_HF}{hf}.{theirs}.{{kind}}", (f"{_SMP}{smp}.{own}.{{kind}}",))
+        for theirs, own in inner
+    ]
+
+
+TRANSLATION = Translation(
+    [
+        *_attention("attention", "attention"),
+        *_attention("crossattention", "cross_attention"),
+        Rule(f"{_HF}intermediate.dense.{{kind}}", (f"{_SMP}output.dense1.{{kind}}",)),
+        Rule(f"{_HF}output.dense.{{kind}}", (f"{_SMP}output.dense2.{{kind}}",)),
+        Rule(f"{_HF}output.LayerNorm.{{kind}}", (f"{_SMP}output.layernorm.{{kind}}",)),
+    ]
+)
+
+
+def init_hook(config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Maps the arguments of an encoder."""
+    return (), {
+        "num_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "attention_head_size": config.hidden_size // config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "attention_dropout_prob": config.attention_probs_dropout_prob,
+        "hidden_dropout_prob": config.hidden_dropout_prob,
+        "activation": config.hidden_act,
+        "layernorm_epsilon": config.layer_norm_eps,
+        "initializer_range": config.initializer_range,
+        "use_normal_initialization": True,
+        "causal_mask_size": config.max_position_embeddings if config.is_decoder else None,
+        "add_cross_attention": config.add_cross_attention,
+        "pre_layernorm": False,
+        "post_layernorm": True,
+    }
+
+
+def forward_hook(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Maps the named arguments of an encoder's forward method."""
+    hidden, mask, states, states_mask, _ = take(
+        given,
+        "the encoder",
+        *("hidden_states", "attention_mask", "encoder_hidden_states", "encoder_attention_mask"),
+        "position_ids",  # the embeddings hold them
+    )
+    mask = score_mask(mask, hidden.dtype)
+    if states is None:
+        return ((hidden, mask),), {}
+    return ((hidden, states, mask, score_mask(states_mask, hidden.dtype)),), {}
+
+
+def return_hook(returned: Any) -> Any:
+    """Maps the tuple of `DistributedTransformer`."""
+    return states_output(returned[0])
+
+
+def hooks(module: str, name: str) -> Hooks:
+    """Returns those of an encoder."""
+    return Hooks(module, name, DistributedTransformer, init_hook, forward_hook, return_hook)

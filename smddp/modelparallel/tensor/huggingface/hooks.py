@@ -1,0 +1,168 @@
+"""What the hooks of all architectures share.
+
+`transformers` is not imported before a model of it exists: smddp does not need it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.tensor.transformer.options import additive
+
+__all__ = [
+    "Architecture",
+    "Hooks",
+    "bound",
+    "causal_output",
+    "masked",
+    "score_mask",
+    "states_output",
+    "take",
+]
+
+# Arguments that do not change the results.
+_IGNORED = {
+    "use_cache",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "cache_position",
+}
+
+
+class Hooks(NamedTuple):
+    """A class of transformers, and what takes its place.
+
+    Attributes:
+        module: where the class is.
+        name: of the class.
+        dist_module: the class that takes its place.
+        init: maps the arguments of its constructor to those of dist_module.
+        forward: maps the named arguments of its forward method to those of dist_module's.
+        returned: maps what that returns to what the class returns.
+        prefix: begins the names of its tensors in the state of a language model.
+    """
+
+    module: str
+    name: str
+    dist_module: type
+    init: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+    forward: Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    returned: Callable[[Any], Any]
+    prefix: str = ""
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Returns the arguments of `smp.tp_register_with_module`. Imports the class.
+
+        Raises:
+            AttributeError: this release of transformers does not have the class.
+            ImportError: transformers is not installed.
+        """
+        module_cls = getattr(importlib.import_module(self.module), self.name)
+        return (
+            module_cls,
+            self.dist_module,
+            self.init,
+            bound(module_cls, self.forward),
+            self.returned,
+        )
+
+
+class Architecture(NamedTuple):
+    """What is known of an architecture.
+
+    Attributes:
+        hooks: of its classes.
+        to_hf: translates a state dict to Hugging Face's names.
+        to_smp: translates one from them.
+    """
+
+    hooks: tuple[Hooks, ...]
+    to_hf: Callable[..., dict[str, Any]]
+    to_smp: Callable[..., dict[str, Any]]
+
+    def weights(self, hooks: Hooks, original: nn.Module) -> dict[str, Any]:
+        """Returns the state of a divided module with the weights of the one that it replaces.
+
+        Args:
+            hooks: of the class of `original`.
+            original: a module of transformers, whole.
+        """
+        state = original.state_dict()
+        return self.to_smp({f"{hooks.prefix}{name}": value for name, value in state.items()})
+
+
+def bound(module_cls: type, forward: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+    """Returns a hook with the signature of the class's forward method, without self.
+
+    The method has other arguments in other releases of transformers. The hook hands those that are
+    given to `forward`, by name.
+    """
+    signature = inspect.signature(module_cls.forward)  # type: ignore[attr-defined]
+    own = signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        return forward(dict(_given(own.bind(*args, **kwargs), own)))
+
+    hook.__signature__ = own  # type: ignore[attr-defined]
+    return hook
+
+
+def take(given: dict[str, Any], owner: str, *names: str) -> list[Any]:
+    """Returns some arguments, None for those that are missing.
+
+    Raises:
+        SMPUsageError: another one is given.
+    """
+    for name, value in given.items():
+        if name not in names and value is not None and name not in _IGNORED:
+            raise SMPUsageError(
+                f"{owner} is divided over tensor-parallel ranks, and then takes no argument {name}"
+            )
+    return [given.get(name) for name in names]
+
+
+def masked(attention_mask: Tensor | None) -> Tensor | None:
+    """Returns a mask [B, S] with 1 for masked, of Hugging Face's with 1 for not masked."""
+    return None if attention_mask is None else 1 - attention_mask.to(torch.long)
+
+
+def score_mask(attention_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns a mask to add to scores, for one of four dimensions: such a one, or True for seen."""
+    if attention_mask is None or attention_mask.dtype != torch.bool:
+        return attention_mask
+    return additive(~attention_mask, dtype)
+
+
+def causal_output(returned: Any) -> Any:
+    """Returns the result of a language model as Hugging Face's class."""
+    outputs = importlib.import_module("transformers.modeling_outputs")
+    if isinstance(returned, tuple):
+        return outputs.CausalLMOutputWithCrossAttentions(loss=returned[0], logits=returned[1])
+    if not returned.dim():
+        return outputs.CausalLMOutputWithCrossAttentions(loss=returned)
+    return outputs.CausalLMOutputWithCrossAttentions(logits=returned)
+
+
+def states_output(returned: Any) -> Any:
+    """Returns hidden states as Hugging Face's class."""
+    outputs = importlib.import_module("transformers.modeling_outputs")
+    return outputs.BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=returned)
+
+
+def _given(
+    arguments: inspect.BoundArguments, signature: inspect.Signature
+) -> Iterator[tuple[str, Any]]:
+    """Yields names and values of the arguments that are given."""
+    for name, value in arguments.arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            yield from value.items()
+        else:
+            yield name, value

@@ -1,0 +1,154 @@
+"""Replaces the marked modules of a model by distributed ones."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.job.state import state
+from smddp.modelparallel.tensor.marks import mark_of
+from smddp.modelparallel.tensor.module import DistributedModule
+from smddp.modelparallel.tensor.registry import arguments_of, registration_of
+
+__all__ = ["replace_marked"]
+
+log = logging.getLogger("smddp.modelparallel")
+
+
+def replace_marked(root: nn.Module) -> nn.Module:
+    """Replaces the outermost supported modules of those that are marked.
+
+    A module stays whole if it shares a parameter with a module outside it, or if the distributed
+    module refuses its arguments, for instance because a size cannot be divided. The log says so.
+
+    Args:
+        root: the model; it is changed.
+
+    Returns:
+        The model; another module if all of it was replaced.
+
+    Raises:
+        SMPUsageError: a module was made before its class was registered.
+    """
+    if not any(mark_of(module) is not None for module in root.modules()):
+        return root
+    first = state.topology.rank == 0
+    if state.topology.tp_size == 1:
+        if first:
+            log.info("smp: tensor_parallel_degree is 1, so no module is divided")
+        return root
+    holders = _holders(root)
+    new: dict[int, nn.Module] = {}
+    for parent, child_name, full_name, module in list(_candidates(root)):
+        if id(module) not in new:
+            new[id(module)] = _replacement(module, full_name, holders, first)
+        if parent is None:
+            return new[id(module)]
+        parent._modules[child_name] = new[id(module)]
+    return root
+
+
+def _candidates(
+    module: nn.Module, parent: nn.Module | None = None, name: str = "", prefix: str = ""
+) -> Iterator[tuple[nn.Module | None, str, str, nn.Module]]:
+    """Yields parent, name in the parent, full name and module of the outermost supported ones."""
+    if isinstance(module, DistributedModule):
+        return
+    full = f"{prefix}.{name}" if prefix else name
+    if mark_of(module) is not None and registration_of(module) is not None:
+        yield parent, name, full, module
+        return
+    # Not named_children, which leaves out the second name of a module that has two.
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _candidates(child, module, child_name, full)
+
+
+def _holders(root: nn.Module) -> dict[int, list[nn.Module]]:
+    """Returns the modules that have each parameter as an attribute, by its id."""
+    found: dict[int, list[nn.Module]] = {}
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append(module)
+    return found
+
+
+def _replacement(
+    module: nn.Module, name: str, holders: dict[int, list[nn.Module]], first: bool
+) -> nn.Module:
+    """Returns what takes the place of a module; itself if it stays whole."""
+    kind = type(module).__name__
+    inside = {id(part) for part in module.modules()}
+    for own, parameter in module.named_parameters():
+        if any(id(holder) not in inside for holder in holders[id(parameter)]):
+            if first:
+                log.info(
+                    "smp: module %r (%s) is not divided over tensor-parallel ranks: it shares its "
+                    "parameter %r with another module",
+                    *(name, kind, own),
+                )
+            return module
+    registration, options = registration_of(module), mark_of(module)
+    assert registration is not None
+    assert options is not None
+    args, kwargs = arguments_of(module)
+    if registration.init_hook is not None:
+        args, kwargs = registration.init_hook(*args, **kwargs)
+    known = inspect.signature(registration.dist_module).parameters
+    kwargs = {**kwargs, **{key: value for key, value in options.items() if key in known}}
+    try:
+        with _settings_of(module):
+            result: nn.Module = registration.dist_module(*args, **kwargs)
+    except SMPUsageError as error:
+        if first:
+            log.info(
+                "smp: module %r (%s) is not divided over tensor-parallel ranks: %s",
+                *(name, kind, error),
+            )
+        return module
+    if state.cfg._match_weights and isinstance(result, DistributedModule):
+        if registration.weights is None:
+            result.match(module)
+        else:
+            result.load_whole(registration.weights(module))
+    known_translations = state.module_manager.translate_functions
+    translations = registration.translations
+    if translations is not None and translations not in known_translations:
+        known_translations.append(translations)
+    # Hooks of torch, not a module around it: the names of its parameters stay its own.
+    translate, translate_result = registration.forward_hook, registration.return_hook
+    if translate is not None:
+        result.register_forward_pre_hook(
+            lambda _, args, kwargs: _plain(translate(*args, **kwargs)), with_kwargs=True
+        )
+    if translate_result is not None:
+        result.register_forward_hook(lambda _, __, found: translate_result(found))
+    result.train(module.training)
+    return result
+
+
+def _plain(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what a hook has returned, an iterable and a dict, as torch wants it."""
+    args, kwargs = arguments
+    return tuple(args), dict(kwargs)
+
+
+@contextlib.contextmanager
+def _settings_of(module: nn.Module) -> Iterator[None]:
+    """New parameters in this context get the dtype of those of a module."""
+    first = next((p for p in module.parameters() if p.is_floating_point()), None)
+    before = torch.get_default_dtype()
+    if first is not None:
+        torch.set_default_dtype(first.dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

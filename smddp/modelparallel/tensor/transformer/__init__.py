@@ -1,0 +1,1 @@
+"""The transformer family of `smp.nn`: layers, and models, that tensor parallelism divides."""

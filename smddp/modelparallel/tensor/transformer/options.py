@@ -1,0 +1,109 @@
+"""What the classes of the family share: checks of arguments, activations, masks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smddp.modelparallel.common.errors import SMPUsageError
+
+__all__ = [
+    "MASKED",
+    "activation_function",
+    "additive",
+    "arguments_of",
+    "at_least_fp32",
+    "check_divides",
+    "check_norms",
+    "unpack",
+]
+
+# Added to a score, it leaves a weight of 0. Where all keys of a query are masked, the sums still
+# hold the scores, so there are weights and gradients. With much larger numbers the kernels of flash
+# attention compute wrong gradients for such a query, and -inf makes them NaN.
+MASKED = -1e4
+
+_TANH = partial(F.gelu, approximate="tanh")
+# Names as in Hugging Face's configurations.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_fast": _TANH,
+    "gelu_new": _TANH,
+    "gelu_pytorch_tanh": _TANH,
+    "relu": F.relu,
+}
+
+
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """Returns the activation function of a name.
+
+    "gelu" is exact; the other names that begin with it are the approximation by tanh.
+
+    Raises:
+        SMPUsageError: there is none of this name.
+    """
+    function = _ACTIVATIONS.get(name) if isinstance(name, str) else None
+    if function is None:
+        known = ", ".join(sorted(_ACTIVATIONS))
+        raise SMPUsageError(f"activation={name!r} is not known; use one of {known}")
+    return function
+
+
+def check_norms(owner: str, pre_layernorm: bool, post_layernorm: bool) -> None:
+    """Checks that there is a layer norm.
+
+    Raises:
+        SMPUsageError: there is none.
+    """
+    if not pre_layernorm and not post_layernorm:
+        raise SMPUsageError(f"{owner}: set pre_layernorm or post_layernorm (or both) to True")
+
+
+def check_divides(owner: str, name: str, value: int, size: int) -> None:
+    """Checks that the ranks of a tensor-parallel group can have equal parts.
+
+    Raises:
+        SMPUsageError: they cannot.
+    """
+    if value <= 0 or value % size:
+        raise SMPUsageError(
+            f"{owner}: {name}={value} must be a positive multiple of the tensor_parallel_degree, "
+            f"{size}"
+        )
+
+
+def arguments_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the given values that are arguments of a class, by name."""
+    names = inspect.signature(kind).parameters
+    return {name: given[name] for name in names if name in given}
+
+
+def unpack(owner: str, inputs: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Returns the values of a tuple of inputs.
+
+    Raises:
+        SMPUsageError: it is no tuple, or has another length.
+    """
+    wanted = f"one tuple ({', '.join(names)})"
+    if not isinstance(inputs, (tuple, list)):
+        raise SMPUsageError(f"{owner} takes {wanted}, not a {type(inputs).__name__}")
+    if len(inputs) != len(names):
+        raise SMPUsageError(f"{owner} takes {wanted}, not one of length {len(inputs)}")
+    return tuple(inputs)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Returns a tensor in fp32, or as it is if its dtype is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def additive(masked: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what to add to scores where 1 or True means masked: a large negative number, or 0."""
+    result = torch.zeros(masked.shape, dtype=dtype, device=masked.device)
+    return result.masked_fill(masked.bool(), MASKED)

@@ -1,0 +1,286 @@
+"""Models of transformers, and the divided ones with their weights: the same results and gradients.
+
+transformers is in the environment of `make test-frameworks`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from ranks import check_ranks
+
+import smddp.modelparallel as smp
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.tensor.huggingface import gpt2
+from smddp.modelparallel.tensor.huggingface.architectures import ARCHITECTURES, find
+from smddp.modelparallel.tensor.huggingface.hooks import Hooks
+
+transformers = pytest.importorskip("transformers", reason="run `make test-frameworks`")
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.exhaustive, pytest.mark.timeout(660)]
+B, S = 2, 7
+# No dropout, because one process draws other numbers.
+GPT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_embd": 32, "n_layer": 2}
+BERT = {
+    "attention_probs_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 60,
+    "max_position_embeddings": 20,
+}
+# Name -> (architecture, class, configuration's class, its arguments).
+MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "gpt2": (
+        "gpt2",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60},
+    ),
+    "gpt2 other options": (
+        "gpt2",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            **GPT,
+            "n_head": 4,
+            "n_positions": 20,
+            "vocab_size": 60,
+            "n_inner": 40,
+            "scale_attn_by_inverse_layer_idx": True,
+            "reorder_and_upcast_attn": True,
+            "activation_function": "relu",
+        },
+    ),
+    "gpt2 states": (
+        "gpt2",
+        "GPT2Model",
+        "GPT2Config",
+        {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60},
+    ),
+    "gptj": (
+        "gptj",
+        "GPTJForCausalLM",
+        "GPTJConfig",
+        {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60, "rotary_dim": 4},
+    ),
+    "gptneo": (
+        "gptneo",
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 3,
+            "max_position_embeddings": 20,
+            "vocab_size": 60,
+        },
+    ),
+    "bert": ("bert", "BertForMaskedLM", "BertConfig", BERT),
+    "bert decoder": ("bert", "BertLMHeadModel", "BertConfig", {**BERT, "is_decoder": True}),
+    "roberta": ("roberta", "RobertaForMaskedLM", "RobertaConfig", BERT),
+}
+
+
+def make(name: str) -> tuple[Any, Any]:
+    """Returns the configuration and a model of transformers, with weights that are not small."""
+    _, kind, config_kind, options = MODELS[name]
+    config = getattr(transformers, config_kind)(**options)
+    torch.manual_seed(1)
+    model = getattr(transformers, kind)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.2)
+    return config, model
+
+
+class Replaced(nn.Module):
+    """What takes the place of a class, with its hooks."""
+
+    def __init__(self, hooks: Hooks, config: Any, **options: Any) -> None:
+        super().__init__()
+        _, self.kind, init, self.forward_hook, self.return_hook = hooks.arguments()
+        args, kwargs = init(config)
+        self.inner = self.kind(*args, **{**kwargs, **options})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.forward_hook(*args, **kwargs)
+        return self.return_hook(self.inner(*args, **kwargs))
+
+
+def divided(model: Any, config: Any, **options: Any) -> nn.Module:
+    """Returns a model that computes as the given one does, over the ranks."""
+    if find(type(model)) is not None:
+        return replaced(model, config, **options)
+    model.base_model.encoder = replaced(model.base_model.encoder, config)
+    return model
+
+
+def replaced(module: nn.Module, config: Any, **options: Any) -> nn.Module:
+    """Returns what takes the place of a module, with its weights."""
+    found = find(type(module))
+    assert found is not None
+    architecture, hooks = found
+    result = Replaced(hooks, config, **options)
+    result.inner.load_whole(architecture.weights(hooks, module))
+    return result.eval()
+
+
+def whole_state(name: str, model: Any) -> dict[str, Tensor]:
+    """Returns the state that a model has in a language model."""
+    state = dict(model.state_dict())
+    if "LM" in type(model).__name__:
+        return state
+    return {f"transformer.{key}": value for key, value in state.items()}
+
+
+def results(model: Any, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns tensors of a result, and the loss."""
+    found = model(**inputs)
+    kept = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+    loss = kept["loss"] if "labels" in inputs else kept["last_hidden_state"].square().mean()
+    return kept, loss
+
+
+def compare(names: list[str]) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    smp.init({"ddp": True, "tensor_parallel_degree": world})
+    for name in names:
+        config, model = make(name)
+        source = torch.Generator().manual_seed(100 + smp.rank())  # each rank has its own batch
+        ids = torch.randint(5, 60, (B, S), generator=source)
+        mask = torch.ones(B, S, dtype=torch.long)
+        mask[:, 5:] = 0
+        # The positions that are masked have results that mean nothing.
+        labels = ids.masked_fill(mask == 0, -100)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if "states" not in name:
+            inputs["labels"] = labels
+        wanted, loss = results(model, inputs)
+        loss.backward()
+        gradient = model.get_input_embeddings().weight.grad.clone()
+        states = ["gpt2", "gptj"] if world > 1 else []
+        for options in [{}, *([{"distribute_embedding": True}] if name in states else [])]:
+            mine = divided(model, config, **options)
+            model.zero_grad()
+            found, loss = results(mine, inputs)
+            for key, value in wanted.items():
+                torch.testing.assert_close(
+                    found[key][:, :5] if value.dim() else found[key],
+                    value[:, :5] if value.dim() else value,
+                    rtol=1e-5,
+                    atol=1e-5,
+                    msg=lambda text, key=key, name=name: f"{name}: {key}: {text}",
+                )
+            if "distribute_embedding" in options:
+                continue
+            loss.backward()
+            weight = (
+                mine.inner.word_embedding.weight
+                if isinstance(mine, Replaced)
+                else mine.get_input_embeddings().weight
+            )
+            torch.testing.assert_close(weight.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_results_are_those_of_transformers(size: int) -> None:
+    check_ranks(compare, str(size), list(MODELS), timeout=300)
+
+
+@smp.step
+def train(model: Any, inputs: dict[str, Tensor]) -> Any:
+    output = model(**inputs)
+    model.backward(output.loss)
+    return output.loss, output.logits
+
+
+def in_a_step(name: str) -> None:
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True})
+    _, model = make(name)
+    source = torch.Generator().manual_seed(100 + smp.rank())
+    ids = torch.randint(5, 60, (B, S), generator=source)
+    inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones(B, S).long()}
+    wanted, _ = results(model, inputs)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    smp.set_tensor_parallelism(model)
+    model = smp.DistributedModel(model)
+    loss, logits = train(model, inputs)
+    torch.testing.assert_close(loss.reduce_mean(), wanted["loss"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.concat(), wanted["logits"], rtol=1e-5, atol=1e-5)
+    inner = model.get_module()
+    base = inner.transformer if name == "gpt2" else inner.bert.encoder
+    assert len(base.seq_layers) == 2
+    ((to_hf, _),) = smp.state.module_manager.translate_functions
+    after = to_hf(model.state_dict())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_smp_divides_a_model(name: str) -> None:
+    check_ranks(in_a_step, "2", name, timeout=120)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_translation_keeps_every_bit(name: str) -> None:
+    _, model = make(name)
+    state = whole_state(name, model.half())
+    architecture = ARCHITECTURES[MODELS[name][0]]
+    back = architecture.to_hf(architecture.to_smp(state))
+    if "states" in name:
+        back.pop("lm_head.weight", None)
+    assert back.keys() == state.keys()
+    for key, value in state.items():
+        assert back[key].dtype == value.dtype
+        assert torch.equal(back[key], value), key
+        assert back[key].is_contiguous(), key
+    # A state that has been translated stays as it is.
+    own = architecture.to_smp(state)
+    again = architecture.to_smp(own)
+    assert again.keys() == own.keys()
+    assert find(type(model).__mro__[1]) is None
+
+
+def test_buffers_of_causal_masks() -> None:
+    config, model = make("gpt2")
+    own = gpt2.translate_hf_state_dict_to_smdistributed_gpt2(model.state_dict(), 20)
+    state = gpt2.translate_state_dict_to_hf_gpt2(own, 20)
+    layers = [f"transformer.h.{i}.attn." for i in range(config.n_layer)]
+    added = {f"{layer}{kind}" for layer in layers for kind in ("bias", "masked_bias")}
+    assert state.keys() == set(model.state_dict()) | added
+    seen = state["transformer.h.1.attn.bias"]
+    assert torch.equal(seen[0, 0], torch.ones(20, 20, dtype=torch.bool).tril())
+    assert gpt2.translate_hf_state_dict_to_smdistributed_gpt2(state).keys() == own.keys()
+
+
+def test_states_that_cannot_be_translated() -> None:
+    _, model = make("gpt2")
+    state = dict(model.state_dict())
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    with pytest.raises(SMPUsageError, match=r"lm_head.weight and .* have to be the same tensor"):
+        gpt2.translate_hf_state_dict_to_smdistributed_gpt2(state)
+    own = gpt2.translate_hf_state_dict_to_smdistributed_gpt2(model.state_dict())
+    del own["transformer.seq_layers.0.attention.key.weight"]
+    with pytest.raises(SMPUsageError, match=r"the state has no .*key"):
+        gpt2.translate_state_dict_to_hf_gpt2(own)
+
+
+def test_an_argument_that_cannot_be_passed_on() -> None:
+    hook = gpt2.ARCHITECTURE.hooks[0].arguments()[3]
+    with pytest.raises(SMPUsageError, match="takes no argument inputs_embeds"):
+        hook(inputs_embeds=torch.zeros(1, 2, 3))

@@ -1,0 +1,168 @@
+"""Models of divided modules, against the same models of ordinary modules in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import check_ranks
+from smp.zoo import device
+from torch import Tensor, nn
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.tensor.embedding import DistributedEmbedding
+from smddp.modelparallel.tensor.linear import DistributedLinear
+
+pytestmark = pytest.mark.multiprocess
+
+MICROBATCHES, STEPS, BATCH, LENGTH, WORDS, WIDTH = 2, 5, 4, 3, 11, 8
+
+
+class Block(nn.Module):
+    """Mixes positions and features, with a residual; somewhat like a layer of a transformer."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = linear(WIDTH, 3 * WIDTH)
+        self.out = linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + self.out(torch.softmax(q @ k.transpose(1, 2), -1) @ v)
+
+
+class Model(nn.Module):
+    """Embedding, blocks and a head."""
+
+    def __init__(self, linear: Any, embedding: Any) -> None:
+        super().__init__()
+        self.words = embedding(WORDS, WIDTH, padding_idx=0)
+        self.blocks = nn.Sequential(*(Block(linear) for _ in range(3)))
+        self.head = linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.blocks(self.words(ids)))
+
+
+def ordinary() -> Model:
+    """Returns the model of one process."""
+    torch.manual_seed(3)
+    return Model(nn.Linear, nn.Embedding)
+
+
+def batch_of(step: int, number: int) -> Tensor:
+    source = torch.Generator().manual_seed(1000 * step + number)
+    return torch.randint(0, WORDS, (BATCH, LENGTH), generator=source)
+
+
+def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def whole(batches: int) -> dict[str, Any]:
+    """Trains in one process, on so many batches per step."""
+    model = ordinary()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found = [loss_of(model(ids), ids) for ids in (batch_of(step, n) for n in range(batches))]
+        (sum(found[1:], found[0]) / batches).backward()
+        losses.append([loss.item() for loss in found])
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "state": state,
+        "gradients": gradients,
+        "optimizer": optimizer.state_dict()["state"],
+    }
+
+
+@smp.step
+def train(model: Any, ids: Tensor) -> Tensor:
+    loss = loss_of(model(ids), ids)
+    model.backward(loss)
+    return loss
+
+
+def divided(config: dict[str, Any]) -> dict[str, Any]:
+    """Trains on the ranks of a job."""
+    smp.init({"ddp": True, "microbatches": MICROBATCHES, **config})
+    number = smp.rdp_rank() if config.get("prescaled_batch") else smp.dp_rank()
+    module = Model(DistributedLinear, DistributedEmbedding)
+    oracle = ordinary()
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model.load_state_dict(oracle.state_dict())
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        output = train(model, batch_of(step, number).to(device()))
+        losses.append(float(output.reduce_mean()))
+        if step == 0:
+            names = {id(p): name for name, p in module.named_parameters()}
+            gradients = {names[id(p)]: p.grad.clone() for p in model.local_parameters()}
+        norms.append(float(smp.clip_grad_norm(0.5)))
+        optimizer.step()
+    parts = {name: p for name, p in module.named_parameters() if model.is_distributed_parameter(p)}
+    return {
+        "number": number,
+        "tp": (smp.tp_rank(), smp.tp_size()),
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "divided": sorted(parts),
+        "state": {name: value.cpu() for name, value in model.state_dict().items()},
+        "optimizer": optimizer.state_dict()["state"],
+    }
+
+
+CASES = [
+    ({"tensor_parallel_degree": 2}, "2"),
+    ({"tensor_parallel_degree": 4}, "4"),
+    ({"tensor_parallel_degree": 2}, "4"),
+    ({"tensor_parallel_degree": 2, "partitions": 2}, "4"),
+    ({"tensor_parallel_degree": 2, "partitions": 2, "placement_strategy": "TPD"}, "8"),
+]
+
+
+def check_close(found: Any, expected: Any, where: str) -> None:
+    torch.testing.assert_close(
+        found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}: {text}"
+    )
+
+
+@pytest.mark.parametrize("prescaled", [False, True], ids=["own batches", "one batch"])
+@pytest.mark.parametrize(("config", "layout"), CASES)
+def test_training_is_that_of_one_process(
+    config: dict[str, Any], layout: str, prescaled: bool
+) -> None:
+    results = check_ranks(divided, layout, {**config, "prescaled_batch": prescaled})
+    expected = whole(1 + max(result["number"] for result in results))
+    for rank, result in enumerate(results):
+        place, size = result["tp"]
+        assert result["divided"] == sorted(
+            name for name in expected["state"] if "norm" not in name and "bias" not in name
+        )
+        for step in range(STEPS):
+            check_close(
+                result["losses"][step], expected["losses"][step][result["number"]], f"rank {rank}"
+            )
+        check_close(result["norms"], expected["norms"], f"norms of rank {rank}")
+        for name, value in result["gradients"].items():
+            of_all = expected["gradients"][name]
+            mine = of_all.chunk(size, 1)[place] if name in result["divided"] else of_all
+            check_close(value.cpu(), mine, f"gradient of {name} on rank {rank}")
+        assert result["state"].keys() == expected["state"].keys()
+        for name, value in result["state"].items():
+            check_close(value, expected["state"][name], f"{name} on rank {rank}")
+        for index, entry in expected["optimizer"].items():
+            for key, value in entry.items():
+                check_close(result["optimizer"][index][key].cpu(), value, f"{key} of {index}")

@@ -1,0 +1,252 @@
+"""Which modules are divided, checkpoints of them, and what is refused."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import check_ranks, run_ranks
+from smp.zoo import device
+from torch import Tensor, nn
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.checkpoint.checkpoint import full_state_dict
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.tensor.registry import tp_register, tp_register_with_module
+
+
+class Scaled(nn.Module):
+    """A module of the script, with arguments of its own."""
+
+    def __init__(self, width: int, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, times: int = 1) -> Tensor:
+        return self.inner(x) * (self.factor * times)
+
+
+def test_hooks_need_the_signature_of_the_original() -> None:
+    def short(width: int) -> Any:
+        return (width,), {}
+
+    def other(width: int, scale: float = 1.0) -> Any:
+        return (width, scale), {}
+
+    with pytest.raises(TypeError, match=r"init_hook short.*Scaled.__init__.*takes 1 param.*take 2"):
+        tp_register(smp.nn.DistributedLinear, init_hook=short)(Scaled)
+    with pytest.raises(TypeError, match=r"parameter 2 is 'scale=1.0' and has to be 'factor=1.0'"):
+        tp_register_with_module(Scaled, smp.nn.DistributedLinear, init_hook=other)
+    with pytest.raises(
+        TypeError, match=r"forward_hook short.*Scaled.forward.*parameter 1 is 'width"
+    ):
+        tp_register_with_module(Scaled, smp.nn.DistributedLinear, forward_hook=short)
+    with pytest.raises(TypeError, match="module_cls must be a class of modules, not 3"):
+        tp_register_with_module(3, smp.nn.DistributedLinear)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="return_hook must be a function"):
+        tp_register_with_module(Scaled, smp.nn.DistributedLinear, return_hook=3)  # type: ignore
+    with pytest.raises(SMPUsageError, match="takes a module, not str"):
+        smp.set_tensor_parallelism("x")  # type: ignore[arg-type]
+
+
+class Tied(nn.Module):
+    """Some modules can be divided, others not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with smp.tensor_parallelism():
+            self.words = nn.Embedding(7, 4)
+            self.head = nn.Linear(4, 7, bias=False)
+            self.free = nn.Embedding(7, 4)
+            self.odd = nn.Linear(3, 4)
+            with smp.tensor_parallelism(False):
+                self.off = nn.Linear(4, 4)
+            with smp.partition(0), smp.tensor_parallelism():
+                self.on = nn.Linear(4, 4)
+            self.scaled = Scaled(4, factor=0.5)
+            self.twice = nn.Sequential(self.on, nn.Tanh(), self.on)
+        self.later = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.head.weight = self.words.weight
+        smp.set_tensor_parallelism(self.later)
+        smp.set_tensor_parallelism(self.later[1], False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.free(ids)
+        x = self.odd(self.off(x)[..., :3]) + self.twice(x)
+        return self.head(self.later(self.scaled(x, times=2)))
+
+
+def model_of(seed: int) -> Tied:
+    torch.manual_seed(seed)
+    return Tied()
+
+
+class FromFactor(smp.nn.DistributedLinear):
+    """A distributed module that the script has registered, with names of its own."""
+
+    def match(self, original: Any) -> None:
+        self.load_whole(original.inner.state_dict())
+
+
+def register() -> None:
+    factors = []
+
+    def of_init(width: int, factor: float = 1.0) -> Any:
+        factors.append(factor)
+        return (width, width), {}
+
+    def of_forward(x: Tensor, times: int = 1) -> Any:
+        return (x * (factors[-1] * times),), {}
+
+    smp.tp_register_with_module(Scaled, FromFactor, init_hook=of_init, forward_hook=of_forward)
+
+
+@smp.step
+def train(model: Any, ids: Tensor) -> Tensor:
+    loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    model.backward(loss)
+    return loss
+
+
+def ids_of(step: int) -> Tensor:
+    return torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(step)).to(device())
+
+
+def marked() -> dict[str, Any]:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "_match_weights": True})
+    with_bias_of_zeros = model_of(5)
+    with torch.no_grad():
+        with_bias_of_zeros.scaled.inner.bias.zero_()
+    expected = with_bias_of_zeros(ids_of(0).cpu())
+    register()
+    module = model_of(5)
+    with torch.no_grad():
+        module.scaled.inner.bias.zero_()
+    model = smp.DistributedModel(module)
+    names = [
+        name for name, part in module.named_modules() if isinstance(part, smp.nn.DistributedModule)
+    ]
+    assert list(model.distributed_modules()) == [module.get_submodule(name) for name in names]
+    found = model(ids_of(0))
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert module.twice[0] is module.twice[2] is module.on
+    local = dict(model.local_named_parameters())
+    scaled = dict(model.scaled_batch_reducer_named_parameters())
+    assert {**scaled, **dict(model.default_reducer_named_parameters())}.keys() == local.keys()
+    axes = {name: smp.utils.get_distribution_axis(p) for name, p in local.items()}
+    return {"names": names, "scaled": sorted(scaled), "axes": axes}
+
+
+@pytest.mark.multiprocess
+def test_the_outermost_supported_modules_are_divided() -> None:
+    outcomes = run_ranks(marked, "2")
+    assert all(one.returned for one in outcomes), "\n".join(map(str, outcomes))
+    for one in outcomes:
+        assert one.value["names"] == ["free", "on", "scaled", "later.0"]
+        weights = ["free.weight", "later.0.weight", "on.weight", "scaled.weight"]
+        assert one.value["scaled"] == weights
+        assert {name for name, axis in one.value["axes"].items() if axis == 1} == set(weights)
+    for text in (
+        "module 'words' (Embedding) is not divided over tensor-parallel ranks: it shares",
+        "module 'odd' (Linear) is not divided over tensor-parallel ranks: DistributedLinear: w",
+    ):
+        assert [one.stderr.count(text) for one in outcomes] == [1, 0]
+
+
+def alone() -> bool:
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(model_of(5))
+    return any(True for _ in model.distributed_modules())
+
+
+@pytest.mark.multiprocess
+def test_at_degree_1_nothing_is_divided() -> None:
+    outcomes = run_ranks(alone, "2")
+    assert [one.value for one in outcomes] == [False, False], "\n".join(map(str, outcomes))
+    said = [one.stderr.count("tensor_parallel_degree is 1") for one in outcomes]
+    assert said == [1, 0]
+
+
+def job(config: dict[str, Any], path: str, resumes: str | None, first: int) -> dict[str, Any]:
+    """Trains a step; saves a checkpoint, after another has been loaded."""
+    smp.init(
+        {"ddp": True, "microbatches": 2, "_match_weights": True, "prescaled_batch": True, **config}
+    )
+    model = smp.DistributedModel(model_of(7 if resumes else 5))
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
+    if resumes is not None:
+        smp.resume_from_checkpoint(path, resumes)
+    for step in (first, first + 1):
+        optimizer.zero_grad()
+        train(model, ids_of(step))
+        optimizer.step()
+    if resumes is None:
+        smp.save_checkpoint(path, "parts", model=model, optimizer=optimizer)
+        smp.save_checkpoint(path, "whole.safetensors", partial=False, model=model)
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.multiprocess
+def test_checkpoints_load_at_other_degrees(tmp_path: Path) -> None:
+    half = {"tensor_parallel_degree": 2, "partitions": 2}
+    saved = check_ranks(job, "4", half, str(tmp_path), None, 0)
+    names = {file.name for file in (tmp_path / "parts_partial").glob("*_*.pt")}
+    kinds, places = ("model", "optimizer"), ("0_0", "0_1", "1_0", "1_1")
+    parts = {f"{kind}_{place}.pt" for kind in kinds for place in places}
+    assert names == {*parts, "user_content.pt"}
+    whole = full_state_dict(str(tmp_path), "parts")
+    assert whole.keys() == saved[0].keys()
+    for name, value in whole.items():
+        assert torch.equal(value, saved[0][name]), name
+    results = [
+        check_ranks(job, layout, config, str(tmp_path), "parts", 2)
+        for layout, config in (
+            ("4", half),
+            ("2", {"tensor_parallel_degree": 2}),
+            ("1", {}),
+        )
+    ]
+    for others in results:
+        for other in others:
+            for name, value in results[-1][0].items():
+                torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def refused(config: dict[str, Any]) -> str:
+    with pytest.raises(smp.SMPConfigurationError) as caught:
+        smp.init({"tensor_parallel_degree": 2, **config})
+    return str(caught.value)
+
+
+@pytest.mark.multiprocess
+def test_combinations_that_are_refused_on_all_ranks() -> None:
+    for config, text in (
+        ({}, "needs ddp"),
+        ({"ddp": True, "sharded_data_parallel_degree": 2}, "cannot be combined"),
+    ):
+        assert all(text in said for said in check_ranks(refused, "2", config))
+
+
+def absent() -> str:
+    dist.init_process_group("smddp", timeout=datetime.timedelta(seconds=4))
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    model = smp.DistributedModel(model_of(5))
+    train(model, ids_of(0))
+    if smp.rank() == 1:
+        time.sleep(6)  # longer than the timeout
+        return ""
+    with pytest.raises(Exception) as caught:  # noqa: PT011  of the backend
+        train(model, ids_of(1))
+    return str(caught.value)
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_does_not_exchange_is_named() -> None:
+    said = check_ranks(absent, "2")[0]
+    assert "rank 1" in said
