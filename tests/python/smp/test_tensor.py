@@ -166,3 +166,33 @@ def test_training_is_that_of_one_process(
         for index, entry in expected["optimizer"].items():
             for key, value in entry.items():
                 check_close(result["optimizer"][index][key].cpu(), value, f"{key} of {index}")
+
+
+def in_half() -> tuple[list[float], list[float]]:
+    """Trains in half precision; returns losses and loss scales."""
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True, "fp16": True})
+    model = smp.DistributedModel(Model(DistributedLinear, DistributedEmbedding))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments = {"init_scale": 2.0**20, "scale_window": 100}
+    optimizer = smp.DistributedOptimizer(
+        inner, dynamic_loss_scale=True, dynamic_loss_args=arguments
+    )
+    model.load_state_dict(ordinary().state_dict())
+    losses, scales = [], []
+    for _ in range(STEPS + 3):
+        optimizer.zero_grad()
+        losses.append(float(train(model, batch_of(0, 0).to(device())).reduce_mean()))
+        optimizer.clip_master_grads(0.5)
+        optimizer.step()
+        scales.append(float(optimizer.loss_scale))
+    return losses, scales
+
+
+def test_half_precision_agrees_on_overflows() -> None:
+    (losses, scales), other = check_ranks(in_half, "2")
+    assert (losses, scales) == other
+    # Some steps overflow and are left out; then the model trains.
+    assert scales[0] < 2.0**20
+    assert scales[-1] == scales[-2]
+    assert losses[0] == losses[1]
+    assert losses[-1] < losses[0]
