@@ -278,12 +278,18 @@ class DistributedModel(ModelQueries):
                 shape and dtype of `bucket.buffer()`.
 
         Raises:
-            SMPUsageError: `ddp` or `overlapping_allreduce` is off, or parameters are sharded.
+            SMPUsageError: `ddp` or `overlapping_allreduce` is off, or parameters are sharded or
+                divided over tensor-parallel ranks.
         """
         self._refuse_with_sharding("register_comm_hook", "a hook gets whole gradients")
         if not _with_ddp() or not self.runtime.data_parallel.overlap:
             raise SMPUsageError(
                 "register_comm_hook needs ddp in the configuration and overlapping_allreduce"
+            )
+        if _tp_size() > 1:
+            raise SMPUsageError(
+                "register_comm_hook does not work with tensor_parallel_degree greater than 1: "
+                "gradients of divided parameters are averaged over other ranks than the rest"
             )
         self.runtime.data_parallel.hook = lambda bucket: callable(state, bucket)
 
@@ -303,7 +309,7 @@ class DistributedModel(ModelQueries):
                 "join() does not work with shard_optimizer_state: all replicas have to call "
                 "optimizer.step() equally often"
             )
-        if state.topology.tp_size > 1:
+        if _tp_size() > 1:
             raise SMPUsageError(
                 "join() does not work with tensor_parallel_degree greater than 1: all ranks of a "
                 "tensor-parallel group are needed to exchange activations"
@@ -387,6 +393,10 @@ class DistributedModel(ModelQueries):
             if isinstance(tensor, RemoteTensor):
                 retype(tensor, fn)
         return self
+
+
+def _tp_size() -> int:
+    return state.topology.tp_size
 
 
 def _with_ddp() -> bool:

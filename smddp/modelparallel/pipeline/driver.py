@@ -63,7 +63,13 @@ class Driver:
     """
 
     def __init__(
-        self, executor: Executor, body: Body, schedule: Schedule, args: Any, kwargs: Any
+        self,
+        executor: Executor,
+        body: Body,
+        schedule: Schedule,
+        args: Any,
+        kwargs: Any,
+        agree: Callable[[int], int] = lambda seed: seed,
     ) -> None:
         """Begins nothing yet.
 
@@ -73,8 +79,10 @@ class Driver:
             schedule: how many microbatches there are, and how many run at a time.
             args: positional arguments of the whole batch.
             kwargs: named arguments of the whole batch.
+            agree: gets the seed that this rank has drawn for the step; returns the one to use.
         """
         self._executor = executor
+        self._agree = agree
         self._body = body
         self._schedule = schedule
         self._args, self._kwargs = args, kwargs
@@ -106,7 +114,7 @@ class Driver:
         )
         self._compare_lengths()
         # One number per step comes from the script's random generator. The others are made from it.
-        self._seed = draw_seed()
+        self._seed = self._agree(draw_seed())
         self.random_state = RandomState()
         self._ambient, self._context = ambient(), contextvars.copy_context()
         self._start_more()

@@ -168,6 +168,61 @@ def test_training_is_that_of_one_process(
                 check_close(result["optimizer"][index][key].cpu(), value, f"{key} of {index}")
 
 
+class WithDropout(nn.Module):
+    """Dropout of whole features, which all ranks of a tp group have to do alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = DistributedLinear(WIDTH, WIDTH)
+        self.last = DistributedLinear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.dropout(self.first(x), 0.5))
+
+
+@smp.step
+def square(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def seeded_by_rank(pp: int) -> Any:
+    config = {"tensor_parallel_degree": 2, "prescaled_batch": True, "partitions": pp}
+    smp.init({"ddp": True, "microbatches": 2, **config})
+    torch.manual_seed(3)
+    model = smp.DistributedModel(WithDropout())
+    torch.manual_seed(smp.rank())
+    x = torch.ones(4, WIDTH, device=device())
+    losses = [float(square(model, x).reduce_mean()) for _ in range(4)]
+    biases = {n: p.grad for n, p in model.local_named_parameters() if n.endswith("bias")}
+    return losses, {name: gradient.cpu() for name, gradient in biases.items()}
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_ranks_with_one_batch_leave_out_the_same(pp: int) -> None:
+    found = check_ranks(seeded_by_rank, str(2 * pp), pp)
+    losses = [result[0] for result in found]
+    assert len(set(losses[0])) == 4  # each step draws anew
+    assert all(one == losses[0] for one in losses)
+    gradients = [result[1] for result in found]
+    for name in {name for one in gradients for name in one}:
+        same = [one[name] for one in gradients if name in one]
+        assert len(same) == 2
+        assert torch.equal(*same)
+
+
+def hooked() -> None:
+    smp.init({"ddp": True, "tensor_parallel_degree": 2})
+    model = smp.DistributedModel(WithDropout())
+    with pytest.raises(smp.SMPUsageError, match="register_comm_hook does not work with tensor_"):
+        model.register_comm_hook(None, lambda state, bucket: None)
+
+
+def test_hooks_of_gradients_are_refused() -> None:
+    check_ranks(hooked, "2")
+
+
 def in_half() -> tuple[list[float], list[float]]:
     """Trains in half precision; returns losses and loss scales."""
     smp.init({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True, "fp16": True})
