@@ -27,7 +27,8 @@ def announce(parameter: nn.Parameter, count: int) -> None:
     named: Any = parameter
     named.ds_numel, named.ds_shape = parameter.numel(), torch.Size(parameter.shape)
     nan = float("nan") if parameter.is_floating_point() else 0
-    set_part(parameter, torch.full((1,), nan, dtype=parameter.dtype).expand(count))
+    one = torch.full((1,), nan, dtype=parameter.dtype, device=parameter.device)
+    set_part(parameter, one.expand(count))
 
 
 def set_part(parameter: nn.Parameter, part: torch.Tensor) -> None:

@@ -909,7 +909,8 @@ def asked_by_one_rank(what: str) -> tuple[str, list[str]]:
         ),
     }[what]
     # Only this group has a short timeout: everything else must work on a slow machine, too.
-    smp.state.groups._by_kind["pp"] = dist.new_group(timeout=timedelta(seconds=3))
+    alone = dist.new_group(timeout=timedelta(seconds=3))
+    smp.state.groups._by_kind.update(pp=alone, mp=alone)
     # The other rank goes on, and waits for a step that rank 0 never begins.
     other = functools.partial(train, model, torch.ones(8, 4), "")
     with pytest.raises(SMPPeerError) as caught:
@@ -950,7 +951,8 @@ def fails_while_gathering(failing: tuple[int, ...], backend: str) -> str:
 
     if smp.rank() in failing:
         model.get_module().register_state_dict_post_hook(fail)
-    smp.state.groups._by_kind["pp"] = dist.new_group(timeout=timedelta(seconds=3))
+    alone = dist.new_group(timeout=timedelta(seconds=3))
+    smp.state.groups._by_kind.update(pp=alone, mp=alone)
     with pytest.raises(RuntimeError) as caught:
         model.state_dict()
     if smp.rank() in failing:
