@@ -203,7 +203,8 @@ def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
         return operations.smddp_broadcast(tensor=value, root=root_rank, **_attributes(group))
 
     def call(array: np.ndarray[Any, Any]) -> Any:
-        return group.broadcast(array.copy(), root_rank)
+        # A copy that can be written to; TensorFlow gives numbers for tensors without dimensions.
+        return group.broadcast(np.array(array), root_rank)
 
     return _through_numpy(call, value)
 
