@@ -69,10 +69,12 @@ def _attributes(group: smddp_numpy.Group) -> dict[str, Any]:
     return {"group": group._use().value, "timeout": job.timeout()}
 
 
-def _through_numpy(call: Any, tensor: tf.Tensor, kind: Any = None) -> tf.Tensor:
+def _through_numpy(call: Any, tensor: tf.Tensor, shape: Any = None) -> tf.Tensor:
     """Runs a call on an array; stateful, so TensorFlow keeps the order of the program."""
-    result = tf.numpy_function(call, [tensor], kind or tensor.dtype)
-    result.set_shape(tensor.shape)
+    if tf.executing_eagerly():
+        return tf.convert_to_tensor(call(np.asarray(tensor.numpy())))
+    result = tf.numpy_function(call, [tensor], tensor.dtype)
+    result.set_shape(tensor.shape if shape is None else shape)
     return result
 
 
@@ -183,9 +185,7 @@ def allgather(tensor: Any) -> tf.Tensor:
     if operations is not None:
         return operations.smddp_allgather(tensor=value, **_attributes(job.group()))
     group = job.group()
-    result = tf.numpy_function(group.allgather, [value], value.dtype)
-    result.set_shape([group.size, *value.shape])
-    return result
+    return _through_numpy(group.allgather, value, [group.size, *value.shape])
 
 
 def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
