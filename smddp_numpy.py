@@ -97,7 +97,7 @@ class Op(enum.IntEnum):
     SCALED_SUM = 8
 
 
-_OK, _USAGE, _INTERRUPTED, _PENDING = 0, 1, 9, 10
+_OK, _USAGE, _PENDING = 0, 1, 10
 _ERRORS: dict[int, type[Exception]] = {
     _USAGE: ValueError,
     2: CollectiveMismatchError,
@@ -194,12 +194,20 @@ class _Library:
         return function
 
 
-def _load() -> Any:
-    # Finds the package without running it: that would import torch.
+def package_folder() -> Path:
+    """Returns the folder of the package smddp, without running it: that would import torch.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     found = importlib.util.find_spec("smddp")
     if found is None or not found.submodule_search_locations:
         raise ImportError("the package smddp is not installed")
-    folder = Path(next(iter(found.submodule_search_locations)))
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def _load() -> Any:
+    folder = package_folder()
     path = folder / "lib" / "libsmddp.so"
     if not path.exists():
         raise ImportError(

@@ -3,6 +3,7 @@
 //
 // An operation begins its collectives and returns; TensorFlow's threads never wait for other ranks. What the collectives
 // end continues on TensorFlow's threads, not on the engine's.
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -237,10 +238,10 @@ class AllReduce final : public Collective {
     std::vector<Tensor> outputs(static_cast<size_t>(inputs));
     for (int i = 0; i < inputs; ++i) {
       Tensor* output = nullptr;
-      OP_REQUIRES_OK_ASYNC(context,
-                           context->forward_input_or_allocate_output(
-                               {i}, i, context->input(i).shape(), &output),
-                           done);
+      OP_REQUIRES_OK_ASYNC(
+          context,
+          context->forward_input_or_allocate_output({i}, i, context->input(i).shape(), &output),
+          done);
       outputs[static_cast<size_t>(i)] = *output;
     }
     auto* run = new Run{context, std::move(done), static_cast<size_t>(inputs)};
@@ -280,10 +281,10 @@ class Broadcast final : public Collective {
     smddp_arguments arguments{};
     OP_REQUIRES_OK_ASYNC(context, typeOf(context->input_dtype(0), &arguments.type), done);
     Tensor* output = nullptr;
-    OP_REQUIRES_OK_ASYNC(context,
-                         context->forward_input_or_allocate_output(
-                             {0}, 0, context->input(0).shape(), &output),
-                         done);
+    OP_REQUIRES_OK_ASYNC(
+        context,
+        context->forward_input_or_allocate_output({0}, 0, context->input(0).shape(), &output),
+        done);
     arguments.count = output->NumElements();
     arguments.root = root_;
     begin(new Run{context, std::move(done), 1}, arguments, context->input(0), *output);
@@ -316,6 +317,11 @@ class AllGather final : public Collective {
   "{half, bfloat16, float, double, complex64, complex128, int8, int16, int32, int64, uint8, " \
   "uint16, uint32, uint64, bool}"
 
+absl::Status unchangedShapes(tensorflow::shape_inference::InferenceContext* context) {
+  for (int i = 0; i < context->num_inputs(); ++i) context->set_output(i, context->input(i));
+  return absl::OkStatus();
+}
+
 // Sums, or whatever `op` (smddp_op) says, each of the tensors over ranks. With a count, operations begin in the order of
 // their numbers, 0 to count - 1, once each and then from the beginning.
 REGISTER_OP("SmddpAllreduce")
@@ -329,10 +335,7 @@ REGISTER_OP("SmddpAllreduce")
     .Attr("number: int")
     .Attr("count: int")
     .SetIsDistributedCommunication()
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
-      for (int i = 0; i < context->num_inputs(); ++i) context->set_output(i, context->input(i));
-      return absl::OkStatus();
-    });
+    .SetShapeFn(unchangedShapes);
 
 // The same, in the order of the program: TensorFlow keeps the order of stateful operations.
 REGISTER_OP("SmddpAllreduceInOrder")
@@ -347,10 +350,7 @@ REGISTER_OP("SmddpAllreduceInOrder")
     .Attr("count: int = 0")
     .SetIsStateful()
     .SetIsDistributedCommunication()
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
-      for (int i = 0; i < context->num_inputs(); ++i) context->set_output(i, context->input(i));
-      return absl::OkStatus();
-    });
+    .SetShapeFn(unchangedShapes);
 
 REGISTER_OP("SmddpBroadcast")
     .Input("tensor: T")
@@ -373,8 +373,8 @@ REGISTER_OP("SmddpAllgather")
     .SetIsDistributedCommunication()
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
       tensorflow::shape_inference::ShapeHandle result;
-      TF_RETURN_IF_ERROR(context->Concatenate(context->Vector(context->UnknownDim()),
-                                              context->input(0), &result));
+      TF_RETURN_IF_ERROR(
+          context->Concatenate(context->Vector(context->UnknownDim()), context->input(0), &result));
       context->set_output(0, result);
       return absl::OkStatus();
     });

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -19,16 +18,11 @@ from typing import Any
 
 import tensorflow as tf
 
+import smddp_numpy
+
 __all__ = ["load"]
 
 _SOURCE = Path(__file__).parent / "kernels.cc"
-
-
-def _smddp() -> Path:
-    found = importlib.util.find_spec("smddp")
-    if found is None or not found.submodule_search_locations:
-        raise ImportError("the package smddp is not installed")
-    return Path(next(iter(found.submodule_search_locations)))
 
 
 def _headers(folder: Path) -> Path:
@@ -46,7 +40,7 @@ def _cache() -> Path:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    folder = _smddp()
+    folder = smddp_numpy.package_folder()
     command = [compiler, "-O2", "-fPIC", "-shared", str(_SOURCE), "-I", str(_headers(folder))]
     command += [*tf.sysconfig.get_compile_flags(), *tf.sysconfig.get_link_flags()]
     command += [str(folder / "lib" / "libsmddp.so"), f"-Wl,-rpath,{folder / 'lib'}"]
@@ -68,9 +62,9 @@ def load() -> Any:
     """Returns the module of the operations; None if they cannot be compiled, which is said once."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     made_from = hashlib.sha256(_SOURCE.read_bytes())
-    made_from.update((_headers(_smddp()) / "smddp.h").read_bytes())
+    made_from.update((_headers(smddp_numpy.package_folder()) / "smddp.h").read_bytes())
     made_from.update(f"{tf.version.VERSION} {tf.sysconfig.get_compile_flags()}".encode())
-    made_from.update(str(_smddp()).encode())
+    made_from.update(str(smddp_numpy.package_folder()).encode())
     try:
         folder = _cache()
         folder.mkdir(parents=True, exist_ok=True)

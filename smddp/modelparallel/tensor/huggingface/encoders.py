@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from smddp.modelparallel.tensor.huggingface.hooks import (
@@ -13,7 +14,7 @@ from smddp.modelparallel.tensor.huggingface.hooks import (
 from smddp.modelparallel.tensor.huggingface.translation import Rule, Translation
 from smddp.modelparallel.tensor.transformer.layers import DistributedTransformer
 
-__all__ = ["TRANSLATION", "hooks"]
+__all__ = ["hooks", "to_hf", "to_smp"]
 
 _HF, _SMP = "{prefix}layer.{i}.", "{prefix}seq_layers.{i}."
 
@@ -29,7 +30,7 @@ def _attention(hf: str, smp: str) -> list[Rule]:
     ]
 
 
-TRANSLATION = Translation(
+_TRANSLATION = Translation(
     [
         *_attention("attention", "attention"),
         *_attention("crossattention", "cross_attention"),
@@ -38,6 +39,26 @@ TRANSLATION = Translation(
         Rule(f"{_HF}output.LayerNorm.{{kind}}", (f"{_SMP}output.layernorm.{{kind}}",)),
     ]
 )
+
+
+def to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+    """Returns Hugging Face's state dict for that of a model with a divided encoder.
+
+    Args:
+        state_dict: with whole tensors.
+        max_seq_len: accepted; there are no buffers of causal masks.
+    """
+    return _TRANSLATION.to_hf(state_dict)
+
+
+def to_smp(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+    """Returns the state dict of a model with a divided encoder for Hugging Face's.
+
+    Args:
+        state_dict: of any model with such an encoder.
+        max_seq_len: accepted.
+    """
+    return _TRANSLATION.to_smp(state_dict)
 
 
 def init_hook(config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
