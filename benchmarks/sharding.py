@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 from smddp.bench.about import write_json
 from smddp.bench.launch import reserved_port
 
@@ -166,6 +167,8 @@ def smp_step(options: Any, variant: dict[str, Any], x: torch.Tensor) -> Callable
     def step() -> None:
         optimizer.zero_grad()
         train_step(model, x)
+        if variant["degree"] == 1:
+            clip_grad_norm(1e9)  # optimizer.step() does so where parameters are divided
         optimizer.step()
 
     return step
@@ -304,15 +307,18 @@ def main() -> None:
     parser.add_argument("--partitions", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=0.01, help="of each sleep")
+    parser.add_argument("--seconds", type=float, default=0.025, help="of each sleep")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=32)
-    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, help="default 4; of the transformer, 1")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--profile", default="", help="write cProfile's figures of rank 0 here")
     parser.add_argument("--json", default="")
     options = parser.parse_args()
+    if options.microbatches is None:
+        options.microbatches = 4 if options.what == "sleep" else 1
+    options.batch = max(options.batch, options.microbatches)
     rows = []
     for degree in options.ranks:
         if options.what == "transformer":
@@ -333,10 +339,7 @@ def main() -> None:
             rows += found
             continue
         for partitions in options.partitions:
-            if partitions > 1:
-                options.microbatches = max(options.microbatches, 2 * partitions)
             common = {"kind": "smp", "backend": "smddp", "partitions": partitions}
-            options.batch = max(options.batch, options.microbatches)
             found = measure(
                 degree * partitions,
                 options,

@@ -148,8 +148,5 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
             return torch.tensor(-1.0)
         parameters = stand_ins.masters()
     total = global_norm(parameters, norm_type)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
