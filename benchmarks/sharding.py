@@ -40,9 +40,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 from smddp.bench.about import write_json
 from smddp.bench.launch import reserved_port
+from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 
 
 class Storages(TorchDispatchMode):

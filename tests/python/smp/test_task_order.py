@@ -509,7 +509,7 @@ def test_a_collective_that_one_replica_does_not_enter(where: int) -> None:
         wanted = "SMPUsageError" if rank >= 2 else "SMPPeerError"
         assert text.startswith(wanted), text
         assert "of the job, which decides the order, has begun nothing for 4.5 s" in text
-        # Rank 0 waits inside the collective, and rank 1 for rank 0. Either of the two followers may tell it first.
+        # Rank 0 waits inside the collective, and rank 1 for rank 0. Either follower may be first.
         assert re.search(
             "On rank (2 could run: the body of microbatch 1|3 could run: the end of microbatch 0)",
             text,
