@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import sys
 import time
@@ -44,11 +45,32 @@ _SLOW_MODULES = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of slow modules."""
+# In `make test` a test of a slow module takes one in so many of its cases.
+_SHARE = 3
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests of slow modules; leaves out cases of theirs that have another turn.
+
+    `make` sets TEST_TURN, the number of the day, and for `make test-all` also ALL_SEEDS. Without
+    TEST_TURN, as under pytest alone, all cases run.
+    """
+    cases = collections.defaultdict(list)
     for item in items:
         if item.path.stem in _SLOW_MODULES:
             item.add_marker(pytest.mark.slow)
+            if item.get_closest_marker("exhaustive") is None:
+                cases[item.nodeid.partition("[")[0]].append(item)
+    if "TEST_TURN" not in os.environ or "ALL_SEEDS" in os.environ:
+        return
+    others = set()
+    for name, found in cases.items():
+        share = min(_SHARE, len(found))
+        turn = int(os.environ["TEST_TURN"]) + zlib.crc32(name.encode())
+        others.update(found)
+        others.difference_update(found[turn % share :: share])
+    items[:] = [item for item in items if item not in others]
+    config.hook.pytest_deselected(items=list(others))
 
 
 def _shared_memory() -> set[str]:
