@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
@@ -83,9 +82,10 @@ def _seed_of_batch(seed: int) -> int:
     """Returns the seed of a step: ranks that have the same batch leave out the same in dropout."""
     if state.topology.tp_size == 1 or not state.cfg.prescaled_batch:
         return seed
-    first = torch.tensor([seed], device=device.current())
-    dist.broadcast(first, group=state.groups.exchange, group_src=0)
-    return int(first)
+    own = torch.tensor([seed], device=device.current())
+    all_seeds = own.new_empty(state.topology.tp_size)
+    state.groups.exchange.make("all_gather", all_seeds, own)
+    return int(all_seeds[0])
 
 
 class StepFunction:

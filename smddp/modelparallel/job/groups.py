@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from smddp.modelparallel.job.collectives import Collectives
 from smddp.modelparallel.job.topology import Topology
 
 __all__ = ["Groups", "ShardingGroups", "timeout_of"]
@@ -77,9 +78,10 @@ class Groups:
         self.order: dist.ProcessGroup | None = None
         if order:
             self.order = _new_group(tuple(order), topology.rank, timeout)
-        self.exchange = self._by_kind["tp"]
+        exchange = self._by_kind["tp"]
         if topology.tp_size > 1:
-            self.exchange = _new_group(tuple(topology.groups("tp")), topology.rank, timeout)
+            exchange = _new_group(tuple(topology.groups("tp")), topology.rank, timeout)
+        self.exchange = Collectives(exchange)
         self.sharding: ShardingGroups | None = None
         if sharding_degree > 1:
             parts = tuple(topology.replica_groups(sharding_degree))

@@ -565,6 +565,7 @@ def _executor(state: State) -> Executor:
             topology.pp_size,
             state.cfg.stall_warning_seconds,
             _order_group(state),
+            state.groups.exchange if topology.tp_size > 1 else None,
         )
         state.keep(executor)
     return executor
