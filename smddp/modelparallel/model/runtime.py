@@ -123,7 +123,7 @@ class ModelRuntime:
                 state.groups.sharding,
                 modules,
                 data_parallel.final,
-                data_parallel.group,
+                data_parallel.holders,
                 cfg.sdp_param_persistence_threshold,
                 cfg.sdp_max_live_parameters,
                 cfg.sdp_reduce_bucket_size,
