@@ -119,6 +119,10 @@ class DistributedOptimizer(metaclass=_IsPatched):
         return optimizer
 
 
+_REPLACED = (
+    ". With tensor parallelism, smp.DistributedModel replaces parameters: create the optimizer "
+    "after it"
+)
 # Optimizers of torch that need whole parameters, or the norm of all of them.
 _OF_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
@@ -329,6 +333,7 @@ class _State:
                         "no parameter of the smp.DistributedModel: smp would neither reduce its "
                         "gradient nor save its state. Give such parameters to an optimizer of "
                         "their own, without smp.DistributedOptimizer"
+                        + (_REPLACED if state.topology.tp_size > 1 else "")
                     )
         self._checked = weakref.ref(model), count
 

@@ -127,6 +127,7 @@ class StandIns:
                 if not steps(parameter):
                     dtype = torch.float32 if parameter.dtype in HALF else parameter.dtype
                     other = self._elsewhere[id(parameter)] = _SteppedElsewhere(dtype)
+                    copy_division(parameter, other)
                     self._rows.append(_Row(parameter, parameter, other, None))
                     continue
                 entry = None if sharding is None else sharding.entry(parameter)
