@@ -160,9 +160,12 @@ class _Exchanged(torch.autograd.Function):
     ) -> Tensor:
         """Returns the values after the exchange."""
         ctx.of_gradient = backward
+        # Without a gradient on any rank there is nothing to exchange: parameters keep None.
+        ctx.set_materialize_grads(False)
         return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Returns the gradient of x."""
-        return ctx.of_gradient(gradients[0]), None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
+        """Returns the gradient of x; None if there is none."""
+        (gradient,) = gradients
+        return None if gradient is None else ctx.of_gradient(gradient), None, None
