@@ -6,10 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
-import torch
-import torch.distributed as dist
-
-from smddp.modelparallel.common import device
+from smddp.modelparallel.api.same_batch import seed_of_batch
 from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.common.structure import rebuild
@@ -77,15 +74,6 @@ def step(
     if function is None:
         return lambda f: StepFunction(f, non_split_inputs, input_split_axes, detach_outputs)
     return StepFunction(function, non_split_inputs, input_split_axes, detach_outputs)
-
-
-def _seed_of_batch(seed: int) -> int:
-    """Returns the seed of a step: ranks that have the same batch leave out the same in dropout."""
-    if state.topology.tp_size == 1 or not state.cfg.prescaled_batch:
-        return seed
-    first = torch.tensor([seed], device=device.current())
-    dist.broadcast(first, group=state.groups.exchange, group_src=0)
-    return int(first)
 
 
 class StepFunction:
@@ -161,7 +149,7 @@ class StepFunction:
         schedule = runtime.begin_step(body.function.__name__, schedule, again)
         driver = None
         if executor.rank == 0:
-            driver = Driver(executor, body, schedule, args, kwargs, _seed_of_batch)
+            driver = Driver(executor, body, schedule, args, kwargs, seed_of_batch)
         # Segments seed the generators of the ranks that serve; those are restored afterwards.
         random_state: RandomState | None = RandomState() if driver is None else None
         failure, redo = "", False

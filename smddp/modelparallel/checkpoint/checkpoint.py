@@ -392,7 +392,7 @@ def _pieces(model: Any, optimizer: Any) -> dict[str, Any]:
     them. Then only sharding groups have the same.
     """
     topology, degree = state.topology, state.cfg.sharded_data_parallel_degree
-    number = topology.rank_in("dp" if degree > 1 else "rdp")
+    number = topology.rank_in("rdp")
     saves = number < degree
     place = _suffix(False) + (f"_{number}" if degree > 1 else "")
     pieces = {f"model{place}": model.local_state_dict()} if saves and model is not None else {}

@@ -57,7 +57,7 @@ class Shards(Protocol):
             For each parameter what gets a gradient: its shard, or itself.
         """
 
-    def reducers(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+    def reducers(self, parameter: nn.Parameter) -> Ranks | None:
         """Returns the ranks with the same shard; None if the parameter is not a shard."""
 
 
@@ -237,10 +237,11 @@ class DataParallel:
 
     def _ranks_of(self, parameter: nn.Parameter) -> Ranks:
         """Returns the ranks over which the gradient of a parameter or a shard is reduced."""
-        if self.shards is not None:
-            group = self.shards.reducers(parameter)
-            if group is not None:
-                return Ranks(group, group.size(), group.size())
+        of_shard = None if self.shards is None else self.shards.reducers(parameter)
+        return self.holders(parameter) if of_shard is None else of_shard
+
+    def holders(self, parameter: nn.Parameter) -> Ranks:
+        """Returns the ranks that have the values of a parameter, or one shard of them each."""
         if self.divided is not None and self.is_divided(parameter):
             return self.divided
         return Ranks(self.group, self.size, self.size)

@@ -173,11 +173,6 @@ def _check_together(known: Mapping[str, Any]) -> None:
         raise SMPConfigurationError("bf16 needs sharded_data_parallel_degree greater than 1.")
     if known.get("tensor_parallel_degree", 1) > 1 and not ddp:
         raise SMPConfigurationError("tensor_parallel_degree greater than 1 needs ddp.")
-    if sharded and known.get("tensor_parallel_degree", 1) > 1:
-        raise SMPConfigurationError(
-            "sharded data parallelism and tensor parallelism cannot be combined in this version: "
-            "set sharded_data_parallel_degree or tensor_parallel_degree to 1."
-        )
     if sharded:
         if not ddp:
             raise SMPConfigurationError("sharded_data_parallel_degree greater than 1 needs ddp.")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from smddp.modelparallel.job.collectives import Collectives
 from smddp.modelparallel.job.topology import Topology
 
 __all__ = ["Groups", "ShardingGroups", "timeout_of"]
@@ -20,14 +21,16 @@ class ShardingGroups(NamedTuple):
     """The process groups of sharded data parallelism.
 
     Attributes:
-        parameters: the ranks that share the parameters, for gathers.
+        parameters: the ranks that share the parameters, for gathers. They have one tp rank.
         gradients: the same ranks, for sums of gradients, which do not wait for gathers.
-        across: the ranks that have the same part, one of each sharding group.
+        across: the ranks that have the same shard of a parameter.
+        across_divided: likewise, of a parameter that is divided over tensor-parallel ranks.
     """
 
     parameters: dist.ProcessGroup
     gradients: dist.ProcessGroup
     across: dist.ProcessGroup
+    across_divided: dist.ProcessGroup
 
 
 class Groups:
@@ -77,15 +80,23 @@ class Groups:
         self.order: dist.ProcessGroup | None = None
         if order:
             self.order = _new_group(tuple(order), topology.rank, timeout)
-        self.exchange = self._by_kind["tp"]
+        exchange = self._by_kind["tp"]
         if topology.tp_size > 1:
-            self.exchange = _new_group(tuple(topology.groups("tp")), topology.rank, timeout)
+            exchange = _new_group(tuple(topology.groups("tp")), topology.rank, timeout)
+        self.exchange = Collectives(exchange)
         self.sharding: ShardingGroups | None = None
         if sharding_degree > 1:
-            parts = tuple(topology.replica_groups(sharding_degree))
-            across = tuple(topology.groups_across(sharding_degree))
+            parts = tuple(topology.in_blocks("rdp", sharding_degree))
+            across = [
+                tuple(topology.across_blocks(kind, sharding_degree)) for kind in ("dp", "rdp")
+            ]
+            # Without tensor parallelism both have the same members.
+            groups = {
+                sets: _new_group(sets, topology.rank, timeout) for sets in dict.fromkeys(across)
+            }
             self.sharding = ShardingGroups(
-                *(_new_group(sets, topology.rank, timeout) for sets in (parts, parts, across))
+                *(_new_group(parts, topology.rank, timeout) for _ in range(2)),
+                *(groups[sets] for sets in across),
             )
 
     def of(self, kind: str) -> dist.ProcessGroup:

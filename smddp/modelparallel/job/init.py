@@ -71,10 +71,11 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             f"{size} ranks make {topology.rdp_size} replicas of {topology.pp_size} partition(s); "
             "data parallelism needs ddp: True in the configuration."
         )
-    if topology.size_of("dp") % cfg.sharded_data_parallel_degree:
+    if topology.rdp_size % cfg.sharded_data_parallel_degree:
+        among = " of ranks with one tensor-parallel rank" if topology.tp_size > 1 else ""
         raise SMPInitializationError(
             f"sharded_data_parallel_degree {cfg.sharded_data_parallel_degree} does not divide the "
-            f"data parallel degree {topology.size_of('dp')}"
+            f"data parallel degree{among}, {topology.rdp_size}"
         )
     owns = not dist.is_initialized()
     if owns:
@@ -95,17 +96,16 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 def _order_groups(cfg: Configuration, topology: Topology) -> list[tuple[int, ...]]:
     """Returns the groups of ranks that have to run their tasks in one order; empty if none have to.
 
-    With one partition, every replica runs one microbatch after the other in any case.
+    With one partition, every replica runs one microbatch after the other in any case. Ranks that
+    exchange activations still have to hear at once if a step fails on one of them.
     """
     degree: int = cfg.sharded_data_parallel_degree
-    if topology.pp_size == 1:
+    if topology.pp_size == topology.tp_size == 1:
         return []
-    if cfg.deterministic_server and topology.size_of("dp") > 1:
+    if topology.pp_size > 1 and cfg.deterministic_server and topology.size_of("dp") > 1:
         return topology.groups("dp")
     # Tasks gather parameters, or exchange activations, which all ranks have to do in one order.
-    if topology.tp_size > 1:
-        return topology.groups("tp")
-    return topology.replica_groups(degree) if degree > 1 else []
+    return topology.in_blocks("dp", degree) if topology.tp_size * degree > 1 else []
 
 
 def _compare(cfg: Configuration) -> None:

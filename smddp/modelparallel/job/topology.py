@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from collections.abc import Callable
 
 from smddp.modelparallel.common.errors import SMPInitializationError
 
@@ -112,23 +113,29 @@ class Topology:
         """Returns all groups of a kind, in the same order on every rank."""
         return sorted({self.members(kind, rank) for rank in range(self.size)})
 
-    def replica_groups(self, count: int) -> list[tuple[int, ...]]:
-        """Returns groups of ranks with the same place in `count` consecutive replicas.
+    def in_blocks(self, kind: str, degree: int) -> list[tuple[int, ...]]:
+        """Returns the groups of a kind, each divided into blocks of consecutive rdp ranks.
 
-        They are in the same order on every rank. Sharding groups are such groups.
+        They are in the same order on every rank. With "rdp" these are sharding groups, and with
+        "dp" those together with the tp groups of their ranks.
 
         Args:
-            count: divides the size of the dp groups.
+            kind: "rdp" or "dp".
+            degree: so many rdp ranks are a block; divides the size of the rdp groups.
         """
-        return [
-            members[begin : begin + count]
-            for members in self.groups("dp")
-            for begin in range(0, len(members), count)
-        ]
+        return self._divided(kind, lambda replica: replica // degree)
 
-    def groups_across(self, degree: int) -> list[tuple[int, ...]]:
-        """Returns the groups of ranks with the same part, one of each of `replica_groups`."""
-        return [members[first::degree] for members in self.groups("dp") for first in range(degree)]
+    def across_blocks(self, kind: str, degree: int) -> list[tuple[int, ...]]:
+        """Returns the groups of a kind, each divided by the place in the blocks of `in_blocks`."""
+        return self._divided(kind, lambda replica: replica % degree)
+
+    def _divided(self, kind: str, key: Callable[[int], int]) -> list[tuple[int, ...]]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, members in enumerate(self.groups(kind)):
+            for rank in members:
+                place = number, key(self.coordinates(rank)["D"])
+                found.setdefault(place, []).append(rank)
+        return [tuple(found[place]) for place in sorted(found)]
 
     def rank_in(self, kind: str) -> int:
         """Returns the position of this rank in its group of a kind."""

@@ -24,7 +24,7 @@ from smddp.modelparallel.optimizer.half import to_float, to_half
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.remote_tensor import RemoteTensor, retype
 from smddp.modelparallel.tensor.division import division_of
-from smddp.modelparallel.tensor.replace import replace_marked
+from smddp.modelparallel.tensor.replace import check_alike, replace_marked
 
 __all__ = ["DistributedModel"]
 
@@ -102,9 +102,11 @@ class DistributedModel(ModelQueries):
         super().__init__()
         _check(module, trace_device, trace_execution_times, backward_passes_per_step)
         module = replace_marked(module)
+        cfg, topology = state.cfg, state.topology
+        if topology.tp_size > 1:
+            check_alike(module)
         self.module = Wrapped(module)
         _name_original_forwards(module)
-        cfg, topology = state.cfg, state.topology
         if overlapping_allreduce is None:
             overlapping_allreduce = cfg.overlapping_allreduce
         data_parallel = DataParallel(

@@ -123,7 +123,7 @@ class ModelRuntime:
                 state.groups.sharding,
                 modules,
                 data_parallel.final,
-                data_parallel.group,
+                data_parallel.holders,
                 cfg.sdp_param_persistence_threshold,
                 cfg.sdp_max_live_parameters,
                 cfg.sdp_reduce_bucket_size,
@@ -565,6 +565,7 @@ def _executor(state: State) -> Executor:
             topology.pp_size,
             state.cfg.stall_warning_seconds,
             _order_group(state),
+            state.groups.exchange if topology.tp_size > 1 else None,
         )
         state.keep(executor)
     return executor

@@ -16,9 +16,8 @@ from smddp.modelparallel.job.meeting import gathered, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.partition.placement import MARKER, Placement
 from smddp.modelparallel.pipeline.remote_tensor import give_values
-from smddp.modelparallel.sharding.joined import SHARDS, form_of, united
+from smddp.modelparallel.sharding.joined import SHARDS, form_of, united, without_parts
 from smddp.modelparallel.sharding.sharding import Sharding
-from smddp.modelparallel.tensor import division
 from smddp.modelparallel.tensor.module import divisions_of
 
 __all__ = ["ModelState"]
@@ -119,10 +118,9 @@ class ModelState:
             if self._placement.owner_of_entry(name) != self._placement.rank:
                 continue
             entry = None if self._sharding is None else self._sharding.entry(value)
-            if entry is not None:
-                forms[name] = form_of(entry)
-            elif name in self._divisions:
-                forms[name] = division.form_of(self._divisions[name], value, *_place())
+            form = form_of(value, entry, self._divisions.get(name), _place())
+            if form is not None:
+                forms[name] = form
             entries[name] = _detached(with_values(value) if entry is None else entry.shard)
         return {**entries, **({SHARDS: forms} if forms else {}), MARKER: True}
 
@@ -135,11 +133,7 @@ class ModelState:
         # Before the model is divided it is not known what lives here, so all parts are loaded.
         alone = bool(given.get(MARKER)) and same_partition and self._placement.divided
         if given.get(MARKER):
-            forms = given.get(SHARDS, {})
-            if self._sharding is not None or any(map(_is_shard, forms.values())):
-                entries, forms = self._joined(entries, forms), {}
-            if not alone:
-                entries = self._merged(entries, forms)
+            entries = self._merged(entries, given.get(SHARDS, {}), alone)
         names = list(self._module.state_dict(keep_vars=True))
         # Some files hold a shared parameter under only one of its names.
         for same in self._shared():
@@ -163,17 +157,6 @@ class ModelState:
         self._module.load_state_dict(local, strict=False)
         return IncompatibleKeys(missing, unexpected)
 
-    def _joined(self, entries: dict[str, Any], forms: dict[str, Any]) -> dict[str, Any]:
-        """Returns whole entries in place of the shards of the sharding group."""
-        if self._sharding is None:
-            raise SMPUsageError(
-                "the partial state dict is one of sharded data parallelism: load it with "
-                "smp.resume_from_checkpoint, or in a job with the same sharded_data_parallel_degree"
-            )
-        group = self._sharding.groups.parameters
-        parts = gathered(_LOADS_PARTIAL, (entries, forms), group)
-        return united([part for part, _ in parts], [form for _, form in parts])
-
     def _shared(self) -> list[list[str]]:
         """Returns the names of each parameter that has several."""
         names: dict[int, list[str]] = {}
@@ -185,12 +168,31 @@ class ModelState:
         placement = self._placement
         return not placement.divided or placement.owner_of_entry(name) == placement.rank
 
-    def _merged(self, entries: dict[str, Any], forms: dict[str, Any]) -> dict[str, Any]:
-        """Returns the whole entries of all ranks of the model."""
-        if self._placement.size == 1 and not self._divisions:
-            return entries
-        group = state.groups.of("mp" if self._divisions else "pp")
-        parts = gathered(_LOADS_PARTIAL, (entries, forms), group)
+    def _merged(
+        self, entries: dict[str, Any], forms: dict[str, Any], alone: bool
+    ) -> dict[str, Any]:
+        """Returns the whole entries of all ranks of the model.
+
+        Args:
+            entries: a partial state dict.
+            forms: of its entries that are parts.
+            alone: only those of this rank, with what it has of parameters that are divided over
+                tensor-parallel ranks.
+        """
+        if alone:
+            shards = {name: without_parts(form) for name, form in forms.items()}
+            forms = {name: form for name, form in shards.items() if form is not None}
+        parts = [(entries, forms)]
+        if self._sharding is not None:
+            parts = gathered(_LOADS_PARTIAL, parts[0], self._sharding.groups.parameters)
+        elif any(without_parts(form) is not None for form in forms.values()):
+            raise SMPUsageError(
+                "the partial state dict is one of sharded data parallelism: load it with "
+                "smp.resume_from_checkpoint, or in a job with the same sharded_data_parallel_degree"
+            )
+        if not alone and (self._placement.size > 1 or self._divisions):
+            group = state.groups.of("mp" if self._divisions else "pp")
+            parts = [part for some in gathered(_LOADS_PARTIAL, parts, group) for part in some]
         return united([part for part, _ in parts], [form for _, form in parts])
 
     def gather_in_place(self) -> None:
@@ -212,10 +214,6 @@ class ModelState:
 def _place() -> tuple[int, int]:
     """Returns the rank in the tensor-parallel group, and its size."""
     return state.topology.rank_in("tp"), state.topology.tp_size
-
-
-def _is_shard(form: Mapping[str, Any]) -> bool:
-    return "dimension" not in form
 
 
 def _detached(value: Any) -> Any:

@@ -34,11 +34,17 @@ def whole_norm(tensor: torch.Tensor, like: torch.Tensor, norm_type: float = 2.0)
         norm_type: 2, or inf for the largest absolute value.
     """
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type)
-    if isinstance(like, Shard):
-        return _over_group(norm, norm_type, like.group)
-    if division_of(like) is not None:
-        return _over_group(norm, norm_type, state.groups.of("tp"))
+    for group in _groups_of(like):
+        norm = _over_group(norm, norm_type, group)
     return norm
+
+
+def _groups_of(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the groups whose ranks have different parts of a parameter, one after the other."""
+    groups = [parameter.group] if isinstance(parameter, Shard) else []
+    if division_of(parameter) is not None:
+        groups.append(state.groups.of("tp"))
+    return tuple(groups)
 
 
 def _over_group(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
@@ -54,16 +60,19 @@ def _over_group(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) 
 
 
 def _norm_of_parts(
-    gradients: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGroup
+    gradients: Sequence[torch.Tensor], norm_type: float, groups: Sequence[dist.ProcessGroup]
 ) -> torch.Tensor:
-    """Returns the norm of gradients of which each rank of a group has a part."""
+    """Returns the norm of gradients of which the ranks of groups have parts; see `_groups_of`."""
     if norm_type == 0:
         # A gradient counts once if any rank has an element other than 0.
         counts = torch.stack([gradient.count_nonzero() for gradient in gradients])
-        dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+        for group in groups:
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
         return counts.count_nonzero().float()
     total = torch.nn.utils.get_total_norm(gradients, norm_type).float()
-    return _over_group(total, norm_type, group)
+    for group in groups:
+        total = _over_group(total, norm_type, group)
+    return total
 
 
 def global_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
@@ -85,23 +94,16 @@ def global_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> t
     """
     if not norm_type >= 0:
         raise SMPUsageError(f"norm_type must be at least 0, not {norm_type}")
-    found = [(p, p.grad) for p in parameters if p.grad is not None]
-    shards = [gradient for parameter, gradient in found if isinstance(parameter, Shard)]
-    divided = [gradient for parameter, gradient in found if division_of(parameter) is not None]
-    total = torch.nn.utils.get_total_norm(
-        [g for p, g in found if not isinstance(p, Shard) and division_of(p) is None], norm_type
-    )
+    found: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault(_groups_of(parameter), []).append(parameter.grad)
+    total = torch.nn.utils.get_total_norm(found.pop((), []), norm_type)
     model = state.current_model()
     if model is None:
         return total
-    parts: list[tuple[list[torch.Tensor], dist.ProcessGroup]] = []
-    if shards:
-        assert state.groups.sharding is not None
-        parts.append((shards, state.groups.sharding.gradients))
-    if divided:
-        parts.append((divided, state.groups.of("tp")))
-    for gradients, group in parts:
-        of_parts = _norm_of_parts(gradients, norm_type, group)
+    for groups, gradients in found.items():
+        of_parts = _norm_of_parts(gradients, norm_type, groups)
         total = total.to(of_parts.device, torch.float32)
         if norm_type == 0:
             total = total + of_parts

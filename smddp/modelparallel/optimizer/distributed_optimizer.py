@@ -119,6 +119,10 @@ class DistributedOptimizer(metaclass=_IsPatched):
         return optimizer
 
 
+_REPLACED = (
+    ". With tensor parallelism, smp.DistributedModel replaces parameters: create the optimizer "
+    "after it"
+)
 # Optimizers of torch that need whole parameters, or the norm of all of them.
 _OF_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
@@ -329,6 +333,7 @@ class _State:
                         "no parameter of the smp.DistributedModel: smp would neither reduce its "
                         "gradient nor save its state. Give such parameters to an optimizer of "
                         "their own, without smp.DistributedOptimizer"
+                        + (_REPLACED if state.topology.tp_size > 1 else "")
                     )
         self._checked = weakref.ref(model), count
 
@@ -354,17 +359,11 @@ class _State:
         own = dict(self.state_dict())
         mine = self._local_indices()
         own["state"] = {i: entry for i, entry in own["state"].items() if i in mine}
-        if self.stand_ins is not None:
-            if self.stand_ins.half:
-                own[FP16_STATES] = self.stand_ins.state_dict(self.indices())
-            if state.groups.sharding is not None:
-                own[SHARDS] = {i: form_of(entry) for i, entry in self._entries().items()}
-        divided = {i: p for i, p in self._divided().items() if i in mine}
-        if divided:
-            own[SHARDS] = {
-                i: division.form_of(how, parameter.detach(), *_place())
-                for i, (parameter, how) in divided.items()
-            }
+        if self.stand_ins is not None and self.stand_ins.half:
+            own[FP16_STATES] = self.stand_ins.state_dict(self.indices())
+        forms = {i: form for i, form in self._forms().items() if i in mine}
+        if forms or state.groups.sharding is not None:
+            own[SHARDS] = forms
         own[MARKER] = True
         if self.shards is not None:
             own[SHARD] = self.shards.rank, self.shards.size
@@ -457,6 +456,18 @@ class _State:
         """Returns the sharded parameters of the optimizer, by number."""
         return {} if self.stand_ins is None else self.stand_ins.entries(self.indices())
 
+    def _forms(self) -> dict[int, dict[str, Any]]:
+        """Returns the forms of the parameters of which this rank has a part, by number."""
+        numbers, entries = self.indices(), self._entries()
+        found = {}
+        for parameter in self._originals():
+            number = numbers[id(parameter)]
+            how = division.division_of(parameter)
+            form = form_of(parameter, entries.get(number), how, _place())
+            if form is not None:
+                found[number] = form
+        return found
+
     def _divided(self) -> dict[int, tuple[Any, division.Division]]:
         """Returns the parameters that are divided over tensor-parallel ranks, by number."""
         numbers = self.indices()
@@ -469,13 +480,13 @@ class _State:
             originals = (p for p in self._originals() if not self._steps(p))
             mine = mine - {numbers[id(p)] for p in originals}
         kept = {i: entry for i, entry in entries["state"].items() if i in mine}
-        for i, entry in self._entries().items():
-            if i in kept:
-                kept[i] = entry.cut_state(kept[i])
         divided = self._divided()
         for i, (parameter, how) in divided.items():
             if i in kept:
                 kept[i] = how.state_parts(kept[i], parameter.shape, *_place())
+        for i, entry in self._entries().items():
+            if i in kept:
+                kept[i] = entry.cut_state(kept[i])
         rest = {name: value for name, value in entries.items() if name != FP16_STATES}
         self._load(self._optimizer(), {**rest, "state": kept})
         if self.stand_ins is not None and self.stand_ins.half and FP16_STATES in entries:
@@ -507,12 +518,13 @@ class _State:
             part: of this rank.
             what: the call that all of these ranks have to make; for error texts.
         """
-        whole = {name: value for name, value in part.items() if name != MARKER}
+        parts = [{name: value for name, value in part.items() if name != MARKER}]
         if state.groups.sharding is not None:
-            whole = merged(gathered(what, whole, state.groups.sharding.parameters))
+            parts = gathered(what, parts[0], state.groups.sharding.parameters)
         if state.topology.size_of("mp") > 1:
-            whole = merged(gathered(what, whole, state.groups.of("mp")))
-        return whole
+            of_ranks = gathered(what, parts, state.groups.of("mp"))
+            parts = [part for some in of_ranks for part in some]
+        return merged(parts) if len(parts) > 1 else parts[0]
 
 
 def _place() -> tuple[int, int]:

@@ -22,7 +22,7 @@ from smddp.modelparallel.optimizer.loss_scale import LossScaler
 from smddp.modelparallel.partition.placement import Placement
 from smddp.modelparallel.sharding.shard import Shard, ShardedParameter
 from smddp.modelparallel.sharding.sharding import Sharding
-from smddp.modelparallel.tensor.division import division_of, mark
+from smddp.modelparallel.tensor.division import copy_division
 
 __all__ = ["StandIns"]
 
@@ -127,6 +127,7 @@ class StandIns:
                 if not steps(parameter):
                     dtype = torch.float32 if parameter.dtype in HALF else parameter.dtype
                     other = self._elsewhere[id(parameter)] = _SteppedElsewhere(dtype)
+                    copy_division(parameter, other)
                     self._rows.append(_Row(parameter, parameter, other, None))
                     continue
                 entry = None if sharding is None else sharding.entry(parameter)
@@ -160,11 +161,9 @@ class StandIns:
             value = data.float() if data.dtype in HALF else data
             if entry is None:
                 stand_in = nn.Parameter(value, local.requires_grad)
-                division = division_of(parameter)
-                if division is not None:
-                    mark(iter([(stand_in, division)]))
+                copy_division(parameter, stand_in)
             else:
-                stand_in = Shard.of(value, local.requires_grad, entry.shard.group)
+                stand_in = Shard.of(value, local, entry.shard.group)
         return _Row(parameter, local, stand_in, entry), stand_in
 
     def copy_from_parameters(self) -> None:

@@ -18,7 +18,12 @@ from smddp.modelparallel.pipeline.baton import Priority, Task, Ticket
 from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
-from smddp.modelparallel.pipeline.microbatch import collect, split_arguments, unequal_lengths
+from smddp.modelparallel.pipeline.microbatch import (
+    collect,
+    divided_tensors,
+    split_arguments,
+    unequal_lengths,
+)
 from smddp.modelparallel.pipeline.order import TaskName
 from smddp.modelparallel.pipeline.protocol import ambient
 from smddp.modelparallel.pipeline.randomness import draw_seed, mix, seed_all
@@ -69,7 +74,7 @@ class Driver:
         schedule: Schedule,
         args: Any,
         kwargs: Any,
-        agree: Callable[[int], int] = lambda seed: seed,
+        agree: Callable[[int, Callable[[], list[torch.Tensor]]], int] = lambda seed, _: seed,
     ) -> None:
         """Begins nothing yet.
 
@@ -79,7 +84,8 @@ class Driver:
             schedule: how many microbatches there are, and how many run at a time.
             args: positional arguments of the whole batch.
             kwargs: named arguments of the whole batch.
-            agree: gets the seed that this rank has drawn for the step; returns the one to use.
+            agree: gets the seed that this rank has drawn for the step, and a function that returns
+                the tensors that are divided; returns the seed to use.
         """
         self._executor = executor
         self._agree = agree
@@ -114,7 +120,7 @@ class Driver:
         )
         self._compare_lengths()
         # One number per step comes from the script's random generator. The others are made from it.
-        self._seed = self._agree(draw_seed())
+        self._seed = self._agree(draw_seed(), self._batch)
         self.random_state = RandomState()
         self._ambient, self._context = ambient(), contextvars.copy_context()
         self._start_more()
@@ -141,6 +147,11 @@ class Driver:
             take = _detached if self._body.detach else force
             self._results[number] = map_tensors(take, result)
             self._executor.caller.settle(frame)
+
+    def _batch(self) -> list[torch.Tensor]:
+        body = self._body
+        found = divided_tensors(body.function, self._args, self._kwargs, body.whole)
+        return [tensor for _, tensor in found]
 
     def _unequal_lengths(self) -> str:
         body = self._body

@@ -37,6 +37,7 @@ from smddp.modelparallel.pipeline.step import (
     BufferReport,
     Schedule,
     StepBegin,
+    StepCollectives,
     StepDriver,
     StepModel,
     StepResult,
@@ -67,6 +68,7 @@ class Executor:
         timeline: what ran in the last step, and when.
         channel: the streams to and from the other ranks; None if there are none.
         replicas: the streams to and from the other members of the order group; None without one.
+        collectives: those of tasks, over members of the order group; None if there are none.
         divided: has this rank applied the decision about where modules live? Until then it
             keeps the messages that begin or end work.
     """
@@ -78,6 +80,7 @@ class Executor:
         size: int,
         stall_warning: float,
         replicas: OrderGroup | None = None,
+        collectives: StepCollectives | None = None,
     ) -> None:
         """Begins without a model.
 
@@ -88,11 +91,12 @@ class Executor:
             stall_warning: seconds after which a step that does not end is logged; 0 for never.
             replicas: the ranks of other replicas with which this one runs its tasks in one order;
                 None if there are none.
+            collectives: see the class.
         """
         self.rank, self.size = rank, size
         self.timeline = Timeline()
         self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
-        self.replicas = replicas
+        self.replicas, self.collectives = replicas, collectives
         self._job_ranks = dist.get_process_group_ranks(group) if group is not None else [rank]
         order: TaskOrder | None = None
         if replicas is not None:
@@ -224,6 +228,8 @@ class Executor:
             self.baton.order.observer = self.modules.observer
         if self.channel is not None:
             self.channel.open()
+        if self.collectives is not None:
+            self.collectives.begin_step()
         if self.replicas is not None:
             self.replicas.begin(self)
         try:
@@ -269,6 +275,8 @@ class Executor:
                 self.baton.wait_until_idle()
                 self._apply_late_decision()
                 self._end_step()
+                if self.collectives is not None:
+                    self.collectives.end_step()
                 if self.divided:
                     order_matters = any(failure.order_matters for failure in self._failures)
                     model.accept_reports(self._reports, order_matters)
@@ -297,7 +305,10 @@ class Executor:
         # The other members of an order group may have applied it.
         self._apply_late_decision()
         assert self._model is not None
+        works = self._complete_collectives()
         self._model.close(bool(self._failures))
+        for work, *_ in works:
+            work.wait()
         if self.channel is None or self._ended_by_signal:
             return []
         silent = self.channel.drain(_END_TIMEOUT)
@@ -307,6 +318,21 @@ class Executor:
             # Wakes the thread that waits for their messages.
             self.channel.interrupt()
         return silent
+
+    def _complete_collectives(self) -> list[Any]:
+        """Lets no rank wait for collective calls that this one does not make any more.
+
+        Returns:
+            See `StepCollectives.complete`. This rank waits for them after its gathers: the calls
+            may need a rank that waits in a gather.
+        """
+        if self.collectives is None or self.replicas is None or self._ended_by_signal:
+            return []
+        self.collectives.settle()
+        if not self._failures:
+            return []
+        made = self.replicas.await_stops()
+        return self.collectives.complete(made.get(rank, ()) for rank in self.collectives.ranks)
 
     def _end_by_signal(self, error: BaseException) -> None:
         """Ends the step because a signal has raised; the pipeline cannot be used again."""
@@ -593,7 +619,8 @@ class Executor:
             if self._failures:
                 return
             if self._end_sent:
-                self.baton.abort()
+                assert failure.elsewhere is not None
+                self._abort_tasks(failure.elsewhere)
                 return
             self._failures.append(failure)
             self._send_end(failure, [])
@@ -707,11 +734,15 @@ class Executor:
         return report
 
     def _stop(self) -> None:
-        self.baton.abort()
+        self._abort_tasks(self._as_elsewhere())
         self._over.set()
         self._order_over.set()
+
+    def _abort_tasks(self, why: Elsewhere) -> None:
+        self.baton.abort()
         if self.replicas is not None:
-            self.replicas.stop(self._as_elsewhere())
+            calls = self.collectives.stop() if self.collectives is not None else []
+            self.replicas.stop(why, calls)
 
     def _send_end(self, header: Any, tensors: list[Any]) -> None:
         with self._mutex, self._send_lock:

@@ -11,7 +11,7 @@ import torch
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import flatten, rebuild
 
-__all__ = ["StepOutput", "collect", "split_arguments", "unequal_lengths"]
+__all__ = ["StepOutput", "collect", "divided_tensors", "split_arguments", "unequal_lengths"]
 
 
 class StepOutput:
@@ -121,6 +121,23 @@ def split_arguments(
     return parts
 
 
+def divided_tensors(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    whole: Sequence[str],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of a batch that are divided, each with the name of its argument.
+
+    The arguments are those of `split_arguments`.
+    """
+    for name, item, _ in _entries(inspect.signature(function).bind(*args, **kwargs)):
+        tensors: list[torch.Tensor] = []
+        if name not in whole and not isinstance(item, torch.nn.Module | torch.optim.Optimizer):
+            flatten(item, tensors, [], _slices_itself)
+        yield from ((name, tensor) for tensor in tensors)
+
+
 def unequal_lengths(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -134,14 +151,10 @@ def unequal_lengths(
     The arguments are those of `split_arguments`.
     """
     found: dict[str, int] = {}
-    for name, item, _ in _entries(inspect.signature(function).bind(*args, **kwargs)):
+    for name, tensor in divided_tensors(function, args, kwargs, whole):
         axis = axes.get(name, 0)
-        tensors: list[torch.Tensor] = []
-        if name not in whole and not isinstance(item, torch.nn.Module | torch.optim.Optimizer):
-            flatten(item, tensors, [], _slices_itself)
-        for tensor in tensors:
-            if -tensor.dim() <= axis < tensor.dim():
-                found[f"{name!r} has {tensor.shape[axis]} (dimension {axis})"] = tensor.shape[axis]
+        if -tensor.dim() <= axis < tensor.dim():
+            found[f"{name!r} has {tensor.shape[axis]} (dimension {axis})"] = tensor.shape[axis]
     if len(set(found.values())) < 2:
         return ""
     return f"the arguments that smp.step divides differ in length: {', '.join(found)}"

@@ -84,6 +84,10 @@ class OrderGroup:
         self._open = self._stopped = False
         self._ended = True
         self._outcomes: dict[int, Outcome] = {}
+        # What other members have said in STOP, and has that of all come that will come?
+        self._stops: dict[int, list[Any]] = {}
+        self._quiet: set[int] = set()
+        self._news = threading.Condition()
         self._events: OrderEvents | None = None
         self._gate = threading.Semaphore(0)
         threading.Thread(target=self._run, name="smp-order", daemon=True).start()
@@ -104,7 +108,7 @@ class OrderGroup:
         if self.lost is not None:
             return
         self._events = events
-        self._outcomes = {}
+        self._outcomes, self._stops, self._quiet = {}, {}, set()
         self._stopped = self._ended = False
         self._last_sign = time.monotonic()
         self._channel.open()
@@ -134,9 +138,25 @@ class OrderGroup:
             self._send(Kind.ALIVE, None)
         return self._last_sign + period - now
 
-    def stop(self, failure: Elsewhere) -> None:
-        """Tells the other members, once, that the step has failed or has to be run again here."""
-        self._send(Kind.STOP, tuple(failure))
+    def stop(self, failure: Elsewhere, calls: list[Any]) -> None:
+        """Tells the other members, once, that the step has failed or has to be run again here.
+
+        Args:
+            failure: why.
+            calls: the collective calls that tasks have begun here, as `StepCollectives` notes them.
+        """
+        self._send(Kind.STOP, (tuple(failure), calls))
+
+    def await_stops(self) -> dict[int, list[Any]]:
+        """Waits until the other members have stopped or ended the step, or are lost.
+
+        Returns:
+            By rank of the job, the calls that those have begun which have stopped.
+        """
+        peers = set(self._channel.peers)
+        with self._news:
+            self._news.wait_for(lambda: peers <= self._quiet, self.timeout)
+            return {self.ranks[peer]: calls for peer, calls in self._stops.items()}
 
     def end(self, own: Outcome, wait: bool = True) -> list[Outcome]:
         """Ends the step: tells the others how it went here, and waits for what they say.
@@ -196,6 +216,7 @@ class OrderGroup:
                     break  # `end` or `abort` waits no longer
                 for peer, item in arrived:
                     if isinstance(item, Ended):
+                        self._note_quiet(peer)
                         if item.error is not None:
                             self._tell(lambda e, p=peer, i=item: e.on_lost(self.ranks[p], i.error))
                         left.discard(peer)
@@ -211,8 +232,11 @@ class OrderGroup:
         elif kind == Kind.DECISIONS:
             self._tell(lambda events: events.on_decisions(header))
         elif kind == Kind.STOP:
-            self._tell(lambda events: events.on_stop(Elsewhere(*header)))
+            failure, calls = header
+            self._note_quiet(peer, calls)
+            self._tell(lambda events: events.on_stop(Elsewhere(*failure)))
         elif kind == Kind.END:
+            self._note_quiet(peer)
             outcome: Outcome = header
             self._outcomes[peer] = outcome
             if outcome.failure is not None or outcome.redo:
@@ -220,6 +244,13 @@ class OrderGroup:
                 self._tell(lambda events: events.on_stop(why))
                 if peer == 0:  # it may have failed before it could announce anything
                     self._tell(lambda events: events.on_leader_ended())
+
+    def _note_quiet(self, peer: int, calls: list[Any] | None = None) -> None:
+        with self._news:
+            self._quiet.add(peer)
+            if calls is not None:
+                self._stops[peer] = calls
+            self._news.notify_all()
 
     def _tell(self, what: Any) -> None:
         events = self._events

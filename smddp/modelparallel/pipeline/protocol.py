@@ -66,7 +66,7 @@ class Kind(enum.IntEnum):
             from the others a `BufferReport`; None from a rank that has heard of a failure. In an
             order group, an `Outcome`.
         DECISIONS: a list of `Decision`s, in their order; None if the leader makes no more.
-        STOP: the fields of an `Elsewhere`.
+        STOP: (the fields of an `Elsewhere`, what `StepCollectives.stop` has returned).
         ALIVE: None.
     """
 

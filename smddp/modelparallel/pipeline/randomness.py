@@ -34,10 +34,14 @@ _MASK = (1 << 62) - 1
 def may_draw(module: nn.Module) -> bool:
     """Says whether a module's forward may use random numbers, judged by the classes inside it.
 
-    The classes of torch.nn are known. Any other class may.
+    The classes of torch.nn are known. Any other class may, unless it has itself, not by
+    inheritance, the attribute `draws_random_numbers`, and that is False.
     """
     return any(
-        isinstance(part, _RANDOM_CLASSES) or not type(part).__module__.startswith("torch.nn.")
+        isinstance(part, _RANDOM_CLASSES)
+        or vars(type(part)).get(
+            "draws_random_numbers", not type(part).__module__.startswith("torch.nn.")
+        )
         for part in module.modules()
     )
 

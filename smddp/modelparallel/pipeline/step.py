@@ -1,4 +1,4 @@
-"""What `Executor.run` takes and returns: the limits of a step, two protocols, and the result.
+"""What `Executor.run` takes and returns: the limits of a step, protocols, and the result.
 
 What belongs to one step reaches the executor as arguments of `run` only, and the executor forgets
 it at the end of the step. `ModelRuntime` implements `StepModel`, and `Driver` implements
@@ -7,6 +7,7 @@ it at the end of the step. `ModelRuntime` implements `StepModel`, and `Driver` i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "Form",
     "Schedule",
     "StepBegin",
+    "StepCollectives",
     "StepDriver",
     "StepModel",
     "StepResult",
@@ -179,6 +181,38 @@ class StepModel(Protocol):
                 have heard of a failure.
             order_matters: the step has failed because the order of the microbatches matters.
         """
+
+
+class StepCollectives(Protocol):
+    """Collective calls of tasks over some members of an order group; see job/collectives.py.
+
+    Attributes:
+        ranks: those that make the calls, as ranks of the job.
+    """
+
+    ranks: list[int]
+
+    def begin_step(self) -> None:
+        """Begins to note the calls of a step."""
+
+    def stop(self) -> list[Any]:
+        """Lets no call begin in this step any more; returns notes of those that have begun."""
+
+    def settle(self) -> None:
+        """Waits for the calls that this rank has made; no task is left."""
+
+    def complete(self, others: Iterable[Any]) -> list[Any]:
+        """Begins the calls that other ranks have begun, and this one has not.
+
+        Args:
+            others: their notes.
+
+        Returns:
+            For each call, a tuple whose first element is what to wait for.
+        """
+
+    def end_step(self) -> None:
+        """Ends the notes."""
 
 
 class StepDriver(Protocol):

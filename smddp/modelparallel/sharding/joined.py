@@ -13,16 +13,42 @@ import torch
 
 from smddp.modelparallel.sharding.shard import ShardedParameter
 from smddp.modelparallel.tensor.division import Division
+from smddp.modelparallel.tensor.division import form_of as form_of_part
 
-__all__ = ["SHARDS", "form_of", "joined", "united"]
+__all__ = ["SHARDS", "form_of", "joined", "united", "without_parts"]
 
 # Key of a partial state dict: the form of each entry that is only a part.
 SHARDS = "_smp_shards"
 
 
-def form_of(entry: ShardedParameter) -> dict[str, Any]:
-    """Returns what one has to know about a shard to join it with the others, as plain data."""
-    return {"shape": list(entry.shape), "rank": entry.rank, "degree": entry.degree}
+# Key of the form of a shard: that of the parameter, if it is a part of tensor parallelism itself.
+_OF = "of"
+
+
+def form_of(
+    parameter: torch.Tensor,
+    entry: ShardedParameter | None,
+    division: Division | None,
+    place: tuple[int, int],
+) -> dict[str, Any] | None:
+    """Returns what one has to know to join a part with the others, as plain data; None of a whole.
+
+    Args:
+        parameter: of the model.
+        entry: of a sharded parameter.
+        division: of one that is divided over tensor-parallel ranks.
+        place: rank in the tp group, and its size.
+    """
+    of = None if division is None else form_of_part(division, parameter.shape, *place)
+    if entry is None:
+        return of
+    own = {"shape": list(entry.shape), "rank": entry.rank, "degree": entry.degree}
+    return own if of is None else {**own, _OF: of}
+
+
+def without_parts(form: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the form of a shard as if the parameter were whole; None of what is no shard."""
+    return None if "dimension" in form else {key: form[key] for key in form if key != _OF}
 
 
 def joined(name: Any, pieces: Sequence[tuple[Mapping[str, Any], Any]]) -> Any:
@@ -36,6 +62,12 @@ def joined(name: Any, pieces: Sequence[tuple[Mapping[str, Any], Any]]) -> Any:
     Raises:
         ValueError: the shard of a rank is missing.
     """
+    if _OF in pieces[0][0]:
+        shards: dict[int, list[tuple[Mapping[str, Any], Any]]] = {}
+        for form, value in pieces:
+            shards.setdefault(form[_OF]["rank"], []).append((without_parts(form) or {}, value))
+        ofs = {form[_OF]["rank"]: form[_OF] for form, _ in pieces}
+        return joined(name, [(ofs[rank], joined(name, some)) for rank, some in shards.items()])
     by_rank = {form["rank"]: value for form, value in pieces}
     form = pieces[0][0]
     if sorted(by_rank) != list(range(form["degree"])):

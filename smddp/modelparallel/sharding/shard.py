@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.pipeline.remote_tensor import about
 from smddp.modelparallel.sharding.part import set_part
+from smddp.modelparallel.tensor.division import copy_division
 
 __all__ = ["Gatherer", "Shard", "ShardedParameter", "ShardedTensor"]
 
@@ -43,10 +44,14 @@ class Shard(nn.Parameter):
     group: dist.ProcessGroup
 
     @staticmethod
-    def of(data: torch.Tensor, requires_grad: bool, group: dist.ProcessGroup) -> Shard:
-        """Returns a shard with the memory of a tensor."""
-        shard = Shard(data, requires_grad)
+    def of(data: torch.Tensor, parameter: nn.Parameter, group: dist.ProcessGroup) -> Shard:
+        """Returns a shard of a parameter with the memory of a tensor.
+
+        If the parameter is one rank's part, divided over tensor-parallel ranks, so is the shard.
+        """
+        shard = Shard(data, parameter.requires_grad)
         shard.group = group
+        copy_division(parameter, shard)
         return shard
 
 
@@ -93,7 +98,7 @@ class ShardedParameter:
         self.flat: torch.Tensor | None = None
         self._version = 0
         part = self.cut(parameter.detach())
-        self.shard = Shard.of(part, parameter.requires_grad, group)
+        self.shard = Shard.of(part, parameter, group)
         self.shard.grad_dtype = parameter.grad_dtype
         one = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
         self._placeholder = one.expand(self.shape) if self.shape else one.view(())

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smddp.modelparallel.data_parallel.reducer import Ranks
 from smddp.modelparallel.delayed.life import come_to_life, recorders_of
 from smddp.modelparallel.job.groups import ShardingGroups
 from smddp.modelparallel.pipeline.modules import Modules
@@ -26,6 +27,7 @@ from smddp.modelparallel.sharding.gathers import Gathers
 from smddp.modelparallel.sharding.gradients import ShardedSum
 from smddp.modelparallel.sharding.part import announce, part_of_whole, set_part
 from smddp.modelparallel.sharding.shard import Shard, ShardedParameter
+from smddp.modelparallel.tensor.division import division_of
 
 __all__ = ["Sharding"]
 
@@ -74,7 +76,7 @@ class Sharding:
         groups: ShardingGroups,
         modules: Modules,
         final: Callable[[nn.Parameter], None],
-        replicas: dist.ProcessGroup,
+        holders: Callable[[nn.Parameter], Ranks],
         threshold: int,
         limit: int,
         bucket: int,
@@ -85,7 +87,7 @@ class Sharding:
 
         Args:
             groups: the process groups.
-            replicas: all ranks with the same modules, in all sharding groups.
+            holders: returns the ranks that have a parameter, or shards of it.
             modules: of the model.
             final: as for GradientSum.
             threshold: parameters with fewer elements stay whole on every rank.
@@ -98,7 +100,7 @@ class Sharding:
         self.gathers = Gathers(groups.parameters, limit, ordered, timeout)
         self.sums = ShardedSum(final, groups.gradients, bucket)
         self.entries: list[ShardedParameter] = []
-        self._modules, self._replicas, self._threshold = modules, replicas, threshold
+        self._modules, self._holders, self._threshold = modules, holders, threshold
         self._by_id: dict[int, ShardedParameter] = {}
         self._of_module: dict[int, list[ShardedParameter]] = {}  # by number of the module
         self._by_placeholder: dict[int, ShardedParameter] = {}  # by its address
@@ -141,7 +143,8 @@ class Sharding:
                 # It loses this memory at once, also if other parameters shared it.
                 come_to_life(parameter, shares=False)
                 parameter.data = parameter.data.to(device).contiguous()
-                dist.broadcast(parameter.detach(), group=self._replicas, group_src=0)
+                holders = self._holders(parameter).group
+                dist.broadcast(parameter.detach(), group=holders, group_src=0)
                 entry = ShardedParameter(
                     len(self.entries), name, parameter, self.groups.parameters, self
                 )
@@ -188,9 +191,15 @@ class Sharding:
         entry = self._by_id.get(id(parameter))
         return parameter if entry is None else entry.shard
 
-    def reducers(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+    def reducers(self, parameter: nn.Parameter) -> Ranks | None:
         """Returns the ranks with the same shard; None if the parameter is not a shard."""
-        return self.groups.across if isinstance(parameter, Shard) else None
+        if not isinstance(parameter, Shard):
+            return None
+        divided = division_of(parameter) is not None
+        group = self.groups.across_divided if divided else self.groups.across
+        # The sum over a sharding group is a mean already.
+        holders = self._holders(parameter)
+        return Ranks(group, group.size(), group.size() * holders.losses // holders.size)
 
     # --- a step -----------------------------------------------------------------------------------
 

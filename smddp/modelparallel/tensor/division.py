@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Division", "division_of", "form_of", "mark"]
+__all__ = ["Division", "copy_division", "division_of", "form_of", "mark"]
 
 _ATTRIBUTE = "_smp_division"
 
@@ -94,18 +94,25 @@ def division_of(parameter: Any) -> Division | None:
     return division
 
 
-def form_of(division: Division, part: Tensor, rank: int, size: int) -> dict[str, Any]:
+def copy_division(parameter: Any, other: Any) -> None:
+    """Lets `division_of` answer for what stands for a parameter as for the parameter."""
+    division = division_of(parameter)
+    if division is not None:
+        setattr(other, _ATTRIBUTE, division)
+
+
+def form_of(division: Division, part: Sequence[int], rank: int, size: int) -> dict[str, Any]:
     """Returns what one has to know about a part to unite it with the others, as plain data.
 
     Args:
         division: of the parameter.
-        part: of a rank.
+        part: the shape of a part.
         rank: in the tp group.
         size: of the group.
     """
     return {
         **dataclasses.asdict(division),
-        "shape": list(part.shape),
+        "shape": list(part),
         "rank": rank,
         "degree": size,
     }

@@ -37,6 +37,9 @@ class DistributedEmbedding(DistributedModule):
             allowed.
     """
 
+    # As nn.Embedding. So dropout in a model is that of the model before modules were replaced.
+    draws_random_numbers = False
+
     def __init__(
         self,
         num_embeddings: int,

@@ -28,9 +28,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from smddp.modelparallel.job.collectives import Collectives
 
 __all__ = ["Exchange"]
 
@@ -44,15 +45,15 @@ class Exchange:
     Tensors of torch's FakeTensorMode change their shape only; nothing is sent.
 
     Attributes:
-        group: the process group.
+        collectives: makes the calls in the group.
         rank: of this process in the group.
         size: of the group.
         prescaled: do all ranks have the same batch?
     """
 
-    def __init__(self, group: dist.ProcessGroup, prescaled: bool) -> None:
-        self.group, self.prescaled = group, prescaled
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, collectives: Collectives, prescaled: bool) -> None:
+        self.collectives, self.prescaled = collectives, prescaled
+        self.rank, self.size = collectives.group.rank(), collectives.group.size()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         """Returns itself: it does not change, and a process group cannot be copied."""
@@ -89,8 +90,8 @@ class Exchange:
     def maximum(self, x: Tensor) -> Tensor:
         """Returns the largest value of each element over ranks, without a gradient."""
         x = x.detach().clone(memory_format=torch.contiguous_format)
-        if self.size > 1 and not isinstance(x, FakeTensor):
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        if self.size > 1:
+            self._make("maximum", x, x)
         return x
 
     def _apply(
@@ -103,22 +104,23 @@ class Exchange:
 
     # What follows works on values, without gradients.
 
+    def _make(self, kind: str, result: Tensor, x: Tensor) -> None:
+        if not isinstance(x, FakeTensor):
+            self.collectives.make(kind, result, x.contiguous())
+
     def _all_gather(self, x: Tensor) -> Tensor:
         result = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        if not isinstance(x, FakeTensor):
-            dist.all_gather_into_tensor(result, x.contiguous(), group=self.group)
+        self._make("all_gather", result, x)
         return result
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         result = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        if not isinstance(x, FakeTensor):
-            dist.reduce_scatter_tensor(result, x.contiguous(), group=self.group)
+        self._make("reduce_scatter", result, x)
         return result
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         result = x.clone(memory_format=torch.contiguous_format)
-        if not isinstance(x, FakeTensor):
-            dist.all_reduce(result, group=self.group)
+        self._make("sum", result, result)
         return result
 
     def _part(self, x: Tensor) -> Tensor:
@@ -138,8 +140,7 @@ class Exchange:
 
     def _all_to_all(self, x: Tensor) -> Tensor:
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
-        if not isinstance(x, FakeTensor):
-            dist.all_to_all_single(result, x.contiguous(), group=self.group)
+        self._make("all_to_all", result, x)
         return result
 
 
@@ -159,9 +160,12 @@ class _Exchanged(torch.autograd.Function):
     ) -> Tensor:
         """Returns the values after the exchange."""
         ctx.of_gradient = backward
+        # Without a gradient on any rank there is nothing to exchange: parameters keep None.
+        ctx.set_materialize_grads(False)
         return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Returns the gradient of x."""
-        return ctx.of_gradient(gradients[0]), None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
+        """Returns the gradient of x; None if there is none."""
+        (gradient,) = gradients
+        return None if gradient is None else ctx.of_gradient(gradient), None, None

@@ -33,6 +33,9 @@ class DistributedLinear(DistributedModule):
         SMPUsageError: the number of ranks does not divide in_features.
     """
 
+    # As nn.Linear. So dropout in a model is that of the model before modules were replaced.
+    draws_random_numbers = False
+
     def __init__(
         self,
         in_features: int,

@@ -10,6 +10,7 @@ from torch import nn
 
 from smddp.modelparallel.common.creation import each_new_module
 from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.job.state import state
 
 __all__ = ["mark_of", "set_tensor_parallelism", "tensor_parallelism"]
 
@@ -48,11 +49,17 @@ def set_tensor_parallelism(
         tensor_parallel_config: as for `tensor_parallelism`.
 
     Raises:
-        SMPUsageError: it is no module.
+        SMPUsageError: it is no module, or belongs to a smp.DistributedModel already.
     """
     if not isinstance(module, nn.Module):
         raise SMPUsageError(
             f"smp.set_tensor_parallelism takes a module, not {type(module).__name__}"
+        )
+    model = state.current_model()
+    if model is not None and any(part is module for part in model.modules()):
+        raise SMPUsageError(
+            "smp.set_tensor_parallelism has to be called before smp.DistributedModel, which "
+            f"replaces the marked modules: this {type(module).__name__} belongs to one already"
         )
     for part in module.modules():
         part.__dict__[_ATTRIBUTE] = dict(tensor_parallel_config) if enabled else None

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.job.meeting import gathered
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor.marks import mark_of
-from smddp.modelparallel.tensor.module import DistributedModule
+from smddp.modelparallel.tensor.module import DistributedModule, is_divided
 from smddp.modelparallel.tensor.registry import arguments_of, registration_of
 
-__all__ = ["replace_marked"]
+__all__ = ["check_alike", "replace_marked"]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -35,7 +36,8 @@ def replace_marked(root: nn.Module) -> nn.Module:
         The model; another module if all of it was replaced.
 
     Raises:
-        SMPUsageError: a module was made before its class was registered.
+        SMPUsageError: a module was made before its class was registered, or what takes the place of
+            one has no distributed module.
     """
     if not any(mark_of(module) is not None for module in root.modules()):
         return root
@@ -53,6 +55,36 @@ def replace_marked(root: nn.Module) -> nn.Module:
             return new[id(module)]
         parent._modules[child_name] = new[id(module)]
     return root
+
+
+def check_alike(root: nn.Module) -> None:
+    """Raises on all ranks of the tp group, which all have to call it, if their models differ.
+
+    They would wait for each other in exchanges that only some of them make.
+
+    Args:
+        root: the model, after `replace_marked`.
+
+    Raises:
+        SMPUsageError: a module is divided on one rank, and not, or not like that, on another.
+        SMPPeerError: a rank has not called this within the timeout of the process group.
+    """
+    mine = {
+        name: f"{type(module).__name__}({module.extra_repr()})"
+        for name, module in root.named_modules()
+        if isinstance(module, DistributedModule)
+    }
+    group = state.groups.of("tp")
+    of_ranks = gathered("smp.DistributedModel", mine, group, "the tensor-parallel group")
+    first, *ranks = state.topology.members("tp")
+    for rank, other in zip(ranks, of_ranks[1:], strict=True):
+        for name in {**of_ranks[0], **other}:
+            there, here = (found.get(name, "not divided") for found in (of_ranks[0], other))
+            if there != here:
+                raise SMPUsageError(
+                    f"all ranks have to divide the same modules: {name!r} is {there} on rank "
+                    f"{first} of the job, and {here} on rank {rank}"
+                )
 
 
 def _candidates(
@@ -114,6 +146,12 @@ def _replacement(
                 *(name, kind, error),
             )
         return module
+    if not is_divided(result):
+        raise SMPUsageError(
+            f"smp.tp_register: {type(result).__name__}, which takes the place of module {name!r} "
+            f"({kind}), has no smp.nn.DistributedModule in it, so nothing would be divided: "
+            "inherit from smp.nn.DistributedModule, or use modules such as smp.nn.DistributedLinear"
+        )
     if state.cfg._match_weights and isinstance(result, DistributedModule):
         if registration.weights is None:
             result.match(module)

@@ -12,6 +12,7 @@ from smp.zoo import device
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from smddp.modelparallel.job.collectives import Collectives
 from smddp.modelparallel.tensor.exchange import Exchange
 
 pytestmark = pytest.mark.multiprocess
@@ -65,7 +66,7 @@ def exchanged() -> Any:
     assert world is not None
     results = {}
     for prescaled in (False, True):
-        exchange = Exchange(world, prescaled)
+        exchange = Exchange(Collectives(world), prescaled)
         for method in METHODS:
             x = inputs(method, exchange.size, prescaled)[exchange.rank].detach().to(device())
             x.requires_grad_()

@@ -8,12 +8,16 @@ is one partition, which test_transparency.py compares with plain torch.
 from __future__ import annotations
 
 import gc
+import os
 import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from ranks import check_ranks, rotating
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -38,6 +42,9 @@ LAYOUTS = [
 class Leaf(nn.Module):
     """One layer, which may use a second argument, draw random numbers, or return a structure."""
 
+    # Makes some calls late, so that ranks reach their tasks in different orders.
+    pause: Callable[[], None] = staticmethod(lambda: None)
+
     def __init__(self, source: random.Random) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -46,6 +53,7 @@ class Leaf(nn.Module):
             self.dropout = nn.Dropout(0.3)
 
     def forward(self, x: Tensor, second: Tensor | None = None) -> Any:
+        self.pause()
         y = torch.tanh(self.linear(x))
         if self.kind == "second" and second is not None:
             y = y + second
@@ -146,19 +154,35 @@ def train(model: Any, x: Tensor) -> Any:
     return loss
 
 
-def trained(seeds: list[int], layout: tuple[Any, ...]) -> dict[int, list[Any]]:
+def whole_gradient(model: Any, parameter: Tensor) -> Tensor | None:
+    """Returns a gradient; all tensor-parallel ranks call it, and get that of a whole weight."""
+    gradient = parameter.grad
+    if gradient is None or not model.is_distributed_parameter(parameter):
+        return gradient
+    parts = [torch.empty_like(gradient) for _ in range(smp.tp_size())]
+    dist.all_gather(parts, gradient, group=smp.get_tp_process_group())
+    return torch.cat(parts, 1)
+
+
+def trained(seeds: list[int], layout: tuple[Any, ...], degree: int = 1) -> dict[int, list[Any]]:
+    """Trains models; with a degree, their linear layers are divided over tensor-parallel ranks."""
     gc.freeze()  # so that collecting a model does not visit all objects of torch
     parts, microbatches, active, pipeline, forwarding, share = layout
+    if degree > 1:
+        delays = random.Random(os.getpid())
+        Leaf.pause = staticmethod(lambda: time.sleep(delays.random() * 1e-3))
     smp.init({
         "partitions": parts, "microbatches": microbatches, "active_microbatches": active,
         "pipeline": pipeline, "direct_forwarding": forwarding, "ddp": True,
         "auto_partition": False, "default_partition": 0, "activation_loading_horizon": 1,
-        "offload_activations": 0 < share < 0.5,
+        "offload_activations": 0 < share < 0.5, "tensor_parallel_degree": degree,
+        "prescaled_batch": True, "_match_weights": True,
     })  # fmt: skip
     offload._SMALL = 0
     results: dict[int, list[Any]] = {}
     for seed in seeds:
-        module = make(seed)
+        with smp.tensor_parallelism():
+            module = make(seed)
         model = smp.DistributedModel(module)
         source = random.Random(1000 + seed)
         for part in list(module.modules())[1:]:
@@ -177,7 +201,7 @@ def trained(seeds: list[int], layout: tuple[Any, ...]) -> dict[int, list[Any]]:
             x = torch.randn(2 * microbatches, WIDTH, generator=generator)
             torch.manual_seed(step)
             losses = [float(loss) for loss in train(model, x).outputs]
-            grads = {name: p.grad for name, p in model.local_named_parameters()}
+            grads = {name: whole_gradient(model, p) for name, p in model.local_named_parameters()}
             buffers = {name: buffer.clone() for name, buffer in model.local_named_buffers()}
             results[seed].append((losses, grads, buffers))
         del model, module, part
@@ -190,23 +214,35 @@ FEW = [3, 7, 34]
 MANY = list(range(20, 32))
 
 
+# As LAYOUTS, for two tensor-parallel ranks each.
+DIVIDED = [
+    (2, 4, 2, "interleaved", True, 0.4),
+    (2, 8, 6, "simple", True, 0.0),
+    (3, 8, 5, "interleaved", False, 0.7),
+]
+
+
 @pytest.mark.parametrize(
-    "seeds",
+    ("seeds", "degree", "layouts"),
     [
-        FEW,
-        pytest.param(rotating(MANY, 3)),
-        pytest.param(MANY, marks=pytest.mark.exhaustive),
+        (FEW, 1, LAYOUTS),
+        pytest.param(rotating(MANY, 3), 1, LAYOUTS),
+        pytest.param(MANY, 1, LAYOUTS, marks=pytest.mark.exhaustive),
+        (FEW, 2, DIVIDED[:1]),
+        pytest.param([*FEW, *MANY], 2, DIVIDED, marks=pytest.mark.exhaustive),
     ],
-    ids=["few", "turn", "many"],
+    ids=["few", "turn", "many", "few, tensor-parallel", "many, tensor-parallel"],
 )
 @pytest.mark.timeout(400)
-def test_random_models_divided_at_random(seeds: list[int]) -> None:
+def test_random_models_divided_at_random(
+    seeds: list[int], degree: int, layouts: list[tuple[Any, ...]]
+) -> None:
     whole = {
         count: check_ranks(trained, "1", seeds, (1, count, 4, "interleaved", True, 0.0))[0]
-        for count in (4, 8)
+        for count in {layout[1] for layout in layouts}
     }
-    for layout in LAYOUTS:
-        ranks = check_ranks(trained, str(layout[0]), seeds, layout)
+    for layout in layouts:
+        ranks = check_ranks(trained, str(degree * layout[0]), seeds, layout, degree, timeout=200)
         for seed in seeds:
             for step, (losses, *tensors) in enumerate(whole[layout[1]][seed]):
                 where = f"seed {seed}, step {step}, {layout}"

@@ -106,7 +106,7 @@ def divided(config: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         output = train(model, batch_of(step, number).to(device()))
         losses.append(float(output.reduce_mean()))
-        if step == 0:
+        if step == 0 and model.runtime.sharding is None:
             names = {id(p): name for name, p in module.named_parameters()}
             gradients = {names[id(p)]: p.grad.clone() for p in model.local_parameters()}
         norms.append(float(smp.clip_grad_norm(0.5)))
@@ -124,12 +124,29 @@ def divided(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# Some parameters stay whole. The norm is clipped by `smp.clip_grad_norm`.
+SHARDED = {
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 20,
+    "sdp_gradient_clipping": 1e9,
+}
 CASES = [
     ({"tensor_parallel_degree": 2}, "2"),
     ({"tensor_parallel_degree": 4}, "4"),
     ({"tensor_parallel_degree": 2}, "4"),
     ({"tensor_parallel_degree": 2, "partitions": 2}, "4"),
     ({"tensor_parallel_degree": 2, "partitions": 2, "placement_strategy": "TPD"}, "8"),
+    ({"tensor_parallel_degree": 2, **SHARDED}, "4"),
+    pytest.param(
+        {"tensor_parallel_degree": 2, "partitions": 2, **SHARDED, "sdp_reduce_bucket_size": 100},
+        "8",
+        marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(
+        {"tensor_parallel_degree": 2, **SHARDED, "placement_strategy": "TDP"},
+        "8",
+        marks=pytest.mark.exhaustive,
+    ),
 ]
 
 

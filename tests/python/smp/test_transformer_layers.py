@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import smddp.modelparallel as smp
 from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.job.collectives import Collectives
 from smddp.modelparallel.tensor.exchange import Exchange
 from smddp.modelparallel.tensor.module import Division, divisions_of
 from smddp.modelparallel.tensor.transformer.attention import DistributedAttentionLayer
@@ -176,7 +177,7 @@ class Check:
     def __init__(self, prescaled: bool) -> None:
         world = dist.group.WORLD
         assert world is not None
-        self.exchange = Exchange(world, prescaled)
+        self.exchange = Exchange(Collectives(world), prescaled)
         batch = 1 if self.exchange.size == 4 else 2  # of a rank
         self.batch = batch if prescaled else batch * self.exchange.size
 
@@ -557,7 +558,7 @@ def dropped() -> Any:
         module = DistributedAttentionLayer(
             4, 8, 16, attention_dropout_prob=0.5, hidden_dropout_prob=0.5
         )
-        module.exchange = module.dense.exchange = Exchange(module.exchange.group, prescaled)
+        module.exchange = module.dense.exchange = Exchange(module.exchange.collectives, prescaled)
         module.query.weight.data.zero_()  # all weights of attention are equal
         torch.manual_seed(2)
         heads = torch.ones(1, 2, 6, 8)  # of this rank

@@ -1,0 +1,87 @@
+"""Tensor parallelism together with other features, against one process without any of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import check_ranks
+from smp.test_tensor import MICROBATCHES, SHARDED, STEPS, batch_of, ordinary, train, whole
+from smp.zoo import device
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.activations import offload
+
+pytestmark = pytest.mark.multiprocess
+
+# Name, ranks, the configuration, and how far results may be off. The state of the model is in the
+# dtype of the parameters.
+CASES: dict[str, tuple[int, dict[str, Any], float]] = {
+    "sharded optimizer": (4, {"shard_optimizer_state": True}, 1e-5),
+    "sharded optimizer, fp16": (4, {"shard_optimizer_state": True, "fp16": True}, 4e-3),
+    "checkpoints": (2, {}, 1e-5),
+    "checkpoints, 2 partitions": (4, {"partitions": 2}, 1e-5),
+    "offload": (2, {"offload_activations": True}, 1e-5),
+    "offload, 2 partitions": (4, {"offload_activations": True, "partitions": 2}, 1e-5),
+    "fp16": (2, {"fp16": True, "prescaled_batch": True}, 4e-3),
+    "fp16, 2 partitions": (4, {"fp16": True, "partitions": 2}, 4e-3),
+    "fp16, sharded": (4, {"fp16": True, **SHARDED}, 4e-3),
+    "bf16, sharded": (4, {"bf16": True, **SHARDED}, 3e-2),
+    "one order": (4, {"deterministic_server": True, "partitions": 2}, 1e-5),
+    "delayed": (2, {"delayed_parameter_initialization": True}, 1e-5),
+    "delayed, 2 partitions": (4, {"delayed_parameter_initialization": True, "partitions": 2}, 1e-5),
+    "delayed, sharded": (4, {"delayed_parameter_initialization": True, **SHARDED}, 1e-5),
+    "accumulated": (2, {"backward_passes_per_step": 2}, 1e-5),
+}
+
+
+def trained(config: dict[str, Any], checkpoints: bool) -> dict[str, Any]:
+    """Trains on the ranks of a job; the modules are marked, and keep their weights."""
+    passes = config.pop("backward_passes_per_step", 1)
+    common = {"ddp": True, "microbatches": MICROBATCHES, "tensor_parallel_degree": 2}
+    smp.init({**common, "_match_weights": True, **config})
+    offload._SMALL = 0
+    with smp.model_creation(tensor_parallelism=True):
+        module = ordinary()
+    model = smp.DistributedModel(module, backward_passes_per_step=passes)
+    assert len(list(model.distributed_modules())) == 8
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = smp.DistributedOptimizer(inner, static_loss_scale=64.0)
+    if checkpoints:
+        for block in model.get_module().blocks:
+            smp.set_activation_checkpointing(block)
+    number = smp.rdp_rank() if config.get("prescaled_batch") else smp.dp_rank()
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            output = train(model, batch_of(step, number).to(device()))
+        losses.append(float(output.reduce_mean()))
+        norms.append(float(smp.clip_grad_norm(0.5)) / passes)
+        optimizer.step()
+    state = {name: value.float().cpu() for name, value in model.state_dict().items()}
+    return {"number": number, "losses": losses, "norms": norms, "state": state}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_one_process(name: str) -> None:
+    size, config, tolerance = CASES[name]
+    checkpoints = "checkpoints" in name or "offload" in name
+    results = check_ranks(trained, str(size), config, checkpoints)
+    expected = whole(1 + max(result["number"] for result in results))
+    for rank, result in enumerate(results):
+        losses = [of_all[result["number"]] for of_all in expected["losses"]]
+        where = f"{name}, rank {rank}"
+        for found, wanted in (
+            (result["losses"], losses),
+            (result["norms"], expected["norms"]),
+            (result["state"], expected["state"]),
+        ):
+            torch.testing.assert_close(
+                found,
+                wanted,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, where=where: f"{where}: {text}",
+            )

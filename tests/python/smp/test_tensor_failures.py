@@ -1,0 +1,156 @@
+"""Steps of divided modules that fail on some ranks: all ranks end at once, and go on afterwards."""
+
+from __future__ import annotations
+
+import collections
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import check_ranks
+from smp.test_tensor import SHARDED, Model, batch_of, loss_of
+from torch import Tensor, nn
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.tensor.embedding import DistributedEmbedding
+from smddp.modelparallel.tensor.linear import DistributedLinear
+
+pytestmark = pytest.mark.multiprocess
+
+# Seconds in which all ranks have to raise; the timeout of the groups is much longer.
+_SOON = 15.0
+
+
+@smp.step
+def train(model: Any, ids: Tensor, fault: str) -> Tensor:
+    if fault == "body":
+        raise ZeroDivisionError("in body")
+    loss = loss_of(model(ids), ids)
+    model.backward(loss)
+    return loss
+
+
+class Fault(nn.Module):
+    """Fails on its rank if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            raise ZeroDivisionError("in forward")
+        if self.when == "backward":
+            x = x * 1
+            x.register_hook(self._fail)
+        return x
+
+    def _fail(self, gradient: Tensor) -> None:
+        raise ZeroDivisionError("in backward")
+
+
+def model_with_faults() -> tuple[Model, list[Fault]]:
+    """Returns a model with a fault before, between and after its blocks."""
+    module = Model(DistributedLinear, DistributedEmbedding)
+    faults = [Fault() for _ in range(4)]
+    blocks = [*module.blocks]
+    module.blocks = nn.Sequential(
+        *(part for pair in zip(faults, [*blocks, nn.Identity()], strict=True) for part in pair)
+    )
+    return module, faults
+
+
+# What fails, and at which of the faults.
+PLACES = [
+    *(("body", 0), ("arguments", 0)),
+    *((when, place) for when in ("forward", "backward") for place in range(4)),
+]
+
+
+def faulty(size: int) -> range:
+    """Returns the ranks that fail, one after the other: with 8 ranks, those of one mp group."""
+    return range(min(size, 4))
+
+
+def failing(config: dict[str, Any], backend: str) -> list[str]:
+    """Returns the error of each step that was to fail, "" if it has not; by place, then by rank."""
+    if backend != "smddp":
+        dist.init_process_group(backend)
+    smp.init({"ddp": True, "microbatches": 2, **config})
+    module, faults = model_with_faults()
+    model = smp.DistributedModel(module)
+    number = smp.rdp_rank() if config.get("prescaled_batch") else smp.dp_rank()
+    ids = batch_of(0, number)
+
+    def right() -> Any:
+        output = train(model, ids, "")
+        found = {name: p.grad.clone() for name, p in model.local_named_parameters()}
+        for parameter in model.local_parameters():
+            parameter.grad = None
+        return found, [loss.item() for loss in output.outputs]
+
+    expected = right()
+    errors = []
+    for when, place in PLACES:
+        for rank in faulty(smp.size()):
+            here = smp.rank() == rank
+            faults[place].when = when if here else ""
+            begun, error = time.monotonic(), ""
+            try:
+                train(model, ids[:1] if here and when == "arguments" else ids, when if here else "")
+            except smp.SMPError as caught:
+                error = f"{type(caught).__name__}: {caught}".partition("\n")[0]
+            assert time.monotonic() - begun < _SOON
+            errors.append(error)
+            faults[place].when = ""
+            # Gradients are as before, and the next step is that of the first one, bit by bit.
+            assert (
+                all(parameter.grad is None for parameter in model.local_parameters()) or not error
+            )
+            for parameter in model.local_parameters():
+                parameter.grad = None
+            torch.testing.assert_close(right(), expected, rtol=0, atol=0)
+    return errors
+
+
+CASES = [
+    ({"tensor_parallel_degree": 2}, 2, "smddp"),
+    ({"tensor_parallel_degree": 2, "partitions": 2}, 4, "smddp"),
+    ({"tensor_parallel_degree": 2, "prescaled_batch": True}, 2, "gloo"),
+    ({"tensor_parallel_degree": 2, **SHARDED}, 4, "smddp"),
+    pytest.param({"tensor_parallel_degree": 4}, 4, "gloo", marks=pytest.mark.exhaustive),
+    pytest.param(
+        {"tensor_parallel_degree": 2, "partitions": 2, **SHARDED},
+        *(8, "smddp"),
+        marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(
+        {"tensor_parallel_degree": 2, "partitions": 2, "deterministic_server": True},
+        *(8, "smddp"),
+        marks=pytest.mark.exhaustive,
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "size", "backend"), CASES)
+@pytest.mark.timeout(250)
+def test_all_ranks_end_at_once_and_the_next_step_is_right(
+    config: dict[str, Any], size: int, backend: str
+) -> None:
+    partitions = config.get("partitions", 1)
+    of_ranks = check_ranks(failing, str(size), config, backend, timeout=240)
+    cases = [(*place, rank) for place in PLACES for rank in faulty(size)]
+    failed = collections.Counter[Any]()
+    for (when, place, rank), errors in zip(cases, zip(*of_ranks, strict=True), strict=True):
+        if not any(errors):  # what fails does not run on this rank of the pipeline
+            continue
+        failed[when, place] += 1
+        cause = "SMPUsageError" if when == "arguments" else f"ZeroDivisionError: in {when}"
+        for error in errors:
+            assert cause in error
+            assert f"on rank {rank} of the job" in error or "of the pipeline" in error
+        peers = [error for error in errors if error.startswith("SMPPeerError")]
+        assert len(peers) == size - partitions
+    assert failed == dict.fromkeys(PLACES, len(faulty(size)) // partitions)

@@ -1,0 +1,182 @@
+"""Misuse of tensor parallelism: all ranks raise a text that says what is wrong, none waits."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ranks import check_ranks
+from torch import Tensor, nn
+
+import smdistributed.modelparallel.torch as smp
+
+pytestmark = pytest.mark.multiprocess
+
+WIDTH = 4
+
+
+class Own(nn.Linear):
+    """A class of the script."""
+
+
+class Plain(nn.Linear):
+    """Divides nothing."""
+
+
+class Doubled(smp.nn.DistributedLinear):
+    """Divides its weight."""
+
+
+@smp.step
+def train(model: Any, x: Tensor, second: Tensor | None = None) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def marked(kind: type[nn.Module] = nn.Linear, on: bool = True) -> nn.Module:
+    torch.manual_seed(3)
+    with smp.tensor_parallelism(on):
+        return nn.Sequential(kind(WIDTH, WIDTH))
+
+
+@contextlib.contextmanager
+def refused(texts: dict[str, str], name: str) -> Iterator[None]:
+    """In this context an error is raised at once, which `texts` gets."""
+    begun = time.monotonic()
+    with pytest.raises((smp.SMPError, TypeError)) as caught:
+        yield
+    assert time.monotonic() - begun < 15
+    texts[name] = f"{type(caught.value).__name__}: {caught.value}".partition("\n")[0]
+
+
+def misused() -> dict[str, str]:
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True})
+    texts: dict[str, str] = {}
+    rank = smp.rank()
+    with refused(texts, "size"):
+        smp.nn.DistributedLinear(3, WIDTH)
+    with refused(texts, "mark of no module"):
+        smp.set_tensor_parallelism("linear")
+    with refused(texts, "register no module"):
+        smp.tp_register(int)(Own)
+    early = marked(Own)
+    smp.tp_register_with_module(Own, Plain)
+    with refused(texts, "register late"):
+        smp.DistributedModel(early)
+    with refused(texts, "register plain"):
+        smp.DistributedModel(marked(Own))
+    with refused(texts, "marks differ"):
+        smp.DistributedModel(marked(on=rank == 0))
+    smp.tp_register_with_module(Own, Doubled)  # the last registration counts
+    module = marked(Own)
+    inner = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = smp.DistributedModel(module)
+    assert type(model.get_module()[0]) is Doubled
+    with refused(texts, "optimizer early"):
+        smp.DistributedOptimizer(inner)
+    with refused(texts, "mark late"):
+        smp.set_tensor_parallelism(model.get_module()[0])
+    x = torch.arange(8.0).view(2, WIDTH)
+    expected = train(model, x).reduce_mean()
+    with refused(texts, "batches"):
+        train(model, x + rank)
+    with refused(texts, "order of batches"):
+        train(model, x.flip(0) if rank else x)
+    with refused(texts, "more tensors"):
+        train(model, x, x if rank else None)
+    assert torch.equal(train(model, x).reduce_mean(), expected)
+    return texts
+
+
+def test_misuse_raises_on_all_ranks() -> None:
+    texts, other = check_ranks(misused, "2")
+    assert texts == other
+    for name, text in {
+        "size": "dimension 1 has to be a multiple of 2",
+        "mark of no module": "takes a module, not str",
+        "register no module": "dist_module must be a class of modules, not <class 'int'>",
+        "register late": "was made before smp.tp_register knew its class",
+        "register plain": "Plain, which takes the place of module '0' (Own), has no smp.nn.",
+        "marks differ": "'0' is DistributedLinear(in_features=4, out_features=4, bias=True, "
+        "ranks=2) on rank 0 of the job, and not divided on rank 1",
+        "optimizer early": "create the optimizer after it",
+        "mark late": "has to be called before smp.DistributedModel",
+        "batches": "rank 1 of the job has another one than rank 0: choose it by smp.rdp_rank()",
+        "order of batches": "rank 1 of the job has another one than rank 0",
+        "more tensors": "rank 1 of the job has another one than rank 0",
+    }.items():
+        assert text in texts.pop(name), name
+    assert not texts
+
+
+def of_wrong_size() -> str:
+    with pytest.raises(smp.SMPInitializationError) as caught:
+        smp.init({"ddp": True, "tensor_parallel_degree": 2, "partitions": 2})
+    return str(caught.value)
+
+
+def test_ranks_that_cannot_be_divided() -> None:
+    for text in check_ranks(of_wrong_size, "2"):
+        assert "2 ranks cannot be divided into pipelines of 2 partitions x 2 tensor" in text
+
+
+def of_two_shapes() -> str:
+    smp.init({"ddp": True, "tensor_parallel_degree": 2})
+    model = smp.DistributedModel(marked())
+    begun = time.monotonic()
+    with pytest.raises(smp.SMPError) as caught:
+        train(model, torch.ones(2 + smp.rank(), WIDTH))
+    assert time.monotonic() - begun < 15
+    return str(caught.value).partition("\n")[0]
+
+
+def test_batches_of_two_shapes() -> None:
+    """The process group notices it, and all ranks raise what it says."""
+    for text in check_ranks(of_two_shapes, "2"):
+        assert "all ranks must make the same calls in the same order" in text
+
+
+class Layers(nn.Module):
+    """A divided module of several parts, which live on several ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = smp.nn.DistributedTransformerLayer(
+            num_attention_heads=2,
+            attention_head_size=2,
+            hidden_size=WIDTH,
+            intermediate_size=8,
+            attention_dropout_prob=0.0,
+            hidden_dropout_prob=0.0,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((x, None))[0]
+
+
+def spanning(pp: int) -> tuple[float, dict[str, Tensor]]:
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "partitions": pp, "prescaled_batch": True})
+    torch.manual_seed(3)
+    module = Layers()
+    model = smp.DistributedModel(module)
+    if pp == 2:
+        smp.set_partition(module.layer.attention, 1)
+        smp.set_partition(module.layer.output, 0)
+    x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+    loss = float(train(model, x).reduce_mean())
+    if pp == 2:
+        assert {p.device.type for p in module.parameters()} == {"cpu", "meta"}
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.step()
+    return loss, dict(model.state_dict())
+
+
+def test_a_divided_module_may_span_partitions() -> None:
+    expected = check_ranks(spanning, "2", 1)[0]
+    for found in check_ranks(spanning, "4", 2):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
