@@ -25,6 +25,8 @@ log = logging.getLogger("smddp.modelparallel")
 def replace_marked(root: nn.Module) -> nn.Module:
     """Replaces the outermost supported modules of those that are marked.
 
+    It does so at any degree: scripts, checkpoints and seeds then find the same model at degree 1.
+
     A module stays whole if it shares a parameter with a module outside it, or if the distributed
     module refuses its arguments, for instance because a size cannot be divided. The log says so.
 
@@ -40,10 +42,6 @@ def replace_marked(root: nn.Module) -> nn.Module:
     if not any(mark_of(module) is not None for module in root.modules()):
         return root
     first = state.topology.rank == 0
-    if state.topology.tp_size == 1:
-        if first:
-            log.info("smp: tensor_parallel_degree is 1, so no module is divided")
-        return root
     holders = _holders(root)
     new: dict[int, nn.Module] = {}
     for parent, child_name, full_name, module in list(_candidates(root)):
