@@ -42,8 +42,8 @@ class Registration:
         return_hook: translates the result of `forward`; None if it is the same.
         weights: returns the whole state of the new module with the weights of the one that it
             replaces; None if the names are the same, or the class of the new module knows.
-        translations: of the model's state, from names of the new module and to them; None if there
-            are none.
+        translations: returns translations of a model's state, from names of the new module and to
+            them, for the name that the module has in the model; None if there are none.
     """
 
     dist_module: type[nn.Module]
@@ -51,7 +51,7 @@ class Registration:
     forward_hook: _Hook | None = None
     return_hook: _Hook | None = None
     weights: Callable[[Any], dict[str, Any]] | None = None
-    translations: tuple[_Hook, _Hook] | None = None
+    translations: Callable[[str], tuple[_Hook, _Hook]] | None = None
 
 
 def _linear_arguments(module: nn.Linear) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def replace_marked(root: nn.Module) -> nn.Module:
     Raises:
         SMPUsageError: a module was made before its class was registered.
     """
+    state.module_manager.translate_functions.clear()  # those of a model before this one
     if not any(mark_of(module) is not None for module in root.modules()):
         return root
     first = state.topology.rank == 0
@@ -117,10 +118,8 @@ def _replacement(
             result.match(module)
         else:
             result.load_whole(registration.weights(module))
-    known_translations = state.module_manager.translate_functions
-    translations = registration.translations
-    if translations is not None and translations not in known_translations:
-        known_translations.append(translations)
+    if registration.translations is not None:
+        state.module_manager.translate_functions.append(registration.translations(name))
     # Hooks of torch, not a module around it: the names of its parameters stay its own.
     translate, translate_result = registration.forward_hook, registration.return_hook
     if translate is not None:
