@@ -6,6 +6,7 @@ Scripts import it under its original name, `import smdistributed.modelparallel.t
 from __future__ import annotations
 
 from smddp.modelparallel.api.activations import set_activation_checkpointing
+from smddp.modelparallel.api.generation import generate
 from smddp.modelparallel.api.memory import MemoryReport, memory
 from smddp.modelparallel.api.messaging import (
     allgather,
@@ -129,6 +130,7 @@ __all__ = [
     "dp_rank",
     "dp_size",
     "explain",
+    "generate",
     "get_dp_group",
     "get_dp_process_group",
     "get_mp_group",

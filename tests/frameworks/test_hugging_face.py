@@ -5,6 +5,7 @@ transformers is in the environment of `make test-frameworks`.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -70,6 +71,12 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "GPT2Config",
         {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60},
     ),
+    "gpt2 cross": (
+        "gpt2",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60, "add_cross_attention": True},
+    ),
     "gptj": (
         "gptj",
         "GPTJForCausalLM",
@@ -92,6 +99,12 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "bert": ("bert", "BertForMaskedLM", "BertConfig", BERT),
     "bert decoder": ("bert", "BertLMHeadModel", "BertConfig", {**BERT, "is_decoder": True}),
+    "bert cross": (
+        "bert",
+        "BertLMHeadModel",
+        "BertConfig",
+        {**BERT, "is_decoder": True, "add_cross_attention": True},
+    ),
     "roberta": ("roberta", "RobertaForMaskedLM", "RobertaConfig", BERT),
 }
 
@@ -170,6 +183,9 @@ def compare(names: list[str]) -> None:
         inputs = {"input_ids": ids, "attention_mask": mask}
         if "states" not in name:
             inputs["labels"] = labels
+        if "cross" in name:
+            inputs["encoder_hidden_states"] = torch.randn(B, 4, 32, generator=source)
+            inputs["encoder_attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
         wanted, loss = results(model, inputs)
         loss.backward()
         gradient = model.get_input_embeddings().weight.grad.clone()
@@ -284,3 +300,46 @@ def test_an_argument_that_cannot_be_passed_on() -> None:
     hook = gpt2.ARCHITECTURE.hooks[0].arguments()[3]
     with pytest.raises(SMPUsageError, match="takes no argument inputs_embeds"):
         hook(inputs_embeds=torch.zeros(1, 2, 3))
+
+
+def writes(configs: list[dict[str, Any]]) -> None:
+    """Compares texts of smp.generate to those of transformers, for each configuration."""
+    for config in configs:
+        smp.init({"ddp": True, "microbatches": 2, "_match_weights": True, **config})
+        _, model = make("gpt2")
+        own = smp.dp_rank()  # each rank has its own prompts
+        ids = torch.randint(5, 60, (4, 3), generator=torch.Generator().manual_seed(own))
+        mask = torch.ones_like(ids)
+        mask[0, :2] = 0
+        wanted = [
+            model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, eos_token_id=None),
+            model.generate(ids, attention_mask=mask, **GREEDY, eos_token_id=None),
+        ]
+        # A text ends with this token, and others do so later, or not.
+        end = int(wanted[1][0, 4])
+        wanted.append(model.generate(ids, attention_mask=mask, **GREEDY, eos_token_id=end))
+        if smp.tp_size() > 1:
+            smp.set_tensor_parallelism(model)
+        model = smp.DistributedModel(model)
+        found = [
+            smp.generate(model, ids, NEW),
+            smp.generate(model, ids, NEW, mask),
+            smp.generate(model, ids, NEW, mask, eos_token_id=end, pad_token_id=2),
+        ]
+        longest = found[2].shape[1]  # this rank's texts may have ended before
+        wanted[2] = nn.functional.pad(wanted[2], (0, longest - wanted[2].shape[1]), value=2)
+        for number, (mine, its) in enumerate(zip(found, wanted, strict=True)):
+            assert torch.equal(mine, its), f"{config}, {number}: {mine} and {its}"
+        with pytest.raises(SMPUsageError, match="padding has to come first"):
+            smp.generate(model, ids, NEW, mask.flip(-1))
+        del model
+        gc.collect()
+        smp.shutdown()
+
+
+NEW = 6
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 2}
+
+
+def test_generate_writes_what_transformers_writes() -> None:
+    check_ranks(writes, "2", [{"partitions": 2}, {"tensor_parallel_degree": 2}], timeout=300)
