@@ -17,7 +17,9 @@ from smddp.modelparallel.tensor.linear import DistributedLinear
 __all__ = [
     "Registration",
     "add_finder",
+    "add_planner",
     "arguments_of",
+    "planned_in",
     "registration_of",
     "tp_register",
     "tp_register_with_module",
@@ -98,6 +100,25 @@ def add_finder(finder: Callable[[type], _Found | None]) -> None:
             arguments with which a module of it was made; None for other classes.
     """
     _finders.append(finder)
+
+
+_Planner = Callable[[nn.Module, int, Callable[[str], None]], dict[int, Registration]]
+_planners: list[_Planner] = []
+
+
+def add_planner(planner: _Planner) -> None:
+    """Lets a function choose what takes the place of single modules of a model.
+
+    Args:
+        planner: gets a model, the size of tp groups, and a function that logs a text; returns what
+            takes the place of modules, by their ids.
+    """
+    _planners.append(planner)
+
+
+def planned_in(root: nn.Module, size: int, say: Callable[[str], None]) -> dict[int, Registration]:
+    """Returns what planners have chosen for the modules of a model, by their ids."""
+    return {key: value for plan in _planners for key, value in plan(root, size, say).items()}
 
 
 def registration_of(module: nn.Module) -> Registration | None:

@@ -15,7 +15,12 @@ from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor.marks import mark_of
 from smddp.modelparallel.tensor.module import DistributedModule
-from smddp.modelparallel.tensor.registry import arguments_of, registration_of
+from smddp.modelparallel.tensor.registry import (
+    Registration,
+    arguments_of,
+    planned_in,
+    registration_of,
+)
 
 __all__ = ["replace_marked"]
 
@@ -43,11 +48,16 @@ def replace_marked(root: nn.Module) -> nn.Module:
     if not any(mark_of(module) is not None for module in root.modules()):
         return root
     first = state.topology.rank == 0
+    plan: dict[int, Registration] = {}
+    if state.cfg.prescaled_batch:
+        plan = planned_in(
+            root, state.topology.tp_size, lambda text: first and log.info("smp: %s", text)
+        )
     holders = _holders(root)
     new: dict[int, nn.Module] = {}
     for parent, child_name, full_name, module in list(_candidates(root)):
         if id(module) not in new:
-            new[id(module)] = _replacement(module, full_name, holders, first)
+            new[id(module)] = _replacement(module, full_name, holders, plan, first)
         if parent is None:
             return new[id(module)]
         parent._modules[child_name] = new[id(module)]
@@ -81,7 +91,11 @@ def _holders(root: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def _replacement(
-    module: nn.Module, name: str, holders: dict[int, list[nn.Module]], first: bool
+    module: nn.Module,
+    name: str,
+    holders: dict[int, list[nn.Module]],
+    plan: dict[int, Registration],
+    first: bool,
 ) -> nn.Module:
     """Returns what takes the place of a module; itself if it stays whole."""
     kind = type(module).__name__
@@ -95,7 +109,8 @@ def _replacement(
                     *(name, kind, own),
                 )
             return module
-    registration, options = registration_of(module), mark_of(module)
+    registration = plan.get(id(module)) or registration_of(module)
+    options = mark_of(module)
     assert registration is not None
     assert options is not None
     args, kwargs = arguments_of(module)
