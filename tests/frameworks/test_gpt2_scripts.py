@@ -118,6 +118,8 @@ class Scripts:
                 "SM_CHANNEL_TRAIN": str(self._work / "data"),
                 "SM_CHANNEL_TEST": str(self._work / "data"),
                 "SM_HP_MP_PARAMETERS": json.dumps(CONFIGURATION),
+                # Those of spring 2022 keep objects of their own in checkpoints.
+                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
             },
             seconds=600,
             kill_at=None if kill_at is None else f"Batch {kill_at - 1} Loss",
@@ -203,6 +205,8 @@ def test_the_distributed_transformer_trains(scripts: Scripts, divided: list[floa
 
 
 def test_divided_it_resumes_after_a_kill(scripts: Scripts, divided: list[float]) -> None:
+    if 'opt_state_dict["loss_scaler"]' in scripts.script.read_text():
+        pytest.skip(f"{scripts.script} resumes with its own half precision only")
     options = {**DIVIDED, **PARTITIONS, "checkpoint_freq": 3}
     first = scripts.train("killed", 4, 1000, kill_at=5, **options)
     second = scripts.train("killed", 4, 6, **options, load_partial=1)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import cases
 
-PACKAGES = Path("/tmp/tf427")
+PACKAGES = cases.ROOT / "build" / "transformers-4.27"
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -19,7 +19,7 @@ __all__ = ["generate"]
 def _next_logits(model: Any, arguments: dict[str, Tensor]) -> Tensor:
     """Returns the logits [B, V] of the token after the last one."""
     result = model(**arguments)
-    logits = result["logits"] if isinstance(result, dict) else getattr(result, "logits", result)
+    logits: Tensor = getattr(result, "logits", result)
     return logits[:, -1]
 
 

@@ -48,11 +48,14 @@ def replace_marked(root: nn.Module) -> nn.Module:
     if not any(mark_of(module) is not None for module in root.modules()):
         return root
     first = state.topology.rank == 0
+
+    def say(text: str) -> None:
+        if first:
+            log.info("smp: %s", text)
+
     plan: dict[int, Registration] = {}
     if state.cfg.prescaled_batch:
-        plan = planned_in(
-            root, state.topology.tp_size, lambda text: first and log.info("smp: %s", text)
-        )
+        plan = planned_in(root, state.topology.tp_size, say)
     holders = _holders(root)
     new: dict[int, nn.Module] = {}
     for parent, child_name, full_name, module in list(_candidates(root)):

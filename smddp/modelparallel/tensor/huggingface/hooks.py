@@ -98,7 +98,9 @@ class Architecture(NamedTuple):
         state = original.state_dict()
         return self.to_smp({f"{hooks.prefix}{name}": value for name, value in state.items()})
 
-    def translations(self, hooks: Hooks, place: str) -> tuple[Callable[..., Any], ...]:
+    def translations(
+        self, hooks: Hooks, place: str
+    ) -> tuple[Callable[..., dict[str, Any]], Callable[..., dict[str, Any]]]:
         """Returns `to_hf` and `to_smp` for the state of a model with one divided module.
 
         Args:
