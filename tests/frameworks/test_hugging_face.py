@@ -107,11 +107,14 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "roberta": ("roberta", "RobertaForMaskedLM", "RobertaConfig", BERT),
 }
+# The inner model is divided, the head is not.
+CLASSIFIER = {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60, "pad_token_id": 0}
 
 
 def make(name: str) -> tuple[Any, Any]:
     """Returns the configuration and a model of transformers, with weights that are not small."""
-    _, kind, config_kind, options = MODELS[name]
+    inner = ("gpt2", "GPT2ForTokenClassification", "GPT2Config", CLASSIFIER)
+    _, kind, config_kind, options = {**MODELS, "classifier": inner}[name]
     config = getattr(transformers, config_kind)(**options)
     torch.manual_seed(1)
     model = getattr(transformers, kind)(config).eval()
@@ -225,12 +228,13 @@ def train(model: Any, inputs: dict[str, Tensor]) -> Any:
     return output.loss, output.logits
 
 
-def in_a_step(name: str) -> None:
+def in_a_step(name: str, folder: str) -> None:
     smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True})
     _, model = make(name)
     source = torch.Generator().manual_seed(100 + smp.rank())
     ids = torch.randint(5, 60, (B, S), generator=source)
-    inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones(B, S).long()}
+    labels = ids % 2 if name == "classifier" else ids
+    inputs = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones(B, S).long()}
     wanted, _ = results(model, inputs)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     smp.set_tensor_parallelism(model)
@@ -239,17 +243,33 @@ def in_a_step(name: str) -> None:
     torch.testing.assert_close(loss.reduce_mean(), wanted["loss"], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.concat(), wanted["logits"], rtol=1e-5, atol=1e-5)
     inner = model.get_module()
-    base = inner.transformer if name == "gpt2" else inner.bert.encoder
+    base = {
+        "gpt2": lambda: inner.transformer,
+        "bert": lambda: inner.bert.encoder,
+        "classifier": lambda: inner.transformer.transformer,
+    }[name]()
     assert len(base.seq_layers) == 2
     ((to_hf, _),) = smp.state.module_manager.translate_functions
     after = to_hf(model.state_dict())
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], value) for key, value in before.items())
+    # Whole checkpoints have the names of transformers.
+    own = {key: value.clone() for key, value in model.state_dict().items()}
+    for tag in ("model.bin", "model.safetensors.index.json"):
+        smp.save_checkpoint(folder, tag, partial=False, model=model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        smp.resume_from_checkpoint(folder, tag, partial=False)
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in own.items())
+    saved = torch.load(f"{folder}/model.bin")
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[key], value) for key, value in before.items())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_smp_divides_a_model(name: str) -> None:
-    check_ranks(in_a_step, "2", name, timeout=120)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "classifier"])
+def test_smp_divides_a_model(name: str, tmp_path: Path) -> None:
+    check_ranks(in_a_step, "2", name, str(tmp_path), timeout=120)
 
 
 @pytest.mark.parametrize("name", list(MODELS))

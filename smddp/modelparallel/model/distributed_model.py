@@ -244,7 +244,9 @@ class DistributedModel(ModelQueries):
         """Loads a full state dict, or the partial ones of all ranks.
 
         Args:
-            state_dict: as `state_dict` or `local_state_dict` has returned it.
+            state_dict: as `state_dict` or `local_state_dict` has returned it. One without the key
+                `_smp_is_partial` may have the names of Hugging Face for modules that smp has
+                replaced.
             strict: raise if names are missing or unexpected.
             same_partition_load: a partial one was saved with the same partition, so this rank needs
                 nothing of the others.
