@@ -97,6 +97,7 @@ test-tensorflow: setup  ## TensorFlow and Keras over smddp (installs them in bui
 .PHONY: test-frameworks
 test-frameworks: setup  ## Lightning, Accelerate, transformers, Ray, DeepSpeed over smddp (installs them in build/frameworks)
 	@tools/setup.sh frameworks
+	@tools/setup.sh transformers-4.27
 	build/frameworks/bin/python -m pytest -q -s tests/frameworks
 
 .PHONY: sanitize

@@ -8,6 +8,7 @@
 #   tools/setup.sh python-tests  + the device of the Python tests
 #   tools/setup.sh tensorflow    build/tensorflow: an environment with what tests/tf runs; needs .venv
 #   tools/setup.sh frameworks    build/frameworks: an environment with what tests/frameworks runs; needs .venv
+#   tools/setup.sh transformers-4.27  build/transformers-4.27: its Trainer has a mode for smp; needs frameworks
 #   tools/setup.sh prepare-tests   the same, and the core with its tests for AddressSanitizer
 #   tools/setup.sh sanitized <sanitizers> <target>   a target of build/<sanitizers>: the core, its tests, the fuzzers
 #   tools/setup.sh fuzz-coverage <target>   a target of build/fuzz-coverage: fuzzers that count which lines they reach
@@ -136,6 +137,17 @@ frameworks() {
   echo "$key" >$folder/.requirements
 }
 
+# Comes before the newer transformers of build/frameworks in PYTHONPATH. It runs with what is installed there.
+transformers-4.27() {
+  local folder=build/transformers-4.27 list=tests/frameworks/transformers-4.27.txt key
+  key=$(sha256sum <$list)
+  [ "$(cat $folder/.requirements 2>/dev/null)" != "$key" ] || return 0
+  say "installing transformers 4.27 into $folder"
+  rm -rf $folder
+  $venv/bin/python -m pip install --quiet --no-deps --target $folder -r $list
+  echo "$key" >$folder/.requirements
+}
+
 # Without torch: two frameworks in one process are not tested.
 tensorflow() {
   local folder=build/tensorflow list=tests/tf/requirements.txt key
@@ -164,7 +176,7 @@ lint() {
 }
 
 case "${1:-develop}" in
-  packages | environment | build | prepare-tests | sanitized | fuzz-coverage | develop | frameworks | tensorflow | lint) "${@:-develop}" ;;
+  packages | environment | build | prepare-tests | sanitized | fuzz-coverage | develop | frameworks | transformers-4.27 | tensorflow | lint) "${@:-develop}" ;;
   python-tests) develop fake_device ;;
   *) die "unknown step $1" ;;
 esac

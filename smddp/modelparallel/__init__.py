@@ -6,6 +6,7 @@ Scripts import it under its original name, `import smdistributed.modelparallel.t
 from __future__ import annotations
 
 from smddp.modelparallel.api.activations import set_activation_checkpointing
+from smddp.modelparallel.api.generation import generate
 from smddp.modelparallel.api.memory import MemoryReport, memory
 from smddp.modelparallel.api.messaging import (
     allgather,
@@ -80,8 +81,10 @@ from smddp.modelparallel.optimizer.distributed_optimizer import DistributedOptim
 from smddp.modelparallel.partition.context import partition, set_partition
 from smddp.modelparallel.partition.trace import is_tracing
 from smddp.modelparallel.tensor.huggingface import architectures as _architectures
+from smddp.modelparallel.tensor.huggingface import plan as _plan
 from smddp.modelparallel.tensor.marks import set_tensor_parallelism, tensor_parallelism
 from smddp.modelparallel.tensor.registry import add_finder as _add_finder
+from smddp.modelparallel.tensor.registry import add_planner as _add_planner
 from smddp.modelparallel.tensor.registry import tp_register, tp_register_with_module
 
 WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
@@ -90,6 +93,7 @@ WORLD_RANK, MP_RANK, DP_RANK = RankType.WORLD_RANK, RankType.MP_RANK, RankType.D
 TP_RANK, PP_RANK, RDP_RANK = RankType.TP_RANK, RankType.PP_RANK, RankType.RDP_RANK
 
 _add_finder(_architectures.registration)
+_add_planner(_plan.planned)
 
 __all__ = [
     "DP_GROUP",
@@ -129,6 +133,7 @@ __all__ = [
     "dp_rank",
     "dp_size",
     "explain",
+    "generate",
     "get_dp_group",
     "get_dp_process_group",
     "get_mp_group",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -88,17 +90,39 @@ def start(
     launcher: tuple[str, ...] = TORCHRUN,
     env: dict[str, str] | None = None,
     seconds: float = 300,
+    kill_at: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script of this folder, in this Python."""
+    """Runs a script of this folder, in this Python.
+
+    Args:
+        script: its name.
+        arguments: of the script.
+        launcher: what starts the ranks.
+        env: more environment variables.
+        seconds: the longest time it may take.
+        kill_at: kills one of the ranks when the output has this text.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"} | (env or {})
-    return subprocess.run(
-        [sys.executable, *launcher, str(HERE / script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
+    command = [sys.executable, *launcher, str(HERE / script), *arguments]
+    if kill_at is None:
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=seconds
+        )
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+
+        def text() -> str:
+            return os.pread(output.fileno(), 1 << 24, 0).decode()
+
+        until = time.monotonic() + seconds
+        while kill_at not in text() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        if process.poll() is None:
+            ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(ranks[-1]), signal.SIGKILL)
+            process.wait(seconds)
+        return subprocess.CompletedProcess(command, process.returncode, text(), "")
 
 
 def run(case: Case, backend: str, folder: Path) -> dict[str, Any]:

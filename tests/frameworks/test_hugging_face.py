@@ -5,6 +5,7 @@ transformers is in the environment of `make test-frameworks`.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -70,6 +71,12 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "GPT2Config",
         {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60},
     ),
+    "gpt2 cross": (
+        "gpt2",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60, "add_cross_attention": True},
+    ),
     "gptj": (
         "gptj",
         "GPTJForCausalLM",
@@ -92,13 +99,22 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "bert": ("bert", "BertForMaskedLM", "BertConfig", BERT),
     "bert decoder": ("bert", "BertLMHeadModel", "BertConfig", {**BERT, "is_decoder": True}),
+    "bert cross": (
+        "bert",
+        "BertLMHeadModel",
+        "BertConfig",
+        {**BERT, "is_decoder": True, "add_cross_attention": True},
+    ),
     "roberta": ("roberta", "RobertaForMaskedLM", "RobertaConfig", BERT),
 }
+# The inner model is divided, the head is not.
+CLASSIFIER = {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60, "pad_token_id": 0}
 
 
 def make(name: str) -> tuple[Any, Any]:
     """Returns the configuration and a model of transformers, with weights that are not small."""
-    _, kind, config_kind, options = MODELS[name]
+    inner = ("gpt2", "GPT2ForTokenClassification", "GPT2Config", CLASSIFIER)
+    _, kind, config_kind, options = {**MODELS, "classifier": inner}[name]
     config = getattr(transformers, config_kind)(**options)
     torch.manual_seed(1)
     model = getattr(transformers, kind)(config).eval()
@@ -170,6 +186,9 @@ def compare(names: list[str]) -> None:
         inputs = {"input_ids": ids, "attention_mask": mask}
         if "states" not in name:
             inputs["labels"] = labels
+        if "cross" in name:
+            inputs["encoder_hidden_states"] = torch.randn(B, 4, 32, generator=source)
+            inputs["encoder_attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
         wanted, loss = results(model, inputs)
         loss.backward()
         gradient = model.get_input_embeddings().weight.grad.clone()
@@ -209,12 +228,13 @@ def train(model: Any, inputs: dict[str, Tensor]) -> Any:
     return output.loss, output.logits
 
 
-def in_a_step(name: str) -> None:
+def in_a_step(name: str, folder: str) -> None:
     smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True})
     _, model = make(name)
     source = torch.Generator().manual_seed(100 + smp.rank())
     ids = torch.randint(5, 60, (B, S), generator=source)
-    inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones(B, S).long()}
+    labels = ids % 2 if name == "classifier" else ids
+    inputs = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones(B, S).long()}
     wanted, _ = results(model, inputs)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     smp.set_tensor_parallelism(model)
@@ -223,17 +243,33 @@ def in_a_step(name: str) -> None:
     torch.testing.assert_close(loss.reduce_mean(), wanted["loss"], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.concat(), wanted["logits"], rtol=1e-5, atol=1e-5)
     inner = model.get_module()
-    base = inner.transformer if name == "gpt2" else inner.bert.encoder
+    base = {
+        "gpt2": lambda: inner.transformer,
+        "bert": lambda: inner.bert.encoder,
+        "classifier": lambda: inner.transformer.transformer,
+    }[name]()
     assert len(base.seq_layers) == 2
     ((to_hf, _),) = smp.state.module_manager.translate_functions
     after = to_hf(model.state_dict())
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], value) for key, value in before.items())
+    # Whole checkpoints have the names of transformers.
+    own = {key: value.clone() for key, value in model.state_dict().items()}
+    for tag in ("model.bin", "model.safetensors.index.json"):
+        smp.save_checkpoint(folder, tag, partial=False, model=model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        smp.resume_from_checkpoint(folder, tag, partial=False)
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in own.items())
+    saved = torch.load(f"{folder}/model.bin")
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[key], value) for key, value in before.items())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_smp_divides_a_model(name: str) -> None:
-    check_ranks(in_a_step, "2", name, timeout=120)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "classifier"])
+def test_smp_divides_a_model(name: str, tmp_path: Path) -> None:
+    check_ranks(in_a_step, "2", name, str(tmp_path), timeout=120)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -284,3 +320,46 @@ def test_an_argument_that_cannot_be_passed_on() -> None:
     hook = gpt2.ARCHITECTURE.hooks[0].arguments()[3]
     with pytest.raises(SMPUsageError, match="takes no argument inputs_embeds"):
         hook(inputs_embeds=torch.zeros(1, 2, 3))
+
+
+def writes(configs: list[dict[str, Any]]) -> None:
+    """Compares texts of smp.generate to those of transformers, for each configuration."""
+    for config in configs:
+        smp.init({"ddp": True, "microbatches": 2, "_match_weights": True, **config})
+        _, model = make("gpt2")
+        own = smp.dp_rank()  # each rank has its own prompts
+        ids = torch.randint(5, 60, (4, 3), generator=torch.Generator().manual_seed(own))
+        mask = torch.ones_like(ids)
+        mask[0, :2] = 0
+        wanted = [
+            model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, eos_token_id=None),
+            model.generate(ids, attention_mask=mask, **GREEDY, eos_token_id=None),
+        ]
+        # A text ends with this token, and others do so later, or not.
+        end = int(wanted[1][0, 4])
+        wanted.append(model.generate(ids, attention_mask=mask, **GREEDY, eos_token_id=end))
+        if smp.tp_size() > 1:
+            smp.set_tensor_parallelism(model)
+        model = smp.DistributedModel(model)
+        found = [
+            smp.generate(model, ids, NEW),
+            smp.generate(model, ids, NEW, mask),
+            smp.generate(model, ids, NEW, mask, eos_token_id=end, pad_token_id=2),
+        ]
+        longest = found[2].shape[1]  # this rank's texts may have ended before
+        wanted[2] = nn.functional.pad(wanted[2], (0, longest - wanted[2].shape[1]), value=2)
+        for number, (mine, its) in enumerate(zip(found, wanted, strict=True)):
+            assert torch.equal(mine, its), f"{config}, {number}: {mine} and {its}"
+        with pytest.raises(SMPUsageError, match="padding has to come first"):
+            smp.generate(model, ids, NEW, mask.flip(-1))
+        del model
+        gc.collect()
+        smp.shutdown()
+
+
+NEW = 6
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 2}
+
+
+def test_generate_writes_what_transformers_writes() -> None:
+    check_ranks(writes, "2", [{"partitions": 2}, {"tensor_parallel_degree": 2}], timeout=300)

@@ -84,7 +84,7 @@ def load(
     pickle_module: Any = pickle,
     partial: bool = True,
     back_compat: bool = False,
-    weights_only: bool = True,
+    weights_only: bool | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads what `save` has written; with `partial`, the object of this rank.
@@ -97,7 +97,8 @@ def load(
         back_compat: try the names of the original's versions before 1.10 first, which end in the
             rank within the model. They are tried in any case.
         weights_only: as for torch.load: load only tensors and plain containers. False loads any
-            object, and lets the file run any code: only for files that you trust.
+            object, and lets the file run any code: only for files that you trust. None means True,
+            unless the environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set.
         pickle_load_args: as for torch.load.
 
     Raises:
@@ -157,7 +158,8 @@ def save_checkpoint(
         model: a smp.DistributedModel; None saves none.
         optimizer: a smp.DistributedOptimizer; None saves none. It is saved only with `partial`.
         user_content: anything that pickles; that of rank 0 is saved.
-        translate_if_full: accepted; there is nothing to translate without tensor parallelism.
+        translate_if_full: if not partial, use the names of Hugging Face for modules that smp has
+            put in place of its modules.
         num_kept_partial_checkpoints: keep so many checkpoints in parts, this one included, and
             delete older ones; None keeps all.
 
@@ -177,11 +179,11 @@ def save_checkpoint(
         _save_parts(folder / f"{tag}_partial", model, optimizer, user_content)
     else:
         if tag.endswith(_INDEX):
-            _save_shards(folder / tag, model)
+            _save_shards(folder / tag, model, translate_if_full)
         else:
             entries = model.state_dict() if model is not None else {}
             if first:
-                _write_whole(folder / tag, entries)
+                _write_whole(folder / tag, _translated(entries) if translate_if_full else entries)
         if first:
             write(folder / f"user_content_{tag}", lambda file: torch.save(user_content, file))
     if first:
@@ -218,7 +220,7 @@ def resume_from_checkpoint(
         load_sharded_optimizer_state: with sharded data parallelism, False loads only the master
             weights and the loss scale of the optimizer; else without effect.
         translate_function: if not partial, applied to the entries of the file before they are
-            loaded.
+            loaded. Names of Hugging Face are translated without it.
 
     Returns:
         The user_content; an empty dict if there is none.
@@ -305,7 +307,14 @@ def _write_whole(file: Path, entries: dict[str, Any]) -> None:
         write(file, lambda stream: torch.save(entries, stream))
 
 
-def _save_shards(index: Path, model: Any) -> None:
+def _translated(entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of a whole model by the names that it has elsewhere."""
+    for to_others, _ in state.module_manager.translate_functions:
+        entries = to_others(entries)
+    return entries
+
+
+def _save_shards(index: Path, model: Any, translate: bool) -> None:
     """Writes a file for each partition, and on rank 0 the index of them, as Hugging Face does.
 
     The files of `model.safetensors.index.json` are `model-00001-of-00002.safetensors` and so on.
@@ -313,10 +322,17 @@ def _save_shards(index: Path, model: Any) -> None:
     """
     topology = state.topology
     entries = {} if model is None else model.local_state_dict()
-    if model is not None and (state.groups.sharding is not None or topology.tp_size > 1):
+    translate = translate and bool(state.module_manager.translate_functions)
+    if model is not None and (
+        translate or state.groups.sharding is not None or topology.tp_size > 1
+    ):
         # Those of this rank are parts of parameters.
         everything = model.state_dict()
-        entries = {name: everything[name] for name in entries if name in everything}
+        names = [name for name in entries if name in everything]
+        if translate:  # other names, which may have parts of several ranks
+            everything = _translated(everything)
+            names = list(everything)[topology.rank_in("pp") :: topology.pp_size]
+        entries = {name: everything[name] for name in names}
     entries.pop(MARKER, None)
     entries.pop(SHARDS, None)
     whole = Path(index.name.removesuffix(_INDEX))

@@ -58,7 +58,7 @@ def read(
     file: Path,
     map_location: Any,
     pickle_module: Any = pickle,
-    weights_only: bool = True,
+    weights_only: bool | None = True,
     **options: Any,
 ) -> Any:
     """Loads a file of torch.save.
@@ -67,7 +67,7 @@ def read(
         file: its path.
         map_location: as for torch.load.
         pickle_module: as for torch.load; used only if `weights_only` is False.
-        weights_only: as for torch.load; False lets the file run any code.
+        weights_only: as for torch.load; False lets the file run any code. None lets torch decide.
         options: of torch.load.
 
     Raises:
@@ -82,7 +82,7 @@ def read(
 
 
 def _read(
-    file: Path, map_location: Any, pickle_module: Any, weights_only: bool, **options: Any
+    file: Path, map_location: Any, pickle_module: Any, weights_only: bool | None, **options: Any
 ) -> Any:
     # torch refuses any module together with weights_only.
     options["pickle_module"] = pickle_module if weights_only is False else None

@@ -20,6 +20,7 @@ from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.queries import ModelQueries
 from smddp.modelparallel.model.runtime import ModelRuntime
+from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 from smddp.modelparallel.optimizer.half import to_float, to_half
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.remote_tensor import RemoteTensor, retype
@@ -214,6 +215,13 @@ class DistributedModel(ModelQueries):
         scale = 1.0 if stand_ins is None else stand_ins.scaler.loss_scale
         return roots if scale == 1 else [root.float() * scale for root in roots]
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Does what `smp.clip_grad_norm` does.
+
+        Trainers call a method of this name, as FSDP's models have it, in place of torch's function.
+        """
+        return clip_grad_norm(max_norm, norm_type)
+
     def state_dict(self, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
         """Returns all parameters and buffers by their original names, gathered from all ranks.
 
@@ -238,7 +246,9 @@ class DistributedModel(ModelQueries):
         """Loads a full state dict, or the partial ones of all ranks.
 
         Args:
-            state_dict: as `state_dict` or `local_state_dict` has returned it.
+            state_dict: as `state_dict` or `local_state_dict` has returned it. One without the key
+                `_smp_is_partial` may have the names of Hugging Face for modules that smp has
+                replaced.
             strict: raise if names are missing or unexpected.
             same_partition_load: a partial one was saved with the same partition, so this rank needs
                 nothing of the others.

@@ -130,6 +130,9 @@ class ModelState:
         Arguments, result and errors are those of `DistributedModel.load_state_dict`.
         """
         entries = {name: value for name, value in given.items() if name not in (MARKER, SHARDS)}
+        if MARKER not in given:
+            for _, to_own in state.module_manager.translate_functions:
+                entries = to_own(entries)
         # Before the model is divided it is not known what lives here, so all parts are loaded.
         alone = bool(given.get(MARKER)) and same_partition and self._placement.divided
         if given.get(MARKER):

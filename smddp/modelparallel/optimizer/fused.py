@@ -1,7 +1,7 @@
 """The optimizers of `smp.optimizers`; norms are those of the whole model.
 
-Names and arguments are those of NVIDIA Apex. Only their names say "fused": they are made of
-ordinary torch operations.
+Names and arguments are those of NVIDIA Apex. FusedAdam is one kernel of torch for all parameters;
+the others are made of ordinary torch operations.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ class FusedAdam(torch.optim.Adam):
         if not bias_correction:
             raise ValueError("FusedAdam: bias_correction=False is not supported")
         super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode
+            *(params, lr, betas, eps, weight_decay, amsgrad),
+            fused=True,
+            decoupled_weight_decay=adam_w_mode,
         )
+        # Scalers would leave infinite gradients to the kernel, which sees those of this rank only.
+        self._step_supports_amp_scaling = False
 
 
 class _Optimizer(torch.optim.Optimizer):

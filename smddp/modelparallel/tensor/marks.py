@@ -24,7 +24,7 @@ def tensor_parallelism(enabled: bool = True, **tensor_parallel_config: Any) -> I
     """Returns a context; modules that are made inside are divided over tensor-parallel ranks.
 
     The innermost context counts. smp.DistributedModel replaces the outermost supported modules by
-    distributed ones, with new weights. With tensor_parallel_degree 1 it has no effect.
+    distributed ones, with new weights, also with tensor_parallel_degree 1.
 
     Args:
         enabled: False lets modules stay whole.

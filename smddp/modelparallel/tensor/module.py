@@ -85,7 +85,7 @@ class DistributedModule(nn.Module):
             )
         with torch.no_grad():
             initialize(whole)
-            if division is not None:
+            if division is not None and size > 1:
                 whole = division.part(whole, self.exchange.rank, size)
                 self.divisions[name] = division
         parameter = nn.Parameter(whole)
@@ -154,8 +154,11 @@ def divisions_of(root: nn.Module) -> dict[str, Division]:
 
 
 def is_divided(root: nn.Module) -> bool:
-    """Says whether a model has a module that exchanges activations."""
-    return any(isinstance(module, DistributedModule) for module in root.modules())
+    """Says whether a model has a module that exchanges activations with other ranks."""
+    return any(
+        isinstance(module, DistributedModule) and module.exchange.size > 1
+        for module in root.modules()
+    )
 
 
 def mark_divided(root: nn.Module) -> None:

@@ -17,7 +17,9 @@ from smddp.modelparallel.tensor.linear import DistributedLinear
 __all__ = [
     "Registration",
     "add_finder",
+    "add_planner",
     "arguments_of",
+    "planned_in",
     "registration_of",
     "tp_register",
     "tp_register_with_module",
@@ -42,8 +44,8 @@ class Registration:
         return_hook: translates the result of `forward`; None if it is the same.
         weights: returns the whole state of the new module with the weights of the one that it
             replaces; None if the names are the same, or the class of the new module knows.
-        translations: of the model's state, from names of the new module and to them; None if there
-            are none.
+        translations: returns translations of a model's state, from names of the new module and to
+            them, for the name that the module has in the model; None if there are none.
     """
 
     dist_module: type[nn.Module]
@@ -51,7 +53,7 @@ class Registration:
     forward_hook: _Hook | None = None
     return_hook: _Hook | None = None
     weights: Callable[[Any], dict[str, Any]] | None = None
-    translations: tuple[_Hook, _Hook] | None = None
+    translations: Callable[[str], tuple[_Hook, _Hook]] | None = None
 
 
 def _linear_arguments(module: nn.Linear) -> dict[str, Any]:
@@ -98,6 +100,25 @@ def add_finder(finder: Callable[[type], _Found | None]) -> None:
             arguments with which a module of it was made; None for other classes.
     """
     _finders.append(finder)
+
+
+_Planner = Callable[[nn.Module, int, Callable[[str], None]], dict[int, Registration]]
+_planners: list[_Planner] = []
+
+
+def add_planner(planner: _Planner) -> None:
+    """Lets a function choose what takes the place of single modules of a model.
+
+    Args:
+        planner: gets a model, the size of tp groups, and a function that logs a text; returns what
+            takes the place of modules, by their ids.
+    """
+    _planners.append(planner)
+
+
+def planned_in(root: nn.Module, size: int, say: Callable[[str], None]) -> dict[int, Registration]:
+    """Returns what planners have chosen for the modules of a model, by their ids."""
+    return {key: value for plan in _planners for key, value in plan(root, size, say).items()}
 
 
 def registration_of(module: nn.Module) -> Registration | None:

@@ -16,7 +16,12 @@ from smddp.modelparallel.job.meeting import gathered
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor.marks import mark_of
 from smddp.modelparallel.tensor.module import DistributedModule, is_divided
-from smddp.modelparallel.tensor.registry import arguments_of, registration_of
+from smddp.modelparallel.tensor.registry import (
+    Registration,
+    arguments_of,
+    planned_in,
+    registration_of,
+)
 
 __all__ = ["check_alike", "replace_marked"]
 
@@ -25,6 +30,8 @@ log = logging.getLogger("smddp.modelparallel")
 
 def replace_marked(root: nn.Module) -> nn.Module:
     """Replaces the outermost supported modules of those that are marked.
+
+    It does so at any degree: scripts, checkpoints and seeds then find the same model at degree 1.
 
     A module stays whole if it shares a parameter with a module outside it, or if the distributed
     module refuses its arguments, for instance because a size cannot be divided. The log says so.
@@ -39,18 +46,23 @@ def replace_marked(root: nn.Module) -> nn.Module:
         SMPUsageError: a module was made before its class was registered, or what takes the place of
             one has no distributed module.
     """
+    state.module_manager.translate_functions.clear()  # those of a model before this one
     if not any(mark_of(module) is not None for module in root.modules()):
         return root
     first = state.topology.rank == 0
-    if state.topology.tp_size == 1:
+
+    def say(text: str) -> None:
         if first:
-            log.info("smp: tensor_parallel_degree is 1, so no module is divided")
-        return root
+            log.info("smp: %s", text)
+
+    plan: dict[int, Registration] = {}
+    if state.cfg.prescaled_batch:
+        plan = planned_in(root, state.topology.tp_size, say)
     holders = _holders(root)
     new: dict[int, nn.Module] = {}
     for parent, child_name, full_name, module in list(_candidates(root)):
         if id(module) not in new:
-            new[id(module)] = _replacement(module, full_name, holders, first)
+            new[id(module)] = _replacement(module, full_name, holders, plan, first)
         if parent is None:
             return new[id(module)]
         parent._modules[child_name] = new[id(module)]
@@ -114,7 +126,11 @@ def _holders(root: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def _replacement(
-    module: nn.Module, name: str, holders: dict[int, list[nn.Module]], first: bool
+    module: nn.Module,
+    name: str,
+    holders: dict[int, list[nn.Module]],
+    plan: dict[int, Registration],
+    first: bool,
 ) -> nn.Module:
     """Returns what takes the place of a module; itself if it stays whole."""
     kind = type(module).__name__
@@ -128,7 +144,8 @@ def _replacement(
                     *(name, kind, own),
                 )
             return module
-    registration, options = registration_of(module), mark_of(module)
+    registration = plan.get(id(module)) or registration_of(module)
+    options = mark_of(module)
     assert registration is not None
     assert options is not None
     args, kwargs = arguments_of(module)
@@ -157,10 +174,8 @@ def _replacement(
             result.match(module)
         else:
             result.load_whole(registration.weights(module))
-    known_translations = state.module_manager.translate_functions
-    translations = registration.translations
-    if translations is not None and translations not in known_translations:
-        known_translations.append(translations)
+    if registration.translations is not None:
+        state.module_manager.translate_functions.append(registration.translations(name))
     # Hooks of torch, not a module around it: the names of its parameters stay its own.
     translate, translate_result = registration.forward_hook, registration.return_hook
     if translate is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import gc
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -161,18 +162,36 @@ def test_the_outermost_supported_modules_are_divided() -> None:
         assert [one.stderr.count(text) for one in outcomes] == [1, 0]
 
 
-def alone() -> bool:
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(model_of(5))
-    return any(True for _ in model.distributed_modules())
+def new(configs: list[dict[str, Any]]) -> list[list[Any]]:
+    """Returns weights and losses of models whose modules are new, for each configuration."""
+    found = []
+    for config in configs:
+        smp.init({"ddp": True, "prescaled_batch": True, **config})
+        module = model_of(5)
+        smp.set_tensor_parallelism(module.odd, False)  # as at degree 2
+        model = smp.DistributedModel(module)
+        assert len([*model.distributed_modules()]) == 4
+        result = [{name: value.cpu().clone() for name, value in model.state_dict().items()}]
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(3):
+            optimizer.zero_grad()
+            result.append(train(model, ids_of(step)).reduce_mean().cpu())
+            optimizer.step()
+        found.append(result)
+        del model, optimizer, module
+        gc.collect()
+        smp.shutdown()
+    return found
 
 
 @pytest.mark.multiprocess
-def test_at_degree_1_nothing_is_divided() -> None:
-    outcomes = run_ranks(alone, "2")
-    assert [one.value for one in outcomes] == [False, False], "\n".join(map(str, outcomes))
-    said = [one.stderr.count("tensor_parallel_degree is 1") for one in outcomes]
-    assert said == [1, 0]
+def test_at_degree_1_the_same_modules_are_new() -> None:
+    sharded = {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 1e9}
+    jobs = [{"tensor_parallel_degree": 2}, {}, {**sharded, "sdp_param_persistence_threshold": 0}]
+    (weights, *losses), *others = check_ranks(new, "2", jobs)[0]
+    for own, *found in others:
+        torch.testing.assert_close(own, weights, rtol=0, atol=0)
+        torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
 
 
 def job(config: dict[str, Any], path: str, resumes: str | None, first: int) -> dict[str, Any]:

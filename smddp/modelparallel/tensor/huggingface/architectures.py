@@ -40,8 +40,8 @@ def registration(module_cls: type) -> tuple[Registration, Any] | None:
     architecture, hooks = found
     _, dist_module, init, forward, returned = hooks.arguments()
     weights = functools.partial(architecture.weights, hooks)
+    translations = functools.partial(architecture.translations, hooks)
     # Every module of transformers that is divided keeps the configuration that it was made with.
-    translations = architecture.to_hf, architecture.to_smp
     return Registration(dist_module, init, forward, returned, weights, translations), _arguments
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +98,50 @@ class Architecture(NamedTuple):
         state = original.state_dict()
         return self.to_smp({f"{hooks.prefix}{name}": value for name, value in state.items()})
 
+    def translations(
+        self, hooks: Hooks, place: str
+    ) -> tuple[Callable[..., dict[str, Any]], Callable[..., dict[str, Any]]]:
+        """Returns `to_hf` and `to_smp` for the state of a model with one divided module.
+
+        Args:
+            hooks: of the class of the module.
+            place: the name of the module in the model; empty if it is the model.
+        """
+        begin = f"{place}." if place else ""
+
+        def inside(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+            return {
+                f"{prefix}{name.removeprefix(begin)}": value
+                for name, value in state.items()
+                if name.startswith(begin)
+            }
+
+        def placed(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+            others = {name: value for name, value in state.items() if not name.startswith(begin)}
+            return {**others, **{f"{begin}{name}": value for name, value in own.items()}}
+
+        def to_hf(state: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+            given = inside(state, "")
+            found = self.to_hf(given, max_seq_len)
+            # What belongs to a language model only, a head, the module does not have.
+            own = {
+                name.removeprefix(hooks.prefix): value
+                for name, value in found.items()
+                if name.startswith(hooks.prefix) or name in given
+            }
+            return placed(state, own)
+
+        def to_smp(state: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+            given = inside(state, hooks.prefix)
+            own = {
+                # Names that are the module's own already are not translated.
+                name.removeprefix(hooks.prefix) if name in given else name: value
+                for name, value in self.to_smp(given, max_seq_len).items()
+            }
+            return placed(state, own)
+
+        return to_hf, to_smp
+
 
 def bound(module_cls: type, forward: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
     """Returns a hook with the signature of the class's forward method, without self.
@@ -122,7 +166,11 @@ def take(given: dict[str, Any], owner: str, *names: str) -> list[Any]:
         SMPUsageError: another one is given.
     """
     for name, value in given.items():
-        if name not in names and value is not None and name not in _IGNORED:
+        # Releases before 5 pass a head_mask of one None for each layer.
+        absent = value is None or (
+            isinstance(value, list) and not any(v is not None for v in value)
+        )
+        if name not in names and not absent and name not in _IGNORED:
             raise SMPUsageError(
                 f"{owner} is divided over tensor-parallel ranks, and then takes no argument {name}"
             )

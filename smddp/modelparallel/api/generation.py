@@ -1,0 +1,103 @@
+"""`smp.generate`: lets a language model write, one step of the pipeline for each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smddp.modelparallel.api.step import step
+from smddp.modelparallel.common.errors import SMPUsageError
+from smddp.modelparallel.job.state import state
+
+__all__ = ["generate"]
+
+
+@step
+def _next_logits(model: Any, arguments: dict[str, Tensor]) -> Tensor:
+    """Returns the logits [B, V] of the token after the last one."""
+    result = model(**arguments)
+    logits: Tensor = getattr(result, "logits", result)
+    return logits[:, -1]
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    attention_mask: Tensor | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> Tensor:
+    """Continues texts with the most likely tokens.
+
+    Each token is a step without gradients, in which the model reads all of the text again: there is
+    no cache of keys and values. All ranks of smp.MP_GROUP have to call it. With tensor parallelism
+    each of them may have prompts of its own, of one shape; they go on until all texts have ended.
+
+    Args:
+        model: a smp.DistributedModel that takes `input_ids`, and returns logits [B, S, V] or an
+            object that has them as `logits`, as the language models of Hugging Face do.
+        input_ids: the beginnings, [B, S]. The number of microbatches divides B.
+        max_new_tokens: how many tokens are added at most.
+        attention_mask: [B, S], 0 for padding, which comes first; None if there is none. With
+            padding the model has to take `attention_mask` and `position_ids`.
+        eos_token_id: ends a text; None if nothing does.
+        pad_token_id: follows the end of a text; None for eos_token_id.
+
+    Returns:
+        The texts with their beginnings, [B, S + n], on the device of input_ids.
+
+    Raises:
+        SMPUsageError: an argument is wrong, or the call is inside a step.
+    """
+    if state.in_step:
+        raise SMPUsageError("smp.generate makes steps, so it cannot be called in one")
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        raise SMPUsageError(
+            f"smp.generate: input_ids must be [B, S], with S > 0, not {list(input_ids.shape)}"
+        )
+    if max_new_tokens < 0:
+        raise SMPUsageError(f"smp.generate: max_new_tokens is {max_new_tokens}, less than 0")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise SMPUsageError(
+            f"smp.generate: attention_mask must have the shape of input_ids, "
+            f"{list(input_ids.shape)}, not {list(attention_mask.shape)}"
+        )
+    if attention_mask is not None and not attention_mask[:, -1].all():
+        raise SMPUsageError("smp.generate: padding has to come first, but a text ends with it")
+    pad = eos_token_id if pad_token_id is None else pad_token_id
+    ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    training = model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            arguments = {"input_ids": input_ids}
+            if attention_mask is not None:
+                arguments["attention_mask"] = attention_mask
+                arguments["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+            token = _next_logits(model, arguments).concat().argmax(-1).to(input_ids)
+            if eos_token_id is not None:
+                token = token.masked_fill(ended, pad)
+                ended = ended | (token == eos_token_id)
+            input_ids = torch.cat([input_ids, token[:, None]], 1)
+            if attention_mask is not None:
+                attention_mask = torch.cat([attention_mask, attention_mask[:, -1:]], 1)
+            if eos_token_id is not None and _on_all(ended):
+                break
+    finally:
+        model.train(training)
+    return input_ids
+
+
+def _on_all(ended: Tensor) -> bool:
+    """Says whether all texts have ended, on all ranks that have to make the same steps."""
+    flag = ended.all().int()
+    if state.topology.tp_size > 1:
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=state.groups.of("mp"))
+    if state.groups.sharding is not None:
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=state.groups.sharding.gradients)
+    return bool(flag)
