@@ -171,6 +171,9 @@ class ShardedRank(Rank):
             for replica in self.job.ranks[1:]:
                 follower: Any = replica[self.number]
                 follower.carry()
+                if self.baton._aborted:
+                    # The leader has said so on the same stream.
+                    follower.baton.abort()
                 with follower.baton.changing_order() as theirs:
                     theirs.end()
         try:

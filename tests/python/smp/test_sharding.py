@@ -7,6 +7,7 @@ with a persistence threshold that keeps every parameter whole.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import os
@@ -1123,3 +1124,37 @@ def test_checkpoints_load_at_any_degree(tmp_path: Path, half: str) -> None:
                             atol=tolerance,
                             msg=lambda m, at=f"{where}, {name}": f"{at}: {m}",
                         )
+
+
+@smp.step
+def waiting(model: Any, x: Tensor) -> Any:
+    time.sleep(0.3)  # before it is decided where modules live
+    loss = model(x, "").square().mean()
+    model.backward(loss)
+    return loss
+
+
+def one_calls_another_step(other: int) -> str:
+    """In the first step, one rank that is not the first of its pipeline calls another function."""
+    model, _ = small(partitions=2, auto_partition=False, default_partition=0)
+    for layer in model.get_module().layers[2:]:
+        smp.set_partition(layer, 1)
+    executor = model.runtime.executor
+    if smp.pp_rank() == 1 and smp.rank() != other:
+        # The news of the failure take longer than the division.
+        on_stop = executor.on_stop
+        executor.on_stop = lambda failure: (time.sleep(1), on_stop(failure))
+    x = torch.ones(4, 8)
+    step = functools.partial(changing, what="") if smp.rank() == other else waiting
+    with pytest.raises(SMPError) as caught:
+        step(model, x)
+    assert model.partitioned
+    waiting(model, x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("other", [1, 3])
+def test_a_rank_fails_before_it_knows_which_parameters_live_there(other: int) -> None:
+    """The other members of its sharding group may gather parameters by then."""
+    for text in check_ranks(one_calls_another_step, "4", other, timeout=40):
+        assert "call the same steps" in text or "on another replica" in text, text
