@@ -74,7 +74,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     if topology.size_of("dp") % cfg.sharded_data_parallel_degree:
         raise SMPInitializationError(
             f"sharded_data_parallel_degree {cfg.sharded_data_parallel_degree} does not divide the "
-            f"data parallel degree {topology.size_of('dp')}"
+            f"data parallel degree {topology.size_of('dp')}: set it to a divisor of that"
         )
     owns = not dist.is_initialized()
     if owns:
