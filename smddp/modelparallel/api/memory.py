@@ -91,13 +91,14 @@ class MemoryReport(contextlib.AbstractContextManager["MemoryReport"]):
             *(topology.rank, topology.rank_in("pp"), topology.rank_in("dp")),
             *({}, measured, count(runtime.memory(), runtime.device)),
         )
+        place = topology.rank_in("pp"), topology.rank_in("rdp")
         found = gathered(
-            "smp.memory", (mine, predictions, notes), state.groups.of("world"), "the job"
+            "smp.memory", (mine, place, predictions, notes), state.groups.of("world"), "the job"
         )
-        self.ranks = [row for row, _, _ in found]
-        _, predictions, self.notes = found[0]
-        for row in self.ranks:
-            row.predicted = predictions.get((row.partition, row.replica), {})
+        self.ranks = [row for row, *_ in found]
+        *_, predictions, self.notes = found[0]
+        for row, place, *_ in found:
+            row.predicted = predictions.get(place, {})
 
     def __enter__(self) -> MemoryReport:
         runtime = _runtime("smp.memory")
@@ -243,14 +244,14 @@ def forecast_inputs(
 def _predictions(
     runtime: ModelRuntime, example: Example | None
 ) -> tuple[dict[tuple[int, int], dict[str, Bytes]], list[str]]:
-    """Returns the predictions for each rank, by partition and replica."""
+    """Returns the predictions for each rank, by its places in the pipeline and its rdp group."""
     if not runtime.divided:
         return {}, ["nothing is predicted before the first step has divided the model"]
     facts, choices, notes = forecast_inputs(runtime, example)
     found = {}
     for part in range(choices.partitions):
         once = forecast(facts, choices, part, 0)
-        for replica in range(choices.replicas):
+        for replica in range(choices.copies):
             again = choices.shard_optimizer_state and replica > 0
             found[part, replica] = forecast(facts, choices, part, replica) if again else once
     return found, notes

@@ -74,7 +74,7 @@ def _memory_choices(runtime: ModelRuntime) -> list[str]:
             "elements"
         )
     if cfg.shard_optimizer_state:
-        count = state.topology.size_of("dp")
+        count = state.topology.size_of("rdp")
         lines.append(f"optimizer state: divided over {count} replicas")
     regions = runtime.checkpoints.regions()
     if regions:

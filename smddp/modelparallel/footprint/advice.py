@@ -77,7 +77,7 @@ class Proposal:
 
 def most_needed(facts: Facts, choices: Choices) -> int:
     """Returns the bytes that the rank needs that needs most."""
-    replicas = range(choices.replicas) if choices.shard_optimizer_state else [0]
+    replicas = range(choices.copies) if choices.shard_optimizer_state else [0]
     return max(
         one.total
         for part in range(choices.partitions)
@@ -140,7 +140,8 @@ def _divisions(
     units = Units(modules, trace, weight)
     while count <= min(ranks, len(units.costs)):
         replicas = ranks // count
-        if ranks % count == 0 and (choices.degree == 1 or replicas % choices.degree == 0):
+        # Sharding and tensor parallelism exclude each other.
+        if ranks % count == 0 and replicas % (choices.degree * choices.tensor) == 0:
             active = choices.active
             if default_active:
                 active = max(count + 2, choices.microbatches if choices.simple else 0)
@@ -149,7 +150,7 @@ def _divisions(
             divided = dataclasses.replace(
                 choices, owners=owners, partitions=count, replicas=replicas, active=active
             )
-            alone = choices.shard_optimizer_state and replicas == 1
+            alone = choices.shard_optimizer_state and divided.copies == 1
             if not alone:
                 yield 100 * math.log2(count / choices.partitions), keys, divided
         count *= 2
@@ -161,7 +162,7 @@ def _shardings(choices: Choices) -> Iterator[tuple[float, dict[str, Any], Choice
     if choices.degree > 1:
         yield from _in_small_parts(choices, {})
         return
-    if choices.replicas == 1:
+    if choices.copies == 1:
         return
     off: dict[str, Any] = {}
     if choices.shard_optimizer_state:
@@ -169,7 +170,7 @@ def _shardings(choices: Choices) -> Iterator[tuple[float, dict[str, Any], Choice
     else:
         whole = dataclasses.replace(choices, shard_optimizer_state=True)
         yield 1.0, {"shard_optimizer_state": True}, whole
-    for degree in range(2, choices.replicas + 1):
+    for degree in range(2, choices.replicas + 1) if choices.tensor == 1 else ():
         if choices.replicas % degree == 0:
             keys = {**off, "sharded_data_parallel_degree": degree}
             sharded = dataclasses.replace(choices, degree=degree, shard_optimizer_state=False)

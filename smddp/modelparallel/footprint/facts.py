@@ -42,6 +42,8 @@ def choices_of(state: State, runtime: ModelRuntime) -> Choices:
         half=runtime.half is not None,
         views=runtime.data_parallel.views,
         checkpoints=tuple(runtime.checkpoints.regions()) if runtime.divided else (),
+        tensor=topology.tp_size,
+        prescaled=cfg.prescaled_batch,
     )
 
 
@@ -98,6 +100,7 @@ def facts_of(
                 trains=parameter.requires_grad,
                 stepped=id(parameter) in states,
                 divisible=parameter.dim() > 0 and parameter.is_floating_point(),
+                split=runtime.data_parallel.is_divided(parameter),
             )
         )
     return Facts(found, own, _buffers(modules), copies, profile), notes

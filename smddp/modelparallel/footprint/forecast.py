@@ -82,6 +82,8 @@ class Parameter:
         trains: does it get a gradient?
         stepped: does an optimizer step it?
         divisible: can it be divided over replicas?
+        split: does the model have only a part of it, because it is divided over tensor-parallel
+            ranks? `numel` is that of the part.
     """
 
     module: int
@@ -94,6 +96,7 @@ class Parameter:
     trains: bool
     stepped: bool
     divisible: bool
+    split: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +125,8 @@ class Choices:
     Attributes:
         owners: by module, its partition; None for one that runs where its input is.
         partitions, replicas: their numbers.
+        tensor: how many tensor-parallel ranks there are; they count as replicas, too.
+        prescaled: `prescaled_batch`.
         microbatches: of a step.
         active: how many of them may be active.
         simple: does the pipeline run all forward passes first?
@@ -151,6 +156,13 @@ class Choices:
     half: bool
     views: bool
     checkpoints: Sequence[tuple[int, ...]] = ()
+    tensor: int = 1
+    prescaled: bool = False
+
+    @property
+    def copies(self) -> int:
+        """The ranks that have the same part of every parameter."""
+        return self.replicas // self.tensor
 
     def divides(self, parameter: Parameter) -> bool:
         """Says whether a parameter is divided over replicas."""
@@ -316,10 +328,10 @@ class _Rank:
         stepped = [n for n in self._mine if parameters[n].stepped]
         if not choices.shard_optimizer_state:
             return set(stepped)
-        loads = [0] * choices.replicas
+        loads = [0] * choices.copies
         mine = set()
         for number in sorted(stepped, key=lambda n: -parameters[n].numel):
-            owner = min(range(choices.replicas), key=loads.__getitem__)
+            owner = min(range(choices.copies), key=loads.__getitem__)
             loads[owner] += parameters[number].numel
             if owner == replica:
                 mine.add(number)
@@ -332,6 +344,13 @@ class _Rank:
 
     def _divided(self, number: int) -> bool:
         return self._choices.divides(self._facts.parameters[number])
+
+    def _is_reduced(self, number: int) -> bool:
+        """Says whether the gradient goes into a bucket; see `Ranks` in data_parallel/reducer.py."""
+        choices = self._choices
+        if self._facts.parameters[number].split:
+            return choices.copies > 1 or not choices.prescaled
+        return choices.replicas > (choices.degree if self._divided(number) else 1)
 
     def moments(self) -> dict[str, Bytes]:
         """Returns the prediction."""
@@ -346,11 +365,7 @@ class _Rank:
         )
         trained = [n for n in self._mine if ps[n].trains]
         sums = sum(self._elements(n) * ps[n].gradient for n in trained)
-        buckets = sum(
-            self._elements(n) * ps[n].gradient
-            for n in trained
-            if choices.replicas > (choices.degree if self._divided(n) else 1)
-        )
+        buckets = sum(self._elements(n) * ps[n].gradient for n in trained if self._is_reduced(n))
         buffers = sum(
             size
             for module, size in enumerate(facts.buffers)
@@ -382,7 +397,7 @@ class _Rank:
         if choices.shard_optimizer_state:
             largest = max((ps[n].numel * ps[n].size for n in self._mine), default=0)
             whole = sum(ps[n].numel * ps[n].size for n in self._mine if ps[n].stepped)
-            share = -(-whole // choices.replicas)
+            share = -(-whole // choices.copies)
             temporary = max(temporary, min(max(share, largest), _EXCHANGE))
         return dataclasses.replace(fixed, gradients=gradients, activations=int(temporary))
 

@@ -48,6 +48,7 @@ _CHECKS: dict[str, tuple[Callable[[Key, Any], bool], str]] = {
     "one of": (lambda k, v: v in k.values, "{name} must be a value in: {values}."),
     "str": (lambda _, v: isinstance(v, str), "'{name}' must be a str."),
     "number": (lambda _, v: _is_number(v), "{name} must be a number."),
+    "above 0": (lambda _, v: _is_number(v) and v > 0, "{name} must be a number greater than 0."),
     "fraction": (
         lambda _, v: _is_number(v) and 0.0 <= v <= 1.0,
         "{name} must be between 0.0 and 1.0!",
@@ -108,6 +109,7 @@ def configure(
     _complete(values, known)
     if warn:
         _say_what_is_missing(values)
+        _say_what_has_no_effect(values)
     return Configuration(values)
 
 
@@ -167,18 +169,28 @@ def _check_together(known: Mapping[str, Any]) -> None:
     if known.get("load_partition") and not known.get("partition_file"):
         raise SMPConfigurationError("load_partition needs partition_file.")
     if known.get("fp16") and known.get("bf16"):
-        raise SMPConfigurationError("fp16 and bf16 cannot be simultaneously enabled.")
+        raise SMPConfigurationError(
+            "fp16 and bf16 cannot be simultaneously enabled. Set one of them."
+        )
     sharded = known.get("sharded_data_parallel_degree", 1) > 1
     if known.get("bf16") and not sharded:
-        raise SMPConfigurationError("bf16 needs sharded_data_parallel_degree greater than 1.")
+        raise SMPConfigurationError(
+            "bf16 needs sharded_data_parallel_degree greater than 1: set that, or use fp16."
+        )
     if known.get("tensor_parallel_degree", 1) > 1 and not ddp:
-        raise SMPConfigurationError("tensor_parallel_degree greater than 1 needs ddp.")
+        raise SMPConfigurationError(
+            "tensor_parallel_degree greater than 1 needs ddp: set ddp to True."
+        )
     if sharded:
         if not ddp:
-            raise SMPConfigurationError("sharded_data_parallel_degree greater than 1 needs ddp.")
+            raise SMPConfigurationError(
+                "sharded_data_parallel_degree greater than 1 needs ddp: set ddp to True."
+            )
         if known.get("shard_optimizer_state"):
             raise SMPConfigurationError(
-                "sharded data parallelism and shard_optimizer_state exclude each other."
+                "sharded_data_parallel_degree greater than 1 and shard_optimizer_state exclude "
+                "each other: leave out shard_optimizer_state, because sharding divides the "
+                "optimizer's state, too."
             )
 
 
@@ -205,6 +217,19 @@ def _say_what_is_missing(values: Mapping[str, Any]) -> None:
         asked = value in key.asking if key.asking else value != key.default
         if key.instead and asked:
             warnings.warn(key.missing(f"{key.name}={value!r}"), stacklevel=4)
+
+
+def _say_what_has_no_effect(values: Mapping[str, Any]) -> None:
+    """Warns of keys of sharded data parallelism that are set without it."""
+    if values["sharded_data_parallel_degree"] > 1:
+        return
+    for key in KEYS:
+        if key.name.startswith("sdp_") and values[key.name] != key.default:
+            warnings.warn(
+                f"smp: {key.name}={values[key.name]!r} has no effect: set "
+                "sharded_data_parallel_degree greater than 1",
+                stacklevel=4,
+            )
 
 
 def main() -> None:

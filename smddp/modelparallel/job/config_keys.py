@@ -271,9 +271,10 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "sdp_gradient_clipping",
-        "number",
+        "above 0",
         1.0,
-        "For sharding: the norm to which `optimizer.step` clips gradients.",
+        "For sharding: the norm to which `optimizer.step` clips gradients; 1e9, for instance, to "
+        "clip none.",
     ),
     Key(
         "_match_weights",

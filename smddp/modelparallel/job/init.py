@@ -75,7 +75,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         among = " of ranks with one tensor-parallel rank" if topology.tp_size > 1 else ""
         raise SMPInitializationError(
             f"sharded_data_parallel_degree {cfg.sharded_data_parallel_degree} does not divide the "
-            f"data parallel degree{among}, {topology.rdp_size}"
+            f"data parallel degree{among}, {topology.rdp_size}: set it to a divisor of that"
         )
     owns = not dist.is_initialized()
     if owns:

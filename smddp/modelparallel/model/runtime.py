@@ -236,9 +236,10 @@ class ModelRuntime:
             )
         self._undecided = False
         self._refuse_early_changes()
-        decision = agree(self.data_parallel.group, executor.modules.names, make)
-        for peer in executor.peers:
-            executor.send(peer, Kind.PARTITION, decision)
+        with executor.deciding():
+            decision = agree(self.data_parallel.group, executor.modules.names, make)
+            for peer in executor.peers:
+                executor.send(peer, Kind.PARTITION, decision)
         self.apply(decision)
 
     def _refuse_early_changes(self) -> None:

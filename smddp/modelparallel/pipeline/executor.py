@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -170,6 +171,10 @@ class Executor:
 
     def _reset(self) -> None:
         self._over = threading.Event()  # the thread in `run` may go on
+        # Has rank 0 said where modules live, or ended the step?
+        self._placed = threading.Event()
+        self._deciding = False  # see `deciding`
+        self._postponed: list[Failure] = []  # failures that have come meanwhile
         # Has this rank run all that its leader has run? Only then does a follower say in END that
         # the step has succeeded here.
         self._order_over = threading.Event()
@@ -302,7 +307,12 @@ class Executor:
             self.baton.order.settle()
             self.replicas.announce_end()
             self.baton.order.end()
-        # The other members of an order group may have applied it.
+        deadline = time.monotonic() + _END_TIMEOUT
+        awaits_decision = self.replicas is not None and self.rank > 0 and not self.divided
+        if awaits_decision and not self._ended_by_signal:
+            # The other members of the order group may have applied a decision that still comes
+            # here, and wait for this rank in collectives.
+            self._placed.wait(_END_TIMEOUT)
         self._apply_late_decision()
         assert self._model is not None
         works = self._complete_collectives()
@@ -311,7 +321,7 @@ class Executor:
             work.wait()
         if self.channel is None or self._ended_by_signal:
             return []
-        silent = self.channel.drain(_END_TIMEOUT)
+        silent = self.channel.drain(max(deadline - time.monotonic(), 0.0))
         for peer in silent:
             self.channel.end(peer, Ended(RuntimeError(f"it {_SILENT}")))
         if silent:
@@ -535,6 +545,7 @@ class Executor:
                     self._on_begin(message.header)
                 elif message.kind == Kind.PARTITION:
                     self._decision = message.header
+                    self._placed.set()
                     # In a task, because hooks of the user and collectives run in it.
                     self.baton.submit(Task(Priority(False, -1), self._apply_decision))
                 else:
@@ -574,6 +585,23 @@ class Executor:
         assert self._model is not None
         self._model.accept_begin(begin)
         self._begin_step()
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[None]:
+        """In this context rank 0 agrees with other replicas on a decision, and tells its ranks.
+
+        A failure on another replica ends the step here only then. Otherwise this rank could have
+        the decision, and could not tell it any more.
+        """
+        with self._mutex:
+            self._deciding = True
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._deciding = False
+                for failure in self._postponed:
+                    self._stop_with(failure)
 
     def _apply_decision(self) -> None:
         decision, self._decision = self._decision, None
@@ -617,6 +645,9 @@ class Executor:
         """Ends the step; or only what is left of it, if all ranks of the pipeline have ended it."""
         with self._mutex:
             if self._failures:
+                return
+            if self._deciding:
+                self._postponed.append(failure)
                 return
             if self._end_sent:
                 assert failure.elsewhere is not None
@@ -712,8 +743,12 @@ class Executor:
             self._failures.append(Failure(-1, self.rank, text, "", None))
             self._send_end(self._failures[-1], [])
             self._stop()
+        if peer == 0:
+            self._placed.set()
 
     def _on_end(self, peer: int, message: Message) -> None:
+        if peer == 0:
+            self._placed.set()
         if isinstance(message.header, Failure):
             self._failures.append(message.header)
             self._send_end(None, [])

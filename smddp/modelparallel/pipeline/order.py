@@ -238,9 +238,11 @@ class Leader(_Observed):
         """Does nothing."""
 
     def settle(self) -> None:
-        """Announces the decisions, together if there are several."""
-        if not self._decisions:
-            return
+        """Announces the decisions, together if there are several.
+
+        When it returns, another thread has announced what it had taken, too: no decision may come
+        after the end of the step.
+        """
         with self._sending:
             decisions = []
             while self._decisions:

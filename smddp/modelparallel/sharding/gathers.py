@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
+from smddp.modelparallel.common.errors import SMPError, SMPPeerError, SMPUsageError
 from smddp.modelparallel.pipeline.failure import PlanChangedError
 from smddp.modelparallel.pipeline.order import Decision
 from smddp.modelparallel.sharding.shard import ShardedParameter
@@ -407,9 +407,19 @@ class Gathers:
             raise SMPPeerError("the step has failed on another rank of the sharding group")
         if one is not None:
             self._begin_earlier()
-        self._compare(entry.number)
-        flat = self._memory(entry)
-        self._gather(entry, flat).wait()
+        try:
+            self._compare(entry.number)
+            flat = self._memory(entry)
+            self._gather(entry, flat).wait()
+        except RuntimeError as error:
+            if self._key is not None or isinstance(error, SMPError):
+                raise
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
+            raise SMPPeerError(
+                f"parameter {entry.name!r} is needed outside a step: the ranks {ranks} of the job, "
+                "which share it, have to call the model and its state_dict together, all of them "
+                f"or none ({error})"
+            ) from error
         return flat
 
     def _planned(

@@ -15,7 +15,7 @@ from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.meeting import gathered
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor.marks import mark_of
-from smddp.modelparallel.tensor.module import DistributedModule, is_divided
+from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.registry import (
     Registration,
     arguments_of,
@@ -163,7 +163,7 @@ def _replacement(
                 *(name, kind, error),
             )
         return module
-    if not is_divided(result):
+    if not any(isinstance(part, DistributedModule) for part in result.modules()):
         raise SMPUsageError(
             f"smp.tp_register: {type(result).__name__}, which takes the place of module {name!r} "
             f"({kind}), has no smp.nn.DistributedModule in it, so nothing would be divided: "

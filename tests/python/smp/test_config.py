@@ -93,7 +93,10 @@ def test_unknown_keys_warn_with_advice() -> None:
             "'ddp' and 'horovod' cannot be simultaneously enabled.",
         ),
         ({"partitions": 2, "pipeline_parallel_degree": 4}, "mean the same"),
-        ({"tensor_parallel_degree": 2}, "tensor_parallel_degree greater than 1 needs ddp."),
+        (
+            {"tensor_parallel_degree": 2},
+            "tensor_parallel_degree greater than 1 needs ddp: set ddp to True.",
+        ),
         ({"bf16": True}, "bf16 needs sharded_data_parallel_degree"),
         ({"fp16": True, "bf16": True}, "fp16 and bf16 cannot be simultaneously enabled."),
         (
@@ -111,6 +114,60 @@ def test_wrong_values(config: dict[str, object], text: str) -> None:
     with pytest.raises(SMPConfigurationError) as caught:
         configure(config, {})
     assert text in str(caught.value)
+
+
+DEGREE = "sharded_data_parallel_degree"
+
+
+@pytest.mark.parametrize(
+    ("config", "named", "advice"),
+    [
+        ({DEGREE: 2}, (DEGREE, "ddp"), "set ddp to True"),
+        ({DEGREE: 2, "ddp": False}, (DEGREE, "ddp"), "set ddp to True"),
+        (
+            {DEGREE: 2, "shard_optimizer_state": True, "ddp": True},
+            (DEGREE, "shard_optimizer_state"),
+            "leave out shard_optimizer_state",
+        ),
+        (
+            {DEGREE: 2, "tensor_parallel_degree": 2, "ddp": True},
+            (DEGREE, "tensor_parallel_degree"),
+            "to 1",
+        ),
+        ({DEGREE: 2, "bf16": True, "fp16": True}, ("fp16", "bf16"), "Set one of them"),
+        ({"bf16": True}, ("bf16", DEGREE), "set that, or use fp16"),
+        ({"bf16": True, DEGREE: 1}, ("bf16", DEGREE), "set that, or use fp16"),
+        ({DEGREE: 0}, (DEGREE,), "must be a positive integer"),
+        ({"sdp_reduce_bucket_size": 0}, ("sdp_reduce_bucket_size",), "must be a positive integer"),
+        ({"sdp_max_live_parameters": 1.5}, ("sdp_max_live_parameters",), "a positive integer"),
+        (
+            {"sdp_param_persistence_threshold": -1},
+            ("sdp_param_persistence_threshold",),
+            "must be an integer that is not negative",
+        ),
+        ({"sdp_gradient_clipping": "1"}, ("sdp_gradient_clipping",), "a number greater than 0"),
+        ({"sdp_gradient_clipping": 0}, ("sdp_gradient_clipping",), "a number greater than 0"),
+        ({"activation_loading_horizon": 0}, ("activation_loading_horizon",), "a positive integer"),
+        ({"offload_activations": "yes"}, ("offload_activations",), "in: [True, False]"),
+    ],
+)
+def test_models_that_do_not_fit_configured_wrong(
+    config: dict[str, object], named: tuple[str, ...], advice: str
+) -> None:
+    with pytest.raises(SMPConfigurationError) as caught:
+        configure(config, {})
+    for text in (*named, advice):
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [key.name for key in KEYS if key.name.startswith("sdp_")])
+def test_keys_of_sharding_without_it(key: str) -> None:
+    config = {key: False if key == "sdp_hierarchical_allgather" else 7}
+    with pytest.warns(UserWarning, match=f"{key}=.* has no effect: set sharded_data_parallel"):
+        configure(config, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        configure({**config, "sharded_data_parallel_degree": 2, "ddp": True}, {})
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key.instead], ids=lambda key: key.name)

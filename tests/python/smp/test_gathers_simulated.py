@@ -163,6 +163,8 @@ class ShardedRank(Rank):
 
     def end(self, failed: Any) -> None:
         """Ends the step, as `Executor` does."""
+        while failed() and not self.baton._aborted:
+            time.sleep(1e-4)  # no rank ends a failed step before it has heard of the failure
         self.baton.wait_until_idle()
         order: Any = self.baton.order
         if isinstance(order, Leader):
@@ -171,6 +173,9 @@ class ShardedRank(Rank):
             for replica in self.job.ranks[1:]:
                 follower: Any = replica[self.number]
                 follower.carry()
+                if self.baton._aborted:
+                    # The leader has said so on the same stream.
+                    follower.baton.abort()
                 with follower.baton.changing_order() as theirs:
                     theirs.end()
         try:
@@ -268,7 +273,7 @@ class ShardedJob(Job):
 
 
 def run(job: ShardedJob, cases: range) -> dict[str, int]:
-    """Runs cases of six schedules each; returns how often something happened."""
+    """Runs cases of eight schedules and more each; returns how often something happened."""
     seen = {"ahead": 0, "redo": 0, "failed": 0, "schedules": 0}
 
     def step(again: bool = False) -> str:
@@ -283,19 +288,28 @@ def run(job: ShardedJob, cases: range) -> dict[str, int]:
         job.meets = False
         job.pauses = 1e-4 if case % 5 == 0 else 0.0
         job.start(case)
+        draws = random.Random(f"failure {case}")
+
+        def fail_in_a_step(draws: random.Random = draws) -> str:
+            # The replica, the rank, and how many slices it has run then; perhaps there are fewer.
+            replica, number = draws.randrange(len(job.ranks)), draws.randrange(job.size)
+            job.told = (replica, number, draws.randrange(1, 12))
+            how = step()
+            job.told = None
+            return how
+
+        fail_in_a_step()  # without plans
         assert step() == ""
         assert step() == "", "the plans are right"
-        draws = random.Random(f"failure {case}")
-        # The replica, the rank, and how many slices it has run then; perhaps there are fewer.
-        replica, number = draws.randrange(len(job.ranks)), draws.randrange(job.size)
-        job.told = (replica, number, draws.randrange(1, 12))
-        step()
-        job.told = None
+        fail_in_a_step()
         assert step() == ""
         job.variant = 1
         if step() == "redo":
             assert step(again=True) == ""
         assert step() == ""
+        job.variant = 2
+        if fail_in_a_step() == "redo":  # whichever comes first
+            assert step(again=True) == ""
     return seen
 
 
@@ -305,9 +319,9 @@ def run(job: ShardedJob, cases: range) -> dict[str, int]:
         (2, 2, range(8)),
         (3, 2, range(4)),
         (2, 3, range(4)),
-        pytest.param(2, 2, range(8, 740), marks=pytest.mark.exhaustive),
-        pytest.param(3, 2, range(4, 430), marks=pytest.mark.exhaustive),
-        pytest.param(2, 3, range(4, 390), marks=pytest.mark.exhaustive),
+        pytest.param(2, 2, range(8, 500), marks=pytest.mark.exhaustive),
+        pytest.param(3, 2, range(4, 300), marks=pytest.mark.exhaustive),
+        pytest.param(2, 3, range(4, 300), marks=pytest.mark.exhaustive),
         pytest.param(4, 2, range(100), marks=pytest.mark.exhaustive),
     ],
 )
@@ -315,4 +329,4 @@ def run(job: ShardedJob, cases: range) -> dict[str, int]:
 def test_all_replicas_gather_the_same(ranks: int, replicas: int, cases: range) -> None:
     seen = run(ShardedJob(ranks, replicas), cases)
     assert all(seen.values()), seen
-    assert seen["schedules"] >= 6 * len(cases)
+    assert seen["schedules"] >= 9 * len(cases)

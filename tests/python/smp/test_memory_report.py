@@ -80,13 +80,20 @@ def made(config: dict[str, Any], checkpoints: bool, **size: int) -> tuple[Any, A
     smp.init(config)
     torch.manual_seed(0)
     net = GPT(**size)
+    if config.get("tensor_parallel_degree", 1) > 1:
+        for layer in (
+            net.embedding,
+            *(block.mlp[number] for block in net.blocks for number in (0, 2)),
+        ):
+            smp.set_tensor_parallelism(layer)
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     if checkpoints:
         for block in net.blocks:
             smp.set_activation_checkpointing(block)
     rows = ROWS * config["microbatches"]
-    generator = torch.Generator().manual_seed(smp.dp_rank())
+    same = smp.rdp_rank() if config.get("prescaled_batch") else smp.dp_rank()
+    generator = torch.Generator().manual_seed(same)
     return model, optimizer, torch.randint(0, WORDS, (rows, LENGTH), generator=generator)
 
 
@@ -146,6 +153,8 @@ SHARDED = {"sdp_param_persistence_threshold": 1000, "sdp_reduce_bucket_size": 10
 OFFLOAD = {"offload_activations": True, "activation_loading_horizon": 1}
 HALF, BRAIN = {"fp16": True}, {"bf16": True}
 STATE = {"shard_optimizer_state": True}
+TENSOR = {"tensor_parallel_degree": 2}
+SAME = {"prescaled_batch": True, **TENSOR}
 
 
 def sdp(degree: int) -> dict[str, Any]:
@@ -160,7 +169,7 @@ def case(pp: int, dp: int, kind: str, *parts: dict[str, Any], slow: bool = False
 
 
 # Pairs of: sharding off, 2 or 4; partitions; dtype; checkpoints, offloading or neither; and divided
-# optimizer state, where the configuration allows it.
+# optimizer state or tensor parallelism, where the configuration allows it.
 CASES = [
     case(1, 1, "plain"),
     case(2, 1, "checkpoints"),
@@ -169,6 +178,10 @@ CASES = [
     case(1, 2, "checkpoints", BRAIN, sdp(2)),
     case(2, 2, "plain", sdp(2)),
     case(1, 2, "plain", sdp(2), {"sdp_reduce_bucket_size": 500_000_000}),
+    case(1, 4, "plain", TENSOR, STATE),
+    case(1, 2, "checkpoints", SAME),
+    case(2, 2, "offload", HALF, TENSOR, OFFLOAD, slow=True),
+    case(2, 4, "plain", SAME, STATE, slow=True),
     case(1, 1, "offload", OFFLOAD, slow=True),
     case(2, 2, "offload", STATE, OFFLOAD, slow=True),
     case(2, 2, "checkpoints", HALF, STATE, slow=True),

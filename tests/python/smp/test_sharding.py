@@ -7,6 +7,7 @@ with a persistence threshold that keeps every parameter whole.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import os
@@ -1018,6 +1019,85 @@ def test_evaluation_in_a_step_and_outside() -> None:
         assert [outside, *losses] == pytest.approx([expected] * 4, rel=1e-6)
 
 
+class Dropping(Fails):
+    """Knows whether it is trained."""
+
+    def forward(self, x: Tensor, where: str) -> Tensor:
+        return F.dropout(super().forward(x, where), 0.5, self.training)
+
+
+def modes() -> tuple[list[float], Tensor]:
+    """Evaluates between steps, in a step and outside, and trains again."""
+    model, optimizer = small(Dropping)
+    x = torch.ones(2, 8)
+    found = []
+    for _ in range(3):
+        model.eval()
+        with torch.no_grad():
+            found.append(model(x, "").square().mean().item())
+            found.append(float(evaluate(model, x).reduce_mean()))
+        with torch.inference_mode():
+            found.append(model(x, "").square().mean().item())
+        found.append(model(x, "").square().mean().item())  # with a graph, which is dropped
+        model.train()
+        torch.manual_seed(0)
+        optimizer.zero_grad()
+        failing(model, x, "")
+        optimizer.step()
+    return found, model.state_dict()["layers.0.weight"]
+
+
+def test_evaluation_between_steps() -> None:
+    for found, weight in check_ranks(modes, "2"):
+        torch.manual_seed(0)
+        model = Dropping()
+        # The values of an evaluation are those of the parameters before the step, and no others.
+        model.eval()
+        first = model(torch.ones(2, 8), "").square().mean().item()
+        assert found[:4] == pytest.approx([first] * 4, rel=1e-6)
+        for number in (4, 8):
+            later = found[number : number + 4]
+            assert later == pytest.approx([later[0]] * 4, rel=1e-6)
+            assert later[0] != pytest.approx(found[number - 4], rel=1e-6)
+        assert not torch.equal(weight, model.layers[0].weight)
+
+
+def evaluated_by_one(steps: int) -> list[str]:
+    """Rank 0 evaluates the model, as in `if rank == 0: evaluate()`; rank 1 makes the next step."""
+    model, _ = small()
+    x = torch.ones(4, 8)
+    for _ in range(steps):
+        failing(model, x, "")
+    with pytest.raises(RuntimeError) as caught:
+        only_on_rank_0(model, x)
+    # The last one may be of smddp, because the other rank has ended.
+    said, error = [], caught.value
+    while error is not None:
+        said.append(f"{type(error).__name__}: {error}")
+        error = error.__context__
+    return said
+
+
+def only_on_rank_0(model: Any, x: Tensor) -> None:
+    if smp.rank() == 0:
+        with torch.no_grad():
+            model(x, "")
+    failing(model, x, "")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_evaluation_on_one_rank_alone_is_an_error_on_all(steps: int) -> None:
+    """Without plans the ranks find it at the first difference; with plans, at the first gather."""
+    alone, other = check_ranks(evaluated_by_one, "2", steps)
+    if steps == 0:
+        for said in (alone, other):
+            assert "have to use the same parameters in the same order" in said[0]
+    else:
+        assert alone[0].startswith("SMPPeerError: parameter 'layers.0.weight' is needed outside a ")
+        assert "the ranks 0, 1 of the job, which share it, have to call" in alone[0]
+        assert any("must make the same calls in the same order" in text for text in other)
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
@@ -1123,3 +1203,37 @@ def test_checkpoints_load_at_any_degree(tmp_path: Path, half: str) -> None:
                             atol=tolerance,
                             msg=lambda m, at=f"{where}, {name}": f"{at}: {m}",
                         )
+
+
+@smp.step
+def waiting(model: Any, x: Tensor) -> Any:
+    time.sleep(0.3)  # before it is decided where modules live
+    loss = model(x, "").square().mean()
+    model.backward(loss)
+    return loss
+
+
+def one_calls_another_step(other: int) -> str:
+    """In the first step, one rank that is not the first of its pipeline calls another function."""
+    model, _ = small(partitions=2, auto_partition=False, default_partition=0)
+    for layer in model.get_module().layers[2:]:
+        smp.set_partition(layer, 1)
+    executor = model.runtime.executor
+    if smp.pp_rank() == 1 and smp.rank() != other:
+        # The news of the failure take longer than the division.
+        on_stop = executor.on_stop
+        executor.on_stop = lambda failure: (time.sleep(1), on_stop(failure))
+    x = torch.ones(4, 8)
+    step = functools.partial(changing, what="") if smp.rank() == other else waiting
+    with pytest.raises(SMPError) as caught:
+        step(model, x)
+    assert model.partitioned
+    waiting(model, x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("other", [1, 3])
+def test_a_rank_fails_before_it_knows_which_parameters_live_there(other: int) -> None:
+    """The other members of its sharding group may gather parameters by then."""
+    for text in check_ranks(one_calls_another_step, "4", other, timeout=40):
+        assert "call the same steps" in text or "on another replica" in text, text

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.model import runtime as runtime_module
 from smddp.modelparallel.pipeline import executor as executor_module
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -542,6 +543,43 @@ def test_a_first_step_in_which_one_replica_calls_the_model(where: int) -> None:
             f"the step has called the model on rank {2 * where} of the job, and not on rank "
             f"{2 - 2 * where}"
         ) in text
+
+
+def failing_at_the_decision() -> tuple[str, bool]:
+    """One replica fails while the other has the decision, and has not told its ranks yet."""
+    start(2)
+    # Nothing lives on rank 0, so the first replica does not wait for the second to have its values.
+    with smp.partition(1):
+        part = nn.Linear(WIDTH, WIDTH)
+    model = smp.DistributedModel(nn.Sequential(part))
+    if smp.rank() == 2:
+        agree = runtime_module.agree
+
+        def slowly(*args: Any) -> Any:
+            decision = agree(*args)
+            time.sleep(0.5)
+            return decision
+
+        runtime_module.agree = slowly
+    apply = model.runtime.apply
+
+    def fails(decision: Any) -> None:
+        apply(decision)
+        raise ValueError("as told")
+
+    if smp.rank() == 0:
+        model.runtime.apply = fails
+    with pytest.raises((SMPPeerError, SMPMicrobatchError)) as caught:
+        trained(model, numbered(), "")
+    partitioned = model.partitioned
+    trained(model, numbered(), "")
+    return str(caught.value), partitioned
+
+
+def test_all_replicas_have_a_division_or_none() -> None:
+    for text, partitioned in check_ranks(failing_at_the_decision, "4"):
+        assert "as told" in text
+        assert partitioned
 
 
 def leader_stays_away() -> str:

@@ -319,6 +319,31 @@ def test_without_an_order_the_ranks_differ() -> None:
         run()
 
 
+def test_a_leader_announces_all_before_it_ends() -> None:
+    entered, goes_on = threading.Event(), threading.Event()
+    told: list[Any] = []
+
+    def announce(decisions: list[Any]) -> None:
+        entered.set()
+        assert goes_on.wait(STALLED)
+        told.extend(decisions)
+
+    leader = Leader(announce)
+    one = task("body", 0)
+    assert leader.next(lambda: one, nothing) is one
+    worker = threading.Thread(target=leader.settle)
+    worker.start()
+    assert entered.wait(STALLED)
+    ends = threading.Thread(target=leader.settle)
+    ends.start()
+    ends.join(0.1)
+    assert ends.is_alive(), "the other thread has not announced its decision yet"
+    goes_on.set()
+    for thread in (worker, ends):
+        thread.join(STALLED)
+    assert told == [tuple(one.name or ())]
+
+
 # --- a follower alone -----------------------------------------------------------------------------
 
 
