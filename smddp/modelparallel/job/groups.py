@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from smddp.modelparallel.job.topology import Topology
+from smddp_smp.topology import Topology
 
 __all__ = ["Groups", "ShardingGroups", "timeout_of"]
 

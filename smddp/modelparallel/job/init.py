@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.common.errors import SMPInitializationError
-from smddp.modelparallel.job.config import Configuration, configure
 from smddp.modelparallel.job.groups import Groups
 from smddp.modelparallel.job.state import state
-from smddp.modelparallel.job.topology import Topology
 from smddp_launch import complete_from_launcher, complete_rendezvous
+from smddp_smp.config import Configuration, configure
+from smddp_smp.topology import Topology
 
 __all__ = ["init", "is_initialized", "shutdown"]
 
@@ -34,7 +34,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     Every rank has to call it before anything else of smp. A second call does nothing.
 
     Args:
-        config: the keys of `smddp.modelparallel.job.config_keys`; the environment variable
+        config: the keys of `smddp_smp.config_keys`; the environment variable
             SM_HP_MP_PARAMETERS overrides them.
 
     Raises:

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import functools
 
-from smddp.modelparallel.common.errors import SMPInitializationError
+from smddp_smp.errors import SMPInitializationError
 
 __all__ = ["CommGroup", "RankType", "Topology"]
 
