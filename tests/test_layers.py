@@ -94,6 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "smddp_numpy": {"smddp_launch"},
     "smddp_smp": set(),
     "smddp_tensorflow": {"smddp_numpy"},
+    "smddp_tensorflow.modelparallel": {"smddp_numpy", "smddp_smp", "smddp_tensorflow"},
     "smddp_registration": {"smddp_launch"},
     "smddp": {"smddp_launch", "smddp_registration"},
     "smddp_autoload": {"smddp", "smddp_registration"},
@@ -127,6 +128,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "smdistributed": set(),
     "smdistributed.dataparallel": {"smddp", "smddp_launch", "smddp_tensorflow"},
+    "smdistributed.modelparallel.tensorflow": {"smddp_tensorflow.modelparallel"},
     "smdistributed.modelparallel": {
         *("smddp.modelparallel", COMMON, JOB, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
         *(HUGGING_FACE, TENSOR, TRANSFORMER),
