@@ -19,6 +19,8 @@
 It imports neither torch nor the package smddp.
 """
 
+from tensorflow.train import Checkpoint
+
 from smddp_smp.errors import (
     SMPConfigurationError,
     SMPError,
@@ -29,6 +31,7 @@ from smddp_smp.errors import (
     SMPUsageError,
 )
 from smddp_smp.topology import CommGroup, RankType
+from smddp_tensorflow.modelparallel.checkpoint import CheckpointManager
 from smddp_tensorflow.modelparallel.gradients import install as _install
 from smddp_tensorflow.modelparallel.job import (
     allgather,
@@ -80,6 +83,8 @@ __all__ = [
     "RDP_RANK",
     "WORLD",
     "WORLD_RANK",
+    "Checkpoint",
+    "CheckpointManager",
     "CommGroup",
     "DistributedModel",
     "RankType",

@@ -141,6 +141,11 @@ class Channel:
             place += _aligned(count)
         return Message(sender, Kind(kind), step, header, tensors)
 
+    def close(self) -> None:
+        """Ends the receive that may be left of a failed step; nothing can be sent any more."""
+        if self._posted is not None:
+            self._group.abort("smp.shutdown() was called")
+
     def interrupt(self) -> None:
         """Ends the `take` that waits, or else the next one."""
         self._interrupted.set()

@@ -180,6 +180,10 @@ class Executor:
         self._over.set()
         self._reset()
 
+    def close(self) -> None:
+        """Ends a receive that is left of a failed step."""
+        self._channel.close()
+
     def _reset(self) -> None:
         """Forgets what belongs to one step."""
         self._model: Divided | None = None

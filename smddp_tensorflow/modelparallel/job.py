@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from smddp_tensorflow import job as base
 
 __all__ = [
     "allgather",
+    "at_shutdown",
     "barrier",
     "broadcast",
     "cfg",
@@ -72,6 +73,7 @@ class _Job:
 
 
 _job: _Job | None = None
+_at_shutdown: list[Callable[[], None]] = []
 
 
 def _current() -> _Job:
@@ -148,11 +150,18 @@ def _refuse_torch(config: Configuration) -> None:
             )
 
 
+def at_shutdown(function: Callable[[], None]) -> None:
+    """Calls a function once, in the next `shutdown`."""
+    _at_shutdown.append(function)
+
+
 def shutdown() -> None:
     """Leaves the job. It is optional: the end of the process does the same."""
     global _job
     if _job is None:
         return
+    while _at_shutdown:
+        _at_shutdown.pop()()
     job, _job = _job, None
     for kind in ("channel", "dp", "pp"):
         job.groups[kind].leave()

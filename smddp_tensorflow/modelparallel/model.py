@@ -73,6 +73,8 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         job.cfg()  # raises before smp.init
         object.__setattr__(self, "_divided", None)
+        if not _models:
+            job.at_shutdown(_models.clear)
         _models.append(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -137,6 +137,7 @@ class _Body:
     Attributes:
         divided: the model, once the function has been traced.
         trains: does it ask for gradients?
+        outline: of what it returns: a TensorSpec for each tensor.
     """
 
     def __init__(
@@ -149,38 +150,61 @@ class _Body:
         self.function, self.whole, self.axes, self.signature = function, whole, axes, signature
         self.divided: Any = None
         self.trains = False
+        self.outline: Any = None
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a step, or in a graph makes an operation that runs it."""
         if layers.current() is not None:
             raise SMPUsageError("a function under smp.step cannot call another one")
+        if self.signature is not None:
+            args = [
+                tf.cast(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
+                for value, spec in zip(args, self.signature, strict=True)
+            ]
+        if self.divided is None:
+            with tf.init_scope():
+                self._prepare(args, kwargs)
         if not tf.executing_eagerly():
-            raise SMPUsageError(
-                f"step {self.function.__name__!r} is called inside tf.function: take tf.function "
-                "away from the code that calls it"
-            )
+            return self._in_graph(args, kwargs)
+        returned, sums = self._run(args, kwargs)
+        return self._collected(returned, sums)
+
+    def _prepare(self, args: Any, kwargs: Any) -> None:
+        """Traces the function, and divides the model if that has not been done."""
+        error: Exception | None = None
+        try:
+            model = model_module.current()
+            count = job.cfg().microbatches
+            found = self._trace(self._parts(args, kwargs, count, _shapes)[0])
+            planned = model_module.plan(model, found)
+        except Exception as raised:
+            error = raised
+        self._agree(error, "the first call of a step")
+        model_module.divide(model, planned)
+        self.trains = found.trains
+        self.outline = tf.nest.map_structure(
+            lambda leaf: (
+                tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
+            ),
+            found.result,
+        )
+        self.divided = planned
+
+    def _parts(self, args: Any, kwargs: Any, count: int, pieces: Any) -> Any:
+        return divide_arguments(self.function, args, kwargs, count, self.whole, self.axes, pieces)
+
+    def _run(self, args: Any, kwargs: Any) -> tuple[list[Any], list[dict[int, Any]]]:
+        """Runs a step; returns what `Executor.run` does."""
         cfg = job.cfg()
         error: Exception | None = None
         try:
-            parts = self._divide(args, kwargs, cfg.microbatches)
-            if self.divided is None:
-                found = self._trace(parts[0])
-                planned = model_module.plan(model_module.current(), found)
-        except Exception as raised:
-            error = raised
-        if self.divided is None:
-            self._agree(error, "the first call")
-            model_module.divide(model_module.current(), planned)
-            self.divided, self.trains = planned, found.trains
-        elif error is not None:
-            raise error
-        work = Work(
-            self.function,
-            parts,
-            self.trains,
-            cfg.active_microbatches if job.pp_size() > 1 else 1,
-            cfg.pipeline == "simple",
-        )
-        try:
+            work = Work(
+                self.function,
+                self._parts(args, kwargs, cfg.microbatches, _pieces),
+                self.trains,
+                cfg.active_microbatches if job.pp_size() > 1 else 1,
+                cfg.pipeline == "simple",
+            )
             returned, sums = _shared_executor().run(self.divided, work)
         except Exception as raised:
             error = raised
@@ -188,17 +212,7 @@ class _Body:
             self._agree(error, "the step")
         elif error is not None:
             raise error
-        return self._collected(returned, sums)
-
-    def _divide(self, args: Any, kwargs: Any, count: int) -> Any:
-        if self.signature is not None:
-            args = [
-                tf.cast(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
-                for value, spec in zip(args, self.signature, strict=True)
-            ]
-        return divide_arguments(
-            *(self.function, args, kwargs, count, self.whole, self.axes, _pieces)
-        )
+        return returned, sums
 
     def _trace(self, part: Any) -> Any:
         try:
@@ -210,6 +224,62 @@ class _Body:
                 f"smp.step: {self.function.__name__!r} cannot be traced on symbolic tensors, as "
                 f"tf.function does it: {summary(error)}"
             ) from error
+
+    def _in_graph(self, args: Any, kwargs: Any) -> Any:
+        """Returns symbolic results of a step, which an operation of the graph runs."""
+        count = job.cfg().microbatches
+        mine = sorted(self.divided.mine) if self.trains else []
+        specs = [
+            leaf
+            for leaf in tf.nest.flatten(self.outline)
+            if isinstance(leaf, tf.TensorSpec)
+            for _ in range(count)
+        ]
+        for number in mine:
+            variable = self.divided.trainable[number]
+            specs += [tf.TensorSpec(variable.shape, variable.dtype)] * count
+        whole = list(args), dict(kwargs)
+        leaves = tf.nest.flatten(whole)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)]
+
+        def run(*values: Any) -> list[Any]:
+            given = list(leaves)
+            for place, value in zip(places, values, strict=False):
+                given[place] = value
+            returned, sums = self._run(*tf.nest.pack_sequence_as(whole, given))
+            columns = zip(*(tf.nest.flatten(one) for one in returned), strict=True)
+            found = [value for leaf in columns if isinstance(leaf[0], tf.Tensor) for value in leaf]
+            gradients = self._gradients(sums)
+            for number in mine:
+                found += gradients[number].outputs
+            return [
+                tf.zeros(spec.shape, spec.dtype) if value is None else tf.convert_to_tensor(value)
+                for value, spec in zip(found, specs, strict=True)
+            ]
+
+        # The variables are arguments, so that the graph runs this after what assigns to them.
+        handles = [
+            as_tensor(one).handle for one in self.divided.weights if self.divided.is_mine(one)
+        ]
+        made = tf.py_function(
+            run, [*(leaves[place] for place in places), *handles], [spec.dtype for spec in specs]
+        )
+        for value, spec in zip(made, specs, strict=True):
+            value.set_shape(spec.shape)
+        results = iter(made)
+        outputs = {
+            id(leaf): StepOutput([next(results) for _ in range(count)])
+            for leaf in tf.nest.flatten(self.outline)
+            if isinstance(leaf, tf.TensorSpec)
+        }
+        gradients = {number: StepOutput([next(results) for _ in range(count)]) for number in mine}
+
+        def joined(leaf: Any) -> Any:
+            if isinstance(leaf, Gradient):
+                return gradients[leaf.number]
+            return outputs[id(leaf)] if id(leaf) in outputs else [leaf] * count
+
+        return tf.nest.map_structure(joined, _own(self.outline, self.divided.mine))
 
     def _agree(self, error: Exception | None, what: str) -> None:
         """Raises on all ranks of the job if one has failed."""
@@ -223,25 +293,28 @@ class _Body:
             if answer is not None:
                 raise SMPPeerError(f"{what} has failed on rank {rank}: {answer}")
 
-    def _collected(self, returned: list[Any], sums: list[dict[int, Any]]) -> Any:
-        divided = self.divided
-        values: dict[int, StepOutput] = {
+    def _gradients(self, sums: list[dict[int, Any]]) -> dict[int, StepOutput]:
+        """Returns the gradients of this rank's variables, averaged over replicas."""
+        values = {
             number: StepOutput([found.get(number) for found in sums])
-            for number in sorted(divided.mine)
+            for number in sorted(self.divided.mine)
         }
         if self.trains and job.dp_size() > 1:
-            _average(values)
-        mine = [_own(result, divided.mine) for result in returned]
+            _average(values, self.divided.trainable)
+        return values
+
+    def _collected(self, returned: list[Any], sums: list[dict[int, Any]]) -> Any:
+        gradients = self._gradients(sums)
 
         def joined(*leaves: Any) -> Any:
             if isinstance(leaves[0], Gradient):
-                return values[leaves[0].number]
-            if isinstance(leaves[0], tf.Tensor):
-                return StepOutput(leaves)
-            return list(leaves)
+                return gradients[leaves[0].number]
+            return StepOutput(leaves) if isinstance(leaves[0], tf.Tensor) else list(leaves)
 
         try:
-            return tf.nest.map_structure(joined, *mine)
+            return tf.nest.map_structure(
+                joined, *(_own(result, self.divided.mine) for result in returned)
+            )
         except (TypeError, ValueError) as error:
             raise SMPUsageError(
                 f"smp.step: the microbatches returned values of different structures: {error}"
@@ -260,12 +333,10 @@ def _own(value: Any, mine: set[int]) -> Any:
         return [_own(one, mine) for one in value if kept(one)]
     if type(value) is tuple:
         return tuple(_own(one, mine) for one in value if kept(one))
-    if hasattr(value, "dtype") and isinstance(as_tensor(value), tf.Variable):
-        return tf.convert_to_tensor(value)
     return value if kept(value) else None
 
 
-def _average(values: dict[int, StepOutput]) -> None:
+def _average(values: dict[int, StepOutput], variables: Sequence[Any]) -> None:
     """Averages gradients over microbatches and replicas, all at once."""
     group = job.group("dp")
     means = {number: output.reduce_mean() for number, output in values.items()}
@@ -273,11 +344,10 @@ def _average(values: dict[int, StepOutput]) -> None:
     there = np.array([mean is not None for mean in means.values()], np.int32)
     there = group.allreduce(there) if there.size else there
     kinds: dict[Any, list[int]] = {}
-    divided = model_module.current()._divided
     for count, (number, mean) in zip(there, means.items(), strict=True):
         if count:
             if mean is None:
-                variable = divided.trainable[number]
+                variable = variables[number]
                 mean = means[number] = tf.zeros(variable.shape, variable.dtype)
             kinds.setdefault(mean.dtype, []).append(number)
     for kind in sorted(kinds, key=lambda one: str(one.name)):
@@ -327,8 +397,35 @@ def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
     ]
 
 
+def _shapes(name: str, value: Any, count: int, whole: bool, axis: int) -> list[Any]:
+    """Returns what `_pieces` does, with type and shape in place of tensors; also of symbolic ones.
+
+    Shapes that cannot be divided are left to `_pieces`.
+    """
+
+    def divide(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor | np.ndarray):
+            return leaf
+        shape = None if leaf.shape is None else list(tf.TensorShape(leaf.shape))
+        if not whole and shape is not None and -len(shape) <= axis < len(shape):
+            shape[axis] = None if shape[axis] is None else shape[axis] // count
+        return tf.TensorSpec(shape, tf.as_dtype(leaf.dtype))
+
+    if not whole and hasattr(value, "smp_slice"):
+        return [value.smp_slice(count, number, axis) for number in range(count)]
+    return [tf.nest.map_structure(divide, value)] * count
+
+
 def _shared_executor() -> Executor:
     global _executor
     if _executor is None:
         _executor = Executor(job.group("channel"), job.seconds())
+        job.at_shutdown(_forget)
     return _executor
+
+
+def _forget() -> None:
+    global _executor
+    if _executor is not None:
+        _executor.close()
+    _executor = None

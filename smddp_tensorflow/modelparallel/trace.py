@@ -115,12 +115,12 @@ def trace(function: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
 
     Args:
         function: of the step.
-        args: of one microbatch.
+        args: of one microbatch; of tensors, type and shape count.
         kwargs: of one microbatch.
     """
 
     def symbolic(value: Any) -> Any:
-        if isinstance(value, tf.Tensor):
+        if isinstance(value, tf.Tensor | tf.TensorSpec):
             return tf.compat.v1.placeholder(value.dtype, value.shape)
         return value
 

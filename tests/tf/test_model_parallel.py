@@ -1,0 +1,283 @@
+"""`smdistributed.modelparallel.tensorflow`: ranks train what one process trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+from pathlib import Path
+from typing import Any
+
+import jobs
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "smp_digits_tensorflow.py"
+TWO = {"partitions": 2, "microbatches": 2, "optimize": "memory", "horovod": True}
+LEGACY = {"TF_USE_LEGACY_KERAS": "1"}
+BATCH, STEPS, RATE = 8, 3, 0.1
+
+
+def by_name(variables: Any) -> dict[str, np.ndarray]:
+    """Returns values by their shapes: no model here has two variables of one shape."""
+    return {str(tuple(variable.shape)): np.array(variable) for variable in variables}
+
+
+def compare(found: list[Any], losses: Any, values: dict[str, np.ndarray]) -> None:
+    """Compares what ranks of one pipeline hold and have computed with one process."""
+    held: dict[str, np.ndarray] = {}
+    for rank_losses, rank_values in found:
+        np.testing.assert_allclose(rank_losses, losses, rtol=1e-5)
+        assert rank_values, "a rank holds nothing"
+        assert not held.keys() & rank_values.keys()
+        held |= rank_values
+    assert held.keys() == values.keys()
+    for name, value in held.items():
+        np.testing.assert_allclose(value, values[name], rtol=1e-5, atol=1e-5)
+
+
+# --- the MNIST script -----------------------------------------------------------------------------
+
+
+def script(pipelines: list[str]) -> Any:
+    import smdistributed.modelparallel.tensorflow as smp
+
+    found = []
+    for pipeline in pipelines:
+        os.environ["SM_HP_MP_PARAMETERS"] = json.dumps({**TWO, "pipeline": pipeline})
+        names = runpy.run_path(str(SCRIPT))
+        assert names["model"].conv.built
+        found.append((names["losses"], by_name(names["model"].trainable_variables)))
+        smp.shutdown()
+    return found
+
+
+def script_alone() -> Any:
+    import tensorflow as tf
+    from sklearn.datasets import load_digits
+
+    keras = tf.keras
+    keras.utils.set_random_seed(1)
+    digits = load_digits()
+    images = (digits.images[..., np.newaxis] / 16).astype(np.float32)
+    layer = keras.layers
+    model = keras.Sequential(
+        [
+            layer.Conv2D(32, 3, activation="relu"),
+            layer.Flatten(),
+            layer.Dense(128),
+            layer.Dense(10),
+        ]
+    )
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer, losses = keras.optimizers.Adam(), []
+    for step in range(20):
+        rows = slice(64 * step, 64 * (step + 1))
+        with tf.GradientTape() as tape:
+            loss = loss_object(digits.target[rows], model(images[rows], training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        losses.append(float(loss))
+    return losses, by_name(model.trainable_variables)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "keras2"])
+def test_the_mnist_script(legacy: bool) -> None:
+    env = LEGACY if legacy else {}
+    pipelines = ["interleaved", "simple"]
+    ((losses, values),) = jobs.run(script_alone, "1", env=env)
+    assert losses[-1] < losses[0] / 2
+    first, second = jobs.run(script, "2", pipelines, env=env)
+    for one, other in zip(first, second, strict=True):
+        compare([one, other], losses, values)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def models(tf: Any, base: Any) -> dict[str, Any]:
+    """Returns makers of models, with `base` as the class; every variable has its own shape."""
+    keras = tf.keras
+    layer = keras.layers
+
+    class UNet(base):  # type: ignore[misc]
+        """Skips over the border between partitions; normalisation keeps statistics."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = [layer.Conv2D(4, 3, padding="same"), layer.Conv2D(6, 3, padding="same")]
+            self.norm = layer.BatchNormalization()
+            self.middle = layer.Conv2D(8, 3, padding="same")
+            self.up = [layer.Conv2D(7, 3, padding="same"), layer.Conv2D(5, 3, padding="same")]
+            self.last = layer.Dense(1)
+            self.pool, self.grow = layer.MaxPooling2D(), layer.UpSampling2D()
+
+        def call(self, x: Any) -> Any:
+            one = self.down[0](x)
+            two = self.norm(self.down[1](self.pool(one)))
+            x = self.up[0](tf.concat([self.grow(self.middle(self.pool(two))), two], -1))
+            return self.last(self.up[1](tf.concat([self.grow(x), one], -1)))
+
+    class Shared(base):  # type: ignore[misc]
+        """One layer is called three times, and another one uses its kernel."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = layer.Dense(9)
+            self.shared = layer.Dense(9, activation="tanh", use_bias=False)
+            self.inner = keras.Sequential([layer.Dense(11), layer.Dropout(0.0), layer.Dense(12)])
+            self.last = layer.Dense(1)
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            x = self.first(tf.reshape(x, [-1, 64]))
+            for _ in range(3):
+                x = self.shared(x)
+            return self.last(self.inner(x, training=training))
+
+    class Masked(base):  # type: ignore[misc]
+        """Words of different lengths: the mask of the embedding goes with the values."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = layer.Embedding(20, 6, mask_zero=True)
+            self.dense = layer.Dense(5)
+            self.lstm = layer.LSTM(7)
+            self.last = layer.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            words = tf.cast(tf.abs(tf.reshape(x, [-1, 64])[:, :10]) * 4, tf.int32)
+            return self.last(self.lstm(self.dense(self.embed(words))))
+
+    return {"unet": UNet, "shared": Shared, "masked": Masked}
+
+
+def data(tf: Any, size: int = BATCH * STEPS) -> Any:
+    source = np.random.default_rng(0)
+    return tf.constant(source.normal(size=(size, 8, 8, 1)).astype(np.float32))
+
+
+def loss_of(tf: Any, result: Any) -> Any:
+    return tf.reduce_mean(tf.square(tf.reduce_mean(tf.reshape(result, [len(result), -1]), 1) - 0.5))
+
+
+def train_alone() -> Any:
+    """Trains every model on microbatches, whose gradients are averaged, in one process."""
+    import tensorflow as tf
+
+    found = {}
+    for name, make in models(tf, tf.keras.Model).items():
+        tf.keras.utils.set_random_seed(3)
+        model, optimizer, losses = make(), tf.keras.optimizers.Adam(RATE), []
+        for step in range(STEPS):
+            rows = data(tf)[BATCH * step : BATCH * (step + 1)]
+            sums: Any = None
+            for part in tf.split(rows, 4):
+                with tf.GradientTape() as tape:
+                    loss = loss_of(tf, model(part, training=True))
+                losses.append(float(loss))
+                made = tape.gradient(loss, model.trainable_variables)
+                made = [tf.convert_to_tensor(one) / 4 for one in made]
+                sums = made if sums is None else [a + b for a, b in zip(sums, made, strict=True)]
+            optimizer.apply_gradients(zip(sums, model.trainable_variables, strict=True))
+        losses.append(float(loss_of(tf, model(data(tf), training=False))))
+        found[name] = losses, [np.array(variable) for variable in model.variables]
+    return found
+
+
+def train(folder: str, microbatches: int, names: list[str]) -> Any:
+    """The same on ranks; returns losses, and values with their numbers in the whole model."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    found = {}
+    for number, name in enumerate(names):
+        pipeline = "simple" if number % 2 else "interleaved"
+        smp.init({**TWO, "microbatches": microbatches, "pipeline": pipeline}, timeout=60)
+        tf.keras.utils.set_random_seed(3)
+        model, optimizer, losses = (
+            models(tf, smp.DistributedModel)[name](),
+            tf.keras.optimizers.Adam(RATE),
+            [],
+        )
+        hooked = []
+        smp.register_post_partition_hook(lambda hooked=hooked: hooked.append(1))
+
+        @smp.step
+        def forward_backward(rows: Any, model: Any = model, optimizer: Any = optimizer) -> Any:
+            loss = loss_of(tf, model(rows, training=True))
+            return {"g": optimizer.get_gradients(loss, model.trainable_variables), "l": loss}
+
+        @smp.step(non_split_inputs=["whole"])
+        def evaluate(rows: Any, whole: Any, model: Any = model) -> Any:
+            return model(rows, training=False), whole.shape[0], [tf.reduce_sum(rows)]
+
+        def step(rows: Any, run: Any = forward_backward, model: Any = model) -> Any:
+            made = run(rows)
+            gradients = [gradient.accumulate() for gradient in made["g"]]
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return tf.stack(made["l"].outputs)
+
+        # One of them as scripts for the original library do it.
+        call = tf.function(step) if name == "unet" else step
+        manager = smp.CheckpointManager(
+            smp.Checkpoint(model=model, optimizer=optimizer), f"{folder}/{name}", max_to_keep=2
+        )
+        for number in range(STEPS):
+            start = BATCH * number + smp.dp_rank()
+            rows = data(tf)[start : BATCH * (number + 1) : smp.dp_size()]
+            losses += list(map(float, call(rows)))
+            if number == 1:
+                assert manager.save() == "ckpt-1"
+                trained = [np.array(variable) for variable in model.variables]
+            if number == 2:  # back to the second step, and once more
+                ended = [np.array(variable) for variable in model.variables]
+                assert manager.restore() == "ckpt-1"
+                for variable, value in zip(model.variables, trained, strict=True):
+                    np.testing.assert_array_equal(np.array(variable), value)
+                call(rows)
+                for variable, value in zip(model.variables, ended, strict=True):
+                    np.testing.assert_array_equal(np.array(variable), value)
+        assert hooked == [1]
+        result, count, sums = evaluate(data(tf), data(tf))
+        if smp.pp_size() > 1:
+            with pytest.raises(smp.SMPUsageError, match="inside a function under smp.step"):
+                model(data(tf))
+        assert count == [BATCH * STEPS] * microbatches
+        np.testing.assert_allclose(sums[0].reduce_sum(), tf.reduce_sum(data(tf)), rtol=1e-4)
+        losses.append(float(loss_of(tf, result.merge())))
+        divided = model._divided
+        whole = {id(weight): number for number, weight in enumerate(divided.weights)}
+        mine = {
+            whole[id(variable)]: np.array(variable)
+            for variable in model.variables
+            if id(variable) in whole
+        }
+        assert 0 < len(mine) < len(whole)
+        found[name] = losses, mine
+        if name == "shared" and smp.dp_size() == 1:
+            model.save_model(f"{folder}/saved")
+        smp.shutdown()
+    return found
+
+
+def compare_models(alone: Any, ranks: Any, names: list[str]) -> None:
+    for name in names:
+        losses, values = alone[name]
+        held: dict[int, np.ndarray] = {}
+        for found in ranks:
+            np.testing.assert_allclose(found[name][0], losses, rtol=1e-5)
+            held |= found[name][1]
+        assert len(held) >= len(values) - 2  # seeds of dropout are no weights
+        for number, value in held.items():
+            np.testing.assert_allclose(value, values[number], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "keras2"])
+def test_models(legacy: bool, tmp_path: Path) -> None:
+    env = LEGACY if legacy else {}
+    names = ["unet", "shared", "masked"]
+    (alone,) = jobs.run(train_alone, "1", env=env)
+    compare_models(alone, jobs.run(train, "2", str(tmp_path), 4, names, env=env), names)
+    assert (tmp_path / "saved" / "saved_model.pb").exists()
