@@ -61,8 +61,8 @@ _WORD, _DATA = 1, 2  # tags
 
 
 class _Job:
-    def __init__(self, config: Configuration, topology: Topology, owns: bool) -> None:
-        self.cfg, self.topology, self.owns = config, topology, owns
+    def __init__(self, config: Configuration, topology: Topology) -> None:
+        self.cfg, self.topology = config, topology
         world = base.group()
         self.groups: dict[str, Any] = {"world": world}
         for kind in ("pp", "dp"):
@@ -93,7 +93,8 @@ def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> Non
     Args:
         config: keys of docs/model-parallel.md; the environment variable SM_HP_MP_PARAMETERS
             overrides them.
-        timeout: seconds that this rank waits for others, here, in messages and in steps.
+        timeout: seconds that this rank waits for others, here, in messages and in steps. If the
+            process has joined the job already, that of the first time counts.
 
     Raises:
         SMPConfigurationError: the configuration is wrong, or asks for a feature that only the
@@ -104,8 +105,7 @@ def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> Non
     global _job
     if _job is not None:
         return
-    owns = not base.is_initialized()
-    if owns:
+    if not base.is_initialized():
         base.init(timeout)
     try:
         config_found = configure(config, os.environ, warn=base.rank() == 0)
@@ -126,8 +126,6 @@ def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> Non
     answers = _gathered(base.group(), error or config_found.as_dict())
     failed = next((i for i, one in enumerate(answers) if isinstance(one, Exception)), None)
     if failed is not None:
-        if owns:
-            base.shutdown()
         if error is not None:
             raise error
         raise type(answers[failed])(f"rank {failed}: {answers[failed]}")
@@ -138,7 +136,7 @@ def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> Non
                     f"the ranks have different configurations: {name} is {answers[0][name]!r} on "
                     f"rank 0, {value!r} on rank {number}"
                 )
-    _job = _Job(config_found, topology, owns)
+    _job = _Job(config_found, topology)
 
 
 def _refuse_torch(config: Configuration) -> None:
@@ -156,7 +154,7 @@ def at_shutdown(function: Callable[[], None]) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job. It is optional: the end of the process does the same."""
+    """Leaves the groups of smp; the process stays in the job. It is optional, at its end."""
     global _job
     if _job is None:
         return
@@ -165,8 +163,6 @@ def shutdown() -> None:
     job, _job = _job, None
     for kind in ("channel", "dp", "pp"):
         job.groups[kind].leave()
-    if job.owns:
-        base.shutdown()
 
 
 def cfg() -> Configuration:

@@ -235,6 +235,9 @@ def divide(model: DistributedModel, planned: _Divided) -> None:
 
 def _free(variable: Any, name: str) -> None:
     """Frees the memory of a variable. Who reads it gets an error with a name."""
-    variable._handle = tf.raw_ops.VarHandleOp(
+    handle = tf.raw_ops.VarHandleOp(
         dtype=variable.dtype, shape=variable.shape, shared_name=name, container=""
     )
+    # From which graphs know the shape.
+    handle._handle_data = variable.handle._handle_data
+    variable._handle = handle

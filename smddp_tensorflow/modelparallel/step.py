@@ -124,11 +124,13 @@ def step(
         )
     body = _Body(function, tuple(non_split_inputs), dict(input_split_axes or {}), input_signature)
 
-    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         return body.run(args, kwargs)
 
-    return run
+    found = tf.autograph.experimental.do_not_convert(functools.update_wrapper(run, function))
+    # tf.function would look through these, and call the function itself.
+    del run.__wrapped__, found.__wrapped__  # type: ignore[attr-defined]
+    return found
 
 
 class _Body:
@@ -222,7 +224,7 @@ class _Body:
         except Exception as error:
             raise SMPPartitionError(
                 f"smp.step: {self.function.__name__!r} cannot be traced on symbolic tensors, as "
-                f"tf.function does it: {summary(error)}"
+                f"tf.function does it: {type(error).__name__}: {error}"
             ) from error
 
     def _in_graph(self, args: Any, kwargs: Any) -> Any:

@@ -67,8 +67,7 @@ class Tracer:
         finally:
             self._move(outer)
         for tensor in tf.nest.flatten(result):
-            count = getattr(tensor, "shape", tf.TensorShape(None)).num_elements()
-            if isinstance(tensor, tf.Tensor) and count is not None:
+            if isinstance(tensor, tf.Tensor) and (count := tensor.shape.num_elements()) is not None:
                 size, elements = self.found.size, self.found.elements
                 elements[id(layer)] = elements.get(id(layer), 0) + count
                 size[id(layer)] = size.get(id(layer), 0) + count * tensor.dtype.size
