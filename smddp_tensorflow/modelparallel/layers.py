@@ -66,6 +66,8 @@ def _install() -> None:
         if _thread.partition is not None:
             _mark(self)
 
+    # Keras reads it where a class has no constructor of its own.
+    seen_initialize.__signature__ = inspect.signature(initialize)  # type: ignore[attr-defined]
     _Layer.__call__, _Layer.__init__ = seen_call, seen_initialize
 
 
