@@ -92,10 +92,27 @@ class Channel:
             place += room
         with self._lock:
             self._sending = [work for work in self._sending if not work.is_completed()]
-            works = [self._group.send(data[:_FRONT], peer, tag=_FIRST, wait=False)]
+            # The rank that waits for an answer sees to the deadline, and knows what it waits for.
+            how: dict[str, Any] = {"wait": False, "timeout": _FOREVER}
+            self._sending.append(self._group.send(data[:_FRONT], peer, tag=_FIRST, **how))
             if length > _FRONT:
-                works.append(self._group.send(data[_FRONT:], peer, tag=_REST, wait=False))
-            self._sending += works
+                self._sending.append(self._group.send(data[_FRONT:], peer, tag=_REST, **how))
+
+    def flush(self) -> None:
+        """Waits until everything has been sent: this process may end afterwards.
+
+        Raises:
+            TimeoutError: a rank has not received it in time.
+            smddp_numpy.Error: a rank is gone.
+        """
+        deadline = time.monotonic() + self._timeout
+        with self._lock:
+            works, self._sending = self._sending, []
+        for work in works:
+            while not work.is_completed(_SLICE):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"a message was not received for {self._timeout:g} s")
+            work.wait()
 
     def take(self, block: bool) -> list[Message]:
         """Returns the messages that have come; with `block`, waits until there is one.

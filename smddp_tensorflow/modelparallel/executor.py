@@ -244,6 +244,11 @@ class Executor:
             self._reset()
         if failure is not None:
             raise_as_error(failure, cause)
+        try:
+            self._channel.flush()
+        except (TimeoutError, smddp_numpy.Error) as error:
+            self._broken = str(error)
+            raise SMPPeerError(str(error)) from error
         return returned, sums
 
     def _start_more(self) -> None:
