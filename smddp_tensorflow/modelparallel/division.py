@@ -14,7 +14,7 @@ from smddp_smp.solver import divide_exactly
 from smddp_tensorflow.modelparallel import layers
 from smddp_tensorflow.modelparallel.trace import Trace, handle_of
 
-__all__ = ["Division", "Model", "check_reads", "decide"]
+__all__ = ["Division", "Model", "changed_by_body", "check_reads", "decide"]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -234,6 +234,27 @@ def _by_hand(cfg: Configuration, model: Model) -> list[int | None]:
             f"`with smp.partition({min(empty)}):`, or set auto_partition to True"
         )
     return owners
+
+
+def changed_by_body(model: Model, found: Trace) -> list[Any]:
+    """Returns the handles of variables, not of the model, that code on rank 0 may assign to.
+
+    Such as those of metrics. They are in the same order on all ranks.
+    """
+    weights = {handle_of(weight) for own in model.own for weight in own}
+    return list(
+        {
+            id(handle): handle
+            for handle, stack in found.changed
+            if id(handle) not in weights and model.home(stack) == 0 and _has_values(handle)
+        }.values()
+    )
+
+
+def _has_values(handle: Any) -> bool:
+    """Returns whether a handle is that of a variable, and not of a table or an iterator."""
+    data = getattr(handle, "_handle_data", None)
+    return data is not None and data.is_set
 
 
 def check_reads(model: Model, division: Division, found: Trace) -> None:

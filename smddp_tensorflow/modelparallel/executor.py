@@ -62,6 +62,7 @@ class Work:
         function: runs once per microbatch.
         parts: (positional, named) arguments of each microbatch.
         trains: it asks for gradients.
+        changed: handles of variables, not of the model, that the function may assign to.
         microbatches, active, simple: see `Progress`.
     """
 
@@ -70,11 +71,13 @@ class Work:
         function: Callable[..., Any],
         parts: Sequence[tuple[list[Any], dict[str, Any]]],
         trains: bool,
+        changed: Sequence[Any],
         active: int,
         simple: bool,
     ) -> None:
         self.name = function.__name__
         self.function, self.parts, self.trains = function, parts, trains
+        self.changed = changed
         self.microbatches, self.active, self.simple = len(parts), active, simple
 
 
@@ -279,7 +282,8 @@ class Executor:
         frame.tape = None
         self._returned[frame.microbatch] = result
         if progress.end(frame.microbatch):
-            packed, tensors = pack(self._returned)
+            changed = [_read(handle) for handle in work.changed]
+            packed, tensors = pack((self._returned, changed))
             for peer in self._channel.peers:
                 self._send(peer, Kind.END, packed, tensors)
             if not self._channel.peers:
@@ -536,7 +540,10 @@ class Executor:
             if len(self._answers) == len(self._channel.peers):
                 self._over.set()
         else:
-            self._returned = unpack(header, message.tensors)
+            assert self._work is not None
+            self._returned, changed = unpack(header, message.tensors)
+            for handle, value in zip(self._work.changed, changed, strict=True):
+                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
             self._send(0, Kind.END, None)
             self._over.set()
 
@@ -585,3 +592,9 @@ def _reason(error: BaseException) -> BaseException:
 
 def _sum(one: Any, other: Any) -> Any:
     return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
+
+
+def _read(handle: Any) -> Any:
+    """Returns the value of a variable."""
+    dtype = tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)

@@ -15,6 +15,7 @@ from smddp_smp.errors import SMPError, SMPPartitionError, SMPPeerError, SMPUsage
 from smddp_smp.failure import summary
 from smddp_tensorflow.modelparallel import job, layers
 from smddp_tensorflow.modelparallel import model as model_module
+from smddp_tensorflow.modelparallel.division import changed_by_body
 from smddp_tensorflow.modelparallel.executor import Executor, Work
 from smddp_tensorflow.modelparallel.gradients import Gradient
 from smddp_tensorflow.modelparallel.trace import trace
@@ -140,6 +141,7 @@ class _Body:
         divided: the model, once the function has been traced.
         trains: does it ask for gradients?
         outline: of what it returns: a TensorSpec for each tensor.
+        changed: see `changed_by_body`.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class _Body:
         self.divided: Any = None
         self.trains = False
         self.outline: Any = None
+        self.changed: list[Any] = []
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs a step, or in a graph makes an operation that runs it."""
@@ -190,6 +193,7 @@ class _Body:
             ),
             found.result,
         )
+        self.changed = changed_by_body(planned.model, found)
         self.divided = planned
 
     def _parts(self, args: Any, kwargs: Any, count: int, pieces: Any) -> Any:
@@ -204,6 +208,7 @@ class _Body:
                 self.function,
                 self._parts(args, kwargs, cfg.microbatches, _pieces),
                 self.trains,
+                self.changed,
                 cfg.active_microbatches if job.pp_size() > 1 else 1,
                 cfg.pipeline == "simple",
             )

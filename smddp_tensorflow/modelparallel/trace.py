@@ -18,6 +18,9 @@ from smddp_tensorflow.modelparallel.values import as_tensor
 __all__ = ["Trace", "trace"]
 
 
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+
+
 @dataclasses.dataclass
 class Trace:
     """What was found out.
@@ -28,6 +31,7 @@ class Trace:
         size: bytes of these results.
         reads: for each variable that was read or assigned: the id of its handle, and the layers
             whose code did it, from the outermost to the innermost; empty for the step's function.
+        changed: the handles of variables that may be assigned to, and the same layers.
         trains: did the function ask for gradients?
         result: what the function returned.
     """
@@ -36,6 +40,7 @@ class Trace:
     elements: dict[int, int] = dataclasses.field(default_factory=dict)
     size: dict[int, int] = dataclasses.field(default_factory=dict)
     reads: list[tuple[int, tuple[Any, ...]]] = dataclasses.field(default_factory=list)
+    changed: list[tuple[Any, tuple[Any, ...]]] = dataclasses.field(default_factory=list)
     trains: bool = False
     result: Any = None
 
@@ -80,7 +85,7 @@ class Tracer:
 
     def add_reads(self) -> None:
         """Finds which variables the operations use."""
-        handles = {place.name: id(handle) for handle, place in self._graph.captures}
+        handles = {place.name: handle for handle, place in self._graph.captures}
         borders = iter([*self.borders[1:], (len(self._graph.get_operations()) + 1, ())])
         stack, (until, following) = (), next(borders)
         for number, operation in enumerate(self._graph.get_operations()):
@@ -88,7 +93,10 @@ class Tracer:
                 stack, (until, following) = following, next(borders)
             for tensor in operation.inputs:
                 if tensor.name in handles:
-                    self.found.reads.append((handles[tensor.name], stack))
+                    handle = handles[tensor.name]
+                    self.found.reads.append((id(handle), stack))
+                    if handle.dtype == tf.resource and operation.type not in _READS:
+                        self.found.changed.append((handle, stack))
 
 
 @contextlib.contextmanager

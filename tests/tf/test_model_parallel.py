@@ -240,9 +240,13 @@ def train(folder: str, microbatches: int, names: list[str]) -> Any:
             loss = loss_of(tf, model(rows, training=True))
             return {"g": optimizer.get_gradients(loss, model.trainable_variables), "l": loss}
 
+        metric = tf.keras.metrics.Mean()
+
         @smp.step(non_split_inputs=["whole"])
-        def evaluate(rows: Any, whole: Any, model: Any = model) -> Any:
-            return model(rows, training=False), whole.shape[0], [tf.reduce_sum(rows)]
+        def evaluate(rows: Any, whole: Any, model: Any = model, metric: Any = metric) -> Any:
+            result = model(rows, training=False)
+            metric.update_state(tf.reduce_sum(result))
+            return result, whole.shape[0], [tf.reduce_sum(rows)]
 
         def step(
             rows: Any, run: Any = forward_backward, model: Any = model, optimizer: Any = optimizer
@@ -279,6 +283,8 @@ def train(folder: str, microbatches: int, names: list[str]) -> Any:
                 model(data(tf))
         assert count == [BATCH * STEPS] * microbatches
         np.testing.assert_allclose(sums[0].reduce_sum(), tf.reduce_sum(data(tf)), rtol=1e-4)
+        sums = [float(tf.reduce_sum(one)) for one in result.outputs]
+        np.testing.assert_allclose(float(metric.result()), np.mean(sums), rtol=1e-5)
         losses.append(float(loss_of(tf, result.merge())))
         divided = model._divided
         whole = {id(weight): number for number, weight in enumerate(divided.weights)}
