@@ -341,6 +341,76 @@ def test_replicas(tmp_path: Path) -> None:
                 np.testing.assert_allclose(value, alone[name][1][number], rtol=1e-5, atol=1e-5)
 
 
+def order() -> dict[str, str]:
+    """Returns for each pipeline the order of forward (F) and backward (B) passes on this rank."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    class Noted(tf.keras.layers.Dense):  # type: ignore[misc]
+        def call(self, x: Any) -> Any:
+            @tf.custom_gradient  # type: ignore[untyped-decorator]
+            def note(y: Any) -> Any:
+                log.append("F")
+                return tf.identity(y), lambda dy: log.append("B") or dy
+
+            time.sleep(0.05)
+            return note(super().call(x))
+
+    class Model(smp.DistributedModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Noted(3), Noted(3)
+
+        def call(self, x: Any) -> Any:
+            return self.two(self.one(x))
+
+    found = {}
+    for pipeline, active in (("simple", 4), ("interleaved", 2)):
+        log: list[str] = []
+        config = {"pipeline": pipeline, "microbatches": 4, "active_microbatches": active}
+        smp.init({"partitions": 2, **config}, timeout=60)
+        model, optimizer = Model(), tf.keras.optimizers.SGD(RATE)
+        x = tf.ones((4, 3))
+
+        @smp.step
+        def step(rows: Any, model: Any = model, optimizer: Any = optimizer) -> Any:
+            loss = tf.reduce_sum(model(rows))
+            return optimizer.get_gradients(loss, model.trainable_variables)
+
+        @tf.function
+        def twice(x: Any, step: Any = step, model: Any = model, optimizer: Any = optimizer) -> Any:
+            for _ in range(2):
+                gradients = [gradient.accumulate() for gradient in step(x)]
+                for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+                    variable.assign(variable - RATE * gradient)
+            return gradients[0]
+
+        step(x)
+        log.clear()
+        step(x)
+        found[pipeline] = "".join(log)
+        # The second step sees what the first one of a graph has changed.
+        eager = [np.array(variable) for variable in model.trainable_variables]
+        graph = np.array(twice(x))
+        for variable, value in zip(model.trainable_variables, eager, strict=True):
+            variable.assign(value)
+        for _ in range(2):
+            gradients = [gradient.accumulate() for gradient in step(x)]
+            for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+                variable.assign(variable - RATE * gradient)
+        np.testing.assert_array_equal(np.array(gradients[0]), graph)
+        smp.shutdown()
+    return found
+
+
+def test_the_order_of_work() -> None:
+    for found in jobs.run(order, "2"):
+        assert found["simple"] == "FFFFBBBB"
+        assert sorted(found["interleaved"]) == sorted("FFFFBBBB")
+        assert found["interleaved"].index("B") <= 2
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
