@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 import numpy as np
 
 from smddp_smp.config import Configuration
 from smddp_smp.errors import SMPPartitionError
+from smddp_smp.logs import log
 from smddp_smp.solver import divide_exactly
 from smddp_tensorflow.modelparallel import layers
 from smddp_tensorflow.modelparallel.trace import Trace, handle_of
 
-__all__ = ["Division", "Model", "changed_by_body", "check_reads", "decide"]
-
-log = logging.getLogger("smddp.modelparallel")
+__all__ = ["Division", "Model", "changed_by_body", "check_reads", "decide", "report"]
 
 # Estimates for the partitioner; only their ratio counts.
 _OPERATIONS, _NETWORK = 5e9, 1e9  # multiplications and bytes per second
@@ -97,7 +95,6 @@ def decide(cfg: Configuration, model: Model, found: Trace) -> Division:
         owners = _by_hand(cfg, model)
     division = Division(model.names, owners)
     check_reads(model, division, found)
-    _report(model, division, parts)
     return division
 
 
@@ -284,7 +281,8 @@ def _check_same(model: Model, division: Division, one: int, other: int, weight: 
         )
 
 
-def _report(model: Model, division: Division, parts: int) -> None:
+def report(division: Division, model: Model, parts: int) -> None:
+    """Logs which layers each partition has."""
     lines = ["Partition assignments:"]
     for part in range(parts):
         mine = [

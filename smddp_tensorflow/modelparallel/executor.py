@@ -171,7 +171,6 @@ class Executor:
             timeout: seconds that this rank waits for a message.
         """
         self.rank = group.rank
-        self._timeout = timeout
         self._channel = Channel(group, timeout)
         self._baton = Baton(self._task_failed, self, lambda: lambda: None)
         self._lock = threading.Lock()
@@ -304,6 +303,10 @@ class Executor:
             )
         if progress is None or frame.path:
             raise SMPUsageError("optimizer.get_gradients works in the step's function only")
+        if self._work is not None and not self._work.trains:
+            raise SMPUsageError(
+                "optimizer.get_gradients: this step's function did not call it in its first call"
+            )
         if frame.tape is None:
             raise SMPUsageError(
                 "optimizer.get_gradients can be called once in a step's function: add the losses"

@@ -13,6 +13,7 @@ import smddp_numpy
 from smddp_smp.config import Configuration, configure
 from smddp_smp.config_keys import KEYS
 from smddp_smp.errors import SMPConfigurationError, SMPInitializationError, SMPUsageError
+from smddp_smp.logs import log, make_visible
 from smddp_smp.topology import CommGroup, RankType, Topology
 from smddp_tensorflow import job as base
 
@@ -137,6 +138,13 @@ def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> Non
                     f"rank 0, {value!r} on rank {number}"
                 )
     _job = _Job(config_found, topology)
+    if topology.rank == 0:
+        make_visible()
+        log.info(
+            "smp: %d ranks = %d replica(s) x %d partition(s); %d microbatches, %s pipeline",
+            *(topology.size, topology.rdp_size, topology.pp_size),
+            *(config_found.microbatches, config_found.pipeline),
+        )
 
 
 def _refuse_torch(config: Configuration) -> None:

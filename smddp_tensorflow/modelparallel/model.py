@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from smddp_smp.errors import SMPPartitionError, SMPUsageError
 from smddp_tensorflow.modelparallel import job, layers
-from smddp_tensorflow.modelparallel.division import Division, Model, check_reads, decide
+from smddp_tensorflow.modelparallel.division import Division, Model, check_reads, decide, report
 from smddp_tensorflow.modelparallel.trace import Trace
 from smddp_tensorflow.modelparallel.values import as_tensor
 
@@ -200,7 +200,10 @@ def plan(model: DistributedModel, found: Trace) -> _Divided:
         check_reads(divided.model, divided.division, found)
         return divided
     outline = Model(model)
-    return _Divided(outline, decide(job.cfg(), outline, found))
+    planned = _Divided(outline, decide(job.cfg(), outline, found))
+    if job.rank() == 0:
+        report(planned.division, outline, job.pp_size())
+    return planned
 
 
 def divide(model: DistributedModel, planned: _Divided) -> None:

@@ -266,7 +266,8 @@ class _Body:
 
         # The variables are arguments, so that the graph runs this after what assigns to them.
         handles = [
-            as_tensor(one).handle for one in self.divided.weights if self.divided.is_mine(one)
+            *(as_tensor(one).handle for one in filter(self.divided.is_mine, self.divided.weights)),
+            *self.changed,
         ]
         made = tf.py_function(
             run, [*(leaves[place] for place in places), *handles], [spec.dtype for spec in specs]
